@@ -15,6 +15,7 @@ from pentad.schedules.passes.optimizer_pass import add_reduce, add_step
 from pentad.schedules.passes.post_validation import add_post_validation
 from pentad.schedules.passes.recompute import add_recompute
 from pentad.schedules.passes.transfers import add_transfers
+from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.passes.zero import add_gathers, add_gradient_buffer_waits
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import peak_activations
@@ -40,7 +41,7 @@ def compile_program(
 ) -> Program:
     """The proven program for one replica of `ranks` pipeline ranks.
 
-    `costs` decide where receives go (default: equal costs), and some schedules plan with them. `gated` is for
+    `costs`, by unit, decide where receives go (default: equal costs), and some schedules plan with them. `gated` is for
     transports whose receives must not wait on the GPU. `replicas` is the number of data-parallel replicas
     of the mesh. `post_validation` lets a step run ahead of its global norm (see post_validation.py). `options` are the
     schedule's, `memory_options` trade time for memory. `order` is a compute order to use instead of the schedule's.
@@ -48,7 +49,11 @@ def compile_program(
     Raises PentadError for sizes or options that are not allowed, and ScheduleError when the proof fails.
     """
     with gc_paused():
-        order = order or generate(name, ranks, microbatches, options, costs)
+        units = memory_options.units
+        order = order or generate(name, ranks, microbatches, options, costs and costs.of_stages(units))
+        if units:
+            check_order(order)
+            order = split_into_units(order, units)
         return lower(
             order,
             costs or Costs.uniform(order.stages),

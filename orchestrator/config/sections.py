@@ -142,6 +142,9 @@ class MemorySection(Section):
     full: everything but the input of a stage"""
     recompute_stages: list[NonNegativeInt] | None = None
     """pipeline stages that recompute; null: all"""
+    unit_layers: Count | None = None
+    """layers of a unit, in which stages gather and free weights, reduce gradients, recompute and offload; null: all
+    layers of a stage"""
     max_resident_microbatches: PositiveFloat | None = None
     """most activations that stay on a device, in microbatches of all its layers; the others are offloaded to host
     memory until their backward; null: all stay"""
@@ -156,17 +159,25 @@ class MemorySection(Section):
             found = f"{resident:g}, but memory.recompute is selective"
             yield Broken("max_resident_microbatches", "none or full", found)
 
-    def modes(self, stages: int) -> tuple[str, ...]:
-        """What each of `stages` stages recomputes (see Plan); empty if none does."""
+    def units(self, layers: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        """The number of units of each stage, given its range (first, end) of layers."""
+        return tuple(math.ceil((end - first) / (self.unit_layers or end - first)) for first, end in layers)
+
+    def modes(self, units: Sequence[int]) -> tuple[str, ...]:
+        """What each unit recomputes (see Plan), where stage s has `units[s]`; empty if none does."""
         if self.recompute == "none":
             return ()
-        chosen = range(stages) if self.recompute_stages is None else self.recompute_stages
-        return tuple(self.recompute if stage in chosen else "none" for stage in range(stages))
+        chosen = range(len(units)) if self.recompute_stages is None else self.recompute_stages
+        by_stage = (self.recompute if stage in chosen else "none" for stage in range(len(units)))
+        return tuple(mode for mode, count in zip(by_stage, units, strict=True) for _ in range(count))
 
-    def options(self, stages: int) -> MemoryOptions:
-        """The options of a program of `stages` stages."""
-        recompute = frozenset(stage for stage, mode in enumerate(self.modes(stages)) if mode != "none")
-        return MemoryOptions(recompute=recompute, max_resident=self.max_resident_microbatches)
+    def options(self, units: tuple[int, ...]) -> MemoryOptions:
+        """The options of a program whose stage s has `units[s]` units."""
+        recompute = frozenset(unit for unit, mode in enumerate(self.modes(units)) if mode != "none")
+        is_cut = max(units) > 1
+        return MemoryOptions(
+            recompute=recompute, max_resident=self.max_resident_microbatches, units=units if is_cut else ()
+        )
 
 
 class ZeroSection(Section):

@@ -20,6 +20,7 @@ from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_forward_only, compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.units import split_layers_into_units
 from pentad.schedules.search.auto import AUTO, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
@@ -48,9 +49,11 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, model: ModelSpe
     layout = config.layout() if order is None else Layout.of(order)
     assert layout is not None
     config.check_layout(layout, model)
-    layers = split(model, layout.placement, config.batch.sequence_length)
-    recompute = config.memory.modes(layout.stages)
-    options = _memory_options(config, layout, model, layers, dtype)
+    stages = split(model, layout.placement, config.batch.sequence_length)
+    units = config.memory.units(stages)
+    layers = split_layers_into_units(stages, units)
+    recompute = config.memory.modes(units)
+    options = _memory_options(config, layout, model, layers, dtype, units)
     costs = guess_costs(model, layers, _piece(config, device, layout.slices), recompute, options.zero, config.lora.spec)
     program = compile_program(
         config.schedule.name if order is None else order.name,
@@ -105,7 +108,8 @@ def plan_on(config: RunConfig, device: str, *, hosts: int, expected: Plan) -> Pl
 def plan_with(config: RunConfig, device: str, program: Program) -> Plan:
     """The plan of a run whose program exists already; compiles nothing."""
     model = config.model_spec(_dtype(config, device))
-    layers = split(model, program.placement, config.batch.sequence_length)
+    layers = split(model, program.stage_placement, config.batch.sequence_length)
+    layers = split_layers_into_units(layers, program.units or (1,) * program.stages)
     return draft(config, model, device, program, layers, transport=transport_of(config, device, hosts=1))
 
 
@@ -139,7 +143,7 @@ def draft(
         spikes=config.spikes.spec,
         lora=config.lora.spec,
         tp_across_nodes=config.mesh.tp_across_nodes,
-        recompute=config.memory.modes(program.stages),
+        recompute=config.memory.modes(program.units or (1,) * program.stages),
     )
 
 
@@ -161,10 +165,15 @@ def require_shards(config: RunConfig, plan: Plan) -> None:
 
 
 def _memory_options(
-    config: RunConfig, layout: Layout, model: ModelSpec, layers: tuple[tuple[int, int], ...], dtype: str
+    config: RunConfig,
+    layout: Layout,
+    model: ModelSpec,
+    layers: tuple[tuple[int, int], ...],
+    dtype: str,
+    units: tuple[int, ...],
 ) -> MemoryOptions:
     """As configured, without ZeRO if every stage has one holder only. Raises PentadError for too many buckets."""
-    section, found = config.zero, config.memory.options(layout.stages)
+    section, found = config.zero, config.memory.options(units)
     if config.mesh.replicas == 1 and not layout.has_mirrors:
         return found
     return found._replace(

@@ -33,6 +33,9 @@ class Program:
     With `slices` above 1, the sequences of a microbatch go through the pipeline in that many slices, and the
     `microbatch` of an instruction is microbatch x slices + slice (Seq1F1B, arXiv 2406.03488).
 
+    `units[stage]` is the number of units that a pipeline stage is cut into (empty: one each); what `placement` and the
+    instructions call a stage is then a unit (passes/units.py), and `chunks` counts units.
+
     A `forward_only` program evaluates: it has no backwards and no optimizer step, and ends with LOSS.
     """
 
@@ -43,6 +46,7 @@ class Program:
     chunks: int = 1
     slices: int = 1
     forward_only: bool = False
+    units: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.streams, Columns):
@@ -69,6 +73,17 @@ class Program:
     @cached_property
     def stages(self) -> int:
         return 1 + max(stage for stages in self.placement for stage in stages)
+
+    @cached_property
+    def stage_of(self) -> tuple[int, ...]:
+        """The pipeline stage of every unit."""
+        counts = self.units or (1,) * self.stages
+        return tuple(stage for stage, count in enumerate(counts) for _ in range(count))
+
+    @property
+    def stage_placement(self) -> tuple[tuple[int, ...], ...]:
+        """By rank, the pipeline stages that it holds."""
+        return tuple(tuple(dict.fromkeys(self.stage_of[unit] for unit in held)) for held in self.placement)
 
     @cached_property
     def _holders(self) -> dict[int, tuple[int, ...]]:
@@ -112,7 +127,8 @@ class Program:
     def hash(self) -> str:
         """SHA-256 of everything but the name; equal programs have equal hashes."""
         sizes = (VERSION, self.placement, self.microbatches, self.chunks, self.slices, self.columns.groups)
-        digest = hashlib.sha256(repr((*sizes, "forward_only") if self.forward_only else sizes).encode())
+        rest = ("forward_only",) * self.forward_only + ("units", *self.units) * bool(self.units)
+        digest = hashlib.sha256(repr((*sizes, *rest)).encode())
         for column in self.columns.arrays():
             digest.update(column.tobytes())
         return digest.hexdigest()
@@ -133,6 +149,7 @@ class Program:
         meta |= {"microbatches": str(self.microbatches), "chunks": str(self.chunks)}
         meta |= {"slices": str(self.slices)} if self.slices != 1 else {}
         meta |= {"forward_only": "true"} if self.forward_only else {}
+        meta |= {"units": ",".join(map(str, self.units))} if self.units else {}
         return arrow.to_table(self.columns).replace_schema_metadata(meta)
 
     @staticmethod
@@ -190,7 +207,8 @@ def _from_table(table: pa.Table) -> Program:
     placement = tuple(tuple(map(int, stages.split(","))) for stages in meta["placement"].split(";"))
     streams = arrow.from_table(table, len(placement))
     sizes = int(meta["microbatches"]), int(meta["chunks"]), int(meta.get("slices", "1"))
-    return Program(meta["name"], streams, placement, *sizes, forward_only="forward_only" in meta)
+    units = tuple(map(int, meta["units"].split(","))) if "units" in meta else ()
+    return Program(meta["name"], streams, placement, *sizes, forward_only="forward_only" in meta, units=units)
 
 
 def index_of(stream: Stream) -> dict[Key, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import inf
 
 import numpy as np
@@ -72,6 +74,19 @@ class Costs:
             raise PentadError(f"--comm is {transfer}: expected a finite number of at least 0")
         f, b, w = ((value / (chunks * slices),) * stages for value in (forward, backward, weight))
         return Costs(f, b, w, transfer / slices)
+
+    def of_stages(self, units: Sequence[int]) -> Costs:
+        """The costs of stages from those of their units, of which stage s has `units[s]`; empty: one each."""
+        if not units:
+            return self
+        ends = list(accumulate(units, initial=0))
+
+        def sums(values: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(sum(values[first:end]) for first, end in pairwise(ends)) if values else ()
+
+        forward, backward, weight = map(sums, (self.forward, self.backward, self.weight))
+        recompute, offload = sums(self.recompute), sums(self.offload)
+        return replace(self, forward=forward, backward=backward, weight=weight, recompute=recompute, offload=offload)
 
     def seconds(self, instruction: Instruction) -> float:
         """Time of one instruction on a rank of normal speed, without waiting."""

@@ -24,7 +24,8 @@ class MemoryOptions(NamedTuple):
     once (None: all its stages), and a gather starts `prefetch` compute actions before its reader. The stages in
     `recompute` save only their input and recompute the rest. `max_resident` is the largest number of activations that
     stay on the device, in microbatches of a whole rank (None: all). `buckets[stage]` is the number of parts in which a
-    stage's gradients are reduced (empty: one).
+    stage's gradients are reduced (empty: one). `units[stage]` is the number of units that a pipeline stage is cut into
+    (empty: one); all the others then speak of units where they speak of stages.
     """
 
     zero: int = 0
@@ -33,6 +34,7 @@ class MemoryOptions(NamedTuple):
     recompute: frozenset[int] = frozenset()
     max_resident: float | None = None
     buckets: tuple[int, ...] = ()
+    units: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

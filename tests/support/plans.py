@@ -13,6 +13,7 @@ from reference_model import GlobalBatch, Trained, is_balanced, train
 from pentad.schedules.compiler import NO_MEMORY_OPTIONS, compile_program
 from pentad.schedules.ir.instruction import Overlap, instructions_of
 from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.units import split_layers_into_units
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.schedules.spec.learning_rate import LearningRate
@@ -51,11 +52,12 @@ def plan_of(
     model: ModelSpec = MODEL,
     cp_method: CpMethod = "ring",
     document_mask: bool = False,
+    unit_layers: int | None = None,
 ) -> Plan:
     """A plan on CPU ranks: MODEL in `dtype`, with sequences of 8 tokens, two a microbatch.
 
     `document_mask` is for `data` that is a path, and masks losses too, as by default. `recompute` is the mode of all
-    stages, `max_resident` turns offloading on, in microbatches.
+    stages, `max_resident` turns offloading on, in microbatches. With `unit_layers` stages consist of units.
     """
     mesh = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep)
 
@@ -67,6 +69,11 @@ def plan_of(
         return compile_program(name, pp, microbatches, replicas=dp * cp * ep, post_validation=post_validation, **given)
 
     program = compiled(memory_options)
+    layers = split_layers(model.layers, program.placement, head=1.0)
+    if unit_layers is not None:
+        units = tuple(-(-(end - first) // unit_layers) for first, end in layers)
+        memory_options, layers = memory_options._replace(units=units), split_layers_into_units(layers, units)
+        program = compiled(memory_options)
     recomputed = frozenset(range(program.stages) if recompute != "none" else ())
     if recomputed or max_resident is not None:
         program = compiled(memory_options._replace(recompute=recomputed, max_resident=max_resident))
@@ -74,7 +81,7 @@ def plan_of(
         name="exact",
         mesh=mesh,
         program=program,
-        layers=split_layers(model.layers, program.placement, head=1.0),
+        layers=layers,
         model=model,
         batch=BatchSpec(2 * dp * ep * microbatches, 8, microbatches, dp * ep),
         optimizer=OptimizerSpec(LearningRate(1e-2, 1e-3, 2, STEPS), 0.9, 0.95, 1e-8, 0.1, clip_norm=clip),

@@ -24,7 +24,7 @@ from pentad.workers.custom.autograd import (
     graph_output,
 )
 from pentad.workers.custom.loader import build_layers, cast_layer, model_error, parameter_slots, set_parameters
-from pentad.workers.model.base_stage import BaseStage, activation_storages, storage_id
+from pentad.workers.model.base_stage import Activation, BaseStage, activation_storages, storage_id
 from pentad.workers.model.weight_grad import Params
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.params.param_buffers import ParamBuffers
@@ -82,7 +82,7 @@ class CustomStage(BaseStage, ParameterOwner):
     def forward(
         self,
         slice_index: int,
-        received: Tensor | None,
+        received: Activation | None,
         tokens: Tensor | None,
         targets: Tensor | None,
         mtp_targets: Tensor | None = None,
@@ -90,6 +90,7 @@ class CustomStage(BaseStage, ParameterOwner):
         mtp_inputs: Tensor | None = None,
     ) -> Task[Tensor | None]:
         yield from ()  # layers need no communication
+        assert not isinstance(received, tuple)
         saved = CustomSaved((received, tokens, targets))
         if self.recompute_mode == "full":
             with torch.no_grad():
@@ -105,13 +106,14 @@ class CustomStage(BaseStage, ParameterOwner):
     def evaluate(
         self,
         slice_index: int,
-        received: Tensor | None,
+        received: Activation | None,
         tokens: Tensor | None,
         targets: Tensor | None,
         document_starts: Sequence[Sequence[int]] = (),
     ) -> Task[Tensor | None]:
         """Modules are in evaluation mode meanwhile: without dropout, for example."""
         yield from ()
+        assert not isinstance(received, tuple)
         known = targets if targets is None or self.loss is None else targets.clamp(min=0)  # as in training
         with torch.no_grad(), _evaluation_mode([*self.layers, self.loss]):
             x = self._input(CustomSaved((received, tokens, None)))

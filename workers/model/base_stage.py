@@ -26,6 +26,7 @@ from pentad.workers.parallel.process_groups import LayerGroups
 from pentad.workers.params.param_buffers import BoundBuffers, ParamBuffers
 from pentad.workers.params.router_bias import LoadBalancer
 
+Activation = Tensor | tuple[Tensor, Tensor]  # [T, H]; between units of a stage the two terms of the residual stream
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -110,13 +111,13 @@ class BaseStage(ABC):
     def forward(
         self,
         slice_index: int,
-        received: Tensor | None,
+        received: Activation | None,
         tokens: Tensor | None,
         targets: Tensor | None,
         mtp_targets: Tensor | None = None,
         document_starts: Sequence[Sequence[int]] = (),
         mtp_inputs: Tensor | None = None,
-    ) -> Task[Tensor | None]:
+    ) -> Task[Activation | None]:
         """F: the residual stream [T, H], or None on the last stage, which adds to the loss sums instead.
 
         The first stage reads `tokens` [T], every other one `received` [T, H], which must stay unchanged until B. The
@@ -129,11 +130,11 @@ class BaseStage(ABC):
     def evaluate(
         self,
         slice_index: int,
-        received: Tensor | None,
+        received: Activation | None,
         tokens: Tensor | None,
         targets: Tensor | None,
         document_starts: Sequence[Sequence[int]] = (),
-    ) -> Task[Tensor | None]:
+    ) -> Task[Activation | None]:
         """F of an evaluation: result and loss sums of `forward`, but nothing is saved or counted."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model import lm_head
-from pentad.workers.model.base_stage import NOTHING, BaseStage, activation_storages, storage_id
+from pentad.workers.model.base_stage import NOTHING, Activation, BaseStage, activation_storages, storage_id
 from pentad.workers.model.layer import Layer, LayerRecomputable, LayerSaved
 from pentad.workers.model.layer_context import LayerContext, SequenceContext, rotary_tables
 from pentad.workers.model.mtp import MTPLayer, MTPSaved
@@ -29,7 +29,7 @@ Documents = dict[int, DocumentMask | None]  # the mask of packed sequences, by t
 class StageInputs(NamedTuple):
     """The arguments of F. Every tp rank has all tokens and targets, but only its part of the residual stream."""
 
-    received: Tensor | None  # [T / tp, H], not on the first stage
+    received: Activation | None  # [T / tp, H], not on the first stage
     tokens: Tensor | None  # [T], first stage
     targets: Tensor | None  # [T], last stage
     mtp_targets: Tensor | None  # [mtp_layers, T], last stage; None in an evaluation, which runs no MTP layers
@@ -84,6 +84,8 @@ class Stage(BaseStage):
         frozen: Mapping[str, Tensor] = NOTHING,
     ) -> None:
         super().__init__(plan, index, param_buffers, frozen)
+        stage_of = plan.program.stage_of
+        self.ends_stage = self.last or stage_of[index + 1] != stage_of[index]
         self.length, self.slices = plan.batch.sequence_length // plan.mesh.cp, plan.program.slices
         parameters, experts = param_buffers[0].parameters, plan.model.experts
         mtp_layers = range(plan.model.layers, plan.model.layers + plan.model.mtp_layers if self.last else 0)
@@ -121,13 +123,13 @@ class Stage(BaseStage):
     def forward(
         self,
         slice_index: int,
-        received: Tensor | None,
+        received: Activation | None,
         tokens: Tensor | None,
         targets: Tensor | None,
         mtp_targets: Tensor | None = None,
         document_starts: Sequence[Sequence[int]] = (),
         mtp_inputs: Tensor | None = None,
-    ) -> Task[Tensor | None]:
+    ) -> Task[Activation | None]:
         inputs = StageInputs(received, tokens, targets, mtp_targets, mtp_inputs, self._documents(document_starts))
         result, self.saved[slice_index] = yield from self._forward(
             slice_index, inputs, self.recompute_mode, self.layer_context
@@ -137,11 +139,11 @@ class Stage(BaseStage):
     def evaluate(
         self,
         slice_index: int,
-        received: Tensor | None,
+        received: Activation | None,
         tokens: Tensor | None,
         targets: Tensor | None,
         document_starts: Sequence[Sequence[int]] = (),
-    ) -> Task[Tensor | None]:
+    ) -> Task[Activation | None]:
         inputs = StageInputs(received, tokens, targets, None, None, self._documents(document_starts))
         result, _ = yield from self._forward(slice_index, inputs, "full", self.layer_context._replace(count_load=False))
         if (slice_index + 1) % self.slices == 0:
@@ -150,14 +152,16 @@ class Stage(BaseStage):
 
     def _forward(
         self, slice_index: int, inputs: StageInputs, recompute_mode: str, context: LayerContext
-    ) -> Task[tuple[Tensor | None, StageSaved]]:
+    ) -> Task[tuple[Activation | None, StageSaved]]:
         """(what F returns, what this mode saves)."""
         microbatch, slice_number = divmod(slice_index, self.slices)
         if slice_number == 0:
             self.kv_caches[microbatch] = [SlicedKVCache(self.length) for _ in self.layer_numbers]
+        if isinstance(inputs.received, tuple) and recompute_mode == "full":  # one tensor to save
+            inputs = inputs._replace(received=torch.add(*inputs.received))
         branch, stream, saved, losses = yield from self._run_layers(slice_index, inputs, recompute_mode, context)
         if losses is None:
-            return branch + stream, saved
+            return branch + stream if self.ends_stage else (branch, stream), saved
         self.loss_sums[microbatch].add_(losses.losses.view(self.loss_sums.shape[1], -1).sum(1))
         if losses.squared_lse is not None:
             self.squared_lse.add_(losses.squared_lse.sum())
@@ -213,7 +217,7 @@ class Stage(BaseStage):
         """Without what was received, which is the transport's, and the keys and values that slices share."""
         saved = self.saved[slice_index]
         shared = [x for cache in self.kv_caches[slice_index // self.slices] if cache.buffer for x in cache.buffer]
-        excluded = {storage_id(x) for x in (saved.inputs.received, *shared) if x is not None}
+        excluded = {storage_id(x) for x in (saved.inputs.received, *shared) if isinstance(x, Tensor)}
         return activation_storages(_tensors(saved[1:]), excluded)
 
     def _run_layers(
@@ -221,15 +225,16 @@ class Stage(BaseStage):
     ) -> Task[tuple[Tensor, Tensor, StageSaved, TokenLosses | None]]:
         """(branch, stream, what this mode saves, the losses on the last stage)."""
         microbatch, slice_number = divmod(slice_index, self.slices)
+        branch: Tensor
+        stream: Tensor | None = None
         if inputs.tokens is not None:
             branch = lm_head.embed(self.bound.by_name["embedding"], inputs.tokens, context.tp)
             if self.embedding_scale != 1.0:
                 branch = branch * self.embedding_scale
         else:
             assert inputs.received is not None
-            branch = inputs.received
-        stream: Tensor | None = None
-        saved = StageSaved(inputs, [], [], None)
+            branch, stream = inputs.received if isinstance(inputs.received, tuple) else (inputs.received, None)
+        saved = StageSaved(inputs if recompute_mode == "full" else _without_pair(inputs), [], [], None)
         layers = zip(self.layer_numbers, self.bound.layers, self.kv_caches[microbatch], strict=True)
         for number, layer, kv_cache in layers:
             sequence = self._sequence(number, slice_number, kv_cache, inputs.documents)
@@ -303,6 +308,11 @@ class Stage(BaseStage):
         cp, windows = self.layer_context.cp, {kind.window for kind in self.layer_kinds.values()}
         length = self.length * cp.size
         return {window: cp.document_mask(starts, length, self.device, window) for window in windows}
+
+
+def _without_pair(inputs: StageInputs) -> StageInputs:
+    """Where layers save what they need of a pair: it takes no memory once they have read it."""
+    return inputs._replace(received=None) if isinstance(inputs.received, tuple) else inputs
 
 
 def _tensors(nested: object) -> Iterator[Tensor]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import assert_never
+from typing import Any, assert_never
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Action, Instruction, Key, Op, instructions_of
@@ -68,7 +67,7 @@ class Executor:
     def __post_init__(self) -> None:
         self.activations = ActivationOffload(self.lanes)
         self.running: RankProgram | None = None
-        self.results: dict[Key, torch.Tensor | None] = {}
+        self.results: dict[Key, Any] = {}
         self.step, self.round, self.host_seconds = 0, 0, dict[int, float]()
         self.valid, self.restart, self.target_tokens = True, False, 0
         self.row_sources = dict[int, np.ndarray]()  # by step, of its global batch
@@ -210,7 +209,7 @@ class Executor:
                 works.append(dist.all_reduce(values, group=group, async_op=True))
         return works
 
-    def _input(self, part: Instruction) -> torch.Tensor | None:
+    def _input(self, part: Instruction) -> Any:
         source = self._running.sources.get(part.key)
         return None if source is None else self.results.pop(source)
 

@@ -1,0 +1,72 @@
+"""Pass: every stage is cut into units of a few layers, the grain of ZeRO, recomputation and offloading.
+
+A unit is a stage of the lowered program, on the same rank as its neighbours: what one passes on to the next is sent to
+nobody. All passes after this one, the proof, the simulator and the workers thus treat units as they treat stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from pentad.schedules.ir.columns import CODE, Array, key_columns
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import Op
+from pentad.schedules.ir.program import Program
+
+Span = tuple[int, int]  # (first, end) of a range of layers
+
+
+def split_into_units(order: Program, units: Sequence[int]) -> Program:
+    """The compute order in which stage s consists of `units[s]` stages: F runs them upwards, backwards downwards.
+
+    Of an overlapped pair the k-th unit of the forward overlaps with the k-th of the backward, as far as both go.
+    Raises PentadError unless there is a count of at least 1 for every stage.
+    """
+    if len(units) != order.stages or min(units) < 1:
+        raise PentadError(
+            f"units are {tuple(units)}: expected one count of at least 1 for each of {order.stages} stages"
+        )
+    if max(units) == 1:
+        return order
+    columns, counts = order.columns, np.asarray(units)
+    first = np.concatenate(([0], np.cumsum(counts)))
+    repeats = counts[columns.stage]
+    row = np.repeat(np.arange(columns.rows), repeats)
+    number = np.arange(len(row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)  # within its row
+    upwards = columns.op[row] == CODE[Op.F]
+    unit = np.where(upwards, number, repeats[row] - 1 - number) + first[columns.stage[row]]
+    is_second = columns.is_second[row]
+    at = np.lexsort((is_second, number, columns.action[row]))
+    offsets = np.concatenate(([0], np.cumsum(repeats)))[columns.rank_offsets]
+    streams = key_columns(offsets, columns.op[row][at], unit[at], columns.microbatch[row][at])
+    streams = replace(streams, is_second=_follows_its_forward(is_second[at], number[at]))
+    of_stage = [range(*span) for span in pairwise(first.tolist())]
+    return replace(
+        order,
+        streams=streams,
+        placement=tuple(tuple(unit for stage in held for unit in of_stage[stage]) for held in order.placement),
+        chunks=order.chunks * max(units),
+        units=tuple(units),
+    )
+
+
+def split_layers_into_units(layers: Sequence[Span], units: Sequence[int]) -> tuple[Span, ...]:
+    """The layers of every unit, from those of the stages: as equal as possible, larger ones first."""
+    return tuple(span for (first, end), count in zip(layers, units, strict=True) for span in _cut(first, end, count))
+
+
+def _cut(first: int, end: int, count: int) -> list[Span]:
+    size, larger = divmod(end - first, count)
+    sizes = (size + (index < larger) for index in range(count))
+    return list(pairwise(accumulate(sizes, initial=first)))
+
+
+def _follows_its_forward(is_second: Array, number: Array) -> Array:
+    """Backwards that are the second half of a pair: those right after a forward of the same number."""
+    follows = np.zeros_like(is_second)
+    follows[1:] = is_second[1:] & ~is_second[:-1] & (number[1:] == number[:-1])
+    return follows
