@@ -8,6 +8,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from os import environ
 from pathlib import Path
@@ -102,6 +103,7 @@ def sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 

@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
-from paths import ROOT
-from sharing import CLUSTERS, group_of
-from sharing import FILES as ALL_FILES
-
-FILES = (
-    "tests/schedules/spec/test_mesh.py",
-    "tests/schedules/draw/test_palette.py",
-    "tests/schedules/draw/test_svg.py",
-)
-
-pytestmark = pytest.mark.timeout(120)
+from sharing import CLUSTERS, FILES, group_of, position
 
 
-def test_the_tests_of_a_group_run_in_one_process() -> None:
-    command = [sys.executable, "-m", "pytest", "-n", "2", "-v", "-p", "no:cacheprovider", *FILES]
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True).stdout
-    ran: dict[str, set[str]] = defaultdict(set)
-    for process, file in re.findall(r"^\[(gw\d)\].* (tests/[\w/]+\.py)::", out, re.MULTILINE):
-        ran[file].add(process)
-    assert set(ran) == set(FILES)
-    assert all(len(processes) == 1 for processes in ran.values()), ran
-    assert len(set.union(*ran.values())) == 2
+class Process:
+    """What the scheduler sees of one of its processes."""
+
+    def __init__(self, name: str) -> None:
+        self.gateway, self.shutting_down = SimpleNamespace(id=name), False
+        self.assigned: list[int] = []
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self.assigned += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+def test_the_tests_of_a_group_run_in_one_process(pytestconfig: pytest.Config) -> None:
+    """All files with two tests each, in the order of collection, shared out between two processes."""
+    tests = sorted((f"{file}::test_{number}" for file in FILES for number in "ab"), key=position)
+    config = SimpleNamespace(getvalue=lambda name: ["2*popen"], option=pytestconfig.option, hook=pytestconfig.hook)
+    scheduler = pytestconfig.hook.pytest_xdist_make_scheduler(config=config, log=None)
+    processes = [Process("gw0"), Process("gw1")]
+    for process in processes:
+        scheduler.add_node(process)
+        scheduler.add_node_collection(process, tests)
+    scheduler.schedule()
+    done = 0
+    while any(done < len(process.assigned) for process in processes):
+        for process in processes:
+            if done < len(process.assigned):
+                scheduler.mark_test_complete(process, process.assigned[done])
+        done += 1
+    ran = [{group_of(tests[index]) for index in process.assigned} for process in processes]
+    assert sorted(index for process in processes for index in process.assigned) == list(range(len(tests)))
+    assert ran[0] and ran[1] and not ran[0] & ran[1]
 
 
 def test_clusters_are_a_group_and_so_are_the_files_that_share_the_fleet() -> None:
-    groups = {file: group_of(f"{file}::test[a::b]") for file in ALL_FILES}
+    groups = {file: group_of(f"{file}::test[a::b]") for file in FILES}
     run, runtime = "tests/orchestrator/run", "tests/workers/runtime"
     assert {groups[f"{run}/test_{name}.py"] for name in ("elastic", "training", "driver")} == {"clusters"}
     assert {groups[f"{runtime}/test_{name}.py"] for name in ("exactness", "zero", "axes")} == {"fleet"}

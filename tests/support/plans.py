@@ -27,7 +27,7 @@ from pentad.workers.data.samples import Dataset
 from pentad.workers.data.sources import open_dataset
 
 STEPS = 3
-TILE = 4  # tokens, in rank processes: small, so that even small models have several tiles per matrix product
+TILE = 8  # tokens, in rank processes: small, so that even small models have two tiles per matrix product
 MODEL = ModelSpec(layers=8, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=300)
 
 

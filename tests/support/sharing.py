@@ -8,6 +8,7 @@ SHARED_CLUSTER = (
     "tests/orchestrator/run/test_driver.py",
     "tests/orchestrator/run/test_training.py",
     "tests/orchestrator/run/test_evaluation.py",
+    "tests/orchestrator/run/test_init_from.py",
     "tests/orchestrator/jobs/test_jobs.py",
 )
 CLUSTERS = (

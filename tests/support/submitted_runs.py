@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-STEPS = 400
+STEPS = 300
 SMALL = (
     *("model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64", "model.vocab=300"),
     *("batch.global_batch_size=2", "batch.sequence_length=16", "schedule.name=1f1b", "schedule.microbatches=2"),

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 from shared_cluster import shared_cluster
+from sharing import SHARED_CLUSTER, file_of
 
 from pentad.orchestrator.cluster import cluster as clusters
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[clusters.Cluster]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[clusters.Cluster]:
     """Runs of this process join the shared cluster."""
+    assert file_of(request.node.nodeid) in SHARED_CLUSTER, "else another process may start a second cluster"
     running = shared_cluster()
     with pytest.MonkeyPatch.context() as patch:
         for command in ("train", "evaluate"):

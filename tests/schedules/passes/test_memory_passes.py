@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from memory_pass_cases import drop
@@ -24,6 +25,11 @@ from pentad.schedules.verify.check import check
 READERS = (Op.F, Op.B, Op.BW, Op.RECOMPUTE)
 SIZES = [(n, p, m) for n in CATALOGUE for p, m in ((1, 3), (2, 5), (4, 8), (4, 12)) if allows(n, p, m)]
 CHUNKED = [("interleaved", 2, 4, 4), ("interleaved", 1, 3, 4), ("looped-bfs", 2, 6, 3), ("interleaved-zb", 4, 8, 3)]
+
+
+def cases(sizes: list[Any]) -> list[Any]:
+    """Parameters that begin with a size; the largest are slow."""
+    return [pytest.param(*each, marks=[pytest.mark.slow] * (each[1:3] == (4, 12))) for each in sizes]
 
 
 def compiled(
@@ -54,7 +60,7 @@ def most_gathered(program: Program) -> int:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("post_validation", [False, True])
-@pytest.mark.parametrize(("name", "p", "m"), SIZES)
+@pytest.mark.parametrize(("name", "p", "m"), cases(SIZES))
 def test_every_holder_gathers_a_stage_once_a_step_and_scatters_its_gradients(name, p, m, zero, post_validation):
     program = compiled(name, p, m, MemoryOptions(zero=zero), post_validation=post_validation)
     assert most_gathered(program) == max(map(len, program.placement))
@@ -67,7 +73,7 @@ def test_every_holder_gathers_a_stage_once_a_step_and_scatters_its_gradients(nam
 
 
 @pytest.mark.parametrize("zero", [0, 2])
-@pytest.mark.parametrize(("name", "p", "m", "chunks"), [*((*size, None) for size in SIZES), *CHUNKED])
+@pytest.mark.parametrize(("name", "p", "m", "chunks"), cases([*((*size, None) for size in SIZES), *CHUNKED]))
 def test_gradients_are_reduced_as_soon_as_all_holders_of_a_stage_are_done(name, p, m, chunks, zero):
     """Once each, and in the same order on all ranks; with one holder per pipeline, right after the last W."""
     program = compiled(name, p, m, MemoryOptions(zero=zero), chunks)
@@ -120,7 +126,7 @@ def test_more_room_means_fewer_gathers_and_prefetching_hides_them():
     assert found[4, 0][1] < found[3, 1][1] < found[3, 0][1] < found[2, 0][1] < found[1, 0][1]
 
 
-@pytest.mark.parametrize(("name", "p", "m"), SIZES)
+@pytest.mark.parametrize(("name", "p", "m"), cases(SIZES))
 def test_every_microbatch_of_a_stage_is_recomputed_once(name, p, m):
     stages = frozenset(range(0, p, 2))
     program = compiled(name, p, m, MemoryOptions(recompute=stages))
@@ -151,7 +157,7 @@ def most_resident(program: Program) -> float:
 
 
 @pytest.mark.parametrize("limit", [2.0, 2.5, 4.0])
-@pytest.mark.parametrize(("name", "p", "m"), [size for size in SIZES if size[0] != "dualpipe"])
+@pytest.mark.parametrize(("name", "p", "m"), cases([size for size in SIZES if size[0] != "dualpipe"]))
 def test_no_more_activations_are_resident_than_allowed(name, p, m, limit):
     plain = compiled(name, p, m, MemoryOptions())
     try:

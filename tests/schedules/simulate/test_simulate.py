@@ -27,7 +27,13 @@ from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 SECONDS = st.floats(0.1, 10)
 SIZES = [(1, 3), (2, 4), (2, 7), (3, 2), (4, 8), (4, 13)]
-PROGRAMS = [(name, *size) for name in CATALOGUE for size in SIZES if allows(name, *size)]
+SLOW = [(2, 7), (4, 13)]
+PROGRAMS = [
+    pytest.param(name, *size, marks=[pytest.mark.slow] * (size in SLOW))
+    for name in CATALOGUE
+    for size in SIZES
+    if allows(name, *size)
+]
 compiled = cache(compile_program)
 
 

@@ -65,7 +65,7 @@ def names_a_culprit(error: ScheduleError, mutant: Mutant) -> bool:
     return any(str(key) in words for _, key in mutant.culprits)
 
 
-OFTEN = {("dualpipe", 4), *((name, 2) for name in TYPICAL)}
+OFTEN = {(name, 2) for name in ("dualpipe", *TYPICAL)}
 DAMAGED = [
     pytest.param(name, ranks, 2 * ranks, marks=[SLOW] * ((name, ranks) not in OFTEN))
     for name in CATALOGUE

@@ -13,6 +13,8 @@ from plans import MODEL, is_close, plan_of, plan_on_mesh, reference
 from resume import commit, run_and_save
 from small_models import FAMILIES, HEADS, MOE, ROUTED
 
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.shards import read
@@ -75,50 +77,55 @@ MULTI_TOKEN = [
 ]
 
 
+def shallow_plan(corpus: str, name: str, sizes: dict[str, int], model: ModelSpec = MODEL, **more: Any) -> Plan:
+    """Four layers, enough for every stage here: each collective inside a layer wakes all ranks of its group."""
+    return plan_on_mesh(corpus, name, sizes, model=replace(model, layers=4), **more)
+
+
 @pytest.mark.parametrize(("name", "sizes"), TENSOR)
 def test_tensor_parallelism(fleet, corpus, name, sizes):
-    assert_equals_one_process(fleet, plan_on_mesh(corpus, name, sizes))
+    assert_equals_one_process(fleet, shallow_plan(corpus, name, sizes))
 
 
 def test_tensor_parallelism_with_zero(fleet, corpus):
     options = MemoryOptions(zero=3)
-    assert_equals_one_process(fleet, plan_on_mesh(corpus, "1f1b", {"tp": 2, "dp": 2}, memory_options=options))
+    assert_equals_one_process(fleet, shallow_plan(corpus, "1f1b", {"tp": 2, "dp": 2}, memory_options=options))
 
 
 @pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=slow)])
 def test_tensor_parallelism_with_recomputation(fleet, corpus, recompute):
-    assert_equals_one_process(fleet, plan_on_mesh(corpus, "zb-h2", {"tp": 2, "pp": 2}, recompute=recompute))
+    assert_equals_one_process(fleet, shallow_plan(corpus, "zb-h2", {"tp": 2, "pp": 2}, recompute=recompute))
 
 
 @pytest.mark.parametrize("document_mask", [True, pytest.param(False, marks=slow)])
 @pytest.mark.parametrize(("name", "sizes", "method"), CONTEXT)
 def test_context_parallelism(fleet, corpus, name, sizes, method, document_mask):
-    plan = plan_on_mesh(corpus, name, sizes, model=HEADS, cp_method=method, document_mask=document_mask)
+    plan = shallow_plan(corpus, name, sizes, model=HEADS, cp_method=method, document_mask=document_mask)
     assert_equals_one_process(fleet, plan)
 
 
 @pytest.mark.parametrize(("name", "sizes", "zero"), EXPERT)
 def test_expert_parallelism(fleet, corpus, name, sizes, zero):
-    plan = plan_on_mesh(corpus, name, sizes, model=MOE, memory_options=MemoryOptions(zero=zero))
+    plan = shallow_plan(corpus, name, sizes, model=MOE, memory_options=MemoryOptions(zero=zero))
     assert_equals_one_process(fleet, plan)
 
 
 @pytest.mark.parametrize(("family", "name", "sizes"), FAMILY)
 def test_model_families(fleet, corpus, family, name, sizes):
-    assert_equals_one_process(fleet, plan_on_mesh(corpus, name, sizes, model=FAMILIES[family]))
+    assert_equals_one_process(fleet, shallow_plan(corpus, name, sizes, model=FAMILIES[family]))
 
 
 @pytest.mark.parametrize(("name", "sizes", "zero"), TIED)
 def test_tied_embeddings(fleet, corpus, name, sizes, zero):
     tied = replace(MODEL, tie_word_embeddings=True)
-    plan = plan_on_mesh(corpus, name, sizes, model=tied, memory_options=MemoryOptions(zero=zero))
+    plan = shallow_plan(corpus, name, sizes, model=tied, memory_options=MemoryOptions(zero=zero))
     assert_equals_one_process(fleet, plan)
 
 
 @pytest.mark.parametrize(("name", "sizes", "tied"), MULTI_TOKEN)
 def test_multi_token_prediction(fleet, corpus, name, sizes, tied):
     model = replace(FAMILIES["deepseek-v3"], mtp_layers=2, tie_word_embeddings=tied)
-    assert_equals_one_process(fleet, plan_on_mesh(corpus, name, sizes, model=model))
+    assert_equals_one_process(fleet, shallow_plan(corpus, name, sizes, model=model))
 
 
 MESH_CHANGES = [
@@ -132,7 +139,8 @@ MESH_CHANGES = [
 @pytest.mark.parametrize(("before", "after"), MESH_CHANGES)
 def test_a_checkpoint_resumes_on_any_mesh(fleet, corpus, tmp_path, before, after):
     """Two steps on one mesh and one on another are three steps of one process."""
-    model = replace(FAMILIES["qwen3-moe"], tie_word_embeddings=True, experts=replace(ROUTED, first_k_dense=0))
+    experts = replace(ROUTED, first_k_dense=0)
+    model = replace(FAMILIES["qwen3-moe"], layers=4, tie_word_embeddings=True, experts=experts)
 
     def plan(sizes: dict[str, int]) -> Any:
         axes: dict[str, Any] = {"dp": 1, "pp": 1, **sizes}
@@ -168,8 +176,8 @@ def test_router_biases_that_do_not_move_stay_and_count(fleet, corpus, tmp_path, 
     assert moving.experts is not None
     model = replace(moving, experts=replace(moving.experts, bias_update_rate=0.0))
     before, after = checkpoint.folder_of(tmp_path, 3), checkpoint.folder_of(tmp_path, 4)
-    run_and_save(fleet, plan_on_mesh(corpus, "gpipe", {}, model=moving), 3, before)
-    plan = plan_on_mesh(corpus, name, sizes, model=model, **more)
+    run_and_save(fleet, shallow_plan(corpus, "gpipe", {}, model=moving), 3, before)
+    plan = shallow_plan(corpus, name, sizes, model=model, **more)
     outcomes = fleet.run(plan, [(3, 1)], restore=str(before), save=str(after))
     commit(after, 4, [entry for outcome in outcomes for entry in outcome.shards])
     alone = plan_of("gpipe", 1, 1, plan.batch.global_batch_size // 2, corpus, model=model)

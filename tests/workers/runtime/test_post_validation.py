@@ -45,7 +45,7 @@ def cases() -> list:
     found = [(*case, 0, clip) for case in CASES + SLOW for clip in CLIPS]
     found += [(*case, clip) for case in ZERO for clip in ("never clipped", "sometimes")]
     always = [(*case, 0, clip) for case in CASES for clip in CLIPS if case == CASES[0] or clip == "sometimes"]
-    always += [(*case, "sometimes") for case in ZERO[:2]]
+    always += [(*case, "sometimes") for case in ZERO[1:2]]
     return [pytest.param(*case, marks=[] if case in always else [slow]) for case in found]
 
 
@@ -62,8 +62,10 @@ def test_an_optimistic_step_has_the_bits_of_one_with_a_barrier(fleet, corpus, na
     assert_same_runs(*run_both(fleet, [(0, 4), (4, 1)], name=name, clip=CLIPS[clip], **plan))
 
 
+SHALLOW = replace(MODEL, layers=4)
 WITH_AUX_LOSS = replace(
-    MODEL, experts=Experts(num_experts=4, top_k=2, intermediate_size=12, shared_intermediate_size=8, aux_loss_coef=0.1)
+    SHALLOW,
+    experts=Experts(num_experts=4, top_k=2, intermediate_size=12, shared_intermediate_size=8, aux_loss_coef=0.1),
 )
 SHARED_LAYERS = [
     ("zb-h2", {"tp": 2, "pp": 2}),
@@ -80,7 +82,7 @@ SHARED_LAYERS = [
 @pytest.mark.parametrize("clip", [pytest.param("never clipped", marks=slow), "sometimes"])
 @pytest.mark.parametrize(("name", "axes"), SHARED_LAYERS)
 def test_optimistic_steps_on_meshes_with_shared_layers(fleet, corpus, name, axes, clip):
-    plan = {"dp": 1, "pp": 1, "microbatches": 4, "data": corpus, **axes}
+    plan = {"dp": 1, "pp": 1, "microbatches": 4, "data": corpus, "model": SHALLOW, **axes}
     assert_same_runs(*run_both(fleet, [(0, 4), (4, 1)], name=name, clip=CLIPS[clip], **plan))
 
 
