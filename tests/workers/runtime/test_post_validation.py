@@ -63,10 +63,8 @@ def test_an_optimistic_step_has_the_bits_of_one_with_a_barrier(fleet, corpus, na
 
 
 SHALLOW = replace(MODEL, layers=4)
-WITH_AUX_LOSS = replace(
-    SHALLOW,
-    experts=Experts(num_experts=4, top_k=2, intermediate_size=12, shared_intermediate_size=8, aux_loss_coef=0.1),
-)
+EXPERTS = Experts(num_experts=4, top_k=2, intermediate_size=12, shared_intermediate_size=8, aux_loss_coef=0.1)
+WITH_AUX_LOSS = replace(SHALLOW, experts=EXPERTS)
 SHARED_LAYERS = [
     ("zb-h2", {"tp": 2, "pp": 2}),
     pytest.param("dualpipe", {"tp": 2, "pp": 2}, marks=slow),
