@@ -94,6 +94,7 @@ class PlannedRun:
             "mesh": asdict(plan.mesh),
             "parameters": num_parameters(plan.model),
             "tokens": plan.batch.tokens,
+            "rampup": [stage._asdict() for stage in plan.batch.rampup],
             "schedule": plan.program.name,
             "microbatches": plan.program.microbatches,
             "hash": plan.program.hash,
@@ -150,7 +151,7 @@ def _data_error(config: RunConfig) -> str:
     """What `train` would say of the corpus, '' if it could be read."""
     try:
         batch, steps = config.batch, config.run.steps
-        check_data(config.data.spec, config.model.vocab, batch.sequence_length, batch.global_batch_size, steps)
+        check_data(config.data.spec, config.model.vocab, batch.sequence_length, batch.sizes, steps)
     except PentadError as error:
         return str(error)
     return ""

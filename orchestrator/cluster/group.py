@@ -148,7 +148,7 @@ class WorkerGroup:
             "generation": self.generation,
             "program": plan.program.hash,
             "mesh": asdict(plan.mesh),
-            "data": drawn_by(plan.data, plan.batch.global_batch_size, batch_of(step, self.skipped_batches)),
+            "data": drawn_by(plan.data, plan.batch.sizes, batch_of(step, self.skipped_batches)),
             "lora": None if plan.lora is None else plan.lora.plain,
             "skipped_batches": list(map(list, self.skipped_batches)),
         }

@@ -42,8 +42,8 @@ class WorkerPlace(NamedTuple):
 
 class Status(NamedTuple):
     """What a rank is doing: `counter` is the index in its stream, -1 between steps, `instruction` that instruction's
-    text, '' between steps, and `age` the seconds since it began. `gpu` is a recent reading of its GPU. While the rank
-    is `evaluating`, the stream is that of the evaluation, and `counter` counts the actions of all rounds."""
+    text, '' between steps, and `age` the seconds since it began. `gpu` is a recent reading of its GPU. The stream is
+    that of `program` of the plan's programs; in an evaluation `counter` counts the actions of all rounds."""
 
     generation: int
     step: int
@@ -51,7 +51,7 @@ class Status(NamedTuple):
     age: float
     counter: int = -1
     gpu: GpuState | None = None
-    evaluating: bool = False
+    program: int = 0
 
 
 class StaleGeneration(Exception):
@@ -206,9 +206,9 @@ def read_status(progress_file: Path, streams: Streams) -> Status:
 
 
 def status_of(state: Progress, streams: Streams) -> Status:
-    stream, age = streams[state.evaluating], time.monotonic() - state.since
+    stream, age = streams[state.program], time.monotonic() - state.since
     text = instruction_text(stream[state.counter % len(stream)]) if state.counter >= 0 else ""
-    return Status(state.generation, state.step, text, age, state.counter, evaluating=state.evaluating)
+    return Status(state.generation, state.step, text, age, state.counter, program=state.program)
 
 
 def instruction_text(action: Action) -> str:

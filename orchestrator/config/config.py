@@ -126,6 +126,8 @@ class RunConfig(sections.Section):
         if self.batch.global_batch_size % math.prod(sizes.values()):
             product = f"{' x '.join(map(str, sizes.values()))} = {math.prod(sizes.values())}"
             yield Broken("batch.global_batch_size", f"a multiple of {' x '.join(sizes)} = {product}")
+        else:
+            yield from self._rampup_rules(sizes)
         if self.optimizer.decay_steps is None:
             yield from self.optimizer.phase_rules("run.steps", self.run.steps, "optimizer.")
         yield from self._state_rules()
@@ -144,6 +146,21 @@ class RunConfig(sections.Section):
             return
         if layout is not None and self.model.custom is None:
             yield from self._layout_rules(layout, self.model.spec)
+
+    def _rampup_rules(self, sizes: Mapping[str, int]) -> Iterator[str]:
+        """A smaller batch has microbatches of the same size on every replica, as many as the schedule allows."""
+        replicas = {key: size for key, size in sizes.items() if key != "schedule.microbatches"}
+        rows = self.batch.global_batch_size // math.prod(sizes.values())
+        least = rows * math.prod(replicas.values())
+        for number, stage in enumerate(self.batch.rampup or ()):
+            key, size = f"batch.rampup[{number}].global_batch_size", stage.global_batch_size
+            if size % least:
+                product = " x ".join(map(str, [*replicas.values(), rows]))
+                expected = f"a multiple of {' x '.join(replicas)} x sequences of a microbatch = {product} = {least}"
+                yield f"{key} is {size}: expected {expected}"
+            elif self.schedule.name != AUTO:
+                spec = self.schedule.name, self.mesh.pp, size // least, self.options
+                yield from (f"{key} is {size}, so schedule.{error}" for error in _refusal(spec_of, *spec))
 
     def _state_rules(self) -> Iterator[Broken]:
         """A moment in bfloat16 must change by more than half a bit when a gradient vanishes."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from pentad.orchestrator.config.errors import Broken, RuleErrors
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.batch import BatchSizes, RampupStage
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.spikes import SpikeSpec
@@ -114,12 +116,33 @@ class ScheduleSection(Section):
         return ScheduleOptions(self.chunks, self.group, self.memory_limit, self.slices)
 
 
+class RampupSection(Section):
+    """A stage of the batch-size ramp."""
+
+    global_batch_size: Count = Field(description="sequences of a step over all ranks")
+    steps: Count = Field(description="steps with so many sequences")
+
+
 class BatchSection(Section):
     """The samples of an optimizer step."""
 
     global_batch_size: Count
     """sequences of a step over all ranks, a multiple of mesh.dp x mesh.ep x schedule.microbatches"""
     sequence_length: Count = Field(description="tokens of a sequence")
+    rampup: list[RampupSection] | None = None
+    """smaller batches of the first steps, in ascending order, with fewer microbatches of the same size; null: none"""
+
+    @property
+    def sizes(self) -> BatchSizes:
+        stages = (RampupStage(stage.global_batch_size, stage.steps) for stage in self.rampup or ())
+        return BatchSizes(self.global_batch_size, tuple(stages))
+
+    def rules(self) -> Iterator[Broken | str]:
+        sizes = [*(stage.global_batch_size for stage in self.rampup or ()), self.global_batch_size]
+        for number, (size, following) in enumerate(pairwise(sizes)):
+            if size >= following:
+                key = f"batch.rampup[{number}].global_batch_size"
+                yield f"{key} is {size}: expected less than {following}, the size of the batches after it"
 
 
 class PrecisionSection(Section):

@@ -61,6 +61,9 @@ def facts_table(plan: Plan) -> Table:
         "batch": f"{sequences} = {batch.tokens:,} tokens a step",
         "mesh": f"{plan.mesh}: {plan.mesh.size} ranks, {plan.dtype} on {device}, {plan.transport} transfers",
     }
+    if batch.rampup:
+        smaller = [f"{stage.global_batch_size} sequences in {stage.steps} steps" for stage in batch.rampup]
+        facts["rampup"] = f"{', then '.join(smaller)}; all figures are for the full batch"
     if plan.lora is not None:
         count = sum(math.prod(tensor.shape) for tensor in trained_tensors(model, plan.lora))
         adapters = f"rank {plan.lora.rank}, alpha {plan.lora.alpha:g}, of {', '.join(plan.lora.targets)}"

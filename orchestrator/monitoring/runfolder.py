@@ -138,19 +138,22 @@ class RunFolder:
         self.total_tokens = kept[-1]["total_tokens"] if kept else 0
         _replace(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
 
-    def timelines(self, measured: Timeline, costs: Costs) -> None:
-        """Writes timeline.arrow (measured), trace.json.gz and timeline.html (both with simulated steps).
+    def timelines(self, measured: Timeline, costs: Costs, program: int = 0) -> None:
+        """Writes timeline.arrow (measured), trace.json.gz and timeline.html (both with simulated steps), and to
+        program.arrow what these steps have run: number `program` of the plan's programs.
 
         `costs` are for steps whose own costs cannot be read.
         """
         if not measured.spans:
             return
+        plan = self.plan.with_program(program)
+        _replace(self.path / PROGRAM, plan.program.to_bytes())
         with atomic_file(self.path / TIMELINE) as partial:
             measured.save(partial)
-        names, simulated = process_names(self.plan), simulate_steps(self.plan, measured, costs)
+        names, simulated = process_names(plan), simulate_steps(plan, measured, costs)
         with atomic_file(self.path / TRACE) as partial:
             write_trace(partial, [measured, simulated.of_step(measured.steps[-1])], process_names=names)
-        _replace(self.path / PAGE, comparison_page(self.plan, measured, simulated))
+        _replace(self.path / PAGE, comparison_page(plan, measured, simulated))
 
     def close(self) -> None:
         os.close(self.lock)

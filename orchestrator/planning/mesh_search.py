@@ -19,7 +19,7 @@ from pentad.orchestrator.planning.estimate import costs_of, memory, step_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.hardware import NODE_GPUS, require_tp_on_node
 from pentad.orchestrator.planning.planning import buckets_of, draft, split
-from pentad.schedules.catalogue import generate
+from pentad.schedules.catalogue import generate, spec_of
 from pentad.schedules.compiler import add_memory_passes, compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.gc_pause import gc_paused
@@ -31,8 +31,9 @@ from pentad.schedules.search.auto import AUTO
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import action_times
 from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.plan import BatchSpec, Plan
+from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.validate import check_divisibility
 
@@ -112,7 +113,8 @@ def _fastest(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> MeshChoice:
     _require_state_fits(config, mesh, device)
     per_replica, fitting, least = sequences // replicas, list[MeshChoice](), 0
     refusal: PentadError | None = None
-    for rows in (rows for rows in ROWS if per_replica % rows == 0):
+    batches = [sequences, *(stage.global_batch_size for stage in config.batch.sizes.rampup)]
+    for rows in (rows for rows in ROWS if all(size % (replicas * rows) == 0 for size in batches)):
         try:
             for plan in _drafts(config, mesh, per_replica // rows):
                 needed = _peak_bytes(plan)
@@ -161,7 +163,9 @@ def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
     layers = split(model, order.placement, length)
     transport = "peer" if mesh.size <= NODE_GPUS and mesh.pp > 1 else "nccl"
     plan = draft(config, model, "cuda", order, layers, transport=transport)
-    batch = BatchSpec(config.batch.global_batch_size, length, microbatches, replicas)
+    batch = BatchSpec(config.batch.global_batch_size, length, microbatches, replicas, config.batch.sizes.rampup)
+    for smaller in batch.rampup_microbatches:  # which the schedule may refuse
+        spec_of(name, mesh.pp, smaller, config.options)
     for mode in MODES if model.custom is None else ("none", "full"):
         for zero in _zero_stages(mesh, order):
             if zero == 3 and config.lora.rank is not None:  # frozen weights are not sharded

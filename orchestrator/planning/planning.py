@@ -25,11 +25,12 @@ from pentad.schedules.search.auto import AUTO, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalData, EvalSpec
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.plan import BatchSpec, Plan, split_layers, split_layers_by_cost
+from pentad.schedules.spec.plan import Plan, split_layers, split_layers_by_cost
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import head_in_layers
 
@@ -45,7 +46,7 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, model: ModelSpe
     assert device in ("cpu", "cuda"), device
     transport, dtype = transport_of(config, device, hosts), _dtype(config, device)
     model = config.model_spec(dtype) if model is None else model
-    order = _order(config, model, device)
+    order = _order(config, model, device, config.schedule.microbatches)
     layout = config.layout() if order is None else Layout.of(order)
     assert layout is not None
     config.check_layout(layout, model)
@@ -55,21 +56,38 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, model: ModelSpe
     recompute = config.memory.modes(units)
     options = _memory_options(config, layout, model, layers, dtype, units)
     costs = guess_costs(model, layers, _piece(config, device, layout.slices), recompute, options.zero, config.lora.spec)
-    program = compile_program(
-        config.schedule.name if order is None else order.name,
-        config.mesh.pp,
-        config.schedule.microbatches,
-        costs=costs,
-        gated=transport == "nccl",
-        replicas=config.mesh.replicas,
-        post_validation=config.schedule.post_validation,
-        options=config.options,
-        memory_options=options,
-        # a user's function may plan with costs, and so is called again now that they are known
-        order=None if order is None or ":" in order.name else order,
-    )
+
+    def compiled(microbatches: int, order: Program | None) -> Program:
+        return compile_program(
+            config.schedule.name if order is None else order.name,
+            config.mesh.pp,
+            microbatches,
+            costs=costs,
+            gated=transport == "nccl",
+            replicas=config.mesh.replicas,
+            post_validation=config.schedule.post_validation,
+            options=config.options,
+            memory_options=options,
+            # a user's function may plan with costs, and so is called again now that they are known
+            order=None if order is None or ":" in order.name else order,
+        )
+
+    program = compiled(config.schedule.microbatches, order)
+    smaller = [compiled(m, _order(config, model, device, m)) for m in _batch(config).rampup_microbatches]
+    for each in smaller:
+        _require_same_stages(config, each, program)
     plan = draft(config, model, device, program, layers, transport=transport, zero=options.zero)
-    return replace(plan, eval=_eval(config, program, costs, transport, options))
+    evaluation = _eval(config, program, costs, transport, options)
+    return replace(plan, eval=evaluation, rampup_programs=tuple(smaller))
+
+
+def _require_same_stages(config: RunConfig, smaller: Program, program: Program) -> None:
+    """Raises PentadError if a schedule places stages by the number of microbatches, so that a batch-size ramp would
+    have to move weights."""
+    if (smaller.placement, smaller.slices) != (program.placement, program.slices):
+        counts = f"{smaller.microbatches} and {program.microbatches} microbatches"
+        found = f"schedule.name is {config.schedule.name}, which places stages differently for {counts}"
+        raise PentadError(f"{found}: expected the same placement in all stages of batch.rampup")
 
 
 def first_plan(config: RunConfig) -> Plan:
@@ -110,7 +128,9 @@ def plan_with(config: RunConfig, device: str, program: Program) -> Plan:
     model = config.model_spec(_dtype(config, device))
     layers = split(model, program.stage_placement, config.batch.sequence_length)
     layers = split_layers_into_units(layers, program.units or (1,) * program.stages)
-    return draft(config, model, device, program, layers, transport=transport_of(config, device, hosts=1))
+    plan = draft(config, model, device, program, layers, transport=transport_of(config, device, hosts=1))
+    is_rampup = program.microbatches in plan.batch.rampup_microbatches
+    return replace(plan, batch=plan.batch.with_microbatches(program.microbatches)) if is_rampup else plan
 
 
 def draft(
@@ -192,8 +212,9 @@ def buckets_of(
     return config.zero.buckets([size * sum(local_parameters(model, lora, *span, mesh)) for span in layers])
 
 
-def _order(config: RunConfig, model: ModelSpec, device: str) -> Program | None:
-    """The compute order of a schedule from a file or of 'auto', whose layout only its program tells.
+def _order(config: RunConfig, model: ModelSpec, device: str, microbatches: int) -> Program | None:
+    """The compute order of so many microbatches for a schedule from a file or 'auto', whose layout only its program
+    tells.
 
     'auto' takes the order with the least makespan at guessed costs, or the one whose busiest rank ends first if there
     is no barrier at the end of a step. None for a schedule of the catalogue.
@@ -202,7 +223,7 @@ def _order(config: RunConfig, model: ModelSpec, device: str) -> Program | None:
     if section.name in CATALOGUE:
         return None
     if section.name != AUTO:
-        return generate(section.name, ranks, section.microbatches, config.options)
+        return generate(section.name, ranks, microbatches, config.options)
 
     def costs_of(placed: Program) -> Costs | None:
         if model.layers < placed.stages:
@@ -212,7 +233,7 @@ def _order(config: RunConfig, model: ModelSpec, device: str) -> Program | None:
         return guess_costs(model, layers, piece, lora=config.lora.spec)
 
     objective: Objective = "longest" if section.post_validation else "makespan"
-    return choose(ranks, section.microbatches, costs_of, section.options, objective).best.program
+    return choose(ranks, microbatches, costs_of, section.options, objective).best.program
 
 
 def split(model: ModelSpec, placement: Placement, length: int) -> tuple[tuple[int, int], ...]:
@@ -224,7 +245,8 @@ def split(model: ModelSpec, placement: Placement, length: int) -> tuple[tuple[in
 
 def _batch(config: RunConfig) -> BatchSpec:
     section, replicas = config.batch, config.mesh.dp * config.mesh.ep
-    return BatchSpec(section.global_batch_size, section.sequence_length, config.schedule.microbatches, replicas)
+    sizes = section.global_batch_size, section.sequence_length, config.schedule.microbatches
+    return BatchSpec(*sizes, replicas, section.sizes.rampup)
 
 
 def _piece(config: RunConfig, device: str, slices: int) -> Piece:

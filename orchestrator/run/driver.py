@@ -161,7 +161,7 @@ def _run_generations(
 def _write_timelines(bus: EventBus, history: History) -> None:
     """Without them the run is still complete, so a full disk costs a note."""
     try:
-        bus.folder.timelines(history.timeline, history.costs)
+        bus.folder.timelines(history.timeline, history.costs, history.program)
     except PentadError as error:
         bus.display.note(f"no timeline: {error}")
 

@@ -36,7 +36,7 @@ class HangDetector:
 
     def __init__(self, group: WorkerGroup, hang_seconds: float, first_seconds: float) -> None:
         self.group, self.hang_seconds, self.first_seconds = group, hang_seconds, first_seconds
-        self.positions: dict[int, tuple[int, int, bool]] = {}
+        self.positions: dict[int, tuple[int, int, int]] = {}
         self.stalled, self.checked, self.stepping = 0.0, time.monotonic(), False
 
     def deadline(self, costs: Costs | None) -> float:
@@ -50,7 +50,7 @@ class HangDetector:
         """None while there is progress. `stepping`: the ranks have steps to run."""
         now = time.monotonic()
         passed, self.checked = min(now - self.checked, 2 * STATUS_SECONDS), now
-        positions = {rank: (status.step, status.counter, status.evaluating) for rank, status in statuses.items()}
+        positions = {rank: (status.step, status.counter, status.program) for rank, status in statuses.items()}
         moved = positions != self.positions or stepping != self.stepping
         self.positions, self.stepping = positions, stepping
         silent = self._silent(now)
@@ -84,26 +84,28 @@ class HangDetector:
 def positions_in_program(plan: Plan, statuses: Sequence[Status]) -> tuple[int, list[Position]]:
     """(number of the program that the ranks furthest behind are in, every rank's position in it).
 
-    An evaluation after `step` steps comes before that step, and its rounds are the steps of its program. Ranks that
-    have yet to begin it, or have left it, are between steps.
+    An evaluation after `step` steps comes before that step, and its rounds are the steps of its program. Ranks in
+    another program have yet to begin this one, or have left it: they are between steps.
     """
-    places = [(status.step, not status.evaluating) for status in statuses]
-    behind = min((place for place, s in zip(places, statuses, strict=True) if s.counter >= 0), default=(0, True))
-    if behind[1] and not any(status.evaluating for status in statuses):
-        return 0, [Position(status.step, status.counter, status.age) for status in statuses]
-    number, positions = 1 - behind[1], []
+    evaluates = [plan.programs[status.program].forward_only for status in statuses]
+    places = [(status.step, not inside) for status, inside in zip(statuses, evaluates, strict=True)]
+    active = [number for number, status in enumerate(statuses) if status.counter >= 0]
+    if len({statuses[number].program for number in active}) <= 1 and not any(evaluates):
+        number = statuses[active[0]].program if active else 0
+        return number, [Position(status.step, status.counter, status.age) for status in statuses]
+    first = min(active, key=places.__getitem__, default=0)
+    number, behind = statuses[first].program, places[first]
+    is_evaluation, positions = plan.programs[number].forward_only, []
     for rank, (place, status) in enumerate(zip(places, statuses, strict=True)):
-        step, counter = status.step, -1
-        if not behind[1]:
-            actions = len(streams_of(plan, rank)[1])
-            step, counter = divmod(status.counter, actions) if status.counter >= 0 else (sys.maxsize, -1)
+        step, counter = status.step, status.counter
         if place < behind:
-            step = -1 if number else behind[0] - 1
+            step, counter = -1 if is_evaluation else behind[0] - 1, -1
         elif place > behind:
-            step, counter = (sys.maxsize if number else behind[0] + 1), -1
-        elif not number:
-            counter = status.counter
-        positions.append(Position(step, counter if place == behind else -1, status.age))
+            step, counter = sys.maxsize if is_evaluation else behind[0] + 1, -1
+        elif is_evaluation:
+            actions = len(streams_of(plan, rank)[number])
+            step, counter = divmod(counter, actions) if counter >= 0 else (sys.maxsize, -1)
+        positions.append(Position(step, counter, status.age))
     return number, positions
 
 

@@ -23,7 +23,7 @@ class History:
     """The steps of one generation so far. `costs` are guessed until every op of the program has been measured.
 
     `offsets[rank]` seconds convert a rank's times to the driver's clock; `keep` is the number of
-    steps in `timeline`.
+    steps in `timeline`. `program` is the number of what the last step has run, in the plan's programs.
     """
 
     def __init__(
@@ -32,14 +32,15 @@ class History:
         self.plan, self.generation, self.keep, self.device_name = plan, generation, keep, device_name
         self.offsets = offsets or (0.0,) * plan.mesh.size
         self.recent: deque[tuple[Span, ...]] = deque(maxlen=max(keep, COST_STEPS))
+        self.program, self.since = 0, 0  # and how many steps have run it
         self.costs = costs_of(plan)
         self.measured: Costs | None = None
         self.end: float | None = None
 
     @property
     def timeline(self) -> Timeline:
-        """The last `keep` steps, measured."""
-        return self._last(self.keep)
+        """The last `keep` steps, measured, without those of another program."""
+        return self._last(min(self.keep, self.since))
 
     def add(self, results: Sequence[Sequence[StepResult]]) -> list[dict[str, Any]]:
         """Adds the results of a call, [rank][step]; returns the row of each step, without `total_tokens`.
@@ -49,10 +50,14 @@ class History:
         steps = list(zip(*results, strict=True))
         spans = [self._spans(step) for step in steps]
         self.recent.extend(spans)
+        for step in steps:
+            self.since = self.since + 1 if step[0].program == self.program else 1
+            self.program = step[0].program
         self.measured = read_costs(self.plan.program, self._last(COST_STEPS)) or self.measured
         self.costs = self.measured or self.costs
-        planned = simulate(self.plan.program, self.costs).bubble().makespan
-        return [self._row(step, its, planned) for step, its in zip(steps, spans, strict=True)]
+        numbers = {step[0].program for step in steps}
+        planned = {number: simulate(self.plan.programs[number], self.costs).bubble().makespan for number in numbers}
+        return [self._row(step, its, planned[step[0].program]) for step, its in zip(steps, spans, strict=True)]
 
     def pause(self) -> None:
         """The next step does not directly follow the last, so the time between them is not part of it."""
@@ -79,7 +84,7 @@ class History:
         start, end = min(s.start for s in spans), max(s.end for s in spans)
         seconds = end - (start if self.end is None else self.end)
         self.end = end
-        tokens = self.plan.batch.tokens
+        tokens = self.plan.with_program(step[0].program).batch.tokens
         timeline = Timeline("measured", spans)
         return {
             "step": step[0].step,

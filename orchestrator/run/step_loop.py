@@ -63,7 +63,7 @@ class StepLoop:
         self.should_regroup = should_regroup
         keep, clocks = config.metrics.timeline_steps, group.offsets
         self.history = History(group.plan, group.generation, keep=keep, offsets=clocks, device_name=group.device_name)
-        self.mixture = Mixture(group.plan.data, group.plan.batch.global_batch_size)
+        self.mixture = Mixture(group.plan.data, group.plan.batch.sizes)
         self.first = self.done = self.submitted = first
         self.saved = self.durable = saved  # steps in the newest checkpoint submitted, and committed
         self.saved_at = saved_at
@@ -171,14 +171,20 @@ class StepLoop:
     def _record(self, rows: list[dict[str, Any]]) -> None:
         spans, rows = list(self.history.recent)[-len(rows) :], self.spikes.until_spike(rows)
         self.done = rows[-1]["step"] + 1
-        self._record_mixture(rows)
+        self._record_changes(rows)
         self.bus.steps_done(rows, spans[: len(rows)])
         self.spikes.react(rows)
 
-    def _record_mixture(self, rows: list[dict[str, Any]]) -> None:
+    def _record_changes(self, rows: list[dict[str, Any]]) -> None:
+        """Writes to the journal where the mixture or the batch size changes."""
+        sizes, generation = self.mixture.sizes, self.group.generation
         for row in rows:
-            for change in self.mixture.changes(batch_of(row["step"], self.group.skipped_batches)):
-                self.bus.record("mixture", generation=self.group.generation, step=row["step"], **change)
+            batch = batch_of(row["step"], self.group.skipped_batches)
+            for change in self.mixture.changes(batch):
+                self.bus.record("mixture", generation=generation, step=row["step"], **change)
+            if batch and sizes.size(batch) != sizes.size(batch - 1):
+                size = sizes.size(batch)
+                self.bus.record("batch size", generation=generation, step=row["step"], global_batch_size=size)
 
     def _commit(self, call: Call) -> None:
         """Waits for the shards and submits the commit, which runs beside training."""

@@ -58,11 +58,11 @@ def prepare(config: RunConfig) -> Plan:
     """The plan of a run, with its data opened, before anything is started or written, except for a built-in corpus and
     the tables of packed documents. Raises PentadError."""
     sizes, batch, steps = (config.model.vocab, config.batch.sequence_length), config.batch, config.run.steps
-    check_data(config.data.spec, *sizes, batch.global_batch_size, steps)
+    check_data(config.data.spec, *sizes, batch.sizes, steps)
     check_loggers(config.loggers.use)
     plan = first_plan(config)
     data = described(plan.data, open_sources(plan.data, *sizes, verify=True))
-    require_lasting(data, batch.global_batch_size, steps)
+    require_lasting(data, batch.sizes, steps)
     return with_eval_fingerprints(replace(plan, data=data))
 
 
@@ -172,7 +172,7 @@ def _is_finished(config: RunConfig, plan: Plan) -> bool:
     step, meta = _newest_manifest(checkpoints)
     if meta.get("data"):
         batches = batch_of(step, meta["skipped_batches"])
-        require_resumable(plan.data, plan.batch.global_batch_size, batches, meta["data"])
+        require_resumable(plan.data, plan.batch.sizes, batches, meta["data"])
     if step < config.run.steps:
         return False
     found = newest(checkpoints).checkpoint

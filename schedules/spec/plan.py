@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
+from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalSpec
@@ -21,29 +22,6 @@ from pentad.schedules.spec.tensors import Tensor
 
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16, the widest access of kernels and NCCL
 TILE_TOKENS = 8192  # least tokens of a tile (see `num_tiles`); docs/parallelism.md has measurements
-
-
-@dataclass(frozen=True)
-class BatchSpec:
-    """A step's `global_batch_size` sequences of `sequence_length` tokens, over the whole mesh.
-
-    Each of the dp x ep `replicas` has its own samples, in `microbatches` microbatches.
-    """
-
-    global_batch_size: int
-    sequence_length: int
-    microbatches: int
-    replicas: int
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Sequences per microbatch of one replica."""
-        return self.global_batch_size // (self.microbatches * self.replicas)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step over the whole mesh."""
-        return self.global_batch_size * self.sequence_length
 
 
 class ParamShard(NamedTuple):
@@ -62,6 +40,7 @@ class ParamShard(NamedTuple):
 class Plan:
     """Mesh, program, model and settings of a run.
 
+    `program` is that of a step with a full batch, `rampup_programs` are those of the stages of `batch.rampup`.
     `layers[stage]` is the range (first, end) of a stage's decoder layers; stage 0 also has the embedding, the last one
     the final norm, head and loss. `dtype` is that of compute ('bfloat16', 'float32', 'float64'); master weights,
     gradients and optimizer state are float32, or float64 if compute is. `device` is 'cuda' or 'cpu'. `transport` moves
@@ -98,11 +77,25 @@ class Plan:
     eval: EvalSpec | None = None
     spikes: SpikeSpec | None = None
     lora: LoraSpec | None = None
+    rampup_programs: tuple[Program, ...] = ()
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """All that the ranks run: the training step, and the evaluation if there is one."""
-        return (self.program,) if self.eval is None else (self.program, self.eval.program)
+        """All that the ranks run: a training step, those of the batch ramp, and last the evaluation, if there are
+        any."""
+        trained = (self.program, *self.rampup_programs)
+        return trained if self.eval is None else (*trained, self.eval.program)
+
+    def program_of(self, batch: int) -> int:
+        """The number, in `programs`, of what trains on a batch, counted from 0."""
+        stage = self.batch.sizes.stage(batch)
+        return 0 if stage == len(self.batch.rampup) else 1 + stage
+
+    def with_program(self, number: int) -> Plan:
+        """The plan of the steps that run this one of the training `programs`, and no other."""
+        program = self.programs[number]
+        batch = self.batch.with_microbatches(program.microbatches)
+        return replace(self, program=program, batch=batch, rampup_programs=())
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that a rank of the mesh holds."""

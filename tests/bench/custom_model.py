@@ -126,7 +126,7 @@ def stage_run(plan: Plan) -> Callable[[Times], None]:
     tokens = torch.randint(plan.model.vocab, (plan.slice_tokens,))
 
     def run(seconds: Times) -> None:
-        stage.begin(0, plan.batch.tokens)
+        stage.begin(0, plan.batch.microbatches, plan.batch.tokens)
         times = [time.thread_time()]
         run_to_completion(stage.forward(0, None, tokens, tokens))
         times.append(time.thread_time())

@@ -27,12 +27,13 @@ from ranks import spawn
 from record import stamp, write
 
 from pentad.schedules.compiler import compile_program
+from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Experts, ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
-from pentad.schedules.spec.plan import BatchSpec, Plan
+from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
@@ -81,7 +82,7 @@ def make_stage(args: argparse.Namespace, ep_rank: int, device: torch.device) -> 
     stage = Stage(plan, 1, make_param_buffers(plan, rank, 1, shards), rank)
     experts = ExpertParallelGroup(dist.group.WORLD, ep_rank, args.dispatch)
     stage.join(LayerGroups(TensorParallelGroup(), ContextParallelGroup(), experts))
-    stage.begin(0, plan.batch.tokens)
+    stage.begin(0, plan.batch.microbatches, plan.batch.tokens)
     return stage
 
 

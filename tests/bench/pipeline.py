@@ -22,12 +22,13 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Instruction
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
-from pentad.schedules.spec.plan import BatchSpec, Plan, split_layers
+from pentad.schedules.spec.plan import Plan, split_layers
 from pentad.schedules.spec.tensors import head_in_layers
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.runtime.executor import Executor

@@ -11,8 +11,9 @@ from gpus import RANKS_A_GPU, num_places
 from plans import plan_of
 
 from pentad.orchestrator.planning.activation_peaks import activation_peaks
+from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.plan import BatchSpec, Plan
+from pentad.schedules.spec.plan import Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU)]
 # So large that activations outweigh temporary tensors, such as those of initialization.

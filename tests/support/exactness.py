@@ -23,7 +23,7 @@ def assert_equals_one_process(fleet: Fleet, plan: Plan, *, check_bytes: bool = F
         assert outcome.bytes == {kind: planned[kind] for kind in outcome.bytes}
     for step in range(STEPS):
         sums = losses_of(outcomes, step).values()
-        assert len(sums) == plan.batch.replicas * plan.batch.microbatches
+        assert len(sums) == plan.batch.replicas * plan.programs[plan.program_of(step)].microbatches
         (sources,) = {outcome.results[step].sources for outcome in outcomes}
         assert sum(source.loss for source in sources) == pytest.approx(sum(sums), rel=1e-14)
         assert sum(sums) / sum(source.target_tokens for source in sources) == pytest.approx(losses[step], rel=1e-10)

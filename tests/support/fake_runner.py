@@ -97,10 +97,10 @@ class FakeRunner:
         assert not self.open, "nothing is evaluated while a step is open"
         assert self.plan.eval is not None and (self.rank or self.steps == step)
         for counter in range(len(self.plan.eval.program.streams[self.pp])):
-            self.board.write(step, counter, evaluating=True)
+            self.board.write(step, counter, program=len(self.plan.programs) - 1)
             if step == int(self.orders.get("evaluation", -1)) and counter == 2:
                 self._obey(self.rank == int(self.orders["rank"]), self.orders["how"])
-        self.board.write(step, -1, evaluating=True)
+        self.board.write(step, -1, program=len(self.plan.programs) - 1)
         return [EvalResult(each.name, 64 * eval_loss_of(step), 64, 2) for each in self.plan.eval.data_sets]
 
     def save(self, folder: str, step: int, stages: tuple[int, ...] | None = None) -> list[dict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from pentad.schedules.compiler import NO_MEMORY_OPTIONS, compile_program
 from pentad.schedules.ir.instruction import Overlap, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.units import split_layers_into_units
+from pentad.schedules.spec.batch import BatchSizes, BatchSpec, RampupStage
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.schedules.spec.learning_rate import LearningRate
@@ -21,7 +23,7 @@ from pentad.schedules.spec.lora import LoraSpec
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
-from pentad.schedules.spec.plan import BatchSpec, Plan, split_layers
+from pentad.schedules.spec.plan import Plan, split_layers
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.workers.data.samples import Dataset
 from pentad.workers.data.sources import open_dataset
@@ -108,22 +110,32 @@ def plan_on_mesh(data: str | DataSpec, name: str, sizes: dict[str, int], **more:
     return plan_of(name, microbatches=2 * axes["pp"] if name == "dualpipe" else 4, data=data, **axes, **more)
 
 
+def with_rampup(plan: Plan, stages: dict[int, int], compiled: Callable[[int], Plan]) -> Plan:
+    """The plan with stages of a batch-size ramp: so many steps by number of microbatches, whose programs are those of
+    `compiled`."""
+    rows = plan.batch.replicas * plan.batch.micro_batch_size
+    rampup = tuple(RampupStage(microbatches * rows, steps) for microbatches, steps in stages.items())
+    programs = tuple(compiled(microbatches).program for microbatches in stages)
+    return replace(plan, batch=replace(plan.batch, rampup=rampup), rampup_programs=programs)
+
+
 def reference(plan: Plan) -> Trained:
     """STEPS steps of the plan in a single process, independent of how the mesh divides the batch."""
     rows = plan.batch.micro_batch_size if is_balanced(plan) else 2
-    return _reference(plan.data, plan.batch.global_batch_size, plan.model, rows, plan.optimizer, plan.lora)
+    return _reference(plan.data, plan.batch.sizes, plan.model, rows, plan.optimizer, plan.lora)
 
 
 @functools.cache
 def _reference(
     data: DataSpec,
-    sequences: int,
+    sizes: BatchSizes,
     model: ModelSpec,
     micro_batch_size: int,
     optimizer: OptimizerSpec,
     lora: LoraSpec | None,
 ) -> Trained:
-    plan = replace(plan_of("gpipe", 1, 1, sequences // 2, data, model=model), optimizer=optimizer, lora=lora)
+    plan = plan_of("gpipe", 1, 1, sizes.global_batch_size // 2, data, model=model)
+    plan = replace(plan, optimizer=optimizer, lora=lora, batch=replace(plan.batch, rampup=sizes.rampup))
     assert plan.batch.micro_batch_size == micro_batch_size
     return train(plan, global_batches(plan))
 

@@ -75,8 +75,8 @@ class CustomStage(BaseStage, ParameterOwner):
     def _bind(self, params: Params) -> BoundParameters:
         return bind_parameters(params, self)
 
-    def begin(self, step: int, target_tokens: int) -> None:
-        super().begin(step, target_tokens)
+    def begin(self, step: int, microbatches: int, target_tokens: int) -> None:
+        super().begin(step, microbatches, target_tokens)
         self.step = step
 
     def forward(
@@ -179,7 +179,7 @@ class CustomStage(BaseStage, ParameterOwner):
         """(result of the last layer, losses, log-sum-exp of the logits if the loss is not the user's). Random numbers
         are those of `step`, None: the present one."""
         step = self.step if step is None else step
-        microbatch = self.dp_rank * self.plan.batch.microbatches + slice_index
+        microbatch = self.dp_rank * self.microbatches + slice_index
         with self._deterministic():
             for number, layer in zip(self.layer_numbers, self.layers, strict=True):
                 if self.custom.layers[number].is_random:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from pentad.kernels.backend import IGNORE_INDEX
+from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.samples import Dataset, Sample
 from pentad.workers.model.layer_context import local_positions
@@ -41,7 +42,7 @@ class Batch(NamedTuple):
     """A rank's part of a step: its tokens by slice (slice s of microbatch m has the key m * slices + s).
 
     A rank that computes losses knows how many target tokens the global batch has: in all, and by source of the data
-    ([sources] float64 on the device); the others have 0. `row_sources` [global_batch_size] are on the host.
+    ([sources] float64 on the device); the others have 0. `row_sources` [batch size] are on the host.
     """
 
     tokens: dict[int, Tokens]
@@ -59,6 +60,13 @@ class HostBatch(NamedTuple):
     document_starts: list[tuple[tuple[int, ...], ...]]
 
 
+class LocalPart(NamedTuple):
+    """The microbatches of its replica that a rank reads, and their rows of the global batch."""
+
+    microbatches: list[int]
+    rows: list[int]
+
+
 class BatchLoader:
     """One rank's part of any step; its content depends only on seed, step and row.
 
@@ -68,43 +76,34 @@ class BatchLoader:
     def __init__(self, plan: Plan, rank: int, dataset: Dataset, device: torch.device) -> None:
         self.plan, self.dataset, self.device = plan, dataset, device
         self.slices, self.positions = plan.program.slices, local_positions(plan, rank)
-        at, last = plan.mesh.coordinates(rank), plan.program.stages - 1
-        # The first stage embeds tokens and the last computes the loss; document masks are needed by every attention.
-        stages = range(plan.program.stages) if plan.data.document_mask else (0, last)
-        local = {
-            piece // self.slices
-            for (stage, piece), pp in plan.program.compute_rank.items()
-            if stage in stages and pp == at.pp
-        }
-        first = (at.dp * plan.mesh.ep + at.ep) * plan.batch.microbatches
-        self.microbatches = {mb: first + mb for mb in sorted(local)}  # of this replica -> of the global batch
-        size = plan.batch.micro_batch_size
-        self.rows = [row for mb in self.microbatches.values() for row in range(mb * size, (mb + 1) * size)]
+        self.parts = [local_part(plan, rank, program) for program in plan.programs]
         self.no_targets = torch.zeros(len(dataset.sources), dtype=torch.float64, device=device)
-        self.has_losses = last in plan.stages_of(rank)
+        self.has_losses = plan.program.stages - 1 in plan.stages_of(rank)
         self.pool = ThreadPoolExecutor(READERS, thread_name_prefix="pentad-read")
         self.prefetcher = Prefetcher(self._load, lambda batch: 8 * batch.tokens.numel(), AHEAD_BYTES)
 
     def __call__(self, step: int, check: Callable[[], None] = lambda: None) -> Batch:
         """Waits for the data of a step, and calls `check` meanwhile. Raises PentadError for data that is damaged."""
         row_sources, _ = self.dataset.rows(step)
-        if not self.microbatches:
+        part = self.parts[self.plan.program_of(step)]
+        if not part.microbatches:
             return Batch({}, 0, self.no_targets, row_sources)
         host = self.prefetcher.get(step, check)
         counts = host.counts.to(self.device, non_blocking=True)
-        return Batch(self._on_device(host), int(host.counts.sum()), counts, row_sources)
+        return Batch(self._on_device(host, part), int(host.counts.sum()), counts, row_sources)
 
     def load(self, read: Callable[[int], Sample]) -> dict[int, Tokens]:
-        """Tokens by slice, as those of a step, where `read` returns a row of the global batch."""
-        return self._on_device(self._prepared([read(row) for row in self.rows])) if self.microbatches else {}
+        """Tokens by slice, as those of a step, where `read` returns a row of a full global batch."""
+        part = self.parts[0]
+        return self._on_device(self._prepared([read(row) for row in part.rows]), part) if part.microbatches else {}
 
-    def _on_device(self, host: HostBatch) -> dict[int, Tokens]:
+    def _on_device(self, host: HostBatch, part: LocalPart) -> dict[int, Tokens]:
         tokens, mtp = host.tokens.to(self.device, non_blocking=True), 2 + self.plan.model.mtp_layers
         return {
             mb * self.slices + number: Tokens(
                 each[0], each[1], each[2:mtp], each[mtp:] if len(each) > mtp else None, its
             )
-            for mb, of_mb, its in zip(self.microbatches, tokens, host.document_starts, strict=True)
+            for mb, of_mb, its in zip(part.microbatches, tokens, host.document_starts, strict=True)
             for number, each in enumerate(of_mb)
         }
 
@@ -115,9 +114,9 @@ class BatchLoader:
 
     def _load(self, step: int) -> HostBatch:
         """The reads of a step are all requested at once."""
-        dataset = self.dataset
+        dataset, part = self.dataset, self.parts[self.plan.program_of(step)]
         sources, indices = (each.tolist() for each in dataset.rows(step))
-        samples = self.pool.map(lambda row: dataset.sample(sources[row], indices[row]), self.rows)
+        samples = self.pool.map(lambda row: dataset.sample(sources[row], indices[row]), part.rows)
         counts = dataset.target_counts(step, self.pool.map) if self.has_losses else np.zeros(len(dataset.sources))
         return self._prepared(list(samples), counts)
 
@@ -145,6 +144,21 @@ class BatchLoader:
         if mtp_layers and not self.dataset.all_count:
             kinds += [_shifted(following, k, 0) for k in range(mtp_layers)]
         return kinds
+
+
+def local_part(plan: Plan, rank: int, program: Program) -> LocalPart:
+    """What a rank reads for a program. The first stage embeds tokens and the last computes the loss; document masks are
+    needed by every attention."""
+    at, last, size = plan.mesh.coordinates(rank), program.stages - 1, plan.batch.micro_batch_size
+    stages = range(program.stages) if plan.data.document_mask else (0, last)
+    local = {
+        piece // program.slices
+        for (stage, piece), pp in program.compute_rank.items()
+        if stage in stages and pp == at.pp
+    }
+    first = (at.dp * plan.mesh.ep + at.ep) * program.microbatches  # of the global batch
+    rows = [row for mb in sorted(local) for row in range((first + mb) * size, (first + mb + 1) * size)]
+    return LocalPart(sorted(local), rows)
 
 
 def _shifted(tokens: np.ndarray, by: int, fill: int) -> np.ndarray:

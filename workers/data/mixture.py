@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.batch import BatchSizes
 from pentad.schedules.spec.data import DataSpec, SourceSpec
 
 LONGEST_PERIOD = 2**16  # samples; shares without so small a common denominator are rounded to multiples of 1 / 2**16
@@ -120,14 +121,14 @@ class Phase:
 
 
 class Mixture:
-    """The samples of a run, whose steps have `global_batch_size` each.
+    """The samples of a run, whose batches have these `sizes`.
 
     `phases` are in order, and `end` is the number of samples until no source with a weight has any left, None if that
     never happens.
     """
 
-    def __init__(self, data: DataSpec, global_batch_size: int) -> None:
-        self.data, self.global_batch_size = data, global_batch_size
+    def __init__(self, data: DataSpec, sizes: BatchSizes) -> None:
+        self.data, self.sizes = data, sizes
         self.limits = [
             None if source.epochs is None else int(Fraction(repr(source.epochs)) * source.sequences)
             for source in data.sources
@@ -165,7 +166,7 @@ class Mixture:
         the source that is used up, if that is why."""
         names = [source.name for source in self.data.sources]
         for phase in self.phases[1:]:
-            if phase.first // self.global_batch_size == batch:
+            if self.sizes.batch_of_sample(phase.first) == batch:
                 total = sum(phase.shares)
                 yield {
                     "sample": phase.first,
@@ -175,7 +176,7 @@ class Mixture:
 
     def _phases(self) -> Iterator[Phase]:
         weights = tuple(source.weight for source in self.data.sources)
-        changes = [(change.step * self.global_batch_size, change.weights) for change in self.data.curriculum]
+        changes = [(self.sizes.first_sample(change.step), change.weights) for change in self.data.curriculum]
         first, drawn, used_up = 0, np.zeros(len(weights), np.int64), None
         while True:
             while changes and changes[0][0] <= first:
@@ -197,26 +198,26 @@ class Mixture:
             first, drawn = last, drawn + period.counts(last - first)
 
 
-def require_lasting(data: DataSpec, global_batch_size: int, steps: int) -> None:
+def require_lasting(data: DataSpec, sizes: BatchSizes, steps: int) -> None:
     """Raises PentadError if no source has anything left before `steps` steps are done."""
-    end = Mixture(data, global_batch_size).end
-    if end is not None and end < steps * global_batch_size:
-        found = f"data.sources are used up in step {end // global_batch_size}"
+    end = Mixture(data, sizes).end
+    if end is not None and end < sizes.first_sample(steps):
+        found = f"data.sources are used up in step {sizes.batch_of_sample(end)}"
         raise PentadError(f"{found}: expected enough for run.steps = {steps} (more data, or more epochs of it)")
 
 
-def drawn_by(data: DataSpec, global_batch_size: int, batches: int) -> list[dict[str, Any]]:
+def drawn_by(data: DataSpec, sizes: BatchSizes, batches: int) -> list[dict[str, Any]]:
     """What so many global batches have drawn of each source, for a checkpoint: `require_resumable` compares with it."""
-    drawn = Mixture(data, global_batch_size).drawn(batches * global_batch_size)
+    drawn = Mixture(data, sizes).drawn(sizes.first_sample(batches))
     return [
         {"name": source.name, "fingerprint": source.fingerprint, "sequences": int(count)}
         for source, count in zip(data.sources, drawn, strict=True)
     ]
 
 
-def require_resumable(data: DataSpec, global_batch_size: int, batches: int, saved: list[dict[str, Any]]) -> None:
+def require_resumable(data: DataSpec, sizes: BatchSizes, batches: int, saved: list[dict[str, Any]]) -> None:
     """Raises PentadError unless so many global batches draw what a run has drawn of its sources (see `drawn_by`)."""
-    found = {each["fingerprint"]: each for each in drawn_by(data, global_batch_size, batches)}
+    found = {each["fingerprint"]: each for each in drawn_by(data, sizes, batches)}
     before = {each["fingerprint"]: each for each in saved}
     for fingerprint in before:
         if fingerprint not in found:

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.batch import BatchSizes
 from pentad.schedules.spec.data import DataSpec
 from pentad.workers.data.corpus import Corpus
 from pentad.workers.data.mixture import Mixture
@@ -137,20 +138,21 @@ class Source:
 
 
 class Dataset:
-    """All samples of a run with this seed, in sequences of `length` tokens, `global_batch_size` a step."""
+    """All samples of a run with this seed, in sequences of `length` tokens, and batches of these `sizes`."""
 
-    def __init__(self, data: DataSpec, sources: list[Source], seed: int, length: int, global_batch_size: int) -> None:
+    def __init__(self, data: DataSpec, sources: list[Source], seed: int, length: int, sizes: BatchSizes) -> None:
         self.data, self.sources, self.seed, self.length = data, sources, seed, length
-        self.mixture = Mixture(data, global_batch_size)
+        self.mixture = Mixture(data, sizes)
         self.all_count = data.packing == "windows" and not (
             data.eod_mask_loss or any(source.corpus.has_loss_mask for source in sources)
         )
 
     def rows(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """(source, index in the source) of every row of a step, both [global_batch_size]: the step's samples, in the
-        order of keyed random numbers."""
-        size = self.mixture.global_batch_size
-        sources, indices = self.mixture.draws(step * size, size)
+        """(source, index in the source) of every row of a step, both [batch size]: the step's samples, in the order of
+        keyed random numbers."""
+        sizes = self.mixture.sizes
+        size = sizes.size(step)
+        sources, indices = self.mixture.draws(sizes.first_sample(step), size)
         key = hashlib.blake2b(f"{self.seed}/rows/{step}".encode(), digest_size=16).digest()
         order = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(size).argsort(kind="stable")
         return sources[order], indices[order]

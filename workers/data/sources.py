@@ -13,9 +13,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.batch import BatchSizes, BatchSpec
 from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.schedules.spec.eval_spec import EvalData
-from pentad.schedules.spec.plan import BatchSpec
 from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.data.corpus import Corpus, open_corpus
 from pentad.workers.data.corpus_index import INDEX_FILE, VERSION, plural, require_vocab
@@ -94,7 +94,7 @@ def open_eval_data(
 def open_dataset(data: DataSpec, batch: BatchSpec, vocab: int, seed: int) -> Dataset:
     """All samples of a run. Raises PentadError as `open_sources` does."""
     sources = open_sources(data, vocab, batch.sequence_length)
-    return Dataset(described(data, sources), sources, seed, batch.sequence_length, batch.global_batch_size)
+    return Dataset(described(data, sources), sources, seed, batch.sequence_length, batch.sizes)
 
 
 def described(data: DataSpec, sources: list[Source]) -> DataSpec:
@@ -115,7 +115,7 @@ def corpus_folder(data: str, vocab: int, cache: str) -> str | Path:
     return data if "://" in data else Path(data).expanduser()
 
 
-def check_data(data: DataSpec, vocab: int, length: int, global_batch_size: int, steps: int) -> None:
+def check_data(data: DataSpec, vocab: int, length: int, sizes: BatchSizes, steps: int) -> None:
     """Raises PentadError as `open_sources` does, or if the data does not last for so many steps; but neither builds a
     built-in corpus nor packs documents, without which it can check less, nor reads tokens."""
     for spec in data.sources:
@@ -126,7 +126,7 @@ def check_data(data: DataSpec, vocab: int, length: int, global_batch_size: int, 
                 return
     corpora = _open_corpora(data, vocab)
     if data.packing == "windows" or all(is_packed(corpus, length, Path(data.cache)) for corpus in corpora):
-        require_lasting(described(data, open_sources(data, vocab, length)), global_batch_size, steps)
+        require_lasting(described(data, open_sources(data, vocab, length)), sizes, steps)
 
 
 def _builtin_folder(name: str, vocab: int, cache: Path) -> tuple[Path, list[str]]:

@@ -51,7 +51,7 @@ class BaseStage(ABC):
         self.plan, self.model, self.param_buffers, self.frozen = plan, plan.model, param_buffers, frozen
         self.first, self.last, self.is_local = index == 0, index == plan.program.stages - 1, True
         self.recompute_mode, self.layer_numbers = plan.recompute_mode(index), range(*plan.layers[index])
-        scale = 1.0 / plan.batch.tokens  # of target tokens too, until `begin` knows their number
+        scale = 1.0 / plan.batch.tokens  # until `begin` knows the step's numbers of tokens and target tokens
         self.layer_context = LayerContext(plan.model, plan.deterministic, scale, scale)
         if plan.lora is not None:
             self.layer_context = self.layer_context._replace(lora_scale=plan.lora.scale)
@@ -60,6 +60,7 @@ class BaseStage(ABC):
         self.saved: dict[int, Any] = {}
         self.deferred: dict[int, list[Wgrad]] = {}
         self.wgrad_layer = self.dgrad_layer = plan.model.layers + 1  # layers that W and B have reached
+        self.microbatches = plan.batch.microbatches  # of the current step
         self.loss_sum_buffers = torch.zeros(
             (2, plan.batch.microbatches, plan.batch.micro_batch_size), dtype=torch.float64, device=self.device
         )
@@ -94,10 +95,13 @@ class BaseStage(ABC):
     def _bind(self, params: Params) -> Any:
         """The parameters as layers use them; `params` is empty where there are no weights."""
 
-    def begin(self, step: int, target_tokens: int) -> None:
-        """Starts a step: its loss sums are zero. Each of the `target_tokens` of the global batch weighs the same."""
+    def begin(self, step: int, microbatches: int, target_tokens: int) -> None:
+        """Starts a step of so many microbatches: its loss sums are zero. Each of the `target_tokens` of the global
+        batch weighs the same."""
+        self.microbatches = microbatches
         scale = 1.0 / target_tokens if target_tokens else 0.0
-        self.layer_context = self.layer_context._replace(loss_scale=scale)
+        tokens = self.plan.batch.with_microbatches(microbatches).tokens
+        self.layer_context = self.layer_context._replace(loss_scale=scale, aux_loss_scale=1.0 / tokens)
         self.loss_sums = self.loss_sum_buffers[step % 2].zero_()
         self.squared_lse = self.squared_lse_buffers[step % 2].zero_()
         for buffers in self.param_buffers:
@@ -105,6 +109,7 @@ class BaseStage(ABC):
 
     def begin_evaluation(self) -> None:
         """Starts a round of an evaluation, while no step is open: its loss sums are zero."""
+        self.microbatches = self.plan.batch.microbatches
         self.loss_sums.zero_()
 
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import numpy as np
 import torch.distributed as dist
@@ -33,6 +33,7 @@ class RankProgram:
     it."""
 
     number: int
+    microbatches: int
     stream: Stream
     forward_only: bool
     sources: dict[Key, Key]
@@ -43,14 +44,23 @@ class RankProgram:
         """What a rank of the mesh runs of a program of the plan."""
         program = plan.programs[number]
         stream = program.streams[plan.mesh.coordinates(rank).pp]
-        return RankProgram(number, stream, program.forward_only, resolve_inputs(stream), bucket_reductions(stream))
+        inputs, reductions = resolve_inputs(stream), bucket_reductions(stream)
+        return RankProgram(number, program.microbatches, stream, program.forward_only, inputs, reductions)
+
+
+class IssuedStep(NamedTuple):
+    """What a step runs, and the source of every row of its global batch."""
+
+    program: RankProgram
+    row_sources: np.ndarray
 
 
 @dataclass(eq=False)
 class Executor:
     """Runs programs with the stages, process groups and lanes of one rank.
 
-    `host_seconds[step]` is how long the host took to issue a step. Before every instruction, and while
+    `issued` are the steps whose results nobody has read, `host_seconds[step]` is how long the host took to issue one.
+    Before every instruction, and while
     it waits, the host calls `check`, which raises Aborted once the generation is over.
     """
 
@@ -70,19 +80,21 @@ class Executor:
         self.results: dict[Key, Any] = {}
         self.step, self.round, self.host_seconds = 0, 0, dict[int, float]()
         self.valid, self.restart, self.target_tokens = True, False, 0
-        self.row_sources = dict[int, np.ndarray]()  # by step, of its global batch
+        self.issued = dict[int, IssuedStep]()
 
     def run(self, program: RankProgram, step: int, batch: Batch) -> None:
         """Issues one step. Raises Aborted if the generation ends."""
+        self.issued[step] = IssuedStep(program, batch.row_sources)
         self._begin(program, step, batch.tokens)
-        self.target_tokens, self.row_sources[step] = batch.target_tokens, batch.row_sources
+        self.shards.begin(program.number)
+        self.target_tokens = batch.target_tokens
         self.optimizer_step.totals.begin(batch.target_tokens_by_source)
         for stage in self.stages.values():
-            stage.begin(step, self.target_tokens)
+            stage.begin(step, program.microbatches, self.target_tokens)
         started = time.monotonic()
         counter = 0
         while counter < len(program.stream):
-            self.progress.write(step, counter)
+            self.progress.write(step, counter, program.number)
             self._run_action(program.stream[counter])
             counter += 1
             if self.restart:
@@ -90,7 +102,7 @@ class Executor:
                 counter = 0
         self.transport.finish_sends()
         self.host_seconds[step] = time.monotonic() - started
-        self.progress.write(step, -1)
+        self.progress.write(step, -1, program.number)
 
     def evaluate(self, program: RankProgram, step: int, number: int, data_set: int, tokens: dict[int, Tokens]) -> None:
         """Issues round `number` of an evaluation of the weights after `step` steps, on sequences of one data set.
@@ -103,7 +115,7 @@ class Executor:
         for stage in self.stages.values():
             stage.begin_evaluation()
         for counter, action in enumerate(program.stream, number * len(program.stream)):
-            self.progress.write(step, counter, evaluating=True)
+            self.progress.write(step, counter, program.number)
             self._run_action(action)
         self.transport.finish_sends()
 
@@ -227,7 +239,7 @@ class Executor:
         self.activations.discard()
         for stage in self.stages.values():
             stage.saved.clear()
-            stage.begin(self.step, self.target_tokens)
+            stage.begin(self.step, program.microbatches, self.target_tokens)
         self.restart = False
 
 

@@ -29,10 +29,10 @@ from pentad.workers.transport.norm_reducer import NormPartial, NormReducer
 class CommittedStep(NamedTuple):
     """A step committed to the master weights; on a GPU, once it has reached the commit.
 
-    `losses` [global_batch_size + sources] are sums over the target tokens of each sequence, and then the target tokens
-    by source of the data; `squared_lse` is the sum of squared log-sum-exps for a z-loss. `norm` is the global gradient
-    norm before clipping, a scalar; `taken` is the same, or nan if the update was skipped. All are float64 on the host,
-    valid once the step has ended.
+    `losses` [global_batch_size + sources] are sums over the target tokens of each sequence, 0 for the microbatches that
+    a replica lacks in a smaller batch, and then the target tokens by source of the data; `squared_lse` is the sum of
+    squared log-sum-exps for a z-loss. `norm` is the global gradient norm before clipping, a scalar; `taken` is the
+    same, or nan if the update was skipped. All are float64 on the host, valid once the step has ended.
     """
 
     step: int

@@ -13,14 +13,14 @@ _FORMAT = struct.Struct("<qqqdq")
 
 class Progress(NamedTuple):
     """`counter` is the index in the rank's stream (-1 between steps), `since` the time it was reached, in seconds of
-    the host's monotonic clock. While the rank is `evaluating` the weights of `step` steps, it counts the actions of all
-    rounds of the forward-only stream."""
+    the host's monotonic clock. The stream is that of `program` of the plan's programs. In an evaluation of the weights
+    of `step` steps, it counts the actions of all rounds."""
 
     generation: int
     step: int
     counter: int
     since: float
-    evaluating: bool = False
+    program: int = 0
 
 
 class ProgressFile:
@@ -36,11 +36,11 @@ class ProgressFile:
         self.generation = generation
         self.write(-1, -1)
 
-    def write(self, step: int, counter: int, *, evaluating: bool = False) -> None:
-        _FORMAT.pack_into(self.memory, 0, self.generation, step, counter, time.monotonic(), evaluating)
+    def write(self, step: int, counter: int, program: int = 0) -> None:
+        _FORMAT.pack_into(self.memory, 0, self.generation, step, counter, time.monotonic(), program)
 
 
 def read_progress(path: Path) -> Progress:
     """The last state that a rank wrote, even if the rank is gone."""
-    generation, step, counter, since, evaluating = _FORMAT.unpack(path.read_bytes())
-    return Progress(generation, step, counter, since, bool(evaluating))
+    generation, step, counter, since, program = _FORMAT.unpack(path.read_bytes())
+    return Progress(generation, step, counter, since, program)

@@ -17,7 +17,7 @@ class LossSum(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult:
-    """One rank's result of one step.
+    """One rank's result of one step, which has run this `program` of the plan's programs.
 
     `losses` are sums over target tokens, by microbatch of the global batch; `sources` has them by source of the data,
     `squared_lse` is the sum of squared log-sum-exps of the logits, for a z-loss. `grad_norm` is the global norm before
@@ -39,6 +39,7 @@ class StepResult:
     instructions: int
     peak_bytes: int
     squared_lse: float = 0.0
+    program: int = 0
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,10 @@ class Runner:
         with self.fence_flag.guard():
             for step in range(first_step, first_step + count):
                 began = time.monotonic()
-                batch = self.load_batch(batch_of(step, skipped_batches), self.fence_flag.check)
+                number = batch_of(step, skipped_batches)
+                batch = self.load_batch(number, self.fence_flag.check)
                 self.data_wait_seconds[step] = time.monotonic() - began
-                self._connected.run(self.programs[0], step, batch)
+                self._connected.run(self.programs[self.plan.program_of(number)], step, batch)
             if more:
                 self._collect_results(num_open=1)
             else:
@@ -147,10 +148,10 @@ class Runner:
         with self.fence_flag.guard():
             executor.losses.clear()
             for number, at in enumerate(loader.rounds):
-                executor.evaluate(self.programs[1], step, number, at.data_set, loader(at))
+                executor.evaluate(self.programs[-1], step, number, at.data_set, loader(at))
             executor.lanes.finish(self.fence_flag.check)
             executor.lanes.read_times(self.fence_flag.check)  # which nobody reports
-            self.progress.write(step, -1, evaluating=True)
+            self.progress.write(step, -1, self.programs[-1].number)
             found = zip(self.plan.eval.data_sets, executor.losses.read(), loader.counts, strict=True)
             return [EvalResult(each.name, *sums, count) for each, sums, count in found]
 
@@ -188,6 +189,8 @@ class Runner:
         if program is None or found is None:
             return None
         behind, part = found
+        if not program.forward_only and (issued := executor.issued.get(executor.step - behind)) is not None:
+            program = issued.program
         counter = next((i for i, action in enumerate(program.stream) if part in action.parts), None)
         if counter is None:  # another program has begun meanwhile
             return None
@@ -196,7 +199,7 @@ class Runner:
             step, counter = executor.step, counter + max(0, number - behind) * len(program.stream)
         if (step, counter) != self.last_position[:2]:
             self.last_position = (step, counter, time.monotonic())
-        return Progress(self.generation, step, counter, self.last_position[2], program.forward_only)
+        return Progress(self.generation, step, counter, self.last_position[2], program.number)
 
     def abort(self) -> None:
         """Aborts the collectives of a fenced GPU, once all ranks are fenced."""
@@ -257,11 +260,14 @@ class Runner:
 
     def _result(self, committed: CommittedStep, times: StepTimes) -> StepResult:
         batch, self.newest_losses = self.plan.batch, (committed.step, tuple(committed.losses.tolist()))
-        losses = committed.losses[: batch.global_batch_size]
+        program, row_sources = self._connected.issued.pop(committed.step)
+        largest = committed.losses[: batch.global_batch_size].view(batch.replicas, batch.microbatches, -1)
+        losses = largest[:, : program.microbatches].flatten()
         return StepResult(
             step=committed.step,
+            program=program.number,
             losses=dict(enumerate(losses.view(-1, batch.micro_batch_size).sum(1).tolist())),
-            sources=self._by_source(committed),
+            sources=_by_source(losses, row_sources, committed.losses[batch.global_batch_size :]),
             squared_lse=float(committed.squared_lse),
             grad_norm=float(committed.norm),
             learning_rate=self.plan.optimizer.learning_rate.at(committed.step),
@@ -272,13 +278,6 @@ class Runner:
             instructions=len(times),
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
         )
-
-    def _by_source(self, committed: CommittedStep) -> tuple[LossSum, ...]:
-        """Added in the order of rows, so that every mesh gets the same bits."""
-        rows = self._connected.row_sources.pop(committed.step)
-        losses, target_tokens = committed.losses[: len(rows)], committed.losses[len(rows) :]
-        sums = np.bincount(rows, losses.numpy(), minlength=len(target_tokens))
-        return tuple(LossSum(*each) for each in zip(sums.tolist(), map(int, target_tokens), strict=True))
 
     def _spans(self, step: int, times: StepTimes) -> tuple[Span, ...]:
         spans = []
@@ -293,3 +292,9 @@ class Runner:
         newest = [call[-1] for call in tuple(self.recent_calls) if call][-1:]
         spans = [span for result in newest for span in result.spans if span.lane == "compute"]
         return max((span.end - span.start for span in spans), default=0.0)
+
+
+def _by_source(losses: torch.Tensor, row_sources: np.ndarray, target_tokens: torch.Tensor) -> tuple[LossSum, ...]:
+    """Added in the order of rows, so that every mesh gets the same bits."""
+    sums = np.bincount(row_sources, losses.numpy(), minlength=len(target_tokens))
+    return tuple(LossSum(*each) for each in zip(sums.tolist(), map(int, target_tokens), strict=True))

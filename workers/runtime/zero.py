@@ -33,13 +33,22 @@ class ZeroShards:
         sharded = sharded_stages(program, pp) if plan.zero == 3 else set[int]()
         self.weight_slots = [weight_slots(each, pp, sharded) for each in plan.programs]  # by program
         self.weights = _allocate(self.weight_slots, stages, like="compute")
-        slots = gradient_slots(program, pp)[0] if plan.zero > 1 else {}
-        self.gradients = _allocate([slots], stages, like="gradient")
+        self.gradient_slots = [gradient_slots(each, pp)[0] if plan.zero > 1 else {} for each in plan.programs]
+        self.gradients = _allocate(self.gradient_slots, stages, like="gradient")
+        self.bound_slots: BufferSlots = {}
+        self.begin(0)
+
+    def begin(self, program: int) -> None:
+        """A step of this program of the plan follows: every stage adds gradients to its buffer there."""
+        slots = self.gradient_slots[program]
+        if slots == self.bound_slots:
+            return
+        self.bound_slots = slots
         for (stage, _), slot in slots.items():
-            for kind, buffers in enumerate(stages[stage].param_buffers):
+            for kind, buffers in enumerate(self.stages[stage].param_buffers):
                 if buffers.parameters.full_gradients is None:
                     buffers.set_gradients(_fitted(self.gradients[slot, kind], buffers))
-            stages[stage].bind()
+            self.stages[stage].bind()
 
     def gather(self, part: Instruction, groups: ProcessGroups, program: int) -> list[dist.Work]:
         """ALL_GATHER: fills a stage's full weights, in the slot that this gather of a program has been assigned."""

@@ -108,7 +108,7 @@ EVALUATES = make_plan(load(None, ["mesh.pp=2", "model.layers=4", "data.holdout=0
 
 
 def status(step: int, counter: int, *, evaluating: bool = False) -> Status:
-    return Status(1, step, "x", 5.0, counter, evaluating=evaluating)
+    return Status(1, step, "x", 5.0, counter, program=int(evaluating))
 
 
 def test_positions_are_those_in_the_program_of_the_ranks_furthest_behind() -> None:

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
-from pentad.schedules.spec.plan import BatchSpec, ParamShard, Plan, split_layers
+from pentad.schedules.spec.plan import ParamShard, Plan, split_layers
 from pentad.schedules.spec.tensors import active_parameters, head_in_layers, num_parameters
 
 MODEL = ModelSpec(layers=8, hidden=128, heads=8, kv_heads=4, ffn=384, vocab=4096)

@@ -161,7 +161,7 @@ def test_an_evaluation_has_no_dropout_saves_nothing_and_skips_rows_without_targe
     _, tokens, targets = inputs_of(plan, 0)
     assert tokens is not None and targets is not None
     padded = torch.where(torch.arange(len(targets)) < length, targets, -100)
-    stage.begin(3, plan.batch.tokens)
+    stage.begin(3, plan.batch.microbatches, plan.batch.tokens)
     losses = []
     for mb, given in enumerate((targets, padded)):
         run_to_completion(stage.evaluate(mb, None, tokens, given))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.batch import BatchSizes
 from pentad.schedules.spec.data import DataSpec, SourceSpec, WeightChange
 from pentad.workers.data.mixture import (
     LONGEST_PERIOD,
@@ -35,7 +36,7 @@ def data_of(*sources: tuple[float, float | None, int], curriculum: tuple[WeightC
 
 
 def mixture_of(given: list[int], size: int = 1) -> Mixture:
-    return Mixture(data_of(*((float(weight), None, 10) for weight in given)), size)
+    return Mixture(data_of(*((float(weight), None, 10) for weight in given)), BatchSizes(size))
 
 
 @settings(max_examples=100, deadline=None)
@@ -100,7 +101,7 @@ def test_the_sequence_of_sources_never_changes() -> None:
 def test_a_source_that_is_used_up_leaves_its_share_to_the_others(
     sources: list[tuple[int, int | None, int]], size: int
 ) -> None:
-    mixture = Mixture(data_of(*((float(w), e and float(e), n) for w, e, n in sources)), size)
+    mixture = Mixture(data_of(*((float(w), e and float(e), n) for w, e, n in sources)), BatchSizes(size))
     limits = [epochs and epochs * sequences for _, epochs, sequences in sources]
     count = 150 if mixture.end is None else mixture.end
     drawn, indices = mixture.draws(0, count)
@@ -124,7 +125,7 @@ def test_a_source_that_is_used_up_leaves_its_share_to_the_others(
 
 def test_weights_change_at_the_first_sample_of_their_step() -> None:
     changes = (WeightChange(3, (0.0, 1.0)), WeightChange(5, (1.0, 1.0)))
-    mixture = Mixture(data_of((1.0, None, 5), (0.0, None, 5), curriculum=changes), 4)
+    mixture = Mixture(data_of((1.0, None, 5), (0.0, None, 5), curriculum=changes), BatchSizes(4))
     assert [(phase.first, phase.shares) for phase in mixture.phases] == [(0, (1, 0)), (12, (0, 1)), (20, (1, 1))]
     assert mixture.draws(0, 24)[0].tolist() == [0] * 12 + [1] * 8 + [0, 1, 0, 1]
     assert list(mixture.changes(5)) == [{"sample": 20, "shares": {"a": 0.5, "b": 0.5}, "used_up": None}]
@@ -133,25 +134,27 @@ def test_weights_change_at_the_first_sample_of_their_step() -> None:
 
 def test_data_that_does_not_last_names_the_step() -> None:
     data = data_of((1.0, 1.5, 7), (3.0, 1.0, 6))
-    (change,) = Mixture(data, 4).changes(2)
+    (change,) = Mixture(data, BatchSizes(4)).changes(2)
     assert change == {"sample": 8, "shares": {"a": 1.0, "b": 0.0}, "used_up": "b"}
     with pytest.raises(PentadError, match=r"data.sources hold 16 samples: expected more"):
-        Mixture(data, 4).draws(14, 3)
-    assert Mixture(data, 4).end == 10 + 6
-    require_lasting(data, 4, 4)
+        Mixture(data, BatchSizes(4)).draws(14, 3)
+    assert Mixture(data, BatchSizes(4)).end == 10 + 6
+    require_lasting(data, BatchSizes(4), 4)
     with pytest.raises(PentadError, match=r"data.sources are used up in step 4: expected enough for run.steps = 5"):
-        require_lasting(data, 4, 5)
+        require_lasting(data, BatchSizes(4), 5)
 
 
 def test_a_run_resumes_with_what_it_has_drawn() -> None:
     before = data_of((3.0, None, 9), (1.0, None, 9))
-    saved = drawn_by(before, 4, 5)
+    saved = drawn_by(before, BatchSizes(4), 5)
     assert [each["sequences"] for each in saved] == [15, 5]
-    require_resumable(before, 4, 5, saved)
+    require_resumable(before, BatchSizes(4), 5, saved)
     later = data_of((3.0, None, 9), (1.0, None, 9), (0.0, None, 9), curriculum=(WeightChange(5, (1.0, 0.0, 7.0)),))
-    require_resumable(later, 4, 5, saved)
+    require_resumable(later, BatchSizes(4), 5, saved)
     message = r"data.sources draw 14 sequences of a in 5 batches: expected 15, as the run has: .* with data.curriculum"
     with pytest.raises(PentadError, match=message):
-        require_resumable(data_of((7.0, None, 9), (3.0, None, 9)), 4, 5, saved)
+        require_resumable(data_of((7.0, None, 9), (3.0, None, 9)), BatchSizes(4), 5, saved)
     with pytest.raises(PentadError, match=r"data.path is a, which has fingerprint a: expected other, the corpus"):
-        require_resumable(data_of((1.0, None, 9)), 4, 5, [{"name": "x", "fingerprint": "other", "sequences": 20}])
+        require_resumable(
+            data_of((1.0, None, 9)), BatchSizes(4), 5, [{"name": "x", "fingerprint": "other", "sequences": 20}]
+        )

@@ -24,7 +24,7 @@ from real_model import smollm2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
-from pentad.schedules.spec.plan import BatchSpec
+from pentad.schedules.spec.batch import BatchSpec
 from pentad.workers.checkpoint.checkpoint import folder_of, open_checkpoint
 from pentad.workers.data.corpus import open_corpus
 from pentad.workers.data.samples import Windows

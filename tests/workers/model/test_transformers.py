@@ -14,8 +14,9 @@ from fleet import assemble, losses_of
 from hf_files import stage_of, take, tensors_of
 from plans import MODEL, data_of, global_batch, is_close, plan_of
 
+from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.plan import BatchSpec, Plan
+from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.sources import open_dataset
 from pentad.workers.parallel.async_ops import run_to_completion
 

@@ -72,7 +72,7 @@ def run_pair(
     )
     with fake_communication(log):
         stage = stage_of(plan, mode)
-        stage.begin(0, plan.batch.tokens)
+        stage.begin(0, plan.batch.microbatches, plan.batch.tokens)
         run_to_completion(forward(stage, 0, activations[0]))
         before = len(log.events)
         tasks = backward(stage, 0, activations[1], with_weights), forward(stage, 1, activations[2])

@@ -1,0 +1,93 @@
+"""How many sequences every batch of a run has, and how they are divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+
+class RampupStage(NamedTuple):
+    """So many `steps` with batches of `global_batch_size` sequences."""
+
+    global_batch_size: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Sequences of each batch of a run: those of the stages of `rampup`, one after the other, then
+    `global_batch_size`."""
+
+    global_batch_size: int
+    rampup: tuple[RampupStage, ...] = ()
+
+    def stage(self, batch: int) -> int:
+        """The number of a batch's stage: len(rampup) once the batch size has its full value."""
+        ends = accumulate(stage.steps for stage in self.rampup)
+        return next((number for number, end in enumerate(ends) if batch < end), len(self.rampup))
+
+    def size(self, batch: int) -> int:
+        """Sequences of a batch, counted from 0."""
+        return self._stages[self.stage(batch)].global_batch_size
+
+    def first_sample(self, batch: int) -> int:
+        """Sequences of all batches before this one."""
+        samples = 0
+        for stage in self.rampup:
+            samples += stage.global_batch_size * min(batch, stage.steps)
+            batch = max(0, batch - stage.steps)
+        return samples + self.global_batch_size * batch
+
+    def batch_of_sample(self, sample: int) -> int:
+        """The batch that a sample, counted from 0, is in."""
+        batch = 0
+        for stage in self.rampup:
+            if sample < stage.global_batch_size * stage.steps:
+                return batch + sample // stage.global_batch_size
+            sample -= stage.global_batch_size * stage.steps
+            batch += stage.steps
+        return batch + sample // self.global_batch_size
+
+    @property
+    def _stages(self) -> tuple[RampupStage, ...]:
+        return (*self.rampup, RampupStage(self.global_batch_size, 0))
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """A step's `global_batch_size` sequences of `sequence_length` tokens, over the whole mesh.
+
+    Each of the dp x ep `replicas` has its own samples, in `microbatches` microbatches. Steps of a stage of `rampup`
+    have fewer microbatches of the same size.
+    """
+
+    global_batch_size: int
+    sequence_length: int
+    microbatches: int
+    replicas: int
+    rampup: tuple[RampupStage, ...] = ()
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences per microbatch of one replica."""
+        return self.global_batch_size // (self.microbatches * self.replicas)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step over the whole mesh."""
+        return self.global_batch_size * self.sequence_length
+
+    @property
+    def rampup_microbatches(self) -> tuple[int, ...]:
+        """Microbatches of a replica in each stage of `rampup`."""
+        return tuple(stage.global_batch_size // (self.replicas * self.micro_batch_size) for stage in self.rampup)
+
+    @property
+    def sizes(self) -> BatchSizes:
+        return BatchSizes(self.global_batch_size, self.rampup)
+
+    def with_microbatches(self, microbatches: int) -> BatchSpec:
+        """The batches with so many microbatches of the same size for each replica."""
+        size = microbatches * self.replicas * self.micro_batch_size
+        return replace(self, global_batch_size=size, microbatches=microbatches, rampup=())
