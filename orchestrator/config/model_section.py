@@ -33,6 +33,8 @@ class ExpertsSection(Section):
     num_groups: Count = Field(default=1, description="groups that the experts are divided into")
     topk_groups: Count = Field(default=1, description="groups that a token's experts are chosen from")
     aux_loss_coef: NonNegativeFloat = Field(default=0.0, description="weight of the load balancing loss")
+    router_z_loss_coef: NonNegativeFloat = 0.0
+    """weight of the router's z-loss, the mean squared log-sum-exp of its logits, which keeps them small"""
     bias_update_rate: NonNegativeFloat = 0.0
     """step by which routing biases balance the load without a loss; 0: they stay as they are"""
     first_k_dense: NonNegativeInt = Field(default=0, description="first layers, which have no experts")

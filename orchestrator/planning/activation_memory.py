@@ -142,6 +142,8 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
     copy, received = piece.copy(hidden), 0 if ep == 1 else group_tokens * hidden * c
     loads = 1 + (experts.aux_loss_coef > 0 and piece.mesh.cp > 1)
     yield Allocation("scores and weights", "F-B", tokens * (experts.num_experts + experts.top_k) * wide)
+    if experts.router_z_loss_coef:
+        yield Allocation("logits of the router", "F-B", tokens * experts.num_experts * wide)
     yield Allocation("choices", "F-B", tokens * experts.top_k * INDEX, offload=False)
     yield Allocation("loads", "F-B", experts.num_experts * INDEX * loads, offload=False)
     yield Allocation("row numbers and offsets", "F-W", rows * INDEX + local * 4, offload=False)

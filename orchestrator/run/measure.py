@@ -75,10 +75,17 @@ class History:
             for offset in (self.offsets[span.rank],)
         )
 
-    def _z_loss(self, step: Sequence[StepResult]) -> dict[str, float | None]:
-        """The weighted z-loss per target token, which is not part of the loss, where there is one."""
-        weight, squares = self.plan.optimizer.z_loss, max(result.squared_lse for result in step)
-        return {"z_loss": finite(weight * squares / max(1, target_tokens(step)))} if weight else {}
+    def _z_losses(self, step: Sequence[StepResult], tokens: int) -> dict[str, float | None]:
+        """The weighted z-losses, which are not part of the loss, where there are any: per target token, and of the
+        routers per token, added up over layers."""
+        found, experts = dict[str, float | None](), self.plan.model.experts
+        if weight := self.plan.optimizer.z_loss:
+            squares = max(result.squared_lse for result in step)
+            found["z_loss"] = finite(weight * squares / max(1, target_tokens(step)))
+        if experts is not None and experts.router_z_loss_coef:
+            squares = max(result.router_squared_lse for result in step)
+            found["router_z_loss"] = finite(experts.router_z_loss_coef * squares / tokens)
+        return found
 
     def _row(self, step: Sequence[StepResult], spans: tuple[Span, ...], planned: float) -> dict[str, Any]:
         start, end = min(s.start for s in spans), max(s.end for s in spans)
@@ -90,7 +97,7 @@ class History:
             "step": step[0].step,
             "time": time.time() - time.monotonic() + end,
             "loss": finite(mean_loss(step)),
-            **self._z_loss(step),
+            **self._z_losses(step, tokens),
             "grad_norm": finite(step[0].grad_norm),
             "lr": step[0].learning_rate,
             "tokens": tokens,

@@ -37,7 +37,8 @@ class Experts:
     `routed_scaling_factor`. With `num_groups` > 1 the experts form that many equal groups and a token visits only
     `topk_groups` of them (node-limited routing, DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
-    `aux_loss_coef` weighs the load balancing loss (Switch Transformers, arXiv 2101.03961, section 2.2).
+    `aux_loss_coef` weighs the load balancing loss (Switch Transformers, arXiv 2101.03961, section 2.2),
+    `router_z_loss_coef` the mean squared log-sum-exp of the router's logits (ST-MoE, arXiv 2202.08906, eq. 5).
     `bias_update_rate` is how much an expert's bias moves per step towards an even load (arXiv 2408.15664); 0: it stays.
     The first `first_k_dense` layers of the model have no experts.
     """
@@ -54,6 +55,7 @@ class Experts:
     aux_loss_coef: float = 0.0
     bias_update_rate: float = 0.0
     first_k_dense: int = 0
+    router_z_loss_coef: float = 0.0
 
     @property
     def has_bias(self) -> bool:

@@ -135,7 +135,8 @@ def reference(case: Case) -> list[Answer]:
             y = y + _gated_mlp(x, p["shared_gate_up"], p["shared_down"])
         shares = scores if shape.scoring_func == "softmax" else scores / scores.sum(-1, keepdim=True)
         balance = shape.aux_loss_coef * shape.num_experts / shape.top_k * (chosen.mean(0) * shares.mean(0)).sum()
-        total = total + (y * dy).sum() + case.scale * len(x) * balance
+        squares = shape.router_z_loss_coef * logits.logsumexp(-1).square().mean()
+        total = total + (y * dy).sum() + case.scale * len(x) * (balance + squares)
         answers.append((y.detach(), chosen.sum(0).long()))
     total.backward()
     gradients = {name: each.grad for name, each in p.items() if each.grad is not None}

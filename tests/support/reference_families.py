@@ -22,7 +22,7 @@ class Losses(NamedTuple):
     """The parts of a loss, which is their sum, and the mean squared log-sum-exp of the logits, which is not."""
 
     main: Tensor
-    balance: Tensor
+    routers: Tensor
     mtp: Tensor
     squared_lse: Tensor
 
@@ -33,6 +33,7 @@ class Routes(NamedTuple):
     scores: Tensor  # [T, E]
     chosen: Tensor  # [T, K]
     weights: Tensor  # [T, K]
+    squared_lse: Tensor  # [T], of the logits
 
 
 def forward(model: ModelSpec, t: Tensors, tokens: Tensor) -> Tensor:
@@ -62,11 +63,11 @@ def losses(
     documents: Tensor | None = None,
     count: int = 0,
 ) -> Losses:
-    """Cross-entropy of the `following` tokens [B, S], weighted load-balancing loss, weighted MTP loss.
+    """Cross-entropy of the `following` tokens [B, S], weighted losses of the routers, weighted MTP loss.
 
-    Tokens attend only to tokens with the same index in `documents` [B, S]. The balancing loss is a sum over layers
-    with experts, each over all tokens given; the others are sums over those `is_target` [B, S] divided by `count`
-    (default: means), an MTP loss too although fewer tokens have one (arXiv 2412.19437, eq. 24).
+    Tokens attend only to tokens with the same index in `documents` [B, S]. Balancing losses and z-losses are sums over
+    layers with experts, each over all tokens given; the others are sums over those `is_target` [B, S] divided by
+    `count` (default: means), an MTP loss too although fewer tokens have one (arXiv 2412.19437, eq. 24).
     """
     is_target = torch.ones_like(tokens, dtype=torch.bool) if is_target is None else is_target
     count, targets = count or int(is_target.sum()), following.masked_fill(~is_target, -100)
@@ -81,10 +82,12 @@ def losses(
         logits = (normed[:, : expected.shape[1]] @ head.T).flatten(0, 1)
         mtp = mtp + F.cross_entropy(logits, expected.flatten(), reduction="sum") / count
         routes += more
-    even, weight = main.new_zeros(()), 0.0
-    if model.experts is not None:
-        even, weight = sum((balance(model.experts, each) for each in routes), even), model.experts.aux_loss_coef
-    return Losses(main, weight * even, model.mtp_loss_weight / max(1, model.mtp_layers) * mtp, squares)
+    routers = main.new_zeros(())
+    if (experts := model.experts) is not None:
+        for each in routes:
+            routers = routers + experts.aux_loss_coef * balance(experts, each)
+            routers = routers + experts.router_z_loss_coef * each.squared_lse.mean()
+    return Losses(main, routers, model.mtp_loss_weight / max(1, model.mtp_layers) * mtp, squares)
 
 
 def routes(
@@ -123,7 +126,7 @@ def route(
     weights = scores.gather(-1, chosen)
     if experts.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return Routes(scores, chosen, weights * experts.routed_scaling_factor)
+    return Routes(scores, chosen, weights * experts.routed_scaling_factor, logits.logsumexp(-1).square())
 
 
 def rope_table(model: ModelSpec, length: int, *, local: bool = False) -> tuple[Tensor, Tensor]:

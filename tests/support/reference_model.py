@@ -143,8 +143,8 @@ def _mean_losses(plan: Plan, p: State, batch: GlobalBatch) -> tuple[torch.Tensor
         torch.stack(reference_families.losses(plan.model, p, x, y, mask, documents, int(batch.is_target.sum())))
         for x, y, mask, documents in zip(*(tensor.split(rows) for tensor in batch), strict=True)
     ]
-    main, balance, mtp, squares = torch.stack(parts).sum(0)
-    return main, main + balance / len(parts) + mtp + plan.optimizer.z_loss * squares
+    main, routers, mtp, squares = torch.stack(parts).sum(0)
+    return main, main + routers / len(parts) + mtp + plan.optimizer.z_loss * squares
 
 
 def is_balanced(plan: Plan) -> bool:

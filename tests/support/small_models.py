@@ -16,6 +16,7 @@ ROUTED = Experts(
     intermediate_size=12,
     shared_intermediate_size=8,
     aux_loss_coef=0.1,
+    router_z_loss_coef=0.05,
     bias_update_rate=0.01,
     first_k_dense=1,
 )

@@ -19,7 +19,7 @@ from pentad.workers.hf.config_window import normal_window, parse_window, window_
 
 _BIAS_UPDATE_RATE = 0.001  # of DeepSeek-V3 (arXiv 2412.19437, section 4.2); config.json does not have it
 # Fields that config.json lacks or has in another form: in all families, and in DeepSeek-V3.
-_UNWRITTEN = {"head_dim", "mtp_loss_weight"}
+_UNWRITTEN = {"head_dim", "mtp_loss_weight", "experts.router_z_loss_coef"}
 _UNWRITTEN_WITH_MLA = _UNWRITTEN | {"kv_heads", "experts.aux_loss_coef", "experts.bias_update_rate"}
 
 

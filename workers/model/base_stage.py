@@ -38,8 +38,9 @@ class BaseStage(ABC):
     leaves to W, by slice index; clearing `saved` discards the step so far. `wgrad_layer` is the layer that the last W
     has reached, -1 once it has run for all: gradients of later layers are complete. `loss_sums` [microbatches, rows],
     float64, are the summed token losses of the current step: one of two `loss_sum_buffers`, the other one may still be
-    in flight. `squared_lse`, a scalar, is likewise the sum of squared log-sum-exps for a z-loss. Until `join` the stage
-    `is_local`: no other rank shares its layers. `recompute_mode` is the plan's: 'none', 'full' or 'selective'.
+    in flight. `squared_lse` [2] are likewise the sums of squared log-sum-exps for z-losses: of the model's logits, and
+    of those of the stage's routers. Until `join` the stage `is_local`: no other rank shares its layers.
+    `recompute_mode` is the plan's: 'none', 'full' or 'selective'.
     """
 
     load_balancer: LoadBalancer | None = None
@@ -65,7 +66,7 @@ class BaseStage(ABC):
             (2, plan.batch.microbatches, plan.batch.micro_batch_size), dtype=torch.float64, device=self.device
         )
         self.loss_sums = self.loss_sum_buffers[0]
-        self.squared_lse_buffers = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.squared_lse_buffers = torch.zeros((2, 2), dtype=torch.float64, device=self.device)
         self.squared_lse = self.squared_lse_buffers[0]
 
     def join(self, groups: LayerGroups) -> None:
@@ -101,9 +102,11 @@ class BaseStage(ABC):
         self.microbatches = microbatches
         scale = 1.0 / target_tokens if target_tokens else 0.0
         tokens = self.plan.batch.with_microbatches(microbatches).tokens
-        self.layer_context = self.layer_context._replace(loss_scale=scale, aux_loss_scale=1.0 / tokens)
         self.loss_sums = self.loss_sum_buffers[step % 2].zero_()
         self.squared_lse = self.squared_lse_buffers[step % 2].zero_()
+        self.layer_context = self.layer_context._replace(
+            loss_scale=scale, aux_loss_scale=1.0 / tokens, router_squared_lse=self.squared_lse[1]
+        )
         for buffers in self.param_buffers:
             buffers.stale = True
 

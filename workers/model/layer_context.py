@@ -31,6 +31,7 @@ class LayerContext(NamedTuple):
     cp: ContextParallelGroup = ContextParallelGroup()
     ep: ExpertParallelGroup = ExpertParallelGroup()
     lora_scale: float = 0.0  # alpha / rank
+    router_squared_lse: Tensor | None = None  # a float64 scalar: what routers add to in F, for their z-loss
     count_load: bool = True  # False while RECOMPUTE runs a forward again: its tokens are in the experts' load already
 
 

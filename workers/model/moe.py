@@ -95,6 +95,8 @@ class MoE(NamedTuple):
         partial, gate_up = self._compute_experts(full, saved, 1.0 / context.tp.size)
         out = yield from dispatcher.combine(partial)
         out = out if shared is None else out + shared
+        if context.count_load and routing.logits is not None and context.router_squared_lse is not None:
+            context.router_squared_lse.add_(routing.logits.logsumexp(1).double().square().sum())
         if context.count_load and self.bias is not None and _shape(context).bias_update_rate:
             assert self.bias.gradient is not None
             self.bias.gradient.add_(routing.load)
@@ -123,7 +125,8 @@ class MoE(NamedTuple):
         dtokens, dweights = yield from in_flight
         has_aux_loss = shape.aux_loss_coef and scale
         dshares = router.aux_loss_grad(saved.routing, shape, scale, saved.load) if has_aux_loss else None
-        dlogits, dx = router.backward(saved.routing, self.router.weight, shape, dweights, dshares)
+        z_scale = shape.router_z_loss_coef * scale
+        dlogits, dx = router.backward(saved.routing, self.router.weight, shape, dweights, dshares, z_scale)
         if self.biases is not None:
             work.append(bias_wgrad(self.biases.router, dlogits))
         dx += dtokens

@@ -23,6 +23,7 @@ class Routing(NamedTuple):
     experts: Tensor  # [T, K] int64, best first
     weights: Tensor  # [T, K]
     load: Tensor  # [E] int64, tokens that visit each expert
+    logits: Tensor | None = None  # [T, E], for a z-loss
 
 
 def route(x: Tensor, router: Tensor, bias: Tensor | None, shape: Experts, router_bias: Tensor | None = None) -> Routing:
@@ -40,7 +41,8 @@ def route(x: Tensor, router: Tensor, bias: Tensor | None, shape: Experts, router
     if shape.norm_topk_prob:
         weights = weights / (weights.sum(1, keepdim=True) + TINY)
     visits = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
-    return Routing(scores, experts, weights * shape.routed_scaling_factor, visits.sum(0))
+    kept = logits if shape.router_z_loss_coef else None
+    return Routing(scores, experts, weights * shape.routed_scaling_factor, visits.sum(0), kept)
 
 
 def router_logits(x: Tensor, router: Tensor) -> Tensor:
@@ -71,14 +73,15 @@ def _top(scores: Tensor, count: int) -> Tensor:
 
 
 def backward(
-    routing: Routing, router: Tensor, shape: Experts, dweights: Tensor, dshares: Tensor | None
+    routing: Routing, router: Tensor, shape: Experts, dweights: Tensor, dshares: Tensor | None, z_scale: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(dlogits [T, E], the router's part of dx [T, H]), both in the router's dtype.
 
     `dweights` [T, K] is the gradient of the weights; `dshares` [E], from `aux_loss_grad`, that of every token's
-    normalized scores. Linear in both, so partial sums of them give partial sums.
+    normalized scores; `z_scale` is that of every token's squared log-sum-exp. Linear in all three, so partial sums of
+    them give partial sums.
     """
-    scores, experts, weights, _ = routing
+    scores, experts, weights, *_ = routing
     dchosen = dweights.to(scores.dtype) * shape.routed_scaling_factor
     if shape.norm_topk_prob:
         chosen = scores.gather(1, experts)
@@ -91,6 +94,8 @@ def backward(
         dlogits = scores * (dscores - (dscores * scores).sum(1, keepdim=True))
     else:
         dlogits = scores * (1 - scores) * dscores
+    if routing.logits is not None:
+        dlogits += 2 * z_scale * routing.logits.logsumexp(1, keepdim=True) * routing.logits.softmax(1)
     dlogits = dlogits.to(router.dtype)
     return dlogits, torch.mm(dlogits, router)
 

@@ -164,7 +164,7 @@ class Stage(BaseStage):
             return branch + stream if self.ends_stage else (branch, stream), saved
         self.loss_sums[microbatch].add_(losses.losses.view(self.loss_sums.shape[1], -1).sum(1))
         if losses.squared_lse is not None:
-            self.squared_lse.add_(losses.squared_lse.sum())
+            self.squared_lse[0].add_(losses.squared_lse.sum())
         return None, saved
 
     def recompute(self, slice_index: int) -> None:

@@ -30,9 +30,10 @@ class CommittedStep(NamedTuple):
     """A step committed to the master weights; on a GPU, once it has reached the commit.
 
     `losses` [global_batch_size + sources] are sums over the target tokens of each sequence, 0 for the microbatches that
-    a replica lacks in a smaller batch, and then the target tokens by source of the data; `squared_lse` is the sum of
-    squared log-sum-exps for a z-loss. `norm` is the global gradient norm before clipping, a scalar; `taken` is the
-    same, or nan if the update was skipped. All are float64 on the host, valid once the step has ended.
+    a replica lacks in a smaller batch, and then the target tokens by source of the data; `squared_lse` [2] are the sums
+    of squared log-sum-exps for z-losses, of the model's logits and of those of all routers. `norm` is the global
+    gradient norm before clipping, a scalar; `taken` is the same, or nan if the update was skipped. All are float64 on
+    the host, valid once the step has ended.
     """
 
     step: int
@@ -43,8 +44,9 @@ class CommittedStep(NamedTuple):
 
 
 class StepTotals:
-    """What ranks add up at the end of a step, in float64: squared gradient norms by shard; losses by replica,
-    microbatch, sequence and cp rank; target tokens by source of the data, which `begin` sets for a step.
+    """What ranks add up at the end of a step, in float64: squared gradient norms by shard; squared log-sum-exps by
+    rank; losses by replica, microbatch, sequence and cp rank; target tokens by source of the data, which `begin` sets
+    for a step.
 
     Every entry has one contributor, so sums are exact in any order. All ranks get the losses: those of a committed step
     survive the rank that computed them.
@@ -57,7 +59,8 @@ class StepTotals:
         batch, self.num_sources = plan.batch, len(plan.data.sources)
         self.loss_shape = (batch.replicas, batch.microbatches, batch.micro_batch_size, plan.mesh.cp)
         self.counts = plan.owner(ParamShard(plan.program.stages - 1)) == rank
-        self.first_loss = self.num_squares + batch.replicas * plan.mesh.cp  # after squared log-sum-exps
+        self.lse_shape = (batch.replicas, plan.mesh.cp, plan.mesh.pp, 2)
+        self.first_loss = self.num_squares + math.prod(self.lse_shape)
         size = self.first_loss + math.prod(self.loss_shape) + self.num_sources
         self.values = torch.zeros(size, dtype=torch.float64, device=next(iter(stages.values())).device)
         self.own_target_tokens = self.values[-self.num_sources :].clone()
@@ -78,11 +81,11 @@ class StepTotals:
             if layout.num_shards > 1 or self.plan.owner(param_shard) == self.rank:
                 square = optimizer.square_sum(buffers.parameters, buffers.replicated.counted)
                 self.values[self.first_square[param_shard] + layout.shard_index] = square
-        for stage in self.stages.values():
-            if stage.last and at.tp == 0:
-                replica = at.dp * self.plan.mesh.ep + at.ep
+        replica = at.dp * self.plan.mesh.ep + at.ep
+        for stage in self.stages.values() if at.tp == 0 else ():
+            self._squared_lse(self.values)[replica, at.cp, at.pp] += stage.squared_lse
+            if stage.last:
                 self._losses(self.values)[replica, ..., at.cp] += stage.loss_sums
-                self.values[self.num_squares + replica * self.plan.mesh.cp + at.cp] += stage.squared_lse
         if self.counts:
             self._target_tokens(self.values).copy_(self.own_target_tokens)
         return self.values
@@ -96,8 +99,8 @@ class StepTotals:
         return torch.cat((self._losses(totals).sum(3).flatten(), self._target_tokens(totals)))
 
     def squared_lse(self, totals: torch.Tensor) -> torch.Tensor:
-        """A scalar, 0 without a z-loss."""
-        return totals[self.num_squares : self.first_loss].sum()
+        """[2], 0 without a z-loss."""
+        return self._squared_lse(totals).sum((0, 1, 2))
 
     def mean_loss(self, losses: torch.Tensor) -> torch.Tensor:
         """A scalar, 0 without target tokens."""
@@ -105,6 +108,9 @@ class StepTotals:
 
     def _target_tokens(self, totals: torch.Tensor) -> torch.Tensor:
         return totals[-self.num_sources :]
+
+    def _squared_lse(self, totals: torch.Tensor) -> torch.Tensor:
+        return totals[self.num_squares : self.first_loss].view(self.lse_shape)
 
     def _losses(self, totals: torch.Tensor) -> torch.Tensor:
         return totals[self.first_loss : -self.num_sources].view(self.loss_shape)
@@ -235,7 +241,7 @@ class BarrierStep(_StepBase):
     def commit(self, step: int, norm: float, losses: Sequence[float]) -> None:
         """Commits the step that lacked only its norm; another rank received that, and the losses, before the abort."""
         accepted = torch.ones((), dtype=torch.bool, device=self.device)
-        values = [torch.tensor(each, dtype=torch.float64, device=self.device) for each in (norm, losses, 0.0)]
+        values = [torch.tensor(each, dtype=torch.float64, device=self.device) for each in (norm, losses, (0.0, 0.0))]
         self._commit(GlobalNorm(step, accepted, *values))
 
     def cancel(self) -> None:
@@ -317,7 +323,7 @@ class PostValidatedStep(_StepBase):
         return self._commit(self.unvalidated, self.totals.norm(totals), *sums)
 
     def commit(self, step: int, norm: float, losses: Sequence[float]) -> None:
-        self._commit(step, *(torch.tensor(each, dtype=torch.float64) for each in (norm, losses, 0.0)))
+        self._commit(step, *(torch.tensor(each, dtype=torch.float64) for each in (norm, losses, (0.0, 0.0))))
 
     def close(self) -> None:
         self.reducer.close()

@@ -66,7 +66,7 @@ def test_the_balance_loss_of_an_import_is_that_of_transformers(
     found = reference.losses(shape, tensors, TOKENS, TARGETS)
     experts, top_k = shape.experts.num_experts, shape.experts.top_k
     expected = 0.25 * float(load_balancing_loss_func(out.router_logits, experts, top_k))
-    assert float(found.balance) == pytest.approx(expected, rel=1e-5)
+    assert float(found.routers) == pytest.approx(expected, rel=1e-5)
     main = F.cross_entropy(out.logits.flatten(0, 1), TARGETS.flatten())
     assert float(found.main) == pytest.approx(float(main), rel=1e-5)
 
@@ -74,9 +74,10 @@ def test_the_balance_loss_of_an_import_is_that_of_transformers(
 def test_the_balance_loss_of_an_even_load_is_one() -> None:
     experts = Experts(4, 2, 8)
     chosen = torch.tensor([[0, 1], [2, 3]])
-    even = reference.Routes(torch.full((2, 4), 0.25), chosen, torch.ones(2, 2))
+    ones = torch.ones(2, 2), torch.ones(2)
+    even = reference.Routes(torch.full((2, 4), 0.25), chosen, *ones)
     assert float(reference.balance(experts, even)) == 1.0
-    sure = reference.Routes(torch.tensor([[1.0, 0, 0, 0]] * 2), torch.tensor([[0, 1], [0, 2]]), torch.ones(2, 2))
+    sure = reference.Routes(torch.tensor([[1.0, 0, 0, 0]] * 2), torch.tensor([[0, 1], [0, 2]]), *ones)
     assert float(reference.balance(experts, sure)) == 2.0
     assert reference.load(experts, sure).tolist() == [2, 1, 1, 0]
 

@@ -145,6 +145,19 @@ def test_the_balancing_loss_is_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_the_z_loss_has_the_gradient_of_autograd(scoring) -> None:
+    """Of ST-MoE, arXiv 2202.08906, eq. 5, also where sigmoids are saturated."""
+    shape = Experts(num_experts=8, top_k=2, intermediate_size=1, router_z_loss_coef=0.3, scoring_func=scoring)
+    x, weight = 9 * torch.randn(TOKENS, HIDDEN, dtype=torch.float64), torch.randn(8, HIDDEN, dtype=torch.float64)
+    logits = (x @ weight.T).requires_grad_()
+    (expected,) = torch.autograd.grad(0.3 * logits.logsumexp(1).square().mean(), logits)
+    routing = router.route(x, weight, None, shape)
+    zero = torch.zeros_like(routing.weights)
+    dlogits, dx = router.backward(routing, weight, shape, zero, None, 0.3 / TOKENS)
+    assert relative_error(dlogits, expected) < 1e-12 and relative_error(dx, expected @ weight) < 1e-12
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_gradients_of_parts_of_a_microbatch_are_those_of_its_balancing_loss(scoring) -> None:
     shape = Experts(num_experts=8, top_k=2, intermediate_size=1, aux_loss_coef=0.5, scoring_func=scoring)
     x, weight = torch.randn(12, HIDDEN, dtype=torch.float64), torch.randn(8, HIDDEN, dtype=torch.float64)
