@@ -73,21 +73,23 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, model: ModelSpe
         )
 
     program = compiled(config.schedule.microbatches, order)
-    smaller = [compiled(m, _order(config, model, device, m)) for m in _batch(config).rampup_microbatches]
-    for each in smaller:
-        _require_same_stages(config, each, program)
+    counts = _batch(config).rampup_microbatches
+    orders = [_order(config, model, device, microbatches) for microbatches in counts]
+    _require_same_stages(config, program, orders)
+    smaller = [compiled(microbatches, each) for microbatches, each in zip(counts, orders, strict=True)]
     plan = draft(config, model, device, program, layers, transport=transport, zero=options.zero)
     evaluation = _eval(config, program, costs, transport, options)
     return replace(plan, eval=evaluation, rampup_programs=tuple(smaller))
 
 
-def _require_same_stages(config: RunConfig, smaller: Program, program: Program) -> None:
-    """Raises PentadError if a schedule places stages by the number of microbatches, so that a batch-size ramp would
-    have to move weights."""
-    if (smaller.placement, smaller.slices) != (program.placement, program.slices):
-        counts = f"{smaller.microbatches} and {program.microbatches} microbatches"
-        found = f"schedule.name is {config.schedule.name}, which places stages differently for {counts}"
-        raise PentadError(f"{found}: expected the same placement in all stages of batch.rampup")
+def _require_same_stages(config: RunConfig, program: Program, orders: Sequence[Program | None]) -> None:
+    """Raises PentadError if one of the `orders` of smaller batches places stages differently than the full program, so
+    that a batch-size ramp would have to move weights. Those of the catalogue (None) do not."""
+    for order in orders:
+        if order is not None and (order.placement, order.slices) != (program.placement, program.slices):
+            counts = f"{order.microbatches} and {program.microbatches} microbatches"
+            found = f"schedule.name is {config.schedule.name}, which places stages differently for {counts}"
+            raise PentadError(f"{found}: expected a schedule with the same placement in all stages of batch.rampup")
 
 
 def first_plan(config: RunConfig) -> Plan:

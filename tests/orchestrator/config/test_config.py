@@ -322,3 +322,27 @@ def test_a_configuration_is_immutable() -> None:
 )  # fmt: skip
 def test_options_that_a_schedule_cannot_honour_are_refused(overrides: tuple[str, ...], sentence: str) -> None:
     assert sentence in refusal(None, *overrides)
+
+
+RAMPS = {
+    "3, steps: 1}]": "batch.rampup[0].global_batch_size is 3: expected a multiple of mesh.dp x sequences of a "
+    "microbatch = 1 x 2 = 2",
+    "8, steps: 1}, {global_batch_size: 8, steps: 1}]": "batch.rampup[0].global_batch_size is 8: expected less than 8",
+    "16, steps: 1}]": "batch.rampup[0].global_batch_size is 16: expected less than 16",
+    "6, steps: 1}]": "batch.rampup[0].global_batch_size is 6, so schedule.microbatches is 3: expected at least",
+}
+
+
+@pytest.mark.parametrize("ramp", RAMPS)
+def test_a_ramp_that_the_schedule_or_the_mesh_cannot_divide_is_refused(ramp: str) -> None:
+    overrides = "schedule.name=dualpipev", f"batch.rampup=[{{global_batch_size: {ramp}"
+    assert refusal(None, *overrides).startswith(RAMPS[ramp])
+
+
+def test_every_stage_of_a_ramp_has_a_program() -> None:
+    ramp = "batch.rampup=[{global_batch_size: 4, steps: 2}, {global_batch_size: 8, steps: 3}]"
+    plan = make_plan(load(None, [ramp]), "cpu")
+    assert [program.microbatches for program in plan.programs] == [8, 2, 4]
+    assert [plan.program_of(batch) for batch in range(7)] == [1, 1, 2, 2, 2, 0, 0]
+    small = plan.with_program(1)
+    assert (small.batch.global_batch_size, small.batch.micro_batch_size, small.programs) == (4, 2, (plan.programs[1],))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.batch import BatchSizes
+from pentad.schedules.spec.batch import BatchSizes, RampupStage
 from pentad.schedules.spec.data import DataSpec, SourceSpec, WeightChange
 from pentad.workers.data.mixture import (
     LONGEST_PERIOD,
@@ -158,3 +158,17 @@ def test_a_run_resumes_with_what_it_has_drawn() -> None:
         require_resumable(
             data_of((1.0, None, 9)), BatchSizes(4), 5, [{"name": "x", "fingerprint": "other", "sequences": 20}]
         )
+
+
+def test_a_ramp_draws_the_samples_of_full_batches_in_their_order() -> None:
+    data = data_of((1.0, None, 50), (2.0, None, 50), curriculum=(WeightChange(3, (3.0, 1.0)),))
+    sizes = BatchSizes(6, (RampupStage(2, 3), RampupStage(4, 2)))
+    mixture = Mixture(data, sizes)
+    batches = [mixture.draws(sizes.first_sample(batch), sizes.size(batch)) for batch in range(8)]
+    sources, indices = (np.concatenate(each) for each in zip(*batches, strict=True))
+    assert [len(each) for each, _ in batches] == [2, 2, 2, 4, 4, 6, 6, 6]
+    assert np.array_equal(sources, mixture.draws(0, 32)[0])
+    for source in (0, 1):  # no sample is left out, and none comes twice
+        assert indices[sources == source].tolist() == list(range(int((sources == source).sum())))
+    (change,) = mixture.changes(3)
+    assert change["sample"] == 6 and not list(mixture.changes(4))
