@@ -342,7 +342,8 @@ def test_a_ramp_that_the_schedule_or_the_mesh_cannot_divide_is_refused(ramp: str
 def test_every_stage_of_a_ramp_has_a_program() -> None:
     ramp = "batch.rampup=[{global_batch_size: 4, steps: 2}, {global_batch_size: 8, steps: 3}]"
     plan = make_plan(load(None, [ramp]), "cpu")
-    assert [program.microbatches for program in plan.programs] == [8, 2, 4]
+    assert [program.microbatches for program in (plan.program, *plan.rampup_programs)] == [8, 2, 4]
     assert [plan.program_of(batch) for batch in range(7)] == [1, 1, 2, 2, 2, 0, 0]
     small = plan.with_program(1)
-    assert (small.batch.global_batch_size, small.batch.micro_batch_size, small.programs) == (4, 2, (plan.programs[1],))
+    assert (small.batch.global_batch_size, small.batch.micro_batch_size) == (4, 2)
+    assert (small.program, small.rampup_programs, small.eval) == (plan.programs[1], (), plan.eval)
