@@ -128,6 +128,16 @@ def test_positions_are_those_in_the_program_of_the_ranks_furthest_behind() -> No
     assert (number, [at[:2] for at in positions]) == (0, [(7, 3), (6, -1)])
 
 
+def test_ranks_in_another_stage_of_a_ramp_are_between_steps() -> None:
+    ramp = "batch.rampup=[{global_batch_size: 4, steps: 3}]"
+    plan = make_plan(load(None, ["mesh.pp=2", "model.layers=4", ramp]), "cpu")
+    behind, ahead = Status(1, 2, "x", 5.0, 4, program=1), Status(1, 3, "x", 5.0, 6, program=0)
+    number, positions = positions_in_program(plan, [ahead, behind])
+    assert (number, [at[:2] for at in positions]) == (1, [(3, -1), (2, 4)])
+    number, positions = positions_in_program(plan, [behind, behind])
+    assert (number, [at[:2] for at in positions]) == (1, [(2, 4), (2, 4)])
+
+
 def test_a_rank_that_an_evaluation_waits_for_is_the_cause(clock: Clock) -> None:
     assert EVALUATES.eval is not None
     clock.group.plan = EVALUATES

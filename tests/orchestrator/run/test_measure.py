@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 from fake_runner import loss_of
@@ -124,3 +125,17 @@ def test_the_typical_pace_excludes_the_first_step() -> None:
     rows = [{"tokens_per_second": pace} for pace in (1.0, 10.0, 12.0, 14.0)]
     assert typical_pace(rows) == 12.0
     assert typical_pace(rows[:1]) == 1.0
+
+
+def test_steps_of_a_ramp_have_tokens_bubble_and_timeline_of_their_own_program() -> None:
+    ramp = "batch.rampup=[{global_batch_size: 8, steps: 2}]"
+    plan = make_plan(load(None, ["mesh.dp=2", "mesh.pp=2", "cluster.device=cpu", ramp]), "cpu")
+    history = History(plan, 1, keep=5)
+    small, full = call(0, [0.0, SECONDS]), call(2, [2 * SECONDS, 3 * SECONDS])
+    rows = history.add([[replace(result, program=1) for result in of_rank] for of_rank in small])
+    assert (history.program, history.timeline.steps) == (1, (0, 1))
+    rows += history.add(full)
+    assert (history.program, history.timeline.steps) == (0, (2, 3))
+    assert [row["tokens"] for row in rows] == [8 * 128] * 2 + [16 * 128] * 2
+    planned = [simulate(program, COSTS).bubble().makespan for program in plan.programs]
+    assert [row["bubble_planned"] for row in rows] == pytest.approx([planned[1]] * 2 + [planned[0]] * 2)
