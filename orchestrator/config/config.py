@@ -173,7 +173,7 @@ class RunConfig(sections.Section):
                 yield Broken(f"optimizer.{key}", f"{expected} would undo a step's change")
 
     def _lora_rules(self) -> Iterator[Broken | str]:
-        """Adapters belong to the weights of a checkpoint, which every rank holds in full."""
+        """Adapters belong to the weights of a checkpoint."""
         if self.lora.rank is None:
             return
         yield from self.lora.model_rules(self.model)
@@ -182,8 +182,6 @@ class RunConfig(sections.Section):
         for key in ("init_optimizer", "init_step"):
             if getattr(self.run, key):
                 yield Broken(f"run.{key}", "false with lora.rank, whose adapters begin anew")
-        if self.zero.stage == 3:
-            yield Broken("zero.stage", "at most 2 with lora.rank: frozen weights are not sharded")
 
     def _eval_rules(self) -> Iterator[Broken]:
         """What is evaluated, when, and which checkpoint is the best: one that was evaluated."""

@@ -26,12 +26,17 @@ class LoraSection(Section):
     """modules that get adapters, as Hugging Face names them: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
     down_proj; all-linear: all of these"""
 
+    init_from: Text | None = None
+    """folder of an adapter of PEFT that training continues; null: A begins with random values and B with zeros"""
+
     @field_validator("targets", mode="before")
     @classmethod
     def _expand(cls, value: Any) -> Any:
         return list(TARGETS) if value in (ALL_LINEAR, [ALL_LINEAR]) else value
 
     def rules(self) -> Iterator[Broken | str]:
+        if self.rank is None and self.init_from is not None:
+            yield Broken("init_from", "null without lora.rank")
         if not self.targets:
             yield Broken("targets", "at least one module")
         if len(set(self.targets)) < len(self.targets):

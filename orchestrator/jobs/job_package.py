@@ -35,6 +35,8 @@ def for_cluster(config: RunConfig, here: Path, *, is_open: bool = False) -> RunC
     raw["data"]["cache"] = _absolute(config.data.cache, here)
     if config.run.init_from and "/" in config.run.init_from:  # else the name of a run in run.folder
         raw["run"]["init_from"] = _absolute(config.run.init_from, here)
+    if config.lora.init_from:
+        raw["lora"]["init_from"] = _absolute(config.lora.init_from, here)
     for source in (raw["data"], *(raw["data"]["sources"] or ())):
         if source["path"] is not None and ":" not in source["path"]:
             source["path"] = _absolute(source["path"], here)

@@ -8,6 +8,7 @@ bytes on n ranks (n - 1) / n of N to gather or to reduce-scatter them, and twice
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -51,7 +52,7 @@ def collective_bytes(plan: Plan, rank: int) -> dict[str, int]:
     found: Counter[str] = Counter()
     for instruction in instructions_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
         if _is_collective(instruction):
-            shards = param_shards_at(plan, rank, instruction.stage)
+            shards = _shared(plan, rank, instruction)
             found[instruction.op.value] += sum(_collective(plan, instruction, shard).bytes for shard in shards)
     return dict(found)
 
@@ -59,6 +60,15 @@ def collective_bytes(plan: Plan, rank: int) -> dict[str, int]:
 def param_shards_at(plan: Plan, rank: int, stage: int) -> list[ParamShard]:
     """What a rank holds of a stage."""
     return [shard for shard in plan.param_shards_of(rank) if shard.stage == stage]
+
+
+def _shared(plan: Plan, rank: int, instruction: Instruction) -> Iterator[ParamShard]:
+    """What a collective of a rank gathers or reduces: frozen weights are only gathered, if ZeRO-3 shards them."""
+    held = param_shards_at(plan, rank, instruction.stage)
+    yield from (shard for shard in held if len(plan.holders(shard)) > 1)
+    if instruction.op is Op.ALL_GATHER:
+        held = [shard for shard in plan.frozen_shards_of(rank) if shard.stage == instruction.stage]
+        yield from (shard for shard in held if plan.num_zero_shards(shard) > 1)
 
 
 def padded_elements(plan: Plan, shard: ParamShard) -> int:
@@ -69,16 +79,14 @@ def padded_elements(plan: Plan, shard: ParamShard) -> int:
 def comm_volume(plan: Plan, rank: int) -> CommVolume:
     """All that a rank sends in a step, except sums of a few bytes at its end."""
     found, piece = CommVolume(), piece_of(plan)
-    shards = {stage: param_shards_at(plan, rank, stage) for stage in plan.stages_of(rank)}
     stream = piece.stream(plan.model.hidden)
     for instruction in instructions_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
         op, stage = instruction.op, instruction.stage
         if op in SENDS:
             found.add("pp", op.value, 1, stream)
         elif _is_collective(instruction):
-            for shard in shards[stage]:
-                if len(plan.holders(shard)) > 1:
-                    found.add("dp", op.value, *_collective(plan, instruction, shard))
+            for shard in _shared(plan, rank, instruction):
+                found.add("dp", op.value, *_collective(plan, instruction, shard))
         elif op in (Op.F, Op.B, Op.BW, Op.RECOMPUTE):
             phase: Phase = "F" if op is Op.F else "B"
             if op is Op.RECOMPUTE:

@@ -37,7 +37,8 @@ def guess_costs(
 
     Slices of a sequence cost the same, as their attention does on average. `modes` are the plan's of recomputation. The
     tp, cp and ep ranks of the piece's mesh split the work of a stage and add operations inside layers; ranks that hold
-    the same parameters reduce their gradients, and with `zero` each updates a shard. With `lora` only adapters have W.
+    the same parameters reduce their gradients, and with `zero` each updates a shard. With `lora` only adapters have W,
+    and ZeRO-3 gathers what is frozen as well.
     """
     rates, mesh = ASSUMED_RATES[piece.device], piece.mesh
     stages = [_stage_seconds(model, span, piece, rates, lora) for span in layers]
@@ -50,6 +51,7 @@ def guess_costs(
         weight=tuple(each.weight for each in stages),
         transfer=latency + piece.stream(model.hidden) / bandwidth,
         reduce=max(_reduction(model, lora, span, mesh, rates) for span in layers),
+        gather=_frozen_gather(model, layers, piece, rates) if lora is not None and zero == 3 else None,
         norm=2 * rates.intra_host_latency + updated / rates.memory,
         step=7 * updated / rates.memory,  # reads master weights, both moments, gradients; writes the former three
         launch=rates.launch,
@@ -147,6 +149,12 @@ def _updated_bytes(model: ModelSpec, lora: LoraSpec | None, span: tuple[int, int
     dense, experts = (BYTES["float32"] * size for size in local_parameters(model, lora, *span, mesh))
     holders = max(1, replicas * mesh.cp)
     return dense / holders + experts / max(1, holders // mesh.ep)
+
+
+def _frozen_gather(model: ModelSpec, layers: Sequence[tuple[int, int]], piece: Piece, rates: Rates) -> float:
+    """Seconds of an all-gather of a stage's frozen weights, beside which its adapters do not count."""
+    in_float32 = max(_reduction(model, None, span, piece.mesh, rates) for span in layers) / 2
+    return in_float32 * piece.itemsize / BYTES["float32"]
 
 
 def _reduction(model: ModelSpec, lora: LoraSpec | None, span: tuple[int, int], mesh: Mesh, rates: Rates) -> float:

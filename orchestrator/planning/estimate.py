@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from operator import mul
@@ -70,7 +71,8 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
         backward,
         weight,
         transfer=shortest(*RECEIVES),
-        reduce=shortest(Op.ALL_REDUCE) or 2 * shortest(Op.REDUCE_SCATTER, Op.ALL_GATHER),
+        reduce=shortest(Op.ALL_REDUCE) or 2 * shortest(Op.REDUCE_SCATTER),
+        gather=shortest(Op.ALL_GATHER) or None,
         norm=shortest(Op.NORM),
         step=shortest(Op.STEP),
         recompute=recompute if any(recompute) else (),
@@ -118,19 +120,21 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
     """
     pp = plan.mesh.coordinates(rank).pp
     compute, wide = BYTES[plan.dtype], wide_bytes(plan.dtype)
-    shards = sum(map(plan.zero_shard_size, plan.param_shards_of(rank)))
-    weights = gradients = sum(padded_elements(plan, shard) for shard in plan.param_shards_of(rank))
+    trained, frozen = plan.param_shards_of(rank), plan.frozen_shards_of(rank)
+    shards = sum(map(plan.zero_shard_size, trained))
+    gradients = sum(padded_elements(plan, shard) for shard in trained)
+    weights = gradients + sum(padded_elements(plan, shard) for shard in frozen)
     if plan.zero == 3:
         sharded = sharded_stages(plan.program, pp)
         slots = [weight_slots(program, pp, sharded) for program in plan.programs]
-        weights = shards + _pool_elements(plan, rank, slots)
+        weights = shards + sum(map(plan.zero_shard_size, frozen)) + _pool_elements(plan, (*trained, *frozen), slots)
     if plan.zero > 1:
-        gradients = shards + _pool_elements(plan, rank, [gradient_slots(plan.program, pp)[0]])
+        gradients = shards + _pool_elements(plan, trained, [gradient_slots(plan.program, pp)[0]])
     activations, host = activation_peaks(plan, rank)
     streams = chain.from_iterable(instructions_of(program.streams[pp]) for program in plan.programs)
     received = len({(part.op, part.slot) for part in streams if part.op in RECEIVES})
     found = {
-        "parameters": (weights + sum(map(plan.size, plan.frozen_shards_of(rank)))) * compute,
+        "parameters": weights * compute,
         "master": shards * wide if wide != compute or has_post_validation(plan.program) else 0,
         "gradients": gradients * wide,
         "optimizer": sum(optimizer_bytes(plan, shard, rank) for shard in plan.param_shards_of(rank)),
@@ -196,11 +200,11 @@ def _tables(plan: Plan, rank: int) -> int:
     return rotary + (tokens if reads_tokens else 0) + (CUBLAS if plan.device == "cuda" else 0)
 
 
-def _pool_elements(plan: Plan, rank: int, slots: list[BufferSlots]) -> int:
+def _pool_elements(plan: Plan, shards: Sequence[ParamShard], slots: list[BufferSlots]) -> int:
     """Elements of buffers that stages, of one program after another, share: each as long as its longest stage."""
-    longest: Counter[tuple[int, bool]] = Counter()
+    longest: Counter[tuple[int, bool, bool]] = Counter()
     for (stage, _), slot in chain.from_iterable(each.items() for each in slots):
-        for shard in param_shards_at(plan, rank, stage):
-            at = slot, shard.experts
+        for shard in (each for each in shards if each.stage == stage):
+            at = slot, shard.experts, shard.frozen
             longest[at] = max(longest[at], padded_elements(plan, shard))
     return longest.total()

@@ -168,8 +168,6 @@ def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
         spec_of(name, mesh.pp, smaller, config.options)
     for mode in MODES if model.custom is None else ("none", "full"):
         for zero in _zero_stages(mesh, order):
-            if zero == 3 and config.lora.rank is not None:  # frozen weights are not sharded
-                continue
             modes = (mode,) * order.stages if mode != "none" else ()
             # stage 1 changes no buffer of the program
             memory_options = _memory_options(config, zero if zero > 1 else 0, modes)
@@ -207,7 +205,7 @@ def _seconds(plan: Plan, microbatches: int) -> float:
     busiest = max(sum(stages[stage] for stage in held) for held in order.placement) * order.slices
     holders = max(len(order.holders(stage)) for stage in range(order.stages))
     further = (microbatches - order.microbatches) * busiest / holders
-    reduction = costs.reduce * order.chunks if plan.batch.replicas * plan.mesh.cp > 1 else 0.0
+    reduction = (costs.reduce + (costs.gather or 0.0)) * order.chunks if plan.batch.replicas * plan.mesh.cp > 1 else 0.0
     return float(ends.max() - starts.min()) + further + reduction + costs.norm + costs.step
 
 

@@ -38,6 +38,7 @@ from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import Start, newest
+from pentad.workers.hf.peft import import_adapter
 
 FAILURE = "failure.txt"
 
@@ -193,7 +194,7 @@ def _resume(
         if note := dropped_state(folder.plan, found.checkpoint.files):
             display.note(note)
     else:
-        start, changes, base = origin or origin_of(config)
+        start, changes, base, adapter = origin or origin_of(config)
         if start.folder or found.refused:
             display.note(f"starting from {start.folder or 'the initial weights'} at step {start.step}")
         if base is not None:
@@ -201,6 +202,9 @@ def _resume(
         origin_folder = start.folder if base is None else Path(base.folder)
         if origin_folder is not None:
             folder.keep_files(origin_folder)
+        if adapter is not None and folder.plan.lora is not None:
+            start = Start(import_adapter(adapter, folder.checkpoints, folder.plan.model, folder.plan.lora))
+            display.note(f"they continue those in {adapter}")
     folder.rewind(start.step)
     return start, changes, generation
 

@@ -21,7 +21,7 @@ from pentad.orchestrator.monitoring.runfolder import (
     saved_config,
 )
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.lora import LoraBase, lora_of
+from pentad.schedules.spec.lora import LoraBase, LoraSpec, lora_of
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import tensors
 from pentad.workers.checkpoint.checkpoint import Checkpoint, Start, fingerprint
@@ -33,18 +33,20 @@ _WITHOUT_TENSORS = ("family", "rope_theta", "rope_scaling", "norm_eps", "mtp_los
 
 class Origin(NamedTuple):
     """What a new run starts from, and the keys of its configuration that differ from the run before. With LoRA the
-    adapters start from their initial values, and the checkpoint is the `base` with the frozen weights."""
+    checkpoint is the `base` with the frozen weights, and the adapters start from those of PEFT in the folder `adapter`,
+    or from their initial values."""
 
     start: Start
     changes: Changes
     base: LoraBase | None = None
+    adapter: Path | None = None
 
 
 def origin_of(config: RunConfig) -> Origin:
     """What the run starts from while it has no checkpoint of its own.
 
-    Reads and verifies the checkpoint of `run.init_from`. Raises PentadError if there is none, or its model
-    is another.
+    Reads and verifies the checkpoint of `run.init_from`, and the adapters of `lora.init_from`. Raises PentadError if
+    there is none, or its model is another.
     """
     run = config.run
     if run.init_from is None:
@@ -65,9 +67,21 @@ def origin_of(config: RunConfig) -> Origin:
         model, now = before.model_dump(), config.model.model_dump()
         changes = {f"model.{key}": (model[key], now[key]) for key in now if model[key] != now[key]}
     folder = checkpoint.folder.absolute()
-    if config.lora.rank is not None:
-        return Origin(Start(), changes, LoraBase(str(folder), fingerprint(folder)))
+    if config.lora.spec is not None:
+        base = LoraBase(str(folder), fingerprint(folder))
+        return Origin(Start(), changes, base, _adapter(config, config.lora.spec))
     return Origin(Start(folder, step, run.init_optimizer), changes)
+
+
+def _adapter(config: RunConfig, lora: LoraSpec) -> Path | None:
+    """The folder of `lora.init_from`, if any. Raises PentadError unless it has such adapters."""
+    if config.lora.init_from is None:
+        return None
+    from pentad.workers.hf.peft import read_adapter  # imports torch
+
+    folder = Path(config.lora.init_from).expanduser()
+    read_adapter(folder, config.model.spec, lora)
+    return folder
 
 
 def with_base(plan: Plan, base: LoraBase | None) -> Plan:

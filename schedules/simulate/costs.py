@@ -27,8 +27,8 @@ class Costs:
     microbatch; so do `recompute` (empty: as `forward`) and `offload`, the time of one OFFLOAD or RELOAD (empty: 0).
     With sliced sequences an entry is for one slice: all slices cost the same, although under a causal mask later ones
     attend to more tokens. `transfer` is one activation or gradient sent to another rank, `reduce` the all-reduce of a
-    stage's gradients in however many buckets, `norm` and `step` the end of a step (`norm` also that of an evaluation);
-    `launch` is added to every compute instruction.
+    stage's gradients in however many buckets, `gather` the all-gather of its weights (None: half of `reduce`), `norm`
+    and `step` the end of a step (`norm` also that of an evaluation); `launch` is added to every compute instruction.
 
     `slowdown` holds a factor per pipeline rank for its compute, launches included (empty: 1), and
     `links[source][target]` the time of a transfer between two pipeline ranks (empty: `transfer`).
@@ -39,6 +39,7 @@ class Costs:
     weight: tuple[float, ...]
     transfer: float = 0.0
     reduce: float = 0.0
+    gather: float | None = None
     norm: float = 0.0
     step: float = 0.0
     launch: float = 0.0
@@ -108,6 +109,8 @@ class Costs:
                 return self.offload[stage] if self.offload else 0.0
             case Op.ALL_REDUCE:
                 return self.reduce
+            case Op.ALL_GATHER if self.gather is not None:
+                return self.gather
             case Op.REDUCE_SCATTER | Op.ALL_GATHER:
                 return self.reduce / 2  # an all-reduce is a reduce-scatter and an all-gather
             case Op.NORM | Op.LOSS:

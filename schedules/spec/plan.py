@@ -172,12 +172,13 @@ class Plan:
         return shard_size(self.tensors(shard), self.mesh)
 
     def num_zero_shards(self, shard: ParamShard) -> int:
-        """Equal parts that ZeRO cuts the state of a shard into, in the order of its holders; 1 without ZeRO."""
-        return len(self.holders(shard)) if self.zero else 1
+        """Equal parts that ZeRO cuts the state of a shard into, in the order of its holders; 1 without ZeRO. Frozen
+        weights have no state that its stages 1 and 2 could cut."""
+        return len(self.holders(shard)) if self.zero > (2 if shard.frozen else 0) else 1
 
     def buckets(self, shard: ParamShard) -> int:
         """Equal consecutive parts of a shard; a ZeRO shard consists of one part of each bucket."""
-        return self.program.buckets[shard.stage] if self.num_zero_shards(shard) > 1 else 1
+        return self.program.buckets[shard.stage] if self.num_zero_shards(shard) > 1 and not shard.frozen else 1
 
     def zero_shard_size(self, shard: ParamShard) -> int:
         """Elements of a ZeRO shard, padding included; every bucket contributes the same number."""

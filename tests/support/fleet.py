@@ -214,7 +214,7 @@ def buffer_bytes(parameters, shards, frozen) -> dict[str, int]:
         kinds["optimizer"] += [each.m, each.v]
         kinds["master"].append(each.master)
     kinds["parameters"] += shards.weights.values()
-    kinds["parameters"] += [weight for weights in frozen.values() for weight in weights.values()]
+    kinds["parameters"] += [each.compute for each in frozen.values()]
     kinds["gradients"] += shards.gradients.values()
     seen: set[int] = set()
     found = {}

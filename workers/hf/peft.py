@@ -1,23 +1,38 @@
-"""Adapters of a checkpoint as PEFT stores them: adapter_config.json and adapter_model.safetensors."""
+"""Adapters as PEFT stores them: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.lora import lora_of, trained_tensors
+from pentad.schedules.spec.lora import TARGETS, LoraSpec, lora_of, trained_tensors
+from pentad.schedules.spec.model import ModelSpec
+from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.checkpoint.manifest import Spec
 from pentad.workers.checkpoint.safetensors_io import DTYPES, Progress, num_bytes, write_files
+from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.hf.exporter import METADATA, Exported, Request
 from pentad.workers.params.sharded_state import read_full
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FOLDERS = {"attention": "self_attn", "mlp": "mlp"}
+_NAME = re.compile(r"base_model\.model\.model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+)\.lora_[AB]\.weight")
+# Of PEFT's LoraConfig: variants whose products are not W x + alpha / r B A x, or that train other tensors as well.
+_VARIANTS = ("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "rank_pattern",
+             "alpha_pattern", "modules_to_save", "layer_replication", "trainable_token_indices", "target_parameters",
+             "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config",
+             "velora_config")  # fmt: skip
+_KEEPING_W = (True, False, None, "gaussian", "orthogonal", "eva")  # initial values with which W is that of the model
 
 
 def export_adapter(source: Checkpoint, out: Path, request: Request, progress: Progress) -> Exported:
@@ -59,3 +74,71 @@ def _peft_name(name: str) -> str:
     """layers.0.attention.q_proj.lora_A is base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight there."""
     layers, number, part, module, matrix = name.split(".")
     return f"base_model.model.model.{layers}.{number}.{_FOLDERS[part]}.{module}.{matrix}.weight"
+
+
+def import_adapter(source: Path, checkpoints: Path, model: ModelSpec, lora: LoraSpec) -> Path:
+    """Writes a checkpoint of step 0 with the adapters in `source` and no optimizer state; returns its folder.
+
+    Raises PentadError as `read_adapter` does, and if the storage fails.
+    """
+    tensors = {f"model.{name}": values for name, values in read_adapter(source, model, lora).items()}
+    folder = checkpoint.folder_of(checkpoints, 0)
+    shard = write_shard(folder, "adapters.safetensors", tensors)
+    checkpoint.commit(folder, step=0, shards=[shard], meta={"lora": lora.plain})
+    return folder
+
+
+def read_adapter(folder: Path, model: ModelSpec, lora: LoraSpec) -> dict[str, torch.Tensor]:
+    """The adapters of a folder that `peft.PeftModel.save_pretrained` wrote, by their names here, in float32 or float64.
+
+    Raises PentadError unless they are plain LoRA of this rank, alpha and targets for a model of these sizes.
+    """
+    _check_config(folder, lora)
+    try:
+        found = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise PentadError(f"{folder / WEIGHTS} cannot be read ({error}): expected the adapters of PEFT") from None
+    _check_targets(folder, found, lora)
+    tensors = {_peft_name(each.name): each for each in trained_tensors(model, lora)}
+    if unknown := sorted(found.keys() - tensors.keys()):
+        text = f"tensor {unknown[0]} is in {folder / WEIGHTS}"
+        raise PentadError(f"{text}: expected only those of {model.layers} layers, which the model of run.init_from has")
+    for name, tensor in tensors.items():
+        shape = tuple(found[name].shape) if name in found else None
+        if shape != tensor.shape:
+            text = f"tensor {name} in {folder / WEIGHTS} " + (f"has shape {list(shape)}" if shape else "is missing")
+            raise PentadError(f"{text}: expected {list(tensor.shape)}, from the sizes of the model of run.init_from")
+    wide = {name: torch.promote_types(values.dtype, torch.float32) for name, values in found.items()}
+    return {tensor.name: found[name].to(wide[name]) for name, tensor in tensors.items()}
+
+
+def _check_config(folder: Path, lora: LoraSpec) -> None:
+    """Raises PentadError unless adapter_config.json is that of plain LoRA with this rank and alpha."""
+    path = folder / CONFIG
+    try:
+        config: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        expected = f"a folder with {CONFIG} and {WEIGHTS}, as PEFT saves them"
+        raise PentadError(f"lora.init_from is '{folder}', whose {CONFIG} cannot be read: expected {expected}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise PentadError(f"{path} has no peft_type LORA: expected the configuration of a LoRA adapter")
+    odd = [key for key in _VARIANTS if config.get(key)] + ["bias"] * (config.get("bias", "none") != "none")
+    odd += ["init_lora_weights"] * (config.get("init_lora_weights") not in _KEEPING_W)
+    for key in odd:
+        raise PentadError(f"{path} has {key} = {json.dumps(config[key])}: expected plain LoRA without it")
+    for key, name, value in (("rank", "r", lora.rank), ("alpha", "lora_alpha", lora.alpha)):
+        if config.get(name) != value:
+            raise PentadError(f"lora.{key} is {value:g}: expected {config.get(name)}, the {name} of {path}")
+
+
+def _check_targets(folder: Path, names: Collection[str], lora: LoraSpec) -> None:
+    """Raises PentadError unless the modules with adapters are those of lora.targets."""
+    modules = set[str]()
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise PentadError(f"tensor {name} is in {folder / WEIGHTS}: expected only adapters of {', '.join(TARGETS)}")
+        modules.add(match[1])
+    if modules != set(lora.targets):
+        found, expected = (", ".join(sorted(each)) for each in (lora.targets, modules))
+        raise PentadError(f"lora.targets is {found}: expected {expected or 'none'}, as in {folder / WEIGHTS}")

@@ -11,8 +11,7 @@ first two. T tokens of a slice, H hidden.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,18 +22,17 @@ from pentad.workers.model.layer_context import LayerContext
 from pentad.workers.model.weight_grad import Param, Params, Wgrad, accumulate_wgrads
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.process_groups import LayerGroups
-from pentad.workers.params.param_buffers import BoundBuffers, ParamBuffers
+from pentad.workers.params.param_buffers import BoundBuffers, NamedBuffer, ParamBuffers, WeightBuffer
 from pentad.workers.params.router_bias import LoadBalancer
 
 Activation = Tensor | tuple[Tensor, Tensor]  # [T, H]; between units of a stage the two terms of the residual stream
-NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class BaseStage(ABC):
     """A `slice_index` is microbatch * slices + slice.
 
     `param_buffers` hold the flat weights that a stage reads and the main gradients that W adds to, those of experts
-    separately; `frozen` are weights without gradients, by name. `saved` is what F leaves for B, and `deferred` what B
+    separately; `frozen` hold weights without gradients. `saved` is what F leaves for B, and `deferred` what B
     leaves to W, by slice index; clearing `saved` discards the step so far. `wgrad_layer` is the layer that the last W
     has reached, -1 once it has run for all: gradients of later layers are complete. `loss_sums` [microbatches, rows],
     float64, are the summed token losses of the current step: one of two `loss_sum_buffers`, the other one may still be
@@ -47,7 +45,7 @@ class BaseStage(ABC):
     bound: Any
 
     def __init__(
-        self, plan: Plan, index: int, param_buffers: list[ParamBuffers], frozen: Mapping[str, Tensor] = NOTHING
+        self, plan: Plan, index: int, param_buffers: list[ParamBuffers], frozen: Sequence[WeightBuffer] = ()
     ) -> None:
         self.plan, self.model, self.param_buffers, self.frozen = plan, plan.model, param_buffers, frozen
         self.first, self.last, self.is_local = index == 0, index == plan.program.stages - 1, True
@@ -57,7 +55,7 @@ class BaseStage(ABC):
         if plan.lora is not None:
             self.layer_context = self.layer_context._replace(lora_scale=plan.lora.scale)
         self.device = param_buffers[0].parameters.master.device
-        self._bound: dict[tuple[BoundBuffers, ...], Any] = {}
+        self._bound: dict[tuple[BoundBuffers | NamedBuffer | None, ...], Any] = {}
         self.saved: dict[int, Any] = {}
         self.deferred: dict[int, list[Wgrad]] = {}
         self.wgrad_layer = self.dgrad_layer = plan.model.layers + 1  # layers that W and B have reached
@@ -79,14 +77,19 @@ class BaseStage(ABC):
 
         The buffers alternate between a few: the parameters in each are looked up once.
         """
-        buffers = tuple(each.bound for each in self.param_buffers)
+        buffers = *(each.bound for each in self.param_buffers), *(each.weights for each in self.frozen)
         if buffers not in self._bound:
-            self._bound[buffers] = self._bind(self._params_in(buffers))
+            self._bound[buffers] = self._bind(self._params())
         self.bound = self._bound[buffers]
 
-    def _params_in(self, buffers: tuple[BoundBuffers, ...]) -> Params:
-        params = {name: Param(weight, None) for name, weight in self.frozen.items()}
-        for weights, gradients in buffers:
+    def _params(self) -> Params:
+        """By name; empty where some weights are not gathered."""
+        params: Params = {}
+        for frozen in self.frozen:
+            if frozen.weights is None:
+                return {}
+            params |= {name: Param(weight, None) for name, weight in frozen.weights.tensors.items()}
+        for weights, gradients in (each.bound for each in self.param_buffers):
             if weights is None or gradients is None:
                 return {}
             params |= {name: Param(weight, gradients.tensors[name]) for name, weight in weights.tensors.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model import lm_head
-from pentad.workers.model.base_stage import NOTHING, Activation, BaseStage, activation_storages, storage_id
+from pentad.workers.model.base_stage import Activation, BaseStage, activation_storages, storage_id
 from pentad.workers.model.layer import Layer, LayerRecomputable, LayerSaved
 from pentad.workers.model.layer_context import LayerContext, SequenceContext, rotary_tables
 from pentad.workers.model.mtp import MTPLayer, MTPSaved
@@ -19,7 +19,7 @@ from pentad.workers.model.weight_grad import Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import Task, run_to_completion
 from pentad.workers.parallel.document_mask import DocumentMask
 from pentad.workers.parallel.sliced_kv_cache import SlicedKVCache
-from pentad.workers.params.param_buffers import ParamBuffers
+from pentad.workers.params.param_buffers import ParamBuffers, WeightBuffer
 from pentad.workers.params.parameters import DTYPES
 from pentad.workers.params.router_bias import LoadBalancer
 
@@ -81,7 +81,7 @@ class Stage(BaseStage):
         index: int,
         param_buffers: list[ParamBuffers],
         rank: int = 0,
-        frozen: Mapping[str, Tensor] = NOTHING,
+        frozen: Sequence[WeightBuffer] = (),
     ) -> None:
         super().__init__(plan, index, param_buffers, frozen)
         stage_of = plan.program.stage_of

@@ -44,9 +44,10 @@ class ProcessGroups:
 
     `channels[kind, source, target]` carries the transfers of one direction between two ranks (gloo has one group for
     all and distinguishes them by tag; peer copies need none). `gradients[stage]` are the holders of a stage and of its
-    experts, if it has any; `weights[stage]` are the same ranks with communicators for ZeRO's all-gathers, which run
-    beside reductions. `matrices[stage]` are the ranks that hold parts of the same matrices, for Muon. `world` is all
-    ranks of the mesh, `tied` the holders of the embedding where the head shares it.
+    experts, if it has any; `weights[stage]` are those that ZeRO shards its weights over, frozen ones last, with
+    communicators for all-gathers, which run beside reductions. `matrices[stage]` are the ranks that hold parts of the
+    same matrices, for Muon. `world` is all ranks of the mesh, `tied` the holders of the embedding where the head shares
+    it.
     """
 
     rank: int
@@ -94,7 +95,7 @@ def connect(
     world = _connected_group(tuple(range(plan.mesh.size))) if plan.mesh.size > 1 else None
     channels = _channels(plan, rank, world, device)
     gradients = _groups_by_stage(plan, rank, plan.holders)
-    weights = _groups_by_stage(plan, rank, plan.holders) if plan.zero else {}
+    weights = _groups_by_stage(plan, rank, lambda shard: _sharers(plan, shard), frozen=True) if plan.zero else {}
     matrices = _groups_by_stage(plan, rank, plan.tp_holders) if plan.optimizer.name == "muon" else {}
     tied = [_connected_group(ranks) for ranks in _embedding_ranks(plan)]
     tied_group = tied[plan.mesh.coordinates(rank).tp] if tied else None
@@ -143,13 +144,21 @@ def _channels(
     return channels
 
 
-def _groups_by_stage(plan: Plan, rank: int, ranks_of: Callable[[ParamShard], tuple[int, ...]]) -> GroupsByStage:
-    """New groups of the ranks of each shard of this rank's stages."""
-    made = _new_groups(map(ranks_of, plan.param_shards))
+def _groups_by_stage(
+    plan: Plan, rank: int, ranks_of: Callable[[ParamShard], tuple[int, ...]], *, frozen: bool = False
+) -> GroupsByStage:
+    """New groups of the ranks of each shard of this rank's stages, then of `frozen` ones."""
+    every = (shard for of in range(plan.mesh.size) for shard in plan.frozen_shards_of(of)) if frozen else ()
+    made = _new_groups(map(ranks_of, dict.fromkeys((*plan.param_shards, *every))))
     found: GroupsByStage = {stage: [] for stage in plan.stages_of(rank)}
-    for shard in plan.param_shards_of(rank):
+    for shard in (*plan.param_shards_of(rank), *(plan.frozen_shards_of(rank) if frozen else ())):
         found[shard.stage].append(made.get(ranks_of(shard)))
     return found
+
+
+def _sharers(plan: Plan, shard: ParamShard) -> tuple[int, ...]:
+    """The ranks that ZeRO cuts a shard over; none if it does not."""
+    return plan.holders(shard) if plan.num_zero_shards(shard) > 1 else ()
 
 
 def _embedding_ranks(plan: Plan) -> list[tuple[int, ...]]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.zero_layout import zero_layout
+from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.checkpoint.lora_base import open_base
 from pentad.workers.params.local_tensor import local_tensors
 from pentad.workers.params.param_init import initial_values
 from pentad.workers.params.parameters import DTYPES
 from pentad.workers.params.sharded_state import read_full
+from pentad.workers.params.weight_shard import WeightShard, shard_of
 
-FrozenWeights = dict[ParamShard, dict[str, torch.Tensor]]  # by shard and name
+FrozenWeights = dict[ParamShard, WeightShard]
 
 
 def frozen_weights(
@@ -22,22 +25,34 @@ def frozen_weights(
 
     Raises PentadError if the checkpoint is damaged, or a tensor is missing or has another shape.
     """
-    found: FrozenWeights = {}
-    if earlier is not None and earlier[0].lora == plan.lora:
-        before, held = earlier
-        shards = (shard for shard in plan.frozen_shards_of(rank) if shard in held)
-        found = {each: held[each] for each in shards if local_tensors(plan, each) == local_tensors(before, each)}
-    missing = [shard for shard in plan.frozen_shards_of(rank) if shard not in found]
+    held = earlier[1] if earlier is not None and earlier[0].lora == plan.lora else {}
+    found = {shard: _allocate(plan, shard, rank, held.get(shard), device) for shard in plan.frozen_shards_of(rank)}
+    missing = [weights for shard, weights in found.items() if weights is not held.get(shard)]
     if plan.lora is None or not missing:
         return found
     source = None if plan.lora.base is None else open_base(plan.lora.base)
-    for shard in missing:
-        found[shard] = weights = {}
-        for local in local_tensors(plan, shard):
-            if source is None:
-                values = initial_values(local.tensor, plan.seed, local.ranges, device)
-            else:
-                name = local.tensor.tied_to or local.name
-                values = local.slice_of(read_full(source, f"model.{name}", local.tensor.shape))
-            weights[local.name] = values.to(device, DTYPES[plan.dtype], copy=True)
+    for weights in missing:
+        _fill(weights, plan, source)
     return found
+
+
+def _allocate(plan: Plan, shard: ParamShard, rank: int, held: WeightShard | None, device: torch.device) -> WeightShard:
+    """The `held` weights if they are the same part of the same tensors, else zeros."""
+    layout, local = zero_layout(plan, shard, rank), local_tensors(plan, shard)
+    if held is not None and (held.layout, held.local_tensors) == (layout, local):
+        return held
+    if layout.num_shards > 1:
+        compute = torch.zeros(layout.buckets, layout.part, dtype=DTYPES[plan.dtype], device=device)
+        return WeightShard(local, layout, compute, None)
+    full = torch.zeros(layout.padded_size, dtype=DTYPES[plan.dtype], device=device)
+    return WeightShard(local, layout, shard_of(layout, full), full)
+
+
+def _fill(weights: WeightShard, plan: Plan, source: Checkpoint | None) -> None:
+    for local, span, values in weights.shard_parts(weights.compute):
+        if source is None:
+            value = initial_values(local.tensor, plan.seed, local.ranges, values.device)
+        else:
+            name = local.tensor.tied_to or local.name
+            value = local.slice_of(read_full(source, f"model.{name}", local.tensor.shape))
+        values.copy_(value.flatten()[span])

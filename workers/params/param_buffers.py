@@ -10,6 +10,7 @@ import torch
 from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.params.tp_replicated import ReplicatedGradients
+from pentad.workers.params.weight_shard import WeightShard
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,32 +32,47 @@ class GradientBucket(NamedTuple):
     layer: int
 
 
-class ParamBuffers:
-    """The buffers of one kind of parameters of a stage (its experts, or all else).
+class WeightBuffer:
+    """The full weights of one kind of a stage (its experts, or all else); by themselves those that LoRA freezes.
 
     Under ZeRO stages share a few buffers: `weights` is None except between `set_weights` and `clear_weights`.
     """
 
-    def __init__(self, parameters: Parameters, replicated: ReplicatedGradients, buckets: list[GradientBucket]) -> None:
-        self.parameters, self.replicated, self.buckets = parameters, replicated, buckets
+    def __init__(self, shard: WeightShard) -> None:
+        self.shard = shard
         self.weights: NamedBuffer | None = None
-        self.gradients: NamedBuffer | None = None
-        self.stale = False  # the gradients hold those of an earlier step or another stage
         self._named: dict[int, NamedBuffer] = {}  # by address
-        if parameters.full_gradients is not None:
-            self.set_gradients(parameters.full_gradients)
-        if parameters.full_weights is not None:
-            self.set_weights(parameters.full_weights)
-
-    def set_gradients(self, flat: torch.Tensor) -> None:
-        """Adds to the gradients in this buffer from now on. W zeroes it first where it is `stale`."""
-        self.gradients = self._name(flat)
+        if shard.full_weights is not None:
+            self.set_weights(shard.full_weights)
 
     def set_weights(self, flat: torch.Tensor) -> None:
         self.weights = self._name(flat)
 
     def clear_weights(self) -> None:
         self.weights = None
+
+    def _name(self, flat: torch.Tensor) -> NamedBuffer:
+        """The same object whenever the same buffer comes again."""
+        address = flat.data_ptr()
+        if address not in self._named:
+            self._named[address] = NamedBuffer(flat, self.shard.views(flat))
+        return self._named[address]
+
+
+class ParamBuffers(WeightBuffer):
+    """The full weights and gradients of one kind of parameters of a stage."""
+
+    def __init__(self, parameters: Parameters, replicated: ReplicatedGradients, buckets: list[GradientBucket]) -> None:
+        super().__init__(parameters)
+        self.parameters, self.replicated, self.buckets = parameters, replicated, buckets
+        self.gradients: NamedBuffer | None = None
+        self.stale = False  # the gradients hold those of an earlier step or another stage
+        if parameters.full_gradients is not None:
+            self.set_gradients(parameters.full_gradients)
+
+    def set_gradients(self, flat: torch.Tensor) -> None:
+        """Adds to the gradients in this buffer from now on. W zeroes it first where it is `stale`."""
+        self.gradients = self._name(flat)
 
     @property
     def bound(self) -> BoundBuffers:
@@ -67,13 +83,6 @@ class ParamBuffers:
         if self.stale and self.gradients is not None:
             self.gradients.flat.zero_()
             self.stale = False
-
-    def _name(self, flat: torch.Tensor) -> NamedBuffer:
-        """The same object whenever the same buffer comes again."""
-        address = flat.data_ptr()
-        if address not in self._named:
-            self._named[address] = NamedBuffer(flat, self.parameters.views(flat))
-        return self._named[address]
 
 
 def make_param_buffers(

@@ -10,11 +10,12 @@ import torch
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.optimizer import STATE_KINDS
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.schedules.spec.zero_layout import ShardIndex, ZeroLayout, zero_layout
+from pentad.schedules.spec.zero_layout import zero_layout
 from pentad.workers.params.local_tensor import LocalTensor, local_tensors
 from pentad.workers.params.param_init import initial_values
 from pentad.workers.params.router_bias import RouterBias
-from pentad.workers.params.update_layout import UpdateLayout, spans, update_layout
+from pentad.workers.params.update_layout import UpdateLayout, update_layout
+from pentad.workers.params.weight_shard import WeightShard, shard_of
 
 FullTensor = tuple[str, LocalTensor, torch.Tensor]  # the kind of state, a rank's part of a tensor, its values, flat
 BUFFERS = ("master", "m", "v")
@@ -23,7 +24,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 
 
 @dataclass(frozen=True)
-class Parameters:
+class Parameters(WeightShard):
     """What a rank holds of a stage's parameters, experts and all else separately, in the order of `local_tensors`.
 
     `master`, `compute`, `gradient` and `m` are its ZeRO shard, [buckets, part] ([1, size] without ZeRO). `m` holds
@@ -35,36 +36,13 @@ class Parameters:
     every rank of the stage needs it.
     """
 
-    local_tensors: tuple[LocalTensor, ...]
-    layout: ZeroLayout
     updates: UpdateLayout
     master: torch.Tensor
-    compute: torch.Tensor
     gradient: torch.Tensor
     m: torch.Tensor
     v: torch.Tensor
-    full_weights: torch.Tensor | None
     full_gradients: torch.Tensor | None
     router_bias: RouterBias
-
-    def spans(self) -> Iterator[tuple[LocalTensor, int, int]]:
-        """The local tensors with where each starts and ends in a full buffer."""
-        return spans(self.local_tensors)
-
-    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The local tensors in a full buffer, by name."""
-        flat = flat.view(-1)
-        return {local.name: flat[start:end].view(local.shape) for local, start, end in self.spans()}
-
-    def shard_spans(self) -> Iterator[tuple[LocalTensor, ShardIndex, slice]]:
-        """For each tensor with elements in the shard: where they are, and which elements of the tensor."""
-        for local, start, end in self.spans():
-            for index, span in self.layout.overlap(start, end):
-                yield local, index, span
-
-    def shard_parts(self, shard: torch.Tensor) -> Iterator[tuple[LocalTensor, slice, torch.Tensor]]:
-        """The elements of tensors that a ZeRO shard holds: a tensor, which of its elements in C order, their values."""
-        return ((local, span, shard[index]) for local, index, span in self.shard_spans())
 
     def window(self, buffer: str, bucket: int, start: int, end: int) -> torch.Tensor:
         """Elements of the shard of one of BUFFERS; where `v` has none there are zeros."""
@@ -161,8 +139,3 @@ def create_parameters(
         values.copy_(value.flatten()[span])
     parameters.refresh()
     return parameters
-
-
-def shard_of(layout: ZeroLayout, full: torch.Tensor) -> torch.Tensor:
-    """The shard [buckets, part], a view of a full buffer [padded_size]."""
-    return full.view(layout.buckets, layout.num_shards, layout.part)[:, layout.shard_index]

@@ -19,7 +19,7 @@ from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.process_groups import ProcessGroups, first_stage_ranks, join_store
 from pentad.workers.params.frozen import FrozenWeights
-from pentad.workers.params.param_buffers import make_param_buffers
+from pentad.workers.params.param_buffers import WeightBuffer, make_param_buffers
 from pentad.workers.params.parameters import DTYPES, Parameters
 from pentad.workers.params.spike_filter import SpikeFilter
 from pentad.workers.runtime.optimizer_step import BarrierStep, OptimizerStep, PostValidatedStep
@@ -54,7 +54,7 @@ def make_stages(
     for stage in plan.stages_of(rank):
         buffers = make_param_buffers(plan, rank, stage, parameters)
         if plan.model.custom is None:
-            weights = {name: each for shard in frozen if shard.stage == stage for name, each in frozen[shard].items()}
+            weights = [WeightBuffer(each) for shard, each in frozen.items() if shard.stage == stage]
             stages[stage] = Stage(plan, stage, buffers, rank, weights)
         else:
             stages[stage] = CustomStage(plan, stage, buffers, rank)

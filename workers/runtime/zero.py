@@ -18,8 +18,9 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.async_ops import all_gather, reduce_scatter
 from pentad.workers.parallel.process_groups import ProcessGroups
-from pentad.workers.params.param_buffers import ParamBuffers
+from pentad.workers.params.param_buffers import WeightBuffer
 from pentad.workers.params.parameters import BUFFERS, FullTensor, Parameters
+from pentad.workers.params.weight_shard import WeightShard
 
 MESSAGE_ELEMENTS = 2**24  # of a shard, in one message to the rank that saves it
 BufferKey = tuple[int, int]  # the slot, and which of a stage's parameter buffers (dense, experts)
@@ -53,16 +54,16 @@ class ZeroShards:
     def gather(self, part: Instruction, groups: ProcessGroups, program: int) -> list[dist.Work]:
         """ALL_GATHER: fills a stage's full weights, in the slot that this gather of a program has been assigned."""
         stage, works = self.stages[part.stage], []
-        for kind, (buffers, group) in enumerate(zip(stage.param_buffers, groups.weights[part.stage], strict=True)):
+        for kind, (buffer, group) in enumerate(zip(_weights(stage), groups.weights[part.stage], strict=True)):
             if group is None:
                 continue
-            parameters = buffers.parameters
-            full = parameters.full_weights
+            held = buffer.shard
+            full = held.full_weights
             if full is None:
                 slot = self.weight_slots[program][part.stage, part.microbatch]
-                full = _fitted(self.weights[slot, kind], buffers)
-                buffers.set_weights(full)
-            for bucket, shard in zip(full.chunk(parameters.layout.buckets), parameters.compute, strict=True):
+                full = _fitted(self.weights[slot, kind], buffer)
+                buffer.set_weights(full)
+            for bucket, shard in zip(full.chunk(held.layout.buckets), held.compute, strict=True):
                 works.append(all_gather(bucket, shard, group=group, async_op=True))
         stage.bind()
         return works
@@ -70,9 +71,9 @@ class ZeroShards:
     def free(self, part: Instruction) -> None:
         """FREE: gives the slot up; the stage must not read its weights until the next gather."""
         stage = self.stages[part.stage]
-        for buffers in stage.param_buffers:
-            if buffers.parameters.full_weights is None:
-                buffers.clear_weights()
+        for buffer in _weights(stage):
+            if buffer.shard.full_weights is None:
+                buffer.clear_weights()
         stage.bind()
 
     def scatter(self, part: Instruction, groups: ProcessGroups) -> list[dist.Work]:
@@ -119,17 +120,22 @@ def gather_state(
 
 def _allocate(slots: list[BufferSlots], stages: Mapping[int, BaseStage], like: str) -> dict[BufferKey, torch.Tensor]:
     """A buffer for each slot and kind of parameters, as large as the largest stage that uses it."""
-    users: dict[BufferKey, list[Parameters]] = {}
+    users: dict[BufferKey, list[WeightShard]] = {}
     found = chain.from_iterable(each.items() for each in slots)
     for (stage, _), slot in sorted(found, key=lambda item: item[1]):
-        for kind, buffers in enumerate(stages[stage].param_buffers):
-            users.setdefault((slot, kind), []).append(buffers.parameters)
+        for kind, buffers in enumerate(stages[stage].param_buffers if like == "gradient" else _weights(stages[stage])):
+            users.setdefault((slot, kind), []).append(buffers.shard)
     return {
-        key: getattr(parameters[0], like).new_zeros(max(each.layout.padded_size for each in parameters))
-        for key, parameters in users.items()
+        key: getattr(held[0], like).new_zeros(max(each.layout.padded_size for each in held))
+        for key, held in users.items()
     }
 
 
-def _fitted(buffer: torch.Tensor, buffers: ParamBuffers) -> torch.Tensor:
+def _weights(stage: BaseStage) -> list[WeightBuffer]:
+    """All that a stage reads, in the order of its groups."""
+    return [*stage.param_buffers, *stage.frozen]
+
+
+def _fitted(shared: torch.Tensor, buffer: WeightBuffer) -> torch.Tensor:
     """The part of a shared buffer that a stage needs."""
-    return buffer[: buffers.parameters.layout.padded_size]
+    return shared[: buffer.shard.layout.padded_size]

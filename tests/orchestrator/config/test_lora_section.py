@@ -9,6 +9,7 @@ import pytest
 import safetensors.numpy
 
 from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.comm_volume import collective_bytes
 from pentad.orchestrator.planning.estimate import costs_of, flops_per_token, memory
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.run.init_from import with_base
@@ -19,6 +20,7 @@ from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.checkpoint.manifest import Shard
 
 LORA = ("lora.rank=4", "run.init_from=base")
+ZERO_3 = ("zero.stage=3", "zero.max_gathered=1")
 ATTENTION = "q_proj, k_proj, v_proj, o_proj"
 MIXTRAL = ("model.family=mixtral", "model.experts.num_experts=4", "model.experts.top_k=2",
            "model.experts.intermediate_size=32")  # fmt: skip
@@ -30,7 +32,6 @@ REFUSED = [
     ("lora.alpha=0", "lora.alpha is 0: expected more than 0.0"),
     ("run.init_from=null", "run.init_from is null: expected the model that lora.rank = 4 trains adapters for"),
     ("run.init_step=true", "run.init_step is true: expected false with lora.rank, whose adapters begin anew"),
-    ("zero.stage=3", "zero.stage is 3: expected at most 2 with lora.rank: frozen weights are not sharded"),
     ("model.family=phi3", "lora.rank is 4: expected null for model.family = phi3, whose projections are fused"),
 ]
 
@@ -40,6 +41,11 @@ def test_every_mistake_is_one_sentence(override: str, sentence: str) -> None:
     with pytest.raises(PentadError) as caught:
         load(None, [*LORA, override])
     assert str(caught.value) == sentence
+
+
+def test_an_adapter_to_continue_needs_a_rank() -> None:
+    with pytest.raises(PentadError, match=r"lora\.init_from is 'adapter': expected null without lora\.rank"):
+        load(None, ["lora.init_from=adapter"])
 
 
 def test_experts_have_no_adapters() -> None:
@@ -68,6 +74,20 @@ def test_adapters_cost_less_than_all_parameters() -> None:
     assert all(x > y for x, y in zip(costs_of(lora).forward, costs_of(full).forward, strict=True))
     work, frozen = (flops_per_token(full.model, 128, frozen=each) for each in (False, True))
     assert 2 / 3 * work < frozen < work
+
+
+def test_zero_3_shards_frozen_weights_and_counts_their_gathers() -> None:
+    mesh = ("mesh.pp=2", "mesh.dp=2", "schedule.name=interleaved", "schedule.chunks=4", "batch.global_batch_size=16")
+    full, cut = (make_plan(load(None, [*LORA, *mesh, *zero]), "cpu") for zero in (["zero.stage=2"], ZERO_3))
+    frozen = sum(map(full.size, full.frozen_shards_of(0)))
+    largest = max(map(full.size, full.frozen_shards_of(0)))
+    assert 4 * frozen < memory(full, 0)["parameters"] < 4 * 1.02 * frozen
+    assert 4 * (frozen / 2 + largest) < memory(cut, 0)["parameters"] < 4 * 1.02 * (frozen / 2 + largest)
+    assert costs_of(full).gather is None
+    gather = costs_of(cut).gather
+    assert gather is not None and gather > 10 * costs_of(cut).reduce
+    gathered = [collective_bytes(plan, 0)["ALL_GATHER"] for plan in (full, cut)]
+    assert gathered[1] - gathered[0] > 4 * frozen / 2
 
 
 def test_frozen_weights_are_those_that_the_run_began_with(tmp_path: Path) -> None:

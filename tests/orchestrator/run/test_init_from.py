@@ -78,7 +78,7 @@ def test_a_checkpoint_is_named_by_its_folder_or_its_run(tmp_path: Path) -> None:
     saved(tmp_path, "first")
     folder = tmp_path / "first" / "checkpoints" / "step-00000004"
     for text in ("first", str(tmp_path / "first"), str(folder)):
-        start, changes, _ = origin_of(config_of(tmp_path, f"run.init_from={text}"))
+        start, changes, *_ = origin_of(config_of(tmp_path, f"run.init_from={text}"))
         assert start == (folder, 0, False)
         assert set(changes) == {"run.init_from"}
 
@@ -88,7 +88,7 @@ def test_rope_scaling_may_change_between_stages(tmp_path: Path) -> None:
     given = ("rope_type=yarn", "factor=4.0", "original_max_position_embeddings=128", "low_freq_factor=1.0",
              "high_freq_factor=32.0")  # fmt: skip
     scaling = [f"model.rope_scaling.{each}" for each in given]
-    _, changes, _ = origin_of(config_of(tmp_path, "run.init_from=first", "model.rope_theta=1000000.0", *scaling))
+    _, changes, *_ = origin_of(config_of(tmp_path, "run.init_from=first", "model.rope_theta=1000000.0", *scaling))
     assert changes["model.rope_scaling"][0] is None
     assert changes["model.rope_scaling"][1]["factor"] == 4.0
     assert changes["model.rope_theta"] == (10000.0, 1000000.0)

@@ -1,28 +1,32 @@
-"""LoRA against PEFT: the losses of training, and what `peft` loads and merges of an exported adapter."""
+"""LoRA against PEFT: adapters that it saved, the losses of training, and what it loads and merges of an export."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hf_models
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
 from fleet import losses_of
 from hf_files import take
-from plans import global_batch, plan_of
+from plans import MODEL, global_batch, plan_of
+from safetensors.torch import load_file, save_file
 
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.learning_rate import LearningRate
-from pentad.schedules.spec.lora import LoraBase, LoraSpec, targets_of
+from pentad.schedules.spec.lora import LoraBase, LoraSpec, targets_of, trained_tensors
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.data.sources import open_dataset
 from pentad.workers.hf.exporter import Request, export_checkpoint
-from pentad.workers.hf.peft import export_adapter
+from pentad.workers.hf.peft import WEIGHTS, export_adapter, import_adapter, read_adapter
 
 STEPS, MESHES = 20, {"llama": {"tp": 2}, "qwen3-moe": {"ep": 2, "tp": 2}}
 
@@ -31,26 +35,23 @@ STEPS, MESHES = 20, {"llama": {"tp": 2}, "qwen3-moe": {"ep": 2, "tp": 2}}
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("family", MESHES)
 def test_training_equals_that_of_peft(fleet, corpus, tmp_path, family):
-    import peft
-
     torch.manual_seed(0)
     model = hf_models.make(family, vocab_size=300)
     files = hf_models.save(model, tmp_path / "files")
     imported = take(files, tmp_path / "base")
     lora = LoraSpec(3, 6.0, targets_of(imported.model), base_of(imported.folder))
-    plan = plan_on(corpus, imported.model, lora, MESHES[family])
-    outcomes = fleet.run(plan, [(0, STEPS)], save=str(tmp_path / f"step-{STEPS:08d}"))
+    plan, theirs = plan_on(corpus, imported.model, lora, MESHES[family]), saved_by_peft(model, lora, tmp_path / "first")
+    first = import_adapter(tmp_path / "first", tmp_path / "checkpoints", plan.model, lora)
+    last = checkpoint.folder_of(tmp_path / "checkpoints", STEPS)
+    outcomes = fleet.run(plan, [(0, STEPS)], restore=str(first), save=str(last))
     entries = [Shard.from_plain(entry) for outcome in outcomes for entry in outcome.shards]
-    checkpoint.commit(tmp_path / f"step-{STEPS:08d}", step=STEPS, shards=entries, meta={"lora": lora.plain})
+    checkpoint.commit(last, step=STEPS, shards=entries, meta={"lora": lora.plain})
 
-    first = export_initial(fleet, plan, family, tmp_path)
-    theirs = peft.PeftModel.from_pretrained(model, first, is_trainable=True)
-    losses = train_with_peft(theirs, plan)
-    for step, loss in enumerate(losses):
+    for step, loss in enumerate(train_with_peft(theirs, plan)):
         sums = losses_of(outcomes, step).values()
         assert sum(sums) / plan.batch.tokens == pytest.approx(loss, rel=1e-4)
 
-    source, request = checkpoint.open_checkpoint(tmp_path / f"step-{STEPS:08d}"), request_of(family, plan)
+    source, request = checkpoint.open_checkpoint(last), request_of(family, plan.model)
     export_adapter(source, tmp_path / "adapter", request, lambda done, total: None)
     export_checkpoint(source, tmp_path / "merged", request, lambda done, total: None)
     tokens = batch_of(plan, 0)[0]
@@ -64,6 +65,150 @@ def test_training_equals_that_of_peft(fleet, corpus, tmp_path, family):
         assert (merged(tokens).logits - loaded(tokens).logits).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_an_imported_adapter_has_the_logits_of_peft(tmp_path, dtype):
+    torch.manual_seed(0)
+    model = hf_models.make("llama")
+    imported = take(hf_models.save(model, tmp_path / "files"), tmp_path / "base")
+    lora = LoraSpec(3, 6.0, ("q_proj", "v_proj", "up_proj", "down_proj"), base_of(imported.folder))
+    theirs = saved_by_peft(model, lora, tmp_path / "adapter", dtype)
+    folder = import_adapter(tmp_path / "adapter", tmp_path / "checkpoints", imported.model, lora)
+    source, request = checkpoint.open_checkpoint(folder), request_of("llama", imported.model)
+    export_checkpoint(source, tmp_path / "merged", request, lambda done, total: None)
+    export_adapter(source, tmp_path / "again", request, lambda done, total: None)
+    tokens = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        expected, merged = theirs(tokens).logits, type(model).from_pretrained(tmp_path / "merged")
+        assert (merged(tokens).logits - expected).norm() <= 1e-5 * expected.norm()
+        with theirs.disable_adapter():
+            assert (theirs(tokens).logits - expected).norm() >= 1e-2 * expected.norm()
+    before, after = (load_file(tmp_path / name / WEIGHTS) for name in ("adapter", "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], value.float()) for name, value in before.items())
+
+
+ADAPTED = replace(MODEL, layers=2)
+PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "use_dora": False, "rank_pattern": {}}
+FOUR = ("q_proj", "k_proj", "v_proj", "o_proj")
+BAD_FOLDERS: list[tuple[dict[str, Any], LoraSpec, str]] = [
+    ({}, LoraSpec(4, 4.0, FOUR), "lora.rank is 4: expected 2, the r of {at}/adapter_config.json"),
+    ({}, LoraSpec(2, 16.0, FOUR), "lora.alpha is 16: expected 4, the lora_alpha of {at}/adapter_config.json"),
+    (
+        {},
+        LoraSpec(2, 4.0, ("v_proj", "q_proj")),
+        "lora.targets is q_proj, v_proj: expected k_proj, o_proj, q_proj, v_proj, as in {at}/adapter_model.safetensors",
+    ),
+    (
+        {"use_dora": True},
+        LoraSpec(2, 4.0, FOUR),
+        "{at}/adapter_config.json has use_dora = true: expected plain LoRA without it",
+    ),
+    (
+        {"init_lora_weights": "pissa"},
+        LoraSpec(2, 4.0, FOUR),
+        '{at}/adapter_config.json has init_lora_weights = "pissa": expected plain LoRA without it',
+    ),
+    (
+        {"peft_type": "IA3"},
+        LoraSpec(2, 4.0, FOUR),
+        "{at}/adapter_config.json has no peft_type LORA: expected the configuration of a LoRA adapter",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "lora", "sentence"), BAD_FOLDERS)
+def test_an_adapter_of_another_kind_is_refused(tmp_path, changes, lora, sentence):
+    write_adapter(tmp_path, ADAPTED, **changes)
+    assert read_adapter(write_adapter(tmp_path / "good", ADAPTED), ADAPTED, LoraSpec(2, 4.0, FOUR))
+    refused_adapter(tmp_path, ADAPTED, lora, sentence)
+
+
+MODULE = "base_model.model.model.layers.1.self_attn"
+OF_BASE = "from the sizes of the model of run.init_from"
+BAD_BASES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"layers": 1},
+        f"tensor {MODULE}.k_proj.lora_A.weight is in {{file}}: expected only those of 1 layers, which the model of "
+        "run.init_from has",
+    ),
+    (
+        {"layers": 3},
+        f"tensor {MODULE.replace('1', '2')}.q_proj.lora_A.weight in {{file}} is missing: expected [2, 16], {OF_BASE}",
+    ),
+    (
+        {"hidden": 32},
+        f"tensor {MODULE.replace('1', '0')}.q_proj.lora_A.weight in {{file}} has shape [2, 16]: expected [2, 32], "
+        f"{OF_BASE}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "sentence"), BAD_BASES)
+def test_an_adapter_of_another_model_is_refused(tmp_path, sizes, sentence):
+    write_adapter(tmp_path, ADAPTED)
+    refused_adapter(tmp_path, replace(ADAPTED, **sizes), LoraSpec(2, 4.0, FOUR), sentence)
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path):
+    lora = LoraSpec(2, 4.0, FOUR)
+    expected = "expected a folder with adapter_config.json and adapter_model.safetensors, as PEFT saves them"
+    refused_adapter(
+        tmp_path, ADAPTED, lora, f"lora.init_from is '{{at}}', whose adapter_config.json cannot be read: {expected}"
+    )
+    file = write_adapter(tmp_path, ADAPTED) / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(PentadError, match=r"adapter_model\.safetensors cannot be read \(.*\): expected the adapters"):
+        read_adapter(tmp_path, ADAPTED, lora)
+    save_file({"base_model.model.lm_head.lora_A.weight": torch.zeros(2, 16)}, file)
+    refused_adapter(
+        tmp_path,
+        ADAPTED,
+        lora,
+        "tensor base_model.model.lm_head.lora_A.weight is in {file}: expected only adapters of q_proj, k_proj, v_proj, "
+        "o_proj, gate_proj, up_proj, down_proj",
+    )
+
+
+def refused_adapter(folder: Path, model: ModelSpec, lora: LoraSpec, sentence: str) -> None:
+    with pytest.raises(PentadError) as caught:
+        read_adapter(folder, model, lora)
+    assert str(caught.value) == sentence.format(at=folder, file=folder / WEIGHTS)
+
+
+def write_adapter(folder: Path, model: ModelSpec, **changes: Any) -> Path:
+    """An adapter of rank 2 with alpha 4 for attention, in PEFT's format."""
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({**PLAIN, **changes}))
+    tensors = {}
+    for each in trained_tensors(model, LoraSpec(2, 4.0, FOUR)):
+        name = each.name.replace("attention", "self_attn")
+        tensors[f"base_model.model.model.{name}.weight"] = torch.zeros(each.shape)
+    save_file(tensors, folder / WEIGHTS)
+    return folder
+
+
+def saved_by_peft(
+    model: torch.nn.Module, lora: LoraSpec, folder: Path, dtype: torch.dtype = torch.float32
+) -> peft.PeftModel:
+    """The model with random adapters, B included, which PEFT has saved to a folder."""
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=int(lora.alpha),
+        target_modules=list(lora.targets),
+        lora_dropout=0.0,
+        init_lora_weights=False,
+    )
+    found = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, value in found.named_parameters():
+            if "lora_" in name:
+                value.copy_((value * 0.3).to(dtype))
+    found.save_pretrained(str(folder))
+    if dtype != torch.float32:
+        save_file({name: each.to(dtype) for name, each in load_file(folder / WEIGHTS).items()}, folder / WEIGHTS)
+    return found
+
+
 def plan_on(corpus: str, model: ModelSpec, lora: LoraSpec, sizes: dict[str, Any]) -> Plan:
     plan = plan_of("gpipe", 1, 1, 2, corpus, "float32", model=model, **sizes)
     return replace(plan, lora=lora, optimizer=replace(plan.optimizer, learning_rate=LearningRate(1e-2, 1e-3, 2, STEPS)))
@@ -73,20 +218,8 @@ def base_of(folder: Path) -> LoraBase:
     return LoraBase(str(folder), checkpoint.fingerprint(folder))
 
 
-def request_of(family: str, plan: Plan) -> Request:
-    return Request(family, plan.model, positions=64)
-
-
-def export_initial(fleet, plan: Plan, family: str, folder: Path) -> Path:
-    """The adapter before the first step, for PEFT."""
-    assert plan.lora is not None
-    still = replace(plan, optimizer=replace(plan.optimizer, learning_rate=LearningRate(0.0, 0.0, 0, 1)))
-    outcomes = fleet.run(still, [(0, 1)], save=str(folder / "step-00000001"))
-    entries = [Shard.from_plain(entry) for outcome in outcomes for entry in outcome.shards]
-    checkpoint.commit(folder / "step-00000001", step=1, shards=entries, meta={"lora": plan.lora.plain})
-    source = checkpoint.open_checkpoint(folder / "step-00000001")
-    export_adapter(source, folder / "initial", request_of(family, plan), lambda done, total: None)
-    return folder / "initial"
+def request_of(family: str, model: ModelSpec) -> Request:
+    return Request(family, model, positions=64)
 
 
 def batch_of(plan: Plan, step: int) -> tuple[torch.Tensor, torch.Tensor]:
