@@ -1,48 +1,137 @@
-"""Runs with adapters on Ray: stopped, resumed, with a killed rank, they have the bits of a run without a fault."""
+"""Runs with adapters on Ray: stopped, resumed, with lost ranks, they have the bits of a run without a fault."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from elastic_cases import SQUARE, assert_recovered, assert_same, outcome
-from multinode import Cluster, Run, multinode_cluster
+from elastic_cases import LINE, SQUARE, Outcome, assert_recovered, assert_same, outcome
+from multinode import Cluster, Run, kill, multinode_cluster
+
+from pentad.orchestrator.control.control_client import connect
 
 SMALL = (
     *("model.layers=4", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.ffn=64", "model.vocab=300"),
-    *("batch.global_batch_size=8", "batch.sequence_length=32", "schedule.name=zb-h2", "cluster.device=cpu"),
+    *("batch.global_batch_size=8", "batch.sequence_length=32", "cluster.device=cpu"),
     *("cluster.auth=disabled", "cluster.start_timeout_seconds=150", "elastic.hang_seconds=3"),
 )
 STEPS = 40
+CUT = (*SQUARE, "zero.stage=3")  # of frozen weights every replica holds a shard as well
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
     with multinode_cluster() as cluster:
-        cluster.resize(2, 2, 2)
         yield cluster
 
 
-def test_a_lost_rank_and_a_resume_keep_the_bits_of_adapters(nodes: Cluster, tmp_path: Path) -> None:
-    base = Run(nodes, tmp_path / "base", *SMALL, *SQUARE, "run.steps=2")
+@pytest.fixture(scope="module")
+def adapters(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The keys that train adapters of a base, which is made here."""
+    nodes.resize(2, 2, 2)
+    base = Run(nodes, tmp_path_factory.mktemp("base"), *SMALL, *SQUARE, "schedule.name=1f1b", "run.steps=2")
     assert base.end() == 0, base.describe()
-    lora = ("lora.rank=2", "lora.targets=all-linear", f"run.init_from={base.folder}", "optimizer.decay_steps=40")
-    expected_run = Run(nodes, tmp_path / "expected", *SMALL, *SQUARE, *lora, f"run.steps={STEPS}")
-    assert expected_run.end() == 0, expected_run.describe()
-    expected = outcome(expected_run, STEPS)
-    assert all("lora_" in name or not name.startswith(("model.", "optimizer.")) for name in expected[1])
+    return "lora.rank=2", "lora.targets=all-linear", f"run.init_from={base.folder}", f"optimizer.decay_steps={STEPS}"
 
-    killed = Run(nodes, tmp_path / "killed", *SMALL, *SQUARE, *lora, f"run.steps={STEPS}")
-    killed.wait_for_step(4)
-    killed.signal_ranks(1, how=signal.SIGKILL)
-    assert_recovered(killed, "repair")
-    assert_same(killed, expected, STEPS)
 
-    stopped = Run(nodes, tmp_path / "stopped", *SMALL, *SQUARE, *lora, "run.steps=7")
+@pytest.fixture
+def start(nodes: Cluster, adapters: tuple[str, ...], tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def do(*overrides: str, name: str = "", steps: int = STEPS) -> Run:
+        folder = tmp_path / (name or str(len(runs)))
+        runs.append(Run(nodes, folder, *SMALL, *adapters, f"run.steps={steps}", *overrides))
+        return runs[-1]
+
+    yield do
+    for run in runs:
+        run.stop()
+
+
+@pytest.fixture(scope="module")
+def reference(
+    nodes: Cluster, adapters: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Outcome]:
+    """The outcome of a run without faults, computed once for each mesh and schedule."""
+    found: dict[tuple[str, ...], Outcome] = {}
+
+    def do(*mesh: str) -> Outcome:
+        if mesh not in found:
+            nodes.resize(2, 2, 2)
+            folder = tmp_path_factory.mktemp("reference")
+            run = Run(nodes, folder, *SMALL, *adapters, *mesh, f"run.steps={STEPS}")
+            assert run.end() == 0, run.describe()
+            found[mesh] = outcome(run, STEPS)
+            assert all("lora_" in name for name in found[mesh][1] if name.startswith(("model.", "optimizer.")))
+        return found[mesh]
+
+    return do
+
+
+def test_a_resume_keeps_the_bits_of_adapters(start, reference):
+    mesh = (*SQUARE, "schedule.name=zb-h2")
+    expected = reference(*mesh)
+    stopped = start(*mesh, name="stopped", steps=7)
     assert stopped.end() == 0, stopped.describe()
-    resumed = Run(nodes, tmp_path / "stopped", *SMALL, *SQUARE, *lora, f"run.steps={STEPS}")
+    resumed = start(*mesh, name="stopped")
     assert resumed.end() == 0, resumed.describe()
     assert_same(resumed, expected, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "rank", "how"),
+    [
+        ("zb-h2", SQUARE, 1, signal.SIGKILL),
+        ("dualpipe", LINE, 1, signal.SIGKILL),
+        ("dualpipe", LINE, 2, signal.SIGSTOP),
+    ],
+)
+def test_a_lost_rank_whose_adapters_survive_elsewhere_costs_no_bit(nodes, start, reference, schedule, mesh, rank, how):
+    mesh = (*mesh, f"schedule.name={schedule}")
+    expected = reference(*mesh)
+    nodes.resize(2, 2, 2)
+    run = start(*mesh)
+    run.wait_for_step(4)
+    run.signal_ranks(rank, how=how)
+    assert_recovered(run, "repair")
+    assert_same(run, expected, STEPS)
+
+
+@pytest.mark.parametrize(("mesh", "rank"), [(LINE, 1), (CUT, 3)])
+def test_lost_adapters_are_restored_from_the_newest_checkpoint(nodes, start, reference, mesh, rank):
+    mesh = (*mesh, "schedule.name=1f1b")
+    expected = reference(*mesh)
+    nodes.resize(2, 2, 2)
+    run = start(*mesh, "checkpoint.every=10")
+    run.wait_for_step(12)
+    run.signal_ranks(rank)
+    assert_recovered(run, "checkpoint")
+    assert_same(run, expected, STEPS)
+
+
+@pytest.mark.parametrize("mesh", [SQUARE, CUT])
+def test_a_mesh_with_adapters_shrinks_and_grows_back(nodes, start, reference, mesh):
+    """On the smaller mesh sums have another order; the frozen weights of every rank are those of the base again."""
+    mesh = (*mesh, "schedule.name=1f1b")
+    expected = reference(*mesh)
+    nodes.resize(2, 2)
+    elastic = ("checkpoint.every=10", "elastic.min_ranks=2", "elastic.wait_seconds=1", "elastic.hang_seconds=20")
+    run = start(*mesh, *elastic)
+    run.wait_for(lambda: run.events("place"))
+    lost = nodes.node_of(run.pids()[3])
+    with connect(run.folder) as client:
+        run.wait_for_step(12)
+        kill(lost)
+        run.wait_for(lambda: run.events("lost"))
+        client.request("pause", 120)
+        assert len(run.events("recovered")) == 1
+        nodes.resize(2, 2)
+        run.wait_for(lambda: len(run.events("recovered")) == 2)
+        client.request("resume")
+    assert_recovered(run, "shrink", "grow")
+    actual, state = outcome(run, STEPS)
+    assert actual == [pytest.approx(pair, rel=1e-4) for pair in expected[0]], run.describe()
+    assert state.keys() == expected[1].keys()

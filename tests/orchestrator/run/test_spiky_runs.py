@@ -35,11 +35,19 @@ def run(folder: Path, name: str, runner: str, *overrides: str) -> dict[str, torc
     return shards.read(found, [tensor for tensor in found.files if not tensor.startswith("spikes.")])
 
 
-@pytest.mark.parametrize("post_validation", ["false", "true"])
-def test_a_rollback_has_the_bits_of_a_run_that_never_saw_the_batches(tmp_path: Path, post_validation: str) -> None:
-    schedule = f"schedule.post_validation={post_validation}"
-    found = run(tmp_path, "spiky", "spiky_runner:SpikyRunner", *ROLLBACK, schedule)
-    expected = run(tmp_path, "reference", "spiky_runner:SkippingRunner", schedule)
+ADAPTERS = ["lora.rank=2", "lora.targets=all-linear", "run.init_from=base"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["schedule.post_validation=false"], ["schedule.post_validation=true"], ADAPTERS],
+    ids=["barrier", "post_validation", "lora"],
+)
+def test_a_rollback_has_the_bits_of_a_run_that_never_saw_the_batches(tmp_path: Path, overrides: list[str]) -> None:
+    if overrides is ADAPTERS:
+        run(tmp_path, "base", "pentad.workers.runtime.runner:Runner", "run.steps=2")
+    found = run(tmp_path, "spiky", "spiky_runner:SpikyRunner", *ROLLBACK, *overrides)
+    expected = run(tmp_path, "reference", "spiky_runner:SkippingRunner", *overrides)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     (rollback,) = [row for row in read_lines(tmp_path / "spiky" / "journal.jsonl") if row["event"] == "rollback"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from fleet import losses_of
 from hf_files import take
+from peft_files import ATTENTION, write_adapter
 from plans import MODEL, global_batch, plan_of
 from safetensors.torch import load_file, save_file
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.learning_rate import LearningRate
-from pentad.schedules.spec.lora import LoraBase, LoraSpec, targets_of, trained_tensors
+from pentad.schedules.spec.lora import LoraBase, LoraSpec, targets_of
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint import checkpoint
@@ -88,11 +88,9 @@ def test_an_imported_adapter_has_the_logits_of_peft(tmp_path, dtype):
 
 
 ADAPTED = replace(MODEL, layers=2)
-PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none", "use_dora": False, "rank_pattern": {}}
-FOUR = ("q_proj", "k_proj", "v_proj", "o_proj")
 BAD_FOLDERS: list[tuple[dict[str, Any], LoraSpec, str]] = [
-    ({}, LoraSpec(4, 4.0, FOUR), "lora.rank is 4: expected 2, the r of {at}/adapter_config.json"),
-    ({}, LoraSpec(2, 16.0, FOUR), "lora.alpha is 16: expected 4, the lora_alpha of {at}/adapter_config.json"),
+    ({}, LoraSpec(4, 4.0, ATTENTION), "lora.rank is 4: expected 2, the r of {at}/adapter_config.json"),
+    ({}, LoraSpec(2, 16.0, ATTENTION), "lora.alpha is 16: expected 4, the lora_alpha of {at}/adapter_config.json"),
     (
         {},
         LoraSpec(2, 4.0, ("v_proj", "q_proj")),
@@ -100,17 +98,17 @@ BAD_FOLDERS: list[tuple[dict[str, Any], LoraSpec, str]] = [
     ),
     (
         {"use_dora": True},
-        LoraSpec(2, 4.0, FOUR),
+        LoraSpec(2, 4.0, ATTENTION),
         "{at}/adapter_config.json has use_dora = true: expected plain LoRA without it",
     ),
     (
         {"init_lora_weights": "pissa"},
-        LoraSpec(2, 4.0, FOUR),
+        LoraSpec(2, 4.0, ATTENTION),
         '{at}/adapter_config.json has init_lora_weights = "pissa": expected plain LoRA without it',
     ),
     (
         {"peft_type": "IA3"},
-        LoraSpec(2, 4.0, FOUR),
+        LoraSpec(2, 4.0, ATTENTION),
         "{at}/adapter_config.json has no peft_type LORA: expected the configuration of a LoRA adapter",
     ),
 ]
@@ -119,7 +117,7 @@ BAD_FOLDERS: list[tuple[dict[str, Any], LoraSpec, str]] = [
 @pytest.mark.parametrize(("changes", "lora", "sentence"), BAD_FOLDERS)
 def test_an_adapter_of_another_kind_is_refused(tmp_path, changes, lora, sentence):
     write_adapter(tmp_path, ADAPTED, **changes)
-    assert read_adapter(write_adapter(tmp_path / "good", ADAPTED), ADAPTED, LoraSpec(2, 4.0, FOUR))
+    assert read_adapter(write_adapter(tmp_path / "good", ADAPTED), ADAPTED, LoraSpec(2, 4.0, ATTENTION))
     refused_adapter(tmp_path, ADAPTED, lora, sentence)
 
 
@@ -146,11 +144,11 @@ BAD_BASES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("sizes", "sentence"), BAD_BASES)
 def test_an_adapter_of_another_model_is_refused(tmp_path, sizes, sentence):
     write_adapter(tmp_path, ADAPTED)
-    refused_adapter(tmp_path, replace(ADAPTED, **sizes), LoraSpec(2, 4.0, FOUR), sentence)
+    refused_adapter(tmp_path, replace(ADAPTED, **sizes), LoraSpec(2, 4.0, ATTENTION), sentence)
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path):
-    lora = LoraSpec(2, 4.0, FOUR)
+    lora = LoraSpec(2, 4.0, ATTENTION)
     expected = "expected a folder with adapter_config.json and adapter_model.safetensors, as PEFT saves them"
     refused_adapter(
         tmp_path, ADAPTED, lora, f"lora.init_from is '{{at}}', whose adapter_config.json cannot be read: {expected}"
@@ -173,18 +171,6 @@ def refused_adapter(folder: Path, model: ModelSpec, lora: LoraSpec, sentence: st
     with pytest.raises(PentadError) as caught:
         read_adapter(folder, model, lora)
     assert str(caught.value) == sentence.format(at=folder, file=folder / WEIGHTS)
-
-
-def write_adapter(folder: Path, model: ModelSpec, **changes: Any) -> Path:
-    """An adapter of rank 2 with alpha 4 for attention, in PEFT's format."""
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps({**PLAIN, **changes}))
-    tensors = {}
-    for each in trained_tensors(model, LoraSpec(2, 4.0, FOUR)):
-        name = each.name.replace("attention", "self_attn")
-        tensors[f"base_model.model.model.{name}.weight"] = torch.zeros(each.shape)
-    save_file(tensors, folder / WEIGHTS)
-    return folder
 
 
 def saved_by_peft(

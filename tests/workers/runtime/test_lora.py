@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from exactness import assert_equals_one_process
 from plans import plan_on_mesh
 from resume import assert_repeatable
 from small_models import FAMILIES, HEADS
+from worker_processes import check_recovery
 
 from pentad.schedules.spec.lora import TARGETS, LoraSpec
 from pentad.schedules.spec.plan import Plan
@@ -96,3 +98,16 @@ def test_runs_with_adapters_repeat_and_resume_bit_identically(fleet, corpus, tmp
     options = MemoryOptions(zero=zero)
     plan = plan_with(corpus, ALL, name, sizes, model=DENSE, memory_options=options, dtype="float32")
     assert_repeatable(fleet, plan, tmp_path)
+
+
+RECOVERIES: list[Any] = [
+    ("dualpipe", {"pp": 4}, signal.SIGKILL),
+    pytest.param("zb-h2", {"dp": 2, "pp": 2}, signal.SIGSTOP, marks=slow),
+    pytest.param("1f1b", {"dp": 2, "tp": 2}, signal.SIGKILL, marks=slow),
+]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("name", "sizes", "fault"), RECOVERIES)
+def test_a_run_with_adapters_that_loses_a_rank_ends_with_the_same_bits(workers, corpus, name, sizes, fault):
+    check_recovery(workers, plan_with(corpus, ALL, name, sizes, model=DENSE, dtype="float32"), 16, fault)
