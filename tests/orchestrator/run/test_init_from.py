@@ -75,25 +75,15 @@ def test_a_stage_starts_from_another_runs_weights_and_records_what_is_different(
     assert steps(tmp_path, "third") == [4, 5]
 
 
-def test_adapters_start_from_those_of_peft(cluster: clusters.Cluster, tmp_path: Path) -> None:
-    saved(tmp_path, "base")
+def test_adapters_of_peft_are_checked_before_a_run_starts(tmp_path: Path) -> None:
+    saved(tmp_path, "first")
     adapter = write_adapter(tmp_path / "adapter", load(None, SMALL).model.spec)
-    lora = ("run.init_from=base", "lora.rank=2", "lora.alpha=4", f"lora.init_from={adapter}")
-    start = run(tmp_path, "run.name=adapted", "run.steps=3", *lora)
-    first = tmp_path / "adapted" / "checkpoints" / "step-00000000"
-    assert (start["step"], start["checkpoint"]) == (0, str(first))
-    found = checkpoint.open_checkpoint(first)
-    assert found.meta["lora"]["base"]["folder"] == str(tmp_path / "base" / "checkpoints" / "step-00000004")
-    written = safetensors.numpy.load_file(adapter / "adapter_model.safetensors")
-    assert len(found.files) == len(written)
-    name = "layers.3.attention.o_proj.lora_B"
-    value = safetensors.numpy.load_file(first / found.files[f"model.{name}"])[f"model.{name}"]
-    expected = written["base_model.model.model.layers.3.self_attn.o_proj.lora_B.weight"]
-    assert np.array_equal(value, expected) and expected.any()
-
-    with pytest.raises(PentadError, match=r"lora\.alpha is 8: expected 4, the lora_alpha of"):
-        run(tmp_path, "run.name=other", "run.steps=3", *lora, "lora.alpha=8")
-    assert not (tmp_path / "other").exists()
+    lora = ("run.init_from=first", "lora.rank=2", "lora.alpha=4", f"lora.init_from={adapter}")
+    origin = origin_of(config_of(tmp_path, *lora))
+    assert (origin.start.folder, origin.adapter) == (None, adapter)
+    assert origin.base is not None and origin.base.folder == str(tmp_path / "first" / "checkpoints" / "step-00000004")
+    with pytest.raises(PentadError, match=r"^lora\.alpha is 8: expected 4, the lora_alpha of .*adapter_config\.json"):
+        origin_of(config_of(tmp_path, *lora, "lora.alpha=8"))
 
 
 def test_a_checkpoint_is_named_by_its_folder_or_its_run(tmp_path: Path) -> None:
