@@ -43,7 +43,9 @@ class HangDetector:
         """Seconds without progress that mean a hang; `costs` None: nothing has been measured yet."""
         if costs is None:
             return max(self.first_seconds, self.hang_seconds)
-        longest = max(*costs.forward, *costs.backward, *costs.weight, costs.reduce, costs.norm, costs.step)
+        longest = max(
+            *costs.forward, *costs.backward, *costs.weight, costs.reduce, costs.gather or 0.0, costs.norm, costs.step
+        )
         return self.hang_seconds + LONGEST_FACTOR * longest
 
     def check(self, statuses: dict[int, Status], costs: Costs | None, *, stepping: bool) -> Stall | None:
