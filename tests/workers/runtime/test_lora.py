@@ -7,15 +7,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from exactness import assert_equals_one_process
-from plans import plan_on_mesh
-from resume import assert_repeatable
+import torch
+from exactness import assert_equals_one_process, state_like
+from fleet import assemble, losses_of
+from plans import is_close, plan_on_mesh, reference
+from resume import assert_repeatable, commit, run_and_save
 from small_models import FAMILIES, HEADS
 from worker_processes import check_recovery
 
+from pentad.schedules.compiler import compile_program
 from pentad.schedules.spec.lora import TARGETS, LoraSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.checkpoint import checkpoint
+from pentad.workers.params.frozen import frozen_weights
 
 slow = pytest.mark.slow
 ALL = LoraSpec(rank=3, alpha=6.0, targets=tuple(TARGETS))
@@ -101,7 +106,7 @@ def test_runs_with_adapters_repeat_and_resume_bit_identically(fleet, corpus, tmp
 
 
 RECOVERIES: list[Any] = [
-    ("dualpipe", {"pp": 4}, signal.SIGKILL),
+    pytest.param("dualpipe", {"pp": 4}, signal.SIGKILL, marks=slow),
     pytest.param("zb-h2", {"dp": 2, "pp": 2}, signal.SIGSTOP, marks=slow),
     pytest.param("1f1b", {"dp": 2, "tp": 2}, signal.SIGKILL, marks=slow),
 ]
@@ -111,3 +116,41 @@ RECOVERIES: list[Any] = [
 @pytest.mark.parametrize(("name", "sizes", "fault"), RECOVERIES)
 def test_a_run_with_adapters_that_loses_a_rank_ends_with_the_same_bits(workers, corpus, name, sizes, fault):
     check_recovery(workers, plan_with(corpus, ALL, name, sizes, model=DENSE, dtype="float32"), 16, fault)
+
+
+def test_a_mesh_that_shrinks_or_grows_cuts_frozen_weights_anew(corpus):
+    """Shards of the earlier mesh are kept where they are the same, and all together are the full weights."""
+    options, cpu = MemoryOptions(zero=3), torch.device("cpu")
+    large = plan_with(corpus, ALL, "zb-v", {"pp": 2, "dp": 2}, model=DENSE, memory_options=options)
+    small = plan_with(corpus, ALL, "zb-v", {"pp": 2}, model=DENSE)
+    held = [frozen_weights(large, rank, cpu) for rank in range(large.mesh.size)]
+    kept = frozen_weights(large, 0, cpu, (large, held[0]))
+    assert kept.keys() == held[0].keys() and all(kept[shard] is each for shard, each in held[0].items())
+    for rank in range(small.mesh.size):
+        shrunk = frozen_weights(small, rank, cpu, (large, held[rank]))
+        for shard, weights in shrunk.items():
+            parts = torch.cat([held[holder][shard].compute for holder in large.holders(shard)], dim=1)
+            assert torch.equal(parts.flatten()[: large.size(shard)], weights.compute.flatten())
+        grown = frozen_weights(large, rank, cpu, (small, shrunk))
+        assert all(torch.equal(grown[shard].compute, held[rank][shard].compute) for shard in grown)
+
+
+@slow
+def test_a_checkpoint_of_adapters_resumes_on_other_meshes(fleet, corpus, tmp_path):
+    """In float64, on a smaller mesh and a larger one again, with the losses and weights of one process."""
+    options = MemoryOptions(zero=3, max_gathered=1)
+    large = plan_with(corpus, ALL, "zb-v", {"pp": 2, "dp": 2}, model=DENSE, memory_options=options)
+    small = plan_with(corpus, ALL, "1f1b", {"pp": 2}, model=DENSE)
+    batch = replace(small.batch, global_batch_size=large.batch.global_batch_size, microbatches=8)
+    small = replace(small, program=compile_program("1f1b", 2, 8), batch=batch)
+    losses, _, _, weights = reference(large)
+    folders = [checkpoint.folder_of(tmp_path, step) for step in (1, 2)]
+    runs = [run_and_save(fleet, large, 1, folders[0])]
+    runs.append(fleet.run(small, [(1, 1)], restore=str(folders[0]), save=str(folders[1])))
+    commit(folders[1], 2, [entry for outcome in runs[1] for entry in outcome.shards])
+    runs.append(fleet.run(large, [(2, 1)], restore=str(folders[1])))
+    for expected, outcomes in zip(losses, runs, strict=True):
+        assert sum(losses_of(outcomes).values()) / large.batch.tokens == pytest.approx(expected, rel=1e-10)
+    state = assemble([outcome.state for outcome in runs[2]], state_like(weights))
+    for name, weight in weights.items():
+        assert is_close(state[f"model.{name}"], weight), name
