@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from itertools import chain, repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
+from pentad.workers.data.byte_pairs import byte_pairs
 from pentad.workers.data.corpus_writer import Document, token_dtype
 from pentad.workers.data.tokenizer import encode, vocab_size
-from pentad.workers.data.word_boundaries import WordRule, boundaries, last_cut, word_rule
+from pentad.workers.data.word_boundaries import WordRule, are_letters, boundaries, last_cut, word_rule
 
 _AT_ONCE, _PLAIN_AT_ONCE = 2**23, 2**21  # characters; without the cache encoding needs about 100 bytes a token
 _MOST_WORDS = 2**21  # kept at a time; some 200 bytes each
+_LONGEST = 64  # bytes of a word that is encoded together with others, one merge a round
 
 
 class TextChunk(NamedTuple):
@@ -31,8 +35,9 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, end: int) -> None:
         self.dtype = token_dtype(vocab_size(tokenizer))
         self.end = np.array([end], self.dtype)
-        self.words = _Words(tokenizer, self.dtype)
-        self.rule = word_rule(tokenizer)
+        content = json.loads(tokenizer.to_str())
+        self.rule = word_rule(tokenizer, content)
+        self.words = _Words(tokenizer, self.rule, content, self.dtype) if self.rule else None
         self.tokenizer = tokenizer
 
     def documents(self, chunks: Iterable[TextChunk]) -> Iterator[Document]:
@@ -50,7 +55,7 @@ class Encoder:
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids of each text, without begin and end tokens."""
-        if self.rule is None:
+        if self.rule is None or self.words is None:
             return [np.array(ids, self.dtype) for ids in encode(self.tokenizer, texts)]
         found: dict[int, np.ndarray] = {}
         plain = [number for number, text in enumerate(texts) if not _is_regular(text, self.rule)]
@@ -94,16 +99,17 @@ def _is_regular(text: str, rule: WordRule) -> bool:
 
 
 class _Words:
-    """The token ids of the words seen so far, one after the other."""
+    """The token ids of the words seen so far."""
 
-    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype) -> None:
-        self.tokenizer, self.dtype = tokenizer, dtype
+    def __init__(self, tokenizer: Tokenizer, rule: WordRule, content: dict[str, Any], dtype: np.dtype) -> None:
+        self.tokenizer, self.rule, self.dtype = tokenizer, rule, dtype
+        self.pairs = byte_pairs(content["model"])
         self._forget()
 
     def _forget(self) -> None:
         self.numbers: dict[str, int] = {}
-        self.tokens = np.empty(2**20, self.dtype)
-        self.ends = np.zeros(2**18, np.int64)  # [1 + words]: of each word in `tokens`
+        self.tokens = _Grown(self.dtype)
+        self.starts, self.counts = _Grown(np.dtype(np.int64)), _Grown(np.dtype(np.int64))  # of each word in `tokens`
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids of each text; peaks at some 20 bytes a character."""
@@ -112,39 +118,65 @@ class _Words:
         raw = [text.encode() for text in texts]
         stops = np.cumsum([len(text) for text in raw])
         joined = b"".join(raw)
-        cuts = boundaries(joined, stops)
+        cuts = boundaries(joined, stops, self.rule)
         words = pa.LargeStringArray.from_buffers(len(cuts) - 1, pa.py_buffer(cuts), pa.py_buffer(joined))
         distinct = words.dictionary_encode()
-        names = distinct.dictionary.to_pylist()
-        self._learn(names)
-        numbers = np.fromiter(map(self.numbers.__getitem__, names), np.int64, len(names))
-        numbers = numbers[distinct.indices.to_numpy()]
-        starts, counts = self.ends[numbers], self.ends[numbers + 1] - self.ends[numbers]
+        numbers = self._numbers(distinct.dictionary)[distinct.indices.to_numpy()]
+        starts, counts = self.starts.values[numbers], self.counts.values[numbers]
         ends = np.cumsum(counts)
         places = np.repeat(starts - (ends - counts), counts)
         places += np.arange(len(places))
-        bounds = np.concatenate([[0], ends])[np.searchsorted(cuts, stops)]
-        return np.split(self.tokens[places], bounds[:-1])
+        bounds = np.append(0, ends)[np.searchsorted(cuts, stops)]
+        return np.split(self.tokens.values[places], bounds[:-1])
 
-    def _learn(self, names: list[str]) -> None:
+    def _numbers(self, words: pa.LargeStringArray) -> np.ndarray:
+        """The numbers of distinct words, [words] int64; learns those that are new."""
+        names = words.to_pylist()
         if len(self.numbers) + len(names) > _MOST_WORDS:
             self._forget()
-        new = [name for name in names if name not in self.numbers]
-        ids = encode(self.tokenizer, new)
-        known, used = len(self.numbers), self.ends[len(self.numbers)]
-        ends = used + np.cumsum([len(word) for word in ids], dtype=np.int64)
-        if ends.size:
-            self.tokens = _grown(self.tokens, ends[-1])
-            self.tokens[used : ends[-1]] = np.fromiter((token for word in ids for token in word), self.dtype)
-            self.ends = _grown(self.ends, known + 1 + len(new))
-            self.ends[known + 1 : known + 1 + len(new)] = ends
-        self.numbers.update(zip(new, range(known, known + len(new)), strict=True))
+        found = np.fromiter(map(self.numbers.get, names, repeat(-1)), np.int64, len(names))
+        new = np.flatnonzero(found < 0)
+        if len(new):
+            found[new] = np.arange(len(self.numbers), len(self.numbers) + len(new))
+            self._learn(words.take(pa.array(new)), [names[number] for number in new.tolist()])
+            self.numbers.update(zip((names[number] for number in new.tolist()), found[new].tolist(), strict=True))
+        return found
+
+    def _learn(self, words: pa.LargeStringArray, names: list[str]) -> None:
+        """Adds the tokens of new words: of those of letters all at once, of others with the tokenizer."""
+        offsets, text = (
+            np.frombuffer(buffer, dtype) for buffer, dtype in zip(words.buffers()[1:], ("<i8", "u1"), strict=True)
+        )
+        offsets = offsets[: len(words) + 1]
+        lengths, fast = np.diff(offsets), np.zeros(len(words), bool)
+        if self.pairs:
+            fast = are_letters(text, offsets[:-1], offsets[1:], self.rule) & (lengths <= _LONGEST)
+        starts, counts = np.empty((2, len(words)), np.int64)
+        tokens = np.empty(0, self.dtype)
+        if self.pairs and fast.any():
+            tokens, starts[fast], counts[fast] = self.pairs.encode(
+                text[: offsets[-1]][np.repeat(fast, lengths)], lengths[fast]
+            )
+        others = encode(self.tokenizer, [names[number] for number in np.flatnonzero(~fast).tolist()])
+        counts[~fast] = sizes = np.fromiter(map(len, others), np.int64, len(others))
+        starts[~fast] = len(tokens) + np.cumsum(sizes) - sizes
+        self.starts.extend(self.tokens.used + starts)
+        self.counts.extend(counts)
+        self.tokens.extend(tokens)
+        self.tokens.extend(np.fromiter(chain.from_iterable(others), self.dtype, int(sizes.sum())))
 
 
-def _grown(array: np.ndarray, size: int) -> np.ndarray:
-    """The array, or a copy with room for at least `size` elements."""
-    if size <= len(array):
-        return array
-    larger = np.empty(2 * int(size), array.dtype)
-    larger[: len(array)] = array
-    return larger
+class _Grown:
+    """An array that grows at its end: the first `used` of `values` count."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self.values, self.used = np.empty(2**18, dtype), 0
+
+    def extend(self, values: np.ndarray) -> None:
+        end = self.used + len(values)
+        if end > len(self.values):
+            larger = np.empty(2 * end, self.values.dtype)
+            larger[: self.used] = self.values[: self.used]
+            self.values = larger
+        self.values[self.used : end] = values
+        self.used = end

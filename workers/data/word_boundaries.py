@@ -7,8 +7,8 @@ have the same tokens alone as together.
 
 from __future__ import annotations
 
-import json
 import re
+from string import ascii_lowercase, ascii_uppercase
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,26 +58,36 @@ def _kind(byte: int) -> int:
 
 
 _KINDS = np.array([_kind(byte) for byte in range(256)], np.uint8)
-_PAIRS = np.zeros((8, 8), bool)  # by the kinds of the bytes before and after
-_PAIRS[_LETTER, [_DIGIT, _SPACE, _CONTROL, _SYMBOL]] = True  # a letter and an apostrophe may be a contraction
-_PAIRS[_DIGIT, [_LETTER, _SPACE, _CONTROL, _SYMBOL, _APOSTROPHE]] = True
-_PAIRS[[_APOSTROPHE, _SYMBOL, _FOREIGN], _SPACE] = True
-_CUT = _PAIRS.ravel()
+# By the kinds of the bytes before and after.
+_CUT = np.zeros((8, 8), bool)
+_CUT[_LETTER, [_DIGIT, _SPACE, _CONTROL, _SYMBOL]] = True  # a letter and an apostrophe may be a contraction
+_CUT[_DIGIT, [_LETTER, _SPACE, _CONTROL, _SYMBOL, _APOSTROPHE]] = True
+_CUT[[_APOSTROPHE, _SYMBOL], _DIGIT] = True
+_CUT[[_APOSTROPHE, _SYMBOL, _FOREIGN], _SPACE] = True
+# Before the last of several spaces: by the kind of the byte before it, and of the byte after it.
+_LAST_SPACE = np.zeros((8, 8), bool)
+_LAST_SPACE[[[_SPACE], [_CONTROL]], [_LETTER, _SYMBOL]] = True
 
 _CUT_IN_TEXT = re.compile(r"(?<=[A-Za-z0-9])(?= )|(?<=\S\n)(?=[^\s/])")
 
 
 class WordRule(NamedTuple):
     """A tokenizer that encodes words by themselves, except in texts that contain one of its `added` tokens, or that are
-    not in NFC when it is `normalized`."""
+    not in NFC when it is `normalized`.
+
+    Letters are a word of their own after a symbol if `splits_symbols`, and where a capital letter follows a small one
+    if `splits_case`.
+    """
 
     added: tuple[str, ...]
     normalized: bool
+    splits_symbols: bool
+    splits_case: bool
 
 
-def word_rule(tokenizer: Tokenizer) -> WordRule | None:
-    """The rule of a tokenizer, or None if it is not known to have one. Special tokens are taken as plain text."""
-    content = json.loads(tokenizer.to_str())
+def word_rule(tokenizer: Tokenizer, content: dict[str, Any]) -> WordRule | None:
+    """The rule of a tokenizer with this `content` of a tokenizer.json, or None if it is not known to have one. Special
+    tokens are taken as plain text."""
     normalizers = _flat(content["normalizer"], "normalizers")
     added = [token for token in content["added_tokens"] if not token["special"]]
     if (
@@ -88,17 +98,38 @@ def word_rule(tokenizer: Tokenizer) -> WordRule | None:
         or any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added)
     ):
         return None
-    return WordRule(tuple(token["content"] for token in added), bool(normalizers))
+    splits_symbols, splits_case = (len(tokenizer.pre_tokenizer.pre_tokenize_str(text)) > 1 for text in (".a", "aA"))
+    return WordRule(tuple(token["content"] for token in added), bool(normalizers), splits_symbols, splits_case)
 
 
-def boundaries(text: bytes, stops: np.ndarray) -> np.ndarray:
+def boundaries(text: bytes, stops: np.ndarray, rule: WordRule) -> np.ndarray:
     """Positions in UTF-8 `text` between words, ascending int64: 0, those of `stops`, and all where it can be cut."""
+    cut = _CUT.copy()
+    cut[_SYMBOL, _LETTER] = rule.splits_symbols
     kinds = _KINDS[np.frombuffer(text, np.uint8)]
     marked = np.zeros(len(text) + 1, bool)
-    marked[1:-1] = _CUT[kinds[:-1] << 3 | kinds[1:]]
-    marked[stops] = True
-    marked[0] = True
+    marked[0] = marked[stops] = True
+    spaces = 1 + np.flatnonzero(kinds[1:-1] == _SPACE)
+    last = _LAST_SPACE[kinds[spaces - 1], kinds[spaces + 1]] & ~marked[spaces + 1]
+    marked[spaces[last]] = True
+    marked[1:-1] |= cut.ravel()[kinds[:-1] << 3 | kinds[1:]]
     return np.flatnonzero(marked)
+
+
+def are_letters(text: np.ndarray, starts: np.ndarray, ends: np.ndarray, rule: WordRule) -> np.ndarray:
+    """Which of the words that boundaries cut out of UTF-8 `text` uint8, from `starts` to `ends`, stay in one piece for
+    sure, [words] bool: ASCII letters, the first of which may follow a space or symbol."""
+    kinds = _KINDS[text]
+    others = np.append(0, np.cumsum(kinds != _LETTER))
+    found = (others[ends] == others[np.minimum(starts + 1, ends)]) & (ends > starts)
+    found &= np.isin(kinds[starts], [_LETTER, _SPACE, _SYMBOL])
+    if rule.splits_case:
+        small, capital = (
+            np.isin(text, list(letters)) for letters in (ascii_lowercase.encode(), ascii_uppercase.encode())
+        )
+        turns = np.append(0, np.cumsum(small[:-1] & capital[1:]))
+        found &= turns[np.maximum(ends - 1, 0)] == turns[starts]
+    return found
 
 
 def last_cut(text: str) -> int:
@@ -132,7 +163,7 @@ def _expression(step: dict[str, Any]) -> str | None:
     if step["type"] != "Split" or step["behavior"] != "Isolated" or step["invert"]:
         return None
     expression: str | None = step["pattern"].get("Regex")
-    return expression
+    return expression and expression.replace("\r", r"\r").replace("\n", r"\n")
 
 
 def _flat(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from pentad.workers.data import encoder as encoder_module
 from pentad.workers.data import word_boundaries
 from pentad.workers.data.encoder import Encoder, TextChunk
-from pentad.workers.data.word_boundaries import boundaries, word_rule
+from pentad.workers.data.word_boundaries import WordRule, boundaries
 
 # Every kind of byte and every symbol that an expression treats in its own way.
 LETTERS = (
@@ -136,7 +136,7 @@ def test_a_tokenizer_without_a_known_rule_encodes_whole_documents(name: str) -> 
         tokenizer.normalizer = normalizers.Lowercase()
     else:
         tokenizer.add_tokens(["a b"])
-    assert word_rule(tokenizer) is None
+    assert Encoder(tokenizer, 0).rule is None
     if name != "dropout":
         chunks = [TextChunk("a b's ", False), TextChunk("12 l.", True), TextChunk("T", True)]
         found = [document.tokens.tolist() for document in Encoder(tokenizer, 0).documents(chunks)]
@@ -145,6 +145,6 @@ def test_a_tokenizer_without_a_known_rule_encodes_whole_documents(name: str) -> 
 
 def test_boundaries_split_ordinary_text_into_words() -> None:
     text = b"It's 12 o'clock,\nsays (the) man."
-    cuts = boundaries(text, np.array([len(text)]))
+    cuts = boundaries(text, np.array([len(text)]), WordRule((), False, False, False))
     words = [text[start:stop].decode() for start, stop in pairwise(cuts)]
     assert words == ["It's", " 12", " o'clock", ",\nsays", " (the", ")", " man", "."]
