@@ -18,14 +18,14 @@ class BytePairs:
     """
 
     def __init__(self, vocab: dict[str, int], merges: list[tuple[str, str]], ignore_merges: bool) -> None:
-        self.of_byte = np.array([vocab[letter] for letter in _alphabet()], np.int32)
+        self.of_byte = np.array([vocab.get(letter, -1) for letter in _alphabet()], np.int32)
         self.merged = np.array([vocab[left + right] for left, right in merges], np.int32)
         lefts, rights = (np.array([vocab[pair[side]] for pair in merges], np.uint64) for side in (0, 1))
         self.pairs = _Table(lefts << np.uint64(32) | rights)
         self.whole = _by_bytes(vocab) if ignore_merges else {}
 
     def encode(self, text: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Words of `lengths` [words] bytes, at least 1, that follow one another in `text` uint8.
+        """Words of `lengths` [words] bytes, at least 1, that follow one another in `text`, uint8 of printable ASCII.
 
         Returns tokens int32 in no particular order of words, and the first one and the number of each word's.
         """
@@ -114,13 +114,15 @@ class _Table:
 
 
 def byte_pairs(model: dict[str, Any]) -> BytePairs | None:
-    """The merges of the model of a byte-level tokenizer.json, or None if it is another kind of model."""
+    """The merges of the model of a byte-level tokenizer.json, or None if it is another kind of model.
+
+    Rare bytes may have no token."""
     known = {"type": "BPE", "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
     if any((model.get(key) or None) != value for key, value in known.items()):
         return None
     vocab = model["vocab"]
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
-    if any(letter not in vocab for letter in _alphabet()) or len(set(merges)) < len(merges):
+    if any(letter not in vocab for letter in _alphabet()[0x20:0x7F]) or len(set(merges)) < len(merges):
         return None
     return BytePairs(vocab, merges, bool(model.get("ignore_merges")))
 

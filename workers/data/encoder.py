@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from pentad.workers.data.byte_pairs import byte_pairs
 from pentad.workers.data.corpus_writer import Document, token_dtype
 from pentad.workers.data.tokenizer import encode, vocab_size
-from pentad.workers.data.word_boundaries import WordRule, are_letters, boundaries, last_cut, word_rule
+from pentad.workers.data.word_boundaries import WordRule, are_plain, boundaries, last_cut, word_rule
 
 _AT_ONCE, _PLAIN_AT_ONCE = 2**23, 2**21  # characters; without the cache encoding needs about 100 bytes a token
 _MOST_WORDS = 2**21  # kept at a time; some 200 bytes each
@@ -137,20 +137,21 @@ class _Words:
         found = np.fromiter(map(self.numbers.get, names, repeat(-1)), np.int64, len(names))
         new = np.flatnonzero(found < 0)
         if len(new):
-            found[new] = np.arange(len(self.numbers), len(self.numbers) + len(new))
-            self._learn(words.take(pa.array(new)), [names[number] for number in new.tolist()])
-            self.numbers.update(zip((names[number] for number in new.tolist()), found[new].tolist(), strict=True))
+            found[new] = numbers = np.arange(len(self.numbers), len(self.numbers) + len(new))
+            learned = [names[number] for number in new.tolist()]
+            self._learn(words.take(pa.array(new)), learned)
+            self.numbers.update(zip(learned, numbers.tolist(), strict=True))
         return found
 
     def _learn(self, words: pa.LargeStringArray, names: list[str]) -> None:
-        """Adds the tokens of new words: of those of letters all at once, of others with the tokenizer."""
+        """Adds the tokens of new words: of plain ones all at once, of others with the tokenizer."""
         offsets, text = (
             np.frombuffer(buffer, dtype) for buffer, dtype in zip(words.buffers()[1:], ("<i8", "u1"), strict=True)
         )
         offsets = offsets[: len(words) + 1]
         lengths, fast = np.diff(offsets), np.zeros(len(words), bool)
         if self.pairs:
-            fast = are_letters(text, offsets[:-1], offsets[1:], self.rule) & (lengths <= _LONGEST)
+            fast = are_plain(text, offsets[:-1], offsets[1:], self.rule) & (lengths <= _LONGEST)
         starts, counts = np.empty((2, len(words)), np.int64)
         tokens = np.empty(0, self.dtype)
         if self.pairs and fast.any():

@@ -42,7 +42,7 @@ _DIGITS = {r"\p{N}{1,3}", r"\p{N}"}
 _KANA_AND_HANZI = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 
 # Kinds of bytes. The last byte of a non-ASCII space is among _UNKNOWN.
-_LETTER, _DIGIT, _SPACE, _APOSTROPHE, _CONTROL, _SYMBOL, _FOREIGN, _UNKNOWN = range(8)
+_LETTER, _DIGIT, _SPACE, _NEWLINE, _APOSTROPHE, _CONTROL, _SYMBOL, _FOREIGN, _UNKNOWN = range(9)
 _ENDS_OF_SPACES = (*range(0x80, 0x8F), 0x9F, 0xA0, 0xA8, 0xA9, 0xAF)  # U+0085, U+00A0, U+1680, U+2000 to U+3000
 
 
@@ -52,22 +52,20 @@ def _kind(byte: int) -> int:
         return _UNKNOWN if byte in _ENDS_OF_SPACES else _FOREIGN
     if letter.isalpha() or letter.isdigit():
         return _LETTER if letter.isalpha() else _DIGIT
-    if letter in " '":
-        return _SPACE if letter == " " else _APOSTROPHE
+    if letter in " '\n":
+        return {" ": _SPACE, "'": _APOSTROPHE, "\n": _NEWLINE}[letter]
     return _CONTROL if byte < 0x20 or byte == 0x7F else _SYMBOL
 
 
 _KINDS = np.array([_kind(byte) for byte in range(256)], np.uint8)
-# By the kinds of the bytes before and after.
-_CUT = np.zeros((8, 8), bool)
-_CUT[_LETTER, [_DIGIT, _SPACE, _CONTROL, _SYMBOL]] = True  # a letter and an apostrophe may be a contraction
-_CUT[_DIGIT, [_LETTER, _SPACE, _CONTROL, _SYMBOL, _APOSTROPHE]] = True
+_SMALL, _CAPITAL = (np.isin(np.arange(256), list(letters.encode())) for letters in (ascii_lowercase, ascii_uppercase))
+
+# Cuts by the kinds of the bytes before and after.
+_CUT = np.zeros((16, 16), bool)
+_CUT[_LETTER, [_DIGIT, _SPACE, _NEWLINE, _CONTROL, _SYMBOL]] = True  # an apostrophe may begin a contraction
+_CUT[_DIGIT, [_LETTER, _SPACE, _NEWLINE, _CONTROL, _SYMBOL, _APOSTROPHE]] = True
 _CUT[[_APOSTROPHE, _SYMBOL], _DIGIT] = True
 _CUT[[_APOSTROPHE, _SYMBOL, _FOREIGN], _SPACE] = True
-# Before the last of several spaces: by the kind of the byte before it, and of the byte after it.
-_LAST_SPACE = np.zeros((8, 8), bool)
-_LAST_SPACE[[[_SPACE], [_CONTROL]], [_LETTER, _SYMBOL]] = True
-
 _CUT_IN_TEXT = re.compile(r"(?<=[A-Za-z0-9])(?= )|(?<=\S\n)(?=[^\s/])")
 
 
@@ -75,13 +73,15 @@ class WordRule(NamedTuple):
     """A tokenizer that encodes words by themselves, except in texts that contain one of its `added` tokens, or that are
     not in NFC when it is `normalized`.
 
-    Letters are a word of their own after a symbol if `splits_symbols`, and where a capital letter follows a small one
-    if `splits_case`.
+    `splits_symbols`: symbols are never in one word with letters or newlines, as in GPT-2, and the last of several
+    newlines is a word of its own. `splits_digits`: each digit is one. `splits_case`: a capital letter after a small one
+    begins another.
     """
 
     added: tuple[str, ...]
     normalized: bool
     splits_symbols: bool
+    splits_digits: bool
     splits_case: bool
 
 
@@ -98,38 +98,76 @@ def word_rule(tokenizer: Tokenizer, content: dict[str, Any]) -> WordRule | None:
         or any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added)
     ):
         return None
-    splits_symbols, splits_case = (len(tokenizer.pre_tokenizer.pre_tokenize_str(text)) > 1 for text in (".a", "aA"))
-    return WordRule(tuple(token["content"] for token in added), bool(normalizers), splits_symbols, splits_case)
+    splits = (len(tokenizer.pre_tokenizer.pre_tokenize_str(text)) > 1 for text in (".a", "11", "aA"))
+    return WordRule(tuple(token["content"] for token in added), bool(normalizers), *splits)
 
 
 def boundaries(text: bytes, stops: np.ndarray, rule: WordRule) -> np.ndarray:
     """Positions in UTF-8 `text` between words, ascending int64: 0, those of `stops`, and all where it can be cut."""
-    cut = _CUT.copy()
-    cut[_SYMBOL, _LETTER] = rule.splits_symbols
-    kinds = _KINDS[np.frombuffer(text, np.uint8)]
+    array = np.frombuffer(text, np.uint8)
+    kinds = _KINDS[array]
     marked = np.zeros(len(text) + 1, bool)
     marked[0] = marked[stops] = True
-    spaces = 1 + np.flatnonzero(kinds[1:-1] == _SPACE)
-    last = _LAST_SPACE[kinds[spaces - 1], kinds[spaces + 1]] & ~marked[spaces + 1]
-    marked[spaces[last]] = True
-    marked[1:-1] |= cut.ravel()[kinds[:-1] << 3 | kinds[1:]]
+    cuts = _cuts_around(array, kinds, marked, rule)
+    pairs = _CUT.copy()
+    pairs[[_APOSTROPHE, _SYMBOL], _NEWLINE] = pairs[_SYMBOL, _LETTER] = rule.splits_symbols
+    pairs[_DIGIT, _DIGIT] = rule.splits_digits
+    marked[1:-1] |= pairs.ravel()[kinds[:-1] << 4 | kinds[1:]]
+    for cut in cuts:
+        marked[cut] = True
     return np.flatnonzero(marked)
 
 
-def are_letters(text: np.ndarray, starts: np.ndarray, ends: np.ndarray, rule: WordRule) -> np.ndarray:
-    """Which of the words that boundaries cut out of UTF-8 `text` uint8, from `starts` to `ends`, stay in one piece for
-    sure, [words] bool: ASCII letters, the first of which may follow a space or symbol."""
-    kinds = _KINDS[text]
-    others = np.append(0, np.cumsum(kinds != _LETTER))
-    found = (others[ends] == others[np.minimum(starts + 1, ends)]) & (ends > starts)
-    found &= np.isin(kinds[starts], [_LETTER, _SPACE, _SYMBOL])
-    if rule.splits_case:
-        small, capital = (
-            np.isin(text, list(letters)) for letters in (ascii_lowercase.encode(), ascii_uppercase.encode())
-        )
-        turns = np.append(0, np.cumsum(small[:-1] & capital[1:]))
-        found &= turns[np.maximum(ends - 1, 0)] == turns[starts]
+def _cuts_around(text: np.ndarray, kinds: np.ndarray, stops: np.ndarray, rule: WordRule) -> list[np.ndarray]:
+    """Cuts before and after bytes, by the kinds of the bytes on both sides of them in the same text."""
+    found = []
+    newlines, spaces = (_inner(kinds, kind, stops) for kind in (_NEWLINE, _SPACE))
+    # The last of several spaces belongs to what follows it.
+    lasts = np.concatenate([newlines, spaces]) if rule.splits_symbols else spaces
+    before, after = kinds[lasts - 1], kinds[lasts + 1]
+    found.append(lasts[_among(before, _SPACE, _NEWLINE, _CONTROL) & _among(after, _LETTER, _SYMBOL)])
+    before, after = kinds[newlines - 1], kinds[newlines + 1]
+    following = (_LETTER, _SYMBOL) if rule.splits_symbols else (_LETTER, _DIGIT)
+    found.append(newlines[_among(after, *following) & (before != _UNKNOWN)] + 1)
+    if not rule.splits_symbols:  # then a letter takes one symbol before it, unless that is in a run with what precedes
+        symbols = _inner(kinds, _SYMBOL, stops)
+        symbols = symbols[kinds[symbols + 1] == _LETTER]
+        in_run = _among(kinds[symbols - 1], _SPACE, _SYMBOL) & (text[symbols - 1] != ord("/")) & ~stops[symbols]
+        found.append(symbols[in_run] + 1)
     return found
+
+
+def _among(found: np.ndarray, *kinds: int) -> np.ndarray:
+    """Which of the kinds `found` are among `kinds`, bool."""
+    table = np.zeros(9, bool)
+    table[list(kinds)] = True
+    return table[found]
+
+
+def _inner(kinds: np.ndarray, kind: int, stops: np.ndarray) -> np.ndarray:
+    """Where bytes of a kind are that do not end their text, and that are not the first of all."""
+    found = 1 + np.flatnonzero(kinds[1:-1] == kind)
+    return found[~stops[found + 1]]
+
+
+def are_plain(text: np.ndarray, starts: np.ndarray, ends: np.ndarray, rule: WordRule) -> np.ndarray:
+    """Which of the words that boundaries cut out of UTF-8 `text` uint8, from `starts` to `ends`, stay in one piece for
+    sure, [words] bool: ASCII letters or symbols after at most one space, or letters after a symbol."""
+    kinds = _KINDS[text]
+    first = kinds[starts]
+    letters = _all(kinds == _LETTER, starts + 1, ends) & _among(first, _LETTER, _SPACE, _SYMBOL)
+    if rule.splits_case:
+        letters &= ~_any(_SMALL[text[:-1]] & _CAPITAL[text[1:]], starts, ends - 1)
+    return letters | (_all(kinds == _SYMBOL, starts + 1, ends) & _among(first, _SPACE, _SYMBOL))
+
+
+def _any(marked: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    sums = np.append(0, np.cumsum(marked))
+    return sums[ends] > sums[starts]
+
+
+def _all(marked: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    return ~_any(~marked, starts, ends)
 
 
 def last_cut(text: str) -> int:
