@@ -25,7 +25,7 @@ def build(
     sources: Annotated[
         list[str], Argument(metavar="SOURCE", help="Files, folders, patterns or URIs; see docs/data-build.md.")
     ],
-    out: Annotated[Path, Argument(metavar="OUT", help="A new or empty folder, or one of an unfinished build.")],
+    out: Annotated[str, Argument(metavar="OUT", help="A new or empty folder or URI, or one of an unfinished build.")],
     vocab: Annotated[int, Option(help="Size of the tokenizer to train.")] = 2**15,
     tokenizer: Annotated[Path | None, Option(help="A tokenizer.json, or a folder with one, instead.")] = None,
     field: Annotated[str | None, Option(help="The column of the text (default: text) or the conversations.")] = None,
@@ -94,7 +94,7 @@ def _duration(seconds: float) -> str:
 
 @data.command()
 def inspect(
-    path: Annotated[Path, Argument(help="A folder that `pentad data build` wrote.")],
+    path: Annotated[str, Argument(help="A folder or URI that `pentad data build` wrote.")],
     samples: Annotated[int, Option(min=0, help="Documents to show the beginning of.")] = 2,
     as_json: Json = False,
 ) -> None:

@@ -146,7 +146,7 @@ def open_corpus(
     """
     folder = folder_at(path, argument)
     text = _index_text(folder, argument)
-    index, fingerprint = parse_index(text, Path(path) / INDEX_FILE), hashlib.sha256(text.encode()).hexdigest()
+    index, fingerprint = parse_index(text, f"{folder.name}/{INDEX_FILE}"), hashlib.sha256(text.encode()).hexdigest()
     if index.tokens == 0:
         raise PentadError(f"{argument} is '{path}', which holds 0 tokens: expected at least 1")
     shards = Shards(folder, index, Path(cache).expanduser() / f"shards-{fingerprint[:16]}")
@@ -171,7 +171,8 @@ def open_corpus(
 
 def read_index(path: str | Path, argument: str) -> Index:
     """The index of the corpus in folder `path`. Raises PentadError, which names `argument`, if there is none."""
-    return parse_index(_index_text(folder_at(path, argument), argument), Path(path) / INDEX_FILE)
+    folder = folder_at(path, argument)
+    return parse_index(_index_text(folder, argument), f"{folder.name}/{INDEX_FILE}")
 
 
 def _index_text(folder: Folder, argument: str) -> str:

@@ -118,7 +118,7 @@ def index_text(index: Index) -> str:
     return f'{text},\n "shards": [\n  {shards}\n ]\n}}\n'
 
 
-def parse_index(text: str, path: Path) -> Index:
+def parse_index(text: str, path: Path | str) -> Index:
     """The index in `text`, read from `path`. Raises PentadError if it is not pentad's or its sums are wrong."""
     try:
         content = json.loads(text)
@@ -140,12 +140,12 @@ def parse_index(text: str, path: Path) -> Index:
     return index
 
 
-def _require_sum(found: int, parts: Iterable[int], name: str, of: str, path: Path) -> None:
+def _require_sum(found: int, parts: Iterable[int], name: str, of: str, path: Path | str) -> None:
     if found != (total := sum(parts)):
         raise PentadError(f"{path} has {name} = {found}: expected {total}, the sum over its {of}")
 
 
-def _require_inside(shard: Shard, itemsize: int, name: str, path: Path) -> None:
+def _require_inside(shard: Shard, itemsize: int, name: str, path: Path | str) -> None:
     """Raises PentadError for a record batch that reaches beyond its file."""
     for tokens, documents, tokens_at, offsets_at, loss_mask_at in shard.batches:
         ends = tokens_at + itemsize * tokens, offsets_at + 8 * (documents + 1), loss_mask_at + tokens
@@ -153,7 +153,7 @@ def _require_inside(shard: Shard, itemsize: int, name: str, path: Path) -> None:
             raise PentadError(f"{path} has {name} beyond byte {shard.bytes}: expected record batches inside the file")
 
 
-def _parse(kind: Any, content: Any, path: Path, prefix: str = "") -> Any:
+def _parse(kind: Any, content: Any, path: Path | str, prefix: str = "") -> Any:
     """A dataclass from JSON: fields have their types, counts are not negative, files are names inside the folder."""
     if not isinstance(content, dict):
         found = type(content).__name__
@@ -179,7 +179,7 @@ def _parse(kind: Any, content: Any, path: Path, prefix: str = "") -> Any:
     return kind(**values)
 
 
-def _record_batches(rows: list[Any], name: str, path: Path) -> tuple[RecordBatch, ...]:
+def _record_batches(rows: list[Any], name: str, path: Path | str) -> tuple[RecordBatch, ...]:
     try:
         batches = tuple(RecordBatch(*row) for row in rows)
     except TypeError:

@@ -11,13 +11,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pentad.workers.data.corpus import Corpus, open_corpus, read_index
-from pentad.workers.data.tokenizer import decode, load_tokenizer
+from pentad.workers.data.storage import folder_at
+from pentad.workers.data.tokenizer import decode, parse_tokenizer
 
 _SEARCHED = 2**20  # tokens after a place, in which a document starts
 _SHARD_FACTS = ("file", "tokens", "documents", "bytes", "checksums", "has_loss_mask")
 
 
-def inspect_corpus(path: Path, samples: int, length: int) -> dict[str, Any]:
+def inspect_corpus(path: str | Path, samples: int, length: int) -> dict[str, Any]:
     """Verifies the corpus at `path` and describes it as plain data.
 
     Shows up to `length` tokens of up to `samples` documents, evenly spread, as segments of text that are trained or
@@ -25,7 +26,7 @@ def inspect_corpus(path: Path, samples: int, length: int) -> dict[str, Any]:
     """
     corpus = open_corpus(path, verify=True, argument="PATH")
     index = read_index(path, "PATH")
-    tokenizer = load_tokenizer(path / index.tokenizer.file)
+    tokenizer = parse_tokenizer(folder_at(path, "PATH").read(index.tokenizer.file).decode())
     places = (corpus.tokens * number // samples for number in range(samples))
     starts = dict.fromkeys(start for place in places for start in _document_start(corpus, place))
     return {

