@@ -1,20 +1,23 @@
-"""Times encoding text with a tokenizer word by word, as `pentad data build` does, and whole documents at a time.
+"""Times encoding text as `pentad data build` does, and as the library `tokenizers` does it alone.
 
 PYTHONPATH=.typings:tests/support python tests/bench/encode_speed.py SOURCE TOKENIZER [--megabytes N] [--out FILE.json]
 
 Rates are megabytes of UTF-8 text by CPU second of one process with one thread, for each part of the text in its order:
-the words of the first part are all new. Tokens of both are compared.
+the words of the first part are all new. `build` is the whole build of the corpus, reading and writing included. The
+library's rate is that of a bare `encode_batch_fast` on the first megabytes of every part, whose tokens are compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -23,11 +26,13 @@ from record import record
 
 from pentad.workers.data.encoder import Encoder
 from pentad.workers.data.tokenizer import load_tokenizer
+from pentad.workers.preprocess.build import Request, build_corpus
 from pentad.workers.preprocess.part_builder import text_chunks, text_columns
 from pentad.workers.preprocess.readers import Span
 from pentad.workers.preprocess.source_files import find_files
 
-PARTS, AT_ONCE = 4, 2**23  # parts of the text; characters
+T = TypeVar("T")
+PARTS, AT_ONCE, COMPARED = 4, 2**23, 2**20  # parts of the text; characters at once, and of a part for the library
 
 
 def groups(source: str, megabytes: int) -> list[list[str]]:
@@ -46,27 +51,50 @@ def groups(source: str, megabytes: int) -> list[list[str]]:
     return found
 
 
-def measure(texts: list[list[str]], encode: Callable[[list[str]], list[np.ndarray]]) -> tuple[list[float], int]:
-    """Megabytes by CPU second of each part, and a checksum of the tokens."""
-    rates, checksum = [], 0
-    for part in np.array_split(np.arange(len(texts)), PARTS):
-        size = sum(len(text.encode()) for number in part for text in texts[number])
-        began = time.process_time()
-        for number in part:
-            checksum = hash((checksum, *(ids.tobytes() for ids in encode(texts[number]))))
-        rates.append(round(size / 1e6 / (time.process_time() - began), 2))
-    return rates, checksum
+def rate(texts: list[str], action: Callable[[], T]) -> tuple[float, T]:
+    """Megabytes of `texts` by CPU second of an action, and its result."""
+    size = sum(len(text.encode()) for text in texts) / 1e6
+    began = time.process_time()
+    result = action()
+    return round(size / (time.process_time() - began), 2), result
 
 
 def compare(source: str, tokenizer: Path, megabytes: int) -> dict[str, Any]:
+    ours, library = Encoder(load_tokenizer(tokenizer), 0), load_tokenizer(tokenizer)
+    rates: dict[str, list[float]] = {"encoder": [], "tokenizers": []}
     texts = groups(source, megabytes)
-    words, plain = (Encoder(load_tokenizer(tokenizer), 0) for _ in range(2))
-    plain.rule = None
-    by_word, first = measure(texts, words.encode)
-    whole, second = measure(texts, lambda group: [ids for text in group for ids in plain.encode([text])])
-    assert first == second, "other tokens"
+    for part in np.array_split(np.arange(len(texts)), PARTS):
+        own = [texts[number] for number in part]
+        flat = [text for group in own for text in group]
+        first = head(flat)
+        speed, encoded = rate(flat, partial(encode_all, ours, own))
+        rates["encoder"].append(speed)
+        speed, plain = rate(first, partial(library.encode_batch_fast, first, add_special_tokens=False))
+        rates["tokenizers"].append(speed)
+        assert all(ids.tolist() == each.ids for ids, each in zip(encoded, plain, strict=False)), "other tokens"
     size = sum(len(text.encode()) for group in texts for text in group) / 1e6
-    return {"megabytes": round(size, 1), "word_by_word": by_word, "whole_documents": whole}
+    return {"megabytes": round(size, 1), **rates, "build": whole_build(texts, tokenizer)}
+
+
+def encode_all(encoder: Encoder, groups: list[list[str]]) -> list[np.ndarray]:
+    return [ids for group in groups for ids in encoder.encode(group)]
+
+
+def head(texts: list[str]) -> list[str]:
+    """The first of the texts, about COMPARED characters together."""
+    ends = np.cumsum([len(text) for text in texts])
+    return texts[: int(np.searchsorted(ends, COMPARED)) + 1]
+
+
+def whole_build(texts: list[list[str]], tokenizer: Path) -> float:
+    """Megabytes of text by CPU second of a build in this process."""
+    flat = [text for group in texts for text in group]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.jsonl"
+        with rows.open("w") as sink:
+            sink.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in flat)
+        request = Request((str(rows),), Path(folder) / "out", tokenizer, workers=1)
+        return rate(flat, lambda: build_corpus(request, lambda line: None, lambda progress: None))[0]
 
 
 def main() -> None:

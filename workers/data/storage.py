@@ -50,12 +50,13 @@ class Folder:
         if self.filesystem is None:
             with os.scandir(self.path) as entries:
                 return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        found = _reported(lambda: self._selected(), self.name)
-        return {info.base_name: info.size for info in found if info.type == fs.FileType.File}
+        return _reported(lambda: remote_sizes(self.filesystem, self.path), self.name)
 
-    def _selected(self) -> list[fs.FileInfo]:
-        assert self.filesystem is not None
-        return list(self.filesystem.get_file_info(fs.FileSelector(self.path, allow_not_found=True)))
+
+def remote_sizes(filesystem: fs.FileSystem, path: str) -> dict[str, int]:
+    """Bytes of the files in a remote folder, which is empty if there is none. Raises OSError."""
+    found = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))
+    return {info.base_name: info.size for info in found if info.type == fs.FileType.File}
 
 
 def folder_at(text: str | Path, argument: str) -> Folder:

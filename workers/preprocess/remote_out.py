@@ -17,7 +17,7 @@ from pyarrow import fs
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus_index import INDEX_FILE
-from pentad.workers.data.storage import Folder, first_line
+from pentad.workers.data.storage import Folder, first_line, remote_sizes
 
 _CLAIM = "building"
 _AT_ONCE = 4  # files
@@ -33,7 +33,7 @@ class RemoteOut:
     def claim(self) -> None:
         """Reserves the folder, and removes what another build left unfinished there."""
         with self._writing():
-            found = self.folder.sizes()
+            found = self._sizes()
             if INDEX_FILE in found or (found and _CLAIM not in found):
                 fault = "which exists and is not empty"
                 raise PentadError(f"OUT is '{self.folder.name}', {fault}: expected a new or empty folder")
@@ -68,14 +68,17 @@ class RemoteOut:
         assert self.folder.filesystem is not None, "a remote folder"
         return self.folder.filesystem
 
+    def _sizes(self) -> dict[str, int]:
+        return remote_sizes(self._filesystem, self.folder.path)
+
     def _path(self, name: str) -> str:
         return f"{self.folder.path}/{name}"
 
     def _claimed_by(self) -> str:
-        return self.folder.read(_CLAIM).decode() if _CLAIM in self.folder.sizes() else ""
+        return self.folder.read(_CLAIM).decode() if _CLAIM in self._sizes() else ""
 
     def _missing(self, content: dict[str, int]) -> list[str]:
-        there = self.folder.sizes()
+        there = self._sizes()
         return [name for name, size in content.items() if there.get(name) != size]
 
     def _copy(self, corpus: Path, name: str) -> str:

@@ -64,3 +64,20 @@ def test_a_mixture_is_recorded_and_resumes_with_the_same_bits(cluster: clusters.
     assert changes[1]["shares"] == {"chat": 2 / 3, "text": 1 / 3, "few": 0.0}
     with pytest.raises(PentadError, match=r"data.sources draw \d+ sequences of chat in 9 batches: expected \d+"):
         run("twice", 12, sources(tmp_path / "moved"), "data.curriculum=null")
+
+
+@pytest.mark.timeout(600)
+def test_waiting_for_data_is_less_than_a_hundredth_of_a_step(cluster: clusters.Cluster, tmp_path: Path) -> None:
+    """Of steps of at least 0.3 s; the first one starts with nothing loaded."""
+    for name, seed in (("chat", 1), ("text", 2), ("few", 3)):
+        random_corpus(tmp_path / name, seed, 2000, 600, targets=0.5 if name == "chat" else None)
+    shape = ("model.hidden=256", "model.ffn=1024", "model.layers=4", "batch.sequence_length=512")
+    shape += ("mesh.pp=1", "batch.global_batch_size=8")
+    given = [f"run.folder={tmp_path}", "run.name=long", "run.steps=6", f"data.cache={tmp_path}/cache", *SMALL, *shape]
+    config = load(None, [*given, sources(tmp_path)])
+    train(config, plan=prepare(config))
+    rows = read_lines(tmp_path / "long" / "metrics.jsonl")[1:]
+    waits, seconds = ([row[key] for row in rows] for key in ("data_wait_seconds", "step_seconds"))
+    print(waits, seconds)
+    assert len(rows) == 5 and min(seconds) >= 0.3
+    assert sum(waits) < 0.01 * sum(seconds)
