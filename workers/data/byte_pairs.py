@@ -121,7 +121,8 @@ def byte_pairs(model: dict[str, Any]) -> BytePairs | None:
     if any((model.get(key) or None) != value for key, value in known.items()):
         return None
     vocab = model["vocab"]
-    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+    merges = [(left, right) for left, right in pairs]
     if any(letter not in vocab for letter in _alphabet()[0x20:0x7F]) or len(set(merges)) < len(merges):
         return None
     return BytePairs(vocab, merges, bool(model.get("ignore_merges")))

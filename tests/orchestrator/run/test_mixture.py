@@ -78,6 +78,5 @@ def test_waiting_for_data_is_less_than_a_hundredth_of_a_step(cluster: clusters.C
     train(config, plan=prepare(config))
     rows = read_lines(tmp_path / "long" / "metrics.jsonl")[1:]
     waits, seconds = ([row[key] for row in rows] for key in ("data_wait_seconds", "step_seconds"))
-    print(waits, seconds)
     assert len(rows) == 5 and min(seconds) >= 0.3
     assert sum(waits) < 0.01 * sum(seconds)
