@@ -100,7 +100,7 @@ def inspect(
 ) -> None:
     """Verify token shards and show what is in them."""
     from pentad.workers.data.corpus_index import plural
-    from pentad.workers.data.inspect import inspect_corpus
+    from pentad.workers.preprocess.inspect import inspect_corpus
 
     facts = inspect_corpus(path, samples, length=128)
     if as_json:

@@ -22,9 +22,9 @@ from corpora import build, content, texts
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus import open_corpus
-from pentad.workers.data.inspect import inspect_corpus
 from pentad.workers.data.tokenizer import load_tokenizer, train_tokenizer
 from pentad.workers.preprocess import build_folder, part_builder, parts
+from pentad.workers.preprocess.inspect import inspect_corpus
 
 POEM = "Über den Bergen,\r\nweit zu wandern,\n\n  say <|endoftext|> people — 山の向こう 🏔\n"
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus import Corpus
-from pentad.workers.data.inspect import inspect_corpus
 from pentad.workers.preprocess.chat_template import ChatTemplate, read_chat_template, special_tokens
+from pentad.workers.preprocess.inspect import inspect_corpus
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int"}}}}
 CALL = {"function": {"name": "add", "arguments": {"a": 4, "unit": "é"}}}
