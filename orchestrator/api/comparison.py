@@ -12,7 +12,14 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from pentad.orchestrator.api.rendering import as_text, line
 from pentad.orchestrator.monitoring.comparison import comparison_page, comparison_svg, simulate_steps
 from pentad.orchestrator.monitoring.plan_view import bubble_text
-from pentad.orchestrator.monitoring.runfolder import PROGRAM, TIMELINE, process_names, saved_config
+from pentad.orchestrator.monitoring.runfolder import (
+    EVAL_PROGRAM,
+    EVAL_TIMELINE,
+    PROGRAM,
+    TIMELINE,
+    process_names,
+    saved_config,
+)
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.planning.estimate import read_costs
 from pentad.orchestrator.planning.formatting import format_duration
@@ -26,7 +33,8 @@ from pentad.schedules.spec.plan import Plan
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """All measured steps of a run beside the same steps simulated, of which `step` is shown, two rows per rank."""
+    """All measured steps of a run, or evaluations after so many steps, beside the same simulated, of which `step` is
+    shown, two rows per rank."""
 
     plan: Plan
     all_measured: Timeline
@@ -68,7 +76,8 @@ class Comparison:
         label = len(str(self.plan.mesh.size - 1)) + len(" simulated ") + 1
         width, seconds = max(20, options.max_width - label), max(measured.makespan, simulated.makespan)
         drawn = [bars(timeline, width, coloured=coloured, seconds=seconds) for timeline in (measured, simulated)]
-        yield line((f" step {self.step}", "bold"), f" of {self.plan.name}, {self.plan.program.name}")
+        shown = f"evaluation after {self.step} steps" if self.plan.program.forward_only else f"step {self.step}"
+        yield line((f" {shown}", "bold"), f" of {self.plan.name}, {self.plan.program.name}")
         for rank, (above, below) in enumerate(zip(*drawn, strict=True)):
             yield line((f"{rank:>{label - 11}} measured  ", "dim"), above)
             yield line((f"{'':>{label - 11}} simulated ", "dim"), below)
@@ -84,17 +93,20 @@ class Comparison:
         return self.svg()
 
 
-def compare(folder: Path, step: int | None = None) -> Comparison:
-    """Of the last run in `folder`, and of its last measured step if none is given. Raises PentadError if it has not
-    measured that step."""
-    measured = measured_timeline(folder)
-    plan = plan_with(saved_config(folder), "cpu", Program.load(folder / PROGRAM))
-    costs = read_costs(plan.program, measured)
+def compare(folder: Path, step: int | None = None, *, evaluation: bool = False) -> Comparison:
+    """Of the last run in `folder`, and of its last measured step if none is given; or of the last round of an
+    `evaluation` after so many steps. Raises PentadError if it has not measured that one."""
+    measured = measured_timeline(folder, evaluation=evaluation)
+    program = Program.load(folder / (EVAL_PROGRAM if evaluation else PROGRAM))
+    plan = plan_with(saved_config(folder), "cpu", program)
+    costs = read_costs(program, measured)
     if costs is None:
-        raise PentadError(f"{folder / TIMELINE} has no complete step: expected one with every stage's F, B and W")
+        name, ops = (EVAL_TIMELINE, "F") if evaluation else (TIMELINE, "F, B and W")
+        raise PentadError(f"{folder / name} has no complete step: expected one with every stage's {ops}")
     step = measured.steps[-1] if step is None else step
     if step not in measured.steps:
-        raise PentadError(f"--step is {step}: expected a measured step, {', '.join(map(str, measured.steps))}")
+        what = "an evaluation after" if evaluation else "a measured step,"
+        raise PentadError(f"--step is {step}: expected {what} {', '.join(map(str, measured.steps))}")
     return Comparison(plan, measured, simulate_steps(plan, measured, costs), step)
 
 
@@ -103,9 +115,10 @@ def figures(timeline: Timeline) -> dict[str, Any]:
     return {"makespan": timeline.makespan, "longest": timeline.longest, "bubble": asdict(timeline.bubble())}
 
 
-def measured_timeline(folder: Path) -> Timeline:
-    """Of the last steps of a run. Raises PentadError if it has none."""
-    if not (folder / TIMELINE).is_file():
-        expected = "a run that measured a step (metrics.timeline_steps) and has ended"
-        raise PentadError(f"RUN is '{folder}', which has no {TIMELINE}: expected {expected}")
-    return Timeline.load(folder / TIMELINE)
+def measured_timeline(folder: Path, *, evaluation: bool = False) -> Timeline:
+    """Of the last steps of a run, or of its last evaluations. Raises PentadError if it has none."""
+    name, what = (EVAL_TIMELINE, "an evaluation") if evaluation else (TIMELINE, "a step")
+    if not (folder / name).is_file():
+        expected = f"a run that measured {what} (metrics.timeline_steps) and has ended"
+        raise PentadError(f"RUN is '{folder}', which has no {name}: expected {expected}")
+    return Timeline.load(folder / name)

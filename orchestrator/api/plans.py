@@ -14,10 +14,11 @@ from pentad.orchestrator.api.comparison import figures
 from pentad.orchestrator.api.configs import Config, load_config
 from pentad.orchestrator.api.rendering import as_text, line
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.plan_view import layers_text, plan_view
+from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
 from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume
 from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage_memory, step_seconds
+from pentad.orchestrator.planning.eval_cost import EvalCost, eval_cost
 from pentad.orchestrator.planning.fit import Fit, device_memory, fit_of
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import known_gpu, local_device, require_tp_on_node
@@ -30,19 +31,22 @@ from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpLayout, imbalance
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import num_parameters
-from pentad.workers.data.sources import check_data
+from pentad.workers.data.sources import check_data, count_eval_sequences
 
 Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, repr=False)
 class PlannedRun:
-    """What would run: the plan, guessed costs of its instructions in seconds, whether it fits in memory, and what is
-    wrong with the data, '' if nothing is."""
+    """What would run: the plan, guessed costs of its instructions in seconds, whether it fits in memory, what its
+    evaluations cost (None: there are none) beside so many training steps, and what is wrong with the data, '' if
+    nothing is."""
 
     plan: Plan
     costs: Costs
     fit: Fit
+    evaluation: EvalCost | None
+    training_steps: int
     data_error: str = ""
 
     @property
@@ -67,6 +71,11 @@ class PlannedRun:
     def mfu(self) -> float | None:
         """The share of the GPUs' peak FLOP/s, None on CPUs."""
         return mfu(self.tokens_per_second, self.plan, known_gpu()) if self.plan.device == "cuda" else None
+
+    @property
+    def evaluation_share(self) -> float | None:
+        """The share of the run's time that evaluations take; None if they or their data are unknown."""
+        return None if self.evaluation is None else self.evaluation.share(self.training_steps * self.step_seconds)
 
     def facts(self) -> dict[str, Any]:
         """What `pentad plan --json` prints, in bytes and seconds."""
@@ -102,9 +111,25 @@ class PlannedRun:
             "fullest": {"rank": fit.rank, "stages": stage_memory(plan, fit.rank), "sends": sent},
             "cp_imbalance": _imbalance(plan),
             "predicted": {**figures(self.timeline), **pace},
+            "evaluation": self._evaluation_facts(),
             "costs": asdict(self.costs),
             "fits": {**fits, "rank": fit.rank},
             "data": {"ok": not self.data_error, "error": self.data_error},
+        }
+
+    def _evaluation_facts(self) -> dict[str, Any] | None:
+        found = self.evaluation
+        if found is None:
+            return None
+        return {
+            "every": found.every,
+            "evaluations": found.count,
+            "rounds": found.rounds,
+            "round": {**figures(found.round), "seconds": found.round_seconds},
+            "seconds": found.seconds,
+            "share": self.evaluation_share,
+            "activations": list(found.activations),
+            "extra_bytes": list(found.extra_bytes),
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -112,6 +137,8 @@ class PlannedRun:
         used = "" if self.mfu is None else f", {format_percent(self.mfu)} MFU"
         pace = f"{format_duration(self.step_seconds)} a step, {format_count(self.tokens_per_second)} tokens/s{used}"
         yield line(f" {pace}: from assumed rates, which a run measures")
+        if self.evaluation is not None:
+            yield line(f" {_evaluation_sentence(self.evaluation, self.evaluation_share)}")
         yield from _rank_view(self.plan, self.fit.rank, console.width)
         yield line(f" {self.fit.sentence}", style="green" if self.fit.ok else "bold red")
         if self.data_error:
@@ -144,17 +171,34 @@ def planned(config: RunConfig, device: Device | None = None, device_gib: float |
         require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)
     found = make_plan(config, place)
     require_shards(config, found)
-    return PlannedRun(found, costs_of(found), fit_of(found, device_memory(place, device_gib)), _data_error(config))
+    costs, fit = costs_of(found), fit_of(found, device_memory(place, device_gib))
+    sequences, data_error = _data(config, found)
+    return PlannedRun(found, costs, fit, eval_cost(config, found, costs, sequences), config.run.steps, data_error)
 
 
-def _data_error(config: RunConfig) -> str:
-    """What `train` would say of the corpus, '' if it could be read."""
+def _data(config: RunConfig, plan: Plan) -> tuple[list[int | None], str]:
+    """How many sequences of each data set an evaluation reads (None: unknown), and what `train` would say of the
+    corpora, '' if they could be read."""
+    sizes, found = (config.model.vocab, config.batch.sequence_length), list[int | None]()
     try:
-        batch, steps = config.batch, config.run.steps
-        check_data(config.data.spec, config.model.vocab, batch.sequence_length, batch.sizes, steps)
+        check_data(config.data.spec, *sizes, config.batch.sizes, config.run.steps)
+        for each in () if plan.eval is None else plan.eval.data_sets:
+            counts = config.eval.sequences, count_eval_sequences(each, *sizes, config.data.cache)
+            found.append(min((count for count in counts if count is not None), default=None))
     except PentadError as error:
-        return str(error)
-    return ""
+        return [None], str(error)
+    return found, ""
+
+
+def _evaluation_sentence(cost: EvalCost, share: float | None) -> str:
+    """'an evaluation every 20 steps: 2 rounds of 40 ms (bubble ...), 3.1 % of the run's time'"""
+    when = f"every {cost.every} steps" if cost.every else "after the last step"
+    rounds = "rounds" if cost.rounds is None else "1 round" if cost.rounds == 1 else f"{cost.rounds} rounds"
+    figures = f"{rounds} of {format_duration(cost.round_seconds)} (bubble {bubble_text(cost.round.bubble())})"
+    part = "" if share is None else f", {format_percent(share)} of the run's time"
+    extra = max(cost.extra_bytes)
+    peak = f", {format_bytes(extra)} more memory than training" if extra else ""
+    return f"an evaluation {when}: {figures}{part}{peak}"
 
 
 def _rank_view(plan: Plan, rank: int, width: int) -> Iterator[RenderableType]:

@@ -71,18 +71,19 @@ class Run:
 
         return Program.load(self.folder / runfolder.PROGRAM)
 
-    def timeline(self) -> Timeline:
-        """When every instruction of the last steps ran; `.to_arrow()` makes a table of it. Raises PentadError if the
-        run has measured no step or has not ended."""
+    def timeline(self, *, evaluation: bool = False) -> Timeline:
+        """When every instruction of the last steps ran, or of the last round of each of the last evaluations;
+        `.to_arrow()` makes a table of it. Raises PentadError if the run has measured none or has not ended."""
         from pentad.orchestrator.api.comparison import measured_timeline
 
-        return measured_timeline(self.folder)
+        return measured_timeline(self.folder, evaluation=evaluation)
 
-    def compare(self, step: int | None = None) -> Comparison:
-        """A measured step (None: the last) beside its simulation, as `pentad timeline` shows it."""
+    def compare(self, step: int | None = None, *, evaluation: bool = False) -> Comparison:
+        """A measured step (None: the last), or the last round of an evaluation after so many steps, beside its
+        simulation, as `pentad timeline` shows it."""
         from pentad.orchestrator.api.comparison import compare
 
-        return compare(self.folder, step)
+        return compare(self.folder, step, evaluation=evaluation)
 
     def curves(self) -> Curves:
         """The losses by step, as `pentad curves` shows them. Raises PentadError if there is none yet."""

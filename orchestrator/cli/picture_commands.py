@@ -17,6 +17,9 @@ _Folder = Annotated[str, Argument(help="A run's folder, or its name under runs/.
 def timeline(
     run: _Folder,
     step: Annotated[int | None, Option(help="The measured step to compare (default: the last).")] = None,
+    evaluation: Annotated[
+        bool, Option("--eval", help="Compare the last round of an evaluation; --step is the number of steps before it.")
+    ] = False,
     html: Annotated[Path | None, Option(help="Write an interactive page of all measured steps.")] = None,
     svg: Annotated[Path | None, Option(help="Write a figure of the step.")] = None,
     trace: Annotated[Path | None, Option(help="Write a trace that opens in Perfetto (.json.gz).")] = None,
@@ -26,7 +29,7 @@ def timeline(
     from pentad.orchestrator.cli.show_run import show_timeline
 
     files = files_by_option(html=html, svg=svg, trace=trace)
-    show_timeline(run, Console(), step=step, files=files, as_json=as_json)
+    show_timeline(run, Console(), step=step, evaluation=evaluation, files=files, as_json=as_json)
 
 
 def curves(

@@ -16,14 +16,21 @@ from pentad.orchestrator.monitoring.runfolder import resolve_run
 
 
 def show_timeline(
-    run: str, console: Console, *, step: int | None = None, files: Mapping[str, Path], as_json: bool = False
+    run: str,
+    console: Console,
+    *,
+    step: int | None = None,
+    evaluation: bool = False,
+    files: Mapping[str, Path],
+    as_json: bool = False,
 ) -> None:
-    """Compares a measured step of a run with its simulation at that step's costs, two rows per rank.
+    """Compares a measured step of a run, or an evaluation after so many steps, with its simulation at its own costs,
+    two rows per rank.
 
-    The default is the last step. `files` are by the option that asks for them: --html (all steps), --svg, --trace.
+    The default is the last one. `files` are by the option that asks for them: --html (all steps), --svg, --trace.
     """
     folder = resolve_run(run)
-    found = compare(folder, step)
+    found = compare(folder, step, evaluation=evaluation)
     for option, path in files.items():
         match option:
             case "--html":

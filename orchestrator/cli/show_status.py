@@ -72,6 +72,7 @@ def status_view(status: dict[str, Any], rows: int) -> RenderableType:
     schedule = Text(f" {status['mesh']}  {status['schedule']}  {program}", "dim")
     loss, pace = format_number(status["loss"], ".4f"), format_number(status["tokens_per_second"], ",.0f")
     parts: list[RenderableType] = [head, schedule, Text(f" loss {loss}  {pace} tokens/s")]
+    parts += [Text(f" {sentence}") for sentence in evaluation_sentences(status)]
     if status["verdict"]:
         parts.append(Text(f" {status['verdict']}", "bold yellow"))
     if state in ENDED:
@@ -81,6 +82,17 @@ def status_view(status: dict[str, Any], rows: int) -> RenderableType:
     for name, endpoint in sorted(status["endpoints"].items()):
         parts.append(Text.assemble((f" {name:<10}", "dim"), endpoint))
     return Group(*parts)
+
+
+def evaluation_sentences(status: dict[str, Any]) -> Iterator[str]:
+    """'evaluation after 20 steps: wiki 3.1416  next after step 40'"""
+    found, following = status["evaluations"], status["next_evaluation"]
+    upcoming = "" if following is None else f"next after {following} steps"
+    if found:
+        losses = "  ".join(f"{each['data']} {format_number(each['loss'], '.4f')}" for each in found)
+        yield "  ".join(filter(None, [f"evaluation after {found[0]['step']} steps: {losses}", upcoming]))
+    elif upcoming:
+        yield f"evaluation: {upcoming}"
 
 
 def ranks_table(ranks: list[dict[str, Any]], rows: int) -> Table:

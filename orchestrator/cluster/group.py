@@ -128,8 +128,8 @@ class WorkerGroup:
         return {rank: self.call_runner(rank, "save", str(folder), step, its) for rank, its in shards.items()}
 
     def submit_evaluate(self, step: int) -> Refs:
-        """Queues the evaluation of the weights after `step` steps, none of which is open. The answers are lists of
-        EvalResult, one for each data set."""
+        """Queues the evaluation of the weights after `step` steps, none of which is open. The answers are of
+        type Evaluation."""
         return self._call_runners("evaluate", step)
 
     def submit_commit(

@@ -40,6 +40,19 @@ class EvalSection(Section):
             return [{"name": Path(value.removeprefix("builtin:")).name or value, "path": value}]
         return value
 
+    def next_due(self, first: int, steps: int) -> int | None:
+        """After how many of the run's `steps` steps the next evaluation is due, `first` at the earliest; None if no
+        other is."""
+        if first > steps:
+            return None
+        if first <= 0 and self.at_start:
+            return 0
+        return min(steps, -(-max(1, first) // self.every) * self.every) if self.every else steps
+
+    def count(self, steps: int) -> int:
+        """The evaluations of a run of so many steps."""
+        return self.at_start + (-(-steps // self.every) if self.every else 1)
+
     def rules(self) -> Iterator[Broken | str]:
         names = [each.name for each in self.data or ()]
         for name in sorted({name for name in names if names.count(name) > 1}):

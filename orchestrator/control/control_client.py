@@ -12,8 +12,17 @@ from typing import Any
 import grpc
 
 from pentad.orchestrator.control.control_messages import ENDPOINT, MAX_MESSAGE_BYTES, METHODS, plain
+from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, evaluation_state
 from pentad.orchestrator.monitoring.run_state import RunView
-from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, PROGRAM, read_lines, resolve_run, saved_config
+from pentad.orchestrator.monitoring.runfolder import (
+    EVALUATIONS,
+    JOURNAL,
+    METRICS,
+    PROGRAM,
+    read_lines,
+    resolve_run,
+    saved_config,
+)
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 
@@ -135,7 +144,7 @@ def ended(folder: Path) -> dict[str, Any]:
     row = rows[-1] if rows else {"step": -1, "generation": 0}
     states = [event for event in events if event["event"] in ("start", *_ENDINGS)]
     state = _ENDINGS.get(states[-1]["event"], "failed") if states else "stopped"
-    return RunView(
+    view = RunView(
         run=config.run.name,
         folder=str(folder),
         state=state,
@@ -148,7 +157,9 @@ def ended(folder: Path) -> dict[str, Any]:
         loss=row.get("loss"),
         tokens_per_second=row.get("tokens_per_second"),
         verdict=_failure(states),
-    )._asdict()
+        **evaluation_state(config, read_lines(folder / EVALUATIONS, EVAL_KEYS), row["step"] + 1),
+    )
+    return {**view._asdict(), "evaluations": [each._asdict() for each in view.evaluations]}
 
 
 def _failure(states: list[dict[str, Any]]) -> str:

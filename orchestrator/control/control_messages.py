@@ -55,6 +55,7 @@ def status_of(view: RunView) -> Any:
         if facts[name] is not None and not math.isfinite(facts[name]):
             facts[name] = None
     facts["ranks"] = ranks = [rank._asdict() for rank in view.ranks]
+    facts["evaluations"] = [each._asdict() for each in view.evaluations]
     for rank in ranks:
         rank["coordinates"] = rank["coordinates"]._asdict()
         rank["heartbeat_age_seconds"] = round(max(0.0, now - rank.pop("heartbeat")), 3)

@@ -58,7 +58,7 @@ class Loggers(Watcher):
             for row in rows:
                 process.offer({"row": row})
 
-    def on_evaluation(self, rows: Sequence[dict[str, Any]]) -> None:
+    def on_evaluation(self, rows: Sequence[dict[str, Any]], spans: tuple[Span, ...]) -> None:
         for process in self._processes:
             process.offer({"evaluation": list(rows)})
 

@@ -10,6 +10,7 @@ from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
+from pentad.orchestrator.monitoring.evaluations import evaluation_state
 from pentad.orchestrator.monitoring.run_state import RankView, RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.schedules.simulate.timeline import Span
@@ -21,7 +22,7 @@ class EventBus:
     def __init__(
         self, config: RunConfig, folder: RunFolder, display: Display, first: int, dashboard: str | None
     ) -> None:
-        self.folder, self.display = folder, display
+        self.config, self.folder, self.display = config, folder, display
         self.watchers: list[Watcher] = []
         self.on_first_step: Callable[[], None] = lambda: None
         plan = folder.plan
@@ -36,6 +37,7 @@ class EventBus:
             schedule=plan.program.name,
             program=plan.program.hash,
             endpoints={"dashboard": dashboard} if dashboard else {},
+            **evaluation_state(config, folder.evaluations(), first),
         )
 
     def ranks_placed(self, group: WorkerGroup) -> None:
@@ -97,20 +99,22 @@ class EventBus:
         last = rows[-1]
         self.update(step=last["step"] + 1, loss=last["loss"], tokens_per_second=last["tokens_per_second"], verdict="")
 
-    def evaluated(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Records a completed evaluation: its rows of eval.jsonl."""
+    def evaluated(self, rows: Sequence[dict[str, Any]], spans: tuple[Span, ...]) -> None:
+        """Records a completed evaluation: its rows of eval.jsonl, and the spans of its last round."""
         for row in rows:
             self.folder.evaluated(row)
         self.display.evaluation(rows)
         for watcher in self.watchers:
-            watcher.on_evaluation(rows)
+            watcher.on_evaluation(rows, spans)
         losses = {row["data"]: row["loss"] for row in rows}
         facts = {"generation": rows[0]["generation"], "step": rows[0]["step"], "seconds": rows[0]["seconds"]}
         self.record("evaluation", **facts, losses=losses)
+        self.update(**evaluation_state(self.config, rows, rows[0]["step"]))
 
     def rewind(self, step: int) -> None:
         """Step `step` and later ones will run again."""
         self.folder.rewind(step)
+        self.update(**evaluation_state(self.config, self.folder.evaluations(), step))
         for watcher in self.watchers:
             watcher.on_rewind(step)
 

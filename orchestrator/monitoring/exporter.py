@@ -76,6 +76,9 @@ METRICS = {
     "pentad_eval_loss": Metric(
         "gauge", "Loss per token of the last evaluation, NaN when it was not finite.", ("data",)
     ),
+    "pentad_eval_step": Metric("gauge", "Optimizer steps that the last evaluated weights have had."),
+    "pentad_eval_next_step": Metric("gauge", "Optimizer steps after which the next evaluation is due, if one is."),
+    "pentad_eval_duration_seconds": Metric("histogram", "Duration of an evaluation on all its data sets."),
     # the program
     "pentad_bubble_ratio": Metric(
         "gauge", "Idle share of the ranks' time in the last step's makespan, measured.", row="bubble_measured"
@@ -190,6 +193,8 @@ class Exporter(Watcher, Collector):
             self._ranks = {rank.rank: rank_labels(rank) for rank in view.ranks}
             heard = {self._ranks[rank.rank]: round(epoch + rank.heartbeat, 3) for rank in view.ranks}
             self._values["pentad_heartbeat_timestamp_seconds"] = heard
+            following = view.next_evaluation
+            self._values["pentad_eval_next_step"] = {} if following is None else {(): following}
 
     def on_event(self, entry: dict[str, Any]) -> None:
         with self._lock:
@@ -231,10 +236,12 @@ class Exporter(Watcher, Collector):
                 if state.ecc_errors is not None
             }
 
-    def on_evaluation(self, rows: Sequence[dict[str, Any]]) -> None:
+    def on_evaluation(self, rows: Sequence[dict[str, Any]], spans: tuple[Span, ...]) -> None:
         with self._lock:
             for row in rows:
                 self._put("pentad_eval_loss", nan if row["loss"] is None else row["loss"], row["data"])
+            self._put("pentad_eval_step", rows[0]["step"])
+            self._histogram("pentad_eval_duration_seconds").observe(rows[0]["seconds"])
 
     def close(self) -> None:
         self._server.close()

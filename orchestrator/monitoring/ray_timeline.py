@@ -56,8 +56,9 @@ class Row(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The spans of a step on all ranks, and the row of each rank."""
+    """The spans of a step, or of a round of an evaluation, on all ranks, and the row of each rank."""
 
+    name: str
     rows: dict[int, Row]
     spans: tuple[Span, ...]
 
@@ -87,13 +88,19 @@ class RayTimeline(Watcher):
                 self._rows[rank.rank] = Row(f"pentad dp{at.dp}", _thread_id(rank.rank), str(at), number)
 
     def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
+        self._enqueue([Step(f"step {step[0].step}", self._rows, step) for step in spans])
+
+    def on_evaluation(self, rows: Sequence[dict[str, Any]], spans: tuple[Span, ...]) -> None:
+        self._enqueue([Step(f"evaluation after {rows[0]['step']} steps", self._rows, spans)])
+
+    def _enqueue(self, steps: Sequence[Step]) -> None:
         self._report()
         if not self._keep or not self._rows:
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ray-timeline", daemon=True)
             self._thread.start()
-        self._pending.extend(Step(self._rows, step) for step in spans)
+        self._pending.extend(steps)
 
     def on_view(self, view: RunView) -> None:
         self._report()
@@ -152,7 +159,7 @@ class _Push:
         request = self.request()
         for step in steps:
             for rank, spans in _by_rank(step).items():
-                self._task(request, step.rows[rank], spans, len(step.rows))
+                self._task(request, f"{step.name} {step.rows[rank].name}", step.rows[rank], spans, len(step.rows))
             self.count += 1
         self._send(request)
 
@@ -170,12 +177,12 @@ class _Push:
         if reply.status.code:
             raise RuntimeError(f"the GCS answers {reply.status.message}")
 
-    def _task(self, request: Any, row: Row, spans: list[Span], ranks: int) -> None:
+    def _task(self, request: Any, name: str, row: Row, spans: list[Span], ranks: int) -> None:
         task = self._id(row, self.count % _tasks_per_rank(len(spans), self.keep, ranks))
         self.tasks.add(task)
         events = request.data.events_by_task.add(task_id=task, job_id=self.job)
         info = events.task_info
-        info.name, info.func_or_class_name = f"step {spans[0].step} {row.name}", "pentad.step"
+        info.name, info.func_or_class_name = name, "pentad.step"
         info.task_id, info.job_id = task, self.job
         # The GCS evicts running tasks last.
         events.state_updates.state_ts_ns[_states().Value("RUNNING")] = self._time(spans[0].start)
@@ -227,7 +234,7 @@ def _tasks_per_rank(spans: int, keep: int, ranks: int) -> int:
 
 def _by_rank(step: Step) -> dict[int, list[Span]]:
     """The spans shown in each rank's row."""
-    shown = [s for s in step.spans if s.rank in step.rows and (s.lane == "compute" or s.op == "NORM")]
+    shown = [s for s in step.spans if s.rank in step.rows and (s.lane == "compute" or s.op in ("NORM", "LOSS"))]
     by_rank = grouped(sorted(shown, key=lambda span: span.start), lambda span: span.rank)
     return {rank: list(_merged(spans)) for rank, spans in by_rank.items()}
 

@@ -34,11 +34,19 @@ class RankView(NamedTuple):
     heartbeat: float
 
 
+class EvalView(NamedTuple):
+    """The last evaluation of a data set, after so many steps; its loss is None where it was not finite."""
+
+    data: str
+    step: int
+    loss: float | None
+
+
 class RunView(NamedTuple):
     """The run: `state` is one of RUN_STATES, `step` the number of steps done, `program` the hash of its program.
 
     `verdict` says which rank a stalled run waits for, '' otherwise. `endpoints` may have 'control' and 'metrics'
-    (HOST:PORT) and 'dashboard' (a URL).
+    (HOST:PORT) and 'dashboard' (a URL). The next evaluation is due after `next_evaluation` steps, None if no other is.
     """
 
     run: str
@@ -55,6 +63,8 @@ class RunView(NamedTuple):
     verdict: str = ""
     ranks: tuple[RankView, ...] = ()
     endpoints: dict[str, str] = {}  # noqa: RUF012
+    evaluations: tuple[EvalView, ...] = ()
+    next_evaluation: int | None = None
 
 
 class Watcher:
@@ -67,8 +77,8 @@ class Watcher:
     def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         """Completed steps: their rows of metrics.jsonl, and the spans of each on this host's monotonic clock."""
 
-    def on_evaluation(self, rows: Sequence[dict[str, Any]]) -> None:
-        """A completed evaluation: its rows of eval.jsonl."""
+    def on_evaluation(self, rows: Sequence[dict[str, Any]], spans: tuple[Span, ...]) -> None:
+        """A completed evaluation: its rows of eval.jsonl, and the spans of its last round as of a step."""
 
     def on_rewind(self, step: int) -> None:
         """This step and later ones run again; their rows have left metrics.jsonl."""

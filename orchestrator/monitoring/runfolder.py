@@ -27,7 +27,7 @@ from pentad.workers.hf import kept_files
 from pentad.workers.hf.names import MODEL_FILE
 
 CONFIG, PROGRAM, METRICS, JOURNAL = "config.yaml", "program.arrow", "metrics.jsonl", "journal.jsonl"
-EVALUATIONS = "eval.jsonl"
+EVALUATIONS, EVAL_PROGRAM, EVAL_TIMELINE = "eval.jsonl", "eval-program.arrow", "eval-timeline.arrow"
 TIMELINE, TRACE, PAGE, CHECKPOINTS = "timeline.arrow", "trace.json.gz", "timeline.html", "checkpoints"
 # Keys of every line of metrics.jsonl; bubbles are shares of the makespan, null where a step was not measured.
 METRIC_KEYS = (
@@ -72,7 +72,7 @@ class RunFolder:
             raise
 
     def begin(self, config: RunConfig) -> None:
-        """Writes `config.yaml` and `program.arrow`, which hold for the steps from now on."""
+        """Writes `config.yaml` and the programs, which hold for the steps from now on."""
         _replace(self.path / CONFIG, dump(config))
         self.replan(self.plan)
 
@@ -128,6 +128,8 @@ class RunFolder:
         """Steps from now on follow this plan, perhaps on another mesh."""
         self.plan = plan
         _replace(self.path / PROGRAM, plan.program.to_bytes())
+        if plan.eval is not None:
+            _replace(self.path / EVAL_PROGRAM, plan.eval.program.to_bytes())
 
     def rewind(self, step: int) -> None:
         """Drops the metrics of `step` and later, which the run will replay, and what was evaluated after more steps."""
@@ -148,12 +150,20 @@ class RunFolder:
             return
         plan = self.plan.with_program(program)
         _replace(self.path / PROGRAM, plan.program.to_bytes())
-        with atomic_file(self.path / TIMELINE) as partial:
-            measured.save(partial)
+        self._save(TIMELINE, measured)
         names, simulated = process_names(plan), simulate_steps(plan, measured, costs)
         with atomic_file(self.path / TRACE) as partial:
             write_trace(partial, [measured, simulated.of_step(measured.steps[-1])], process_names=names)
         _replace(self.path / PAGE, comparison_page(plan, measured, simulated))
+
+    def eval_timeline(self, measured: Timeline) -> None:
+        """Writes eval-timeline.arrow."""
+        if measured.spans:
+            self._save(EVAL_TIMELINE, measured)
+
+    def _save(self, name: str, timeline: Timeline) -> None:
+        with atomic_file(self.path / name) as partial:
+            timeline.save(partial)
 
     def close(self) -> None:
         os.close(self.lock)

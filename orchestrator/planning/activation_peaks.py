@@ -16,6 +16,7 @@ from pentad.orchestrator.planning import activation_memory as memory
 from pentad.orchestrator.planning.allocations import Piece, Totals, piece_of, total
 from pentad.orchestrator.planning.attention_memory import attention_shape
 from pentad.schedules.ir.instruction import Instruction, Op, instructions_of
+from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.model import CustomModel, ModelSpec
 from pentad.schedules.spec.plan import Plan
 
@@ -211,22 +212,35 @@ def activations_of(plan: Plan, stage: int) -> StageActivations:
     return stage_activations(plan.model, plan.layers, stage, piece_of(plan))
 
 
-def activation_peaks(plan: Plan, rank: int) -> tuple[int, int]:
-    """Peak bytes of a rank of the mesh on its device, and on the host."""
-    walk = _Walk(plan, plan.mesh.coordinates(rank).pp)
-    for instruction in instructions_of(plan.program.streams[walk.rank]):
+class ActivationPeak(NamedTuple):
+    """Bytes on a rank's device, and offloaded to its host."""
+
+    device: int
+    host: int
+
+
+def activation_peaks(plan: Plan, rank: int) -> ActivationPeak:
+    """Of a rank of the mesh over all programs of a plan, which run one after another."""
+    peaks = [activation_peak(plan, program, rank) for program in plan.programs]
+    return ActivationPeak(*map(max, zip(*peaks, strict=True)))
+
+
+def activation_peak(plan: Plan, program: Program, rank: int) -> ActivationPeak:
+    """Of a rank of the mesh in one of the plan's programs."""
+    walk = _Walk(plan, program, plan.mesh.coordinates(rank).pp)
+    for instruction in instructions_of(program.streams[walk.rank]):
         if instruction.op in OPS:
             walk.run(instruction)
-    return walk.peak, walk.host_peak
+    return ActivationPeak(walk.peak, walk.host_peak)
 
 
 class _Walk:
     """Applies the effects of a stream's instructions. A result stays until it is sent, or until the next stage reads it
     if that is on the same rank."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
-        self.plan, self.rank, self.slices = plan, rank, plan.program.slices
-        self.stages = {stage: activations_of(plan, stage) for stage in plan.program.placement[rank]}
+    def __init__(self, plan: Plan, program: Program, rank: int) -> None:
+        self.plan, self.program, self.rank, self.slices = plan, program, rank, program.slices
+        self.stages = {stage: activations_of(plan, stage) for stage in program.placement[rank]}
         self.held = self.peak = self.host = self.host_peak = 0
 
     def run(self, at: Instruction) -> None:
@@ -238,7 +252,10 @@ class _Walk:
             case Op.F:
                 self._apply(allocate(is_first_slice * stage.kv_cache))
                 received, result = self._local_stream(at, -1), self._local_stream(at, 1)
-                effect = stage.forward[mode].without(input_in_slot)
+                if self.program.forward_only:
+                    effect = Effect(-is_last_slice * stage.kv_cache, stage.forward["full"].peak - input_in_slot)
+                else:
+                    effect = stage.forward[mode].without(input_in_slot)
                 self._apply(sequence(allocate(-received), allocate(result), effect))
             case Op.RECOMPUTE:
                 made = stage.saved - stage.kept(mode)
@@ -270,4 +287,4 @@ class _Walk:
         return self.stages[at.stage].input if self._is_local(at, step) else 0
 
     def _is_local(self, at: Instruction, step: int) -> bool:
-        return self.plan.program.compute_rank.get((at.stage + step, at.microbatch)) == self.rank
+        return self.program.compute_rank.get((at.stage + step, at.microbatch)) == self.rank

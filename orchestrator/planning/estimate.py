@@ -41,7 +41,7 @@ def step_seconds(timeline: Timeline) -> float:
 
 
 def read_costs(program: Program, timeline: Timeline) -> Costs | None:
-    """Measured costs: medians over the spans of an op on a stage, or None if a stage has none.
+    """Measured costs: medians over the spans of an op on a stage, or None if a stage lacks an op of the program.
 
     BW counts half for each of B and W, and `attributed_seconds` divides the time of overlapped pairs. Transfers and
     collectives count their shortest span, since the others contain waiting.
@@ -61,7 +61,7 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
 
     stages = range(program.stages)
     forward, backward, weight = (tuple(of(op, s) for s in stages) for op in (Op.F, Op.B, Op.W))
-    if not all((*forward, *backward, *weight)):
+    if not all(forward if program.forward_only else (*forward, *backward, *weight)):
         return None
     recompute, offload = (
         tuple(of(op, s) if (op, s) in seconds else 0.0 for s in stages) for op in (Op.RECOMPUTE, Op.OFFLOAD)
@@ -73,7 +73,7 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
         transfer=shortest(*RECEIVES),
         reduce=shortest(Op.ALL_REDUCE) or 2 * shortest(Op.REDUCE_SCATTER),
         gather=shortest(Op.ALL_GATHER) or None,
-        norm=shortest(Op.NORM),
+        norm=shortest(Op.NORM, Op.LOSS),
         step=shortest(Op.STEP),
         recompute=recompute if any(recompute) else (),
         offload=offload if any(offload) else (),

@@ -112,7 +112,7 @@ def evaluate_on(
                 raise detector.fault(stall)
 
         began = time.monotonic()
-        results = group.collect(group.submit_evaluate(start.step), tick=check)[0]
+        results = group.collect(group.submit_evaluate(start.step), tick=check)[0].data_sets
         return evaluation_rows(start.step, results, time.monotonic() - began, group.generation)
 
 
@@ -163,6 +163,7 @@ def _write_timelines(bus: EventBus, history: History) -> None:
     """Without them the run is still complete, so a full disk costs a note."""
     try:
         bus.folder.timelines(history.timeline, history.costs, history.program)
+        bus.folder.eval_timeline(history.eval_timeline)
     except PentadError as error:
         bus.display.note(f"no timeline: {error}")
 

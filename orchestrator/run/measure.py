@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -14,7 +15,7 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.runtime.results import LossSum, StepResult
+from pentad.workers.runtime.results import Evaluation, LossSum, StepResult
 
 COST_STEPS = 10  # steps whose spans costs are measured from
 
@@ -33,6 +34,7 @@ class History:
         self.offsets = offsets or (0.0,) * plan.mesh.size
         self.recent: deque[tuple[Span, ...]] = deque(maxlen=max(keep, COST_STEPS))
         self.program, self.since = 0, 0  # and how many steps have run it
+        self.recent_evaluations: deque[tuple[Span, ...]] = deque(maxlen=keep)
         self.costs = costs_of(plan)
         self.measured: Costs | None = None
         self.end: float | None = None
@@ -41,6 +43,11 @@ class History:
     def timeline(self) -> Timeline:
         """The last `keep` steps, measured, without those of another program."""
         return self._last(min(self.keep, self.since))
+
+    @property
+    def eval_timeline(self) -> Timeline:
+        """The last rounds of the last `keep` evaluations, measured."""
+        return Timeline("measured", tuple(chain.from_iterable(self.recent_evaluations)))
 
     def add(self, results: Sequence[Sequence[StepResult]]) -> list[dict[str, Any]]:
         """Adds the results of a call, [rank][step]; returns the row of each step, without `total_tokens`.
@@ -59,6 +66,13 @@ class History:
         planned = {number: simulate(self.plan.programs[number], self.costs).bubble().makespan for number in numbers}
         return [self._row(step, its, planned[step[0].program]) for step, its in zip(steps, spans, strict=True)]
 
+    def add_evaluation(self, results: Sequence[Evaluation]) -> tuple[Span, ...]:
+        """Adds an evaluation, by rank, whose time is not part of the next step; returns the spans of its last round."""
+        self.pause()
+        spans = self._spans(results)
+        self.recent_evaluations.append(spans)
+        return spans
+
     def pause(self) -> None:
         """The next step does not directly follow the last, so the time between them is not part of it."""
         self.end = None
@@ -67,10 +81,10 @@ class History:
         steps = list(self.recent)[max(0, len(self.recent) - count) :]
         return Timeline("measured", tuple(span for spans in steps for span in spans))
 
-    def _spans(self, step: Sequence[StepResult]) -> tuple[Span, ...]:
+    def _spans(self, results: Sequence[StepResult] | Sequence[Evaluation]) -> tuple[Span, ...]:
         return tuple(
             span._replace(start=span.start + offset, end=span.end + offset) if offset else span
-            for result in step
+            for result in results
             for span in result.spans
             for offset in (self.offsets[span.rank],)
         )

@@ -156,17 +156,15 @@ class StepLoop:
         """Whether to evaluate the weights after `step` steps. A run that stops or regroups leaves that to the next."""
         if self.group.plan.eval is None or step <= self.evaluated or self.requests.stopping or self.regrouping:
             return False
-        if step == 0:
-            return self.config.eval.at_start
-        return step == self.config.run.steps or (self.evaluates_every > 0 and step % self.evaluates_every == 0)
+        return self.config.eval.next_due(step, self.config.run.steps) == step
 
     def _collect_evaluation(self, call: Call) -> None:
         """Waits for an evaluation and records it. Its time is not part of the next step."""
-        results = self.group.collect(call.refs, tick=partial(self._tick, stepping=True))[0]
+        results = self.group.collect(call.refs, tick=partial(self._tick, stepping=True))
         self._finish_commit(wait=False)
-        self.history.pause()
         seconds = time.monotonic() - max(call.began, self.collected_at)
-        self.bus.evaluated(evaluation_rows(call.step, results, seconds, self.group.generation))
+        rows = evaluation_rows(call.step, results[0].data_sets, seconds, self.group.generation)
+        self.bus.evaluated(rows, self.history.add_evaluation(results))
 
     def _record(self, rows: list[dict[str, Any]]) -> None:
         spans, rows = list(self.history.recent)[-len(rows) :], self.spikes.until_spike(rows)

@@ -47,6 +47,8 @@ FILES = {
     "program": runfolder.PROGRAM,
     "metrics": runfolder.METRICS,
     "evaluations": runfolder.EVALUATIONS,
+    "eval_program": runfolder.EVAL_PROGRAM,
+    "eval_timeline": runfolder.EVAL_TIMELINE,
     "journal": runfolder.JOURNAL,
     "timeline": runfolder.TIMELINE,
     "trace": runfolder.TRACE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from bits import assert_same_runs
-from evaluations import EVALUATED, assert_evaluates_like_one_process, with_eval
+from evaluations import EVALUATED, assert_evaluates_like_one_process, losses_of, with_eval
 from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import STEPS, plan_of
 from small_models import MOE
@@ -34,7 +34,7 @@ def test_a_run_has_the_same_bits_with_evaluations_and_without(gpus, corpus, zero
     plan = on_gpu(plan_of("1f1b", 2, 1, 3, corpus, "bfloat16", **given), "nccl", None, options)
     evaluated, again = (gpus.run(with_eval(plan, 21), EVALUATED) for _ in range(2))
     assert_same_runs(evaluated, gpus.run(plan, [(0, 2), (2, STEPS - 2)]))
-    assert [outcome.evaluations for outcome in evaluated] == [outcome.evaluations for outcome in again]
+    assert list(map(losses_of, evaluated)) == list(map(losses_of, again))
 
 
 def test_no_round_waits_for_the_device(corpus, tmp_path):
@@ -52,7 +52,7 @@ def test_no_round_waits_for_the_device(corpus, tmp_path):
             runner.executor.evaluate(runner.programs[1], 0, number, at.data_set, tokens)
         torch.cuda.set_sync_debug_mode("default")
         runner.executor.lanes.read_times(lambda: None)
-        assert runner.executor.losses.read() == [(each.loss_sum, each.tokens) for each in first]
+        assert runner.executor.losses.read() == [(each.loss_sum, each.tokens) for each in first.data_sets]
     finally:
         torch.cuda.set_sync_debug_mode("default")
         runner.close()

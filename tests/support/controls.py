@@ -112,4 +112,5 @@ def plain_view(view: RunView) -> dict[str, Any]:
         }
         for rank in view.ranks
     ]
-    return {**view._asdict(), "ranks": ranks}
+    evaluations = [{"data": each.data, "step": each.step, "loss": each.loss} for each in view.evaluations]
+    return {**view._asdict(), "ranks": ranks, "evaluations": evaluations}

@@ -12,6 +12,7 @@ from plans import STEPS, reference
 from reference_model import State, zero_biases
 
 from pentad.schedules.compiler import compile_forward_only
+from pentad.schedules.ir.instruction import instructions_of
 from pentad.schedules.spec.eval_spec import EvalData, EvalSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
@@ -19,6 +20,7 @@ from pentad.schedules.spec.tensors import tensors
 from pentad.workers.data.corpus import open_corpus
 from pentad.workers.data.holdout import first_held_out
 from pentad.workers.params.param_init import initial_values
+from pentad.workers.runtime.results import EvalResult
 
 HOLDOUT = 0.1
 EVALUATED: list[Call] = [(0,), (0, 2), (2,), (2, STEPS - 2), (STEPS,)]  # the calls of a run
@@ -41,13 +43,33 @@ def assert_evaluates_like_one_process(fleet: Fleet, plan: Plan) -> list[Outcome]
         for each in tensors(plan.model, 0, plan.model.layers)
         if not each.tied_to
     }
-    first, _, last = outcomes[0].evaluations
-    assert all(outcome.evaluations == outcomes[0].evaluations for outcome in outcomes)
+    first, _, last = losses_of(outcomes[0])
+    assert all(losses_of(outcome) == losses_of(outcomes[0]) for outcome in outcomes)
+    for rank, outcome in enumerate(outcomes):
+        assert_last_round_is_timed(plan, rank, outcome)
     for evaluation, state in ((first, weights | zero_biases(plan)), (last, reference(plan)[3])):
         for found, (expected, targets) in zip(evaluation, expected_losses(plan, state), strict=True):
             assert found.loss_sum == pytest.approx(expected, rel=1e-10)
             assert found.tokens == targets <= found.sequences * plan.batch.sequence_length
     return outcomes
+
+
+def losses_of(outcome: Outcome) -> list[tuple[EvalResult, ...]]:
+    """By evaluation."""
+    return [each.data_sets for each in outcome.evaluations]
+
+
+def assert_last_round_is_timed(plan: Plan, rank: int, outcome: Outcome) -> None:
+    """Every instruction of the rank's forward-only stream has one span, which follow those of the step before."""
+    assert plan.eval is not None
+    stream = plan.eval.program.streams[plan.mesh.coordinates(rank).pp]
+    for call, evaluation in zip([call for call in EVALUATED if len(call) == 1], outcome.evaluations, strict=True):
+        spans = evaluation.spans
+        assert sorted(span.name for span in spans) == sorted(str(part.key) for part in instructions_of(stream))
+        assert {(span.step, span.rank) for span in spans} == {(call[0], rank)}
+        assert all(span.start <= span.end for span in spans)
+        before = [span.end for result in outcome.results if result.step < call[0] for span in result.spans]
+        assert min(span.start for span in spans if span.lane == "compute") >= max(before, default=0.0)
 
 
 def expected_losses(plan: Plan, state: State) -> list[tuple[float, int]]:

@@ -30,7 +30,7 @@ from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.runtime.abort import Aborted
 from pentad.workers.runtime.progress_file import ProgressFile
-from pentad.workers.runtime.results import EvalResult, LossSum, RankSnapshot, StepResult
+from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult
 
 
 class FakeRunner:
@@ -93,7 +93,7 @@ class FakeRunner:
         self.results, self.open = (results[:-1], results[-1:]) if more else (results, [])
         return self.results
 
-    def evaluate(self, step: int) -> list[EvalResult]:
+    def evaluate(self, step: int) -> Evaluation:
         assert not self.open, "nothing is evaluated while a step is open"
         assert self.plan.eval is not None and (self.rank or self.steps == step)
         for counter in range(len(self.plan.eval.program.streams[self.pp])):
@@ -101,7 +101,13 @@ class FakeRunner:
             if step == int(self.orders.get("evaluation", -1)) and counter == 2:
                 self._obey(self.rank == int(self.orders["rank"]), self.orders["how"])
         self.board.write(step, -1, program=len(self.plan.programs) - 1)
-        return [EvalResult(each.name, 64 * eval_loss_of(step), 64, 2) for each in self.plan.eval.data_sets]
+        data_sets = (EvalResult(each.name, 64 * eval_loss_of(step), 64, 2) for each in self.plan.eval.data_sets)
+        start, program = time.monotonic(), self.plan.eval.program
+        spans = simulate(program, Costs.uniform(program.stages), step=step).spans
+        own = [span._replace(rank=self.rank) for span in spans if span.rank == self.pp]
+        scale = self.seconds / max(span.end for span in spans)
+        timed = (span._replace(start=start + span.start * scale, end=start + span.end * scale) for span in own)
+        return Evaluation(tuple(data_sets), tuple(timed))
 
     def save(self, folder: str, step: int, stages: tuple[int, ...] | None = None) -> list[dict]:
         assert not self.open, "whoever asks for a checkpoint knows the steps in it"

@@ -17,7 +17,7 @@ from plans import TILE
 from pool import Pool
 
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.runtime.results import EvalResult
+from pentad.workers.runtime.results import Evaluation
 
 # First step, number of steps, whether more calls follow; or an evaluation after so many steps.
 Call = tuple[int, int] | tuple[int, int, bool] | tuple[int]
@@ -34,7 +34,7 @@ class Outcome:
     state: dict[str, torch.Tensor]
     shards: list[dict]
     bytes: dict[str, int]
-    evaluations: list[list[EvalResult]]
+    evaluations: list[Evaluation]
 
 
 def tensors_by_name(parameters, flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -91,6 +91,15 @@ def open_eval_data(
     return part
 
 
+def count_eval_sequences(data_set: EvalData, vocab: int, length: int, cache: str) -> int | None:
+    """The sequences of a data set; None if it is a built-in corpus that has not been built. Raises PentadError as
+    `open_sources` does."""
+    if not _is_built(data_set.data, vocab, cache):
+        return None
+    argument = "data.path" if data_set.holdout else "eval.data"
+    return open_eval_data(data_set, vocab, length, cache, argument=argument).windows(length)
+
+
 def open_dataset(data: DataSpec, batch: BatchSpec, vocab: int, seed: int) -> Dataset:
     """All samples of a run. Raises PentadError as `open_sources` does."""
     sources = open_sources(data, vocab, batch.sequence_length)
@@ -118,15 +127,20 @@ def corpus_folder(data: str, vocab: int, cache: str) -> str | Path:
 def check_data(data: DataSpec, vocab: int, length: int, sizes: BatchSizes, steps: int) -> None:
     """Raises PentadError as `open_sources` does, or if the data does not last for so many steps; but neither builds a
     built-in corpus nor packs documents, without which it can check less, nor reads tokens."""
-    for spec in data.sources:
-        if spec.path.startswith("builtin:"):
-            require_vocab(vocab, "model.vocab")
-            folder, _ = _builtin_folder(spec.path.removeprefix("builtin:"), vocab, Path(data.cache))
-            if not (folder / INDEX_FILE).exists():
-                return
+    if not all(_is_built(spec.path, vocab, data.cache) for spec in data.sources):
+        return
     corpora = _open_corpora(data, vocab)
     if data.packing == "windows" or all(is_packed(corpus, length, Path(data.cache)) for corpus in corpora):
         require_lasting(described(data, open_sources(data, vocab, length)), sizes, steps)
+
+
+def _is_built(data: str, vocab: int, cache: str) -> bool:
+    """Whether a corpus can be opened as it is. Raises PentadError for a built-in one that cannot be built."""
+    if not data.startswith("builtin:"):
+        return True
+    require_vocab(vocab, "model.vocab")
+    folder, _ = _builtin_folder(data.removeprefix("builtin:"), vocab, Path(cache))
+    return (folder / INDEX_FILE).exists()
 
 
 def _builtin_folder(name: str, vocab: int, cache: Path) -> tuple[Path, list[str]]:

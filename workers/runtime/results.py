@@ -55,6 +55,14 @@ class EvalResult:
     sequences: int
 
 
+class Evaluation(NamedTuple):
+    """One rank's results of an evaluation, by data set, and the spans of its last round, as in StepResult; their step
+    is the number of steps that the weights have had."""
+
+    data_sets: tuple[EvalResult, ...]
+    spans: tuple[Span, ...]
+
+
 @dataclass(frozen=True)
 class RankSnapshot:
     """The state of a rank after its generation was aborted.

@@ -24,7 +24,7 @@ from pentad.workers.runtime.gpu_timer import StepTimes
 from pentad.workers.runtime.optimizer_step import CommittedStep
 from pentad.workers.runtime.progress_file import Progress, ProgressFile
 from pentad.workers.runtime.rank_state import RankState
-from pentad.workers.runtime.results import EvalResult, LossSum, RankSnapshot, StepResult
+from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult
 from pentad.workers.runtime.streams import CudaStreams
 from pentad.workers.runtime.zero import ZeroShards
 
@@ -140,7 +140,7 @@ class Runner:
             self.recent_calls.append(results)
             return results
 
-    def evaluate(self, step: int) -> list[EvalResult]:
+    def evaluate(self, step: int) -> Evaluation:
         """Evaluates the weights after `step` steps, none of which is open, on every data set of the plan. Changes
         nothing. Raises Aborted if the generation ends."""
         executor, loader = self._connected, self.eval_loader
@@ -150,10 +150,11 @@ class Runner:
             for number, at in enumerate(loader.rounds):
                 executor.evaluate(self.programs[-1], step, number, at.data_set, loader(at))
             executor.lanes.finish(self.fence_flag.check)
-            executor.lanes.read_times(self.fence_flag.check)  # which nobody reports
+            times = executor.lanes.read_times(self.fence_flag.check)
             self.progress.write(step, -1, self.programs[-1].number)
             found = zip(self.plan.eval.data_sets, executor.losses.read(), loader.counts, strict=True)
-            return [EvalResult(each.name, *sums, count) for each, sums, count in found]
+            results = tuple(EvalResult(each.name, *sums, count) for each, sums, count in found)
+            return Evaluation(results, self._spans(step, times[-1]))
 
     def save(self, folder: str, step: int, param_shards: tuple[ParamShard, ...] | None = None) -> list[dict]:
         """Writes the parameter shards that this rank owns, or the given ones, after `step` steps, including the open

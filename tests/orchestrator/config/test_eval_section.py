@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pentad.orchestrator.config.config import dump, load
+from pentad.orchestrator.config.eval_section import EvalSection
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 
@@ -38,6 +39,19 @@ def test_a_dumped_configuration_loads_again(tmp_path) -> None:
     config = load(None, [LIST, *HELD_OUT, "checkpoint.keep_best=wiki", "checkpoint.every=20"])
     (tmp_path / "config.yaml").write_text(dump(config))
     assert load(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize("every", [0, 1, 3, 10, 30])
+@pytest.mark.parametrize("at_start", [False, True])
+def test_evaluations_are_due_at_multiples_and_at_the_end(every: int, at_start: bool) -> None:
+    section, steps = EvalSection(every=every, at_start=at_start), 20
+    due = [step for step in range(steps + 1) if section.next_due(step, steps) == step]
+    assert due == [
+        s for s in range(steps + 1) if (s == 0 and at_start) or s == steps or (s and every and s % every == 0)
+    ]
+    assert section.count(steps) == len(due)
+    for first in range(steps + 2):
+        assert section.next_due(first, steps) == next((step for step in due if step >= first), None)
 
 
 BEST = "checkpoint.keep_best"

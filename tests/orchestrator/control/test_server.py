@@ -28,7 +28,7 @@ from pentad.orchestrator.control import interceptors
 from pentad.orchestrator.control.control_client import NotLive
 from pentad.orchestrator.control.control_messages import METHODS, plain, status_of
 from pentad.orchestrator.control.server import ControlServer
-from pentad.orchestrator.monitoring.run_state import ControlRequests, RunView
+from pentad.orchestrator.monitoring.run_state import ControlRequests, EvalView, RunView
 from pentad.schedules.ir.errors import PentadError
 
 FOLDER = ROOT / "orchestrator" / "control"
@@ -85,7 +85,11 @@ def test_standard_stubs_drive_the_service(generated: Path, served: Served, monke
         assert stub.Resume(messages.ControlRequest(), metadata=metadata, timeout=5).state == "running"
 
 
-@pytest.mark.parametrize("view", [seen(), seen(loss=None, tokens_per_second=None, verdict="rank 1 waits"), seen()[:9]])
+EVALUATED = seen(evaluations=(EvalView("wiki", 20, 2.5), EvalView("code", 20, None)), next_evaluation=0)
+UNKNOWN = seen(loss=None, tokens_per_second=None, verdict="rank 1 waits")
+
+
+@pytest.mark.parametrize("view", [seen(), EVALUATED, UNKNOWN, seen()[:9]])
 def test_a_status_equals_the_view(view: RunView) -> None:
     def ageless(facts: dict[str, Any]) -> dict[str, Any]:
         return {**facts, "ranks": [{**each, "heartbeat_age_seconds": 0} for each in facts["ranks"]]}
@@ -341,7 +345,7 @@ SERVER = """
 import sys, time
 from pathlib import Path
 from pentad.orchestrator.control.server import ControlServer
-from pentad.orchestrator.monitoring.run_state import ControlRequests
+from pentad.orchestrator.monitoring.run_state import ControlRequests, EvalView
 control = ControlServer(Path(sys.argv[1]), "127.0.0.1", 0, ControlRequests())
 print("ready", flush=True)
 """

@@ -63,7 +63,7 @@ def test_every_step_is_logged_once_through_resumes_and_rewinds(start: Start, tmp
     evaluation = {"step": 1, "time": 1e9, "data": "web", "loss": 7.5, "perplexity": 1808.0, "generation": 1}
     both = evaluation, {**evaluation, "data": "code", "loss": 6.5}
     (tmp_path / "trial" / "eval.jsonl").write_text("".join(json.dumps(each) + "\n" for each in both))
-    first.on_evaluation([*both, {**evaluation, "data": "math", "loss": None}])
+    first.on_evaluation([*both, {**evaluation, "data": "math", "loss": None}], ())
     first.on_rewind(1)  # to before step 1, after the evaluation
     first.on_steps([row(1, loss=6.0), row(2, loss=5.0), row(3, loss=4.0)], [])
     first.close()

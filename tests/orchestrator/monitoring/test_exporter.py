@@ -89,7 +89,8 @@ def full(exporter: Exporter) -> Exporter:
     """An exporter that has received every kind of update."""
     exporter.on_ranks_placed(view_of(Mesh(pp=4)))
     exporter.on_steps([ROW], [spans_of(4, 100)])
-    exporter.on_evaluation([{"data": "holdout", "loss": 3.5}, {"data": "code", "loss": None}])
+    facts = {"step": 4, "seconds": 0.5}
+    exporter.on_evaluation([{"data": "holdout", "loss": 3.5, **facts}, {"data": "code", "loss": None, **facts}], ())
     exporter.on_gpu_states(dict.fromkeys(range(4), GPU))
     for entry in (CHECKPOINT, RECOVERED, {"event": "lost", "rank": 1, "fault": "hang", "detector": "deadline"}):
         exporter.on_event(entry)
@@ -133,6 +134,12 @@ def test_a_step_exports_the_values_of_its_row(full: Exporter) -> None:
 def test_an_evaluation_exports_a_loss_for_each_data_set(full: Exporter) -> None:
     losses = {sample.labels["data"]: sample.value for sample in scrape(full)["pentad_eval_loss"]}
     assert losses["holdout"] == 3.5 and math.isnan(losses["code"])
+    assert value(scrape(full), "pentad_eval_step") == 4
+    assert value(scrape(full), "pentad_eval_duration_seconds_sum") == 0.5
+    full.on_view(view_of(Mesh(pp=2), next_evaluation=8))
+    assert value(scrape(full), "pentad_eval_next_step") == 8
+    full.on_view(view_of(Mesh(pp=2)))
+    assert not scrape(full)["pentad_eval_next_step"]
 
 
 def test_unmeasured_values_are_not_exported(exporter: Exporter) -> None:

@@ -137,9 +137,9 @@ def test_the_dashboard_returns_what_was_pushed(auth: Any, monkeypatch: pytest.Mo
         assert [s.process for s in shown] == sorted(s.process for s in shown)
         assert_same_step([s for s in shown if s.step == 4], steps[4])
         assert states() == dict.fromkeys((f"step 4 {MESH.coordinates(rank)}" for rank in range(4)), "RUNNING")
-        timeline.on_steps([], [made_up_step(5)])
+        timeline.on_evaluation([{"step": 5}], made_up_step(5))
         timeline.close()
-        names = [f"step 5 {MESH.coordinates(rank)}" for rank in range(4)]
+        names = [f"evaluation after 5 steps {MESH.coordinates(rank)}" for rank in range(4)]
         assert eventually(states, lambda found: "FINISHED" in found.values()) == dict.fromkeys(names, "FINISHED")
         assert logged == []
         monkeypatch.setattr(ray_timeline, "_channel", lambda: grpc.insecure_channel("127.0.0.1:1"))

@@ -18,6 +18,7 @@ from footprint import Footprint
 from paths import SUPPORT
 from rich.console import Console
 
+from pentad.orchestrator.api.comparison import compare
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import RunConfig, load
@@ -79,6 +80,7 @@ def test_a_run_writes_all_its_files(train: Train, tmp_path: Path) -> None:
         ("start", 0), ("place", None), ("checkpoint", 2), ("checkpoint", 4), ("checkpoint", 5), ("end", 5),
     ]  # fmt: skip
     assert [row["step"] for row in read_lines(folder / "eval.jsonl")] == [5]
+    assert_evaluation_is_drawn(folder)
     assert result["state"] == "finished"
     assert (result["run"], result["folder"], result["steps"]) == ("quickstart", str(folder), 5)
     assert (result["loss"], result["first_loss"]) == (rows[-1]["loss"], rows[0]["loss"])
@@ -91,6 +93,17 @@ def test_a_run_writes_all_its_files(train: Train, tmp_path: Path) -> None:
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000004", "step-00000005"]
     assert "step 4" in printed
     json.dumps(result)
+
+
+def assert_evaluation_is_drawn(folder: Path) -> None:
+    """Measured beside the simulation of its own program at its own costs."""
+    found = compare(folder, evaluation=True)
+    assert found.step == 5 and found.plan.program.forward_only and "evaluation after 5 steps" in repr(found)
+    names = {(span.rank, span.name) for span in found.measured.spans}
+    assert names == {(span.rank, span.name) for span in found.simulated.spans}
+    assert {(0, "0F0"), (1, "LOSS")} <= names
+    with pytest.raises(PentadError, match=r"^--step is 4: expected an evaluation after 5$"):
+        compare(folder, 4, evaluation=True)
 
 
 def test_a_run_resumes_from_its_newest_checkpoint_without_duplicate_metrics(train: Train, tmp_path: Path) -> None:

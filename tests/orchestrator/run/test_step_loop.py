@@ -13,7 +13,7 @@ from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.event_bus import EventBus
-from pentad.orchestrator.monitoring.run_state import ControlRequests
+from pentad.orchestrator.monitoring.run_state import ControlRequests, EvalView
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, RunFolder, read_lines
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.run import step_loop
@@ -21,7 +21,7 @@ from pentad.orchestrator.run.step_loop import CALLS_IN_FLIGHT, StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.runtime.results import EvalResult, LossSum, StepResult
+from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, StepResult
 
 
 class Ranks:
@@ -89,7 +89,9 @@ class Ranks:
             assert not self.kept, "a checkpoint is of steps that are accounted for"
         if call[0] == "evaluate":
             self.now += self.seconds
-            return [[EvalResult("holdout", 8 * self.losses.get(call[1], 1.0), 8, 1)]] * self.plan.mesh.size
+            result = EvalResult("holdout", 8 * self.losses.get(call[1], 1.0), 8, 1)
+            span = Span(call[1], 0, "compute", "0F0", "F", 0, 0, -1, self.now - self.seconds, self.now)
+            return [Evaluation((result,), (span._replace(rank=rank),)) for rank in range(self.plan.mesh.size)]
         if call[0] != "run":
             return [[{"of": 0, "bytes": 1}], [{"of": 1, "bytes": 2}]] if call[0] == "save" else [None]
         steps = [*self.kept, *(self._step(step) for step in range(call[1], call[1] + call[2]))]
@@ -299,6 +301,9 @@ def test_evaluations_are_after_every_so_many_steps_and_at_the_end(
         assert ranks.log.index(("evaluate", step, False)) < ranks.log.index(("save", step, False))
     rows = calls.bus.folder.evaluations()
     assert [(row["step"], row["data"], row["loss"]) for row in rows] == [(step, "holdout", 1.0) for step in expected]
+    view, measured = calls.bus.view, calls.history.eval_timeline
+    assert (view.evaluations, view.next_evaluation) == ((EvalView("holdout", 12, 1.0),), None)
+    assert measured.steps == tuple(expected[-calls.config.metrics.timeline_steps :]) and measured.ranks == (0, 1)
 
 
 def test_the_time_of_an_evaluation_counts_for_no_step(run: Run) -> None:
