@@ -18,13 +18,17 @@ from typing import Any
 
 import ray
 
+from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
-from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.runtime.results import RankSnapshot, StepResult
 
 FENCE_SECONDS, SNAPSHOT_SECONDS = 5.0, 10.0
 Record = Callable[..., None]  # (event, **facts): writes a line of the journal
+
+
+class CannotRecover(WorkerError):
+    """No recovery is possible."""
 
 
 @dataclass
@@ -52,7 +56,7 @@ class RecoveryState:
 def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     """Ends the generation on every living rank and fills `state`; ranks that do not follow are added to the lost.
 
-    Raises PentadError when no rank is left.
+    Raises CannotRecover when no rank is left.
     """
     began = time.monotonic()
     group.generation += 1
@@ -64,7 +68,8 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     kill(group, state.lost)
     if not snapshots:
         cause = "".join(f"{text}; " for text in list(state.lost.values())[:1])
-        raise PentadError(f"{cause}no rank is left of the run; the same command resumes from the newest checkpoint")
+        text = f"{cause}no rank is left of the run; the same command resumes from the newest checkpoint"
+        raise CannotRecover(text, min(state.lost), text)
     state.version = max(snapshot.version for snapshot in snapshots.values())
     # A rank that lacks only the last step's global norm gets it from one that has taken the step.
     late = [rank for rank, s in snapshots.items() if s.version == state.version - 1 and s.ready]

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 
 import ray
 
-from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import Member, WorkerGroup
 from pentad.orchestrator.cluster.placement import Place, living_bundles, order_places
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.planning.planning import shrunk_plan
-from pentad.orchestrator.run.fence import RecoveryState, is_complete, kill, sources
+from pentad.orchestrator.run.fence import CannotRecover, RecoveryState, is_complete, kill, sources
 from pentad.orchestrator.run.hang_detection import check_answers
 from pentad.orchestrator.run.spikes import pinned_checkpoints
 from pentad.schedules.spec.plan import Plan
@@ -22,10 +21,6 @@ from pentad.workers.checkpoint.checkpoint import Start, newest
 
 CREATE_SECONDS = 30.0
 RETRY_SECONDS = 0.2
-
-
-class CannotRecover(WorkerError):
-    """No recovery is possible."""
 
 
 class Regroup:

@@ -14,9 +14,8 @@ from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.runfolder import read_lines
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.run import driver
-from pentad.orchestrator.run.fence import RecoveryState, is_complete
+from pentad.orchestrator.run.fence import CannotRecover, RecoveryState, is_complete
 from pentad.orchestrator.run.recovery import ATTEMPTS, CHECK_SECONDS
-from pentad.orchestrator.run.regroup import CannotRecover
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start
 
@@ -262,10 +261,11 @@ def test_a_recovery_that_fails_again_and_again_is_given_up(start: StartRun) -> N
     assert len(run.events("fence")) == ATTEMPTS and not run.events("recovered")
 
 
-def test_no_rank_left_ends_the_run(start: StartRun) -> None:
+def test_no_rank_left_ends_the_run_at_once(start: StartRun) -> None:
     run = start(*SQUARE)
-    with pytest.raises(PentadError, match=r"; no rank is left of the run; the same command resumes from the newest"):
+    with pytest.raises(CannotRecover, match=r"; no rank is left of the run; the same command resumes from the newest"):
         run.recovery.recover(run.lose(0, 1, 2, 3), 7)
+    assert run.group.generation == 2  # one attempt
 
 
 def test_a_mistake_found_during_a_recovery_ends_the_run(start: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
