@@ -9,6 +9,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ray.util.placement_group import PlacementGroup
+
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.cluster import Cluster
 from pentad.orchestrator.cluster.faults import WorkerError
@@ -57,12 +59,7 @@ def drive(
     intact checkpoint starts from `origin` (None: found here). `watchers` are notified after those of `monitored`."""
     timeout = config.cluster.start_timeout_seconds
     with ExitStack() as stack:
-        cluster = stack.enter_context(clusters.join(config.cluster, config.mesh.size, head))
-        display.phase(f"placing {config.mesh.size} ranks")
-        placement = reserve(config.mesh.mesh, cluster.device, timeout, fixed=cluster.local)
-        stack.callback(release, placement)
-        num_hosts = hosts(placement)
-        plan = plan_on(config, cluster.device, hosts=num_hosts, expected=plan)
+        cluster, placement, plan = stack.enter_context(_placed(config, plan, head, display))
         folder = stack.enter_context(RunFolder(config, plan))
         _show_cluster(display, cluster)
         start, changes, generation = _resume(config, folder, display, origin)
@@ -96,11 +93,7 @@ def evaluate_on(
     """Evaluates the weights of a checkpoint on the cluster of `head`, None: the existing one."""
     timeout = config.cluster.start_timeout_seconds
     with ExitStack() as stack:
-        cluster = stack.enter_context(clusters.join(config.cluster, config.mesh.size, head))
-        display.phase(f"placing {config.mesh.size} rank{'s' * (config.mesh.size > 1)}")
-        placement = reserve(config.mesh.mesh, cluster.device, timeout, fixed=cluster.local)
-        stack.callback(release, placement)
-        plan = plan_on(config, cluster.device, hosts=hosts(placement), expected=plan)
+        _, placement, plan = stack.enter_context(_placed(config, plan, head, display))
         group = stack.enter_context(WorkerGroup.start(plan, placement, timeout, runner=runner, progress=display.phase))
         group.restore(start)
         display.phase("evaluating")
@@ -114,6 +107,20 @@ def evaluate_on(
         began = time.monotonic()
         results = group.collect(group.submit_evaluate(start.step), tick=check)[0].data_sets
         return evaluation_rows(start.step, results, time.monotonic() - began, group.generation)
+
+
+@contextmanager
+def _placed(
+    config: RunConfig, plan: Plan, head: LocalHead | None, display: Display
+) -> Iterator[tuple[Cluster, PlacementGroup, Plan]]:
+    """The cluster of `head`, None: the existing one, the resources of the ranks in it, and the plan for them."""
+    size, timeout = config.mesh.size, config.cluster.start_timeout_seconds
+    with ExitStack() as stack:
+        cluster = stack.enter_context(clusters.join(config.cluster, size, head))
+        display.phase(f"placing {size} rank{'s' * (size > 1)}")
+        placement = reserve(config.mesh.mesh, cluster.device, timeout, fixed=cluster.local)
+        stack.callback(release, placement)
+        yield cluster, placement, plan_on(config, cluster.device, hosts=hosts(placement), expected=plan)
 
 
 def _run_generations(
