@@ -53,9 +53,8 @@ class RunFolder:
         self.path = path_of(config)
         self.plan, self.keep_best = plan, config.checkpoint.keep_best
         self.total_tokens = 0  # of the steps in metrics.jsonl, once `rewind` has been called
-        self.resumed = (self.path / CONFIG).exists()
-        check_resumable(config)
-        self.changes = changed_keys(saved_config(self.path), config) if self.resumed else {}
+        saved = resumed_config(config)
+        self.resumed, self.changes = saved is not None, changed_keys(saved, config) if saved else {}
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.lock = _lock(self.path, config.run.name)
@@ -262,14 +261,17 @@ def process_names(plan: Plan) -> dict[int, str]:
     return {rank: f"rank {rank} ({plan.mesh.coordinates(rank)})" for rank in range(plan.mesh.size)}
 
 
-def check_resumable(config: RunConfig) -> None:
-    """Raises PentadError when the folder of `config` holds another run, or anything else than a run."""
+def resumed_config(config: RunConfig) -> RunConfig | None:
+    """The configuration of the run that `config` resumes; None for a new one.
+
+    Raises PentadError when its folder holds another run, or anything else than a run.
+    """
     path, advice = path_of(config), f"choose another run.name than {config.run.name}"
     if not (path / CONFIG).exists():
         known = {".lock", CHECKPOINTS, MODEL_FILE, kept_files.FOLDER}  # the latter two from import-hf
         if path.exists() and (not path.is_dir() or {inside.name for inside in path.iterdir()} - known):
             raise PentadError(f"{path} exists and is not a run's folder: expected a new one: {advice}")
-        return
+        return None
     try:
         saved = saved_config(path)
     except PentadError as error:
@@ -278,6 +280,7 @@ def check_resumable(config: RunConfig) -> None:
         if key.startswith(_FIXED):
             hint = f"run.init_from={config.run.name} starts a new run from its weights"
             raise PentadError(f"{key} is {now}, but the run in {path} has {before}: {advice} ({hint})")
+    return saved
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> Changes:

@@ -8,20 +8,19 @@ from pydantic import ValidationError
 
 from pentad.orchestrator.config import errors
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.runfolder import CONFIG, path_of, saved_config
 from pentad.schedules.spec.lora import trained_tensors
 from pentad.schedules.spec.optimizer import STATE_KINDS
 from pentad.schedules.spec.plan import Plan
 
 
-def with_decay_steps(config: RunConfig) -> tuple[RunConfig, str]:
-    """(the configuration with optimizer.decay_steps filled in, a sentence for the user or '').
+def with_decay_steps(config: RunConfig, saved: RunConfig | None) -> tuple[RunConfig, str]:
+    """(the configuration with optimizer.decay_steps filled in, a sentence for the user or ''); `saved` is that of the
+    run that it resumes, if any.
 
     It is run.steps when the run first starts, and stays that number on every resume, so that a run with more steps does
     not change the learning rates of those planned already. Raises ConfigError if the saved number contradicts the
     configuration.
     """
-    saved = saved_config(path_of(config)) if (path_of(config) / CONFIG).exists() else None
     if config.optimizer.decay_steps is None:
         steps = saved.optimizer.decay_steps if saved is not None else None
         config = _with(config, steps or config.run.steps)

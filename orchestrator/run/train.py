@@ -21,10 +21,10 @@ from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
 from pentad.orchestrator.monitoring.runfolder import (
     check_not_live,
-    check_resumable,
     has_checkpoint,
     path_of,
     read_lines,
+    resumed_config,
 )
 from pentad.orchestrator.planning.optimizer_spec import optimizer_spec
 from pentad.orchestrator.planning.planning import first_plan
@@ -100,12 +100,14 @@ def train(
     """
     display = display or Display(Console(quiet=True), config.run.name, config.run.steps)
     plan = plan or first_plan(config)
+    check_not_live(config)
+    saved = resumed_config(config)
     if _is_finished(config, plan):
         display.note(f"the run has all of its run.steps = {config.run.steps} already")
         return summary(config, config.run.steps)
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        config, note = with_decay_steps(config)
+        config, note = with_decay_steps(config, saved)
         if note:
             display.note(note)
         plan = replace(plan, optimizer=optimizer_spec(config))
@@ -163,11 +165,8 @@ def _best(config: RunConfig, folder: Path) -> dict[str, Any] | None:
 def _is_finished(config: RunConfig, plan: Plan) -> bool:
     """Whether the run has all of its run.steps already, in a checkpoint that is intact.
 
-    Raises PentadError when the run's folder is in use or holds another model, batch, seed or corpus, or a port is
-    taken.
+    Raises PentadError when its checkpoints are of another corpus, or a port is taken.
     """
-    check_not_live(config)
-    check_resumable(config)
     free_port("metrics.port", config.metrics.host, config.metrics.port)
     free_port("metrics.control_port", config.metrics.host, config.metrics.control_port)
     checkpoints = path_of(config) / runfolder.CHECKPOINTS

@@ -16,7 +16,8 @@ from pentad.orchestrator.cli.show_status import status_view
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.control.control_client import NotLive, connect, ended
 from pentad.orchestrator.control.server import ControlServer
-from pentad.orchestrator.monitoring.run_state import ControlRequests
+from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS
+from pentad.orchestrator.monitoring.run_state import ControlRequests, EvalView
 from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
@@ -89,6 +90,25 @@ def test_an_ended_run_is_shown_without_ranks_or_endpoints(pentad: Pentad, served
     out = pentad("status", "trial")[1]
     assert "finished" in out
     assert "dp0" not in out and "127.0.0.1" not in out
+
+
+def test_status_shows_the_last_evaluation_and_when_the_next_is_due(pentad: Pentad, served: Served) -> None:
+    losses = EvalView("wiki", 4, 2.5), EvalView("code", 4, None)
+    served.control.on_view(seen(evaluations=losses, next_evaluation=8))
+    assert " evaluation after 4 steps: wiki 2.5000  code -  next after 8 steps\n" in pentad("status", "trial")[1]
+    served.control.on_view(seen(next_evaluation=0))
+    assert " evaluation: next after 0 steps\n" in pentad("status", "trial")[1]
+    served.control.on_view(seen())
+    assert "evaluation" not in pentad("status", "trial")[1]
+
+
+def test_an_ended_run_shows_the_evaluations_in_its_folder(folder: Path) -> None:
+    row = dict.fromkeys(EVAL_KEYS, 1.5)
+    lines = ({**row, "step": step, "data": data} for step in (0, 2) for data in ("a", "b"))
+    (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = ended(folder)
+    assert found["evaluations"] == [{"data": data, "step": 2, "loss": 1.5} for data in ("a", "b")]
+    assert found["next_evaluation"] == load(folder / "config.yaml").eval.every
 
 
 def test_ranks_with_problems_are_shown_first_if_not_all_fit() -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pentad.orchestrator.config.config import RunConfig, dump, load
-from pentad.orchestrator.monitoring.runfolder import CONFIG
+from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.run.resumed_optimizer import dropped_state, with_decay_steps
 from pentad.schedules.ir.errors import PentadError
@@ -22,12 +21,9 @@ def configuration(folder: Path, *overrides: str) -> RunConfig:
 
 
 def started(folder: Path, *overrides: str) -> RunConfig:
-    """The configuration of a run's first start, saved in its folder."""
-    config, note = with_decay_steps(configuration(folder, *overrides))
+    """The configuration of a run's first start."""
+    config, note = with_decay_steps(configuration(folder, *overrides), None)
     assert note == ""
-    path = folder / config.run.name
-    path.mkdir()
-    (path / CONFIG).write_text(dump(config))
     return config
 
 
@@ -36,15 +32,15 @@ def test_more_steps_on_a_resume_change_no_planned_learning_rate(tmp_path: Path, 
     overrides = f"optimizer.schedule={schedule}", "run.steps=40"
     before = started(tmp_path, *overrides)
     assert before.optimizer.decay_steps == 40
-    after, note = with_decay_steps(configuration(tmp_path, *overrides, "run.steps=400"))
+    after, note = with_decay_steps(configuration(tmp_path, *overrides, "run.steps=400"), before)
     assert (after.run.steps, after.optimizer.decay_steps) == (400, 40)
     assert after.optimizer.curve(after.run.steps) == before.optimizer.curve(before.run.steps)
     assert ("keeps its schedule of optimizer.decay_steps = 40" in note) == (schedule != "constant")
 
 
 def test_a_given_length_is_taken_and_the_change_is_said(tmp_path: Path) -> None:
-    started(tmp_path, "run.steps=40")
-    after, note = with_decay_steps(configuration(tmp_path, "run.steps=80", "optimizer.decay_steps=80"))
+    before = started(tmp_path, "run.steps=40")
+    after, note = with_decay_steps(configuration(tmp_path, "run.steps=80", "optimizer.decay_steps=80"), before)
     assert after.optimizer.decay_steps == 80
     assert note == (
         "the learning rate has changed: now cosine to 0.0003 over 80 steps from 0.003, "
@@ -53,11 +49,11 @@ def test_a_given_length_is_taken_and_the_change_is_said(tmp_path: Path) -> None:
 
 
 def test_the_saved_length_must_fit_the_new_warm_up(tmp_path: Path) -> None:
-    started(tmp_path, "run.steps=40")
+    before = started(tmp_path, "run.steps=40")
     with pytest.raises(
         PentadError, match=r"^optimizer\.warmup_steps is 50: expected at most optimizer\.decay_steps = 40$"
     ):
-        with_decay_steps(configuration(tmp_path, "run.steps=80", "optimizer.warmup_steps=50"))
+        with_decay_steps(configuration(tmp_path, "run.steps=80", "optimizer.warmup_steps=50"), before)
 
 
 def stored_by(*overrides: str) -> list[str]:
