@@ -1,1 +1,1 @@
-"""The driver: the step loop, and recovery from faults."""
+"""The driver: checks, placement and the step loop."""

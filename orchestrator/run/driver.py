@@ -27,14 +27,14 @@ from pentad.orchestrator.monitoring.plan_view import print_plan
 from pentad.orchestrator.monitoring.run_state import ControlRequests, Watcher
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, Changes, RunFolder, read_lines
 from pentad.orchestrator.planning.planning import plan_on
-from pentad.orchestrator.run.fence import RecoveryState
-from pentad.orchestrator.run.hang_detection import HangDetector
+from pentad.orchestrator.recovery.fence import RecoveryState
+from pentad.orchestrator.recovery.hang_detection import HangDetector
+from pentad.orchestrator.recovery.recovery import Recovery
+from pentad.orchestrator.recovery.spikes import roll_back, rollback_target, skipped_batches
 from pentad.orchestrator.run.init_from import Origin, origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.measure import History
-from pentad.orchestrator.run.recovery import Recovery
 from pentad.orchestrator.run.resumed_optimizer import dropped_state
-from pentad.orchestrator.run.spikes import roll_back, rollback_target, skipped_batches
 from pentad.orchestrator.run.start_monitoring import monitored
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError

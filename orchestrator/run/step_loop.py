@@ -15,9 +15,9 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.evaluations import evaluation_rows
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
-from pentad.orchestrator.run.hang_detection import HangDetector
+from pentad.orchestrator.recovery.hang_detection import HangDetector
+from pentad.orchestrator.recovery.spikes import SpikeWatch, pinned_checkpoints
 from pentad.orchestrator.run.measure import History
-from pentad.orchestrator.run.spikes import SpikeWatch, pinned_checkpoints
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.data.mixture import Mixture

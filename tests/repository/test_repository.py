@@ -66,6 +66,7 @@ LAYERS = {
         "cli",
         "api",
         "run",
+        "recovery",
         "control",
         "jobs",
         "loggers",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pentad.orchestrator.run.fence import FENCE_SECONDS
+from pentad.orchestrator.recovery.fence import FENCE_SECONDS
 from pentad.workers.runtime import gpu_progress
 from pentad.workers.runtime.abort import Fence
 from pentad.workers.runtime.gpu_progress import GpuProgress

@@ -16,7 +16,7 @@ from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.comm_volume import collective_bytes
 from pentad.orchestrator.planning.estimate import memories, memory
 from pentad.orchestrator.planning.planning import make_plan, shrunk_plan
-from pentad.orchestrator.run.fence import RecoveryState, is_complete
+from pentad.orchestrator.recovery.fence import RecoveryState, is_complete
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Key, Op, instructions_of

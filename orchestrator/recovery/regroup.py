@@ -13,9 +13,9 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.planning.planning import shrunk_plan
-from pentad.orchestrator.run.fence import CannotRecover, RecoveryState, is_complete, kill, sources
-from pentad.orchestrator.run.hang_detection import check_answers
-from pentad.orchestrator.run.spikes import pinned_checkpoints
+from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, is_complete, kill, sources
+from pentad.orchestrator.recovery.hang_detection import check_answers
+from pentad.orchestrator.recovery.spikes import pinned_checkpoints
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import Start, newest
 

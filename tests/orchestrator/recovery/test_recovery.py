@@ -13,9 +13,9 @@ from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.runfolder import read_lines
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, is_complete
+from pentad.orchestrator.recovery.recovery import ATTEMPTS, CHECK_SECONDS
 from pentad.orchestrator.run import driver
-from pentad.orchestrator.run.fence import CannotRecover, RecoveryState, is_complete
-from pentad.orchestrator.run.recovery import ATTEMPTS, CHECK_SECONDS
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start
 

@@ -10,8 +10,8 @@ from pentad.orchestrator.cluster.placement import draining
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
-from pentad.orchestrator.run.fence import CannotRecover, RecoveryState, fence
-from pentad.orchestrator.run.regroup import Regroup
+from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, fence
+from pentad.orchestrator.recovery.regroup import Regroup
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start
 

@@ -10,7 +10,7 @@ import pytest
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.run.hang_detection import HangDetector, positions_in_program
+from pentad.orchestrator.recovery.hang_detection import HangDetector, positions_in_program
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.simulate.costs import Costs
 
