@@ -194,11 +194,11 @@ def _evaluation_sentence(cost: EvalCost, share: float | None) -> str:
     """'an evaluation every 20 steps: 2 rounds of 40 ms (bubble ...), 3.1 % of the run's time'"""
     when = f"every {cost.every} steps" if cost.every else "after the last step"
     rounds = "rounds" if cost.rounds is None else "1 round" if cost.rounds == 1 else f"{cost.rounds} rounds"
-    figures = f"{rounds} of {format_duration(cost.round_seconds)} (bubble {bubble_text(cost.round.bubble())})"
+    timing = f"{rounds} of {format_duration(cost.round_seconds)} (bubble {bubble_text(cost.round.bubble())})"
     part = "" if share is None else f", {format_percent(share)} of the run's time"
     extra = max(cost.extra_bytes)
     peak = f", {format_bytes(extra)} more memory than training" if extra else ""
-    return f"an evaluation {when}: {figures}{part}{peak}"
+    return f"an evaluation {when}: {timing}{part}{peak}"
 
 
 def _rank_view(plan: Plan, rank: int, width: int) -> Iterator[RenderableType]:
