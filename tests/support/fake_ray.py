@@ -26,7 +26,7 @@ from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import Start
-from pentad.workers.runtime.results import EvalResult, LossSum, RankSnapshot, StepResult
+from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult
 
 DRIVER_NODE = "node0"
 STEP_SECONDS = 0.3
@@ -103,12 +103,13 @@ class Rank:
             self.open = [results.pop()]
         return results
 
-    def evaluate(self, step: int) -> list[EvalResult]:
+    def evaluate(self, step: int) -> Evaluation:
         if self.fake.is_broken(self.generation) and self.version != step:
             raise Blocked
         assert self.version == step and not self.open and self.plan.eval is not None
         self.fake.strike_evaluation(self, step)
-        return [EvalResult(each.name, 64.0 * step, 64, 1) for each in self.plan.eval.data_sets]
+        results = (EvalResult(each.name, 64.0 * step, 64, 1) for each in self.plan.eval.data_sets)
+        return Evaluation(tuple(results), ())
 
     def save(self, folder: str, step: int, shards: Any = None) -> list[dict[str, Any]]:
         assert self.version == step
