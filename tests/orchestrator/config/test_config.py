@@ -74,9 +74,10 @@ def test_every_field_has_a_description() -> None:
 )
 def test_every_stage_has_a_recompute_mode(recompute: str, stages: str, modes: tuple[str, ...]) -> None:
     config = load(None, [f"memory.recompute={recompute}", f"memory.recompute_stages={stages}"])
-    assert config.memory.modes(4) == modes
-    assert config.memory.options(4).recompute == {s for s, mode in enumerate(modes) if mode != "none"}
-    assert load(None, ["memory.max_resident_microbatches=5"]).memory.options(4).max_resident == 5
+    assert config.memory.modes((1,) * 4) == modes
+    assert config.memory.modes((2,) * 4) == tuple(mode for mode in modes for _ in range(2))
+    assert config.memory.options((1,) * 4).recompute == {s for s, mode in enumerate(modes) if mode != "none"}
+    assert load(None, ["memory.max_resident_microbatches=5"]).memory.options((1,) * 4).max_resident == 5
 
 
 @pytest.mark.parametrize(

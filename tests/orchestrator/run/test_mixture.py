@@ -71,8 +71,8 @@ def test_waiting_for_data_is_less_than_a_hundredth_of_a_step(cluster: clusters.C
     """Of steps of at least 0.3 s; the first one starts with nothing loaded."""
     for name, seed in (("chat", 1), ("text", 2), ("few", 3)):
         random_corpus(tmp_path / name, seed, 2000, 600, targets=0.5 if name == "chat" else None)
-    shape = ("model.hidden=256", "model.ffn=1024", "model.layers=4", "batch.sequence_length=512")
-    shape += ("mesh.pp=1", "batch.global_batch_size=8")
+    model = ("model.hidden=256", "model.ffn=1024", "model.layers=4")
+    shape = (*model, "batch.sequence_length=512", "mesh.pp=1", "batch.global_batch_size=8")
     given = [f"run.folder={tmp_path}", "run.name=long", "run.steps=6", f"data.cache={tmp_path}/cache", *SMALL, *shape]
     config = load(None, [*given, sources(tmp_path)])
     train(config, plan=prepare(config))

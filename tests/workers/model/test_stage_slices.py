@@ -31,7 +31,9 @@ class Holder(NamedTuple):
         tokens: torch.Tensor | None,
         targets: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        return run_to_completion(self.stage.forward(slice_index, received, tokens, targets))
+        result = run_to_completion(self.stage.forward(slice_index, received, tokens, targets))
+        assert not isinstance(result, tuple)
+        return result
 
     def backward(self, slice_index: int, dy: torch.Tensor | None) -> torch.Tensor | None:
         """B and W."""
