@@ -1,0 +1,41 @@
+"""Stages of several units on GPUs: one process's result, and the bits of whole stages."""
+
+from __future__ import annotations
+
+import pytest
+from bits import assert_same_runs
+from exactness import assert_equals_one_process
+from gpus import RANKS_A_GPU, on_gpu, two_gpus
+from plans import STEPS, plan_of
+
+from pentad.schedules.spec.schedule_spec import MemoryOptions
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU), two_gpus]
+CASES = [
+    ("1f1b", 2, 1, MemoryOptions(zero=3, max_gathered=2), "none"),
+    ("zb-h2", 1, 2, MemoryOptions(), "full"),
+    ("dualpipe", 1, 2, MemoryOptions(zero=2), "selective"),
+]
+
+
+@pytest.mark.parametrize(("name", "dp", "pp", "memory_options", "recompute"), CASES)
+def test_units_equal_one_process(gpus, corpus, name, dp, pp, memory_options, recompute) -> None:
+    plan = plan_of(name, dp, pp, 4, corpus, memory_options=memory_options, recompute=recompute, unit_layers=1)
+    options = memory_options._replace(units=plan.program.units, recompute=recomputed(plan, recompute))
+    assert_equals_one_process(gpus, on_gpu(plan, "nccl" if pp == 1 else "peer", memory_options=options))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", ["zb-h2", "zb-v"])
+def test_units_have_the_bits_of_whole_stages(gpus, corpus, name, recompute) -> None:
+    runs = []
+    for unit_layers in (None, 1, 2):
+        plan = plan_of(name, 1, 2, 4, corpus, "bfloat16", recompute=recompute, unit_layers=unit_layers)
+        options = MemoryOptions(units=plan.program.units, recompute=recomputed(plan, recompute))
+        runs.append(gpus.run(on_gpu(plan, memory_options=options), [(0, STEPS)]))
+    for run in runs[1:]:
+        assert_same_runs(runs[0], run)
+
+
+def recomputed(plan, recompute: str) -> frozenset[int]:
+    return frozenset(range(plan.program.stages) if recompute != "none" else ())
