@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bits import assert_same_runs
+from bits import same_bits
 from exactness import assert_equals_one_process
 from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import STEPS, plan_of
@@ -28,13 +28,16 @@ def test_units_equal_one_process(gpus, corpus, name, dp, pp, memory_options, rec
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", ["zb-h2", "zb-v"])
 def test_units_have_the_bits_of_whole_stages(gpus, corpus, name, recompute) -> None:
+    """Without clipping: the norm is summed by unit, so its last digits differ."""
     runs = []
     for unit_layers in (None, 1, 2):
-        plan = plan_of(name, 1, 2, 4, corpus, "bfloat16", recompute=recompute, unit_layers=unit_layers)
+        plan = plan_of(name, 1, 2, 4, corpus, "bfloat16", clip=1e9, recompute=recompute, unit_layers=unit_layers)
         options = MemoryOptions(units=plan.program.units, recompute=recomputed(plan, recompute))
         runs.append(gpus.run(on_gpu(plan, memory_options=options), [(0, STEPS)]))
-    for run in runs[1:]:
-        assert_same_runs(runs[0], run)
+    for whole, *others in zip(*runs, strict=True):
+        for other in others:
+            assert [each.losses for each in whole.results] == [each.losses for each in other.results]
+            assert same_bits(whole.state, other.state)
 
 
 def recomputed(plan, recompute: str) -> frozenset[int]:
