@@ -40,7 +40,6 @@ from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import Start, newest
-from pentad.workers.hf.peft import import_adapter
 
 FAILURE = "failure.txt"
 
@@ -211,6 +210,8 @@ def _resume(
         if origin_folder is not None:
             folder.keep_files(origin_folder)
         if adapter is not None and folder.plan.lora is not None:
+            from pentad.workers.hf.peft import import_adapter
+
             start = Start(import_adapter(adapter, folder.checkpoints, folder.plan.model, folder.plan.lora))
             display.note(f"they continue those in {adapter}")
     folder.rewind(start.step)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from reference_model import GlobalBatch, Trained, is_balanced, train
 
+from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import NO_MEMORY_OPTIONS, compile_program
 from pentad.schedules.ir.instruction import Overlap, instructions_of
-from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.units import split_layers_into_units
 from pentad.schedules.spec.batch import BatchSizes, BatchSpec, RampupStage
 from pentad.schedules.spec.cp_layout import CpMethod
@@ -61,27 +61,19 @@ def plan_of(
     `document_mask` is for `data` that is a path, and masks losses too, as by default. `recompute` is the mode of all
     stages, `max_resident` turns offloading on, in microbatches. With `unit_layers` stages consist of units.
     """
-    mesh = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep)
-
-    def compiled(memory_options: MemoryOptions) -> Program:
-        given: dict[str, Any] = {
-            "options": ScheduleOptions(chunks=chunks, slices=slices),
-            "memory_options": memory_options,
-        }
-        return compile_program(name, pp, microbatches, replicas=dp * cp * ep, post_validation=post_validation, **given)
-
-    program = compiled(memory_options)
-    layers = split_layers(model.layers, program.placement, head=1.0)
+    order = generate(name, pp, microbatches, ScheduleOptions(chunks=chunks, slices=slices))
+    layers = split_layers(model.layers, order.placement, head=1.0)
     if unit_layers is not None:
         units = tuple(-(-(end - first) // unit_layers) for first, end in layers)
         memory_options, layers = memory_options._replace(units=units), split_layers_into_units(layers, units)
-        program = compiled(memory_options)
-    recomputed = frozenset(range(program.stages) if recompute != "none" else ())
+    recomputed = frozenset(range(len(layers)) if recompute != "none" else ())
     if recomputed or max_resident is not None:
-        program = compiled(memory_options._replace(recompute=recomputed, max_resident=max_resident))
+        memory_options = memory_options._replace(recompute=recomputed, max_resident=max_resident)
+    given: dict[str, Any] = {"post_validation": post_validation, "memory_options": memory_options, "order": order}
+    program = compile_program(name, pp, microbatches, replicas=dp * cp * ep, **given)
     return Plan(
         name="exact",
-        mesh=mesh,
+        mesh=Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep),
         program=program,
         layers=layers,
         model=model,
@@ -92,7 +84,7 @@ def plan_of(
         dtype=dtype,
         device="cpu",
         transport="gloo",
-        recompute=(recompute,) * program.stages if recomputed else (),
+        recompute=(recompute,) * len(layers) if recomputed else (),
         zero=memory_options.zero,
         cp_method=cp_method,
     )

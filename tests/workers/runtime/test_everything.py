@@ -66,7 +66,7 @@ def test_a_resumed_run_has_the_same_bits(fleet, folder, tmp_path, name, sizes, z
     assert 0 < sum(result.skipped for result in once[0].results) < STEPS - 1
     for a, b, c in zip(once, resumed, again, strict=True):
         assert facts(a)[STOP:] == facts(b) == facts(c)
-        assert a.evaluations[2:] == b.evaluations
+        assert [each.data_sets for each in a.evaluations[2:]] == [each.data_sets for each in b.evaluations]
         assert same_bits(a.state, b.state) and same_bits(a.state, c.state)
     assert same_bits(*(saved(tmp_path / each, outcomes) for each, outcomes in (("once", once), ("again", again))))
 
