@@ -93,9 +93,7 @@ class Encoder:
 
 def _is_regular(text: str, rule: WordRule) -> bool:
     """Whether only the pre-tokenizer and the model decide on the tokens of a text."""
-    return not any(token in text for token in rule.added) and (
-        not rule.normalized or unicodedata.is_normalized("NFC", text)
-    )
+    return not rule.has_added(text) and (not rule.normalized or unicodedata.is_normalized("NFC", text))
 
 
 class _Words:

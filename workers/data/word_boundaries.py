@@ -8,6 +8,7 @@ have the same tokens alone as together.
 from __future__ import annotations
 
 import re
+from itertools import groupby
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any, NamedTuple
 
@@ -70,19 +71,23 @@ _CUT_IN_TEXT = re.compile(r"(?<=[A-Za-z0-9])(?= )|(?<=\S\n)(?=[^\s/])")
 
 
 class WordRule(NamedTuple):
-    """A tokenizer that encodes words by themselves, except in texts that contain one of its `added` tokens, or that are
-    not in NFC when it is `normalized`.
+    """A tokenizer that encodes words by themselves, except in texts that contain one of its `added` tokens, here by
+    their first two characters, or that are not in NFC when it is `normalized`.
 
     `splits_symbols`: symbols are never in one word with letters or newlines, as in GPT-2, and the last of several
     newlines is a word of its own. `splits_digits`: each digit is one. `splits_case`: a capital letter after a small one
     begins another.
     """
 
-    added: tuple[str, ...]
+    added: tuple[tuple[str, tuple[str, ...]], ...]
     normalized: bool
     splits_symbols: bool
     splits_digits: bool
     splits_case: bool
+
+    def has_added(self, text: str) -> bool:
+        """Whether a text contains an added token; hundreds of them often begin alike."""
+        return any(start in text and any(token in text for token in tokens) for start, tokens in self.added)
 
 
 def word_rule(tokenizer: Tokenizer, content: dict[str, Any]) -> WordRule | None:
@@ -99,7 +104,9 @@ def word_rule(tokenizer: Tokenizer, content: dict[str, Any]) -> WordRule | None:
     ):
         return None
     splits = (len(tokenizer.pre_tokenizer.pre_tokenize_str(text)) > 1 for text in (".a", "11", "aA"))
-    return WordRule(tuple(token["content"] for token in added), bool(normalizers), *splits)
+    tokens = sorted(token["content"] for token in added)
+    by_start = tuple((start, tuple(group)) for start, group in groupby(tokens, key=lambda token: token[:2]))
+    return WordRule(by_start, bool(normalizers), *splits)
 
 
 def boundaries(text: bytes, stops: np.ndarray, rule: WordRule) -> np.ndarray:

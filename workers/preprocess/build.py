@@ -110,7 +110,8 @@ def _build_local(
             if options is None:
                 _train(request, files, trained, _reporter("training the tokenizer", files, progress))
                 options = _options(request, trained)
-            tasks = [Task(part, part.key(_sha256((VERSION, options)))) for part in cut(files)]
+            how = _sha256((VERSION, options))
+            tasks = [Task(part, part.key(how)) for part in cut(files)]
             build = _sha256([task.key for task in tasks])
             keep_only(out, partial, build, {trained.name, *(task.key for task in tasks)})
             _build_missing(request, out, tasks, options, partial, note, progress)
