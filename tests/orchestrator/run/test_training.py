@@ -23,8 +23,9 @@ from pentad.orchestrator.run.train import train as run_training
 from pentad.workers.checkpoint.checkpoint import newest
 from pentad.workers.checkpoint.shards import read
 
-# Calls grow fourfold up to a second, so a signal after STOP_AFTER steps arrives before the last are submitted.
-STEPS = 150
+# Calls have at most 20 steps (checkpoint.every), so a signal after STOP_AFTER steps arrives before the last are
+# submitted.
+STEPS = 60
 STOP_AFTER = 5
 SMALL = [
     "mesh.pp=2",
@@ -36,6 +37,8 @@ SMALL = [
     "schedule.name=dualpipe",
     "schedule.microbatches=4",
     f"run.steps={STEPS}",
+    "checkpoint.every=20",
+    "optimizer.learning_rate=3e-3",
     "cluster.device=cpu",
     "cluster.dashboard=false",
 ]
