@@ -72,16 +72,17 @@ def start(nodes: Cluster, tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
-    """The outcome of a run without faults, computed once for each schedule and mesh."""
-    found: dict[tuple[str, tuple[str, ...]], Outcome] = {}
+    """The outcome of a run without faults, computed once for each schedule, mesh and number of steps."""
+    found: dict[tuple[str, tuple[str, ...], int], Outcome] = {}
 
-    def do(schedule: str, mesh: tuple[str, ...]) -> Outcome:
-        if (schedule, mesh) not in found:
+    def do(schedule: str, mesh: tuple[str, ...], steps: int = STEPS) -> Outcome:
+        if (schedule, mesh, steps) not in found:
             nodes.resize(2, 2, 2)
-            run = Run(nodes, tmp_path_factory.mktemp("reference"), *SMALL, *mesh, f"schedule.name={schedule}")
+            overrides = (*mesh, f"schedule.name={schedule}", f"run.steps={steps}")
+            run = Run(nodes, tmp_path_factory.mktemp("reference"), *SMALL, *overrides)
             assert run.end() == 0, run.describe()
-            found[schedule, mesh] = outcome(run)
-        return found[schedule, mesh]
+            found[schedule, mesh, steps] = outcome(run, steps)
+        return found[schedule, mesh, steps]
 
     return do
 
@@ -89,12 +90,13 @@ def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Calla
 def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, start, reference):
     """One run with four faults in turn, the end-to-end recovery of the default suite; tests marked slow take one fault
     each."""
-    expected = reference("1f1b", SQUARE)
+    steps = 44
+    expected = reference("1f1b", SQUARE, steps)
     nodes.resize(2, 2, 2)
-    overrides = (*SQUARE, "schedule.name=1f1b", "checkpoint.every=10")
+    overrides = (*SQUARE, "schedule.name=1f1b", "checkpoint.every=10", f"run.steps={steps}")
     run = start(*overrides)
     for number, (ranks, how) in enumerate([((1,), signal.SIGKILL), ((2,), signal.SIGSTOP), ((0, 3), signal.SIGKILL)]):
-        run.wait_for_step(4 + 12 * number)
+        run.wait_for_step(4 + 8 * number)
         before = len(run.events("lost"))
         with connect(run.folder) as client:
             pids = {rank["rank"]: rank["pid"] for rank in client.status()["ranks"]}
@@ -102,18 +104,20 @@ def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, star
             os.kill(pids[rank], how)
         run.wait_for(lambda count=number + 1: len(run.events("recovered")) == count)
         assert {row["rank"] for row in run.events("lost")[before:]} >= set(ranks)
-    run.wait_for_step(42)
-    assert_resumes_after_its_driver_is_killed(run, overrides, expected)
+    run.wait_for_step(26)
+    assert_resumes_after_its_driver_is_killed(run, overrides, expected, steps)
     assert [row["how"] for row in run.events("recovered")] == ["repair"] * 3, run.describe()
 
 
-def assert_resumes_after_its_driver_is_killed(run: Run, overrides: tuple[str, ...], expected: Outcome) -> None:
+def assert_resumes_after_its_driver_is_killed(
+    run: Run, overrides: tuple[str, ...], expected: Outcome, steps: int = STEPS
+) -> None:
     run.stop()  # SIGKILL
     again = Run(run.cluster, run.folder.parent, *SMALL, *overrides)
     try:
         assert again.end() == 0, again.describe()
         assert "resuming from step" in again.printed.read_text()
-        assert_same(again, expected)
+        assert_same(again, expected, steps)
         again.assert_gone()
     finally:
         again.stop()
