@@ -9,6 +9,10 @@ SHARED_CLUSTER = (
     "tests/orchestrator/run/test_training.py",
     "tests/orchestrator/run/test_evaluation.py",
     "tests/orchestrator/run/test_init_from.py",
+    "tests/orchestrator/run/test_logged_runs.py",
+    "tests/orchestrator/run/test_mixture.py",
+    "tests/orchestrator/run/test_peft_runs.py",
+    "tests/orchestrator/run/test_spiky_runs.py",
     "tests/orchestrator/jobs/test_jobs.py",
 )
 CLUSTERS = (
@@ -19,6 +23,8 @@ CLUSTERS = (
     "tests/orchestrator/jobs/test_submitted.py",
     "tests/orchestrator/monitoring/test_ray_timeline.py",
     "tests/orchestrator/run/test_elastic.py",
+    "tests/orchestrator/run/test_everything.py",
+    "tests/orchestrator/run/test_lora_runs.py",
 )
 FILES = [path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")]
 FLEET = {name for name in FILES if "fleet" in (TESTS.parent / name).read_text("utf-8")}
