@@ -16,7 +16,7 @@ from pentad.schedules.passes.post_validation import add_post_validation
 from pentad.schedules.passes.recompute import add_recompute
 from pentad.schedules.passes.transfers import add_transfers
 from pentad.schedules.passes.units import split_into_units
-from pentad.schedules.passes.zero import add_gathers, add_gradient_buffer_waits
+from pentad.schedules.passes.zero import add_gathers, add_gradient_buffer_waits, num_gradient_buffers
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.simulate.simulate import simulate_step_time
@@ -78,16 +78,11 @@ def lower(
     Raises ScheduleError when the order or the program is invalid, and PentadError for options that are not allowed.
     """
     check_order(order)
-    zero, buckets, stages = memory_options.zero, memory_options.buckets, order.stages
-    if buckets and (len(buckets) != stages or min(buckets) < 1):
-        raise PentadError(f"buckets are {buckets}: expected one count of at least 1 for each of {stages} stages")
     program = add_transfers(order, costs, gated=gated, post_validation=post_validation)
     program = add_memory_passes(program, memory_options)
-    program = add_reduce(program, replicas=replicas, scatter=zero > 0, buckets=buckets)
-    if zero > 1:
-        program = add_gradient_buffer_waits(program)
+    program = add_reductions(program, replicas, memory_options)
     program = add_post_validation(program) if post_validation else add_step(program)
-    check(program, replicas=replicas, buckets=buckets)
+    check(program, replicas=replicas)
     return program
 
 
@@ -118,6 +113,20 @@ def add_memory_passes(program: Program, options: MemoryOptions) -> Program:
     if options.zero:
         program = add_gathers(program, zero=options.zero, prefetch=options.prefetch, max_gathered=options.max_gathered)
     return program if options.max_resident is None else add_offload(program, options.max_resident)
+
+
+def add_reductions(program: Program, replicas: int, options: MemoryOptions) -> Program:
+    """Reductions of gradients, and waits for the buffers that they share with ZeRO-2 and 3. Raises PentadError for
+    reductions of every microbatch without those, or with mirrors."""
+    if options.zero < 2:
+        if options.reduce == "microbatch":
+            raise PentadError(f"zero.reduce is microbatch with zero.stage = {options.zero}: expected zero.stage 2 or 3")
+        return add_reduce(program, replicas=replicas, scatter=options.zero > 0)
+    every, has_mirrors = options.reduce == "microbatch", sum(map(len, program.placement)) > program.stages
+    reduced = add_reduce(program, replicas=replicas, scatter=True, every_microbatch=every)
+    if options.reduce is None and not has_mirrors and num_gradient_buffers(reduced) > 2:
+        reduced = add_reduce(program, replicas=replicas, scatter=True, every_microbatch=True)
+    return add_gradient_buffer_waits(reduced)
 
 
 def summary(program: Program, costs: Costs, *, with_streams: bool = True) -> dict[str, Any]:

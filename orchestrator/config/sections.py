@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Annotated, Literal, Self
@@ -10,13 +9,11 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from pentad.orchestrator.config.errors import Broken, RuleErrors
-from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import BatchSizes, RampupStage
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.spikes import SpikeSpec
 
-MAX_BUCKETS = 2**14  # of a stage's gradients
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Text = Annotated[str, Field(min_length=1)]
@@ -167,7 +164,7 @@ class MemorySection(Section):
     """pipeline stages that recompute; null: all"""
     unit_layers: Count | None = None
     """layers of a unit, in which stages gather and free weights, reduce gradients, recompute and offload; null: all
-    layers of a stage"""
+    layers of a stage, or where other ranks hold the same parameters as many as have 400 MiB of gradients"""
     max_resident_microbatches: PositiveFloat | None = None
     """most activations that stay on a device, in microbatches of all its layers; the others are offloaded to host
     memory until their backward; null: all stay"""
@@ -181,10 +178,6 @@ class MemorySection(Section):
         if resident is not None and self.recompute == "selective":
             found = f"{resident:g}, but memory.recompute is selective"
             yield Broken("max_resident_microbatches", "none or full", found)
-
-    def units(self, layers: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """The number of units of each stage, given its range (first, end) of layers."""
-        return tuple(math.ceil((end - first) / (self.unit_layers or end - first)) for first, end in layers)
 
     def modes(self, units: Sequence[int]) -> tuple[str, ...]:
         """What each unit recomputes (see Plan), where stage s has `units[s]`; empty if none does."""
@@ -204,36 +197,28 @@ class MemorySection(Section):
 
 
 class ZeroSection(Section):
-    """ZeRO and the reduction of gradients. Shards are over all ranks that hold the same parameters: dp, cp, ep (for all
+    """ZeRO. Shards are over all ranks that hold the same parameters: dp, cp, ep (for all
     but experts), and the mirrored ranks of DualPipe."""
 
     stage: int = Field(default=0, ge=0, le=3)
     """what is sharded: 0: nothing; 1: master weights and optimizer state; 2: gradients too; 3: weights too"""
     max_gathered: Count | None = None
-    """most pipeline stages whose weights a rank has gathered at once, with zero.stage 3; null: all"""
+    """most units whose weights a rank has gathered at once, with zero.stage 3; null: 3, or all where stages are not cut
+    into units, or are on two ranks (DualPipe)"""
     prefetch: NonNegativeInt = 1
     """forward and backward passes between the start of an all-gather of weights and their first use"""
-    bucket_mib: PositiveFloat | None = 400.0
-    """MiB of gradients that are reduced in one operation, with any zero.stage, while backward goes on; null: all of a
-    stage in one"""
-
-    def buckets(self, gradients: Sequence[int]) -> tuple[int, ...]:
-        """The number of buckets for the gradients of each stage, given in bytes; empty if all have one. Raises
-        PentadError for more than MAX_BUCKETS."""
-        if self.bucket_mib is None:
-            return ()
-        found = tuple(max(1, math.ceil(size / (self.bucket_mib * 2**20))) for size in gradients)
-        if max(found) > MAX_BUCKETS:
-            least = max(gradients) / MAX_BUCKETS / 2**20
-            text = f"zero.bucket_mib is {self.bucket_mib:g}: expected at least {least:.3g}"
-            raise PentadError(f"{text} (a stage's gradients in at most {MAX_BUCKETS} buckets)")
-        return found if max(found) > 1 else ()
+    reduce: Literal["step", "microbatch"] | None = None
+    """when gradients are reduced, with zero.stage 2 or 3: at the end of a step, or after every microbatch, so that a
+    rank has full gradients of two units only; null: microbatch where more than two units would have them at once"""
 
     def rules(self) -> Iterator[Broken | str]:
         stage = f"with zero.stage = {self.stage}"
         if self.max_gathered is not None and self.stage < 3:
             expected = "null, since weights are sharded only with zero.stage = 3"
             yield Broken("max_gathered", expected, f"{self.max_gathered} {stage}")
+        if self.reduce == "microbatch" and self.stage < 2:
+            expected = "null or step, since gradients are sharded only with zero.stage = 2 or 3"
+            yield Broken("reduce", expected, f"microbatch {stage}")
         if self.prefetch != 1 and self.stage < 3:
             expected = "1, since weights are gathered before their use only with zero.stage = 3"
             yield Broken("prefetch", expected, f"{self.prefetch} {stage}")

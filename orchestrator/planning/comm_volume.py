@@ -17,7 +17,7 @@ from pentad.orchestrator.planning.attention_memory import attention_shape
 from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Op, instructions_of
 from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec
-from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part, num_tiles
+from pentad.schedules.spec.plan import ParamShard, Plan, num_tiles
 
 Phase = Literal["F", "B", "selective", "full"]  # the latter two: RECOMPUTE in that mode
 
@@ -140,14 +140,11 @@ def _is_collective(instruction: Instruction) -> bool:
 
 
 def _collective(plan: Plan, instruction: Instruction, shard: ParamShard) -> Volume:
-    """A gather is of all buckets, one operation each; a reduction is of one bucket."""
     holders, full = len(plan.holders(shard)), padded_elements(plan, shard)
     if instruction.op is Op.ALL_GATHER:
-        return Volume(plan.buckets(shard), full * (holders - 1) // holders * BYTES[plan.dtype])
-    bucket = aligned_part(full, plan.program.buckets[shard.stage])
-    elements = max(0, min(bucket, full - max(0, instruction.microbatch) * bucket))
+        return Volume(1, full * (holders - 1) // holders * BYTES[plan.dtype])
     rounds = 2 if instruction.op is Op.ALL_REDUCE else 1
-    return Volume(1, rounds * elements * (holders - 1) // holders * wide_bytes(plan.dtype))
+    return Volume(1, rounds * full * (holders - 1) // holders * wide_bytes(plan.dtype))
 
 
 def _add_tp(found: CommVolume, piece: Piece, kind: str, operations: int, full: int) -> None:

@@ -28,6 +28,7 @@ _active_parameters = lru_cache(maxsize=4096)(active_parameters)
 def guess_costs(
     model: ModelSpec,
     layers: Sequence[tuple[int, int]],
+    placement: Sequence[Sequence[int]],
     piece: Piece,
     modes: Sequence[str] = (),
     zero: int = 0,
@@ -37,21 +38,23 @@ def guess_costs(
 
     Slices of a sequence cost the same, as their attention does on average. `modes` are the plan's of recomputation. The
     tp, cp and ep ranks of the piece's mesh split the work of a stage and add operations inside layers; ranks that hold
-    the same parameters reduce their gradients, and with `zero` each updates a shard. With `lora` only adapters have W,
-    and ZeRO-3 gathers what is frozen as well.
+    the same parameters reduce their gradients, and with `zero` each updates a shard. The rank whose
+    stages in `placement` have most parameters decides how long the end of a step takes. With `lora` only adapters have
+    W, and ZeRO-3 gathers what is frozen as well.
     """
     rates, mesh = ASSUMED_RATES[piece.device], piece.mesh
     stages = [_stage_seconds(model, span, piece, rates, lora) for span in layers]
     activations = [stage_activations(model, layers, stage, piece) for stage in range(len(layers))]
-    updated = max(_updated_bytes(model, lora, span, mesh, mesh.dp * mesh.ep if zero else 0) for span in layers)
+    sizes = [_updated_bytes(model, lora, span, mesh, mesh.dp * mesh.ep if zero else 0) for span in layers]
+    updated = max(sum(sizes[stage] for stage in held) for held in placement)
     latency, bandwidth = link_of(rates, mesh, "pp")
     return Costs(
         forward=tuple(each.forward for each in stages),
         backward=tuple(each.backward for each in stages),
         weight=tuple(each.weight for each in stages),
         transfer=latency + piece.stream(model.hidden) / bandwidth,
-        reduce=max(_reduction(model, lora, span, mesh, rates) for span in layers),
-        gather=_frozen_gather(model, layers, piece, rates) if lora is not None and zero == 3 else None,
+        reduce=tuple(_reduction(model, lora, span, mesh, rates) for span in layers),
+        gather=_frozen_gathers(model, layers, piece, rates) if lora is not None and zero == 3 else (),
         norm=2 * rates.intra_host_latency + updated / rates.memory,
         step=7 * updated / rates.memory,  # reads master weights, both moments, gradients; writes the former three
         launch=rates.launch,
@@ -151,10 +154,12 @@ def _updated_bytes(model: ModelSpec, lora: LoraSpec | None, span: tuple[int, int
     return dense / holders + experts / max(1, holders // mesh.ep)
 
 
-def _frozen_gather(model: ModelSpec, layers: Sequence[tuple[int, int]], piece: Piece, rates: Rates) -> float:
-    """Seconds of an all-gather of a stage's frozen weights, beside which its adapters do not count."""
-    in_float32 = max(_reduction(model, None, span, piece.mesh, rates) for span in layers) / 2
-    return in_float32 * piece.itemsize / BYTES["float32"]
+def _frozen_gathers(
+    model: ModelSpec, layers: Sequence[tuple[int, int]], piece: Piece, rates: Rates
+) -> tuple[float, ...]:
+    """Seconds of an all-gather of each stage's frozen weights, beside which its adapters do not count."""
+    share = piece.itemsize / BYTES["float32"] / 2
+    return tuple(share * _reduction(model, None, span, piece.mesh, rates) for span in layers)
 
 
 def _reduction(model: ModelSpec, lora: LoraSpec | None, span: tuple[int, int], mesh: Mesh, rates: Rates) -> float:

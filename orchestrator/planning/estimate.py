@@ -14,7 +14,7 @@ from pentad.orchestrator.planning.allocations import BYTES, INDEX, piece_of, wid
 from pentad.orchestrator.planning.comm_volume import padded_elements, param_shards_at
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.hardware import DEVICES
-from pentad.schedules.ir.instruction import RECEIVES, REDUCTIONS, Op, instructions_of
+from pentad.schedules.ir.instruction import RECEIVES, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.passes.zero import BufferSlots, gradient_slots, sharded_stages, weight_slots
@@ -32,7 +32,7 @@ CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 def costs_of(plan: Plan) -> Costs:
     """A plan's guessed costs, those that its program was compiled with."""
     piece = piece_of(plan)._replace(document_mask=False, deterministic=True)
-    return guess_costs(plan.model, plan.layers, piece, plan.recompute, plan.zero, plan.lora)
+    return guess_costs(plan.model, plan.layers, plan.program.placement, piece, plan.recompute, plan.zero, plan.lora)
 
 
 def step_seconds(timeline: Timeline) -> float:
@@ -48,8 +48,7 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
     """
     seconds: dict[tuple[str, int], list[float]] = {}
     for span, took in attributed_seconds(timeline.spans):
-        parts = program.buckets[span.stage] if span.op in REDUCTIONS else 1
-        seconds.setdefault((span.op, span.stage), []).append(max(parts * took, 1e-9))
+        seconds.setdefault((span.op, span.stage), []).append(max(took, 1e-9))
 
     def of(op: Op, stage: int) -> float:
         if (op, stage) in seconds:
@@ -58,6 +57,10 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
 
     def shortest(*ops: Op) -> float:
         return min((min(times) for (op, _), times in seconds.items() if op in ops), default=0.0)
+
+    def shortest_by_stage(op: Op) -> tuple[float, ...]:
+        found = tuple(min(seconds.get((op, stage), [0.0])) for stage in range(program.stages))
+        return found if any(found) else ()
 
     stages = range(program.stages)
     forward, backward, weight = (tuple(of(op, s) for s in stages) for op in (Op.F, Op.B, Op.W))
@@ -71,12 +74,12 @@ def read_costs(program: Program, timeline: Timeline) -> Costs | None:
         backward,
         weight,
         transfer=shortest(*RECEIVES),
-        reduce=shortest(Op.ALL_REDUCE) or 2 * shortest(Op.REDUCE_SCATTER),
-        gather=shortest(Op.ALL_GATHER) or None,
         norm=shortest(Op.NORM, Op.LOSS),
         step=shortest(Op.STEP),
         recompute=recompute if any(recompute) else (),
         offload=offload if any(offload) else (),
+        reduce=shortest_by_stage(Op.ALL_REDUCE) or tuple(2 * each for each in shortest_by_stage(Op.REDUCE_SCATTER)),
+        gather=shortest_by_stage(Op.ALL_GATHER),
     )
 
 

@@ -18,15 +18,14 @@ from pentad.orchestrator.planning.cost_model import local_parameters
 from pentad.orchestrator.planning.estimate import costs_of, memory, step_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.hardware import NODE_GPUS, require_tp_on_node
-from pentad.orchestrator.planning.planning import buckets_of, draft, split
+from pentad.orchestrator.planning.planning import draft, max_gathered, reduction, split, units_of
 from pentad.schedules.catalogue import generate, spec_of
-from pentad.schedules.compiler import add_memory_passes, compile_program
+from pentad.schedules.compiler import add_memory_passes, add_reductions, compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.optimizer_pass import add_reduce
 from pentad.schedules.passes.transfers import add_transfers
-from pentad.schedules.passes.zero import add_gradient_buffer_waits
+from pentad.schedules.passes.units import split_into_units, split_layers_into_units
 from pentad.schedules.search.auto import AUTO
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import action_times
@@ -133,7 +132,8 @@ def _fastest(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> MeshChoice:
 
 def _require_state_fits(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> None:
     """Raises PentadError if the average rank has no room for weights (2 bytes a parameter), and of what is trained for
-    gradients (4 bytes) and shards of master weights (4 bytes) and moments, of which Muon has one."""
+    gradients (4 bytes), master weights (4 bytes) and moments, of which Muon has one; all are sharded but frozen
+    weights."""
     model = config.model_spec("bfloat16")
     if model.custom is not None and mesh.tp * mesh.cp * mesh.ep > 1:
         raise PentadError(f"mesh is {mesh}: expected dp and pp only for model.custom")
@@ -141,8 +141,9 @@ def _require_state_fits(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> 
     lora = config.lora.spec
     weights, trained = (sum(local_parameters(model, of, 0, model.layers, mesh)) / mesh.pp for of in (None, lora))
     moments = (1 if config.optimizer.name == "muon" else 2) * (4 if config.precision.optimizer_state == "auto" else 2)
-    least = 2 * weights + trained * (4 + (4 + moments) / (mesh.size / mesh.tp / mesh.pp))
-    if least > device.bytes and not config.zero.max_gathered:
+    replicas = mesh.size / mesh.tp / mesh.pp
+    least = 2 * weights / (replicas if lora is None else 1) + trained * (4 + 4 + moments) / replicas
+    if least > device.bytes:
         raise _does_not_fit(mesh, device, least)
 
 
@@ -160,7 +161,9 @@ def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
     replicas = mesh.dp * mesh.ep
     rows = config.batch.global_batch_size // (replicas * microbatches)
     check_divisibility(model, mesh, length, rows, order.slices, config.mesh.cp_method)
-    layers = split(model, order.placement, length)
+    stages, shared = split(model, order.placement, length), _is_shared(mesh, order)
+    units = units_of(config, model, stages, mesh, "bfloat16", shared=shared)
+    order, layers = split_into_units(order, units), split_layers_into_units(stages, units)
     transport = "peer" if mesh.size <= NODE_GPUS and mesh.pp > 1 else "nccl"
     plan = draft(config, model, "cuda", order, layers, transport=transport)
     batch = BatchSpec(config.batch.global_batch_size, length, microbatches, replicas, config.batch.sizes.rampup)
@@ -170,22 +173,36 @@ def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
         for zero in _zero_stages(mesh, order):
             modes = (mode,) * order.stages if mode != "none" else ()
             # stage 1 changes no buffer of the program
-            memory_options = _memory_options(config, zero if zero > 1 else 0, modes)
+            memory_options = _memory_options(config, zero if zero > 1 else 0, modes, units, order)
             program = _program(name, mesh.pp, first, config.options, memory_options)
             yield replace(plan, mesh=mesh, batch=batch, program=program, zero=zero, recompute=modes)
 
 
-def _memory_options(config: RunConfig, zero: int, modes: Sequence[str]) -> MemoryOptions:
+def _memory_options(
+    config: RunConfig, zero: int, modes: Sequence[str], units: tuple[int, ...], order: Program
+) -> MemoryOptions:
     recompute = frozenset(stage for stage, mode in enumerate(modes) if mode != "none")
-    return MemoryOptions(zero=zero, max_gathered=config.zero.max_gathered if zero == 3 else None, recompute=recompute)
+    gathered = max_gathered(config, zero, units or (1,), has_mirrors=_has_mirrors(order))
+    return MemoryOptions(
+        zero=zero, max_gathered=gathered, recompute=recompute, units=units, reduce=reduction(config, zero)
+    )
 
 
 def _zero_stages(mesh: Mesh, order: Program) -> Sequence[int]:
-    """Stages of ZeRO that may save memory: none without a second holder, and 1 if a rank's only pipeline stage is
-    gathered in full anyway."""
-    if mesh.dp * mesh.ep * mesh.cp == 1 and all(len(order.holders(stage)) == 1 for stage in range(order.stages)):
+    """Stages of ZeRO that may save memory: none without a second holder, and 1 if a rank has only one unit, which is
+    gathered anyway."""
+    if not _is_shared(mesh, order):
         return (0,)
     return (0, 1) if order.chunks == 1 else (0, 1, 2, 3)
+
+
+def _is_shared(mesh: Mesh, order: Program) -> bool:
+    """Whether several ranks hold the same parameters."""
+    return mesh.dp * mesh.ep * mesh.cp > 1 or _has_mirrors(order)
+
+
+def _has_mirrors(order: Program) -> bool:
+    return any(len(order.holders(stage)) > 1 for stage in range(order.stages))
 
 
 def _peak_bytes(plan: Plan) -> int:
@@ -205,7 +222,9 @@ def _seconds(plan: Plan, microbatches: int) -> float:
     busiest = max(sum(stages[stage] for stage in held) for held in order.placement) * order.slices
     holders = max(len(order.holders(stage)) for stage in range(order.stages))
     further = (microbatches - order.microbatches) * busiest / holders
-    reduction = (costs.reduce + (costs.gather or 0.0)) * order.chunks if plan.batch.replicas * plan.mesh.cp > 1 else 0.0
+    collectives = [sum(each) for each in zip(costs.reduce, costs.gather or (0.0,) * order.stages, strict=True)]
+    reduction = max(sum(collectives[stage] for stage in held) for held in order.placement)
+    reduction *= plan.batch.replicas * plan.mesh.cp > 1
     return float(ends.max() - starts.min()) + further + reduction + costs.norm + costs.step
 
 
@@ -220,9 +239,7 @@ def _compiled(config: RunConfig, estimate: MeshChoice) -> MeshChoice:
         gated=plan.transport == "nccl",
         replicas=plan.batch.replicas * plan.mesh.cp,
         options=config.options,
-        memory_options=_memory_options(config, plan.zero, plan.recompute)._replace(
-            buckets=buckets_of(config, plan.model, plan.layers, plan.mesh, plan.dtype)
-        ),
+        memory_options=_memory_options(config, plan.zero, plan.recompute, plan.program.units, plan.program),
     )
     plan = replace(plan, program=program)
     return MeshChoice(plan, step_seconds(simulate(program, costs)), _peak_bytes(plan))
@@ -233,7 +250,6 @@ def _program(
     name: str, ranks: int, microbatches: int, options: ScheduleOptions, memory_options: MemoryOptions
 ) -> Program:
     """With all that takes memory, but not checked, since it never runs."""
-    order = _order(name, ranks, microbatches, options)
+    order = split_into_units(_order(name, ranks, microbatches, options), memory_options.units)
     spared = add_memory_passes(add_transfers(order, Costs.uniform(order.stages), gated=False), memory_options)
-    reduced = add_reduce(spared, replicas=1 + (memory_options.zero > 0), scatter=memory_options.zero > 0)
-    return add_gradient_buffer_waits(reduced) if memory_options.zero > 1 else reduced
+    return add_reductions(spared, 1 + (memory_options.zero > 0), memory_options)

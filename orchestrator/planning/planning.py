@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -20,7 +22,7 @@ from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_forward_only, compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.units import split_layers_into_units
+from pentad.schedules.passes.units import place_units, split_layers_into_units
 from pentad.schedules.search.auto import AUTO, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
@@ -34,14 +36,24 @@ from pentad.schedules.spec.plan import Plan, split_layers, split_layers_by_cost
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import head_in_layers
 
+GATHERED_UNITS = 3  # two in use or coming, one being freed
+UNIT_BYTES = 400 * 2**20  # of gradients: large enough for the full speed of a link, small beside a backward
 Placement = Sequence[Sequence[int]]
 
 
-def make_plan(config: RunConfig, device: str, *, hosts: int = 1, model: ModelSpec | None = None) -> Plan:
+def make_plan(
+    config: RunConfig,
+    device: str,
+    *,
+    hosts: int = 1,
+    model: ModelSpec | None = None,
+    units: tuple[int, ...] | None = None,
+) -> Plan:
     """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of so many hosts.
 
-    `model` is that of the run's first plan: a custom model's file may have changed since. Raises PentadError for a
-    schedule, model or transport that the configuration's own checks could not refuse.
+    `model` is that of the run's first plan: a custom model's file may have changed since. So are the `units` of each
+    stage, if its ranks keep their state. Raises PentadError for a schedule, model or transport that the configuration's
+    own checks could not refuse.
     """
     assert device in ("cpu", "cuda"), device
     transport, dtype = transport_of(config, device, hosts), _dtype(config, device)
@@ -51,11 +63,13 @@ def make_plan(config: RunConfig, device: str, *, hosts: int = 1, model: ModelSpe
     assert layout is not None
     config.check_layout(layout, model)
     stages = split(model, layout.placement, config.batch.sequence_length)
-    units = config.memory.units(stages)
+    shared = config.mesh.replicas > 1 or layout.has_mirrors
+    units = units or units_of(config, model, stages, config.mesh.mesh, dtype, shared=shared)
     layers = split_layers_into_units(stages, units)
     recompute = config.memory.modes(units)
-    options = _memory_options(config, layout, model, layers, dtype, units)
-    costs = guess_costs(model, layers, _piece(config, device, layout.slices), recompute, options.zero, config.lora.spec)
+    options = _memory_options(config, units, layout)
+    placement, piece = place_units(layout.placement, units), _piece(config, device, layout.slices)
+    costs = guess_costs(model, layers, placement, piece, recompute, options.zero, config.lora.spec)
 
     def compiled(microbatches: int, order: Program | None) -> Program:
         return compile_program(
@@ -186,32 +200,43 @@ def require_shards(config: RunConfig, plan: Plan) -> None:
         raise PentadError(f"zero.stage is {config.zero.stage}, but {found}: expected zero.stage 0, or more replicas")
 
 
-def _memory_options(
-    config: RunConfig,
-    layout: Layout,
-    model: ModelSpec,
-    layers: tuple[tuple[int, int], ...],
-    dtype: str,
-    units: tuple[int, ...],
-) -> MemoryOptions:
-    """As configured, without ZeRO if every stage has one holder only. Raises PentadError for too many buckets."""
+def _memory_options(config: RunConfig, units: tuple[int, ...], layout: Layout) -> MemoryOptions:
+    """As configured, without ZeRO where every stage has one holder only."""
     section, found = config.zero, config.memory.options(units)
     if config.mesh.replicas == 1 and not layout.has_mirrors:
         return found
+    gathered = max_gathered(config, section.stage, units, has_mirrors=layout.has_mirrors)
     return found._replace(
-        zero=section.stage,
-        prefetch=section.prefetch,
-        max_gathered=section.max_gathered,
-        buckets=buckets_of(config, model, layers, config.mesh.mesh, dtype),
+        zero=section.stage, prefetch=section.prefetch, max_gathered=gathered, reduce=reduction(config, section.stage)
     )
 
 
-def buckets_of(
-    config: RunConfig, model: ModelSpec, layers: Sequence[tuple[int, int]], mesh: Mesh, dtype: str
+def max_gathered(config: RunConfig, zero: int, units: Sequence[int], *, has_mirrors: bool) -> int | None:
+    """Of MemoryOptions: zero.max_gathered, or by default GATHERED_UNITS where stages are cut into units, except for
+    mirrors, which gather all their units together."""
+    if zero < 3 or config.zero.max_gathered is not None:
+        return config.zero.max_gathered if zero == 3 else None
+    return GATHERED_UNITS if max(units) > 1 and not has_mirrors else None
+
+
+def reduction(config: RunConfig, zero: int) -> Literal["step", "microbatch"] | None:
+    """Of MemoryOptions: zero.reduce, which only sharded gradients have."""
+    return config.zero.reduce if zero > 1 else "step"
+
+
+def units_of(
+    config: RunConfig, model: ModelSpec, stages: Sequence[tuple[int, int]], mesh: Mesh, dtype: str, *, shared: bool
 ) -> tuple[int, ...]:
-    """The number of buckets in which each stage's gradients are reduced (see `MemoryOptions`)."""
-    size, lora = wide_bytes(dtype), config.lora.spec
-    return config.zero.buckets([size * sum(local_parameters(model, lora, *span, mesh)) for span in layers])
+    """The number of units of each stage, given its range (first, end) of layers: of memory.unit_layers each; by default
+    of about UNIT_BYTES of gradients where ranks have `shared` parameters, to reduce some while backward goes on."""
+    found, lora = [], config.lora.spec
+    for first, end in stages:
+        if config.memory.unit_layers is not None:
+            found.append(math.ceil((end - first) / config.memory.unit_layers))
+        else:
+            gradients = wide_bytes(dtype) * sum(local_parameters(model, lora, first, end, mesh))
+            found.append(min(end - first, max(1, math.ceil(gradients / UNIT_BYTES))) if shared else 1)
+    return tuple(found)
 
 
 def _order(config: RunConfig, model: ModelSpec, device: str, microbatches: int) -> Program | None:
@@ -232,7 +257,7 @@ def _order(config: RunConfig, model: ModelSpec, device: str, microbatches: int) 
             return None
         layers = split(model, placed.placement, config.batch.sequence_length)
         piece = _piece(config, device, placed.slices)._replace(cp_method="ring")
-        return guess_costs(model, layers, piece, lora=config.lora.spec)
+        return guess_costs(model, layers, placed.placement, piece, lora=config.lora.spec)
 
     objective: Objective = "longest" if section.post_validation else "makespan"
     return choose(ranks, microbatches, costs_of, section.options, objective).best.program
@@ -281,7 +306,9 @@ def shrunk_plan(config: RunConfig, full: Plan, ranks: int) -> Plan | None:
         hosts = 1 if full.transport == "peer" else 2
         with suppress(ValidationError, PentadError):  # too few layers or microbatches, or an odd pipeline
             smaller = RunConfig.model_validate(changed)
-            plan = make_plan(smaller, full.device, hosts=hosts, model=full.model)
+            units = full.program.units or (1,) * full.program.stages
+            kept = units if pp == config.mesh.pp else None
+            plan = make_plan(smaller, full.device, hosts=hosts, model=full.model, units=kept)
             return _with_inputs_of(plan, full)
     return None
 

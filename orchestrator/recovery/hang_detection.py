@@ -44,7 +44,7 @@ class HangDetector:
         if costs is None:
             return max(self.first_seconds, self.hang_seconds)
         longest = max(
-            *costs.forward, *costs.backward, *costs.weight, costs.reduce, costs.gather or 0.0, costs.norm, costs.step
+            *costs.forward, *costs.backward, *costs.weight, *costs.reduce, *costs.gather, costs.norm, costs.step
         )
         return self.hang_seconds + LONGEST_FACTOR * longest
 

@@ -42,7 +42,7 @@ class Op(StrEnum):
 COMPUTE = frozenset({Op.F, Op.B, Op.W, Op.BW})
 SENDS = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}
 RECEIVES = {Op.RECV_F: Op.SEND_F, Op.RECV_B: Op.SEND_B}
-REDUCTIONS = frozenset({Op.REDUCE_SCATTER, Op.ALL_REDUCE})  # `microbatch` is the bucket; -1 for a single bucket
+REDUCTIONS = frozenset({Op.REDUCE_SCATTER, Op.ALL_REDUCE})  # `microbatch` is -1 once a step
 OF_ALL_RANKS = frozenset({Op.NORM, Op.LOSS})
 COLLECTIVES = REDUCTIONS | OF_ALL_RANKS | {Op.ALL_GATHER}
 

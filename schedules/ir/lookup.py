@@ -30,7 +30,7 @@ class Lookup:
         self, columns: Columns, placement: tuple[tuple[int, ...], ...], stages: int, total_slices: int
     ) -> None:
         self.columns, self.stages, self.total_slices = columns, stages, total_slices
-        # Gathers are numbered by occurrence and reductions by bucket, so a valid number is below the number of rows.
+        # Gathers are numbered by occurrence, so a valid number is below the number of rows.
         numbered = columns.microbatch[columns.rows_of(_IS_NUMBERED)]
         self.numbers = max(total_slices, int(numbered[numbered < columns.rows].max(initial=-1)) + 1)
         holdings = [rank * (stages + 1) + stage + 1 for rank, own in enumerate(placement) for stage in (-1, *own)]

@@ -17,7 +17,7 @@ from pentad.schedules.ir.arrow import SCHEMA, VERSION
 from pentad.schedules.ir.columns import Columns, Stream, key_columns, pack
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Key
-from pentad.schedules.ir.lookup import IS_COMPUTE, IS_FORWARD, IS_REDUCTION, Lookup
+from pentad.schedules.ir.lookup import IS_COMPUTE, IS_FORWARD, Lookup
 
 __all__ = ["SCHEMA", "VERSION", "Program", "Stream", "index_of"]
 
@@ -96,14 +96,6 @@ class Program:
     def holders(self, stage: int) -> tuple[int, ...]:
         """Pipeline ranks that hold the parameters of a stage."""
         return self._holders.get(stage, ())
-
-    @cached_property
-    def buckets(self) -> tuple[int, ...]:
-        """By stage: the number of buckets in which its gradients are reduced, if they are."""
-        reductions = self.columns.rows_of(IS_REDUCTION)
-        buckets = np.ones(self.stages, int)
-        np.maximum.at(buckets, self.columns.stage[reductions], self.columns.microbatch[reductions] + 1)
-        return tuple(buckets.tolist())
 
     @cached_property
     def lookup(self) -> Lookup:

@@ -4,42 +4,48 @@ from __future__ import annotations
 
 import numpy as np
 
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Instruction, Key, Op
 from pentad.schedules.ir.lookup import IS_COMPUTE, IS_REDUCTION, IS_SEND, IS_WEIGHT
 from pentad.schedules.ir.program import Program
 from pentad.schedules.ir.rewrite import Addition, insert
 
 
-def add_reduce(program: Program, *, replicas: int, scatter: bool = False, buckets: tuple[int, ...] = ()) -> Program:
+def add_reduce(program: Program, *, replicas: int, scatter: bool = False, every_microbatch: bool = False) -> Program:
     """After the last W of every stage that several ranks hold (replicas, DualPipe mirrors), an ALL_REDUCE of its
     gradients, or with `scatter` a REDUCE_SCATTER, where holders update a shard each (ZeRO).
 
-    A stage in several `buckets` (see `MemoryOptions`) has one per bucket, last bucket first, since the backward pass
-    finishes that first. Collectives meet by position, so all ranks reduce stages in one order: that in which the last
-    holder of each stage finishes its gradients.
+    Collectives meet by position, so all ranks reduce stages in one order: that in which the last holder of each stage
+    finishes its gradients. With `every_microbatch` there is one after the last W of every microbatch instead, whose
+    microbatch field says which. Raises PentadError for that with mirrors: they compute different microbatches.
     """
-    columns, last = program.columns, last_weight_grads(program)
-    op = Op.REDUCE_SCATTER if scatter else Op.ALL_REDUCE
+    columns, op = program.columns, Op.REDUCE_SCATTER if scatter else Op.ALL_REDUCE
+    if every_microbatch:
+        return _reduce_every_microbatch(program, op)
+    last = complete_weight_grads(program)
     finished: dict[int, int] = {}
-    for (_, stage), row in last.items():
+    for (_, stage, _), row in last.items():
         finished[stage] = max(finished.get(stage, 0), columns.position(row)[1])
     additions: list[Addition] = []
     for rank, stages in enumerate(program.placement):
         position = 0
         for stage in sorted(stages, key=lambda stage: (finished.get(stage, 0), stage)):
             if replicas > 1 or len(program.holders(stage)) > 1:
-                row = last[rank, stage]
+                row = last[rank, stage, -1]
                 position, key = max(position, _after_sends(program, rank, row)), columns.key(row)
-                for bucket in reversed(bucket_numbers(buckets, stage)):
-                    reduction = Instruction(op, stage, bucket, group=f"stage{stage}", waits=(key,))
-                    additions.append((rank, position, reduction))
+                additions.append((rank, position, Instruction(op, stage, group=f"stage{stage}", waits=(key,))))
     return insert(program, additions)
 
 
-def bucket_numbers(buckets: tuple[int, ...], stage: int) -> range:
-    """The microbatch field of a stage's reductions: -1 for a single bucket."""
-    count = buckets[stage] if buckets else 1
-    return range(count) if count > 1 else range(-1, 0)
+def _reduce_every_microbatch(program: Program, op: Op) -> Program:
+    if any(len(program.holders(stage)) > 1 for stage in range(program.stages)):
+        expected = f"step, since the mirrored ranks of {program.name} compute different microbatches"
+        raise PentadError(f"zero.reduce is microbatch: expected {expected}")
+    additions: list[Addition] = []
+    for (rank, stage, number), row in complete_weight_grads(program, every_microbatch=True).items():
+        part = Instruction(op, stage, number, group=f"stage{stage}", waits=(program.columns.key(row),))
+        additions.append((rank, _after_sends(program, rank, row), part))
+    return insert(program, additions)
 
 
 def _after_sends(program: Program, rank: int, row: int) -> int:
@@ -70,13 +76,19 @@ def complete_gradients(program: Program) -> list[tuple[int, Key, tuple[Key, ...]
     return [(end, columns.key(row), tuple(map(columns.key, rows))) for end, row, rows in found]
 
 
-def last_weight_grads(program: Program) -> dict[tuple[int, int], int]:
-    """(rank, stage) -> row of its last W or BW."""
+def complete_weight_grads(program: Program, *, every_microbatch: bool = False) -> dict[tuple[int, int, int], int]:
+    """(rank, stage, microbatch) -> row of the W or BW that completes the gradients of a microbatch, in order; or with
+    -1 for the microbatch those of the step."""
     columns = program.columns
     rows = columns.rows_of(IS_WEIGHT)
-    holding = program.lookup.holding(columns.rank[rows], columns.stage[rows])
-    last = np.full(holding.max(initial=-1) + 1, -1)
-    last[holding] = rows
-    found = last[last >= 0]
-    holdings = zip(columns.rank[found].tolist(), columns.stage[found].tolist(), strict=True)
-    return dict(zip(holdings, found.tolist(), strict=True))
+    if every_microbatch:  # W takes the slices of a microbatch from the last to the first
+        rows = rows[columns.microbatch[rows] % program.slices == 0]
+        number = columns.microbatch[rows] // program.slices
+    else:
+        holding = program.lookup.holding(columns.rank[rows], columns.stage[rows])
+        last = np.full(holding.max(initial=-1) + 1, -1)
+        last[holding] = rows
+        rows = last[last >= 0]
+        number = np.full(len(rows), -1)
+    places = columns.rank[rows], columns.stage[rows], number
+    return dict(zip(zip(*(part.tolist() for part in places), strict=True), rows.tolist(), strict=True))

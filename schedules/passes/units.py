@@ -44,14 +44,19 @@ def split_into_units(order: Program, units: Sequence[int]) -> Program:
     offsets = np.concatenate(([0], np.cumsum(repeats)))[columns.rank_offsets]
     streams = key_columns(offsets, columns.op[row][at], unit[at], columns.microbatch[row][at])
     streams = replace(streams, is_second=_follows_its_forward(is_second[at], number[at]))
-    of_stage = [range(*span) for span in pairwise(first.tolist())]
     return replace(
         order,
         streams=streams,
-        placement=tuple(tuple(unit for stage in held for unit in of_stage[stage]) for held in order.placement),
+        placement=place_units(order.placement, units),
         chunks=order.chunks * max(units),
         units=tuple(units),
     )
+
+
+def place_units(placement: Sequence[Sequence[int]], units: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The units of every rank, from its stages, of which stage s has `units[s]`."""
+    of_stage = [range(*span) for span in pairwise(accumulate(units, initial=0))]
+    return tuple(tuple(unit for stage in held for unit in of_stage[stage]) for held in placement)
 
 
 def split_layers_into_units(layers: Sequence[Span], units: Sequence[int]) -> tuple[Span, ...]:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
+from typing import Any
 
 import numpy as np
 
-from pentad.schedules.ir.columns import CODE, OPS, Array, op_mask
+from pentad.schedules.ir.columns import OPS, Array, op_mask
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Op
 from pentad.schedules.ir.lookup import IS_RECEIVE, IS_SEND
@@ -24,11 +25,12 @@ class Costs:
     """Seconds, or any other unit, of every kind of instruction.
 
     `forward`, `backward` (input gradients only) and `weight` (weight gradients) hold one entry per stage, for one
-    microbatch; so do `recompute` (empty: as `forward`) and `offload`, the time of one OFFLOAD or RELOAD (empty: 0).
+    microbatch; so do `recompute` (empty: as `forward`), `offload`, the time of one OFFLOAD or RELOAD (empty: 0),
+    `reduce`, that of an all-reduce of the stage's gradients (empty: 0), and `gather`, that of an all-gather of its
+    weights (empty: half of `reduce`).
     With sliced sequences an entry is for one slice: all slices cost the same, although under a causal mask later ones
-    attend to more tokens. `transfer` is one activation or gradient sent to another rank, `reduce` the all-reduce of a
-    stage's gradients in however many buckets, `gather` the all-gather of its weights (None: half of `reduce`), `norm`
-    and `step` the end of a step (`norm` also that of an evaluation); `launch` is added to every compute instruction.
+    attend to more tokens. `transfer` is one activation or gradient sent to another rank, `norm` and `step` the end of a
+    step (`norm` also that of an evaluation); `launch` is added to every compute instruction.
 
     `slowdown` holds a factor per pipeline rank for its compute, launches included (empty: 1), and
     `links[source][target]` the time of a transfer between two pipeline ranks (empty: `transfer`).
@@ -38,8 +40,6 @@ class Costs:
     backward: tuple[float, ...]
     weight: tuple[float, ...]
     transfer: float = 0.0
-    reduce: float = 0.0
-    gather: float | None = None
     norm: float = 0.0
     step: float = 0.0
     launch: float = 0.0
@@ -47,6 +47,8 @@ class Costs:
     links: tuple[tuple[float, ...], ...] = ()
     recompute: tuple[float, ...] = ()
     offload: tuple[float, ...] = ()
+    reduce: tuple[float, ...] = ()
+    gather: tuple[float, ...] = ()
 
     @staticmethod
     def uniform(
@@ -85,9 +87,9 @@ class Costs:
         def sums(values: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(sum(values[first:end]) for first, end in pairwise(ends)) if values else ()
 
-        forward, backward, weight = map(sums, (self.forward, self.backward, self.weight))
-        recompute, offload = sums(self.recompute), sums(self.offload)
-        return replace(self, forward=forward, backward=backward, weight=weight, recompute=recompute, offload=offload)
+        fields = ("forward", "backward", "weight", "recompute", "offload", "reduce", "gather")
+        by_stage: dict[str, Any] = {field: sums(getattr(self, field)) for field in fields}
+        return replace(self, **by_stage)
 
     def seconds(self, instruction: Instruction) -> float:
         """Time of one instruction on a rank of normal speed, without waiting."""
@@ -108,11 +110,11 @@ class Costs:
             case Op.OFFLOAD | Op.RELOAD:
                 return self.offload[stage] if self.offload else 0.0
             case Op.ALL_REDUCE:
-                return self.reduce
-            case Op.ALL_GATHER if self.gather is not None:
-                return self.gather
-            case Op.REDUCE_SCATTER | Op.ALL_GATHER:
-                return self.reduce / 2  # an all-reduce is a reduce-scatter and an all-gather
+                return self.reduce[stage] if self.reduce else 0.0
+            case Op.ALL_GATHER if self.gather:
+                return self.gather[stage]
+            case Op.REDUCE_SCATTER | Op.ALL_GATHER:  # an all-reduce is one after the other
+                return self.reduce[stage] / 2 if self.reduce else 0.0
             case Op.NORM | Op.LOSS:
                 return self.norm
             case Op.STEP:
@@ -154,13 +156,11 @@ class Costs:
 
 
 def instruction_seconds(program: Program, costs: Costs) -> Array:
-    """`costs.seconds_on` for every row of a program; the buckets of a stage share its reduction equally."""
+    """`costs.seconds_on` for every row of a program."""
     columns = program.columns
     table = np.zeros((len(OPS), program.stages + 1))  # [op, stage]; the last column is for stage -1
     for code in np.flatnonzero(np.bincount(columns.op, ~(IS_SEND | IS_RECEIVE)[columns.op])).tolist():
         table[code] = [costs.seconds(Instruction(OPS[code], stage)) for stage in (*range(program.stages), -1)]
-    table[CODE[Op.ALL_REDUCE], :-1] /= program.buckets
-    table[CODE[Op.REDUCE_SCATTER], :-1] /= program.buckets
     found = table[columns.op, columns.stage]
     if costs.slowdown:
         compute = columns.rows_of(op_mask(RUNS_KERNELS))

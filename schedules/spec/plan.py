@@ -176,14 +176,9 @@ class Plan:
         weights have no state that its stages 1 and 2 could cut."""
         return len(self.holders(shard)) if self.zero > (2 if shard.frozen else 0) else 1
 
-    def buckets(self, shard: ParamShard) -> int:
-        """Equal consecutive parts of a shard; a ZeRO shard consists of one part of each bucket."""
-        return self.program.buckets[shard.stage] if self.num_zero_shards(shard) > 1 and not shard.frozen else 1
-
     def zero_shard_size(self, shard: ParamShard) -> int:
-        """Elements of a ZeRO shard, padding included; every bucket contributes the same number."""
-        buckets = self.buckets(shard)
-        return buckets * aligned_part(self.size(shard), buckets * self.num_zero_shards(shard))
+        """Elements of a ZeRO shard, padding included."""
+        return aligned_part(self.size(shard), self.num_zero_shards(shard))
 
     def _param_shards(self, stage: int, tp: int, ep: int) -> tuple[ParamShard, ...]:
         experts = (ParamShard(stage, tp, True, ep),) if self.has_experts(stage) and self.lora is None else ()

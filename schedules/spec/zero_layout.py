@@ -1,4 +1,4 @@
-"""How ZeRO divides the flat buffers of a stage: into buckets, gathered one by one, and those into shards."""
+"""How ZeRO divides the flat buffers of a stage into shards."""
 
 from __future__ import annotations
 
@@ -8,34 +8,31 @@ from typing import NamedTuple
 
 from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
 
-ShardIndex = tuple[int, slice]  # indexes a shard [buckets, part]: a bucket, and elements of the shard's part of it
-
 
 class ZeroLayout(NamedTuple):
-    """A stage's parameters end to end, `size` elements and zeros as padding, in equal `buckets`; each bucket is cut
-    into `num_shards` equal parts, and a shard is part `shard_index` of every bucket."""
+    """A stage's parameters end to end, `size` elements and zeros as padding, in `num_shards` equal parts: a shard is
+    part `shard_index`."""
 
     size: int
     num_shards: int = 1
     shard_index: int = 0
-    buckets: int = 1
 
     @property
     def part(self) -> int:
-        """Elements of a shard in one bucket."""
-        return aligned_part(self.size, self.num_shards * self.buckets)
+        """Elements of a shard."""
+        return aligned_part(self.size, self.num_shards)
 
     @property
     def padded_size(self) -> int:
-        return self.buckets * self.num_shards * self.part
+        return self.num_shards * self.part
 
-    def overlap(self, start: int, end: int) -> Iterator[tuple[ShardIndex, slice]]:
-        """Where the shard holds elements `start` to `end` of a full buffer, and which, relative to `start`."""
-        for bucket in range(self.buckets):
-            own = (bucket * self.num_shards + self.shard_index) * self.part
-            first, last = max(start, own), min(end, own + self.part)
-            if first < last:
-                yield (bucket, slice(first - own, last - own)), slice(first - start, last - start)
+    def overlap(self, start: int, end: int) -> Iterator[tuple[slice, slice]]:
+        """Where the shard holds elements `start` to `end` of a full buffer, and which, relative to `start`; nothing if
+        it has none of them."""
+        own = self.shard_index * self.part
+        first, last = max(start, own), min(end, own + self.part)
+        if first < last:
+            yield slice(first - own, last - own), slice(first - start, last - start)
 
 
 def zero_layout(plan: Plan, shard: ParamShard, rank: int) -> ZeroLayout:
@@ -43,7 +40,7 @@ def zero_layout(plan: Plan, shard: ParamShard, rank: int) -> ZeroLayout:
     size, num_shards = plan.size(shard), plan.num_zero_shards(shard)
     if num_shards == 1:
         return ZeroLayout(size)
-    return ZeroLayout(size, num_shards, plan.holders(shard).index(rank), plan.buckets(shard))
+    return ZeroLayout(size, num_shards, plan.holders(shard).index(rank))
 
 
 def num_muon_elements(plan: Plan, shard: ParamShard, rank: int) -> int:

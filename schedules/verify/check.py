@@ -14,19 +14,19 @@ from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import SENDS, Key, Op
 from pentad.schedules.ir.lookup import IS_COMPUTE, IS_REDUCTION
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.optimizer_pass import bucket_numbers, last_weight_grads
+from pentad.schedules.passes.optimizer_pass import complete_weight_grads
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.simulate.events import collectives, events_of
 from pentad.schedules.verify.buffers import prove_buffers
 from pentad.schedules.verify.check_data import prove_data, prove_slots, prove_waits, waits_for_compute
 from pentad.schedules.verify.check_forward_only import prove_evaluation_end
 from pentad.schedules.verify.check_order import error_at, prove_order, refuse
-from pentad.schedules.verify.check_passes import prove_memory_passes, prove_post_validation
+from pentad.schedules.verify.check_passes import prove_gradient_buffers, prove_memory_passes, prove_post_validation
 
 
-def check(program: Program, *, replicas: int = 1, buckets: tuple[int, ...] = ()) -> None:
-    """Raises ScheduleError naming the culprit, with the instructions around it as a grid. `replicas` is the mesh's dp,
-    `buckets` that of `MemoryOptions`. Proven in this order:
+def check(program: Program, *, replicas: int = 1) -> None:
+    """Raises ScheduleError naming the culprit, with the instructions around it as a grid. `replicas` is the number of
+    ranks that hold the same parameters, mirrors aside. Proven in this order:
 
     Order: every stage has a rank; each instruction is unique, on a rank that holds its stage, with the peer or group of
     its op; every stage runs F and BW, or F, B and W, of every microbatch on one rank, and accumulates weight gradients
@@ -35,8 +35,10 @@ def check(program: Program, *, replicas: int = 1, buckets: tuple[int, ...] = ())
     Data: waits name earlier instructions of the same stream; what is read was computed earlier on the same rank or is
     received, and nothing else is received; a slot is received into again only after its last reader.
 
-    End of step: all gradient buckets are reduced after their last W and before NORM, and STEP runs after NORM. A
-    forward-only program has LOSS after its last F instead, and nothing that changes the training state.
+    End of step: all shared gradients are reduced once, or once for every microbatch, after their last W and before
+    NORM, and STEP runs after NORM. Where every microbatch is reduced, no W adds to a buffer that another stage has, or
+    to a sum that is being reduced. A forward-only program has LOSS after its last F instead, and nothing that changes
+    the training state.
 
     Optional passes: parameters are gathered, and activations recomputed or reloaded, before they are read.
 
@@ -54,7 +56,7 @@ def check(program: Program, *, replicas: int = 1, buckets: tuple[int, ...] = ())
         if program.forward_only:
             prove_evaluation_end(program)
         else:
-            _prove_end(program, replicas, buckets)
+            _prove_end(program, replicas)
         prove_memory_passes(program)
         _prove_transfers(program)
         prove_post_validation(program)
@@ -79,7 +81,7 @@ def _with_grid(program: Program) -> Iterator[None]:
         raise ScheduleError(f"program {program.name} is refused: {error}\n{grid}", error.rank, error.index) from None
 
 
-def _prove_end(program: Program, replicas: int, buckets: tuple[int, ...]) -> None:
+def _prove_end(program: Program, replicas: int) -> None:
     """Shared gradients are reduced, then comes NORM, then STEP.
 
     With post-validation STEP does not wait for NORM, but for the same gradients as NORM does.
@@ -107,45 +109,42 @@ def _prove_end(program: Program, replicas: int, buckets: tuple[int, ...]) -> Non
         if not waited[rank]:
             raise error_at(program, norm[rank], f"NORM does not wait for {columns.key(last[rank])}")
     for rows in (norm, step) if post_validation else (norm,):
-        _prove_reduced(program, replicas, buckets, [(row, set(columns.waits(row))) for row in rows])
+        _prove_reduced(program, replicas, rows)
 
 
-def _prove_reduced(
-    program: Program, replicas: int, buckets: tuple[int, ...], readers: list[tuple[int, set[Key]]]
-) -> None:
-    """`readers[rank]` is the row that reads all gradients of a rank, with the keys that it waits for."""
-    columns, weight_grads = program.columns, last_weight_grads(program)
-    held = [
-        (rank, stage, number)
-        for rank, stages in enumerate(program.placement)
-        for stage in stages
-        for number in bucket_numbers(buckets, stage)
-    ]
-    ranks, stages, numbers = (np.array(part) for part in zip(*held, strict=True))
-    reduced, scattered = (
-        program.lookup.rows(ranks, CODE[op], stages, numbers) for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)
-    )
+def _prove_reduced(program: Program, replicas: int, readers: Array) -> None:
+    """`readers[rank]` is the row that reads all gradients of a rank."""
+    columns, lookup = program.columns, program.lookup
+    reductions = columns.rows_of(IS_REDUCTION)
+    every = bool((columns.microbatch[reductions] >= 0).any())
+    complete = complete_weight_grads(program, every_microbatch=every)
+    by_stage = [(rank, stage, -1) for rank, stages in enumerate(program.placement) for stage in stages]
+    expected = list(complete) if every else by_stage
+    ranks, stages, numbers = (np.array(part) for part in zip(*expected, strict=True))
+    reduced, scattered = (lookup.rows(ranks, CODE[op], stages, numbers) for op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER))
     rows = np.where(reduced < 0, scattered, reduced)
-    last = np.array([weight_grads.get((rank, stage), -1) for rank, stage, _ in held])
-    waited = waits_for_compute(program, rows, last) | (last < 0)
-    for k, (rank, stage, number) in enumerate(held):
-        shared = replicas > 1 or len(program.holders(stage)) > 1
-        if not shared:
-            if rows[k] >= 0:
-                text = f"{columns.key(rows[k])} reduces the gradients of stage {stage}, which no other rank holds"
-                raise error_at(program, rows[k], text)
-            continue
+    last = np.array([complete.get(each, -1) for each in expected])
+    waited, is_read = waits_for_compute(program, rows, last) | (last < 0), np.zeros(columns.rows + 1, bool)
+    for reader in readers.tolist():
+        is_read[lookup.wait_targets[columns.wait_offsets[reader] : columns.wait_offsets[reader + 1]]] = True
+    shared = np.array([replicas > 1 or len(program.holders(stage)) > 1 for stage in range(program.stages)])[stages]
+    for k in np.flatnonzero(np.where(shared, (rows < 0) | ~waited | ~is_read[rows], rows >= 0)).tolist():
+        rank, stage, number = expected[k]
+        if not shared[k]:
+            text = f"{columns.key(rows[k])} reduces the gradients of stage {stage}, which no other rank holds"
+            raise error_at(program, rows[k], text)
         if rows[k] < 0:
-            bucket = f" (bucket {number})" if number >= 0 else ""
-            text = f"rank {rank} never reduces the gradients of stage {stage}{bucket}"
+            of = f" of microbatch {number}" if every else ""
+            text = f"rank {rank} never reduces the gradients of stage {stage}{of}"
             raise ScheduleError(text, rank, len(program.streams[rank]) - 1)
-        key, (reader, keys) = columns.key(rows[k]), readers[rank]
         if not waited[k]:
-            raise error_at(program, rows[k], f"{key} does not wait for {columns.key(last[k])}")
-        if key not in keys:
-            raise error_at(program, reader, f"{columns.key(reader).op} does not wait for {key}")
-    for row in np.setdiff1d(columns.rows_of(IS_REDUCTION), rows).tolist():
-        raise error_at(program, row, f"{columns.key(row)} is no bucket of the stage, or is reduced twice")
+            raise error_at(program, rows[k], f"{columns.key(rows[k])} does not wait for {columns.key(last[k])}")
+        reader = readers[rank]
+        raise error_at(program, reader, f"{columns.key(reader).op} does not wait for {columns.key(rows[k])}")
+    for row in np.setdiff1d(reductions, rows).tolist():
+        raise error_at(program, row, f"{columns.key(row)} reduces what other instructions reduce")
+    if every:
+        prove_gradient_buffers(program)
 
 
 def _prove_transfers(program: Program) -> None:

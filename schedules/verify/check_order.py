@@ -96,9 +96,10 @@ def _fault(program: Program, rank: int, part: Instruction) -> str:
     elif part.op in (Op.ALL_GATHER, Op.FREE):
         if part.microbatch < 0:
             return "it has no number"
-    elif part.op in REDUCTIONS and part.microbatch < -1:
-        return "there is no such bucket"
-    elif part.op not in REDUCTIONS and not 0 <= part.microbatch < program.total_slices:
+    elif part.op in REDUCTIONS:
+        if not -1 <= part.microbatch < (program.microbatches if part.op is Op.REDUCE_SCATTER else 0):
+            return "gradients are reduced once a step, or with ZeRO once a microbatch"
+    elif not 0 <= part.microbatch < program.total_slices:
         slices = f" of {program.slices} slices" if program.slices > 1 else ""
         return f"there are {program.microbatches} microbatches{slices}"
     if part.op is Op.NORM and part.group == "":  # with post-validation, norms are sent from rank to rank

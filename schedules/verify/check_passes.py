@@ -11,7 +11,7 @@ from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COMPUTE, Action, Instruction, Key, Op
 from pentad.schedules.ir.program import Program, Stream
 from pentad.schedules.passes.post_validation import REPEATABLE, ROLLBACK, VALIDATE, has_post_validation
-from pentad.schedules.passes.zero import READERS
+from pentad.schedules.passes.zero import READERS, gradient_slots
 from pentad.schedules.verify.check_order import error_at, refuse
 
 SAVED_ACTIVATION_OPS = (Op.OFFLOAD, Op.RELOAD, Op.RECOMPUTE)
@@ -59,6 +59,30 @@ def _gather_faults(stream: Stream, position: dict[Key, int]) -> Iterator[Fault]:
             unread.discard(part.stage)
     if freed and gathered:
         yield len(stream) - 1, f"{next(iter(gathered.values()))} is never freed"
+
+
+def prove_gradient_buffers(program: Program) -> None:
+    """Proves, where gradients are reduced for every microbatch, that a stage takes a gradient buffer (`gradient_slots`)
+    only after the REDUCE_SCATTER of its last owner, and begins a microbatch only after that of its last one. Raises
+    ScheduleError."""
+    for rank, stream in enumerate(program.streams):
+        slots = gradient_slots(program, rank)[0]
+        owner: dict[int, int] = {}  # slot -> the stage that accumulates there
+        reduced: dict[int, dict[int, Key]] = {slot: {} for slot in slots.values()}  # by stage, in order
+        for index, _, part in _parts(stream):
+            slot = slots.get((part.stage, 0), -1)
+            if part.op is Op.REDUCE_SCATTER:
+                owner.pop(slot, None)
+                reduced[slot].pop(part.stage, None)
+                reduced[slot][part.stage] = part.key
+            elif part.op in (Op.W, Op.BW) and owner.get(slot) != part.stage:
+                if slot in owner:
+                    raise ScheduleError(f"rank {rank}: {part.key} takes the buffer of stage {owner[slot]}", rank, index)
+                before = (*list(reduced[slot].values())[-1:], reduced[slot].get(part.stage))
+                for key in before:
+                    if key is not None and key not in part.waits:
+                        raise ScheduleError(f"rank {rank}: {part.key} does not wait for {key}", rank, index)
+                owner[slot] = part.stage
 
 
 def _waits_up_to(waits: tuple[Key, ...], last: Key, position: dict[Key, int]) -> bool:

@@ -87,7 +87,7 @@ class Case:
             layers = split_layers(spec.layers, order.placement, head_in_layers(spec, self.length))
         except PentadError:
             return None
-        costs = guess_costs(spec, layers, Piece(1, self.length, "bfloat16", "cuda"))
+        costs = guess_costs(spec, layers, order.placement, Piece(1, self.length, "bfloat16", "cuda"))
         activation_bytes = 2 * self.length * spec.hidden
         moe_layers = [max(end - max(first, model.first_k_dense), 0) if model.top_k else 0 for first, end in layers]
         all_to_all = [1e3 * count * 2 * model.top_k * activation_bytes / ALL_TO_ALL_BANDWIDTH for count in moe_layers]

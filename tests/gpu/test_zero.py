@@ -24,9 +24,9 @@ CASES = [("1f1b", 2, 1, 3, None), ("looped-bfs", 2, 1, 3, 4), ("dualpipe", 1, 2,
 BUFFERS = ("parameters", "master", "gradients", "optimizer")
 
 
-def gpu_plan(name, dp, pp, m, chunks, zero, corpus, dtype, *, post_validation=False, buckets=(), model=MODEL) -> Plan:
-    options = MemoryOptions(zero=zero, max_gathered=2 if chunks and zero == 3 else None, buckets=buckets)
-    given = {"chunks": chunks, "post_validation": post_validation, "memory_options": options, "model": model}
+def gpu_plan(name, dp, pp, m, chunks, zero, corpus, dtype, **more) -> Plan:
+    options = MemoryOptions(zero=zero, max_gathered=2 if chunks and zero == 3 else None)
+    given = {"chunks": chunks, "memory_options": options, **more}
     return on_gpu(plan_of(name, dp, pp, m, corpus, dtype, **given), "nccl", None, options, chunks)
 
 
@@ -55,23 +55,23 @@ def test_repeated_runs_are_bit_identical(gpus, corpus, name, dp, pp, m, chunks, 
 
 @two_gpus
 @pytest.mark.parametrize("zero", range(4))
-def test_buckets_equal_one_process_and_are_repeatable(gpus, corpus, zero):
-    plan = gpu_plan("1f1b", 2, 1, 3, None, zero, corpus, "float64", buckets=(5,))
+def test_units_equal_one_process_and_are_repeatable(gpus, corpus, zero):
+    plan = gpu_plan("1f1b", 2, 1, 3, None, zero, corpus, "float64", unit_layers=2)
     assert_equals_one_process(gpus, plan, check_bytes=True)
-    assert_repeatable(gpus, gpu_plan("looped-bfs", 2, 1, 3, 4, zero, corpus, "bfloat16", buckets=(3, 1, 2, 4)))
+    assert_repeatable(gpus, gpu_plan("looped-bfs", 2, 1, 3, 4, zero, corpus, "bfloat16", unit_layers=1))
 
 
 @two_gpus
 @pytest.mark.parametrize("zero", [0, 2])
-def test_the_last_layers_buckets_are_reduced_during_the_backward(gpus, corpus, zero):
+def test_the_last_units_are_reduced_during_the_backward(gpus, corpus, zero):
     """On a stage whose kernels take longer than its host."""
     model = replace(MODEL, hidden=512, heads=4, kv_heads=4, ffn=2048)
-    plan = gpu_plan("1f1b", 2, 1, 2, None, zero, corpus, "bfloat16", buckets=(8,), model=model)
+    plan = gpu_plan("1f1b", 2, 1, 2, None, zero, corpus, "bfloat16", unit_layers=1, model=model)
     plan = replace(plan, batch=replace(plan.batch, global_batch_size=8, sequence_length=16384))
     for outcome in gpus.run(plan, [(0, 3)]):
         spans = {span.name: span for span in outcome.results[-1].spans}
         kind = "REDUCE_SCATTER" if zero else "ALL_REDUCE"
-        ends = [spans[f"0{kind}{bucket}"].end for bucket in range(8)]
+        ends = [spans[f"{unit}{kind}"].end for unit in range(8)]
         assert ends == sorted(ends, reverse=True)
         assert sum(end < spans["0BW1"].end for end in ends) >= 4
 

@@ -33,7 +33,7 @@ class Facts(NamedTuple):
         return bool(self.before[second] >> self.number[first] & 1)
 
 
-def prove(program: Program, replicas: int, buckets: tuple[int, ...] = ()) -> None:
+def prove(program: Program, replicas: int) -> None:
     """Asserts that a program computes a correct training step."""
     pairs = [
         ((rank, part.key), part) for rank, s in enumerate(program.streams) for action in s for part in action.parts
@@ -48,7 +48,7 @@ def prove(program: Program, replicas: int, buckets: tuple[int, ...] = ()) -> Non
         for mb in range(program.microbatches * program.slices):
             _prove_data(facts, stage, mb)
     for rank in range(program.ranks):
-        _prove_end(facts, rank, replicas, buckets)
+        _prove_end(facts, rank, replicas)
         _prove_slots(facts, rank)
 
 
@@ -132,7 +132,7 @@ def _prove_slices(facts: Facts, stage: int, piece: int) -> None:
         assert facts.home[one] == facts.home[two]
 
 
-def _prove_end(facts: Facts, rank: int, replicas: int, buckets: tuple[int, ...]) -> None:
+def _prove_end(facts: Facts, rank: int, replicas: int) -> None:
     """Gradients of a stage accumulate in microbatch order, those of one microbatch from the last slice to the first;
     then shared ones are reduced; then the norm, then the step."""
     mine = [(r, key) for r, key in facts.parts if r == rank]
@@ -144,12 +144,10 @@ def _prove_end(facts: Facts, rank: int, replicas: int, buckets: tuple[int, ...])
         gradients.sort(key=lambda place: _sum_order(place[1].microbatch, facts.program.slices))
         assert all(facts.earlier(one, two) for one, two in pairwise(gradients))
         if replicas > 1 or len(facts.program.holders(stage)) > 1:
-            count = buckets[stage] if buckets else 1
-            for number in range(count) if count > 1 else (-1,):
-                reduce = (rank, Key(Op.ALL_REDUCE, stage, number))
-                assert all(facts.earlier(place, reduce) for place in gradients)
-                assert facts.earlier(reduce, (rank, NORM))
-                assert all((holder, reduce[1]) in facts.parts for holder in facts.program.holders(stage))
+            reduce = (rank, Key(Op.ALL_REDUCE, stage, -1))
+            assert all(facts.earlier(place, reduce) for place in gradients)
+            assert facts.earlier(reduce, (rank, NORM))
+            assert all((holder, reduce[1]) in facts.parts for holder in facts.program.holders(stage))
 
 
 def _sum_order(piece: int, slices: int) -> tuple[int, int]:

@@ -33,10 +33,9 @@ class BaseStage(ABC):
 
     `param_buffers` hold the flat weights that a stage reads and the main gradients that W adds to, those of experts
     separately; `frozen` hold weights without gradients. `saved` is what F leaves for B, and `deferred` what B
-    leaves to W, by slice index; clearing `saved` discards the step so far. `wgrad_layer` is the layer that the last W
-    has reached, -1 once it has run for all: gradients of later layers are complete. `loss_sums` [microbatches, rows],
-    float64, are the summed token losses of the current step: one of two `loss_sum_buffers`, the other one may still be
-    in flight. `squared_lse` [2] are likewise the sums of squared log-sum-exps for z-losses: of the model's logits, and
+    leaves to W, by slice index; clearing `saved` discards the step so far. `loss_sums` [microbatches, rows], float64,
+    are the summed token losses of the current step: one of two `loss_sum_buffers`, the other one may still be in
+    flight. `squared_lse` [2] are likewise the sums of squared log-sum-exps for z-losses: of the model's logits, and
     of those of the stage's routers. Until `join` the stage `is_local`: no other rank shares its layers.
     `recompute_mode` is the plan's: 'none', 'full' or 'selective'.
     """
@@ -58,7 +57,6 @@ class BaseStage(ABC):
         self._bound: dict[tuple[BoundBuffers | NamedBuffer | None, ...], Any] = {}
         self.saved: dict[int, Any] = {}
         self.deferred: dict[int, list[Wgrad]] = {}
-        self.wgrad_layer = self.dgrad_layer = plan.model.layers + 1  # layers that W and B have reached
         self.microbatches = plan.batch.microbatches  # of the current step
         self.loss_sum_buffers = torch.zeros(
             (2, plan.batch.microbatches, plan.batch.micro_batch_size), dtype=torch.float64, device=self.device
@@ -111,7 +109,7 @@ class BaseStage(ABC):
             loss_scale=scale, aux_loss_scale=1.0 / tokens, router_squared_lse=self.squared_lse[1]
         )
         for buffers in self.param_buffers:
-            buffers.stale = True
+            buffers.begin_step()
 
     def begin_evaluation(self) -> None:
         """Starts a round of an evaluation, while no step is open: its loss sums are zero."""
@@ -166,9 +164,8 @@ class BaseStage(ABC):
         Runs for the layers that B has reached; the executor may call it between the layers of a B.
         """
         for buffers in self.param_buffers:
-            buffers.zero_if_stale()
+            buffers.prepare_gradients()
         accumulate_wgrads(self.deferred.pop(slice_index, []))
-        self.wgrad_layer = self.dgrad_layer
 
     @abstractmethod
     def offloadable(self, slice_index: int) -> list[torch.UntypedStorage]:

@@ -181,11 +181,10 @@ class Stage(BaseStage):
         microbatch, slice_number = divmod(slice_index, self.slices)
         kv_caches = self.kv_caches[microbatch] if slice_number else self.kv_caches.pop(microbatch)
         saved = self.saved.pop(slice_index)
-        self.dgrad_layer = self.model.layers + 1  # W may be called before B has reached a layer
         if saved.head is not None:
             dy, work = self._head_backward(saved.head, saved.inputs)
             saved = saved._replace(head=None)
-            yield from self._defer(slice_index, work, self.model.layers)
+            yield from self._defer(slice_index, work)
         assert dy is not None
         layers = list(zip(self.layer_numbers, self.bound.layers, kv_caches, strict=True))
         for number, layer, kv_cache in reversed(layers):
@@ -194,21 +193,20 @@ class Stage(BaseStage):
             activations = saved.layers.pop(), saved.recomputable.pop()
             dy, work = yield from layer.backward(self.layer_context, sequence, *activations, dy)
             del activations
-            yield from self._defer(slice_index, work, number)
+            yield from self._defer(slice_index, work)
         if saved.inputs.tokens is None:
             return dy
         embedding = self.bound.by_name["embedding"]
         if self.embedding_scale != 1.0:
             dy = dy * self.embedding_scale
         work = [lm_head.embed_backward(embedding, dy, saved.inputs.tokens, self.layer_context.tp)]
-        yield from self._defer(slice_index, work, -1)
+        yield from self._defer(slice_index, work)
         return None
 
-    def _defer(self, slice_index: int, work: list[Wgrad], layer_number: int) -> Task[None]:
-        """Leaves work of this layer to W, except that of frozen weights. A local stage, which has nothing to wait for,
+    def _defer(self, slice_index: int, work: list[Wgrad]) -> Task[None]:
+        """Leaves work of a layer to W, except that of frozen weights. A local stage, which has nothing to wait for,
         yields here, for W to follow."""
         self.deferred.setdefault(slice_index, []).extend(each for each in work if each.gradient is not None)
-        self.dgrad_layer = layer_number
         work.clear()  # the caller's list must not keep alive what W has used
         if self.is_local:
             yield

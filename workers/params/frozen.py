@@ -42,7 +42,7 @@ def _allocate(plan: Plan, shard: ParamShard, rank: int, held: WeightShard | None
     if held is not None and (held.layout, held.local_tensors) == (layout, local):
         return held
     if layout.num_shards > 1:
-        compute = torch.zeros(layout.buckets, layout.part, dtype=DTYPES[plan.dtype], device=device)
+        compute = torch.zeros(layout.part, dtype=DTYPES[plan.dtype], device=device)
         return WeightShard(local, layout, compute, None)
     full = torch.zeros(layout.padded_size, dtype=DTYPES[plan.dtype], device=device)
     return WeightShard(local, layout, shard_of(layout, full), full)

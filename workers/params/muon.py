@@ -106,12 +106,12 @@ class MuonExchange:
     def _places(self) -> dict[int, list[slice]]:
         """Where this rank's pieces of each matrix are in its directions, which are in the order of the shard."""
         found = sorted(
-            (bucket, at.start, number, _size(at))
+            (at.start, number, _size(at))
             for number, matrix in enumerate(self.matrices[self.me.tp])
-            for (bucket, at), _ in self.me.layout.overlap(matrix.start, matrix.end)
+            for at, _ in self.me.layout.overlap(matrix.start, matrix.end)
         )
         places, end = defaultdict[int, list[slice]](list), 0
-        for _, _, number, size in found:
+        for _, number, size in found:
             places[number].append(slice(end, end + size))
             end += size
         return places

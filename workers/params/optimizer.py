@@ -7,14 +7,13 @@ import torch
 from pentad.kernels.adamw import Coefficients, adamw_, adamw_optimistic_, coefficients
 from pentad.kernels.muon import MuonCoefficients, muon_, muon_coefficients, muon_direction_
 from pentad.schedules.spec.optimizer import OptimizerSpec
-from pentad.schedules.spec.zero_layout import ShardIndex
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.params.update_layout import Run
 
 ROW = 4096  # elements of a partial norm
 
 
-def square_sum(parameters: Parameters, counted: list[ShardIndex]) -> torch.Tensor:
+def square_sum(parameters: Parameters, counted: list[slice]) -> torch.Tensor:
     """The sum of squares of these parts of a gradient shard, a float64 scalar.
 
     Rows are summed in the gradient's own precision: torch would first make a float64 copy of all of it.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
+from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.params.tp_replicated import ReplicatedGradients
-from pentad.workers.params.weight_shard import WeightShard
+from pentad.workers.params.weight_shard import WeightShard, shard_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,13 +22,6 @@ class NamedBuffer:
 
 
 BoundBuffers = tuple[NamedBuffer | None, NamedBuffer | None]  # weights and gradients
-
-
-class GradientBucket(NamedTuple):
-    """Elements `span` of a stage's full gradients, complete once a backward has reached `layer`; -1: at its end."""
-
-    span: slice
-    layer: int
 
 
 class WeightBuffer:
@@ -62,26 +54,37 @@ class WeightBuffer:
 class ParamBuffers(WeightBuffer):
     """The full weights and gradients of one kind of parameters of a stage."""
 
-    def __init__(self, parameters: Parameters, replicated: ReplicatedGradients, buckets: list[GradientBucket]) -> None:
+    def __init__(self, parameters: Parameters, replicated: ReplicatedGradients) -> None:
         super().__init__(parameters)
-        self.parameters, self.replicated, self.buckets = parameters, replicated, buckets
+        self.parameters, self.replicated = parameters, replicated
         self.gradients: NamedBuffer | None = None
-        self.stale = False  # the gradients hold those of an earlier step or another stage
+        self.stale = False  # the gradients hold those of an earlier sum or another stage
+        self.continues = False  # the shard has the sum of the step's earlier microbatches
         if parameters.full_gradients is not None:
             self.set_gradients(parameters.full_gradients)
 
     def set_gradients(self, flat: torch.Tensor) -> None:
-        """Adds to the gradients in this buffer from now on. W zeroes it first where it is `stale`."""
+        """Adds to the gradients in this buffer from now on. W prepares it first where it is `stale`."""
         self.gradients = self._name(flat)
 
     @property
     def bound(self) -> BoundBuffers:
         return self.weights, self.gradients
 
-    def zero_if_stale(self) -> None:
-        """Called before a W adds to the gradients."""
+    def begin_step(self) -> None:
+        """The next W begins a new sum."""
+        self.stale, self.continues = True, False
+
+    def begin_microbatch(self) -> None:
+        """A W after this REDUCE_SCATTER continues its sum: the shard's gradients are in it once."""
+        self.stale = self.continues = True
+
+    def prepare_gradients(self) -> None:
+        """Called before a W adds to the gradients: zeroes stale ones, except the shard's where a sum goes on."""
         if self.stale and self.gradients is not None:
             self.gradients.flat.zero_()
+            if self.continues:
+                shard_of(self.parameters.layout, self.gradients.flat).copy_(self.parameters.gradient)
             self.stale = False
 
 
@@ -90,26 +93,7 @@ def make_param_buffers(
 ) -> list[ParamBuffers]:
     """The buffers of a stage, from all parameters that a rank holds."""
     return [
-        ParamBuffers(each, ReplicatedGradients(plan, rank, each), _gradient_buckets(plan, stage, each))
+        ParamBuffers(each, ReplicatedGradients(plan, rank, each))
         for shard, each in parameters.items()
         if shard.stage == stage
     ]
-
-
-def _gradient_buckets(plan: Plan, stage: int, parameters: Parameters) -> list[GradientBucket]:
-    """The buckets that the program reduces for a stage."""
-    count, padded_size = plan.program.buckets[stage], parameters.layout.padded_size
-    size, layers = aligned_part(padded_size, count), [plan.model.layers] * count
-    for local, start, end in parameters.spans():
-        for bucket in range(start // size, -(-end // size)):
-            layers[bucket] = min(layers[bucket], _layer_of(local.name, plan.model.layers))
-    ends = [min((bucket + 1) * size, padded_size) for bucket in range(count)]
-    return [GradientBucket(slice(bucket * size, end), layers[bucket]) for bucket, end in enumerate(ends)]
-
-
-def _layer_of(name: str, layers: int) -> int:
-    """The layer at which a backward completes a tensor's gradient: it starts with all that follows the last layer."""
-    if name == "embedding":
-        return -1
-    prefix, _, rest = name.partition(".")
-    return min(int(rest.partition(".")[0]), layers) if prefix == "layers" else layers

@@ -27,7 +27,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 class Parameters(WeightShard):
     """What a rank holds of a stage's parameters, experts and all else separately, in the order of `local_tensors`.
 
-    `master`, `compute`, `gradient` and `m` are its ZeRO shard, [buckets, part] ([1, size] without ZeRO). `m` holds
+    `master`, `compute`, `gradient` and `m` are its ZeRO shard, [part] ([size] without ZeRO). `m` holds
     first moments, or Muon's momentum, and `v` [num_adamw] second moments; `updates` says which elements have which.
     Both have the dtype of optimizer state; `master` and `gradient` are float32 (float64 when compute is). `compute` is
     a copy of `master` in the compute dtype, or `master` itself. Layers read `full_weights` and add to `full_gradients`,
@@ -44,15 +44,15 @@ class Parameters(WeightShard):
     full_gradients: torch.Tensor | None
     router_bias: RouterBias
 
-    def window(self, buffer: str, bucket: int, start: int, end: int) -> torch.Tensor:
+    def window(self, buffer: str, start: int, end: int) -> torch.Tensor:
         """Elements of the shard of one of BUFFERS; where `v` has none there are zeros."""
         if buffer != "v":
-            found: torch.Tensor = getattr(self, buffer)[bucket, start:end]
+            found: torch.Tensor = getattr(self, buffer)[start:end]
             return found
         found = self.v.new_zeros(end - start)
-        for (number, at), rule, _, place in self.updates.runs:
+        for at, rule, _, place in self.updates.runs:
             first, last = max(start, at.start), min(end, at.stop)
-            if number == bucket and first < last and rule.method == "adamw":
+            if first < last and rule.method == "adamw":
                 offset = place.start - at.start
                 found[first - start : last - start] = self.v[first + offset : last + offset]
         return found
@@ -109,7 +109,7 @@ def create_parameters(
     state, updates = torch.bfloat16 if plan.optimizer.bf16_state else wide, update_layout(plan.optimizer, local, layout)
 
     def zeros(*shape: int, dtype: torch.dtype = wide) -> torch.Tensor:
-        return torch.zeros(shape or (layout.buckets, layout.part), dtype=dtype, device=device)
+        return torch.zeros(shape or (layout.part,), dtype=dtype, device=device)
 
     unsharded = layout.num_shards == 1
     full_weights = zeros(layout.padded_size, dtype=narrow) if unsharded or plan.zero < 3 else None

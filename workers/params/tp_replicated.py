@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.zero_layout import ShardIndex
 from pentad.workers.params.local_tensor import LocalTensor
 from pentad.workers.params.parameters import Parameters
 
@@ -22,7 +21,7 @@ from pentad.workers.params.parameters import Parameters
 class ReplicatedSlice(NamedTuple):
     """Elements `local` of this rank's shard, at `position` in the buffer of all replicated elements."""
 
-    local: ShardIndex
+    local: slice
     position: slice
     counts: bool  # whether this rank counts them in the gradient norm
 
@@ -58,16 +57,13 @@ class ReplicatedGradients:
             gradient[each.local] = joined[each.position]
 
     @cached_property
-    def counted(self) -> list[ShardIndex]:
+    def counted(self) -> list[slice]:
         """The parts of the shard that this rank counts in the gradient norm."""
         excluded = [each.local for each in self.slices if not each.counts] + self.tied
-        layout, result = self.parameters.layout, []
-        for bucket in range(layout.buckets):
-            gaps = sorted((span for number, span in excluded if number == bucket), key=lambda span: span.start)
-            starts, ends = [0, *(gap.stop for gap in gaps)], [*(gap.start for gap in gaps), layout.part]
-            spans = (slice(start, end) for start, end in zip(starts, ends, strict=True) if start < end)
-            result += [(bucket, span) for span in spans]
-        return result
+        gaps = sorted(excluded, key=lambda span: span.start)
+        ends = [*(gap.start for gap in gaps), self.parameters.layout.part]
+        starts = [0, *(gap.stop for gap in gaps)]
+        return [slice(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
 
 def _replicated(local: LocalTensor, tp: int, tp_rank: int) -> Iterator[tuple[int, int, int, int, bool]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pentad.schedules.spec.optimizer import OptimizerSpec, UpdateRule
-from pentad.schedules.spec.zero_layout import ShardIndex, ZeroLayout
+from pentad.schedules.spec.zero_layout import ZeroLayout
 from pentad.workers.params.local_tensor import LocalTensor, local_matrices
 
 
@@ -18,7 +18,7 @@ class TensorPart(NamedTuple):
     """
 
     local: LocalTensor
-    where: ShardIndex
+    where: slice
     span: slice
     rule: UpdateRule
     place: slice
@@ -28,7 +28,7 @@ class Run(NamedTuple):
     """Consecutive elements of a shard that are updated alike; `place` is as in TensorPart. The learning rate of Muon's
     counts `adjustment` times."""
 
-    where: ShardIndex
+    where: slice
     rule: UpdateRule
     adjustment: float
     place: slice
@@ -55,7 +55,7 @@ def update_layout(spec: OptimizerSpec, local_tensors: Sequence[LocalTensor], lay
     found = []
     for local, start, end in spans(local_tensors):
         found += [(index, span, local) for index, span in layout.overlap(start, end)]
-    for index, span, local in sorted(found, key=lambda each: (each[0][0], each[0][1].start)):
+    for index, span, local in sorted(found, key=lambda each: each[0].start):
         rule = spec.rule_of(local.tensor)
         parts.append(TensorPart(local, index, span, rule, place_of(rule, span.stop - span.start)))
         runs += _runs(spec, parts[-1])
@@ -77,14 +77,14 @@ def spans(local_tensors: Sequence[LocalTensor]) -> Iterator[tuple[LocalTensor, i
 
 def _runs(spec: OptimizerSpec, part: TensorPart) -> Iterator[Run]:
     """Those of one part: matrices that are fused into a tensor can have different adjustments."""
-    (bucket, at), span, place = part.where, part.span, part.place
+    at, span, place = part.where, part.span, part.place
     if part.rule.method == "adamw":
         yield Run(part.where, part.rule, 1.0, place)
         return
     for matrix in local_matrices(part.local):
         first, last = max(matrix.start, span.start) - span.start, min(matrix.end, span.stop) - span.start
         if first < last:
-            index = bucket, slice(at.start + first, at.start + last)
+            index = slice(at.start + first, at.start + last)
             adjustment = spec.adjustment(matrix.rows, matrix.columns)
             yield Run(index, part.rule, adjustment, slice(place.start + first, place.start + last))
 
@@ -95,12 +95,10 @@ def _merged(runs: Sequence[Run]) -> Iterator[Run]:
         return
     current = runs[0]
     for run in runs[1:]:
-        (bucket, at), (next_bucket, next_at) = current.where, run.where
-        is_next = bucket == next_bucket and at.stop == next_at.start
-        if is_next and (current.rule, current.adjustment) == (run.rule, run.adjustment):
-            current = current._replace(
-                where=(bucket, slice(at.start, next_at.stop)), place=slice(current.place.start, run.place.stop)
-            )
+        alike = (current.rule, current.adjustment) == (run.rule, run.adjustment)
+        if alike and current.where.stop == run.where.start:
+            where, place = slice(current.where.start, run.where.stop), slice(current.place.start, run.place.stop)
+            current = current._replace(where=where, place=place)
         else:
             yield current
             current = run

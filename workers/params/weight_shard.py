@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from pentad.schedules.spec.zero_layout import ShardIndex, ZeroLayout
+from pentad.schedules.spec.zero_layout import ZeroLayout
 from pentad.workers.params.local_tensor import LocalTensor
 from pentad.workers.params.update_layout import spans
 
 
 @dataclass(frozen=True)
 class WeightShard:
-    """`compute` [buckets, part] is this rank's ZeRO shard of the weights ([1, size] without ZeRO), in the order of
+    """`compute` [part] is this rank's ZeRO shard of the weights ([size] without ZeRO), in the order of
     `local_tensors` and in the dtype of compute. `full_weights` [padded_size], of which it is a view, is None where
     stages share buffers (workers/runtime/zero.py).
     """
@@ -33,7 +33,7 @@ class WeightShard:
         flat = flat.view(-1)
         return {local.name: flat[start:end].view(local.shape) for local, start, end in self.spans()}
 
-    def shard_spans(self) -> Iterator[tuple[LocalTensor, ShardIndex, slice]]:
+    def shard_spans(self) -> Iterator[tuple[LocalTensor, slice, slice]]:
         """For each tensor with elements in the shard: where they are, and which elements of the tensor."""
         for local, start, end in self.spans():
             for index, span in self.layout.overlap(start, end):
@@ -45,5 +45,5 @@ class WeightShard:
 
 
 def shard_of(layout: ZeroLayout, full: torch.Tensor) -> torch.Tensor:
-    """The shard [buckets, part], a view of a full buffer [padded_size]."""
-    return full.view(layout.buckets, layout.num_shards, layout.part)[:, layout.shard_index]
+    """The shard [part], a view of a full buffer [padded_size]."""
+    return full.view(layout.num_shards, layout.part)[layout.shard_index]

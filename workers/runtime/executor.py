@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, assert_never
 import numpy as np
 import torch.distributed as dist
 
-from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Action, Instruction, Key, Op, instructions_of
+from pentad.schedules.ir.instruction import SENDS, Action, Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Stream
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.batch_loader import Batch, Tokens
@@ -37,15 +37,13 @@ class RankProgram:
     stream: Stream
     forward_only: bool
     sources: dict[Key, Key]
-    reductions: dict[Key, list[Instruction]]
 
     @staticmethod
     def of(plan: Plan, number: int, rank: int) -> RankProgram:
         """What a rank of the mesh runs of a program of the plan."""
         program = plan.programs[number]
         stream = program.streams[plan.mesh.coordinates(rank).pp]
-        inputs, reductions = resolve_inputs(stream), bucket_reductions(stream)
-        return RankProgram(number, program.microbatches, stream, program.forward_only, inputs, reductions)
+        return RankProgram(number, program.microbatches, stream, program.forward_only, resolve_inputs(stream))
 
 
 class IssuedStep(NamedTuple):
@@ -202,23 +200,17 @@ class Executor:
         self.results[part.key] = run_to_completion(task) if stage.is_local else (yield from task)
 
     def _run_weight_grad(self, part: Instruction) -> None:
-        """W, for the layers that B has passed. Reductions of the buckets it completes may start right away."""
-        stage = self.stages[part.stage]
+        """W, for the layers that B has passed."""
         self.lanes.wait_previous_step(self.check)  # that step may still need its gradients (BarrierStep.commit)
         self.optimizer_step.forget()
-        stage.backward_weight(part.microbatch)
-        for reduction in self._running.reductions.get(part.key, ()):
-            if all(each.buckets[reduction.microbatch].layer >= stage.wgrad_layer for each in stage.param_buffers):
-                self.lanes.release_early(part, reduction)
+        self.stages[part.stage].backward_weight(part.microbatch)
 
     def _all_reduce(self, part: Instruction) -> list[dist.Work]:
-        works, bucket = [], max(0, part.microbatch)
-        buffers = self.stages[part.stage].param_buffers
+        works, buffers = [], self.stages[part.stage].param_buffers
         for each, group in zip(buffers, self.groups.gradients[part.stage], strict=True):
             assert each.gradients is not None
-            values = each.gradients.flat[each.buckets[bucket].span]
-            if group is not None and values.numel():
-                works.append(dist.all_reduce(values, group=group, async_op=True))
+            if group is not None and each.gradients.flat.numel():
+                works.append(dist.all_reduce(each.gradients.flat, group=group, async_op=True))
         return works
 
     def _input(self, part: Instruction) -> Any:
@@ -259,13 +251,4 @@ def resolve_inputs(stream: Stream) -> dict[Key, Key]:
         source = next((key for key in candidates if key in keys), None)
         if source is not None:
             found[part.key] = source
-    return found
-
-
-def bucket_reductions(stream: Stream) -> dict[Key, list[Instruction]]:
-    """The reductions of stages with several buckets, by the last W (or BW) of the stage."""
-    found: dict[Key, list[Instruction]] = {}
-    for part in instructions_of(stream):
-        if part.op in REDUCTIONS and part.microbatch >= 0:
-            found.setdefault(part.waits[0], []).append(part)
     return found

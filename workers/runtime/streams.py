@@ -50,9 +50,6 @@ class HostStreams:
     def end_with(self, part: Instruction, works: list[dist.Work]) -> None:
         self.running[part.key] = (works, len(self.steps[-1]))
 
-    def release_early(self, part: Instruction, reader: Instruction) -> None:
-        """Nothing to do: compute is synchronous."""
-
     def throttle(self, check: Check, ahead: int = 0) -> None:
         """Nothing to do: compute is synchronous."""
 
@@ -94,7 +91,6 @@ class CudaStreams:
         self.streams = {lane: torch.cuda.Stream(device) for lane in sorted(lanes)} | {"compute": self.compute}
         self.timer, self.progress = GpuTimer(device), GpuProgress(self.streams)
         self.ends: dict[Key, tuple[str, torch.cuda.Event]] = {}  # lane and event of each instruction of the step
-        self.early_releases: dict[tuple[Key, Key], torch.cuda.Event] = {}
 
     @property
     def has_unread_steps(self) -> bool:
@@ -103,7 +99,6 @@ class CudaStreams:
     def begin_step(self) -> None:
         self.progress.begin_step()
         self.ends.clear()
-        self.early_releases.clear()
         self.timer.begin_step()
         before = self.timer.event()  # the previous step's compute has ended: its slots and send buffers are free
         before.record(self.compute)
@@ -119,7 +114,7 @@ class CudaStreams:
         for key in part.waits:
             other, event = self.ends[key]
             if other != lane:
-                stream.wait_event(self.early_releases.get((key, part.key), event))
+                stream.wait_event(event)
         start, end = self.timer.event(), self.timer.event()
         with torch.cuda.stream(stream):
             start.record(stream)
@@ -133,12 +128,6 @@ class CudaStreams:
         """Makes the instruction being issued end with these operations."""
         for work in works:
             work.wait()  # the lane's stream waits for NCCL's, not the host
-
-    def release_early(self, part: Instruction, reader: Instruction) -> None:
-        """While `part` is being issued: lets `reader`, which waits for it, start from this point on."""
-        if (part.key, reader.key) not in self.early_releases:
-            self.early_releases[part.key, reader.key] = torch.cuda.Event()
-            self.early_releases[part.key, reader.key].record(self.streams[part.lane])
 
     def throttle(self, check: Check, ahead: int = AHEAD) -> None:
         """Waits until the compute lane has at most `ahead` instructions to complete.
@@ -161,7 +150,6 @@ class CudaStreams:
         self.progress.wait_all(check)
         self.timer.discard_step()
         self.ends.clear()
-        self.early_releases.clear()
 
     def read_times(self, check: Check, num_open: int = 0) -> list[StepTimes]:
         """Waits for all steps except the newest `num_open`, which may still run, and returns their times; waits for the

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.zero_layout import ShardIndex
 from pentad.workers.model.base_stage import BaseStage
 
 
@@ -22,7 +21,7 @@ class EmbeddingPart(NamedTuple):
     `contributes` them if no other rank does."""
 
     gradient: torch.Tensor
-    shard_index: ShardIndex
+    shard_index: slice
     span: slice
     contributes: bool
 

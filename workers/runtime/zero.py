@@ -7,7 +7,7 @@ DualPipe's mirror ranks alike. The full buffers that stages share (schedules/pas
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain, product
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -63,8 +63,7 @@ class ZeroShards:
                 slot = self.weight_slots[program][part.stage, part.microbatch]
                 full = _fitted(self.weights[slot, kind], buffer)
                 buffer.set_weights(full)
-            for bucket, shard in zip(full.chunk(held.layout.buckets), held.compute, strict=True):
-                works.append(all_gather(bucket, shard, group=group, async_op=True))
+            works.append(all_gather(full, held.compute, group=group, async_op=True))
         stage.bind()
         return works
 
@@ -77,14 +76,14 @@ class ZeroShards:
         stage.bind()
 
     def scatter(self, part: Instruction, groups: ProcessGroups) -> list[dist.Work]:
-        """REDUCE_SCATTER: this rank's shard of the sum of one bucket of the full gradients."""
-        works, bucket = [], max(0, part.microbatch)
+        """REDUCE_SCATTER: this rank's shard of the sum of the full gradients, of which its own have the sum so far."""
+        works = []
         for buffers, group in zip(self.stages[part.stage].param_buffers, groups.gradients[part.stage], strict=True):
             if group is None:
                 continue
             assert buffers.gradients is not None
-            buffers.stale = True
-            shard, full = buffers.parameters.gradient[bucket], buffers.gradients.flat[buffers.buckets[bucket].span]
+            buffers.begin_microbatch()
+            shard, full = buffers.parameters.gradient, buffers.gradients.flat
             works.append(reduce_scatter(shard, full, group=group, async_op=True))
         return works
 
@@ -107,13 +106,13 @@ def gather_state(
     found: list[FullTensor] = []
     for buffer in BUFFERS:
         dtype, size = getattr(parameters, buffer).dtype, layout.part if is_owner else 0
-        full = torch.empty(layout.buckets, layout.num_shards, size, dtype=dtype)
-        for bucket, start in product(range(layout.buckets), range(0, layout.part, MESSAGE_ELEMENTS)):
-            message = parameters.window(buffer, bucket, start, min(start + MESSAGE_ELEMENTS, layout.part))
+        full = torch.empty(layout.num_shards, size, dtype=dtype)
+        for start in range(0, layout.part, MESSAGE_ELEMENTS):
+            message = parameters.window(buffer, start, min(start + MESSAGE_ELEMENTS, layout.part))
             received = [torch.empty_like(message) for _ in range(layout.num_shards)] if is_owner else None
             dist.gather(message, received, dst=owner, group=group)
             for index, part in enumerate(received or ()):
-                full[bucket, index, start : start + part.numel()] = part
+                full[index, start : start + part.numel()] = part
         found += parameters.full_tensors(buffer, full.flatten()) if is_owner else []
     return found if is_owner else None
 

@@ -155,6 +155,7 @@ def test_overrides_replace_the_file_and_earlier_overrides(file: Callable[[str | 
         ("optimiser.learning_rat=1", "optimiser.learning_rat is unknown; did you mean optimizer.learning_rate?"),
         ("optimizer.learning_rat=1", "did you mean optimizer.learning_rate?"),
         ("model.learning_rate=1", "did you mean optimizer.learning_rate?"),
+        ("zero.bucket_mib=25", "zero.bucket_mib is unknown"),
         ("optimizer.lr=1", "optimizer.lr is unknown; did you mean optimizer.learning_rate?"),
         ("optimizer.name=adam", "optimizer.name is 'adam': expected one of adamw or muon (did you mean adamw?)"),
         ("model.num_layers=8", "model.num_layers is unknown; did you mean model.layers?"),

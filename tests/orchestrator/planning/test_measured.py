@@ -25,7 +25,9 @@ each_run = pytest.mark.parametrize(
 
 
 def planned(run: dict[str, Any]) -> Plan:
-    plan = make_plan(load(TESTS.parent / run["config"], run["overrides"]), "cuda")
+    """Stages were not cut into units then. Gradients were reduced in buckets in some runs, which took no memory."""
+    overrides = [each for each in run["overrides"] if not each.startswith("zero.bucket_mib")]
+    plan = make_plan(load(TESTS.parent / run["config"], [*overrides, "memory.unit_layers=100"]), "cuda")
     assert str(plan.mesh) == run["mesh"]
     return plan
 

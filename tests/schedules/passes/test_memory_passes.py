@@ -100,7 +100,7 @@ def test_stages_that_finish_one_after_another_share_two_gradient_buffers():
         program = compiled("looped-bfs", 1, 2, MemoryOptions(zero=2), chunks)
         slots, waits = gradient_slots(program, 0)
         assert len(set(slots.values())) == 2
-        costs = Costs(*((1.0,) * chunks,) * 3, reduce=3.0)  # longer than the backward of a microbatch
+        costs = Costs(*((1.0,) * chunks,) * 3, reduce=(3.0,) * chunks)  # longer than the backward of a microbatch
         assert simulate(program, costs).makespan == 2 * 3 * chunks  # nothing waits
         assert len(waits) == chunks - 2
 
@@ -115,7 +115,7 @@ def test_no_more_stages_are_gathered_than_allowed(name, p, m, chunks, gathered, 
 
 
 def test_more_room_means_fewer_gathers_and_prefetching_hides_them():
-    costs = Costs(*((1.0,) * 8,) * 3, reduce=1.6)
+    costs = Costs(*((1.0,) * 8,) * 3, reduce=(1.6,) * 8)
     found = {}
     for gathered, prefetch in ((1, 0), (2, 0), (3, 0), (3, 1), (4, 0)):
         memory_options = MemoryOptions(zero=3, max_gathered=gathered, prefetch=prefetch)
@@ -239,3 +239,59 @@ def test_a_program_without_one_of_these_waits_is_refused(op):
                     fewer = tuple(other for other in part.waits if other != key)
                     with pytest.raises(ScheduleError):
                         check(change(program, rank, part.key, waits=fewer), replicas=2)
+
+
+EVERY = MemoryOptions(zero=2, reduce="microbatch")
+
+
+@pytest.mark.parametrize("units", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(("name", "p", "m"), [size for size in SIZES if size[0] != "dualpipe" and size[1] != 4])
+def test_every_microbatch_is_reduced_once_after_its_last_w(name: str, p: int, m: int, units: int) -> None:
+    """In two buffers, but where the slices of a microbatch make all units of a rank accumulate at once."""
+    program = compiled(name, p, m, EVERY._replace(units=(units,) * compile_program(name, p, m).stages))
+    for rank, stream in enumerate(program.streams):
+        parts = list(instructions_of(stream))
+        last = {(part.stage, part.microbatch // program.slices): part.key for part in parts if part.op in (Op.W, Op.BW)}
+        reduced = [part for part in parts if part.op is Op.REDUCE_SCATTER]
+        assert [part.key[1:] for part in reduced] == list(dict.fromkeys(part.key[1:] for part in reduced))
+        assert {(part.stage, part.microbatch): part.waits for part in reduced} == {at: (w,) for at, w in last.items()}
+        held = len(program.placement[rank])
+        most = held if program.slices > 1 else min(2, held)
+        assert len(set(gradient_slots(program, rank)[0].values())) == most
+
+
+def test_a_reduction_or_a_wait_for_one_less_is_refused() -> None:
+    program = compiled("1f1b", 2, 4, EVERY._replace(units=(3, 3)))
+    for part in instructions_of(program.streams[0]):
+        if part.op is Op.REDUCE_SCATTER:
+            with pytest.raises(ScheduleError, match=rf"never reduces .* stage {part.stage} of microbatch"):
+                check(drop(program, 0, part.key), replicas=2)
+        for key in part.waits if part.op is Op.BW else ():
+            if key.op is Op.REDUCE_SCATTER:
+                fewer = part._replace(waits=tuple(each for each in part.waits if each != key))
+                stream = tuple(each if each != part else fewer for each in program.streams[0])
+                with pytest.raises(ScheduleError, match=f"{part.key} does not wait for {key}"):
+                    check(program.with_streams((stream, program.streams[1])), replicas=2)
+
+
+REFUSED = [
+    ("dualpipe", EVERY, "expected step, since the mirrored ranks of dualpipe compute different microbatches"),
+    ("1f1b", EVERY._replace(zero=1), r"with zero\.stage = 1: expected zero\.stage 2 or 3"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "text"), REFUSED)
+def test_only_shards_of_one_order_are_reduced_every_microbatch(name: str, options: MemoryOptions, text: str) -> None:
+    with pytest.raises(
+        PentadError, match=rf"^zero\.reduce is microbatch.* {text}$|^zero\.reduce is microbatch: {text}$"
+    ):
+        compiled(name, 2, 4, options)
+
+
+@pytest.mark.parametrize(("name", "units", "expected"), [("1f1b", 2, -1), ("1f1b", 3, 0), ("dualpipe", 3, -1)])
+def test_by_default_every_microbatch_is_reduced_where_more_than_two_buffers_would_be_needed(
+    name: str, units: int, expected: int
+) -> None:
+    program = compiled(name, 2, 4, MemoryOptions(zero=2, units=(units,) * 2, reduce=None))
+    reductions = [part for part in instructions_of(program.streams[0]) if part.op is Op.REDUCE_SCATTER]
+    assert min(part.microbatch for part in reductions) == expected

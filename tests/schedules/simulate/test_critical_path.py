@@ -122,7 +122,7 @@ SCENARIO_PROGRAMS = [("gpipe", 3, 4), ("1f1b", 4, 6), ("zb-h2", 3, 6), ("zb-v", 
 
 def uneven(stages: int) -> Costs:
     each = [tuple(1 + (stage * k % 7) / 8 for stage in range(stages)) for k in (1, 2, 3)]
-    return Costs(each[0], each[1], each[2], transfer=0.3, reduce=0.7, norm=0.2, step=0.4, launch=0.1)
+    return Costs(each[0], each[1], each[2], transfer=0.3, reduce=(0.7,) * stages, norm=0.2, step=0.4, launch=0.1)
 
 
 def simulated(name: str, program_costs: tuple, costs: Costs) -> Scenario:

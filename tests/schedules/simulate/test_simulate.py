@@ -41,8 +41,8 @@ compiled = cache(compile_program)
 def costs_of(draw: st.DrawFn, stages: int) -> Costs:
     """Every stage and every kind of instruction costs something else."""
     each = st.tuples(*[SECONDS] * stages)
-    transfer, reduce, norm, step, launch = (draw(SECONDS) for _ in range(5))
-    return Costs(draw(each), draw(each), draw(each), transfer, reduce, norm, step, launch)
+    transfer, norm, step, launch = (draw(SECONDS) for _ in range(4))
+    return Costs(draw(each), draw(each), draw(each), transfer, norm, step, launch, reduce=draw(each))
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)

@@ -23,7 +23,9 @@ compiled = cache(compile_program)
 
 def costs_of(stages: int, **more: Any) -> Costs:
     each = [tuple(1 + (stage * k % 7) / 8 for stage in range(stages)) for k in (1, 2, 3)]
-    return replace(Costs(each[0], each[1], each[2], transfer=0.3, reduce=0.7, norm=0.2, step=0.4, launch=0.1), **more)
+    return replace(
+        Costs(each[0], each[1], each[2], transfer=0.3, reduce=(0.7,) * stages, norm=0.2, step=0.4, launch=0.1), **more
+    )
 
 
 def named(spans: tuple[Span, ...]) -> dict[tuple[int, str], Span]:

@@ -126,7 +126,7 @@ def test_a_chunk_costs_its_share_and_bw_as_much_as_b_and_w() -> None:
 
 def test_launches_are_added_to_compute_only() -> None:
     each = (1.0, 2.0)
-    costs = Costs(each, each, each, transfer=3.0, reduce=4.0, norm=5.0, step=6.0, launch=0.25)
+    costs = Costs(each, each, each, transfer=3.0, reduce=(7.0, 4.0), norm=5.0, step=6.0, launch=0.25)
     found = [
         costs.seconds(Instruction(op, 1, 0))
         for op in (Op.F, Op.B, Op.W, Op.BW, Op.SEND_F, Op.ALL_REDUCE, Op.NORM, Op.STEP)

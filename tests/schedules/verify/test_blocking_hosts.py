@@ -54,11 +54,11 @@ def test_hosts_that_block_at_compute_reach_the_end(name: str, data: st.DataObjec
     sizes = [(pp, m) for pp in (1, 2, 3, 4, 6, 8) for m in (pp, pp + 1, 2 * pp, 4 * pp) if allows(name, pp, m)]
     ranks, microbatches = data.draw(st.sampled_from(sizes))
     stages = compile_program(name, ranks, microbatches).stages
-    each = st.lists(COST, min_size=stages, max_size=stages).map(tuple)
+    options = [MemoryOptions(), MemoryOptions(units=(3,) * stages), MemoryOptions(zero=3)]
+    memory_options = data.draw(st.sampled_from(options))
+    units = sum(memory_options.units) or stages
+    each = st.lists(COST, min_size=units, max_size=units).map(tuple)
     costs = Costs(data.draw(each), data.draw(each), data.draw(each), transfer=data.draw(st.floats(0, 20)))
-    memory_options = data.draw(
-        st.sampled_from([MemoryOptions(), MemoryOptions(buckets=(3,) * stages), MemoryOptions(zero=3)])
-    )
     gated, post_validation = data.draw(st.booleans()), data.draw(st.booleans())
     program = compile_program(
         name,

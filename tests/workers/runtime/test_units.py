@@ -2,28 +2,73 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from bits import same_bits
 from exactness import assert_equals_one_process
-from plans import STEPS, plan_of
-from small_models import HEADS, MOE
+from plans import MODEL, STEPS, plan_of
+from resume import save_and_resume
+from small_models import FAMILIES, HEADS, MOE
 
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.estimate import memory
+from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.checkpoint import checkpoint
 
 pytestmark = pytest.mark.timeout(60)
 slow = pytest.mark.slow
+EVERY = MemoryOptions(zero=2, reduce="microbatch")
 CASES = [
     pytest.param("1f1b", {"dp": 2, "pp": 2}, 1, MemoryOptions(zero=3, max_gathered=2), {}),
     pytest.param("zb-h2", {"pp": 2, "dp": 2}, 2, MemoryOptions(zero=2), {"recompute": "full"}),
     pytest.param("dualpipe", {"pp": 2, "ep": 2}, 1, MemoryOptions(zero=3), {"model": MOE}),
     pytest.param("zb-v", {"pp": 2, "tp": 2}, 1, MemoryOptions(), {"model": HEADS, "recompute": "selective"}),
+    pytest.param("zb-h2", {"pp": 2, "dp": 2}, 1, EVERY._replace(zero=3, max_gathered=3), {}),
+    pytest.param("1f1b", {"dp": 2, "ep": 2}, 2, EVERY, {"model": MOE}),
+    pytest.param("seq-1f1b", {"pp": 2, "dp": 2}, 1, EVERY, {"model": FAMILIES["qwen3"], "slices": 2}),
+]
+ORDERS = {"1f1b": {}, "zb-h2": {}, "zb-v": {}, "dualpipe": {}, "dualpipev": {}, "looped-bfs": {"chunks": 2}}
+MODELS = {"dense": MODEL, "experts": MOE, "tied": FAMILIES["qwen3"]}
+SHARDED = [MemoryOptions(zero=1), MemoryOptions(zero=2), EVERY, MemoryOptions(zero=3), EVERY._replace(zero=3)]
+MATRIX = [
+    pytest.param(name, {"pp": 2, "dp": 2, **more}, units, options, {"model": model})
+    for name, more in ORDERS.items()
+    for units in (1, 2, None)
+    for options in SHARDED
+    for model in MODELS.values()
+    if name != "dualpipe" or options.reduce == "step"
 ]
 
 
 @pytest.mark.parametrize(("name", "axes", "unit_layers", "memory_options", "more"), CASES)
 def test_units_equal_one_process(fleet, corpus, name, axes, unit_layers, memory_options, more) -> None:
     given = {"dp": 1, "pp": 1, "microbatches": 4, "data": corpus, "memory_options": memory_options, **axes, **more}
-    assert_equals_one_process(fleet, plan_of(name, unit_layers=unit_layers, **given))
+    assert_equals_one_process(fleet, plan_of(name, unit_layers=unit_layers, **given), check_bytes=True)
+
+
+@slow
+@pytest.mark.parametrize(("name", "axes", "unit_layers", "memory_options", "more"), MATRIX)
+def test_any_units_and_reductions_equal_one_process(
+    fleet, corpus, name, axes, unit_layers, memory_options, more
+) -> None:
+    test_units_equal_one_process(fleet, corpus, name, axes, unit_layers, memory_options, more)
+
+
+@slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_sharded_units_have_the_bits_of_whole_stages(fleet, corpus, zero: int) -> None:
+    """In bfloat16, where every step is reduced once: the order of sums is then the same, except in the norm."""
+    options = MemoryOptions(zero=zero)
+    plans = [
+        plan_of("zb-h2", 2, 2, 4, corpus, "bfloat16", unit_layers=units, memory_options=options, clip=1e9)
+        for units in (2, None)
+    ]
+    units, whole = ([outcome.results for outcome in fleet.run(plan, [(0, 4)])] for plan in plans)
+    for some, one in zip(units, whole, strict=True):
+        assert [result.losses for result in some] == [result.losses for result in one]
+        assert [result.grad_norm for result in some] == pytest.approx([result.grad_norm for result in one], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -40,3 +85,35 @@ def test_units_have_the_bits_of_whole_stages(fleet, corpus, name, recompute) -> 
         for other in others:
             assert [each.losses for each in whole.results] == [each.losses for each in other.results]
             assert same_bits(whole.state, other.state)
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_zero_divides_all_but_a_few_units(zero: int, pp: int, dp: int) -> None:
+    """The planned bytes of a Llama: shards, with the weights of max_gathered units and the gradients of two."""
+    sizes = ["model.hidden=512", "model.heads=8", "model.ffn=1536", "model.layers=16", "model.vocab=512"]
+    axes = [f"mesh.pp={pp}", f"mesh.dp={dp}", "schedule.name=1f1b", "schedule.microbatches=4", f"zero.stage={zero}"]
+    more = ["memory.unit_layers=1", *["zero.max_gathered=3"] * (zero == 3)]
+    plan = make_plan(load(None, [*sizes, *axes, *more, "batch.global_batch_size=16"]), "cpu")
+    assert plan.program.units == (16 // pp,) * pp
+    for rank in range(plan.mesh.size):
+        parts = [plan.size(shard) for shard in plan.param_shards_of(rank)]
+        largest, held, total = sorted(parts, reverse=True), memory(plan, rank), sum(parts)
+        assert held["optimizer"] == 2 * 4 * total / dp
+        assert held["gradients"] == 4 * (total / dp + sum(largest[:2]))
+        gathered = held["parameters"] / 4 - (total / dp if zero == 3 else 0)
+        assert (sum(largest[:3]) <= gathered <= 3 * largest[0]) if zero == 3 else gathered == total
+
+
+def test_a_checkpoint_resumes_with_other_units(fleet, corpus, tmp_path: Path) -> None:
+    """Bit-identical: the sum of two ranks has one order only."""
+    ends, options = [], MemoryOptions(zero=3)
+    for folder, units in enumerate(((1, 3), (None, None))):
+        plans = [
+            plan_of("1f1b", 2, 1, 4, corpus, "float32", unit_layers=each, memory_options=options, clip=1e9)
+            for each in units
+        ]
+        at = checkpoint.folder_of(tmp_path / str(folder), 2)
+        ends.append(save_and_resume(fleet, plans[1], at, 2, [(2, 2)], before=plans[0]))
+    for some, one in zip(*ends, strict=True):
+        assert [r.losses for r in some.results] == [r.losses for r in one.results]
