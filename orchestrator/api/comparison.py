@@ -99,6 +99,7 @@ def compare(folder: Path, step: int | None = None, *, evaluation: bool = False) 
     measured = measured_timeline(folder, evaluation=evaluation)
     program = Program.load(folder / (EVAL_PROGRAM if evaluation else PROGRAM))
     plan = plan_with(saved_config(folder), "cpu", program)
+    _check_ranges(measured, plan, folder / (EVAL_TIMELINE if evaluation else TIMELINE))
     costs = read_costs(program, measured)
     if costs is None:
         name, ops = (EVAL_TIMELINE, "F") if evaluation else (TIMELINE, "F, B and W")
@@ -107,7 +108,18 @@ def compare(folder: Path, step: int | None = None, *, evaluation: bool = False) 
     if step not in measured.steps:
         what = "an evaluation after" if evaluation else "a measured step,"
         raise PentadError(f"--step is {step}: expected {what} {', '.join(map(str, measured.steps))}")
+    shown = measured.of_step(step)
+    if not shown.compute or not shown.longest:
+        raise PentadError(f"step {step} of run {folder} has no time of compute: expected a step with F, B and W")
     return Comparison(plan, measured, simulate_steps(plan, measured, costs), step)
+
+
+def _check_ranges(timeline: Timeline, plan: Plan, path: Path) -> None:
+    """Raises PentadError for a span of a rank or stage that the run does not have."""
+    for name, size in {"rank": plan.mesh.size, "peer": plan.mesh.size, "stage": plan.program.stages}.items():
+        largest = max((getattr(span, name) for span in timeline.spans), default=0)
+        if largest >= size:
+            raise PentadError(f"{path} has {name} {largest}: expected at most {size - 1}, as in the run's program")
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:

@@ -78,9 +78,10 @@ class Curves:
 
 def curves_of(folder: Path) -> Curves:
     """Of the run in `folder`. Raises PentadError if it has no finite loss yet."""
-    rows = read_lines(folder / METRICS, METRIC_KEYS)
+    rows = read_lines(folder / METRICS, (*METRIC_KEYS, "target_tokens"))
     corpora = _corpora(saved_config(folder).data)
-    changes = {event["step"] for event in read_lines(folder / JOURNAL, ("event",)) if event["event"] == "mixture"}
+    events = read_lines(folder / JOURNAL, ("event",))
+    changes = {event["step"] for event in events if event["event"] == "mixture" and "step" in event}
     training = _training(rows, list(corpora.values()), changes)
     held_out = _held_out(read_lines(folder / EVALUATIONS, EVAL_KEYS), corpora)
     names = dict.fromkeys([*training, *held_out])

@@ -17,10 +17,11 @@ from typer import Argument, Option
 from pentad.orchestrator.cli.arguments import Address, Json, Run, ScheduleArguments, Timeout, Words
 from pentad.orchestrator.cli.data_commands import data
 from pentad.orchestrator.cli.picture_commands import curves, timeline
-from pentad.schedules.ir.errors import PentadError, ScheduleError
+from pentad.schedules.ir.errors import PentadError, ScheduleError, printable
 
 # ClickException, the base of all usage errors; typer bundles click but does not export it.
 _ClickException: Any = typer.BadParameter.__mro__[2]
+_MOST_GPUS = 2**14  # whose meshes are compared in seconds
 _INTERRUPTED = 130  # which some versions of typer return for a KeyboardInterrupt; others raise Abort
 
 app = typer.Typer(pretty_exceptions_enable=False, no_args_is_help=True)
@@ -97,7 +98,7 @@ def plan(
     words: Words = None,
     device: Annotated[Literal["cpu", "cuda"] | None, Option(help="Target device (default: as found here).")] = None,
     gpus: Annotated[
-        int | None, Option(min=1, help="List the meshes of this many GPUs that fit, fastest first.")
+        int | None, Option(min=1, max=_MOST_GPUS, help="List the meshes of this many GPUs that fit, fastest first.")
     ] = None,
     memory: Annotated[
         float | None, Option(min=0.001, help="GiB per device (default: as here, else an H200's).")
@@ -125,7 +126,9 @@ def init(
     model: Annotated[
         str, Option(metavar="NAME|DIR", help="A published size such as llama-8b, or a Hugging Face model's folder.")
     ] = "llama-8b",
-    gpus: Annotated[int | None, Option(min=1, help="GPUs to train on (default: those here, else 8).")] = None,
+    gpus: Annotated[
+        int | None, Option(min=1, max=_MOST_GPUS, help="GPUs to train on (default: those here, else 8).")
+    ] = None,
     data: Annotated[str, Option(metavar="PATH", help="A corpus that `pentad data build` wrote.")] = "builtin:pydoc",
     sequence_length: Annotated[int | None, Option(min=1, help="Tokens of a sequence (default: 4096).")] = None,
     global_batch_size: Annotated[int | None, Option(min=1, help="Sequences of a step (default: 2^20 tokens).")] = None,
@@ -367,9 +370,9 @@ def _mute() -> None:
 
 def _fail(sentence: str, status: int, drawing: str = "") -> int:
     if sentence:
-        print(f"pentad: {' '.join(sentence.split())}", file=sys.stderr)
+        print(f"pentad: {' '.join(printable(sentence).split())}", file=sys.stderr)
     if drawing:
-        print(drawing, file=sys.stderr)
+        print(printable(drawing), file=sys.stderr)
     return status
 
 

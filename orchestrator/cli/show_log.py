@@ -12,6 +12,7 @@ from pathlib import Path
 from pentad.orchestrator.control.control_messages import ENDPOINT
 from pentad.orchestrator.monitoring.display import step_line
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS, read_lines, saved_config
+from pentad.schedules.ir.errors import printable
 
 _POLL_SECONDS = 0.5
 
@@ -45,5 +46,6 @@ def _log_lines(folder: Path) -> Iterator[tuple[float, str]]:
         step = event.get("step", step)
         facts = [f"{key} {event[key]}" for key in ("rank", "how", "mesh", "step", "cause", "error") if key in event]
         clock = datetime.fromtimestamp(event["time"])
-        lines.append((step, f"{clock:%Y-%m-%d %H:%M:%S} {event['event']} {', '.join(facts)}".rstrip()))
+        line = f"{clock:%Y-%m-%d %H:%M:%S} {event['event']} {', '.join(facts)}".rstrip()
+        lines.append((step, printable(line)))
     return iter(sorted(lines, key=lambda line: line[0]))

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
+import unicodedata
 from collections.abc import Iterable, Iterator
 from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from pentad.schedules.ir.errors import PentadError
 
 SYNONYMS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "gpu": "cuda"}
+_BOUNDED = reprlib.Repr()  # its work is bounded, whatever a value holds
+_BOUNDED.maxlevel, _BOUNDED.maxdict, _BOUNDED.maxlist, _BOUNDED.maxtuple = 4, 20, 20, 20
+_BOUNDED.maxstring, _BOUNDED.maxlong, _BOUNDED.maxother = 200, 200, 200
 _EXPECTED = {  # by pydantic's type of error
     "int_type": "a whole number",
     "float_type": "a finite number",
@@ -151,8 +156,20 @@ def shown(value: object) -> str:
         return "a mapping"
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    text = repr(value)
+    text = _BOUNDED.repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def has_control_characters(text: str) -> bool:
+    """Also halves of surrogate pairs: neither can be in a path, nor be shown."""
+    return any(unicodedata.category(char) in ("Cc", "Cs") for char in text)
+
+
+def without_control_characters(text: str) -> str:
+    """A validator of pydantic's."""
+    if has_control_characters(text):
+        raise PydanticCustomError("control_characters", "text without control characters")
+    return text
 
 
 def _sentence(error: ErrorDetails, config: type[BaseModel]) -> str:

@@ -5,15 +5,17 @@ A file's own keys replace those of the files that it includes, a later one those
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pentad.orchestrator.config.errors import shown
+from pentad.orchestrator.config.errors import has_control_characters, shown
 from pentad.orchestrator.config.yaml_text import load_yaml
 from pentad.schedules.ir.errors import PentadError
 
 INCLUDE = "include"
+MOST_BYTES = 2**20
 
 
 class Layers(NamedTuple):
@@ -37,7 +39,9 @@ def with_includes(raw: Mapping[str, Any], path: Path, chain: tuple[Path, ...] = 
     """The content `raw` of a file, or of any mapping whose includes are relative to the folder of `path`."""
     names = raw.get(INCLUDE, [])
     names = [names] if isinstance(names, str) else names
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+    if not isinstance(names, list) or not all(
+        isinstance(name, str) and name and not has_control_characters(name) for name in names
+    ):
         raise PentadError(f"{INCLUDE} of {path} is {shown(names)}: expected a YAML file's path or a list of them")
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -65,8 +69,13 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_text(path: Path, option: str) -> str:
-    """Raises PentadError if the file cannot be read or is not UTF-8."""
+    """Raises PentadError if the file cannot be read, is too large or is not UTF-8. A pipe or device may never end."""
     try:
+        status = path.stat()
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            raise PentadError(f"{option} is '{path}', which is a pipe or device: expected a YAML file")
+        if stat.S_ISREG(status.st_mode) and status.st_size > MOST_BYTES:
+            raise PentadError(f"{option} is '{path}', which has {status.st_size} bytes: expected at most {MOST_BYTES}")
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise PentadError(f"{path} is not UTF-8 text (byte {error.start}): expected a YAML file") from None

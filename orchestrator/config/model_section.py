@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, mod
 
 from pentad.orchestrator.config.errors import Broken
 from pentad.orchestrator.config.sections import Count, Section
-from pentad.schedules.spec.model import LayerType, ModelSpec
+from pentad.schedules.spec.model import MAX_LAYERS, LayerType, ModelSpec
 from pentad.workers.hf.config import parse_section
 from pentad.workers.hf.config_families import FAMILIES, OPTIONAL
 
@@ -90,7 +90,7 @@ class ModelSection(Section):
     custom: str | None = None
     """FILE.py:FUNCTION that returns a list of layers (docs/custom-model.md) in place of the family's; its parameters
     may be any of vocab, hidden, layers, heads, kv_heads, ffn and length"""
-    layers: int = Field(ge=1, le=10_000, description="decoder layers, at least one for each pipeline stage")
+    layers: int = Field(ge=1, le=MAX_LAYERS, description="decoder layers, at least one for each pipeline stage")
     hidden: Count = Field(description="width of the residual stream")
     heads: Count = Field(description="query heads, a multiple of model.kv_heads")
     kv_heads: Count = Field(description="key-value heads, fewer than heads with grouped-query attention")

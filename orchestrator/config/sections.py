@@ -6,17 +6,27 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    model_validator,
+)
 
-from pentad.orchestrator.config.errors import Broken, RuleErrors
+from pentad.orchestrator.config.errors import Broken, RuleErrors, without_control_characters
 from pentad.schedules.spec.batch import BatchSizes, RampupStage
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.spikes import SpikeSpec
 
-Count = Annotated[int, Field(ge=1)]
+MAX_RANKS = 2**16
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(without_control_characters)]
 
 
 class Section(BaseModel):
@@ -64,7 +74,7 @@ class MeshSection(Section):
     """The five axes of parallelism. A run has dp x pp x cp x tp x ep ranks, one GPU or CPU process each."""
 
     dp: Count = Field(default=1, description="data parallel replicas: ranks with different samples")
-    pp: Count = Field(default=1, description="pipeline ranks of a replica, which split the layers")
+    pp: int = Field(default=1, ge=1, le=1024, description="pipeline ranks of a replica, which split the layers")
     cp: Count = Field(default=1, description="context parallel ranks, which split each sequence")
     tp: Count = 1
     """tensor parallel ranks, which split the weights of a layer and the vocabulary, and between products the tokens"""
@@ -74,6 +84,10 @@ class MeshSection(Section):
     """attention across cp ranks: keys and values travel around a ring, are gathered, or ranks exchange parts of the
     sequence for heads (Ulysses)"""
     tp_across_nodes: bool = Field(default=False, description="allow the tp ranks of a layer on more than one node")
+
+    def rules(self) -> Iterator[Broken | str]:
+        if self.mesh.size > MAX_RANKS:
+            yield f"mesh is {self.mesh}, which has {self.mesh.size} ranks: expected at most {MAX_RANKS}"
 
     @property
     def mesh(self) -> Mesh:

@@ -1,4 +1,7 @@
-"""YAML with the scalars of YAML 1.2 and no duplicate keys: `1e-3` is a number, `on` and `2024-01-01` are text."""
+"""YAML with the scalars of YAML 1.2 and no duplicate keys: `1e-3` is a number, `on` and `2024-01-01` are text.
+
+Aliases stand for what they repeat: a text of some bytes may not become a million values.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import yaml
 
 from pentad.schedules.ir.errors import PentadError
 
+MOST_VALUES = 100_000  # of a text, with aliases written out
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _INTEGER = rf"(?:0|(?!0){_DIGITS})"
 _SCALARS = {
@@ -22,6 +26,20 @@ _SCALARS = {
 
 
 class _Loader(yaml.SafeLoader):
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _values(node, {}) > MOST_VALUES:
+            problem = f"its aliases repeat more than {MOST_VALUES} values"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (AttributeError, LookupError, TypeError):  # `!!timestamp` and other tags whose value is no such thing
+            problem = f"{node.tag} has another value than its type"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
         for key, _ in node.value:
@@ -33,9 +51,21 @@ class _Loader(yaml.SafeLoader):
     def construct_number(self, node: yaml.ScalarNode, construct: Callable[..., float]) -> float:
         try:
             return construct(self, node)
-        except ValueError:  # `!!int x`, or more digits than Python converts
+        except (ValueError, LookupError):  # `!!int x`, `!!int` alone, or more digits than Python converts
             text = node.value if len(node.value) <= 20 else f"{node.value[:17]}..."
             raise yaml.MarkedYAMLError(problem=f"{text!r} is no number", problem_mark=node.start_mark) from None
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Scalars and collections in a node, repeated ones counted again. Raises MarkedYAMLError if it holds itself."""
+    if (found := known.get(id(node))) == 0:
+        raise yaml.MarkedYAMLError(problem="an alias stands for what it is in", problem_mark=node.start_mark)
+    if found is None:
+        known[id(node)] = 0
+        inner = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = (part for each in inner for part in (each if isinstance(each, tuple) else (each,)))
+        known[id(node)] = found = 1 + sum(_values(part, known) for part in parts)
+    return found
 
 
 class _Dumper(yaml.SafeDumper):

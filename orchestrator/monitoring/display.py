@@ -20,6 +20,7 @@ from rich.text import Text
 from pentad.orchestrator.monitoring.run_state import RankView
 from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with_rest
 from pentad.orchestrator.planning.formatting import format_duration, format_number, format_percent
+from pentad.schedules.ir.errors import printable
 
 _STEPS = 8  # rows of the table of steps
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -61,7 +62,7 @@ class Display:
 
     def phase(self, text: str) -> None:
         """Shows that `text` is under way from now on; a terminal shows all phases until the first step."""
-        self.phases.append(Text(f" {time.monotonic() - self.began:5.1f} s  {text}"))
+        self.phases.append(Text(f" {time.monotonic() - self.began:5.1f} s  {printable(text)}"))
         self._draw()
         if not self.is_live:
             self.console.print(self.phases[-1], soft_wrap=True)
@@ -96,6 +97,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """Prints a sentence above the live table, or as one line."""
+        text = printable(text)
         if self.is_live:
             self.console.print(Padding(Text(text), (0, 1)))
         else:
@@ -245,7 +247,7 @@ def evaluation_line(rows: Sequence[dict[str, Any]]) -> str:
         f"(perplexity {format_number(row['perplexity'], ',.1f')})"
         for row in rows
     )
-    return "  ".join([f"evaluation after {rows[0]['step']} steps", *losses])
+    return printable("  ".join([f"evaluation after {rows[0]['step']} steps", *losses]))
 
 
 def _figures(row: dict[str, Any]) -> dict[str, str]:

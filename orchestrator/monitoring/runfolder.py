@@ -17,6 +17,7 @@ from typing import Any
 from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.monitoring.comparison import comparison_page, simulate_steps
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, Best, best_of
+from pentad.orchestrator.monitoring.json_rows import checked_row
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
@@ -247,7 +248,7 @@ def saved_config(path: Path) -> RunConfig:
 def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file, [] if there is none; an incomplete last line, left by a crash, is dropped.
 
-    Raises PentadError for any other line that is not a JSON object with `keys`.
+    Raises PentadError for any other line that is not a JSON object with `keys` and values of their kinds.
     """
     if not path.exists():
         return []
@@ -319,7 +320,7 @@ def _row(line: bytes, where: str, keys: Iterable[str]) -> dict[str, Any]:
     missing = [key for key in keys if key not in row] if isinstance(row, dict) else [*keys]
     if missing or not isinstance(row, dict):
         raise PentadError(f"{where} is {line[:60]!r}: expected an object with {', '.join(missing)}: {advice}")
-    return row
+    return checked_row(row, where)
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
+from pentad.schedules.ir.errors import printable
+
 MOST_RANKS = 32  # rows of a table of ranks
 
 
@@ -18,7 +20,7 @@ def fitted_table(
 
     A head that ends in '>' is that of a right-aligned column. The column `wrapped` may take several lines per row.
     """
-    columns = {head.rstrip(">"): (head, [row[index] for row in rows]) for index, head in enumerate(heads)}
+    columns = {head.rstrip(">"): (head, [_safe(row[index]) for row in rows]) for index, head in enumerate(heads)}
 
     def needed(name: str) -> int:
         texts = [name, *map(str, columns[name][1])]
@@ -35,6 +37,12 @@ def fitted_table(
     for cells in zip(*(cells for _, cells in columns.values()), strict=True):
         table.add_row(*cells)
     return table
+
+
+def _safe(cell: str | Text) -> str | Text:
+    """A cell without escape sequences."""
+    text = printable(str(cell))
+    return cell if text == str(cell) else text
 
 
 def with_rest(table: Table, rows: int) -> Table:

@@ -16,3 +16,8 @@ class ScheduleError(Exception):
     def __init__(self, text: str, rank: int = -1, index: int = -1) -> None:
         super().__init__(text)
         self.rank, self.index = rank, index
+
+
+def printable(text: str) -> str:
+    """`text` with escapes such as \\x1b for what would control a terminal or cannot be encoded; line breaks stay."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from pentad.schedules.ir import arrow
 from pentad.schedules.ir.arrow import SCHEMA, VERSION
+from pentad.schedules.ir.arrow_file import read_table
 from pentad.schedules.ir.columns import Columns, Stream, key_columns, pack
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Key
@@ -172,12 +173,7 @@ class Program:
     @staticmethod
     def from_bytes(data: bytes) -> Program:
         """Raises PentadError when these are not the bytes of a program."""
-        try:
-            table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-            table.validate(full=True)
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise PentadError(f"{len(data)} bytes are not a program (Arrow file): {error}") from None
-        return Program.from_arrow(table)
+        return Program.from_arrow(read_table(data))
 
     def __reduce__(self) -> tuple:
         return Program.from_bytes, (self.to_bytes(),)  # Ray ships the Arrow table
@@ -189,9 +185,31 @@ class Program:
     def load(path: Path) -> Program:
         """Raises PentadError when the file is not one that `save` wrote."""
         try:
-            return Program.from_bytes(path.read_bytes())
+            program = Program.from_bytes(path.read_bytes())
+            _check_sizes(program)
+            return program
         except (OSError, PentadError) as error:
             raise PentadError(f"{path} is not a readable program: {error}") from None
+
+
+def _check_sizes(program: Program) -> None:
+    """Raises PentadError for numbers that the streams do not bear out: what is allocated follows them."""
+    columns, held = program.columns, {stage for stages in program.placement for stage in stages}
+    if held != set(range(len(held))):
+        raise PentadError(f"its placement holds the stages {str(sorted(held))[:60]}: expected 0 to {len(held) - 1}")
+    for name in ("microbatches", "chunks", "slices"):
+        if not 1 <= getattr(program, name) <= columns.rows:
+            found = f"{name} is {getattr(program, name)}"
+            raise PentadError(f"{found}: expected 1 to {columns.rows}, the number of its instructions")
+    limits = {"stage": program.stages, "peer": program.ranks, "microbatch": max(program.total_slices, columns.rows)}
+    for name, limit in limits.items():
+        numbers = getattr(columns, name)
+        if len(wrong := numbers[(numbers < -1) | (numbers >= limit)]):
+            raise PentadError(f"an instruction has {name} {wrong[0]}: expected -1 to {limit - 1}")
+    if program.units and (min(program.units) < 1 or sum(program.units) != program.stages):
+        raise PentadError(
+            f"units is {str(program.units)[:60]}: expected positive numbers whose sum is {program.stages}"
+        )
 
 
 def _from_table(table: pa.Table) -> Program:

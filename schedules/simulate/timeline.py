@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
+from pentad.schedules.ir.arrow_file import read_table, require_no_nulls, require_range
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import Op
 
+LONGEST_SECONDS = 1e10  # on a timeline's clock: more than 300 years
 COMPUTE = frozenset({"F", "B", "W", "BW", "RECOMPUTE"})
 
 
@@ -105,10 +110,11 @@ class Timeline:
     @staticmethod
     def from_arrow(table: pa.Table) -> Timeline:
         """Raises PentadError if the table is not a timeline."""
-        if table.schema.names != SCHEMA.names:
+        if not table.schema.equals(SCHEMA):
             text = f"the Arrow table is not a timeline: its columns are {table.schema.names}"
-            raise PentadError(f"{text}: expected {SCHEMA.names}")
-        source = (table.schema.metadata or {}).get(b"source", b"measured").decode()
+            raise PentadError(f"{text}: expected {SCHEMA.names}, of type {', '.join(map(str, _TYPES))}")
+        _check_values(table)
+        source = (table.schema.metadata or {}).get(b"source", b"measured").decode(errors="replace")
         rows: Iterable[tuple] = zip(*(table.column(name).to_pylist() for name in SCHEMA.names), strict=True)
         return Timeline(source, tuple(Span(*row) for row in rows))
 
@@ -120,10 +126,24 @@ class Timeline:
     def load(path: Path) -> Timeline:
         """Raises PentadError if `save` did not write the file."""
         try:
-            with pa.memory_map(str(path)) as source:
-                return Timeline.from_arrow(pa.ipc.open_file(source).read_all())
-        except (OSError, pa.ArrowException, PentadError) as error:
+            return Timeline.from_arrow(read_table(path.read_bytes()))
+        except (OSError, PentadError) as error:
             raise PentadError(f"{path} is not a readable timeline: {error}") from None
+
+
+def _check_values(table: pa.Table) -> None:
+    """Raises PentadError for a value that no span has."""
+    require_no_nulls(table)
+    for name, low in {"step": 0, "rank": 0, "stage": -1, "microbatch": -1, "peer": -1}.items():
+        require_range(table, name, low, math.inf)
+    for name in ("start", "end"):
+        require_range(table, name, -LONGEST_SECONDS, LONGEST_SECONDS)
+    if unknown := {*table.column("op").unique().to_pylist()} - {*Op}:
+        raise PentadError(f"column op of the Arrow table has {min(unknown)!r}: expected {', '.join(Op)}")
+    starts, ends = (table.column(name).to_numpy() for name in ("start", "end"))
+    if len(backwards := np.flatnonzero(ends < starts)):
+        row = backwards[0]
+        raise PentadError(f"row {row} of the Arrow table ends at {ends[row]}: expected at least {starts[row]}")
 
 
 def attributed_seconds(spans: Sequence[Span]) -> Iterator[tuple[Span, float]]:

@@ -9,6 +9,7 @@ from typing import Literal
 QKNorm = Literal["head", "all_heads"]
 NormPlacement = Literal["before", "after", "both"]
 HiddenAct = Literal["silu", "gelu_pytorch_tanh", "clamped_silu"]
+MAX_LAYERS = 10_000
 LayerType = Literal["full_attention", "sliding_attention"]
 
 

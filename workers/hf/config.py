@@ -11,12 +11,13 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.model import MLA, Experts, ModelSpec, RopeScaling
+from pentad.schedules.spec.model import MAX_LAYERS, MLA, Experts, ModelSpec, RopeScaling
 from pentad.workers.hf.config_families import CHECKED, DEFAULTS, FAMILIES, MODEL, OPTIONAL, TRAITS, WRITTEN, Family
 from pentad.workers.hf.config_keys import Keys, json_text
 from pentad.workers.hf.config_rope import parse_local_rope, parse_rope, rope_config
 from pentad.workers.hf.config_window import normal_window, parse_window, window_config
 
+_MAX_EXPERTS = 2**14
 _BIAS_UPDATE_RATE = 0.001  # of DeepSeek-V3 (arXiv 2412.19437, section 4.2); config.json does not have it
 # Fields that config.json lacks or has in another form: in all families, and in DeepSeek-V3.
 _UNWRITTEN = {"head_dim", "mtp_loss_weight", "experts.router_z_loss_coef"}
@@ -34,11 +35,13 @@ def parse_config(config: dict[str, Any]) -> tuple[str, ModelSpec]:
     keys = Keys(config, defaults={**DEFAULTS, **family.defaults})
     _refuse_unsupported(keys, family)
     model = {field: keys.read(key) for field, key in MODEL.items()} | _parse_optional(keys, family)
+    _require_at_most(MAX_LAYERS, num_hidden_layers=model["layers"])
     heads, hidden = model["heads"], model["hidden"]
     if family.mla:
         keys.require("num_key_value_heads", heads)
         model["mla"] = MLA(**{field.name: keys.read(field.name) for field in fields(MLA)})
         model["mtp_layers"] = keys.count("num_nextn_predict_layers", "num_mtp_layers", default=0)
+        _require_at_most(MAX_LAYERS, num_nextn_predict_layers=model["mtp_layers"])
     else:
         head_dim = keys.count("head_dim", default=family.defaults.get("head_dim", hidden // heads))
         model["head_dim"] = 0 if head_dim * heads == hidden else head_dim
@@ -52,6 +55,13 @@ def parse_config(config: dict[str, Any]) -> tuple[str, ModelSpec]:
         kv_heads=keys.count("num_key_value_heads", default=heads),
         experts=_parse_experts(keys, family, model["layers"]),
     )
+
+
+def _require_at_most(limit: int, **found: int) -> None:
+    """Raises PentadError for a size that nobody trains: tensors are listed one by one."""
+    for key, value in found.items():
+        if value > limit:
+            raise PentadError(f"{key} is {value}: expected at most {limit}")
 
 
 def _parse_optional(keys: Keys, family: Family) -> dict[str, Any]:
@@ -157,6 +167,7 @@ def _parse_experts(keys: Keys, family: Family, layers: int) -> Experts | None:
         return None
     values = {field: keys.read(key) for field, key in family.experts.items() if field != "num_experts"}
     values["num_experts"] = keys.count("n_routed_experts", "num_local_experts", "num_experts")
+    _require_at_most(_MAX_EXPERTS, num_experts=values["num_experts"])
     if family.mla:
         shared = keys.count("n_shared_experts", default=1) * values["intermediate_size"]
         values |= {"shared_intermediate_size": shared, "scoring_func": "sigmoid", "bias_update_rate": _BIAS_UPDATE_RATE}

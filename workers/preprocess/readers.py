@@ -189,10 +189,23 @@ def _arrow(span: Span, columns: Columns) -> Iterator[Row]:
             batches = iter(_ipc_batches(source, span.file.codec is None))
             schema = next(batches)
             chosen = columns.of(schema.names, lambda: name, "columns")
-            small = (batch.select(chosen).slice(at, _ROWS) for batch in batches for at in range(0, len(batch), _ROWS))
+            intact = (_validated(batch.select(chosen)) for batch in batches)
+            small = (batch.slice(at, _ROWS) for batch in intact for at in range(0, len(batch), _ROWS))
             yield from _table_rows(small, name, 0)
-    except pa.ArrowException as error:
-        raise PentadError(f"{name} cannot be read ({error}): expected an Arrow IPC file or stream") from None
+    except (pa.ArrowException, OSError, MemoryError, OverflowError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise PentadError(f"{name} cannot be read ({reason}): expected an Arrow IPC file or stream") from None
+
+
+def _validated(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Checks offsets before anything is read at them. Text that is not UTF-8 is left to whoever decodes it."""
+    for column in batch.columns:
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid as error:  # of a string column its offsets were intact, then
+            if column.type not in (pa.string(), pa.large_string()) or "UTF8" not in str(error):
+                raise
+    return batch
 
 
 def _ipc_batches(source: pa.NativeFile, seekable: bool) -> Iterator[Any]:

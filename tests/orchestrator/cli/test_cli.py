@@ -110,8 +110,8 @@ def test_a_saved_program_can_be_used_as_a_schedule(pentad: Pentad, name: str) ->
     ("content", "ranks", "message"),
     [
         (None, "4", "a.arrow is not a readable program: [Errno 2] No such file or directory: 'a.arrow'"),
-        (b"", "4", "a.arrow is not a readable program: 0 bytes are not a program (Arrow file)"),
-        (compile_program("zb-h1", 4, 8).to_bytes()[:-9], "4", "are not a program (Arrow file)"),
+        (b"", "4", "a.arrow is not a readable program: 0 bytes are not an intact Arrow file"),
+        (compile_program("zb-h1", 4, 8).to_bytes()[:-9], "4", "are not an intact Arrow file"),
         (compile_program("zb-h1", 4, 8).to_bytes(), "2", "schedule a.arrow: the file has 4 ranks: expected 2"),
     ],
 )

@@ -20,15 +20,14 @@ from pentad.schedules.simulate.timeline import SCHEMA, Span, Timeline, attribute
 TIMES = st.floats(-1e9, 1e9)
 SMALL = st.integers(-1, 2**31 - 1)
 SPANS = st.builds(
-    Span,
+    lambda times, *fields: Span(*fields, *sorted(times)),
+    st.tuples(TIMES, TIMES),
     st.integers(0, 2**62),
-    SMALL,
+    st.integers(0, 2**31 - 1),
     st.text(max_size=9),
     st.text(max_size=9),
-    st.text(max_size=9),
+    st.sampled_from(Op).map(str),
     *[SMALL] * 3,
-    TIMES,
-    TIMES,
 )
 
 

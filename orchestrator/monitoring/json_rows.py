@@ -1,0 +1,67 @@
+"""What the lines of metrics.jsonl, eval.jsonl and journal.jsonl hold, whoever wrote them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pentad.schedules.ir.errors import PentadError, printable
+
+
+class Kind(NamedTuple):
+    """The values that a field may have."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and abs(value) < 1e100
+
+
+def _is_measured(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_by_source(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(each, dict) and _is_measured(each.get("loss", "")) and _is_count(each.get("target_tokens"))
+        for each in value.values()
+    )
+
+
+def _is_ranges(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, list) and len(each) == 2 and all(map(_is_count, each)) for each in value
+    )
+
+
+_COUNT, _TEXT = Kind("a count", _is_count), Kind("text", _is_text)
+_MEASURED = Kind("a finite number or null", _is_measured)
+_KINDS = {  # of a field, wherever it is
+    **dict.fromkeys(("step", "generation", "tokens", "total_tokens", "target_tokens", "sequences"), _COUNT),
+    **dict.fromkeys(("event", "error", "cause"), _TEXT),
+    **dict.fromkeys(("loss", "perplexity", "grad_norm", "lr", "mfu", "bubble_planned", "bubble_measured"), _MEASURED),
+    **dict.fromkeys(("step_seconds", "tokens_per_second"), _MEASURED),
+    "time": Kind("Unix seconds", lambda value: _is_number(value) and 0 <= value < 1e11),
+    "sources": Kind("loss and target_tokens by name", _is_by_source),
+    "skipped_batches": Kind("pairs of counts", _is_ranges),
+}
+
+
+def checked_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """The row, its text fit for a terminal. Raises PentadError for a field of another kind than pentad writes."""
+    for name, kind in _KINDS.items():
+        if name in row and not kind.holds(row[name]):
+            found = printable(repr(row[name])[:60])
+            raise PentadError(f"{where} has {name} = {found}: expected {kind.expected}: repair or remove the line")
+    return {printable(name): printable(value) if isinstance(value, str) else value for name, value in row.items()}

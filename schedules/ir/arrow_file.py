@@ -1,0 +1,35 @@
+"""Reads an Arrow file that anyone may have written, or damaged."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from pentad.schedules.ir.errors import PentadError
+
+
+def read_table(data: bytes) -> pa.Table:
+    """The rows of an Arrow file; offsets and text are checked before a value is read. Raises PentadError if the bytes
+    are no intact file."""
+    try:
+        table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+        table.validate(full=True)
+    except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise PentadError(f"{len(data)} bytes are not an intact Arrow file: {reason}") from None
+    return table
+
+
+def require_no_nulls(table: pa.Table) -> None:
+    """Raises PentadError for a column with nulls."""
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if column.null_count:
+            raise PentadError(f"column {name} of the Arrow table has {column.null_count} nulls: expected none")
+
+
+def require_range(table: pa.Table, name: str, low: float, high: float) -> None:
+    """Raises PentadError for a column with a number that is not finite or not from `low` to `high`."""
+    values = table.column(name).to_numpy()
+    wrong = values[~((values >= low) & (values <= high))]
+    if len(wrong):
+        expected = f"at least {low:g}" if high == float("inf") else f"{low:g} to {high:g}"
+        raise PentadError(f"column {name} of the Arrow table has {wrong[0]}: expected {expected}")
