@@ -109,8 +109,10 @@ def compare(folder: Path, step: int | None = None, *, evaluation: bool = False) 
         what = "an evaluation after" if evaluation else "a measured step,"
         raise PentadError(f"--step is {step}: expected {what} {', '.join(map(str, measured.steps))}")
     shown = measured.of_step(step)
-    if not shown.compute or not shown.longest:
-        raise PentadError(f"step {step} of run {folder} has no time of compute: expected a step with F, B and W")
+    measured_ranks = {span.rank for span in shown.compute}
+    if len(measured_ranks) < plan.mesh.size or not shown.longest:
+        found = f"compute of {len(measured_ranks)} ranks in {shown.longest if measured_ranks else 0:g} s"
+        raise PentadError(f"step {step} of run {folder} has {found}: expected all {plan.mesh.size} ranks")
     return Comparison(plan, measured, simulate_steps(plan, measured, costs), step)
 
 

@@ -78,7 +78,10 @@ class Curves:
 
 def curves_of(folder: Path) -> Curves:
     """Of the run in `folder`. Raises PentadError if it has no finite loss yet."""
-    rows = read_lines(folder / METRICS, (*METRIC_KEYS, "target_tokens"))
+    rows = read_lines(folder / METRICS, METRIC_KEYS)
+    for number, row in enumerate(rows, 1):
+        if not row.keys() & {"sources", "target_tokens"}:
+            raise PentadError(f"{folder / METRICS} line {number} has no target_tokens: expected those of its sources")
     corpora = _corpora(saved_config(folder).data)
     events = read_lines(folder / JOURNAL, ("event",))
     changes = {event["step"] for event in events if event["event"] == "mixture" and "step" in event}

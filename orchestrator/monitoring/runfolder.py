@@ -17,7 +17,7 @@ from typing import Any
 from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.monitoring.comparison import comparison_page, simulate_steps
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, Best, best_of
-from pentad.orchestrator.monitoring.json_rows import checked_row
+from pentad.orchestrator.planning.json_rows import checked_row
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs

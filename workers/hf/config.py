@@ -166,8 +166,9 @@ def _parse_experts(keys: Keys, family: Family, layers: int) -> Experts | None:
     if family.experts is None:
         return None
     values = {field: keys.read(key) for field, key in family.experts.items() if field != "num_experts"}
-    values["num_experts"] = keys.count("n_routed_experts", "num_local_experts", "num_experts")
-    _require_at_most(_MAX_EXPERTS, num_experts=values["num_experts"])
+    names = "n_routed_experts", "num_local_experts", "num_experts"
+    values["num_experts"] = keys.count(*names)
+    _require_at_most(_MAX_EXPERTS, **{"/".join(names): values["num_experts"]})
     if family.mla:
         shared = keys.count("n_shared_experts", default=1) * values["intermediate_size"]
         values |= {"shared_intermediate_size": shared, "scoring_func": "sigmoid", "bias_update_rate": _BIAS_UPDATE_RATE}

@@ -103,7 +103,7 @@ def test_status_shows_the_last_evaluation_and_when_the_next_is_due(pentad: Penta
 
 
 def test_an_ended_run_shows_the_evaluations_in_its_folder(folder: Path) -> None:
-    row = dict.fromkeys(EVAL_KEYS, 1.5)
+    row = dict.fromkeys(EVAL_KEYS, 1.5) | {"generation": 1}
     lines = ({**row, "step": step, "data": data} for step in (0, 2) for data in ("a", "b"))
     (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = ended(folder)

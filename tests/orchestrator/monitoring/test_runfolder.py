@@ -35,7 +35,7 @@ def opened(folder: Path, *overrides: str) -> RunFolder:
 
 
 def row(step: int, **more: object) -> dict:
-    return {**dict.fromkeys(METRIC_KEYS, 0.5), "step": step, "mfu": None, **more}
+    return {**dict.fromkeys(METRIC_KEYS, 0.5), "generation": 1, "step": step, "mfu": None, **more}
 
 
 def test_a_new_run_writes_its_configuration_and_program(tmp_path: Path) -> None:

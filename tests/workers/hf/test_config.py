@@ -121,6 +121,8 @@ def test_deepseek_v3_is_parsed_as_released() -> None:
         (LLAMA, "hidden_size", None),
         (LLAMA, "hidden_size", "4096"),
         (LLAMA, "num_hidden_layers", 0),
+        (LLAMA, "num_hidden_layers", 10**9),
+        (DEEPSEEK, "n_routed_experts", 10**9),
         (LLAMA, "rms_norm_eps", -1.0),
         (LLAMA, "tie_word_embeddings", "yes"),
         (LLAMA, "rope_scaling", "linear"),

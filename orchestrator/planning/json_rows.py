@@ -34,7 +34,7 @@ def _is_text(value: Any) -> bool:
 
 def _is_by_source(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        isinstance(each, dict) and _is_measured(each.get("loss", "")) and _is_count(each.get("target_tokens"))
+        isinstance(each, dict) and _is_measured(each.get("loss", "")) and _is_number(each.get("target_tokens"))
         for each in value.values()
     )
 
@@ -48,8 +48,9 @@ def _is_ranges(value: Any) -> bool:
 _COUNT, _TEXT = Kind("a count", _is_count), Kind("text", _is_text)
 _MEASURED = Kind("a finite number or null", _is_measured)
 _KINDS = {  # of a field, wherever it is
-    **dict.fromkeys(("step", "generation", "tokens", "total_tokens", "target_tokens", "sequences"), _COUNT),
-    **dict.fromkeys(("event", "error", "cause"), _TEXT),
+    **dict.fromkeys(("step", "generation"), _COUNT),
+    **dict.fromkeys(("tokens", "total_tokens", "target_tokens", "sequences"), Kind("a finite number", _is_number)),
+    **dict.fromkeys(("event", "error", "cause", "data"), _TEXT),
     **dict.fromkeys(("loss", "perplexity", "grad_norm", "lr", "mfu", "bubble_planned", "bubble_measured"), _MEASURED),
     **dict.fromkeys(("step_seconds", "tokens_per_second"), _MEASURED),
     "time": Kind("Unix seconds", lambda value: _is_number(value) and 0 <= value < 1e11),
