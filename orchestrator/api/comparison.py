@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 
 from pentad.orchestrator.api.rendering import as_text, line
-from pentad.orchestrator.monitoring.comparison import comparison_page, comparison_svg, simulate_steps
+from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, comparison_svg, simulate_steps
 from pentad.orchestrator.monitoring.plan_view import bubble_text
 from pentad.orchestrator.monitoring.runfolder import (
     EVAL_PROGRAM,
@@ -23,12 +23,10 @@ from pentad.orchestrator.monitoring.runfolder import (
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.planning.estimate import read_costs
 from pentad.orchestrator.planning.formatting import format_duration
-from pentad.orchestrator.planning.planning import plan_with
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.timeline import Timeline
-from pentad.schedules.spec.plan import Plan
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,7 +34,7 @@ class Comparison:
     """All measured steps of a run, or evaluations after so many steps, beside the same simulated, of which `step` is
     shown, two rows per rank."""
 
-    plan: Plan
+    run: DrawnRun
     all_measured: Timeline
     all_simulated: Timeline
     step: int
@@ -56,28 +54,28 @@ class Comparison:
             "step": self.step,
             "measured": figures(self.measured),
             "simulated": figures(self.simulated),
-            "busy_seconds": [busy.get(rank, 0.0) for rank in range(self.plan.mesh.size)],
+            "busy_seconds": [busy.get(rank, 0.0) for rank in range(self.run.mesh.size)],
         }
 
     def html(self) -> str:
         """An interactive page of all measured steps."""
-        return comparison_page(self.plan, self.all_measured, self.all_simulated)
+        return comparison_page(self.run, self.all_measured, self.all_simulated)
 
     def svg(self) -> str:
         """A figure of the step."""
-        return comparison_svg(self.plan, self.measured, self.simulated)
+        return comparison_svg(self.run, self.measured, self.simulated)
 
     def write_trace(self, path: Path) -> None:
         """Writes a trace that opens in Perfetto (.json.gz)."""
-        write_trace(path, [self.all_measured, self.simulated], process_names=process_names(self.plan))
+        write_trace(path, [self.all_measured, self.simulated], process_names=process_names(self.run))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         coloured, measured, simulated = is_coloured(console), self.measured, self.simulated
-        label = len(str(self.plan.mesh.size - 1)) + len(" simulated ") + 1
+        label = len(str(self.run.mesh.size - 1)) + len(" simulated ") + 1
         width, seconds = max(20, options.max_width - label), max(measured.makespan, simulated.makespan)
         drawn = [bars(timeline, width, coloured=coloured, seconds=seconds) for timeline in (measured, simulated)]
-        shown = f"evaluation after {self.step} steps" if self.plan.program.forward_only else f"step {self.step}"
-        yield line((f" {shown}", "bold"), f" of {self.plan.name}, {self.plan.program.name}")
+        shown = f"evaluation after {self.step} steps" if self.run.program.forward_only else f"step {self.step}"
+        yield line((f" {shown}", "bold"), f" of {self.run.name}, {self.run.program.name}")
         for rank, (above, below) in enumerate(zip(*drawn, strict=True)):
             yield line((f"{rank:>{label - 11}} measured  ", "dim"), above)
             yield line((f"{'':>{label - 11}} simulated ", "dim"), below)
@@ -98,8 +96,8 @@ def compare(folder: Path, step: int | None = None, *, evaluation: bool = False) 
     `evaluation` after so many steps. Raises PentadError if it has not measured that one."""
     measured = measured_timeline(folder, evaluation=evaluation)
     program = Program.load(folder / (EVAL_PROGRAM if evaluation else PROGRAM))
-    plan = plan_with(saved_config(folder), "cpu", program)
-    _check_ranges(measured, plan, folder / (EVAL_TIMELINE if evaluation else TIMELINE))
+    run = DrawnRun.of_config(saved_config(folder), program)
+    _check_ranges(measured, run, folder / (EVAL_TIMELINE if evaluation else TIMELINE))
     costs = read_costs(program, measured)
     if costs is None:
         name, ops = (EVAL_TIMELINE, "F") if evaluation else (TIMELINE, "F, B and W")
@@ -110,15 +108,15 @@ def compare(folder: Path, step: int | None = None, *, evaluation: bool = False) 
         raise PentadError(f"--step is {step}: expected {what} {', '.join(map(str, measured.steps))}")
     shown = measured.of_step(step)
     measured_ranks = {span.rank for span in shown.compute}
-    if len(measured_ranks) < plan.mesh.size or not shown.longest:
+    if len(measured_ranks) < run.mesh.size or not shown.longest:
         found = f"compute of {len(measured_ranks)} ranks in {shown.longest if measured_ranks else 0:g} s"
-        raise PentadError(f"step {step} of run {folder} has {found}: expected all {plan.mesh.size} ranks")
-    return Comparison(plan, measured, simulate_steps(plan, measured, costs), step)
+        raise PentadError(f"step {step} of run {folder} has {found}: expected all {run.mesh.size} ranks")
+    return Comparison(run, measured, simulate_steps(run, measured, costs), step)
 
 
-def _check_ranges(timeline: Timeline, plan: Plan, path: Path) -> None:
+def _check_ranges(timeline: Timeline, run: DrawnRun, path: Path) -> None:
     """Raises PentadError for a span of a rank or stage that the run does not have."""
-    for name, size in {"rank": plan.mesh.size, "peer": plan.mesh.size, "stage": plan.program.stages}.items():
+    for name, size in {"rank": run.mesh.size, "peer": run.mesh.size, "stage": run.program.stages}.items():
         largest = max((getattr(span, name) for span in timeline.spans), default=0)
         if largest >= size:
             raise PentadError(f"{path} has {name} {largest}: expected at most {size - 1}, as in the run's program")

@@ -13,6 +13,7 @@ from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS
 from pentad.orchestrator.monitoring.runfolder import read_lines, resolve_run, saved_config
 from pentad.orchestrator.planning.formatting import format_number
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checkpoint import committed
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -92,8 +93,8 @@ class Run:
         return curves_of(self.folder)
 
     def checkpoints(self) -> dict[int, Path]:
-        """The folders of the committed checkpoints, by their number of steps, oldest first."""
-        return runfolder.committed(self.folder / runfolder.CHECKPOINTS)
+        """The folders of the committed checkpoints, by their number of steps, oldest first; without damaged ones."""
+        return committed(self.folder / runfolder.CHECKPOINTS)
 
     def __repr__(self) -> str:
         try:

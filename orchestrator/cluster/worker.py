@@ -146,6 +146,7 @@ class Worker:
         path = Path(folder)
         checkpoint.commit(path, step=step, shards=[checkpoint.Shard.from_plain(shard) for shard in shards], meta=meta)
         checkpoint.delete_older(path.parent, keep, pinned)
+        checkpoint.read_manifest(path)  # raises if it was damaged when it was read again
 
     @ray.method(concurrency_group="train")
     def close(self) -> None:

@@ -247,6 +247,8 @@ class CheckpointSection(Section):
     """seconds of training after which a checkpoint is saved, whatever the step; 0: none by time. A run also saves at
     its end and when it is stopped"""
     keep: Count = Field(default=2, description="newest checkpoints to keep; older ones are deleted")
+    restart_if_damaged: bool = False
+    """begin a run again if all its checkpoints are damaged; false: it ends with an error"""
     keep_best: bool | Text = False
     """besides those, keep the checkpoint with the lowest evaluation loss: of the data set of this name, or with true
     their mean"""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.orchestrator.config.config import RunConfig, dump, load
-from pentad.orchestrator.monitoring.comparison import comparison_page, simulate_steps
+from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, Best, best_of
 from pentad.orchestrator.planning.json_rows import checked_row
 from pentad.schedules.draw.trace import write_trace
@@ -23,7 +23,14 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.checkpoint.checkpoint import MANIFEST, Checkpoint, newest, open_checkpoint
+from pentad.workers.checkpoint.checkpoint import (
+    MANIFEST,
+    Checkpoint,
+    committed,
+    has_manifests,
+    newest,
+    open_checkpoint,
+)
 from pentad.workers.hf import kept_files
 from pentad.workers.hf.names import MODEL_FILE
 
@@ -86,7 +93,7 @@ class RunFolder:
         return self.checkpoints / f"step-{step:08d}"
 
     def saved(self) -> list[int]:
-        """Steps of the committed checkpoints, intact or not."""
+        """Steps of the checkpoints that count, lowest first."""
         return list(committed(self.checkpoints))
 
     def metrics(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +161,7 @@ class RunFolder:
         names, simulated = process_names(plan), simulate_steps(plan, measured, costs)
         with atomic_file(self.path / TRACE) as partial:
             write_trace(partial, [measured, simulated.of_step(measured.steps[-1])], process_names=names)
-        _replace(self.path / PAGE, comparison_page(plan, measured, simulated))
+        _replace(self.path / PAGE, comparison_page(DrawnRun.of_plan(plan), measured, simulated))
 
     def eval_timeline(self, measured: Timeline) -> None:
         """Writes eval-timeline.arrow."""
@@ -180,14 +187,8 @@ def path_of(config: RunConfig) -> Path:
 
 
 def has_checkpoint(config: RunConfig) -> bool:
-    """Whether the run has a committed checkpoint, intact or not."""
-    return bool(committed(path_of(config) / CHECKPOINTS))
-
-
-def committed(checkpoints: Path) -> dict[int, Path]:
-    """The folders of the committed checkpoints, intact or not, by their number of steps, lowest first."""
-    folders = {path.parent.name.removeprefix("step-"): path.parent for path in checkpoints.glob("step-*/manifest.json")}
-    return dict(sorted((int(step), folder) for step, folder in folders.items() if step.isdecimal()))
+    """Whether the run has committed a checkpoint, intact or not."""
+    return has_manifests(path_of(config) / CHECKPOINTS)
 
 
 def check_not_live(config: RunConfig) -> None:
@@ -257,7 +258,7 @@ def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:
     return [_row(line, f"{path} line {number}", keys) for number, line in enumerate(lines, 1)]
 
 
-def process_names(plan: Plan) -> dict[int, str]:
+def process_names(plan: Plan | DrawnRun) -> dict[int, str]:
     """Names of the ranks in drawings: 'rank 2 (dp0 pp2)'."""
     return {rank: f"rank {rank} ({plan.mesh.coordinates(rank)})" for rank in range(plan.mesh.size)}
 

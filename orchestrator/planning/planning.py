@@ -87,7 +87,7 @@ def make_plan(
         )
 
     program = compiled(config.schedule.microbatches, order)
-    counts = _batch(config).rampup_microbatches
+    counts = batch_spec(config).rampup_microbatches
     orders = [_order(config, model, device, microbatches) for microbatches in counts]
     _require_same_stages(config, program, orders)
     smaller = [compiled(microbatches, each) for microbatches, each in zip(counts, orders, strict=True)]
@@ -139,16 +139,6 @@ def plan_on(config: RunConfig, device: str, *, hosts: int, expected: Plan) -> Pl
     return _with_inputs_of(make_plan(config, device, hosts=hosts), expected)
 
 
-def plan_with(config: RunConfig, device: str, program: Program) -> Plan:
-    """The plan of a run whose program exists already; compiles nothing."""
-    model = config.model_spec(_dtype(config, device))
-    layers = split(model, program.stage_placement, config.batch.sequence_length)
-    layers = split_layers_into_units(layers, program.units or (1,) * program.stages)
-    plan = draft(config, model, device, program, layers, transport=transport_of(config, device, hosts=1))
-    is_rampup = program.microbatches in plan.batch.rampup_microbatches
-    return replace(plan, batch=plan.batch.with_microbatches(program.microbatches)) if is_rampup else plan
-
-
 def draft(
     config: RunConfig,
     model: ModelSpec,
@@ -166,7 +156,7 @@ def draft(
         program=program,
         layers=layers,
         model=model,
-        batch=_batch(config),
+        batch=batch_spec(config),
         optimizer=optimizer_spec(config),
         data=_with_absolute_paths(config.data.spec),
         seed=config.run.seed,
@@ -270,14 +260,15 @@ def split(model: ModelSpec, placement: Placement, length: int) -> tuple[tuple[in
     return split_layers(model.layers, placement, head_in_layers(model, length))
 
 
-def _batch(config: RunConfig) -> BatchSpec:
+def batch_spec(config: RunConfig) -> BatchSpec:
+    """The samples of a step."""
     section, replicas = config.batch, config.mesh.dp * config.mesh.ep
     sizes = section.global_batch_size, section.sequence_length, config.schedule.microbatches
     return BatchSpec(*sizes, replicas, section.sizes.rampup)
 
 
 def _piece(config: RunConfig, device: str, slices: int) -> Piece:
-    batch, mesh = _batch(config), config.mesh.mesh
+    batch, mesh = batch_spec(config), config.mesh.mesh
     length = batch.sequence_length // slices // mesh.cp
     sizes = batch.micro_batch_size, length, _dtype(config, device), device, slices
     return Piece(*sizes, mesh, config.mesh.cp_method)

@@ -17,7 +17,7 @@ from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, is_
 from pentad.orchestrator.recovery.hang_detection import check_answers
 from pentad.orchestrator.recovery.spikes import pinned_checkpoints
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.checkpoint.checkpoint import Start, newest
+from pentad.workers.checkpoint.checkpoint import Checkpoint, Start, recover
 
 CREATE_SECONDS = 30.0
 RETRY_SECONDS = 0.2
@@ -132,15 +132,22 @@ class Regroup:
                 self._restore(state)
 
     def _restore(self, state: RecoveryState) -> None:
-        found = newest(self.bus.folder.checkpoints).checkpoint
+        found = self._newest(restart=False)
         start = Start(found.folder, found.step) if found else self.start
         state.version = start.step
         self.group.restore(start, tick=check_answers(self.group, self.config.elastic.hang_seconds))
 
+    def _newest(self, *, restart: bool) -> Checkpoint | None:
+        found, refused = recover(self.bus.folder.checkpoints, restart=restart)
+        for aside, reason in refused:
+            self.bus.display.note(f"checkpoint refused and renamed to {aside.name}: {reason}")
+        return found
+
     def _save(self, state: RecoveryState) -> None:
-        """Writes a checkpoint of the newest state, each parameter shard by one of its current holders."""
+        """Writes a checkpoint of the newest state, unless there is an intact one, each parameter shard by one of its
+        current holders."""
         began, group, path = time.monotonic(), self.group, self.bus.folder.checkpoint(state.version)
-        if max(self.bus.folder.saved(), default=0) == state.version:
+        if path.exists() and (found := self._newest(restart=True)) and found.step == state.version:
             return
         plan, current = group.plan, set(state.current)
         owners = {shard: min(current.intersection(plan.holders(shard))) for shard in plan.param_shards}

@@ -11,7 +11,7 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder, read_lines
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import MANIFEST, Start, delete_checkpoint
+from pentad.workers.checkpoint.checkpoint import MANIFEST, Start, delete_checkpoint, recover
 from pentad.workers.checkpoint.manifest import decode
 
 Skipped = tuple[tuple[int, int], ...]  # batches left out, as for `batch_of`
@@ -74,20 +74,22 @@ def roll_back(config: RunConfig, group: WorkerGroup, bus: EventBus, spike: int) 
     if (times := sum(first == target for first, _ in skipped)) > config.spikes.max_consecutive:
         found = f"step {spike} is a spike after {times - 1} rollbacks to step {target}"
         raise PentadError(f"{found}: expected at most spikes.max_consecutive = {config.spikes.max_consecutive}")
-    newest = max((step for step in saved if step <= target), default=None)
-    if newest is None:
+    if min(saved, default=spike) > target:
         found = f"step {spike} is a spike, and there is no checkpoint of at most {target} steps to go back to"
         raise PentadError(f"{found}: expected one, as spikes.policy = rollback keeps from the start of a run")
     for step in saved:
         if step > target:
             delete_checkpoint(bus.folder.checkpoint(step))
+    checkpoint = recover(bus.folder.checkpoints).checkpoint
+    assert checkpoint is not None  # or it has raised
     # In this order: a run that is killed in between meets the same spike again.
     plain = [list(each) for each in skipped]
     bus.record("rollback", generation=group.generation, step=spike, to=target, skipped_batches=plain)
-    bus.display.note(f"going back to step {newest}; from step {target} on, {spike + 1 - target} batches are left out")
+    left_out = f"from step {target} on, {spike + 1 - target} batches are left out"
+    bus.display.note(f"going back to step {checkpoint.step}; {left_out}")
     group.skipped_batches = skipped
-    group.restore(Start(bus.folder.checkpoint(newest), newest))
-    return newest
+    group.restore(Start(checkpoint.folder, checkpoint.step))
+    return checkpoint.step
 
 
 def skipped_batches(folder: RunFolder, start: Start) -> Skipped:

@@ -39,7 +39,7 @@ from pentad.orchestrator.run.start_monitoring import monitored
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.checkpoint.checkpoint import Start, newest
+from pentad.workers.checkpoint.checkpoint import Start, recover
 
 FAILURE = "failure.txt"
 
@@ -188,12 +188,12 @@ def _resume(
 ) -> tuple[Start, Changes, int]:
     """What to start from, the keys that differ from the steps before, and the number of this generation.
 
-    Newer checkpoints that are damaged are renamed, and their steps run again.
+    Newer checkpoints that are damaged are renamed, and their steps run again. Raises PentadError if all are damaged,
+    unless checkpoint.restart_if_damaged, and if one cannot be read.
     """
     generation = 1 + max((row.get("generation", 0) for row in read_lines(folder.path / JOURNAL, ["event"])), default=0)
-    found = newest(folder.checkpoints)
-    for path, reason in found.refused:
-        aside = path.rename(path.with_name(f"{path.name}.refused-{generation}"))
+    found = recover(folder.checkpoints, restart=config.checkpoint.restart_if_damaged)
+    for aside, reason in found.refused:
         display.note(f"checkpoint refused and renamed to {aside.name}: {reason}")
     if found.checkpoint:
         start, changes = Start(found.checkpoint.folder, found.checkpoint.step), folder.changes

@@ -1,8 +1,9 @@
-"""What stops a run early: Ctrl-C and SIGTERM, the first after the steps in flight, the second at once; and a user's
-function, called after each step, that raises."""
+"""What stops a run early: Ctrl-C, SIGTERM and a closed terminal (SIGHUP), the first after the steps in flight, the
+second at once; and a user's function, called after each step, that raises."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,22 +18,28 @@ OnStep = Callable[[dict[str, Any]], object]
 
 
 class Interrupts:
-    """Handles both signals while used in a `with`; off the main thread it handles none.
+    """Handles the signals while used in a `with`; off the main thread it handles none, and it leaves SIGHUP ignored if
+    it is, as under nohup.
 
     The first calls `stop`. Until that is set, and at the second signal, KeyboardInterrupt is raised in the main thread,
-    and further signals are ignored during the clean-up.
+    and further signals are ignored during the clean-up. After SIGHUP what was meant for the terminal goes nowhere,
+    because writing to a closed one fails.
     """
 
-    NUMBERS = (signal.SIGINT, signal.SIGTERM)
+    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.stop: Callable[[], None] | None = None
         self.requested = False
         self.before: dict[int, Any] = {}
+        self.terminals: list[int] = []  # of the standard streams
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self.before = {number: signal.signal(number, self._receive) for number in self.NUMBERS}
+            nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            handled = [number for number in self.NUMBERS if number != signal.SIGHUP or not nohup]
+            self.terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
+            self.before = {number: signal.signal(number, self._receive) for number in handled}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -45,13 +52,23 @@ class Interrupts:
             self.stop()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._leave_terminal()
+            if self.requested:  # the shell and the system may both announce the end of the terminal
+                return
         if self.stop is not None and not self.requested:
             self.requested = True
             self.stop()
             return
-        for each in self.NUMBERS:
+        for each in self.before:
             signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt
+
+    def _leave_terminal(self) -> None:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in self.terminals:
+            os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 class StopTraining(Exception):

@@ -36,8 +36,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import LoraBase, lora_of
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.spikes import batch_of
-from pentad.workers.checkpoint.checkpoint import newest
-from pentad.workers.checkpoint.manifest import decode
+from pentad.workers.checkpoint.checkpoint import committed, newest, read_manifest
 from pentad.workers.data.mixture import require_lasting, require_resumable
 from pentad.workers.data.sources import check_data, described, open_eval_data, open_sources
 
@@ -92,9 +91,9 @@ def train(
 ) -> dict[str, Any]:
     """Runs the steps that the run still lacks, and returns its summary.
 
-    The first Ctrl-C or SIGTERM ends the run after the steps in flight, with a checkpoint, as 'stopped'; the second
-    raises KeyboardInterrupt. Raises PentadError for a user's mistake and WorkerError when a rank fails. However it
-    ends, all files are complete and no process is left. `display`, open, shows the run (None: nothing does);
+    The first Ctrl-C, SIGTERM or SIGHUP ends the run after the steps in flight, with a checkpoint, as 'stopped'; the
+    second raises KeyboardInterrupt. Raises PentadError for a user's mistake and WorkerError when a rank fails. However
+    it ends, all files are complete and no process is left. `display`, open, shows the run (None: nothing does);
     `plan` is that of `prepare` (None: planned here, with data that nobody has opened). `on_step` gets each row of
     metrics.jsonl; an exception of it ends the run like the first Ctrl-C, and is raised then, unless it is StopTraining.
     """
@@ -156,8 +155,7 @@ def _last_evaluation(folder: Path) -> list[dict[str, Any]]:
 
 def _best(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     """The checkpoint that checkpoint.keep_best has kept."""
-    checkpoints = {path.parent for path in (folder / runfolder.CHECKPOINTS).glob("step-*/manifest.json")}
-    by_step = {int(path.name.removeprefix("step-")): path for path in checkpoints if path.name[5:].isdecimal()}
+    by_step = committed(folder / runfolder.CHECKPOINTS)
     best = best_of(read_lines(folder / runfolder.EVALUATIONS, EVAL_KEYS), config.checkpoint.keep_best, by_step)
     return best and {**best._asdict(), "checkpoint": str(by_step[best.step])}
 
@@ -196,11 +194,9 @@ def _base(config: RunConfig) -> LoraBase | None:
 
 
 def _newest_manifest(checkpoints: Path) -> tuple[int, dict[str, Any]]:
-    """Steps and metadata of the newest checkpoint whose manifest is intact; its tensors are not read."""
-    for path in sorted(checkpoints.glob("step-*/manifest.json"), reverse=True):
-        try:
-            manifest = decode(path.read_bytes())
-        except (OSError, PentadError):
-            continue
-        return manifest.step, manifest.meta
-    return 0, {}
+    """Steps and metadata of the newest checkpoint that counts; its tensors are not read."""
+    folders = list(committed(checkpoints).values())
+    if not folders:
+        return 0, {}
+    manifest = read_manifest(folders[-1])
+    return manifest.step, manifest.meta

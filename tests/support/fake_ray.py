@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from rich.console import Console
+from small_checkpoint import save_small
 
 from pentad.orchestrator.cluster import group as groups
 from pentad.orchestrator.cluster.faults import WorkerError
@@ -118,8 +119,7 @@ class Rank:
         return [{"bytes": 1}] * len(shards)
 
     def commit(self, folder: str, step: int, shards: Any, meta: Any, keep: int, pinned: tuple[int, ...]) -> None:
-        Path(folder).mkdir(exist_ok=True)
-        Path(folder, "manifest.json").touch()
+        save_small(Path(folder), step)
 
     def fence(self, generation: int) -> None:
         assert generation > self.generation
@@ -241,7 +241,6 @@ class FakeRay:
         patch.setattr(groups, "release", lambda group: None)
         patch.setattr(regroup, "living_bundles", lambda group: self.living_bundles())
         patch.setattr(recovery, "draining", lambda: self.draining)
-        patch.setattr(regroup, "newest", newest)
 
     def members(self) -> list[Rank]:
         assert self.group is not None
@@ -334,8 +333,7 @@ class FakeRun:
 
     def save(self, step: int) -> None:
         """Has a checkpoint of `step` steps."""
-        self.folder.checkpoint(step).mkdir()
-        (self.folder.checkpoint(step) / "manifest.json").touch()
+        save_small(self.folder.checkpoint(step), step)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [row for row in read_lines(self.folder.path / "journal.jsonl") if row["event"] == kind]
@@ -343,9 +341,3 @@ class FakeRun:
     def versions(self) -> list[int]:
         assert all(rank.is_alive for rank in self.fake.members())
         return [rank.version for rank in self.fake.members()]
-
-
-def newest(checkpoints: Path) -> Any:
-    steps = sorted(int(path.name[5:]) for path in checkpoints.iterdir())
-    found = [SimpleNamespace(step=step, folder=checkpoints / f"step-{step:08d}") for step in steps[-1:]]
-    return SimpleNamespace(checkpoint=found[0] if found else None)

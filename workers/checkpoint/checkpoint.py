@@ -4,20 +4,27 @@ A checkpoint is a folder `step-00000020` of safetensors files and a `manifest.js
 manifest is incomplete and ignored. Tensor names are global, so any mesh can read what another one wrote. Nothing here
 unpickles: safetensors and JSON only. A storage failure raises PentadError, so that the driver can keep training.
 
+A checkpoint of a run counts if `committed` lists it. One whose content turns out to be damaged is renamed by whoever
+may write to the run (`recover`, `delete_older`), so that it counts nowhere and its step can be saved again.
+
 Needs no torch: a driver resumes and recovers without it.
 """
 
+import errno
 import hashlib
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -34,6 +41,15 @@ from pentad.workers.checkpoint.manifest import (
 )
 
 MANIFEST = "manifest.json"
+RETRY_SECONDS = (0.1, 0.5, 2.0)  # between attempts to read: a file server may be away for a moment
+_SHOWS_DAMAGE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)  # the file is not there, or is none
+_T = TypeVar("_T")
+_FileState = tuple[int, int, int]  # inode, bytes, nanosecond of the last change
+_verified: dict[Path, tuple[_FileState, ...]] = {}  # the files of checkpoints that this process has read and verified
+
+
+class Unreadable(PentadError):
+    """The system could not read a file (EIO, ESTALE, EMFILE, ...), which says nothing about its content."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +104,30 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Reads every byte of the checkpoint in `folder` and verifies it, several shards at a time.
 
     Checks the manifest's checksum, then each shard's presence, size, sha256 and header. Raises PentadError, which names
-    the file at fault, and UnknownVersion for a checkpoint of another version of pentad.
+    the file at fault, UnknownVersion for a checkpoint of another version of pentad, and Unreadable, after some
+    attempts, when the system cannot read it.
     """
-    with _naming(folder):
+    manifest = read_manifest(folder)
+    before = _file_states(folder, manifest)
+    with _naming(folder), ThreadPoolExecutor() as pool:  # hashing releases the GIL
+        for _ in pool.map(lambda shard: _retried(lambda: _check_content(folder, shard)), manifest.shards):
+            pass
+    _verified[folder] = before
+    return Checkpoint(folder, manifest.step, manifest.meta, files_by_tensor(manifest.shards))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, intact, whose shards are there and have their sizes; their content is not read.
+    Raises as `open_checkpoint` does."""
+
+    def read() -> Manifest:
         manifest = decode(_manifest_bytes(folder))
         _check_step(folder, manifest.step)
         _check_sizes(folder, manifest.shards)
-        with ThreadPoolExecutor() as pool:  # hashing releases the GIL
-            for _ in pool.map(lambda shard: _check_content(folder, shard), manifest.shards):
-                pass
-    return Checkpoint(folder, manifest.step, manifest.meta, files_by_tensor(manifest.shards))
+        return manifest
+
+    with _naming(folder):
+        return _retried(read)
 
 
 def fingerprint(folder: Path) -> str:
@@ -106,22 +136,54 @@ def fingerprint(folder: Path) -> str:
         return hashlib.sha256(_manifest_bytes(folder)).hexdigest()
 
 
+def committed(root: Path) -> dict[int, Path]:
+    """The folders of the checkpoints under `root` that count, by step, lowest first: `read_manifest` accepts them.
+
+    Raises UnknownVersion and Unreadable: to leave out such a checkpoint would silently lose its steps.
+    """
+    found = {}
+    for step, folder in _with_manifest(root).items():
+        try:
+            read_manifest(folder)
+        except (UnknownVersion, Unreadable):
+            raise
+        except PentadError:
+            continue
+        found[step] = folder
+    return found
+
+
+def has_manifests(root: Path) -> bool:
+    """Whether there is a checkpoint under `root`, intact or not. Raises Unreadable."""
+    return bool(_with_manifest(root))
+
+
 def newest(root: Path) -> Found:
     """The valid checkpoint of the highest step under `root`, and newer damaged ones; incomplete ones do not count.
 
-    Raises UnknownVersion at a checkpoint of another version: to skip it would silently lose its steps.
+    Raises UnknownVersion and Unreadable at such a checkpoint: to skip it would silently lose its steps.
     """
     refused: list[tuple[Path, str]] = []
-    for folder in reversed(_folders(root).values()):
-        if not _is_complete(folder):
-            continue
+    for folder in reversed(_with_manifest(root).values()):
         try:
             return Found(open_checkpoint(folder), tuple(refused))
-        except UnknownVersion:
+        except (UnknownVersion, Unreadable):
             raise
         except PentadError as error:
             refused.append((folder, str(error)))
     return Found(None, tuple(refused))
+
+
+def recover(root: Path, *, restart: bool = False) -> Found:
+    """`newest`, with the damaged ones renamed, so that they no longer count.
+
+    Raises PentadError, with nothing renamed, if there are checkpoints and all are damaged, unless `restart`.
+    """
+    found = newest(root)
+    if found.checkpoint is None and found.refused and not restart:
+        expected = "expected an intact one, or checkpoint.restart_if_damaged = true to begin the run again"
+        raise PentadError(f"no checkpoint in {root} is intact ({found.refused[0][1]}): {expected}")
+    return found._replace(refused=tuple((_set_aside(folder), reason) for folder, reason in found.refused))
 
 
 def delete_checkpoint(folder: Path) -> None:
@@ -142,23 +204,25 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 def delete_older(root: Path, keep: int, pinned: Sequence[int] = ()) -> tuple[Path, ...]:
-    """Keeps the newest valid checkpoint, the `keep` - 1 complete ones before it, anything newer, and those of `pinned`
-    steps; deletes the rest.
+    """Keeps the newest valid checkpoint, the `keep` - 1 valid ones before it, anything newer, and those of `pinned`
+    steps; deletes the rest, and renames newer ones that are damaged.
 
     Returns the deleted folders, oldest first. Deletes nothing unless it has read a newer checkpoint in full and found
     it valid.
     """
     if keep < 1:
         raise PentadError(f"checkpoint.keep is {keep}: expected at least 1")
-    folders = _folders(root)
-    complete = [step for step, folder in folders.items() if _is_complete(folder)]
+    folders, complete = _folders(root), list(_with_manifest(root))
     incomplete = folders.keys() - complete
     if not complete or (len(complete) <= keep and not any(step < complete[-1] for step in incomplete)):
         return ()
-    found = newest(root).checkpoint
+    found, refused = newest(root)
     if found is None:
         return ()
-    kept = [step for step in complete if step < found.step][::-1][: keep - 1]
+    for folder, _ in refused:
+        _set_aside(folder)
+    older = (step for step in reversed(complete) if step < found.step)
+    kept = list(islice((step for step in older if _is_intact(folders[step])), keep - 1))
     deleted = tuple(folder for step, folder in folders.items() if step < found.step and step not in (*kept, *pinned))
     for folder in deleted:
         delete_checkpoint(folder)
@@ -175,7 +239,40 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 def unreadable(file: str, error: OSError | SafetensorError) -> PentadError:
-    return PentadError(f"{file} cannot be read ({getattr(error, 'strerror', None) or error}): expected a readable file")
+    """Unreadable, unless the error shows that the file is damaged or missing."""
+    is_passing = isinstance(error, OSError) and error.errno not in _SHOWS_DAMAGE
+    reason = getattr(error, "strerror", None) or error
+    return (Unreadable if is_passing else PentadError)(f"{file} cannot be read ({reason}): expected a readable file")
+
+
+def _retried(read: Callable[[], _T]) -> _T:
+    for seconds in RETRY_SECONDS:
+        with suppress(Unreadable):
+            return read()
+        time.sleep(seconds)
+    return read()
+
+
+def _set_aside(folder: Path) -> Path:
+    """Renames a damaged checkpoint to the first free name of the form step-00000020.refused-1."""
+    names = (folder.with_name(f"{folder.name}.refused-{number}") for number in count(1))
+    aside = next(path for path in names if not os.path.lexists(path))
+    try:
+        return folder.rename(aside)
+    except OSError as error:
+        raise PentadError(f"{folder} cannot be renamed ({error.strerror}): expected writable storage") from error
+
+
+def _is_intact(folder: Path) -> bool:
+    """Whether the checkpoint is valid; its content is not read again while its files have not changed."""
+    try:
+        if _file_states(folder, read_manifest(folder)) != _verified.get(folder):
+            open_checkpoint(folder)
+    except (UnknownVersion, Unreadable):
+        raise
+    except PentadError:
+        return False
+    return True
 
 
 def _manifest_bytes(folder: Path) -> bytes:
@@ -199,6 +296,18 @@ def _check_sizes(folder: Path, shards: Iterable[Shard]) -> None:
             raise PentadError(f"{shard.file} is a link or device: expected a regular file")
         if status.st_size != shard.bytes:
             raise PentadError(f"{shard.file} has {status.st_size} bytes: expected {shard.bytes}")
+
+
+def _file_states(folder: Path, manifest: Manifest) -> tuple[_FileState, ...]:
+    def read() -> tuple[_FileState, ...]:
+        try:
+            found = [os.lstat(folder / file) for file in (MANIFEST, *(shard.file for shard in manifest.shards))]
+        except OSError as error:
+            raise unreadable("a file", error) from error
+        return tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in found)
+
+    with _naming(folder):
+        return _retried(read)
 
 
 def _check_content(folder: Path, shard: Shard) -> None:
@@ -230,15 +339,30 @@ def _step_of(folder: Path) -> int | None:
 
 def _folders(root: Path) -> dict[int, Path]:
     """Checkpoint folders under `root` by step, lowest first, including incomplete ones; links are ignored."""
-    try:
-        folders = [path for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise unreadable(f"folder {root}", error) from error
-    steps = {step: path for path in folders if (step := _step_of(path)) is not None}
+
+    def read() -> list[Path]:
+        try:
+            with os.scandir(root) as entries:
+                return [root / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise unreadable(f"folder {root}", error) from error
+
+    steps = {step: path for path in _retried(read) if (step := _step_of(path)) is not None}
     return dict(sorted(steps.items()))
 
 
-def _is_complete(folder: Path) -> bool:
-    return os.path.lexists(folder / MANIFEST)
+def _with_manifest(root: Path) -> dict[int, Path]:
+    """The complete ones of `_folders`."""
+    return {step: folder for step, folder in _folders(root).items() if _retried(partial(_has_manifest, folder))}
+
+
+def _has_manifest(folder: Path) -> bool:
+    try:
+        os.lstat(folder / MANIFEST)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise unreadable(f"checkpoint {folder}: {MANIFEST}", error) from error
+    return True

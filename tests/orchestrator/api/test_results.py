@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from cli_cases import SIZES
 from commands import Pentad
+from small_checkpoint import save_small
 
 import pentad as api
 from pentad.orchestrator.config.config import load
@@ -85,8 +86,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> api.Run:
         folder.event("end", step=4)
         folder.timelines(Timeline("measured", tuple(spans)), costs)
         for step in (4, 2):
-            folder.checkpoint(step).mkdir()
-            (folder.checkpoint(step) / "manifest.json").touch()
+            save_small(folder.checkpoint(step), step)
         (folder.checkpoints / "step-00000003").mkdir()  # not committed
     return api.Run("trial")
 

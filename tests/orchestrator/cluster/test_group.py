@@ -230,5 +230,5 @@ def test_ranks_that_do_not_start_in_time_are_named_and_killed(cluster: clusters.
     where = r"(, node 127\.0\.0\.1, pid \d+)?"  # unknown on a machine too busy to start even the processes in time
     ranks = rf"rank 0 \(dp0 pp0{where}\), rank 1 \(dp0 pp1{where}\) did not start within it"
     with pytest.raises(PentadError, match=f"^cluster.start_timeout_seconds was not enough: {ranks}$"):
-        start(plan_of("fake:slow=30", "mesh.pp=2"), seconds=4)
+        start(plan_of("fake:slow=300", "mesh.pp=2"), seconds=4)
     assert_all_free()

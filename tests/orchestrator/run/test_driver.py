@@ -98,7 +98,7 @@ def test_a_run_writes_all_its_files(train: Train, tmp_path: Path) -> None:
 def assert_evaluation_is_drawn(folder: Path) -> None:
     """Measured beside the simulation of its own program at its own costs."""
     found = compare(folder, evaluation=True)
-    assert found.step == 5 and found.plan.program.forward_only and "evaluation after 5 steps" in repr(found)
+    assert found.step == 5 and found.run.program.forward_only and "evaluation after 5 steps" in repr(found)
     names = {(span.rank, span.name) for span in found.measured.spans}
     assert names == {(span.rank, span.name) for span in found.simulated.spans}
     assert {(0, "0F0"), (1, "LOSS")} <= names
@@ -120,7 +120,7 @@ def test_a_run_resumes_from_its_newest_checkpoint_without_duplicate_metrics(trai
     shard = tmp_path / "quickstart" / "checkpoints" / "step-00000007" / "stage-000.safetensors"
     shard.write_bytes(bytes(shard.stat().st_size))
     result, printed = train("run.steps=8")
-    assert "checkpoint refused and renamed to step-00000007.refused-3" in printed
+    assert "checkpoint refused and renamed to step-00000007.refused-1" in printed
     assert "resuming from step 4" in printed
     assert [row["step"] for row in metrics(tmp_path)] == list(range(8))
 

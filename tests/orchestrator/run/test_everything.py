@@ -14,8 +14,8 @@ from event_files import scalars
 from mixtures import random_corpus
 from multinode import Cluster, Run, multinode_cluster
 
-from pentad.orchestrator.monitoring.runfolder import committed, read_lines
-from pentad.workers.checkpoint.checkpoint import MANIFEST
+from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.workers.checkpoint.checkpoint import MANIFEST, committed
 from pentad.workers.checkpoint.manifest import decode
 
 STEPS, SECONDS = 30, 500.0  # a run may take so long

@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM, sent to this process; and callbacks: they see every row once, and what they raise ends the run in
 good order."""
 
+import os
 import signal
 from typing import Any
 
@@ -25,6 +26,34 @@ def test_the_first_signal_asks_for_a_stop_the_second_interrupts_and_others_are_i
 def test_a_signal_before_the_ranks_run_interrupts_at_once() -> None:
     with Interrupts(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_closed_terminal_stops_a_run_as_sigterm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the signal comes twice; what is printed from then on goes nowhere."""
+    asked: list[str] = []
+    primary, terminal = os.openpty()
+    monkeypatch.setattr(os, "isatty", lambda descriptor: False)
+    with Interrupts() as interrupts:
+        interrupts.stop = lambda: asked.append("stop")
+        interrupts.terminals = [terminal]
+        os.close(primary)
+        with pytest.raises(OSError, match="Input/output error"):
+            os.write(terminal, b"step 1")
+        signal.raise_signal(signal.SIGHUP)
+        os.write(terminal, b"step 2")
+        signal.raise_signal(signal.SIGHUP)
+    os.close(terminal)
+    assert asked == ["stop"]
+
+
+def test_under_nohup_a_closed_terminal_changes_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts():
+            signal.raise_signal(signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 class Boom(Exception):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from small_checkpoint import save_small
 
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import RunConfig, load
@@ -66,8 +67,7 @@ class Ranks:
     def submit_commit(self, folder: Path, step: int, shards: list, keep: int, pinned: tuple[int, ...]) -> list[tuple]:
         assert [shard["of"] for shard in shards] == [0, 1]
         self.pinned.append(pinned)
-        folder.mkdir()
-        (folder / "manifest.json").touch()
+        save_small(folder, step)
         return self._submit("commit", step)
 
     def ping(self, tick: Any) -> None:
