@@ -26,9 +26,9 @@ def train(config: Config = None, *, on_step: OnStep | None = None, quiet: bool =
     failure is reported again. What it returns is ignored. If it raises StopTraining, the run stops after the steps in
     flight (about two seconds of them), with a checkpoint; after any other exception too, which is then raised here.
 
-    Ctrl-C and SIGTERM stop the run in the same way, if this is the main thread; a second one raises KeyboardInterrupt.
-    Raises PentadError for a mistake in the configuration, before anything is started or written, when this process is
-    connected to a Ray cluster already, and for ranks that fail.
+    Ctrl-C, SIGTERM and SIGHUP stop the run in the same way, if this is the main thread; a second one raises
+    KeyboardInterrupt. Raises PentadError for a mistake in the configuration, before anything is started or written,
+    when this process is connected to a Ray cluster already, and for ranks that fail.
     """
     from pentad.orchestrator.api.runs import Run
 

@@ -6,8 +6,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -32,6 +33,25 @@ STATE_COLOURS = {  # of ranks and runs
 ENDED = ("finished", "stopped", "failed")  # states of a run that has no ranks
 
 
+class TerminalStream:
+    """A terminal that may close: what is written to it then is lost, while the run ends in good order."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 class Display:
     """Shows one run, from the phases of its start-up on; use it in a `with`. `began` is the monotonic second of the
     command, from which the phases' seconds are counted."""
@@ -40,6 +60,8 @@ class Display:
         self.console, self.name, self.steps = console, name, steps
         self.began = time.monotonic() if began is None else began
         self.is_live = console.is_terminal and not console.is_dumb_terminal
+        if console.is_terminal:
+            console.file = cast("IO[str]", TerminalStream(console.file))
         self.phases: list[Text] = []
         self.rows: deque[dict[str, Any]] = deque(maxlen=_STEPS)
         self.losses: list[float] = []

@@ -14,7 +14,7 @@ from commands import Pentad
 from small_checkpoint import save_small
 
 import pentad as api
-from pentad.orchestrator.config.config import load
+from pentad.orchestrator.config.config import dump, load
 from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
 from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.planning import make_plan, to_mesh_ranks
@@ -81,7 +81,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> api.Run:
     with RunFolder(config, plan) as folder:
         for step in range(4):
             extra = {"spike": True} if step == 2 else {}
-            folder.metrics({**dict.fromkeys(METRIC_KEYS, 0.5), "step": step, "loss": 4.0 - step, "mfu": None, **extra})
+            folder.metrics(
+                {
+                    **dict.fromkeys(METRIC_KEYS, 0.5),
+                    "step": step,
+                    "loss": 4.0 - step,
+                    "mfu": None,
+                    "target_tokens": 8,
+                    **extra,
+                }
+            )
         folder.event("start", generation=1)
         folder.event("end", step=4)
         folder.timelines(Timeline("measured", tuple(spans)), costs)
@@ -89,6 +98,21 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> api.Run:
             save_small(folder.checkpoint(step), step)
         (folder.checkpoints / "step-00000003").mkdir()  # not committed
     return api.Run("trial")
+
+
+def test_to_look_at_a_run_executes_no_file_that_it_names(run: api.Run, pentad: Pentad) -> None:
+    file = Path("my.py")
+    file.write_text("open('executed', 'w')\ndef model(): ...\ndef schedule(rank, ranks, microbatches): ...\n")
+    own = {"model": {"custom": "my.py:model"}, "schedule": {"name": "my.py:schedule"}}
+    (run.folder / "config.yaml").write_text(dump(load(run.config, sections=own)))
+    for verb in ("status", "logs", "timeline", "curves"):
+        assert pentad(verb, "trial")[0] == 0, verb
+    assert pentad("runs")[0] == 0
+    for verb in ("pause", "stop"):
+        assert pentad(verb, "trial")[::2] == (1, "pentad: run trial is finished at step 4: expected a live one\n")
+    assert pentad("timeline", "trial", "--html", "page.html")[0] == 0
+    assert "my.py:model" in Path("page.html").read_text()
+    assert not Path("executed").exists()
 
 
 def test_a_run_gives_back_what_is_in_its_folder(run: api.Run) -> None:

@@ -1,15 +1,19 @@
 """Complete runs: what they write, how they resume, how they end. Ranks run without torch, on real Ray."""
 
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from select import select
 from typing import Any
 
 import pytest
@@ -124,6 +128,23 @@ def test_a_run_resumes_from_its_newest_checkpoint_without_duplicate_metrics(trai
     assert "resuming from step 4" in printed
     assert [row["step"] for row in metrics(tmp_path)] == list(range(8))
 
+    for shard in tmp_path.glob("quickstart/checkpoints/step-0000000?/stage-000.safetensors"):
+        shard.write_bytes(bytes(shard.stat().st_size))
+    before = metrics(tmp_path)
+    with pytest.raises(PentadError, match=r"^no checkpoint in .* is intact .*: expected an intact one, or ch"):
+        train("run.steps=9")
+    assert metrics(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_a_run_without_an_intact_checkpoint_begins_again_if_told_to(train: Train, tmp_path: Path) -> None:
+    train("run.steps=3")
+    (shard,) = tmp_path.glob("quickstart/checkpoints/step-00000003/stage-000.safetensors")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    _, printed = train("run.steps=4", "checkpoint.restart_if_damaged=true")
+    assert "starting from the initial weights at step 0" in printed
+    assert [(row["step"], row["generation"]) for row in metrics(tmp_path)] == [(step, 2) for step in range(4)]
+
 
 def test_a_finished_run_does_nothing(train: Train, tmp_path: Path) -> None:
     train("run.steps=3")
@@ -197,16 +218,18 @@ except KeyboardInterrupt:
 class Started:
     """A run in its own process group, as a shell would start it."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, terminal: int | None = None) -> None:
         self.footprint = Footprint()
         path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
         arguments = [f"run.folder={folder}", *SMALL, "run.steps=100000", *overrides]
         self.folder, self.out = folder, (folder / "out").open("w+")
         self.process = subprocess.Popen(
             [sys.executable, "-c", RUN, *arguments],
-            stdout=self.out,
+            stdin=terminal,
+            stdout=self.out if terminal is None else terminal,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             env={**self.footprint.environment, "PYTHONPATH": path},
         )
 
@@ -230,9 +253,9 @@ class Started:
 def started(tmp_path: Path) -> Iterator[Callable[..., Started]]:
     runs: list[Started] = []
 
-    def do(name: str, *overrides: str) -> Started:
+    def do(name: str, *overrides: str, terminal: int | None = None) -> Started:
         (tmp_path / name).mkdir()
-        runs.append(Started(tmp_path / name, *overrides))
+        runs.append(Started(tmp_path / name, *overrides, terminal=terminal))
         return runs[-1]
 
     yield do
@@ -258,6 +281,30 @@ def test_ctrl_c_and_sigterm_stop_with_a_checkpoint_and_leave_nothing(started: Ca
         assert events(run.folder)[-2:] == [("checkpoint", done), ("stop", done)]
         assert (run.folder / "quickstart" / "timeline.html").exists()
         run.footprint.assert_gone()
+
+
+@pytest.mark.slow
+def test_a_run_whose_terminal_closes_ends_with_a_checkpoint(started: Callable[..., Started]) -> None:
+    primary, terminal = os.openpty()
+    run = started("closed", 'data.path="fake:seconds=0.05"', terminal=terminal)
+    os.close(terminal)
+
+    def read() -> None:  # or its buffer would be full
+        while not closing.is_set():
+            if select([primary], [], [], 0.1)[0]:
+                os.read(primary, 65536)
+
+    closing, reader = threading.Event(), threading.Thread(target=read)
+    reader.start()
+    run.wait_for(3)
+    closing.set()
+    reader.join()
+    os.close(primary)  # the kernel sends SIGHUP
+    assert run.process.wait(30) == 0
+    done = len(metrics(run.folder))
+    assert events(run.folder)[-2:] == [("checkpoint", done), ("stop", done)]
+    assert steps_saved(run.folder / "quickstart") == done
+    run.footprint.assert_gone()
 
 
 @pytest.mark.parametrize("how", ["a second Ctrl-C", "SIGKILL"])

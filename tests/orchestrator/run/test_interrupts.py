@@ -6,7 +6,9 @@ import signal
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.run.interrupts import Interrupts, StepCallback, StopTraining
 
 
@@ -44,6 +46,18 @@ def test_a_closed_terminal_stops_a_run_as_sigterm_does(monkeypatch: pytest.Monke
         signal.raise_signal(signal.SIGHUP)
     os.close(terminal)
     assert asked == ["stop"]
+
+
+def test_what_is_shown_on_a_closed_terminal_ends_no_run() -> None:
+    primary, terminal = os.openpty()
+    with os.fdopen(terminal, "w") as file:
+        display = Display(Console(file=file), "run", 3)
+        assert display.is_live
+        os.close(primary)
+        display.phase("starting Ray")
+        display.note("checkpoint refused")
+        display.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), terminal)  # as at SIGHUP
 
 
 def test_under_nohup_a_closed_terminal_changes_nothing() -> None:
