@@ -6,13 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import Refs, WorkerGroup
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.evaluations import evaluation_rows
+from pentad.orchestrator.monitoring.evaluations import Best, evaluation_rows
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.recovery.hang_detection import HangDetector
@@ -26,12 +26,13 @@ from pentad.workers.runtime.results import StepResult
 CALL_SECONDS = 1.0  # target length of a call
 CALLS_IN_FLIGHT = 2  # the ranks never wait for the driver
 PAUSE_SECONDS = 0.5
+T = TypeVar("T")
 
 
 class Call(NamedTuple):
     """A call in flight on all ranks: steps, which returns the results of those that are complete, or, with `evaluates`,
-    the evaluation after `step` steps, or, with `saves`, the checkpoint of `bytes` after them. `step` is the number of
-    steps submitted up to and including this call."""
+    the evaluation after `step` steps, or, with `saves`, the checkpoint of `bytes` after them, with which `best` is the
+    best one. `step` is the number of steps submitted up to and including this call."""
 
     refs: Refs
     step: int
@@ -39,6 +40,7 @@ class Call(NamedTuple):
     began: float = 0.0
     bytes: int = 0
     evaluates: bool = False
+    best: Best | None = None
 
 
 class StepLoop:
@@ -189,12 +191,18 @@ class StepLoop:
         self.history.pause()
         self._finish_commit(wait=True)
         answers = self._collect_checkpoint(call)
-        if answers is not None:
+        others = self._or_note(call, lambda: self._pinned_and_best(call.step))
+        if answers is not None and others is not None:
+            pinned, best = others
             shards = [shard for its in answers for shard in its]
             path, keep = self.bus.folder.checkpoint(call.step), self.config.checkpoint.keep
-            pinned = pinned_checkpoints(self.config, self.bus.folder, call.step)
             refs = self.group.submit_commit(path, call.step, shards, keep, pinned)
-            self.committing = call._replace(refs=refs, bytes=sum(shard["bytes"] for shard in shards))
+            size = sum(shard["bytes"] for shard in shards)
+            self.committing = call._replace(refs=refs, bytes=size, best=best)
+
+    def _pinned_and_best(self, step: int) -> tuple[tuple[int, ...], Best | None]:
+        """The checkpoints to keep beside the newest ones, and the best, once there is one of `step` steps."""
+        return pinned_checkpoints(self.config, self.bus.folder, step), self.bus.folder.best(step)
 
     def _finish_commit(self, *, wait: bool) -> None:
         """Records a commit that has completed; with `wait` waits until it has."""
@@ -207,16 +215,20 @@ class StepLoop:
         seconds, generation = round(time.monotonic() - call.began, 3), self.group.generation
         self.bus.record("checkpoint", generation=generation, step=call.step, seconds=seconds, bytes=call.bytes)
         self.durable = call.step
-        if (best := self.bus.folder.best(call.step)) and best.step == call.step:
+        if (best := call.best) and best.step == call.step:
             self.bus.record("best", generation=generation, step=best.step, loss=best.loss)
             self.bus.display.note(f"the checkpoint of step {best.step} is the best so far: loss {best.loss:.4f}")
         self.requests.checkpoint_saved(call.step)
 
     def _collect_checkpoint(self, call: Call) -> list[Any] | None:
-        """The answers to a save or a commit; None when the disk is full, which is fatal only for a run's last
+        """The answers to a save or a commit."""
+        return self._or_note(call, lambda: self.group.collect(call.refs, tick=self._tick))
+
+    def _or_note(self, call: Call, action: Callable[[], T]) -> T | None:
+        """What the action returns; None when the disk is full or cannot be read, which is fatal only for a run's last
         checkpoint."""
         try:
-            return self.group.collect(call.refs, tick=self._tick)
+            return action()
         except WorkerError:
             raise
         except PentadError as error:

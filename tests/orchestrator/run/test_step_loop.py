@@ -233,6 +233,18 @@ def test_a_failed_checkpoint_does_not_end_training(run: Run, what: str) -> None:
     assert [call[1] for call in ranks.log if call[0] == "commit"] == [4, *([8] if what == "commit" else []), 12]
 
 
+def test_checkpoints_that_cannot_be_read_do_not_end_training(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(config: RunConfig, folder: RunFolder, step: int) -> tuple[int, ...]:
+        if step == 8:
+            raise PentadError("Stale file handle")
+        return ()
+
+    monkeypatch.setattr(step_loop, "pinned_checkpoints", unreadable)
+    ranks, calls = run("run.steps=12", "checkpoint.every=4")
+    assert calls.done == 12
+    assert [call[1] for call in ranks.log if call[0] == "commit"] == [4, 12]
+
+
 @pytest.mark.parametrize("what", ["save", "commit"])
 def test_the_last_checkpoint_must_be_written(run: Run, what: str) -> None:
     with pytest.raises(PentadError, match="disk full"):
