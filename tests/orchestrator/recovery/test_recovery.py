@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fake_ray import FakeRun, Rank
+from small_checkpoint import FILE
 
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import load
@@ -106,6 +107,33 @@ def test_without_room_the_mesh_shrinks_from_a_checkpoint_of_the_surviving_state(
         assert sorted(run.fake.written[7]) == sorted(full.param_shards) and len(run.events("checkpoint")) == 1
     assert run.fake.members() == run.before[:2] and run.versions() == [7, 7]
     assert not run.before[2].is_alive  # a spare rank
+
+
+def damage(run: FakeRun, step: int) -> None:
+    path = run.folder.checkpoint(step) / FILE
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def test_a_damaged_checkpoint_of_the_surviving_state_is_saved_again(start: StartRun) -> None:
+    run = start(*SQUARE, *SHRINKS)
+    run.save(7)
+    damage(run, 7)
+    fault = run.lose(1, 3)
+    run.fake.lose_node("node1")
+    run.recovery.recover(fault, 7)
+    assert [row["step"] for row in run.events("recovered")] == [7] and run.fake.written[7]
+    assert {path.name for path in run.folder.checkpoints.iterdir()} == {"step-00000007", "step-00000007.refused-1"}
+
+
+def test_a_recovery_goes_back_past_damaged_checkpoints_but_never_to_the_start(start: StartRun) -> None:
+    run = start(*LINE)
+    for step in (3, 5):
+        run.save(step)
+    damage(run, 5)
+    assert run.recovery.recover(run.lose(1), 7).version == 3 and run.folder.saved() == [3]
+    damage(run, 3)
+    with pytest.raises(PentadError, match=r"no checkpoint in .* is intact"):
+        run.recovery.recover(run.lose(1), 7)
 
 
 def test_a_mesh_without_the_newest_state_shrinks_from_the_newest_checkpoint(start: StartRun) -> None:
