@@ -8,6 +8,7 @@ from typing import Any
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.config.errors import sections_of, shown
+from pentad.orchestrator.config.sections import MOST
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.search.auto import AUTO
 
@@ -85,7 +86,8 @@ def _value(schema: dict[str, Any]) -> str:
         return f"mapping of {_value(schema['additionalProperties'])}"
     if schema["type"] == "array":
         return f"list of {_value(schema['items'])}"
-    return TYPES[schema["type"]] + "".join(f", {words} {schema[key]}" for key, words in LIMITS.items() if key in schema)
+    limits = {key: schema[key] for key in LIMITS if schema.get(key, MOST) != MOST}
+    return TYPES[schema["type"]] + "".join(f", {LIMITS[key]} {value}" for key, value in limits.items())
 
 
 def _one_line(text: str) -> str:

@@ -24,7 +24,8 @@ from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.spikes import SpikeSpec
 
 MAX_RANKS = 2**16
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+MOST = 2**31 - 1  # of whatever is counted: more does not fit into 32 bits
+Count = Annotated[int, Field(ge=1, le=MOST)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(without_control_characters)]
 
