@@ -84,6 +84,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> api.Run:
             folder.metrics(
                 {
                     **dict.fromkeys(METRIC_KEYS, 0.5),
+                    "generation": 1,
                     "step": step,
                     "loss": 4.0 - step,
                     "mfu": None,
