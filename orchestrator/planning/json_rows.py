@@ -17,11 +17,11 @@ class Kind(NamedTuple):
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+    return (type(value) is int and abs(value) < 2**63) or (type(value) is float and math.isfinite(value))
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is int and abs(value) < 2**63 or type(value) is float and math.isfinite(value)
+    return (type(value) is int and abs(value) < 2**63) or (type(value) is float and math.isfinite(value))
 
 
 def _is_measured(value: Any) -> bool:
