@@ -1,6 +1,7 @@
 # make train   trains the quickstart     ARGS="run.steps=5" goes to pentad train
-# make test    runs the tests            ARGS="-k program" goes to pytest; three processes share them out, as tests wait half of the time
+# make test    runs the tests            ARGS="-k program" goes to pytest; two processes share them out
 # make test-all  runs the slow matrices too, for half an hour more
+#                Processes share what they compile, also where the environment says not to keep it.
 # make check   lint, format and types
 # make docs    regenerates the pages and pictures that come from the code
 # The first call makes .venv (deploy/setup.py); later ones start at once.
@@ -15,10 +16,10 @@ train: .venv/ready-to-run
 	@.venv/bin/pentad train $(ARGS)
 
 test: .venv/ready-to-test
-	@PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest -n 3 $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 $(ARGS)
 
 test-all: .venv/ready-to-test
-	@PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest -n 3 --slow $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 --slow $(ARGS)
 
 docs: .venv/ready-to-test
 	@.venv/bin/python docs/generate.py

@@ -119,6 +119,7 @@ def serves(address: str) -> bool:
     return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.usefixtures("uninterrupted")
 def test_a_submitted_run_is_paused_resumed_stopped_and_resubmitted_without_loss(

@@ -55,6 +55,7 @@ def test_the_overrides_of_a_mesh_give_its_plan_and_its_peak_memory(found: MeshSe
     assert max(each["total"] for each in memories(plan)) == best.bytes
 
 
+@pytest.mark.slow
 def test_less_memory_requires_recomputation_and_sharding_or_rejects_meshes(found: MeshSearch) -> None:
     narrow, none = (search_meshes(config(), 8, DeviceMemory(gib * 2**30, "of a device")) for gib in (24, 8))
     assert found.num_fitting > narrow.num_fitting > none.num_fitting == 0

@@ -13,7 +13,7 @@ slow = pytest.mark.slow
 CASES = [
     ("1f1b", 2, 2, 3),
     ("zb-h2", 2, 2, 4),
-    ("dualpipe", 1, 4, 8),
+    pytest.param("dualpipe", 1, 4, 8, marks=slow),
     pytest.param("gpipe", 1, 2, 3, marks=slow),
     pytest.param("zb-h1", 1, 4, 5, marks=slow),
     pytest.param("zb-v", 1, 4, 6, marks=slow),

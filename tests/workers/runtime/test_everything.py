@@ -38,7 +38,7 @@ LORA = LoraSpec(3, 6.0, tuple(TARGETS))
 DENSE = replace(HEADS, layers=4)
 slow = pytest.mark.slow
 CASES: list[Any] = [
-    ("zb-h2", {"pp": 2, "dp": 2}, 1, {}),
+    pytest.param("zb-h2", {"pp": 2, "dp": 2}, 1, {}, marks=slow),
     pytest.param("zb-h2", {"pp": 4}, 0, {"post_validation": True, "optimizer": ADAMW}, marks=slow),
     pytest.param("dualpipev", {"pp": 2, "tp": 2}, 0, {}, marks=slow),
     pytest.param("1f1b", {"tp": 4}, 0, {}, marks=slow),

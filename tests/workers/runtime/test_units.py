@@ -22,12 +22,14 @@ slow = pytest.mark.slow
 EVERY = MemoryOptions(zero=2, reduce="microbatch")
 CASES = [
     pytest.param("1f1b", {"dp": 2, "pp": 2}, 1, MemoryOptions(zero=3, max_gathered=2), {}),
-    pytest.param("zb-h2", {"pp": 2, "dp": 2}, 2, MemoryOptions(zero=2), {"recompute": "full"}),
-    pytest.param("dualpipe", {"pp": 2, "ep": 2}, 1, MemoryOptions(zero=3), {"model": MOE}),
-    pytest.param("zb-v", {"pp": 2, "tp": 2}, 1, MemoryOptions(), {"model": HEADS, "recompute": "selective"}),
+    pytest.param("zb-h2", {"pp": 2, "dp": 2}, 2, MemoryOptions(zero=2), {"recompute": "full"}, marks=slow),
+    pytest.param("dualpipe", {"pp": 2, "ep": 2}, 1, MemoryOptions(zero=3), {"model": MOE}, marks=slow),
+    pytest.param(
+        "zb-v", {"pp": 2, "tp": 2}, 1, MemoryOptions(), {"model": HEADS, "recompute": "selective"}, marks=slow
+    ),
     pytest.param("zb-h2", {"pp": 2, "dp": 2}, 1, EVERY._replace(zero=3, max_gathered=3), {}),
-    pytest.param("1f1b", {"dp": 2, "ep": 2}, 2, EVERY, {"model": MOE}),
-    pytest.param("seq-1f1b", {"pp": 2, "dp": 2}, 1, EVERY, {"model": FAMILIES["qwen3"], "slices": 2}),
+    pytest.param("1f1b", {"dp": 2, "ep": 2}, 2, EVERY, {"model": MOE}, marks=slow),
+    pytest.param("seq-1f1b", {"pp": 2, "dp": 2}, 1, EVERY, {"model": FAMILIES["qwen3"], "slices": 2}, marks=slow),
 ]
 ORDERS = {"1f1b": {}, "zb-h2": {}, "zb-v": {}, "dualpipe": {}, "dualpipev": {}, "looped-bfs": {"chunks": 2}}
 MODELS = {"dense": MODEL, "experts": MOE, "tied": FAMILIES["qwen3"]}
