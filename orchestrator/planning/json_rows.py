@@ -17,7 +17,7 @@ class Kind(NamedTuple):
 
 
 def _is_count(value: Any) -> bool:
-    return (type(value) is int and abs(value) < 2**63) or (type(value) is float and math.isfinite(value))
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _is_number(value: Any) -> bool:
@@ -48,7 +48,8 @@ def _is_ranges(value: Any) -> bool:
 _COUNT, _TEXT = Kind("a count", _is_count), Kind("text", _is_text)
 _MEASURED = Kind("a finite number or null", _is_measured)
 _KINDS = {  # of a field, wherever it is
-    "step": Kind("a count, or -1", lambda value: value == -1 or _is_count(value)),  # -1: of a rank before its first
+    # -1 is that of a rank before its first
+    "step": Kind("a count, or -1", lambda value: type(value) is int and -1 <= value < 2**63),
     "generation": _COUNT,
     **dict.fromkeys(("tokens", "total_tokens", "target_tokens", "sequences"), Kind("a finite number", _is_number)),
     **dict.fromkeys(("event", "error", "cause", "data"), _TEXT),

@@ -1,0 +1,46 @@
+"""The fields of a run's rows: what pentad writes is read again, anything else is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pentad.orchestrator.planning.json_rows import checked_row
+from pentad.schedules.ir.errors import PentadError
+
+GOOD: list[dict[str, Any]] = [
+    {"step": 0, "generation": 1, "loss": 2.5, "mfu": None},
+    {"event": "lost", "step": -1},  # of a rank before its first step
+    {"perplexity": 4.1e111},
+    {"skipped_batches": [[0, 3], [7, 8]], "sources": {"web": {"loss": None, "target_tokens": 5}}},
+]
+BAD = [
+    {"step": 0.5},
+    {"step": -2},
+    {"step": True},
+    {"generation": -1},
+    {"generation": 0.5},
+    {"generation": 10**400},
+    {"tokens": 10**400},
+    {"loss": float("nan")},
+    {"loss": "low"},
+    {"time": -1.0},
+    {"event": 3},
+    {"skipped_batches": [[0, -3]]},
+    {"sources": {"web": {"target_tokens": 5}}},
+]
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("row", GOOD)
+def test_rows_of_pentad_are_read(row: dict[str, Any]) -> None:
+    assert checked_row(row, "line 1") == row
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("row", BAD)
+def test_other_values_are_refused_by_name(row: dict[str, Any]) -> None:
+    (name,) = row
+    with pytest.raises(PentadError, match=f"^line 1 has {name} = .*: expected "):
+        checked_row(row, "line 1")
