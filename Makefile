@@ -1,6 +1,6 @@
 # make train   trains the quickstart     ARGS="run.steps=5" goes to pentad train
 # make test    runs the tests            ARGS="-k program" goes to pytest; two processes share them out
-# make test-all  runs the slow matrices too, for half an hour more
+# make test-all  runs the slow matrices too, which take far longer
 #                Processes share what they compile, also where the environment says not to keep it.
 # make check   lint, format and types
 # make docs    regenerates the pages and pictures that come from the code
