@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -64,10 +64,11 @@ class _Writer(FileSystemWriter):
         return StorageMeta()
 
 
-class _Reader(SavePlanner):
-    """What torch's writer asks for the tensors."""
+class _Reader(DefaultSavePlanner):
+    """What torch's writer asks for the tensors; the plan is made above, of all of them at once."""
 
     def __init__(self, tensors: Sequence[ToWrite], progress: Progress) -> None:
+        super().__init__()
         self.tensors, self.progress = {tensor.name: tensor for tensor in tensors}, progress
         self.done, self.total = 0, sum(tensor.num_bytes for tensor in tensors)
 
@@ -76,15 +77,3 @@ class _Reader(SavePlanner):
         self.done += tensor.num_bytes
         self.progress(self.done, self.total)
         return tensor.read().contiguous()
-
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        """Nothing: the plan is made above, of all tensors at once."""
-
-    def create_local_plan(self) -> SavePlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        raise NotImplementedError
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        raise NotImplementedError
