@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pentad.schedules.catalogue import NO_OPTIONS, generate
@@ -12,11 +13,12 @@ from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.loss_pass import add_loss
 from pentad.schedules.passes.offload import add_offload
 from pentad.schedules.passes.optimizer_pass import add_reduce, add_step
+from pentad.schedules.passes.param_pools import add_gradient_buffer_waits, is_double_buffered
 from pentad.schedules.passes.post_validation import add_post_validation
 from pentad.schedules.passes.recompute import add_recompute
 from pentad.schedules.passes.transfers import add_transfers
 from pentad.schedules.passes.units import split_into_units
-from pentad.schedules.passes.zero import add_gathers, add_gradient_buffer_waits, num_gradient_buffers
+from pentad.schedules.passes.zero import add_gathers
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.simulate.simulate import simulate_step_time
@@ -108,6 +110,8 @@ def add_memory_passes(program: Program, options: MemoryOptions) -> Program:
     """Recomputation, the gathers of ZeRO, and offloading. Raises PentadError for options that are not allowed."""
     if not 0 <= options.zero <= 3:
         raise PentadError(f"zero.stage is {options.zero}: expected 0 to 3")
+    if options.zero > 1:
+        program = replace(program, sizes=options.sizes)
     if options.recompute:
         program = add_recompute(program, options.recompute)
     if options.zero:
@@ -124,7 +128,7 @@ def add_reductions(program: Program, replicas: int, options: MemoryOptions) -> P
         return add_reduce(program, replicas=replicas, scatter=options.zero > 0)
     every, has_mirrors = options.reduce == "microbatch", sum(map(len, program.placement)) > program.stages
     reduced = add_reduce(program, replicas=replicas, scatter=True, every_microbatch=every)
-    if options.reduce is None and not has_mirrors and num_gradient_buffers(reduced) > 2:
+    if options.reduce is None and not has_mirrors and not is_double_buffered(reduced):
         reduced = add_reduce(program, replicas=replicas, scatter=True, every_microbatch=True)
     return add_gradient_buffer_waits(reduced)
 

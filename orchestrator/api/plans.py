@@ -85,7 +85,7 @@ class PlannedRun:
                 "rank": rank,
                 "coordinates": plan.mesh.coordinates(rank)._asdict(),
                 "stages": list(plan.stages_of(rank)),
-                "layers": [list(plan.layers[stage]) for stage in plan.stages_of(rank)],
+                "layers": [list(plan.layers[stage][:2]) for stage in plan.stages_of(rank)],
                 "memory": each[rank],
                 "traffic": collective_bytes(plan, rank),
             }

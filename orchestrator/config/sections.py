@@ -22,6 +22,7 @@ from pentad.schedules.spec.batch import BatchSizes, RampupStage
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.spikes import SpikeSpec
+from pentad.schedules.spec.tensors import LayerRange
 
 MAX_RANKS = 2**16
 MOST = 2**31 - 1  # of whatever is counted: more does not fit into 32 bits
@@ -174,12 +175,13 @@ class MemorySection(Section):
 
     recompute: Literal["none", "selective", "full"] = "none"
     """activations that backward recomputes: none; selective: norms and the wide products of feed-forward networks;
-    full: everything but the input of a stage"""
+    full: everything but the input of a unit"""
     recompute_stages: list[NonNegativeInt] | None = None
     """pipeline stages that recompute; null: all"""
     unit_layers: Count | None = None
-    """layers of a unit, in which stages gather and free weights, reduce gradients, recompute and offload; null: all
-    layers of a stage, or where other ranks hold the same parameters as many as have 400 MiB of gradients"""
+    """layers of a unit, in which stages gather and free weights, reduce gradients, recompute and offload, with the
+    embedding and the head in units of their own; null: all layers of a stage, or where other ranks hold the same
+    parameters as many as have 400 MiB of gradients"""
     max_resident_microbatches: PositiveFloat | None = None
     """most activations that stay on a device, in microbatches of all its layers; the others are offloaded to host
     memory until their backward; null: all stay"""
@@ -194,17 +196,21 @@ class MemorySection(Section):
             found = f"{resident:g}, but memory.recompute is selective"
             yield Broken("max_resident_microbatches", "none or full", found)
 
-    def modes(self, units: Sequence[int]) -> tuple[str, ...]:
-        """What each unit recomputes (see Plan), where stage s has `units[s]`; empty if none does."""
+    def modes(self, units: Sequence[int], layers: Sequence[LayerRange]) -> tuple[str, ...]:
+        """What each unit with these layers recomputes (see Plan), where stage s has `units[s]`; empty if none does.
+
+        Embeddings and heads by themselves recompute nothing.
+        """
         if self.recompute == "none":
             return ()
         chosen = range(len(units)) if self.recompute_stages is None else self.recompute_stages
         by_stage = (self.recompute if stage in chosen else "none" for stage in range(len(units)))
-        return tuple(mode for mode, count in zip(by_stage, units, strict=True) for _ in range(count))
+        by_unit = (mode for mode, count in zip(by_stage, units, strict=True) for _ in range(count))
+        return tuple(mode if unit.numbers else "none" for mode, unit in zip(by_unit, layers, strict=True))
 
-    def options(self, units: tuple[int, ...]) -> MemoryOptions:
-        """The options of a program whose stage s has `units[s]` units."""
-        recompute = frozenset(unit for unit, mode in enumerate(self.modes(units)) if mode != "none")
+    def options(self, units: tuple[int, ...], layers: Sequence[LayerRange]) -> MemoryOptions:
+        """The options of a program whose units have these layers, and whose stage s has `units[s]` of them."""
+        recompute = frozenset(unit for unit, mode in enumerate(self.modes(units, layers)) if mode != "none")
         is_cut = max(units) > 1
         return MemoryOptions(
             recompute=recompute, max_resident=self.max_resident_microbatches, units=units if is_cut else ()

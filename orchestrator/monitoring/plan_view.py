@@ -20,7 +20,7 @@ from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Bubble
 from pentad.schedules.spec.lora import trained_tensors
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.tensors import num_parameters
+from pentad.schedules.spec.tensors import LayerRange, num_parameters
 
 
 def print_plan(console: Console, plan: Plan, costs: Costs, ranks: Sequence[RankView] = ()) -> None:
@@ -112,11 +112,10 @@ def memory_line(plan: Plan) -> RenderableType:
 
 def layers_text(plan: Plan, *stages: int) -> str:
     """The layers of stages as ranges; those of consecutive stages are one range."""
-    ranges: list[tuple[int, int]] = []
-    for first, end in (plan.layers[stage] for stage in stages):
-        ranges = [*ranges[:-1], (ranges[-1][0], end)] if ranges and ranges[-1][1] == first else [*ranges, (first, end)]
-    text = ", ".join(f"{first}-{end - 1}" if end - first > 1 else str(first) for first, end in ranges)
-    if plan.model.custom is not None:
-        return text
-    has_head = any(plan.layers[stage][1] == plan.model.layers for stage in stages)
-    return f"{'embed ' if 0 in stages else ''}{text}{' head' if has_head else ''}"
+    ranges: list[LayerRange] = []
+    for layers in (plan.layers[stage] for stage in stages):
+        if ranges and ranges[-1].end == layers.first:
+            before = ranges.pop()
+            layers = LayerRange(before.first, layers.end, before.has_embedding, layers.has_head)
+        ranges.append(layers)
+    return ", ".join(map(str, ranges))

@@ -19,6 +19,7 @@ from pentad.schedules.ir.instruction import Instruction, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.model import CustomModel, ModelSpec
 from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.tensors import LayerRange
 
 OPS = (Op.F, Op.B, Op.W, Op.BW, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD)
 
@@ -111,22 +112,20 @@ def layer_effects(model: ModelSpec, has_experts: bool, has_window: bool, piece: 
     return LayerEffects(totals, 0 if piece.is_gathered else received, forward, backward)
 
 
-def stage_activations(
-    model: ModelSpec, layers: Sequence[tuple[int, int]], stage: int, piece: Piece
-) -> StageActivations:
+def stage_activations(model: ModelSpec, layers: Sequence[LayerRange], stage: int, piece: Piece) -> StageActivations:
     if model.custom is not None:
         return _custom_stage(model, model.custom, layers[stage], piece)
-    return _stage(model, layers[stage], stage == 0, stage == len(layers) - 1, piece)
+    return _stage(model, layers[stage], piece)
 
 
 @lru_cache(maxsize=4096)
-def _stage(model: ModelSpec, span: tuple[int, int], first: bool, last: bool, piece: Piece) -> StageActivations:
+def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations:
     dense = 0 if model.experts is None else model.experts.first_k_dense
     layers = [
         layer_effects(model, model.experts is not None and number >= dense, model.layer_kind(number).window > 0, piece)
-        for number in range(*span)
+        for number in held.numbers
     ]
-    stream = piece.stream(model.hidden)
+    first, last, stream = held.has_embedding, held.has_head, piece.stream(model.hidden)
     copy = stream if model.norms == "after" and not first else 0  # of the input, which W reads
     end = total(memory.heads_and_mtp(model, piece) if last else ())
     embedding = total(memory.lookup(model, piece) if first else ())
@@ -161,7 +160,7 @@ def _stage(model: ModelSpec, span: tuple[int, int], first: bool, last: bool, pie
         not_offloadable=sum(part.not_offloadable for part in parts),
         input=stream,
         deferred=deferred,
-        incoming=0 if last else layers[-1].incoming,
+        incoming=0 if last or not layers else layers[-1].incoming,
         kv_cache=piece.slices * kv * piece.itemsize,
         kv_gradients=(piece.slices - 1) * kv * piece.wide,
         forward=forward,
@@ -185,15 +184,15 @@ def _backward_and_weight(blocks: Sequence[tuple[Effect, int, int]], piece: Piece
     return sequence(*effects, allocate(-pending))
 
 
-def _custom_stage(model: ModelSpec, custom: CustomModel, span: tuple[int, int], piece: Piece) -> StageActivations:
+def _custom_stage(model: ModelSpec, custom: CustomModel, layers: LayerRange, piece: Piece) -> StageActivations:
     """Of a custom model's layers, which run on meta tensors to be counted."""
     import torch
 
     from pentad.workers.custom.inspect import activation_bytes
 
     rows = piece.tokens // custom.length
-    found = activation_bytes(custom, *span, model.hidden, rows, getattr(torch, piece.dtype))
-    received = piece.full_stream(model.hidden) if span[0] else 0
+    found = activation_bytes(custom, *layers[:2], model.hidden, rows, getattr(torch, piece.dtype))
+    received = piece.full_stream(model.hidden) if layers.first else 0
     saved, most = found.saved + received, max(found.saved + received, found.deferred)
     return StageActivations(
         saved=saved,

@@ -18,6 +18,7 @@ from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Op, 
 from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 from pentad.schedules.spec.plan import ParamShard, Plan, num_tiles
+from pentad.schedules.spec.tensors import LayerRange
 
 Phase = Literal["F", "B", "selective", "full"]  # the latter two: RECOMPUTE in that mode
 
@@ -96,16 +97,16 @@ def comm_volume(plan: Plan, rank: int) -> CommVolume:
 
 
 @lru_cache(maxsize=4096)
-def stage_volume(model: ModelSpec, span: tuple[int, int], piece: Piece, phase: Phase) -> CommVolume:
+def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: Phase) -> CommVolume:
     """Of one piece on one stage: its layers, embedding and head."""
     found, dense = CommVolume(), model.experts.first_k_dense if model.experts is not None else model.layers
-    for layer in range(*span):
+    for layer in layers.numbers:
         found.include(layer_volume(model, layer >= dense, piece, phase))
-    mtp_layers = model.mtp_layers if span[1] == model.layers and phase != "selective" else 0
+    mtp_layers = model.mtp_layers if layers.has_head and phase != "selective" else 0
     found.include(layer_volume(model, model.experts is not None, piece, phase), mtp_layers)
     if piece.mesh.tp > 1 and phase != "selective":
         stream = piece.full_stream(model.hidden)
-        embeddings, heads = (end + mtp_layers for end in (span[0] == 0, span[1] == model.layers))
+        embeddings, heads = (end + mtp_layers for end in (layers.has_embedding, layers.has_head))
         _add_tp(found, piece, "all_gather" if phase == "B" else "reduce_scatter", embeddings, embeddings * stream)
         _add_tp(found, piece, "all_gather", heads, heads * stream)
         if phase == "B":

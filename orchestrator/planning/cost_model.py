@@ -19,7 +19,7 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.lora import LoraSpec, adapter_tensors, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.tensors import active_parameters, tensors
+from pentad.schedules.spec.tensors import LayerRange, active_parameters, tensors
 
 GROUPED_EFFICIENCY = 0.5  # of the FLOP/s of other products is what grouped products of experts attain
 _active_parameters = lru_cache(maxsize=4096)(active_parameters)
@@ -27,7 +27,7 @@ _active_parameters = lru_cache(maxsize=4096)(active_parameters)
 
 def guess_costs(
     model: ModelSpec,
-    layers: Sequence[tuple[int, int]],
+    layers: Sequence[LayerRange],
     placement: Sequence[Sequence[int]],
     piece: Piece,
     modes: Sequence[str] = (),
@@ -77,12 +77,12 @@ class StageSeconds(NamedTuple):
 
 
 def _stage_seconds(
-    model: ModelSpec, span: tuple[int, int], piece: Piece, rates: Rates, lora: LoraSpec | None
+    model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates, lora: LoraSpec | None
 ) -> StageSeconds:
     """Compute, and communication inside layers, for which they wait; devices wait for the host to start it."""
     compute = _compute_seconds(model, span, piece, rates)
     if lora is not None:
-        adapters = sum(math.prod(each.shape) for each in adapter_tensors(lora, tensors(model, *span)))
+        adapters = sum(math.prod(each.shape) for each in adapter_tensors(lora, tensors(model, span)))
         seconds = 2 * piece.tokens * adapters / (rates.flops * piece.mesh.tp)
         forward, backward = compute.forward + seconds, compute.backward + 1.5 * seconds  # B computes x A^T again
         compute = compute._replace(forward=forward, backward=backward, weight=seconds)
@@ -101,17 +101,17 @@ def _stage_seconds(
     return StageSeconds(
         forward=with_communication("F", compute.forward),
         backward=with_communication("B", compute.backward),
-        weight=compute.weight + lookup * (span[0] == 0 and lora is None),
+        weight=compute.weight + lookup * (span.has_embedding and lora is None),
         selective=with_communication("selective", compute.selective),
     )
 
 
-def _compute_seconds(model: ModelSpec, span: tuple[int, int], piece: Piece, rates: Rates) -> StageSeconds:
-    first, end = span
+def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates) -> StageSeconds:
+    first, end, _, is_last = span
     if model.custom is not None:
         seconds = piece.rows * sum(layer.flops for layer in model.custom.layers[first:end]) / rates.flops
         return StageSeconds(seconds, seconds, seconds, 0.0)
-    is_last, experts = end == model.layers, model.experts
+    experts = model.experts
     mtp_layers = model.mtp_layers if is_last else 0
     end += mtp_layers
     count, tokens, flops = end - first, piece.tokens, rates.flops * piece.mesh.tp
@@ -140,33 +140,31 @@ def _compute_seconds(model: ModelSpec, span: tuple[int, int], piece: Piece, rate
 
 
 @lru_cache(maxsize=4096)
-def local_parameters(model: ModelSpec, lora: LoraSpec | None, first: int, end: int, mesh: Mesh) -> tuple[int, int]:
+def local_parameters(model: ModelSpec, lora: LoraSpec | None, layers: LayerRange, mesh: Mesh) -> tuple[int, int]:
     """Trained parameters of a stage on one rank: of everything but experts, and of experts."""
-    found = (shard_tensors(model, lora, first, end, experts=each, frozen=False) for each in (False, True))
+    found = (shard_tensors(model, lora, layers, experts=each, frozen=False) for each in (False, True))
     dense, experts = (shard_size(each, Mesh(tp=mesh.tp, ep=mesh.ep)) for each in found)
     return dense, experts
 
 
-def _updated_bytes(model: ModelSpec, lora: LoraSpec | None, span: tuple[int, int], mesh: Mesh, replicas: int) -> float:
+def _updated_bytes(model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, replicas: int) -> float:
     """Bytes of a stage's gradients that one rank updates with: a shard over `replicas`, or all (0)."""
-    dense, experts = (BYTES["float32"] * size for size in local_parameters(model, lora, *span, mesh))
+    dense, experts = (BYTES["float32"] * size for size in local_parameters(model, lora, span, mesh))
     holders = max(1, replicas * mesh.cp)
     return dense / holders + experts / max(1, holders // mesh.ep)
 
 
-def _frozen_gathers(
-    model: ModelSpec, layers: Sequence[tuple[int, int]], piece: Piece, rates: Rates
-) -> tuple[float, ...]:
+def _frozen_gathers(model: ModelSpec, layers: Sequence[LayerRange], piece: Piece, rates: Rates) -> tuple[float, ...]:
     """Seconds of an all-gather of each stage's frozen weights, beside which its adapters do not count."""
     share = piece.itemsize / BYTES["float32"] / 2
     return tuple(share * _reduction(model, None, span, piece.mesh, rates) for span in layers)
 
 
-def _reduction(model: ModelSpec, lora: LoraSpec | None, span: tuple[int, int], mesh: Mesh, rates: Rates) -> float:
+def _reduction(model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates) -> float:
     """Seconds of an all-reduce of a stage's gradients; those of experts have fewer holders."""
     seconds = rates.intra_host_latency
     axes: tuple[Axis, ...] = ("dp", "cp")  # along which ranks hold the same experts
-    for size, shared in zip(local_parameters(model, lora, *span, mesh), ((*axes, "ep"), axes), strict=True):
+    for size, shared in zip(local_parameters(model, lora, span, mesh), ((*axes, "ep"), axes), strict=True):
         holders = math.prod(getattr(mesh, axis) for axis in shared)
         rate = rates.inter_host if any(spans_hosts(mesh, axis) for axis in shared) else rates.intra_host
         seconds += 2 * BYTES["float32"] * size * (holders - 1) / holders / rate

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from operator import mul
@@ -16,8 +14,8 @@ from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.hardware import DEVICES
 from pentad.schedules.ir.instruction import RECEIVES, Op, instructions_of
 from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.param_pools import gradient_pool, longest, sharded_stages, weight_pool
 from pentad.schedules.passes.post_validation import has_post_validation
-from pentad.schedules.passes.zero import BufferSlots, gradient_slots, sharded_stages, weight_slots
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline, attributed_seconds
 from pentad.schedules.spec.model import ModelSpec
@@ -129,10 +127,10 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
     weights = gradients + sum(padded_elements(plan, shard) for shard in frozen)
     if plan.zero == 3:
         sharded = sharded_stages(plan.program, pp)
-        slots = [weight_slots(program, pp, sharded) for program in plan.programs]
-        weights = shards + sum(map(plan.zero_shard_size, frozen)) + _pool_elements(plan, (*trained, *frozen), slots)
+        pools = [weight_pool(program, pp, sharded) for program in plan.programs]
+        weights = shards + sum(map(plan.zero_shard_size, frozen)) + sum(longest(pools))
     if plan.zero > 1:
-        gradients = shards + _pool_elements(plan, trained, [gradient_slots(plan.program, pp)[0]])
+        gradients = shards + sum(longest([gradient_pool(program, pp) for program in plan.trained_programs]))
     activations, host = activation_peaks(plan, rank)
     streams = chain.from_iterable(instructions_of(program.streams[pp]) for program in plan.programs)
     received = len({(part.op, part.slot) for part in streams if part.op in RECEIVES})
@@ -196,18 +194,8 @@ def _tables(plan: Plan, rank: int) -> int:
     reads_tokens = {0, plan.program.stages - 1} & set(stages)
     tables = 0  # a stage has one for every kind of its layers
     for stage in stages:
-        first, end = plan.layers[stage]
-        end += model.mtp_layers if end == model.layers else 0
-        tables += len({model.layer_kind(layer) for layer in range(first, end)})
+        layers = plan.layers[stage]
+        end = layers.end + model.mtp_layers * layers.has_head
+        tables += len({model.layer_kind(layer) for layer in range(layers.first, end)})
     rotary = tables * length * model.rotary_width * wide_bytes(plan.dtype)
     return rotary + (tokens if reads_tokens else 0) + (CUBLAS if plan.device == "cuda" else 0)
-
-
-def _pool_elements(plan: Plan, shards: Sequence[ParamShard], slots: list[BufferSlots]) -> int:
-    """Elements of buffers that stages, of one program after another, share: each as long as its longest stage."""
-    longest: Counter[tuple[int, bool, bool]] = Counter()
-    for (stage, _), slot in chain.from_iterable(each.items() for each in slots):
-        for shard in (each for each in shards if each.stage == stage):
-            at = slot, shard.experts, shard.frozen
-            longest[at] = max(longest[at], padded_elements(plan, shard))
-    return longest.total()

@@ -25,16 +25,18 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.transfers import add_transfers
-from pentad.schedules.passes.units import split_into_units, split_layers_into_units
+from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.search.auto import AUTO
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import action_times
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.plan import Plan, split_layers_into_units
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
+from pentad.schedules.spec.tensors import whole
 from pentad.schedules.spec.validate import check_divisibility
+from pentad.schedules.spec.zero_layout import pool_sizes
 
 ROWS = (1, 2, 4, 8)  # sequences of a microbatch
 MODES = ("none", "selective", "full")
@@ -139,7 +141,7 @@ def _require_state_fits(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> 
         raise PentadError(f"mesh is {mesh}: expected dp and pp only for model.custom")
     check_divisibility(model, mesh, config.batch.sequence_length, mesh.tp, cp_method=config.mesh.cp_method)
     lora = config.lora.spec
-    weights, trained = (sum(local_parameters(model, of, 0, model.layers, mesh)) / mesh.pp for of in (None, lora))
+    weights, trained = (sum(local_parameters(model, of, whole(model), mesh)) / mesh.pp for of in (None, lora))
     moments = (1 if config.optimizer.name == "muon" else 2) * (4 if config.precision.optimizer_state == "auto" else 2)
     replicas = mesh.size / mesh.tp / mesh.pp
     least = 2 * weights / (replicas if lora is None else 1) + trained * (4 + 4 + moments) / replicas
@@ -171,20 +173,23 @@ def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
         spec_of(name, mesh.pp, smaller, config.options)
     for mode in MODES if model.custom is None else ("none", "full"):
         for zero in _zero_stages(mesh, order):
-            modes = (mode,) * order.stages if mode != "none" else ()
+            modes = tuple(mode if each.numbers else "none" for each in layers) if mode != "none" else ()
             # stage 1 changes no buffer of the program
-            memory_options = _memory_options(config, zero if zero > 1 else 0, modes, units, order)
+            placed = replace(plan, mesh=mesh, zero=zero if zero > 1 else 0, recompute=modes)
+            memory_options = _memory_options(config, placed, units)
             program = _program(name, mesh.pp, first, config.options, memory_options)
             yield replace(plan, mesh=mesh, batch=batch, program=program, zero=zero, recompute=modes)
 
 
-def _memory_options(
-    config: RunConfig, zero: int, modes: Sequence[str], units: tuple[int, ...], order: Program
-) -> MemoryOptions:
-    recompute = frozenset(stage for stage, mode in enumerate(modes) if mode != "none")
-    gathered = max_gathered(config, zero, units or (1,), has_mirrors=_has_mirrors(order))
+def _memory_options(config: RunConfig, plan: Plan, units: tuple[int, ...]) -> MemoryOptions:
+    has_mirrors = _has_mirrors(plan.program)
     return MemoryOptions(
-        zero=zero, max_gathered=gathered, recompute=recompute, units=units, reduce=reduction(config, zero)
+        zero=plan.zero,
+        max_gathered=max_gathered(config, plan.zero, units or (1,), has_mirrors=has_mirrors),
+        recompute=frozenset(stage for stage, mode in enumerate(plan.recompute) if mode != "none"),
+        units=units,
+        reduce=reduction(config, plan.zero),
+        sizes=pool_sizes(plan.model, plan.lora, plan.layers, plan.mesh, 1 + has_mirrors),
     )
 
 
@@ -239,7 +244,7 @@ def _compiled(config: RunConfig, estimate: MeshChoice) -> MeshChoice:
         gated=plan.transport == "nccl",
         replicas=plan.batch.replicas * plan.mesh.cp,
         options=config.options,
-        memory_options=_memory_options(config, plan.zero, plan.recompute, plan.program.units, plan.program),
+        memory_options=_memory_options(config, plan, plan.program.units),
     )
     plan = replace(plan, program=program)
     return MeshChoice(plan, step_seconds(simulate(program, costs)), _peak_bytes(plan))

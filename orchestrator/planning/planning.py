@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_forward_only, compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.units import place_units, split_layers_into_units
+from pentad.schedules.passes.units import place_units
 from pentad.schedules.search.auto import AUTO, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
@@ -32,9 +31,10 @@ from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalData, EvalSpec
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.plan import Plan, split_layers, split_layers_by_cost
+from pentad.schedules.spec.plan import Plan, num_units, split_layers, split_layers_by_cost, split_layers_into_units
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.schedules.spec.tensors import head_in_layers
+from pentad.schedules.spec.tensors import LayerRange, head_in_layers
+from pentad.schedules.spec.zero_layout import pool_sizes
 
 GATHERED_UNITS = 3  # two in use or coming, one being freed
 UNIT_BYTES = 400 * 2**20  # of gradients: large enough for the full speed of a link, small beside a backward
@@ -66,8 +66,8 @@ def make_plan(
     shared = config.mesh.replicas > 1 or layout.has_mirrors
     units = units or units_of(config, model, stages, config.mesh.mesh, dtype, shared=shared)
     layers = split_layers_into_units(stages, units)
-    recompute = config.memory.modes(units)
-    options = _memory_options(config, units, layout)
+    recompute = config.memory.modes(units, layers)
+    options = _memory_options(config, units, layout, model, layers)
     placement, piece = place_units(layout.placement, units), _piece(config, device, layout.slices)
     costs = guess_costs(model, layers, placement, piece, recompute, options.zero, config.lora.spec)
 
@@ -144,7 +144,7 @@ def draft(
     model: ModelSpec,
     device: str,
     program: Program,
-    layers: tuple[tuple[int, int], ...],
+    layers: tuple[LayerRange, ...],
     *,
     transport: str,
     zero: int = 0,
@@ -169,7 +169,7 @@ def draft(
         spikes=config.spikes.spec,
         lora=config.lora.spec,
         tp_across_nodes=config.mesh.tp_across_nodes,
-        recompute=config.memory.modes(program.units or (1,) * program.stages),
+        recompute=config.memory.modes(program.units or (1,) * program.stages, layers),
     )
 
 
@@ -190,14 +190,20 @@ def require_shards(config: RunConfig, plan: Plan) -> None:
         raise PentadError(f"zero.stage is {config.zero.stage}, but {found}: expected zero.stage 0, or more replicas")
 
 
-def _memory_options(config: RunConfig, units: tuple[int, ...], layout: Layout) -> MemoryOptions:
+def _memory_options(
+    config: RunConfig, units: tuple[int, ...], layout: Layout, model: ModelSpec, layers: Sequence[LayerRange]
+) -> MemoryOptions:
     """As configured, without ZeRO where every stage has one holder only."""
-    section, found = config.zero, config.memory.options(units)
+    section, found = config.zero, config.memory.options(units, layers)
     if config.mesh.replicas == 1 and not layout.has_mirrors:
         return found
     gathered = max_gathered(config, section.stage, units, has_mirrors=layout.has_mirrors)
     return found._replace(
-        zero=section.stage, prefetch=section.prefetch, max_gathered=gathered, reduce=reduction(config, section.stage)
+        zero=section.stage,
+        prefetch=section.prefetch,
+        max_gathered=gathered,
+        reduce=reduction(config, section.stage),
+        sizes=pool_sizes(model, config.lora.spec, layers, config.mesh.mesh, 1 + layout.has_mirrors),
     )
 
 
@@ -215,17 +221,18 @@ def reduction(config: RunConfig, zero: int) -> Literal["step", "microbatch"] | N
 
 
 def units_of(
-    config: RunConfig, model: ModelSpec, stages: Sequence[tuple[int, int]], mesh: Mesh, dtype: str, *, shared: bool
+    config: RunConfig, model: ModelSpec, stages: Sequence[LayerRange], mesh: Mesh, dtype: str, *, shared: bool
 ) -> tuple[int, ...]:
-    """The number of units of each stage, given its range (first, end) of layers: of memory.unit_layers each; by default
-    of about UNIT_BYTES of gradients where ranks have `shared` parameters, to reduce some while backward goes on."""
+    """The number of units of each stage, given its layers: of memory.unit_layers each; by default of at most UNIT_BYTES
+    of gradients where ranks have `shared` parameters, to reduce some while backward goes on."""
     found, lora = [], config.lora.spec
-    for first, end in stages:
-        if config.memory.unit_layers is not None:
-            found.append(math.ceil((end - first) / config.memory.unit_layers))
-        else:
-            gradients = wide_bytes(dtype) * sum(local_parameters(model, lora, first, end, mesh))
-            found.append(min(end - first, max(1, math.ceil(gradients / UNIT_BYTES))) if shared else 1)
+    for layers in stages:
+        size = config.memory.unit_layers or len(layers.numbers)
+        if config.memory.unit_layers is None and shared:
+            inner = LayerRange(layers.first, layers.end)
+            gradients = wide_bytes(dtype) * sum(local_parameters(model, lora, inner, mesh))
+            size = max(1, int(size * UNIT_BYTES / max(1, gradients)))
+        found.append(num_units(layers, size))
     return tuple(found)
 
 
@@ -253,7 +260,7 @@ def _order(config: RunConfig, model: ModelSpec, device: str, microbatches: int) 
     return choose(ranks, microbatches, costs_of, section.options, objective).best.program
 
 
-def split(model: ModelSpec, placement: Placement, length: int) -> tuple[tuple[int, int], ...]:
+def split(model: ModelSpec, placement: Placement, length: int) -> tuple[LayerRange, ...]:
     """The layers of each stage."""
     if model.custom is not None:
         return split_layers_by_cost([layer.flops for layer in model.custom.layers], placement)

@@ -35,7 +35,9 @@ class Program:
     `microbatch` of an instruction is microbatch x slices + slice (Seq1F1B, arXiv 2406.03488).
 
     `units[stage]` is the number of units that a pipeline stage is cut into (empty: one each); what `placement` and the
-    instructions call a stage is then a unit (passes/units.py), and `chunks` counts units.
+    instructions call a stage is then a unit (passes/units.py), and `chunks` counts units. `sizes[unit]` are the
+    elements of its parameters on a rank, by kind, for which ZeRO lays out memory (passes/param_pools.py; empty: all are
+    equal).
 
     A `forward_only` program evaluates: it has no backwards and no optimizer step, and ends with LOSS.
     """
@@ -48,6 +50,7 @@ class Program:
     slices: int = 1
     forward_only: bool = False
     units: tuple[int, ...] = ()
+    sizes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.streams, Columns):
@@ -121,6 +124,7 @@ class Program:
         """SHA-256 of everything but the name; equal programs have equal hashes."""
         sizes = (VERSION, self.placement, self.microbatches, self.chunks, self.slices, self.columns.groups)
         rest = ("forward_only",) * self.forward_only + ("units", *self.units) * bool(self.units)
+        rest += ("sizes", *self.sizes) * bool(self.sizes)
         digest = hashlib.sha256(repr((*sizes, *rest)).encode())
         for column in self.columns.arrays():
             digest.update(column.tobytes())
@@ -143,6 +147,7 @@ class Program:
         meta |= {"slices": str(self.slices)} if self.slices != 1 else {}
         meta |= {"forward_only": "true"} if self.forward_only else {}
         meta |= {"units": ",".join(map(str, self.units))} if self.units else {}
+        meta |= {"sizes": ";".join(",".join(map(str, each)) for each in self.sizes)} if self.sizes else {}
         return arrow.to_table(self.columns).replace_schema_metadata(meta)
 
     @staticmethod
@@ -210,6 +215,10 @@ def _check_sizes(program: Program) -> None:
         raise PentadError(
             f"units is {str(program.units)[:60]}: expected positive numbers whose sum is {program.stages}"
         )
+    kinds = {len(each) for each in program.sizes}
+    if program.sizes and (len(program.sizes) != program.stages or len(kinds) > 1 or min(map(min, program.sizes)) < 0):
+        found = f"sizes is {str(program.sizes)[:60]}"
+        raise PentadError(f"{found}: expected as many counts of elements for each of {program.stages} stages")
 
 
 def _from_table(table: pa.Table) -> Program:
@@ -218,7 +227,9 @@ def _from_table(table: pa.Table) -> Program:
     streams = arrow.from_table(table, len(placement))
     sizes = int(meta["microbatches"]), int(meta["chunks"]), int(meta.get("slices", "1"))
     units = tuple(map(int, meta["units"].split(","))) if "units" in meta else ()
-    return Program(meta["name"], streams, placement, *sizes, forward_only="forward_only" in meta, units=units)
+    kinds = tuple(tuple(map(int, each.split(","))) for each in meta["sizes"].split(";")) if "sizes" in meta else ()
+    forward_only = "forward_only" in meta
+    return Program(meta["name"], streams, placement, *sizes, forward_only=forward_only, units=units, sizes=kinds)
 
 
 def index_of(stream: Stream) -> dict[Key, int]:

@@ -17,8 +17,6 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
 
-Span = tuple[int, int]  # (first, end) of a range of layers
-
 
 def split_into_units(order: Program, units: Sequence[int]) -> Program:
     """The compute order in which stage s consists of `units[s]` stages: F runs them upwards, backwards downwards.
@@ -57,17 +55,6 @@ def place_units(placement: Sequence[Sequence[int]], units: Sequence[int]) -> tup
     """The units of every rank, from its stages, of which stage s has `units[s]`."""
     of_stage = [range(*span) for span in pairwise(accumulate(units, initial=0))]
     return tuple(tuple(unit for stage in held for unit in of_stage[stage]) for held in placement)
-
-
-def split_layers_into_units(layers: Sequence[Span], units: Sequence[int]) -> tuple[Span, ...]:
-    """The layers of every unit, from those of the stages: as equal as possible, larger ones first."""
-    return tuple(span for (first, end), count in zip(layers, units, strict=True) for span in _cut(first, end, count))
-
-
-def _cut(first: int, end: int, count: int) -> list[Span]:
-    size, larger = divmod(end - first, count)
-    sizes = (size + (index < larger) for index in range(count))
-    return list(pairwise(accumulate(sizes, initial=first)))
 
 
 def _follows_its_forward(is_second: Array, number: Array) -> Array:

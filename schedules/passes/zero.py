@@ -4,31 +4,26 @@ ZeRO-1 and ZeRO-2 gather every pipeline stage once a step, after its holders hav
 gathered parameters of some stages only: a stage is gathered again for its next reader, and evicts the one whose next
 reader is furthest away (Belady 1966). A rank with room for all its stages gathers each once a step, whatever the number
 of microbatches.
-
-The gathered weights (ZeRO-3) and the gradients (ZeRO-2 and 3) of stages share buffers; `weight_slots` and
-`gradient_slots` decide which stage uses which, for workers and estimates alike.
 """
 
 from __future__ import annotations
 
 import bisect
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
 
 from pentad.schedules.ir.columns import OPS, Array, Columns, op_mask
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Instruction, Key, Op, instructions_of
-from pentad.schedules.ir.lookup import IS_COMPUTE, IS_WEIGHT
+from pentad.schedules.ir.instruction import Instruction, Key, Op
+from pentad.schedules.ir.lookup import IS_COMPUTE
 from pentad.schedules.ir.program import Program
 from pentad.schedules.ir.rewrite import Addition, Wait, insert
 
 READERS = frozenset({Op.F, Op.B, Op.BW, Op.RECOMPUTE})  # of parameters; W needs only what B saved
-_IS_READER, _IS_SCATTER = op_mask(READERS), op_mask({Op.REDUCE_SCATTER})
-BufferSlots = dict[tuple[int, int], int]  # (stage, number of the gather) -> buffer
+_IS_READER = op_mask(READERS)
 
 
 class Gather(NamedTuple):
@@ -80,9 +75,9 @@ def add_gathers(program: Program, *, zero: int, prefetch: int = 1, max_gathered:
 
 def _reads(program: Program, rank: int) -> Reads:
     columns, found = program.columns, Reads()
-    rows = _rows_of_rank(program, rank, _IS_READER)
+    rows = rows_of_rank(program, rank, _IS_READER)
     actions = (columns.action[rows] - columns.action_offsets[rank]).tolist()
-    for action, key in zip(actions, _keys(columns, rows), strict=True):
+    for action, key in zip(actions, keys_of(columns, rows), strict=True):
         if found and found[-1][0] == action:
             found[-1][1].append(key)
         else:
@@ -92,18 +87,18 @@ def _reads(program: Program, rank: int) -> Reads:
 
 def _compute_actions(program: Program, rank: int) -> list[int]:
     """The indices of a rank's compute actions."""
-    columns, rows = program.columns, _rows_of_rank(program, rank, IS_COMPUTE)
+    columns, rows = program.columns, rows_of_rank(program, rank, IS_COMPUTE)
     actions: list[int] = (columns.action[rows[~columns.is_second[rows]]] - columns.action_offsets[rank]).tolist()
     return actions
 
 
-def _rows_of_rank(program: Program, rank: int, mask: Array) -> Array:
+def rows_of_rank(program: Program, rank: int, mask: Array) -> Array:
     first, end = program.columns.rank_offsets[rank : rank + 2]
     rows: Array = first + np.flatnonzero(mask[program.columns.op[first:end]])
     return rows
 
 
-def _keys(columns: Columns, rows: Array) -> list[Key]:
+def keys_of(columns: Columns, rows: Array) -> list[Key]:
     parts = (part[rows].tolist() for part in (columns.op, columns.stage, columns.microbatch))
     return [Key(OPS[op], stage, microbatch) for op, stage, microbatch in zip(*parts, strict=True)]
 
@@ -153,85 +148,3 @@ def _check_room(program: Program, rank: int, reads: Reads, max_gathered: int) ->
         why = f"one action on {where} reads that many stages"
     if max_gathered < least:
         raise PentadError(f"zero.max_gathered is {max_gathered}: expected at least {least}, because {why}")
-
-
-def weight_slots(program: Program, rank: int, sharded: set[int]) -> BufferSlots:
-    """The buffer of each gather of `sharded` stages on a rank, which is its own from ALL_GATHER to FREE."""
-    free, slots = list[int](), BufferSlots()
-    for part in instructions_of(program.streams[rank]):
-        if part.stage not in sharded:
-            continue
-        if part.op is Op.ALL_GATHER:
-            slots[part.stage, part.microbatch] = free.pop() if free else len(set(slots.values()))
-        elif part.op is Op.FREE:
-            free.append(slots[part.stage, part.microbatch])
-    return slots
-
-
-def gradient_slots(program: Program, rank: int) -> tuple[BufferSlots, list[tuple[Key, Key]]]:
-    """The gradient buffer of each (stage, 0) on a rank, which is its own from the first W of a step, or of a microbatch
-    where that is reduced, to the REDUCE_SCATTER; and which such W has to wait for which REDUCE_SCATTER: that of the
-    buffer's owner before, and the last one of its own stage, whose sum it continues.
-
-    A stage takes over a buffer only when another one is free too: the last REDUCE_SCATTER then runs beside its W. A
-    DualPipe stage keeps its buffer, because waiting for it could block its mirror.
-    """
-    slots, waits, together = BufferSlots(), list[tuple[Key, Key]](), _accumulating_together(program, rank)
-    free, reduced = list[int](), dict[tuple[str, int], Key]()  # the last REDUCE_SCATTER of a slot, and of a stage
-    for begins, key in _accumulations(program, rank):
-        place = key.stage, 0
-        if begins:
-            if place not in slots:
-                taken = {slots.get((other, 0)) for other in together[key.stage]}
-                usable = [slot for slot in free if slot not in taken]
-                slots[place] = usable[0] if usable and len(free) > 1 else len(set(slots.values()))
-            before = reduced.get(("slot", slots[place])), reduced.get(("stage", key.stage))
-            waits += [(key, each) for each in dict.fromkeys(before) if each is not None]
-            free = [slot for slot in free if slot != slots[place]]
-        elif len(program.holders(key.stage)) == 1:
-            free.append(slots[place])
-            reduced["slot", slots[place]] = reduced["stage", key.stage] = key
-    return slots, waits
-
-
-def _accumulations(program: Program, rank: int) -> Iterator[tuple[bool, Key]]:
-    """Of each sum of gradients on a rank in turn the first W, with True, and the REDUCE_SCATTER."""
-    sharded, running = sharded_stages(program, rank), set[int]()
-    rows = _rows_of_rank(program, rank, IS_WEIGHT | _IS_SCATTER)
-    for key in _keys(program.columns, rows):
-        if key.op is Op.REDUCE_SCATTER:
-            running.discard(key.stage)
-            yield False, key
-        elif key.stage in sharded and key.stage not in running:
-            running.add(key.stage)
-            yield True, key
-
-
-def _accumulating_together(program: Program, rank: int) -> dict[int, set[int]]:
-    """By stage, those that accumulate gradients while it does: they need buffers of their own."""
-    running, found = set[int](), defaultdict[int, set[int]](set)
-    for begins, key in _accumulations(program, rank):
-        if begins:
-            for other in running:
-                found[key.stage].add(other)
-                found[other].add(key.stage)
-            running.add(key.stage)
-        else:
-            running.discard(key.stage)
-    return found
-
-
-def num_gradient_buffers(program: Program) -> int:
-    """The most gradient buffers of any rank."""
-    return max(len(set(gradient_slots(program, rank)[0].values())) for rank in range(program.ranks))
-
-
-def sharded_stages(program: Program, rank: int) -> set[int]:
-    """Stages of which a rank holds a ZeRO shard."""
-    return set(program.columns.stage[_rows_of_rank(program, rank, _IS_SCATTER)].tolist())
-
-
-def add_gradient_buffer_waits(program: Program) -> Program:
-    """The waits of `gradient_slots`."""
-    ranks = range(program.ranks)
-    return insert(program, (), [(rank, *wait) for rank in ranks for wait in gradient_slots(program, rank)[1]])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.tensors import Split, Tensor, tensors
+from pentad.schedules.spec.tensors import LayerRange, Split, Tensor, tensors
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,16 @@ def adapter_tensors(lora: LoraSpec, base: Iterable[Tensor]) -> list[Tensor]:
 
 def trained_tensors(model: ModelSpec, lora: LoraSpec | None) -> list[Tensor]:
     """Of the whole model: the adapters, or without LoRA all its tensors."""
-    found = tensors(model, 0, model.layers)
+    found = tensors(model)
     return found if lora is None else adapter_tensors(lora, found)
 
 
 @lru_cache(maxsize=4096)
 def shard_tensors(
-    model: ModelSpec, lora: LoraSpec | None, first: int, end: int, *, experts: bool, frozen: bool
+    model: ModelSpec, lora: LoraSpec | None, layers: LayerRange, *, experts: bool, frozen: bool
 ) -> tuple[Tensor, ...]:
-    """The tensors of a parameter shard of layers `first` to `end`; with LoRA the trained ones are the adapters."""
-    found = tensors(model, first, end)
+    """The tensors of a parameter shard of these layers; with LoRA the trained ones are the adapters."""
+    found = tensors(model, layers)
     if lora is not None and not frozen:
         found = adapter_tensors(lora, found)
     return tuple(each for each in found if each.experts is experts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from pentad.schedules.spec.mesh import Coordinates, Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.schedules.spec.spikes import SpikeSpec
-from pentad.schedules.spec.tensors import Tensor
+from pentad.schedules.spec.tensors import LayerRange, Tensor
 
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16, the widest access of kernels and NCCL
 TILE_TOKENS = 8192  # least tokens of a tile (see `num_tiles`); docs/parallelism.md has measurements
@@ -41,8 +42,8 @@ class Plan:
     """Mesh, program, model and settings of a run.
 
     `program` is that of a step with a full batch, `rampup_programs` are those of the stages of `batch.rampup`.
-    `layers[stage]` is the range (first, end) of a stage's decoder layers; stage 0 also has the embedding, the last one
-    the final norm, head and loss. `dtype` is that of compute ('bfloat16', 'float32', 'float64'); master weights,
+    `layers[stage]` are a stage's decoder layers, beside which stage 0 has the embedding, and the last one the final
+    norm, head and loss. `dtype` is that of compute ('bfloat16', 'float32', 'float64'); master weights,
     gradients and optimizer state are float32, or float64 if compute is. `device` is 'cuda' or 'cpu'. `transport` moves
     activations: 'gloo' on CPU, 'peer' (copies between the GPUs of one host) or 'nccl'.
 
@@ -60,7 +61,7 @@ class Plan:
     name: str
     mesh: Mesh
     program: Program
-    layers: tuple[tuple[int, int], ...]
+    layers: tuple[LayerRange, ...]
     model: ModelSpec
     batch: BatchSpec
     optimizer: OptimizerSpec
@@ -83,8 +84,13 @@ class Plan:
     def programs(self) -> tuple[Program, ...]:
         """All that the ranks run: a training step, those of the batch ramp, and last the evaluation, if there are
         any."""
-        trained = (self.program, *self.rampup_programs)
+        trained = self.trained_programs
         return trained if self.eval is None else (*trained, self.eval.program)
+
+    @property
+    def trained_programs(self) -> tuple[Program, ...]:
+        """Those with backwards."""
+        return (self.program, *self.rampup_programs)
 
     def program_of(self, batch: int) -> int:
         """The number, in `programs`, of what trains on a batch, counted from 0."""
@@ -113,16 +119,19 @@ class Plan:
         return (self.model.tie_word_embeddings or self.model.mtp_layers > 0) and self.program.stages > 1
 
     def has_experts(self, stage: int) -> bool:
-        experts = self.model.experts
-        return experts is not None and self.layers[stage][1] > experts.first_k_dense
+        return len(self._expert_layers(stage)) > 0
 
     def router_bias_layers(self, stage: int) -> tuple[int, ...]:
         """Layers of a stage whose experts have biases; multi-token prediction layers come last."""
-        experts, (first, end) = self.model.experts, self.layers[stage]
-        if experts is None or not experts.has_bias or not self.has_experts(stage):
-            return ()
-        mtp_layers = self.model.mtp_layers if end == self.model.layers else 0
-        return tuple(range(max(first, experts.first_k_dense), end + mtp_layers))
+        experts = self.model.experts
+        return tuple(self._expert_layers(stage)) if experts is not None and experts.has_bias else ()
+
+    def _expert_layers(self, stage: int) -> range:
+        experts, layers = self.model.experts, self.layers[stage]
+        if experts is None:
+            return range(0)
+        mtp_layers = self.model.mtp_layers if layers.has_head else 0
+        return range(max(layers.first, experts.first_k_dense), layers.end + mtp_layers)
 
     def param_shards_of(self, rank: int) -> tuple[ParamShard, ...]:
         """What a rank of the mesh trains, by stage."""
@@ -165,7 +174,7 @@ class Plan:
     def tensors(self, shard: ParamShard) -> tuple[Tensor, ...]:
         """The tensors that a shard has parts of."""
         layers = self.layers[shard.stage]
-        return shard_tensors(self.model, self.lora, *layers, experts=shard.experts, frozen=shard.frozen)
+        return shard_tensors(self.model, self.lora, layers, experts=shard.experts, frozen=shard.frozen)
 
     def size(self, shard: ParamShard) -> int:
         """Elements of a shard."""
@@ -205,8 +214,8 @@ def num_tiles(tokens: int) -> int:
     return max(1, tokens // TILE_TOKENS)
 
 
-def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 0.0) -> tuple[tuple[int, int], ...]:
-    """(first, end) of each stage's layers, all of one cost, so that the busiest rank does as little as possible.
+def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 0.0) -> tuple[LayerRange, ...]:
+    """The layers of each stage, all of one cost, so that the busiest rank does as little as possible.
 
     `placement[rank]` are the stages of a rank; `head` is the extra work of the last stage in layers (see
     `head_in_layers`). Among equal ranks the later one, which holds fewer activations, gets one more layer.
@@ -223,12 +232,13 @@ def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 
 
     for _ in range(layers - stages):
         sizes[min(range(stages), key=load)] += 1
-    return tuple(pairwise(accumulate(sizes, initial=0)))
+    last, borders = stages - 1, pairwise(accumulate(sizes, initial=0))
+    return tuple(LayerRange(*each, stage == 0, stage == last) for stage, each in enumerate(borders))
 
 
-def split_layers_by_cost(costs: Sequence[float], placement: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    """(first, end) of each stage's layers, whose `costs` differ: first the most expensive stage is made as cheap as
-    possible, then single borders move while that lowers the loads of the ranks, busiest first.
+def split_layers_by_cost(costs: Sequence[float], placement: Sequence[Sequence[int]]) -> tuple[LayerRange, ...]:
+    """The layers of each stage of a custom model, whose `costs` differ: first the most expensive stage is made as cheap
+    as possible, then single borders move while that lowers the loads of the ranks, busiest first.
 
     `placement[rank]` are the stages of a rank. Raises PentadError for fewer layers than stages.
     """
@@ -246,7 +256,34 @@ def split_layers_by_cost(costs: Sequence[float], placement: Sequence[Sequence[in
                 moved = [*borders[:at], borders[at] + move, *borders[at + 1 :]]
                 if moved[at - 1] < moved[at] < moved[at + 1] and (new := loads(moved)) < best:
                     borders, best, improved = moved, new, True
-    return tuple(pairwise(borders))
+    return tuple(LayerRange(*each) for each in pairwise(borders))
+
+
+def split_layers_into_units(stages: Sequence[LayerRange], units: Sequence[int]) -> tuple[LayerRange, ...]:
+    """The layers of every unit of stages of which stage s has `units[s]`: as equal as possible, larger ones first.
+
+    If a stage has more than one, its embedding is the first by itself, and its head the last.
+    """
+    return tuple(unit for layers, count in zip(stages, units, strict=True) for unit in _cut(layers, count))
+
+
+def num_units(layers: LayerRange, unit_layers: int) -> int:
+    """Units of a stage, of at most so many layers each: 1, or those that `split_layers_into_units` makes of it."""
+    count = math.ceil(len(layers.numbers) / unit_layers)
+    return 1 if count == 1 else count + layers.has_embedding + layers.has_head
+
+
+def _cut(layers: LayerRange, count: int) -> Iterator[LayerRange]:
+    if count == 1:
+        yield layers
+        return
+    if layers.has_embedding:
+        yield LayerRange(layers.first, layers.first, has_embedding=True)
+    size, larger = divmod(len(layers.numbers), count - layers.has_embedding - layers.has_head)
+    sizes = (size + (index < larger) for index in range(count - layers.has_embedding - layers.has_head))
+    yield from (LayerRange(*each) for each in pairwise(accumulate(sizes, initial=layers.first)))
+    if layers.has_head:
+        yield LayerRange(layers.end, layers.end, has_head=True)
 
 
 def _num_stages(layers: int, placement: Sequence[Sequence[int]]) -> int:

@@ -26,7 +26,7 @@ class MemoryOptions(NamedTuple):
     stay on the device, in microbatches of a whole rank (None: all). `units[stage]` is the number of units that a
     pipeline stage is cut into (empty: one); all the others then speak of units where they speak of stages. `reduce`
     says after what gradients are reduced, with ZeRO 2 and 3: 'step', 'microbatch', or None, which is 'microbatch' where
-    more than two stages of a rank hold gradients at once.
+    more than two stages of a rank hold gradients at once. `sizes` are those of a Program, for ZeRO-2 and 3.
     """
 
     zero: int = 0
@@ -36,6 +36,7 @@ class MemoryOptions(NamedTuple):
     max_resident: float | None = None
     units: tuple[int, ...] = ()
     reduce: Literal["step", "microbatch"] | None = "step"
+    sizes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,25 @@ from pentad.schedules.spec.model import MLA, CustomModel, Experts, ModelSpec
 Range = tuple[int, int]
 
 
+class LayerRange(NamedTuple):
+    """Consecutive decoder layers `first` to `end` (exclusive), perhaps none, with what is held beside them: the
+    embedding, or the last norm, the head and the layers of multi-token prediction."""
+
+    first: int
+    end: int
+    has_embedding: bool = False
+    has_head: bool = False
+
+    @property
+    def numbers(self) -> range:
+        return range(self.first, self.end)
+
+    def __str__(self) -> str:
+        """As in 'embed 0-3 head'."""
+        layers = f"{self.first}-{self.end - 1}" if len(self.numbers) > 1 else str(self.first) if self.numbers else ""
+        return " ".join(each for each in ("embed" * self.has_embedding, layers, "head" * self.has_head) if each)
+
+
 class Segment(NamedTuple):
     """`size` consecutive rows or columns of a tensor, made of `units` equal units that stay in one piece (heads)."""
 
@@ -72,25 +91,31 @@ class Tensor(NamedTuple):
         return tuple(sum(end - start for start, end in ranges) for ranges in self.ranges(mesh, 0))
 
 
-def tensors(model: ModelSpec, first: int, end: int) -> list[Tensor]:
-    """The tensors of decoder layers `first` to `end`, with the embedding if `first` is 0 and the head if `end` is last.
+def whole(model: ModelSpec) -> LayerRange:
+    """All layers."""
+    return LayerRange(0, model.layers, True, True)
+
+
+def tensors(model: ModelSpec, layers: LayerRange | None = None) -> list[Tensor]:
+    """The tensors of these layers, or of the whole model.
 
     Vectors (norms) come first, matrices [out, in] after them: only matrices have weight decay, and the backward pass
     finishes the last ones first.
     """
-    found = list(_decoder(model, first, end) if model.custom is None else _custom(model.custom, first, end))
+    layers = layers or whole(model)
+    found = list(_decoder(model, layers) if model.custom is None else _custom(model.custom, layers))
     return [tensor for tensor in found if len(tensor.shape) < 2] + [tensor for tensor in found if len(tensor.shape) > 1]
 
 
-def num_parameters(model: ModelSpec, first: int = 0, end: int | None = None) -> int:
-    """Number of parameters of layers `first` to `end` (see `tensors`), or of the whole model."""
-    return sum(math.prod(tensor.shape) for tensor in tensors(model, first, model.layers if end is None else end))
+def num_parameters(model: ModelSpec, layers: LayerRange | None = None) -> int:
+    """Number of parameters of these layers, or of the whole model."""
+    return sum(math.prod(tensor.shape) for tensor in tensors(model, layers))
 
 
 def active_parameters(model: ModelSpec, layer: int) -> int:
     """Parameters of a decoder layer that one token uses: of the experts only the top_k that it visits."""
     if model.custom is not None:
-        return num_parameters(model, layer, layer + 1)
+        return num_parameters(model, LayerRange(layer, layer + 1))
     sizes = [(math.prod(tensor.shape), tensor.experts) for tensor in _layer(model, layer)]
     visited = sum(size for size, experts in sizes if experts)
     if model.experts is not None:
@@ -107,16 +132,17 @@ def head_in_layers(model: ModelSpec, length: int) -> float:
     return head + model.mtp_layers * (1 + head)
 
 
-def _decoder(model: ModelSpec, first: int, end: int) -> Iterator[Tensor]:
-    if first == 0:
+def _decoder(model: ModelSpec, layers: LayerRange) -> Iterator[Tensor]:
+    tied, has_embedding = model.tie_word_embeddings, layers.has_embedding
+    if has_embedding:
         yield _embedding(model, "embedding")
-    for layer in range(first, end):
+    for layer in layers.numbers:
         yield from _layer(model, layer)
-    if end == model.layers:
-        if not model.tie_word_embeddings or first > 0:
-            yield _embedding(model, "head", tied_to="embedding" if model.tie_word_embeddings else "")
+    if layers.has_head:
+        if not tied or not has_embedding:
+            yield _embedding(model, "head", tied_to="embedding" if tied else "")
         yield _norm(model, "norm", model.hidden)
-        yield from _mtp(model, has_embedding=first == 0 or model.tie_word_embeddings)
+        yield from _mtp(model, has_embedding=has_embedding or tied)
 
 
 def _mtp(model: ModelSpec, *, has_embedding: bool) -> Iterator[Tensor]:
@@ -138,9 +164,9 @@ def _embedding(model: ModelSpec, name: str, tied_to: str = "") -> Tensor:
     return Tensor(name, (model.vocab, model.hidden), 0.02, splits, tied_to=tied_to)
 
 
-def _custom(custom: CustomModel, first: int, end: int) -> Iterator[Tensor]:
+def _custom(custom: CustomModel, layers: LayerRange) -> Iterator[Tensor]:
     """The user's file makes their initial values, so `scale` is not used."""
-    for number in range(first, end):
+    for number in layers.numbers:
         yield from (Tensor(f"layers.{number}.{name}", shape, 0.0) for name, shape in custom.layers[number].tensors)
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
+from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
+from pentad.schedules.spec.tensors import LayerRange
 
 
 class ZeroLayout(NamedTuple):
@@ -41,6 +46,24 @@ def zero_layout(plan: Plan, shard: ParamShard, rank: int) -> ZeroLayout:
     if num_shards == 1:
         return ZeroLayout(size)
     return ZeroLayout(size, num_shards, plan.holders(shard).index(rank))
+
+
+def pool_sizes(
+    model: ModelSpec, lora: LoraSpec | None, layers: Sequence[LayerRange], mesh: Mesh, mirrors: int = 1
+) -> tuple[tuple[int, ...], ...]:
+    """The sizes of a Program whose units have these layers, each on so many ranks of a pipeline: the padded elements of
+    a unit's parameter shards, of all but experts and of experts, and of the frozen ones of both."""
+
+    def padded(unit: LayerRange, *, experts: bool, frozen: bool) -> int:
+        if frozen and lora is None:
+            return 0
+        found = shard_tensors(model, lora, unit, experts=experts, frozen=frozen)
+        holders = mirrors * mesh.dp * mesh.cp * (1 if experts else mesh.ep)
+        return ZeroLayout(shard_size(found, mesh), holders).padded_size
+
+    kinds = product((False, True), (False, True))
+    by_kind = [[padded(unit, experts=experts, frozen=frozen) for unit in layers] for frozen, experts in kinds]
+    return tuple(zip(*by_kind, strict=True))
 
 
 def num_muon_elements(plan: Plan, shard: ParamShard, rank: int) -> int:

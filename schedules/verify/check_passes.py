@@ -10,8 +10,9 @@ from pentad.schedules.ir.columns import CODE, op_mask
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COMPUTE, Action, Instruction, Key, Op
 from pentad.schedules.ir.program import Program, Stream
+from pentad.schedules.passes.param_pools import gradient_pool, meet
 from pentad.schedules.passes.post_validation import REPEATABLE, ROLLBACK, VALIDATE, has_post_validation
-from pentad.schedules.passes.zero import READERS, gradient_slots
+from pentad.schedules.passes.zero import READERS
 from pentad.schedules.verify.check_order import error_at, refuse
 
 SAVED_ACTIVATION_OPS = (Op.OFFLOAD, Op.RELOAD, Op.RECOMPUTE)
@@ -62,27 +63,27 @@ def _gather_faults(stream: Stream, position: dict[Key, int]) -> Iterator[Fault]:
 
 
 def prove_gradient_buffers(program: Program) -> None:
-    """Proves, where gradients are reduced for every microbatch, that a stage takes a gradient buffer (`gradient_slots`)
-    only after the REDUCE_SCATTER of its last owner, and begins a microbatch only after that of its last one. Raises
-    ScheduleError."""
+    """Proves, where gradients are reduced for every microbatch, that a stage takes its place in the pool of gradients
+    only after the REDUCE_SCATTER of all that were there, and begins a microbatch only after that of its last one.
+    Raises ScheduleError."""
     for rank, stream in enumerate(program.streams):
-        slots = gradient_slots(program, rank)[0]
-        owner: dict[int, int] = {}  # slot -> the stage that accumulates there
-        reduced: dict[int, dict[int, Key]] = {slot: {} for slot in slots.values()}  # by stage, in order
+        pool, accumulating = gradient_pool(program, rank), set[int]()
+        reduced = dict[int, Key]()  # by stage, in order
         for index, _, part in _parts(stream):
-            slot = slots.get((part.stage, 0), -1)
+            stage = part.stage
             if part.op is Op.REDUCE_SCATTER:
-                owner.pop(slot, None)
-                reduced[slot].pop(part.stage, None)
-                reduced[slot][part.stage] = part.key
-            elif part.op in (Op.W, Op.BW) and owner.get(slot) != part.stage:
-                if slot in owner:
-                    raise ScheduleError(f"rank {rank}: {part.key} takes the buffer of stage {owner[slot]}", rank, index)
-                before = (*list(reduced[slot].values())[-1:], reduced[slot].get(part.stage))
-                for key in before:
+                accumulating.discard(stage)
+                reduced.pop(stage, None)
+                reduced[stage] = part.key
+            elif part.op in (Op.W, Op.BW) and (stage, 0) in pool.offsets and stage not in accumulating:
+                for other in accumulating:
+                    if meet(program, pool, stage, other):
+                        raise ScheduleError(f"rank {rank}: {part.key} takes the buffer of stage {other}", rank, index)
+                before = [key for other, key in reduced.items() if meet(program, pool, stage, other)]
+                for key in (*before[-1:], reduced.get(stage)):
                     if key is not None and key not in part.waits:
                         raise ScheduleError(f"rank {rank}: {part.key} does not wait for {key}", rank, index)
-                owner[slot] = part.stage
+                accumulating.add(stage)
 
 
 def _waits_up_to(waits: tuple[Key, ...], last: Key, position: dict[Key, int]) -> bool:

@@ -89,7 +89,7 @@ class Case:
             return None
         costs = guess_costs(spec, layers, order.placement, Piece(1, self.length, "bfloat16", "cuda"))
         activation_bytes = 2 * self.length * spec.hidden
-        moe_layers = [max(end - max(first, model.first_k_dense), 0) if model.top_k else 0 for first, end in layers]
+        moe_layers = [max(at.end - max(at.first, model.first_k_dense), 0) if model.top_k else 0 for at in layers]
         all_to_all = [1e3 * count * 2 * model.top_k * activation_bytes / ALL_TO_ALL_BANDWIDTH for count in moe_layers]
         near, far = 1e3 * costs.transfer, 1e3 * activation_bytes / HOST_BANDWIDTH
         host = [rank * self.hosts // self.ranks for rank in range(self.ranks)]

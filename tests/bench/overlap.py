@@ -34,6 +34,7 @@ from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Experts, ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.tensors import LayerRange
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
@@ -57,7 +58,11 @@ def make_plan(args: argparse.Namespace) -> Plan:
         name="overlap",
         mesh=Mesh(pp=3, ep=RANKS),
         program=compile_program("1f1b", 3, 3, replicas=RANKS),
-        layers=((0, 1), (1, args.layers + 1), (args.layers + 1, args.layers + 2)),
+        layers=(
+            LayerRange(0, 1, has_embedding=True),
+            LayerRange(1, args.layers + 1),
+            LayerRange(args.layers + 1, args.layers + 2, has_head=True),
+        ),
         model=model,
         batch=BatchSpec(3 * RANKS * args.rows, args.length, 3, RANKS),
         optimizer=OptimizerSpec(LearningRate(3e-4, 3e-5, 4, 8), 0.9, 0.95, 1e-8, 0.1, 1.0),

@@ -209,9 +209,9 @@ def buffer_bytes(parameters, shards, frozen) -> dict[str, int]:
         kinds["gradients"] += [each.gradient] if each.full_gradients is None else [each.full_gradients]
         kinds["optimizer"] += [each.m, each.v]
         kinds["master"].append(each.master)
-    kinds["parameters"] += shards.weights.values()
+    kinds["parameters"] += shards.weights
     kinds["parameters"] += [each.compute for each in frozen.values()]
-    kinds["gradients"] += shards.gradients.values()
+    kinds["gradients"] += shards.gradients
     seen: set[int] = set()
     found = {}
     for kind, tensors in kinds.items():

@@ -60,7 +60,7 @@ def on_gpu(
         replicas=mesh.dp * mesh.cp * mesh.ep,
         post_validation=has_post_validation(plan.program),
         options=ScheduleOptions(chunks),
-        memory_options=memory_options._replace(units=plan.program.units),
+        memory_options=memory_options._replace(units=plan.program.units, sizes=plan.program.sizes),
     )
     return replace(plan, device="cuda", transport=transport, dtype=dtype or plan.dtype, program=program)
 

@@ -14,7 +14,6 @@ from reference_model import GlobalBatch, Trained, is_balanced, train
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import NO_MEMORY_OPTIONS, compile_program
 from pentad.schedules.ir.instruction import Overlap, instructions_of
-from pentad.schedules.passes.units import split_layers_into_units
 from pentad.schedules.spec.batch import BatchSizes, BatchSpec, RampupStage
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.data import DataSpec, SourceSpec
@@ -23,8 +22,10 @@ from pentad.schedules.spec.lora import LoraSpec
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
-from pentad.schedules.spec.plan import Plan, split_layers
+from pentad.schedules.spec.plan import Plan, num_units, split_layers, split_layers_into_units
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
+from pentad.schedules.spec.tensors import LayerRange
+from pentad.schedules.spec.zero_layout import pool_sizes
 from pentad.workers.data.samples import Dataset
 from pentad.workers.data.sources import open_dataset
 
@@ -55,6 +56,7 @@ def plan_of(
     cp_method: CpMethod = "ring",
     document_mask: bool = False,
     unit_layers: int | None = None,
+    lora: LoraSpec | None = None,
 ) -> Plan:
     """A plan on CPU ranks: MODEL in `dtype`, with sequences of 8 tokens, two a microbatch.
 
@@ -63,17 +65,21 @@ def plan_of(
     """
     order = generate(name, pp, microbatches, ScheduleOptions(chunks=chunks, slices=slices))
     layers = split_layers(model.layers, order.placement, head=1.0)
+    if model.custom is not None:
+        layers = tuple(LayerRange(*each[:2]) for each in layers)
     if unit_layers is not None:
-        units = tuple(-(-(end - first) // unit_layers) for first, end in layers)
+        units = tuple(num_units(each, unit_layers) for each in layers)
         memory_options, layers = memory_options._replace(units=units), split_layers_into_units(layers, units)
-    recomputed = frozenset(range(len(layers)) if recompute != "none" else ())
+    recomputed = frozenset(stage for stage, each in enumerate(layers) if recompute != "none" and each.numbers)
+    mesh, mirrors = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep), len(order.holders(0))
+    memory_options = memory_options._replace(sizes=pool_sizes(model, lora, layers, mesh, mirrors))
     if recomputed or max_resident is not None:
         memory_options = memory_options._replace(recompute=recomputed, max_resident=max_resident)
     given: dict[str, Any] = {"post_validation": post_validation, "memory_options": memory_options, "order": order}
     program = compile_program(name, pp, microbatches, replicas=dp * cp * ep, **given)
     return Plan(
         name="exact",
-        mesh=Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep),
+        mesh=mesh,
         program=program,
         layers=layers,
         model=model,
@@ -84,9 +90,10 @@ def plan_of(
         dtype=dtype,
         device="cpu",
         transport="gloo",
-        recompute=(recompute,) * len(layers) if recomputed else (),
+        recompute=tuple(recompute if each.numbers else "none" for each in layers) if recomputed else (),
         zero=memory_options.zero,
         cp_method=cp_method,
+        lora=lora,
     )
 
 

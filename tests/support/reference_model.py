@@ -35,7 +35,7 @@ def train(plan: Plan, batches: list[GlobalBatch]) -> Trained:
 
     Losses are those of the next token, gradients are before clipping, and the last weights include router biases.
     """
-    found = [each for each in tensors(plan.model, 0, plan.model.layers) if not each.tied_to]
+    found = [each for each in tensors(plan.model) if not each.tied_to]
     if plan.lora is not None:
         return _train_adapters(plan, plan.lora, found, batches)
     p = {each.name: initial_values(each, plan.seed).double().requires_grad_() for each in found}

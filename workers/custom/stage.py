@@ -60,7 +60,7 @@ class CustomStage(BaseStage, ParameterOwner):
         super().__init__(plan, index, param_buffers)
         assert plan.model.custom is not None
         self.custom, self.step, self.dp_rank = plan.model.custom, 0, plan.mesh.coordinates(rank).dp
-        self.layers, self.loss = build_layers(self.custom, plan.seed, *plan.layers[index])
+        self.layers, self.loss = build_layers(self.custom, plan.seed, *plan.layers[index][:2])
         self.slots = parameter_slots(self.layers, self.layer_numbers.start)
         # The values are in the flat buffers.
         set_parameters(self.slots, dict.fromkeys(self.slots, nn.Parameter(torch.empty(0))))

@@ -134,7 +134,7 @@ class Layout(NamedTuple):
 
 def tensor_table(family: str, model: ModelSpec, layout: Layout = Layout()) -> TensorTable:  # noqa: B008 (a constant)
     """The tensors of a model, layer by layer, then embedding, norm and head."""
-    held = {tensor.name: tensor for tensor in tensors(model, 0, model.layers)}
+    held = {tensor.name: tensor for tensor in tensors(model)}
     num_layers = model.layers + model.mtp_layers
     of_layer, rotary = _layer_names(family, model, layout), _rotary_parts(model, layout)
     stacks = _GPT_OSS_STACKS if family == "gpt-oss" else {}

@@ -31,7 +31,7 @@ class StoredTensors:
             )
         assert self.lora.base is not None, "adapters of initial values are never saved by the driver"
         self.base = open_base(self.lora.base)
-        self.targets = {tensor.name: tensor for tensor in tensors(model, 0, model.layers)}
+        self.targets = {tensor.name: tensor for tensor in tensors(model)}
 
     def dtype(self, name: str) -> torch.dtype | None:
         """That in the checkpoint, or None if it has no such tensor."""

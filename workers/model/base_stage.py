@@ -48,7 +48,7 @@ class BaseStage(ABC):
     ) -> None:
         self.plan, self.model, self.param_buffers, self.frozen = plan, plan.model, param_buffers, frozen
         self.first, self.last, self.is_local = index == 0, index == plan.program.stages - 1, True
-        self.recompute_mode, self.layer_numbers = plan.recompute_mode(index), range(*plan.layers[index])
+        self.recompute_mode, self.layer_numbers = plan.recompute_mode(index), plan.layers[index].numbers
         scale = 1.0 / plan.batch.tokens  # until `begin` knows the step's numbers of tokens and target tokens
         self.layer_context = LayerContext(plan.model, plan.deterministic, scale, scale)
         if plan.lora is not None:

@@ -161,6 +161,8 @@ class Stage(BaseStage):
             inputs = inputs._replace(received=torch.add(*inputs.received))
         branch, stream, saved, losses = yield from self._run_layers(slice_index, inputs, recompute_mode, context)
         if losses is None:
+            if stream is None:  # the embedding by itself
+                return branch, saved
             return branch + stream if self.ends_stage else (branch, stream), saved
         self.loss_sums[microbatch].add_(losses.losses.view(self.loss_sums.shape[1], -1).sum(1))
         if losses.squared_lse is not None:
@@ -220,8 +222,8 @@ class Stage(BaseStage):
 
     def _run_layers(
         self, slice_index: int, inputs: StageInputs, recompute_mode: str, context: LayerContext
-    ) -> Task[tuple[Tensor, Tensor, StageSaved, TokenLosses | None]]:
-        """(branch, stream, what this mode saves, the losses on the last stage)."""
+    ) -> Task[tuple[Tensor, Tensor | None, StageSaved, TokenLosses | None]]:
+        """(branch, stream, what this mode saves, the losses on the last stage); no stream after the embedding alone."""
         microbatch, slice_number = divmod(slice_index, self.slices)
         branch: Tensor
         stream: Tensor | None = None
@@ -242,14 +244,13 @@ class Stage(BaseStage):
             if recompute_mode == "none":
                 saved.recomputable.append(recomputable)
             del layer_saved, recomputable  # what is not saved is free before the next layer allocates
-        assert stream is not None
         if inputs.targets is None:
             return branch, stream, saved, None
         head, losses = self._head_forward(branch, stream, inputs.targets, inputs, context)
         return branch, stream, saved if recompute_mode == "full" else saved._replace(head=head), losses
 
     def _head_forward(
-        self, branch: Tensor, stream: Tensor, targets: Tensor, inputs: StageInputs, context: LayerContext
+        self, branch: Tensor, stream: Tensor | None, targets: Tensor, inputs: StageInputs, context: LayerContext
     ) -> tuple[HeadSaved, TokenLosses]:
         """(what B needs, the losses)."""
         params, mtp = self.bound.by_name, list[MTPSaved]()

@@ -126,8 +126,8 @@ def make_spike_filter(plan: Plan, device: torch.device) -> SpikeFilter | None:
 
 
 def _create(plan: Plan, param_shard: ParamShard, device: torch.device, rank: int, blank: bool) -> Parameters:
-    custom = plan.model.custom
-    initial = None if custom is None or blank else initial_values(custom, plan.seed, *plan.layers[param_shard.stage])
+    custom, layers = plan.model.custom, plan.layers[param_shard.stage]
+    initial = None if custom is None or blank else initial_values(custom, plan.seed, layers.first, layers.end)
     return create_parameters(plan, param_shard, device, rank=rank, blank=blank, initial=initial)
 
 

@@ -7,23 +7,20 @@ DualPipe's mirror ranks alike. The full buffers that stages share (schedules/pas
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import Instruction
-from pentad.schedules.passes.zero import BufferSlots, gradient_slots, sharded_stages, weight_slots
+from pentad.schedules.passes.param_pools import TRAINED_KINDS, Pool, gradient_pool, longest, sharded_stages, weight_pool
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.async_ops import all_gather, reduce_scatter
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params.param_buffers import WeightBuffer
 from pentad.workers.params.parameters import BUFFERS, FullTensor, Parameters
-from pentad.workers.params.weight_shard import WeightShard
 
 MESSAGE_ELEMENTS = 2**24  # of a shard, in one message to the rank that saves it
-BufferKey = tuple[int, int]  # the slot, and which of a stage's parameter buffers (dense, experts)
 
 
 class ZeroShards:
@@ -32,45 +29,46 @@ class ZeroShards:
     def __init__(self, plan: Plan, rank: int, stages: Mapping[int, BaseStage]) -> None:
         self.stages, program, pp = stages, plan.program, plan.mesh.coordinates(rank).pp
         sharded = sharded_stages(program, pp) if plan.zero == 3 else set[int]()
-        self.weight_slots = [weight_slots(each, pp, sharded) for each in plan.programs]  # by program
-        self.weights = _allocate(self.weight_slots, stages, like="compute")
-        self.gradient_slots = [gradient_slots(each, pp)[0] if plan.zero > 1 else {} for each in plan.programs]
-        self.gradients = _allocate(self.gradient_slots, stages, like="gradient")
-        self.bound_slots: BufferSlots = {}
+        self.weight_pools = [weight_pool(each, pp, sharded) for each in plan.programs]
+        held = next(iter(stages.values())).param_buffers[0].parameters
+        self.weights = _allocate(self.weight_pools, held.compute)
+        trained = plan.trained_programs if plan.zero > 1 else ()
+        self.gradient_pools = [gradient_pool(each, pp) for each in trained]
+        self.gradients = _allocate(self.gradient_pools, held.gradient)
+        self.bound_pool: Pool | None = None
         self.begin(0)
 
     def begin(self, program: int) -> None:
-        """A step of this program of the plan follows: every stage adds gradients to its buffer there."""
-        slots = self.gradient_slots[program]
-        if slots == self.bound_slots:
+        """A step of this program of the plan follows: every stage adds gradients to its place there."""
+        if program >= len(self.gradient_pools) or self.gradient_pools[program] == self.bound_pool:
             return
-        self.bound_slots = slots
-        for (stage, _), slot in slots.items():
+        self.bound_pool = self.gradient_pools[program]
+        for (stage, _), offsets in self.bound_pool.offsets.items():
             for kind, buffers in enumerate(self.stages[stage].param_buffers):
                 if buffers.parameters.full_gradients is None:
-                    buffers.set_gradients(_fitted(self.gradients[slot, kind], buffers))
+                    buffers.set_gradients(_fitted(self.gradients[kind], offsets[kind], buffers))
             self.stages[stage].bind()
 
     def gather(self, part: Instruction, groups: ProcessGroups, program: int) -> list[dist.Work]:
-        """ALL_GATHER: fills a stage's full weights, in the slot that this gather of a program has been assigned."""
+        """ALL_GATHER: fills a stage's full weights, at the place of this gather of a program."""
         stage, works = self.stages[part.stage], []
-        for kind, (buffer, group) in enumerate(zip(_weights(stage), groups.weights[part.stage], strict=True)):
+        for (kind, buffer), group in zip(_weights(stage), groups.weights[part.stage], strict=True):
             if group is None:
                 continue
             held = buffer.shard
             full = held.full_weights
             if full is None:
-                slot = self.weight_slots[program][part.stage, part.microbatch]
-                full = _fitted(self.weights[slot, kind], buffer)
+                offset = self.weight_pools[program].offsets[part.stage, part.microbatch][kind]
+                full = _fitted(self.weights[kind], offset, buffer)
                 buffer.set_weights(full)
             works.append(all_gather(full, held.compute, group=group, async_op=True))
         stage.bind()
         return works
 
     def free(self, part: Instruction) -> None:
-        """FREE: gives the slot up; the stage must not read its weights until the next gather."""
+        """FREE: gives the place up; the stage must not read its weights until the next gather."""
         stage = self.stages[part.stage]
-        for buffer in _weights(stage):
+        for _, buffer in _weights(stage):
             if buffer.shard.full_weights is None:
                 buffer.clear_weights()
         stage.bind()
@@ -117,24 +115,16 @@ def gather_state(
     return found if is_owner else None
 
 
-def _allocate(slots: list[BufferSlots], stages: Mapping[int, BaseStage], like: str) -> dict[BufferKey, torch.Tensor]:
-    """A buffer for each slot and kind of parameters, as large as the largest stage that uses it."""
-    users: dict[BufferKey, list[WeightShard]] = {}
-    found = chain.from_iterable(each.items() for each in slots)
-    for (stage, _), slot in sorted(found, key=lambda item: item[1]):
-        for kind, buffers in enumerate(stages[stage].param_buffers if like == "gradient" else _weights(stages[stage])):
-            users.setdefault((slot, kind), []).append(buffers.shard)
-    return {
-        key: getattr(held[0], like).new_zeros(max(each.layout.padded_size for each in held))
-        for key, held in users.items()
-    }
+def _allocate(pools: list[Pool], like: torch.Tensor) -> list[torch.Tensor]:
+    """Memory for the pools of all programs, by kind of parameters."""
+    return [like.new_zeros(elements) for elements in longest(pools)]
 
 
-def _weights(stage: BaseStage) -> list[WeightBuffer]:
-    """All that a stage reads, in the order of its groups."""
-    return [*stage.param_buffers, *stage.frozen]
+def _weights(stage: BaseStage) -> list[tuple[int, WeightBuffer]]:
+    """All that a stage reads with its kind in pools, in the order of its groups."""
+    return [*enumerate(stage.param_buffers), *enumerate(stage.frozen, TRAINED_KINDS)]
 
 
-def _fitted(shared: torch.Tensor, buffer: WeightBuffer) -> torch.Tensor:
-    """The part of a shared buffer that a stage needs."""
-    return shared[: buffer.shard.layout.padded_size]
+def _fitted(pool: torch.Tensor, offset: int, buffer: WeightBuffer) -> torch.Tensor:
+    """The part of a pool that a stage needs."""
+    return pool[offset : offset + buffer.shard.layout.padded_size]

@@ -12,6 +12,7 @@ from pentad.orchestrator.config.errors import sections_of
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
+from pentad.schedules.spec.plan import split_layers, split_layers_into_units
 
 
 def text(**changes: str | None) -> str:
@@ -74,10 +75,16 @@ def test_every_field_has_a_description() -> None:
 )
 def test_every_stage_has_a_recompute_mode(recompute: str, stages: str, modes: tuple[str, ...]) -> None:
     config = load(None, [f"memory.recompute={recompute}", f"memory.recompute_stages={stages}"])
-    assert config.memory.modes((1,) * 4) == modes
-    assert config.memory.modes((2,) * 4) == tuple(mode for mode in modes for _ in range(2))
-    assert config.memory.options((1,) * 4).recompute == {s for s, mode in enumerate(modes) if mode != "none"}
-    assert load(None, ["memory.max_resident_microbatches=5"]).memory.options((1,) * 4).max_resident == 5
+    layers = split_layers(8, [[stage] for stage in range(4)])
+    assert config.memory.modes((1,) * 4, layers) == modes
+    ends = (("none",), ("none",)) if modes else ((), ())
+    units = split_layers_into_units(layers, (3, 2, 2, 3))
+    by_unit = tuple(mode for mode in modes for _ in range(2))
+    assert config.memory.modes((3, 2, 2, 3), units) == (*ends[0], *by_unit, *ends[1])
+    recomputing = {stage for stage, mode in enumerate(modes) if mode != "none"}
+    assert config.memory.options((1,) * 4, layers).recompute == recomputing
+    section = load(None, ["memory.max_resident_microbatches=5"]).memory
+    assert section.options((1,) * 4, layers).max_resident == 5
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_mfu_is_unknown_without_a_known_peak() -> None:
 def test_estimated_costs_grow_with_the_work() -> None:
     plan = plan_of("model.layers=9", "model.vocab=256")
     costs = costs_of(plan)
-    sizes = [end - first for first, end in plan.layers]
+    sizes = [len(layers.numbers) for layers in plan.layers]
     heavier, lighter = sizes.index(3), sizes.index(2)
     assert costs.forward[heavier] > costs.forward[lighter]
     assert all(b > f for f, b in zip(costs.forward, costs.backward, strict=True))
@@ -258,21 +258,22 @@ def test_a_smaller_mesh_may_have_nothing_to_shard() -> None:
 
 
 def test_ranks_that_share_parameters_reduce_units_of_about_400_mib() -> None:
-    """Of at least one layer; a stage that is smaller stays whole, as does one of a single holder. A smaller mesh with
-    the same stages keeps their units, and so its ranks their state."""
+    """Of at least one layer, with the embedding and the head by themselves; a stage that is smaller stays whole, as
+    does one of a single holder. A smaller mesh with the same stages keeps their units, and so its ranks their state."""
     sizes = ["model.hidden=1024", "model.heads=8", "model.ffn=4096", "model.layers=32", "mesh.pp=2"]
     words = [*sizes, "schedule.name=1f1b", "schedule.microbatches=2", "elastic.min_ranks=2"]
     config = load(None, [*words, "mesh.dp=2"])
     plan = make_plan(config, "cpu")
-    assert plan.program.units == (3, 3)
-    for span in plan.layers:
-        assert 200 * 2**20 < 4 * num_parameters(plan.model, *span) <= 401 * 2**20
+    assert plan.program.units == (4, 4)
+    assert list(map(str, plan.layers)) == ["embed", "0-5", "6-10", "11-15", "16-21", "22-26", "27-31", "head"]
+    for layers in plan.layers[1:-1]:
+        assert 200 * 2**20 < 4 * num_parameters(plan.model, layers) <= 400 * 2**20
     smaller = shrunk_plan(config, plan, 2)
     assert smaller is not None and smaller.mesh == Mesh(pp=2) and smaller.layers == plan.layers
     for overrides in ([], ["mesh.dp=2", "model.layers=8"], ["mesh.dp=2", "memory.unit_layers=16"]):
         assert make_plan(load(None, [*words, *overrides]), "cpu").program.units == ()
     large = [*words, "mesh.dp=2", "model.ffn=65536"]
-    assert make_plan(load(None, large), "cpu").program.units == (16, 16)
+    assert make_plan(load(None, large), "cpu").program.units == (17, 17)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -62,7 +62,7 @@ def stored_by(*overrides: str) -> list[str]:
     spec = plan.optimizer
     return [
         f"{kind}.{tensor.name}{'@0-8,0-8' if 'down' in tensor.name else ''}"
-        for tensor in tensors(plan.model, 0, plan.model.layers)
+        for tensor in tensors(plan.model)
         for kind in STATE_KINDS[spec.rule_of(tensor).method]
     ]
 

@@ -15,7 +15,7 @@ from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.instruction import COMPUTE, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.zero import gradient_slots
+from pentad.schedules.passes.param_pools import gradient_pool, gradient_waits
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import SAVED_CHANGE, peak_activations
 from pentad.schedules.simulate.simulate import simulate
@@ -98,11 +98,10 @@ def test_stages_that_finish_one_after_another_share_two_gradient_buffers():
     """One is reduced while the other accumulates, so the memory of ZeRO 2 does not grow with the stages."""
     for chunks in (2, 4, 8):
         program = compiled("looped-bfs", 1, 2, MemoryOptions(zero=2), chunks)
-        slots, waits = gradient_slots(program, 0)
-        assert len(set(slots.values())) == 2
+        assert gradient_pool(program, 0).elements == (2,)
         costs = Costs(*((1.0,) * chunks,) * 3, reduce=(3.0,) * chunks)  # longer than the backward of a microbatch
         assert simulate(program, costs).makespan == 2 * 3 * chunks  # nothing waits
-        assert len(waits) == chunks - 2
+        assert len(list(gradient_waits(program, 0))) == chunks - 2
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -257,7 +256,7 @@ def test_every_microbatch_is_reduced_once_after_its_last_w(name: str, p: int, m:
         assert {(part.stage, part.microbatch): part.waits for part in reduced} == {at: (w,) for at, w in last.items()}
         held = len(program.placement[rank])
         most = held if program.slices > 1 else min(2, held)
-        assert len(set(gradient_slots(program, rank)[0].values())) == most
+        assert gradient_pool(program, rank).elements == (most,)
 
 
 def test_a_reduction_or_a_wait_for_one_less_is_refused() -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.units import split_into_units, split_layers_into_units
+from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate_step_time
 from pentad.schedules.spec.schedule_spec import MemoryOptions
@@ -64,18 +62,6 @@ def test_pairs_of_unequal_stages_overlap_as_far_as_both_go() -> None:
     split = split_into_units(generate("dualpipe", 2, 4), (2, 3))
     pairs = [str(action) for action in split.streams[0] if len(action.parts) == 2]
     assert pairs[:2] == ["(2F3+1BW0)", "(3F3+0BW0)"]
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
-def test_units_cover_the_layers_of_their_stage_evenly(counts: list[int], data: st.DataObject) -> None:
-    sizes = [data.draw(st.integers(count, 9)) for count in counts]
-    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    layers = [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    spans = split_layers_into_units(layers, counts)
-    assert [layer for span in spans for layer in range(*span)] == list(range(ends[-1]))
-    for (first, end), count in zip(layers, counts, strict=True):
-        own = [b - a for a, b in spans if first <= a and b <= end]
-        assert len(own) == count and max(own) - min(own) <= 1
 
 
 def test_a_program_of_units_is_stored_whole() -> None:

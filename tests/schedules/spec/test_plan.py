@@ -17,7 +17,7 @@ from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
-from pentad.schedules.spec.plan import ParamShard, Plan, split_layers
+from pentad.schedules.spec.plan import ParamShard, Plan, num_units, split_layers, split_layers_into_units
 from pentad.schedules.spec.tensors import active_parameters, head_in_layers, num_parameters
 
 MODEL = ModelSpec(layers=8, hidden=128, heads=8, kv_heads=4, ffn=384, vocab=4096)
@@ -37,14 +37,15 @@ def mirrored(stages: int) -> list[tuple[int, int]]:
 def test_stages_partition_the_layers_in_order(layers: int, stages: int, head: float) -> None:
     parts = split_layers(max(layers, stages), one_each(stages), head)
     assert len(parts) == stages
-    assert [parts[0][0], *(end for _, end in parts)][:: len(parts)] == [0, max(layers, stages)]
-    assert all(end == start for (_, end), (start, _) in pairwise(parts))
-    assert all(start < end for start, end in parts)
+    assert [number for part in parts for number in part.numbers] == list(range(max(layers, stages)))
+    assert all(part.numbers for part in parts)
+    assert [part.has_embedding for part in parts] == [True] + [False] * (stages - 1)
+    assert [part.has_head for part in parts] == [False] * (stages - 1) + [True]
 
 
 @given(st.integers(1, 60), st.integers(1, 12))
 def test_stages_differ_by_one_layer_at_most(layers: int, stages: int) -> None:
-    sizes = [end - start for start, end in split_layers(max(layers, stages), one_each(stages))]
+    sizes = [len(part.numbers) for part in split_layers(max(layers, stages), one_each(stages))]
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes)
 
@@ -64,8 +65,24 @@ def test_no_other_split_has_a_less_loaded_busiest_rank(placement: list, more: in
         sizes[-1] += head
         return max(sum(sizes[stage] for stage in held) for held in placement)
 
-    chosen = tuple(end for _, end in split_layers(layers, placement, head))[:-1]
+    chosen = tuple(part.end for part in split_layers(layers, placement, head))[:-1]
     assert busiest(chosen) == pytest.approx(min(map(busiest, combinations(range(1, layers), stages - 1))))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 5))
+def test_units_cover_the_layers_of_their_stage_evenly(sizes: list[int], unit_layers: int) -> None:
+    """A stage of several units has its embedding and its head in units of their own."""
+    stages = split_layers(sum(sizes), one_each(len(sizes)))
+    for stage in stages:
+        count = num_units(stage, unit_layers)
+        units = split_layers_into_units([stage], [count])
+        assert len(units) == count and [number for unit in units for number in unit.numbers] == list(stage.numbers)
+        assert any(unit.has_embedding for unit in units) == stage.has_embedding
+        assert any(unit.has_head for unit in units) == stage.has_head
+        own = [unit for unit in units if unit.numbers]
+        lengths = [len(unit.numbers) for unit in own]
+        assert max(lengths) <= unit_layers and max(lengths) - min(lengths) <= 1
+        assert count == 1 or not any(unit.has_embedding or unit.has_head for unit in own)
 
 
 def test_fewer_layers_than_stages_are_refused() -> None:
@@ -73,7 +90,7 @@ def test_fewer_layers_than_stages_are_refused() -> None:
         PentadError, match=r"^model\.layers is 3: expected at least one for each of 4 pipeline stages \(mesh\.pp\)$"
     ):
         split_layers(3, one_each(4))
-    assert split_layers(4, one_each(4)) == ((0, 1), (1, 2), (2, 3), (3, 4))
+    assert [tuple(part.numbers) for part in split_layers(4, one_each(4))] == [(0,), (1,), (2,), (3,)]
 
 
 def test_the_number_of_parameters() -> None:

@@ -84,7 +84,7 @@ def test_sizes_that_the_function_has_no_parameters_for_may_be_omitted(tmp_path: 
         "data: {path: 'builtin:pydoc'}\n"
     )
     plan = make_plan(load(tmp_path / "run.yaml", []), "cpu")
-    assert (plan.model.layers, plan.layers) == (2, ((0, 1), (1, 2)))
+    assert [tuple(layers.numbers) for layers in plan.layers] == [(0,), (1,)]
     assert [plan.size(shard) for shard in plan.param_shards] == [300 * 8, 300 * 8 + 300]
 
 
@@ -106,7 +106,7 @@ def test_it_cannot_be_exported_to_hugging_face() -> None:
 def test_layers_are_split_by_cost(costs, placement, expected) -> None:
     layers = split_layers_by_cost(costs, placement)
     assert layers[0][0] == 0 and layers[-1][1] == len(costs)
-    assert layers == expected
+    assert tuple(each[:2] for each in layers) == expected
 
 
 def test_dropout_does_not_depend_on_what_was_drawn_before(tmp_path: Path, corpus: str, fleet: Fleet) -> None:

@@ -30,7 +30,7 @@ def plan_for(folder: Path, corpus: str, name: str, stages: int = 3) -> Plan:
 
 def parameters_of(plan: Plan, index: int) -> Parameters:
     assert plan.model.custom is not None
-    initial = initial_values(plan.model.custom, plan.seed, *plan.layers[index])
+    initial = initial_values(plan.model.custom, plan.seed, *plan.layers[index][:2])
     return create_parameters(plan, ParamShard(index), CPU, initial=initial)
 
 

@@ -196,8 +196,8 @@ def saved_by_peft(
 
 
 def plan_on(corpus: str, model: ModelSpec, lora: LoraSpec, sizes: dict[str, Any]) -> Plan:
-    plan = plan_of("gpipe", 1, 1, 2, corpus, "float32", model=model, **sizes)
-    return replace(plan, lora=lora, optimizer=replace(plan.optimizer, learning_rate=LearningRate(1e-2, 1e-3, 2, STEPS)))
+    plan = plan_of("gpipe", 1, 1, 2, corpus, "float32", model=model, lora=lora, **sizes)
+    return replace(plan, optimizer=replace(plan.optimizer, learning_rate=LearningRate(1e-2, 1e-3, 2, STEPS)))
 
 
 def base_of(folder: Path) -> LoraBase:

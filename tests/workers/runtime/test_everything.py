@@ -83,9 +83,9 @@ def everything_on(
     """Sources whose weights change, one of which is used up, packed documents, loss masks, evaluations, and a policy
     that skips about half of the steps."""
     given = {"model": DENSE, "memory_options": MemoryOptions(zero=zero), "dtype": "float32", **more}
-    plan = plan_on_mesh(mixed(folder, "documents"), name, sizes, **given)
+    plan = plan_on_mesh(mixed(folder, "documents"), name, sizes, lora=lora, **given)
     spikes = SpikeSpec(threshold=0.3, window=4, min_steps=2)
-    return with_eval(replace(plan, optimizer=optimizer, lora=lora, spikes=spikes), 21)
+    return with_eval(replace(plan, optimizer=optimizer, spikes=spikes), 21)
 
 
 def facts(outcome: Outcome) -> list[tuple[Any, ...]]:

@@ -29,7 +29,7 @@ DENSE = replace(HEADS, layers=4)
 
 
 def plan_with(corpus: str, lora: LoraSpec, name: str, sizes: dict[str, int], **more: Any) -> Plan:
-    return replace(plan_on_mesh(corpus, name, sizes, **more), lora=lora)
+    return plan_on_mesh(corpus, name, sizes, lora=lora, **more)
 
 
 MESHES: list[Any] = [

@@ -193,7 +193,7 @@ def test_the_z_loss_trains_and_is_no_part_of_the_loss(fleet, corpus, name, sizes
 
 def reference_squared_lse(plan: Plan) -> float:
     """The mean over the first batch, with the initial weights."""
-    found = [each for each in tensors(plan.model, 0, plan.model.layers) if not each.tied_to]
+    found = [each for each in tensors(plan.model) if not each.tied_to]
     p = {each.name: initial_values(each, plan.seed).double() for each in found}
     return reference_families.losses(plan.model, p, *global_batches(plan)[0]).squared_lse.item()
 

@@ -33,7 +33,7 @@ def test_ranks_add_up_the_squares_of_all_layers(fleet, corpus, name, sizes, more
 
 def reference_squares(plan: Plan) -> float:
     """Of the first batch, with the initial weights."""
-    p = {each.name: initial_values(each, plan.seed).double() for each in tensors(plan.model, 0, plan.model.layers)}
+    p = {each.name: initial_values(each, plan.seed).double() for each in tensors(plan.model)}
     batch = global_batches(plan)[0]
     routes = reference_families.routes(plan.model, p, batch.inputs, batch.following)
     return float(torch.stack([each.squared_lse.sum() for each in routes]).sum())

@@ -20,7 +20,7 @@ from pentad.orchestrator.recovery.fence import RecoveryState, is_complete
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Key, Op, instructions_of
-from pentad.schedules.passes.zero import gradient_slots, sharded_stages, weight_slots
+from pentad.schedules.passes.param_pools import gradient_pool, sharded_stages, weight_pool
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.tensors import num_parameters
@@ -142,7 +142,7 @@ def test_traffic_is_as_in_the_paper(corpus):
         assert counts.count(Op.ALL_GATHER) == (0, 4, 4, 7)[zero]
         assert counts.count(Op.REDUCE_SCATTER) == (0, 4, 4, 4)[zero]
         elements[zero] = sum(sent.values()) / 8
-    sizes = [num_parameters(plan.model, *plan.layers[stage]) for stage in plan.stages_of(0)]
+    sizes = [num_parameters(plan.model, plan.layers[stage]) for stage in plan.stages_of(0)]
     padded = [2 * plan.zero_shard_size(ParamShard(stage)) for stage in plan.stages_of(0)]
     assert all(0 <= more - size < 2 * ALIGNMENT for size, more in zip(sizes, padded, strict=True))
     assert elements[0] == sum(sizes)  # (n - 1) / n of 2N
@@ -173,8 +173,8 @@ def test_no_two_stages_use_a_buffer_at_once(name, p, m, chunks, max_gathered, po
         post_validation=post_validation,
     )
     for rank, stream in enumerate(program.streams):
-        weights = weight_slots(program, rank, sharded_stages(program, rank))
-        gradients, _ = gradient_slots(program, rank)
+        pools = weight_pool(program, rank, sharded_stages(program, rank)), gradient_pool(program, rank)
+        weights, gradients = ({place: at for place, (at,) in pool.offsets.items()} for pool in pools)
         gathered: dict[int, tuple[int, int]] = {}
         accumulating: dict[int, tuple[int, Key | None]] = {}  # stage, and its reduction once that has been issued
         peak = [0, 0]
