@@ -36,7 +36,7 @@ from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import LayerRange, head_in_layers
 from pentad.schedules.spec.zero_layout import pool_sizes
 
-GATHERED_UNITS = 3  # two in use or coming, one being freed
+GATHERED_UNITS = 2  # one in use, one coming
 UNIT_BYTES = 400 * 2**20  # of gradients: large enough for the full speed of a link, small beside a backward
 Placement = Sequence[Sequence[int]]
 

@@ -28,14 +28,14 @@ _IS_READER = op_mask(READERS)
 
 class Gather(NamedTuple):
     """The `number`-th time that a rank gathers a stage, read by actions `first`, of which `reader` is a part, to `last`
-    of its stream. `evicted` is the index of the last reader of the stage that it replaces, -1 if it replaces none."""
+    of its stream. There is room for it after action `freed`, -1 if there is from the start."""
 
     stage: int
     number: int
     reader: Key
     first: int
     last: int
-    evicted: int = -1
+    freed: int = -1
 
 
 Reads = list[tuple[int, list[Key]]]  # of parameters on a rank, by action: its index, and the instructions that read
@@ -45,27 +45,27 @@ def add_gathers(program: Program, *, zero: int, prefetch: int = 1, max_gathered:
     """ALL_GATHER of every stage before it is read and, with `zero` 3, FREE after its last reader; the microbatch field
     of both numbers the gathers of a stage.
 
-    A rank holds at most `max_gathered` stages at once, including those being gathered (None: all its stages). A gather
-    goes `prefetch` compute actions before its reader, or later if there is no room. Raises PentadError when that is too
-    few stages for an action of the program, or for DualPipe mirrors, which must gather together.
+    A rank holds at most `max_gathered` stages at once (None: all its stages). A gather goes `prefetch` compute actions
+    before its reader, for which the rank keeps room, or later if there is none. Raises PentadError when that is too few
+    stages for an action of the program, or for DualPipe mirrors, which must gather together.
     """
     frees: list[Addition] = []
     added: list[Addition] = []
     waits: list[Wait] = []
     for rank, held in enumerate(program.placement):
-        reads, room = _reads(program, rank), len(held)
-        if zero == 3 and max_gathered is not None:
-            _check_room(program, rank, reads, max_gathered)
-            room = max_gathered
+        reads, room, ahead = _reads(program, rank), len(held), 0
+        if zero == 3 and max_gathered is not None and max_gathered < room:
+            least = _check_room(program, rank, reads, max_gathered)
+            room, ahead = max_gathered, min(prefetch, max_gathered - least)
         compute = _compute_actions(program, rank)
-        gathers = sorted(_gathers(reads, room), key=lambda gather: gather.stage)
+        gathers = sorted(_gathers(reads, room - ahead, ahead), key=lambda gather: gather.stage)
         ends = sorted((gather.last + 1, Key(Op.FREE, gather.stage, gather.number)) for gather in gathers)
         end_positions = [position for position, _ in ends]
         for gather in gathers:
             key, group = Key(Op.ALL_GATHER, gather.stage, gather.number), f"stage{gather.stage}"
             position = _position(compute, gather, prefetch)
             ended = bisect.bisect_right(end_positions, position)
-            after = (ends[ended - 1][1],) if gather.evicted >= 0 else ()
+            after = (ends[ended - 1][1],) if gather.freed >= 0 else ()
             added.append((rank, position, Instruction(*key, group=group, waits=after)))
             waits.append((rank, gather.reader, key))
         frees += [(rank, position, Instruction(*key)) for position, key in ends]
@@ -103,24 +103,26 @@ def keys_of(columns: Columns, rows: Array) -> list[Key]:
     return [Key(OPS[op], stage, microbatch) for op, stage, microbatch in zip(*parts, strict=True)]
 
 
-def _gathers(reads: Reads, room: int) -> list[Gather]:
+def _gathers(reads: Reads, room: int, ahead: int) -> list[Gather]:
+    """With `room` for the stages between two of their readers, and for so many more that are gathered ahead."""
     following, later = list[list[int]](), dict[int, int]()  # by read, where each of its stages is read next
     for index, keys in reversed(reads):
         following.append([later.get(key.stage, sys.maxsize) for key in keys])
         later.update((key.stage, index) for key in keys)
     held: dict[int, Gather] = {}
-    next_read: dict[int, int] = {}
+    next_read, before = dict[int, int](), dict[int, int]()  # by stage: its next reader, the last one of its last gather
     counts: Counter[int] = Counter()
-    gathers = []
+    gathers, last_reads = list[Gather](), list[int]()  # of what was evicted, up to each time
     for (index, keys), following_reads in zip(reads, reversed(following), strict=True):
         needed = {key.stage: key for key in keys}
         for stage in sorted(needed.keys() - held.keys()):
-            evicted = -1
             if len(held) == room:
                 victim = max(held.keys() - needed.keys(), key=lambda stage: (next_read[stage], stage))
-                gathers.append(held[victim])
-                evicted = held.pop(victim).last
-            held[stage] = Gather(stage, counts[stage], needed[stage], index, index, evicted)
+                gathers.append(held.pop(victim))
+                before[victim] = gathers[-1].last
+                last_reads.append(max([gathers[-1].last, *last_reads[-1:]]))
+            freed = max(last_reads[-1 - ahead] if len(last_reads) > ahead else -1, before.get(stage, -1))
+            held[stage] = Gather(stage, counts[stage], needed[stage], index, index, freed)
             counts[stage] += 1
         for key, following_read in zip(keys, following_reads, strict=True):
             held[key.stage] = held[key.stage]._replace(last=index)
@@ -130,15 +132,16 @@ def _gathers(reads: Reads, room: int) -> list[Gather]:
 
 def _position(compute: list[int], gather: Gather, prefetch: int) -> int:
     """Where a gather goes: at the start of the stream unless it has to wait for room."""
-    if gather.evicted < 0:
+    if gather.freed < 0:
         return 0
     if prefetch == 0:
         return gather.first
     place = bisect.bisect_left(compute, gather.first) - prefetch
-    return max(gather.evicted + 1, compute[place] if place >= 0 else 0)
+    return max(gather.freed + 1, compute[place] if place >= 0 else 0)
 
 
-def _check_room(program: Program, rank: int, reads: Reads, max_gathered: int) -> None:
+def _check_room(program: Program, rank: int, reads: Reads, max_gathered: int) -> int:
+    """The least stages that a rank has to hold at once. Raises PentadError if it may not."""
     held = program.placement[rank]
     where = f"rank {rank} of schedule {program.name}"
     if any(len(program.holders(stage)) > 1 for stage in held):
@@ -148,3 +151,4 @@ def _check_room(program: Program, rank: int, reads: Reads, max_gathered: int) ->
         why = f"one action on {where} reads that many stages"
     if max_gathered < least:
         raise PentadError(f"zero.max_gathered is {max_gathered}: expected at least {least}, because {why}")
+    return least

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from bits import same_bits
+import torch
 from exactness import assert_equals_one_process
 from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import STEPS, plan_of
@@ -37,7 +37,7 @@ def test_units_have_the_bits_of_whole_stages(gpus, corpus, name, recompute) -> N
     for whole, *others in zip(*runs, strict=True):
         for other in others:
             assert [each.losses for each in whole.results] == [each.losses for each in other.results]
-            assert same_bits(whole.state, other.state)
+            assert [name for name in whole.state if not torch.equal(whole.state[name], other.state[name])] == []
 
 
 def recomputed(plan, recompute: str) -> frozenset[int]:
