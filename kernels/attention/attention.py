@@ -41,7 +41,7 @@ def attention(
     `scale` multiplies the scores, 1 / sqrt(D) unless given. Inputs may be strided views with a contiguous last
     dimension, and must stay unchanged until the backward.
     """
-    options = AttentionOptions(True, softmax_scale(q, scale), deterministic)
+    options = causal_options(q, deterministic, scale)
     if has_fused_kernel(q, v):
         out, lse = partial_attention(q, k, v, options)
         return out, SavedAttention(out, lse, (q, k, v), options)
@@ -54,6 +54,11 @@ def attention(
         mask = None if square else _lower_right_mask(q.shape[2], k.shape[2])
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=square, scale=scale, enable_gqa=grouped)
     return out.detach(), SavedAttention(out, None, (q, k, v), options)
+
+
+def causal_options(q: Tensor, deterministic: bool, scale: float | None) -> AttentionOptions:
+    """Those of `attention`, whose backward needs them."""
+    return AttentionOptions(True, softmax_scale(q, scale), deterministic)
 
 
 def _lower_right_mask(queries: int, keys: int) -> Tensor:

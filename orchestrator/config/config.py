@@ -258,8 +258,8 @@ class RunConfig(sections.Section):
             yield f"schedule.slices is {layout.slices}: expected 1 for model {text}, which gets whole sequences"
         if self.data.document_mask:
             yield f"data.document_mask is true: expected false for model {text}, which sees no document boundaries"
-        if self.memory.recompute == "selective":
-            yield f"memory.recompute is selective: expected none or full for model {text}"
+        if self.memory.recompute not in ("none", "full"):
+            yield f"memory.recompute is {self.memory.recompute}: expected none or full for model {text}"
         if layers < layout.stages:
             found = f"it returns {layers} layer{'s' * (layers > 1)}"
             yield f"model {text}: {found}, but {layout.stages} pipeline stages (mesh.pp) need at least one each"

@@ -173,9 +173,10 @@ class PrecisionSection(Section):
 class MemorySection(Section):
     """Recomputation and offloading of activations."""
 
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "attention", "full"] = "none"
     """activations that backward recomputes: none; selective: norms and the wide products of feed-forward networks;
-    full: everything but the input of a unit"""
+    attention: everything but the input and the result of attention, so no scores; full: everything but the input of a
+    unit"""
     recompute_stages: list[NonNegativeInt] | None = None
     """pipeline stages that recompute; null: all"""
     unit_layers: Count | None = None
@@ -191,9 +192,9 @@ class MemorySection(Section):
         if stages == []:
             yield Broken("recompute_stages", "at least one stage, or null for all")
         elif stages is not None and self.recompute == "none":
-            yield Broken("recompute_stages", "selective or full", f"{stages}, but memory.recompute is none")
-        if resident is not None and self.recompute == "selective":
-            found = f"{resident:g}, but memory.recompute is selective"
+            yield Broken("recompute_stages", "selective, attention or full", f"{stages}, but memory.recompute is none")
+        if resident is not None and self.recompute not in ("none", "full"):
+            found = f"{resident:g}, but memory.recompute is {self.recompute}"
             yield Broken("max_resident_microbatches", "none or full", found)
 
     def modes(self, units: Sequence[int], layers: Sequence[LayerRange]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from pentad.orchestrator.planning.allocations import INDEX, Allocation, Piece
-from pentad.orchestrator.planning.attention_memory import attention_core, attention_shape
+from pentad.orchestrator.planning.attention_memory import AttentionShape, attention_core, attention_shape
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 
 OUTPUT_GRADIENT = "gradient of the result"  # what B receives, allocated by the layer or stage behind unless gathered
@@ -23,9 +23,17 @@ def sublayers(model: ModelSpec, has_experts: bool, has_window: bool, piece: Piec
         network = moe(model.hidden, model.experts, piece, has_biases=model.expert_biases)
     else:
         network = mlp(model.hidden, model.ffn, piece)
+    before, own, after = _residual(model, mixer, piece, reused=model.mla is not None or not piece.is_gathered)
+    attention_part = [[*before[:1], *_rebuilt(before[1:])], own, _rebuilt(after)]
+    before, own, after = _residual(model, network, piece, reused=not piece.is_gathered)
+    return [attention_part, [_rebuilt(before), own, after]]
+
+
+def _rebuilt(allocations: Iterable[Allocation]) -> list[Allocation]:
+    """What 'attention' recomputation frees as well."""
     return [
-        _residual(model, mixer, piece, reused=model.mla is not None or not piece.is_gathered),
-        _residual(model, network, piece, reused=not piece.is_gathered),
+        each._replace(recompute=each.recompute or "attention") if each.life.startswith("F-") else each
+        for each in allocations
     ]
 
 
@@ -59,7 +67,7 @@ def norm(hidden: int, piece: Piece, *, reused: bool) -> Iterator[Allocation]:
     stream = piece.stream(hidden)
     yield Allocation("residual stream", "F-B", stream)
     yield Allocation("scale", "F-B", piece.sequence_parallel_tokens * piece.wide, offload=False)
-    yield Allocation("normed stream", "F-W" if reused else "F-B", stream, recompute=True)
+    yield Allocation("normed stream", "F-W" if reused else "F-B", stream, recompute="selective")
     yield Allocation("gradient of the weight", "B-W", hidden * piece.wide)
 
 
@@ -71,14 +79,7 @@ def attention(model: ModelSpec, has_window: bool, piece: Piece) -> Iterator[Allo
     out, qkv = shape.output, shape.inputs
     stream, copy = piece.full_stream(model.hidden), piece.copy(model.hidden)
     yield from saved
-    yield Allocation("heads' output", "F-W", out)
-    if model.qk_norm:
-        width, heads, norms = shape.query, shape.heads + shape.kv_heads, 2
-        yield Allocation("heads before their norm", "F-B", piece.tokens * heads * width * piece.itemsize)
-        if model.qk_norm == "all_heads":
-            heads, norms = 2, heads
-        yield Allocation("heads' scales", "F-B", piece.tokens * heads * piece.wide, offload=False)
-        yield Allocation("gradients of the heads' norms", "B-W", norms * width * piece.wide)
+    yield from _rebuilt(_head_norms(model, shape))
     biases = model.qkv_bias * (shape.heads + 2 * shape.kv_heads) * shape.query + model.out_bias * model.hidden
     yield Allocation(
         "gradients of biases and sinks", "B-W", (biases + model.attention_sinks * shape.heads) * piece.wide
@@ -92,6 +93,18 @@ def attention(model: ModelSpec, has_window: bool, piece: Piece) -> Iterator[Allo
     yield Allocation("gradient of the input", "B", copy + piece.stream(model.hidden))
 
 
+def _head_norms(model: ModelSpec, shape: AttentionShape) -> Iterator[Allocation]:
+    """RMSNorms of queries and keys, if the model has them."""
+    if not model.qk_norm:
+        return
+    piece, width, heads, norms = shape.piece, shape.query, shape.heads + shape.kv_heads, 2
+    yield Allocation("heads before their norm", "F-B", piece.tokens * heads * width * piece.itemsize)
+    if model.qk_norm == "all_heads":
+        heads, norms = 2, heads
+    yield Allocation("heads' scales", "F-B", piece.tokens * heads * piece.wide, offload=False)
+    yield Allocation("gradients of the heads' norms", "B-W", norms * width * piece.wide)
+
+
 def latent_attention(model: ModelSpec, mla: MLA, piece: Piece) -> Iterator[Allocation]:
     """Multi-head latent attention (arXiv 2405.04434, 2.1): each tp rank computes the latent vectors of its own tokens,
     which are then gathered."""
@@ -101,10 +114,13 @@ def latent_attention(model: ModelSpec, mla: MLA, piece: Piece) -> Iterator[Alloc
     out, queries = shape.output, tokens * shape.heads * shape.query * c
     latents = mla.kv_lora_rank + mla.q_lora_rank
     yield from saved
-    yield Allocation("heads' output", "F-W", out)
-    yield Allocation("latents", "F-B", own * latents * c)
-    yield Allocation("normed latents", "F-B" if piece.is_gathered else "F-W", own * latents * c)
-    yield Allocation("latents' scales", "F-B", own * piece.wide * (1 + bool(mla.q_lora_rank)), offload=False)
+    yield from _rebuilt(
+        [
+            Allocation("latents", "F-B", own * latents * c),
+            Allocation("normed latents", "F-B" if piece.is_gathered else "F-W", own * latents * c),
+            Allocation("latents' scales", "F-B", own * piece.wide * (1 + bool(mla.q_lora_rank)), offload=False),
+        ]
+    )
     yield Allocation(OUTPUT_GRADIENT, "B-W", piece.full_stream(hidden))
     yield Allocation("gradients of queries, keys and values", "B-W", shape.inputs - queries)
     yield Allocation("gradients of latents and the rotary key", "B-W", own * (latents + mla.qk_rope_head_dim) * c)
@@ -120,7 +136,7 @@ def latent_attention(model: ModelSpec, mla: MLA, piece: Piece) -> Iterator[Alloc
 def mlp(hidden: int, width: int, piece: Piece) -> Iterator[Allocation]:
     """Gated feed-forward network (SwiGLU) of a width that tp ranks split."""
     inner, copy = piece.tokens * (width // piece.mesh.tp) * piece.itemsize, piece.copy(hidden)
-    yield Allocation("gate and up", "F-B", 2 * inner, recompute=True)
+    yield Allocation("gate and up", "F-B", 2 * inner, recompute="selective")
     yield Allocation(OUTPUT_GRADIENT, "B-W", piece.full_stream(hidden))
     yield Allocation("gated", "B-W", inner)
     yield Allocation("gradients of gate and up", "B-W", 2 * inner)
@@ -151,7 +167,7 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
         "row weights and positions", "F-B", rows * wide + group_tokens * experts.top_k * INDEX, offload=False
     )
     yield Allocation("received tokens", "F-W", received)
-    yield Allocation("gate and up", "F-B", 2 * (rows * width + tokens * shared) * c, recompute=True)
+    yield Allocation("gate and up", "F-B", 2 * (rows * width + tokens * shared) * c, recompute="selective")
     if ep == 1 or shared:
         yield Allocation(OUTPUT_GRADIENT, "B-W", tokens * hidden * c)
     yield Allocation("received gradients", "B-W", received)

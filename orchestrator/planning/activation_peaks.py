@@ -56,13 +56,12 @@ class StageActivations:
     """Bytes of one piece on one stage.
 
     `saved` from F to B, `input` of it the residual stream that F received, which may lie in a receive slot instead;
-    selective recomputation frees the `recomputable` ones, OFFLOAD leaves those `not_offloadable`. `deferred` from B to
+    OFFLOAD leaves those `not_offloadable`. `deferred` from B to
     W, of which `incoming` is the gradient that B received, which may lie in a slot too. `kv_cache` and `kv_gradients`
     are shared by the slices of a microbatch. Effects count the input and the incoming gradient as allocated.
     """
 
     saved: int
-    recomputable: int
     not_offloadable: int
     input: int
     deferred: int
@@ -138,11 +137,14 @@ def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations
     end_backward = sequence(allocate(end.deferred - end.reused), allocate(end.reused - end.saved))
     forward = {
         "none": sequence(allocate(copy), *(layer.forward for layer in layers), allocate(end.saved)),
-        "selective": sequence(
-            allocate(copy),
-            *(sequence(layer.forward, allocate(-layer.totals.recomputable)) for layer in layers),
-            allocate(end.saved),
-        ),
+        **{
+            mode: sequence(
+                allocate(copy),
+                *(sequence(layer.forward, allocate(-layer.totals.recomputable[mode])) for layer in layers),
+                allocate(end.saved),
+            )
+            for mode in ("selective", "attention")
+        },
         "full": sequence(
             *(sequence(layer.forward, allocate(-layer.totals.saved)) for layer in layers),
             allocate(2 * stream + end.saved),
@@ -156,7 +158,6 @@ def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations
     blocks.append((allocate(embedding.deferred), embedding.deferred, lookup if first else 0))
     return StageActivations(
         saved=copy + sum(part.saved for part in parts),
-        recomputable=sum(layer.totals.recomputable for layer in layers),
         not_offloadable=sum(part.not_offloadable for part in parts),
         input=stream,
         deferred=deferred,
@@ -196,11 +197,10 @@ def _custom_stage(model: ModelSpec, custom: CustomModel, layers: LayerRange, pie
     saved, most = found.saved + received, max(found.saved + received, found.deferred)
     return StageActivations(
         saved=saved,
-        recomputable=0,
         not_offloadable=found.saved - found.offloadable,
         input=received,
         deferred=found.deferred,
-        forward={"none": allocate(saved), "selective": allocate(saved), "full": Effect(received, found.layer)},
+        forward={"none": allocate(saved), "full": Effect(received, found.layer)},
         backward=Effect(found.deferred - saved, most - saved),
         weight=Effect(-found.deferred, 0),
         backward_and_weight=Effect(-saved, most - saved),

@@ -69,22 +69,22 @@ class Piece(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """A tensor, or several. Selective recomputation frees those with `recompute` after F; OFFLOAD leaves those without
-    `offload`."""
+    """A tensor, or several. `recompute` is the mode of recomputation that frees it after F, if any but full does:
+    attention frees what selective does, and more. OFFLOAD leaves those without `offload`."""
 
     what: str
     life: Life
     bytes: int
     offload: bool = True
-    recompute: bool = False
+    recompute: Literal["selective", "attention", None] = None
 
 
 class Totals(NamedTuple):
     """Sums of allocations: from F to B or W (`saved`, of which some recomputable, not offloadable, or `reused` by W),
-    from B or F to W (`deferred`), and the largest workspace of F, B and W."""
+    from B or F to W (`deferred`), and the largest workspace of F, B and W. `recomputable` is by mode."""
 
     saved: int
-    recomputable: int
+    recomputable: dict[str, int]
     not_offloadable: int
     reused: int
     deferred: int
@@ -99,7 +99,10 @@ def total(allocations: Iterable[Allocation]) -> Totals:
     most = {op: max((each.bytes for each in found if each.life == op), default=0) for op in ("F", "B", "W")}
     return Totals(
         saved=size["F-B"] + size["F-W"],
-        recomputable=sum(each.bytes for each in found if each.recompute),
+        recomputable={
+            "selective": sum(each.bytes for each in found if each.recompute == "selective"),
+            "attention": sum(each.bytes for each in found if each.recompute),
+        },
         not_offloadable=sum(each.bytes for each in found if not each.offload),
         reused=size["F-W"],
         deferred=size["F-W"] + size["B-W"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pentad.orchestrator.planning.allocations import BYTES, Allocation, Piece
 from pentad.schedules.spec.model import ModelSpec
@@ -60,7 +60,7 @@ def attention_core(
     """(what scaled dot-product attention saves, bytes of its workspaces in F and B), by the kernel that computes it
     (kernels/attention). `is_plain` attention has no windows, soft caps or sinks."""
     piece, cp, is_exchanged = shape.piece, shape.piece.mesh.cp, shape.is_exchanged
-    is_split = cp > 1 and not is_exchanged
+    is_split, is_graph = cp > 1 and not is_exchanged, False
     is_flash = piece.device == "cuda" and piece.dtype == "bfloat16" and not has_softcap
     is_blocks = is_split or piece.document_mask or not is_plain
     is_fused = piece.device == "cpu" or (piece.dtype == "float32" and not piece.deterministic)
@@ -80,17 +80,24 @@ def attention_core(
         backward += _flash_backward(shape) if is_flash else score_workspace
     elif is_fused and shape.query == shape.value:
         # torch's own kernel, in an autograd graph
-        saves_output, other = False, log_sum_exps._replace(offload=False)
+        is_graph, saves_output, other = True, False, log_sum_exps._replace(offload=False)
     else:
         # scores and probabilities in an autograd graph
         is_view = is_exchanged and piece.itemsize == piece.wide  # values are in rows already
         graph = piece.tokens * shape.heads * (2 * shape.query + (0 if is_view else shape.value)) + scores
         what = "scaled queries and keys, values, probabilities"
-        saves_output, other = True, Allocation(what, "F-B", graph * piece.wide, offload=False)
+        is_graph, saves_output = True, True
+        other = Allocation(what, "F-B", graph * piece.wide, offload=False)
         forward, backward = forward + score_workspace, score_workspace
-    saved = [Allocation("queries, keys and values", "F-B", inputs), other]
-    if saves_output or is_exchanged:
-        saved.append(Allocation("output", "F-B", shape.output))
+    # A graph is built anew by computing the attention again; else its result is kept, once.
+    again: Literal["attention"] | None = "attention" if is_graph else None
+    is_apart = saves_output or is_exchanged
+    saved = [
+        Allocation("queries, keys and values", "F-B", inputs, recompute="attention"),
+        other._replace(recompute=again),
+        Allocation("output", "F-B", shape.output * is_apart, recompute=again),
+        Allocation("heads' output", "F-W", shape.output, recompute="attention" if is_apart else again),
+    ]
     return saved, forward, backward
 
 

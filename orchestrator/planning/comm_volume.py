@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from pentad.orchestrator.planning.allocations import BYTES, INDEX, Piece, piece_of, wide_bytes
 from pentad.orchestrator.planning.attention_memory import attention_shape
@@ -20,7 +20,8 @@ from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 from pentad.schedules.spec.plan import ParamShard, Plan, num_tiles
 from pentad.schedules.spec.tensors import LayerRange
 
-Phase = Literal["F", "B", "selective", "full"]  # the latter two: RECOMPUTE in that mode
+Phase = Literal["F", "B", "selective", "attention", "full"]  # the latter three: RECOMPUTE in that mode
+OF_LAYERS = ("selective", "attention")  # recompute nothing of embedding and head
 
 
 class CommKind(NamedTuple):
@@ -91,7 +92,7 @@ def comm_volume(plan: Plan, rank: int) -> CommVolume:
         elif op in (Op.F, Op.B, Op.BW, Op.RECOMPUTE):
             phase: Phase = "F" if op is Op.F else "B"
             if op is Op.RECOMPUTE:
-                phase = "full" if plan.recompute_mode(stage) == "full" else "selective"
+                phase = cast(Phase, plan.recompute_mode(stage))
             found.include(stage_volume(plan.model, plan.layers[stage], piece, phase))
     return found
 
@@ -102,9 +103,9 @@ def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: Phas
     found, dense = CommVolume(), model.experts.first_k_dense if model.experts is not None else model.layers
     for layer in layers.numbers:
         found.include(layer_volume(model, layer >= dense, piece, phase))
-    mtp_layers = model.mtp_layers if layers.has_head and phase != "selective" else 0
+    mtp_layers = model.mtp_layers if layers.has_head and phase not in OF_LAYERS else 0
     found.include(layer_volume(model, model.experts is not None, piece, phase), mtp_layers)
-    if piece.mesh.tp > 1 and phase != "selective":
+    if piece.mesh.tp > 1 and phase not in OF_LAYERS:
         stream = piece.full_stream(model.hidden)
         embeddings, heads = (end + mtp_layers for end in (layers.has_embedding, layers.has_head))
         _add_tp(found, piece, "all_gather" if phase == "B" else "reduce_scatter", embeddings, embeddings * stream)
@@ -127,8 +128,12 @@ def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: Phase
             _add_sublayer(found, piece, phase, model.hidden, tiles)
         if phase != "selective" and model.qk_norm == "all_heads":  # means of queries and keys
             _add_tp(found, piece, "all_gather", 1, piece.mesh.tp * 2 * piece.tokens * piece.wide)
-        _add_sublayer(found, piece, phase, model.hidden, 1 if has_experts else tiles)
-    if phase != "selective":
+        network: Phase = "selective" if phase in OF_LAYERS else phase
+        _add_sublayer(found, piece, network, model.hidden, 1 if has_experts else tiles)
+    if phase == "attention":
+        if attention_shape(model, piece).is_exchanged:
+            _add_context_parallel(found, model, piece, phase)
+    elif phase != "selective":
         if piece.mesh.cp > 1:
             _add_context_parallel(found, model, piece, phase)
         if has_experts and model.experts is not None and piece.mesh.ep > 1:

@@ -58,9 +58,7 @@ def guess_costs(
         norm=2 * rates.intra_host_latency + updated / rates.memory,
         step=7 * updated / rates.memory,  # reads master weights, both moments, gradients; writes the former three
         launch=rates.launch,
-        recompute=tuple(
-            each.forward if mode == "full" else each.selective for each, mode in zip(stages, modes, strict=False)
-        ),
+        recompute=tuple(each.recompute(mode) for each, mode in zip(stages, modes, strict=False)),
         offload=tuple(
             rates.intra_host_latency + (of.saved - of.not_offloadable) / rates.host_memory for of in activations
         ),
@@ -68,12 +66,16 @@ def guess_costs(
 
 
 class StageSeconds(NamedTuple):
-    """Seconds of one piece on one stage; `selective` is selective recomputation."""
+    """Seconds of one piece on one stage, the latter two of its recomputation."""
 
     forward: float
     backward: float
     weight: float
     selective: float
+    attention: float
+
+    def recompute(self, mode: str) -> float:
+        return {"none": 0.0, "selective": self.selective, "attention": self.attention, "full": self.forward}[mode]
 
 
 def _stage_seconds(
@@ -103,6 +105,7 @@ def _stage_seconds(
         backward=with_communication("B", compute.backward),
         weight=compute.weight + lookup * (span.has_embedding and lora is None),
         selective=with_communication("selective", compute.selective),
+        attention=with_communication("attention", compute.attention),
     )
 
 
@@ -110,7 +113,7 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
     first, end, _, is_last = span
     if model.custom is not None:
         seconds = piece.rows * sum(layer.flops for layer in model.custom.layers[first:end]) / rates.flops
-        return StageSeconds(seconds, seconds, seconds, 0.0)
+        return StageSeconds(seconds, seconds, seconds, 0.0, 0.0)
     experts = model.experts
     mtp_layers = model.mtp_layers if is_last else 0
     end += mtp_layers
@@ -131,11 +134,14 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
     linear += 2 * tokens * 2 * model.hidden**2 * mtp_layers / flops  # joins streams and embeddings
     # memory traffic of norms, residual sums and activations
     elementwise = count * tokens * piece.itemsize * (8 * model.hidden + 3 * width) / piece.mesh.tp / rates.memory
+    wide_product = 4 * tokens * count * model.hidden * width / flops
     return StageSeconds(
         forward=linear + attention + head + elementwise,
         backward=linear + 2.5 * attention + head + 1.5 * elementwise,  # five products of scores instead of two
         weight=linear + head,
-        selective=4 * tokens * count * model.hidden * width / flops + elementwise / 2,
+        selective=wide_product + elementwise / 2,
+        # the product of the feed-forward with its down projection is what nothing needs again
+        attention=max(wide_product, linear - wide_product / 2) + elementwise,
     )
 
 

@@ -39,7 +39,7 @@ from pentad.schedules.spec.validate import check_divisibility
 from pentad.schedules.spec.zero_layout import pool_sizes
 
 ROWS = (1, 2, 4, 8)  # sequences of a microbatch
-MODES = ("none", "selective", "full")
+MODES = ("none", "selective", "attention", "full")
 SAVING_ALL = ("gpipe", "looped-bfs")  # save the activations of every microbatch
 COMPILED = 10  # of the best estimates
 _order = lru_cache(maxsize=256)(generate)

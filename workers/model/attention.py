@@ -20,7 +20,7 @@ from pentad.workers.model.lora import Adapter, ColumnAdapters, RowAdapter
 from pentad.workers.model.norm import QKNorm, QKNormSaved
 from pentad.workers.model.weight_grad import AddWgrad, LinearWgrad, Param, Params, Wgrad, bias_wgrad
 from pentad.workers.parallel.async_ops import Task, gather2, ready
-from pentad.workers.parallel.context_parallel import SavedContext
+from pentad.workers.parallel.context_parallel import KeptAttention, SavedContext, keep
 
 
 class AttentionSaved(NamedTuple):
@@ -53,7 +53,7 @@ class Attention(NamedTuple):
         return cls(qkv, out, qkv_bias, out_bias, sinks, qk_norm, adapters, out_adapter)
 
     def forward(
-        self, context: LayerContext, sequence: SequenceContext, x: Tensor
+        self, context: LayerContext, sequence: SequenceContext, x: Tensor, kept: KeptAttention | None = None
     ) -> Task[tuple[Tensor, AttentionSaved, Tensor]]:
         rotary, heads, kv_heads = sequence.rotary, *self._head_counts(context)
         full = yield from context.tp.all_gather(x)
@@ -65,12 +65,15 @@ class Attention(NamedTuple):
         if self.qk_norm is not None:
             qk_norm = yield from self.qk_norm.forward_(context.tp, q, k)
         rope_(qkv[:, : heads + kv_heads], rotary.cos, rotary.sin)
-        out, saved = yield from attend(context, sequence, q, k, v, self.sinks and self.sinks.weight)
+        out, saved = yield from attend(context, sequence, q, k, v, self.sinks and self.sinks.weight, kept)
         y = yield from context.tp.matmul_reduce_scatter(out, self.out.weight.t())
         yield from self.out_adapter.add_(context, out, y)
         if self.out_bias is not None:
             y += self.out_bias.weight
         return y, AttentionSaved(saved, out, qk_norm), x
+
+    def keep(self, saved: AttentionSaved) -> KeptAttention | None:
+        return keep(saved.context)
 
     def recompute(self, context: LayerContext, x: Tensor, saved: AttentionSaved) -> Tensor:
         """Only the input: none of the activations is cheap to recompute."""
@@ -126,17 +129,23 @@ class Attention(NamedTuple):
 
 
 def attend(
-    context: LayerContext, sequence: SequenceContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    context: LayerContext,
+    sequence: SequenceContext,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
+    kept: KeptAttention | None = None,
 ) -> Task[tuple[Tensor, SavedContext]]:
     """(out [T, N D], what B needs) of queries [T, N, D], keys and values [T, M, D], after those of earlier slices, and
-    sinks [N]."""
+    sinks [N]; what was `kept` is not computed again."""
     q, k, v = (_by_sequence(each, sequence) for each in (q, k, v))
     k, v = sequence.kv_cache.extend((k, v), sequence.rotary.start)  # [B, M, start + S, D]
     model = context.model
     options = AttentionOptions(
         True, model.softmax_scale, context.deterministic, softcap=model.attn_logit_softcapping
     ).within(sequence.window)
-    out, saved = yield from context.cp.attend(q, k, v, options, sequence.documents, sinks)  # [B, N, S, D]
+    out, saved = yield from context.cp.attend(q, k, v, options, sequence.documents, sinks, kept)  # [B, N, S, D]
     return out.transpose(1, 2).flatten(2).flatten(0, 1), saved
 
 

@@ -19,6 +19,7 @@ from pentad.workers.model.moe import MoE
 from pentad.workers.model.norm import Norm, SavedNorm
 from pentad.workers.model.weight_grad import Params, Wgrad
 from pentad.workers.parallel.async_ops import Task
+from pentad.workers.parallel.context_parallel import KeptAttention
 
 
 class ResidualSaved(NamedTuple):
@@ -37,21 +38,25 @@ class Residual(NamedTuple):
     sublayer: Sublayer
     post_norm: Norm | None
 
-    def forward(
-        self, context: LayerContext, sequence: SequenceContext, branch: Tensor, stream: Tensor | None
-    ) -> Task[tuple[Tensor, Tensor, ResidualSaved, Any]]:
-        """(branch, stream, saved, recomputable); the residual stream is `branch` + `stream`, both [T, H], before and
-        after.
+    def read(self, branch: Tensor, stream: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(what the sublayer reads, residual stream, scale [T] of the norm) from the terms of the residual stream.
 
         A norm adds them, since it reads both anyway.
         """
         if self.norm is not None:
             x, (stream, rstd) = self.norm.forward(branch, stream)
-        else:
-            # W reads x, when the buffer of a stage's input may hold the next one.
-            x = stream = branch.clone() if stream is None else branch + stream
-            rstd = None
-        branch, saved, recomputable = yield from self.sublayer.forward(context, sequence, x)
+            return x, stream, rstd
+        # W reads x, when the buffer of a stage's input may hold the next one.
+        x = branch.clone() if stream is None else branch + stream
+        return x, x, None
+
+    def forward(
+        self, context: LayerContext, sequence: SequenceContext, branch: Tensor, stream: Tensor | None, *kept: Any
+    ) -> Task[tuple[Tensor, Tensor, ResidualSaved, Any]]:
+        """(branch, stream, saved, recomputable); the residual stream is `branch` + `stream`, both [T, H], before and
+        after. What attention has `kept` it does not compute again."""
+        x, stream, rstd = self.read(branch, stream)
+        branch, saved, recomputable = yield from self.sublayer.forward(context, sequence, x, *kept)
         post_norm = None
         if self.post_norm is not None:
             branch, post_norm = self.post_norm.forward(branch)
@@ -80,6 +85,16 @@ class Residual(NamedTuple):
 class LayerSaved(NamedTuple):
     attention: ResidualSaved
     mlp: ResidualSaved
+
+
+class LayerKept(NamedTuple):
+    """What 'attention' recomputation keeps: the input and the result of attention, and of the feed-forward what
+    `recompute` cannot rebuild. Everything else follows from these token by token."""
+
+    stream: Tensor  # [T, H]
+    attention: KeptAttention | None
+    mlp: Any
+    post_norm: SavedNorm | None  # of the feed-forward
 
 
 class LayerRecomputable(NamedTuple):
@@ -115,6 +130,23 @@ class Layer(NamedTuple):
         branch, stream, *attention = yield from self.attention.forward(context, sequence, branch, stream)
         branch, stream, *mlp = yield from self.mlp.forward(context, sequence, branch, stream)
         return branch, stream, LayerSaved(attention[0], mlp[0]), LayerRecomputable(attention[1], mlp[1])
+
+    def keep(self, saved: LayerSaved) -> LayerKept:
+        attention: Any = self.attention.sublayer
+        kept = attention.keep(saved.attention.sublayer)
+        return LayerKept(saved.attention.stream, kept, saved.mlp.sublayer, saved.mlp.post_norm)
+
+    def rebuild(
+        self, context: LayerContext, sequence: SequenceContext, kept: LayerKept
+    ) -> Task[tuple[LayerSaved, LayerRecomputable]]:
+        """RECOMPUTE of what `keep` left out, by the kernels of the forward."""
+        branch, stream, *attention = yield from self.attention.forward(
+            context, sequence, kept.stream, None, kept.attention
+        )
+        x, stream, rstd = self.mlp.read(branch, stream)
+        recomputable = self.mlp.sublayer.recompute(context, x, kept.mlp)
+        mlp = ResidualSaved(stream, rstd, kept.mlp, kept.post_norm)
+        return LayerSaved(attention[0], mlp), LayerRecomputable(attention[1], recomputable)
 
     def recompute(self, context: LayerContext, saved: LayerSaved) -> LayerRecomputable:
         """RECOMPUTE, by the kernels of the forward."""

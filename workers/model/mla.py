@@ -21,7 +21,7 @@ from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.norm import Norm, SavedNorm
 from pentad.workers.model.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import Task, gather2
-from pentad.workers.parallel.context_parallel import SavedContext
+from pentad.workers.parallel.context_parallel import KeptAttention, SavedContext, keep
 
 
 class QueryLatent(NamedTuple):
@@ -58,7 +58,7 @@ class MLA(NamedTuple):
         return cls(query_latent, query, latent, Norm.bind(params, f"{at}.latent_norm", model), keys_values, out)
 
     def forward(
-        self, context: LayerContext, sequence: SequenceContext, x: Tensor
+        self, context: LayerContext, sequence: SequenceContext, x: Tensor, kept: KeptAttention | None = None
     ) -> Task[tuple[Tensor, MLASaved, Tensor]]:
         shape, tp, rotary = _shape(context), context.tp, sequence.rotary
         nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
@@ -77,9 +77,12 @@ class MLA(NamedTuple):
         rope_(rotary_key, rotary.cos, rotary.sin)
         kv = torch.mm(latent[:, :rank], self.keys_values.weight.t()).view(q.shape[0], q.shape[1], -1)  # [T, N, P + E]
         k = torch.cat((kv[:, :, :nope], rotary_key.expand(-1, q.shape[1], -1)), dim=2)
-        out, saved = yield from attend(context, sequence, q, k, kv[:, :, nope:])
+        out, saved = yield from attend(context, sequence, q, k, kv[:, :, nope:], kept=kept)
         y = yield from tp.matmul_reduce_scatter(out, self.out.weight.t())
         return y, MLASaved(saved, out, q_latent, kv_latent), x
+
+    def keep(self, saved: MLASaved) -> KeptAttention | None:
+        return keep(saved.context)
 
     def recompute(self, context: LayerContext, x: Tensor, saved: MLASaved) -> Tensor:
         """Only the input: none of the activations is cheap to recompute."""

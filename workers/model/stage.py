@@ -11,7 +11,7 @@ from torch import Tensor
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model import lm_head
 from pentad.workers.model.base_stage import Activation, BaseStage, activation_storages, storage_id
-from pentad.workers.model.layer import Layer, LayerRecomputable, LayerSaved
+from pentad.workers.model.layer import Layer, LayerKept, LayerRecomputable, LayerSaved
 from pentad.workers.model.layer_context import LayerContext, SequenceContext, rotary_tables
 from pentad.workers.model.mtp import MTPLayer, MTPSaved
 from pentad.workers.model.norm import Norm, SavedNorm
@@ -58,6 +58,7 @@ class StageSaved(NamedTuple):
     inputs: StageInputs
     layers: list[LayerSaved]
     recomputable: list[LayerRecomputable]  # by layer too
+    kept: list[LayerKept]  # by layer too, with 'attention' recomputation
     head: HeadSaved | None  # last stage
 
 
@@ -175,9 +176,21 @@ class Stage(BaseStage):
             context = self.layer_context._replace(count_load=False)
             task = self._run_layers(slice_index, saved.inputs, "none", context)
             self.saved[slice_index] = run_to_completion(task)[2]
+        elif self.recompute_mode == "attention":
+            self._rebuild(slice_index, saved)
         else:
             for layer, layer_saved in zip(self.bound.layers, saved.layers, strict=True):
                 saved.recomputable.append(layer.recompute(self.layer_context, layer_saved))
+
+    def _rebuild(self, slice_index: int, saved: StageSaved) -> None:
+        microbatch, slice_number = divmod(slice_index, self.slices)
+        layers = zip(self.layer_numbers, self.bound.layers, self.kv_caches[microbatch], strict=True)
+        for number, layer, kv_cache in layers:
+            sequence = self._sequence(number, slice_number, kv_cache, saved.inputs.documents)
+            task = layer.rebuild(self.layer_context, sequence, saved.kept.pop(0))
+            layer_saved, recomputable = run_to_completion(task)
+            saved.layers.append(layer_saved)
+            saved.recomputable.append(recomputable)
 
     def backward_input(self, slice_index: int, dy: Tensor | None) -> Task[Tensor | None]:
         microbatch, slice_number = divmod(slice_index, self.slices)
@@ -234,12 +247,14 @@ class Stage(BaseStage):
         else:
             assert inputs.received is not None
             branch, stream = inputs.received if isinstance(inputs.received, tuple) else (inputs.received, None)
-        saved = StageSaved(inputs if recompute_mode == "full" else _without_pair(inputs), [], [], None)
+        saved = StageSaved(inputs if recompute_mode == "full" else _without_pair(inputs), [], [], [], None)
         layers = zip(self.layer_numbers, self.bound.layers, self.kv_caches[microbatch], strict=True)
         for number, layer, kv_cache in layers:
             sequence = self._sequence(number, slice_number, kv_cache, inputs.documents)
             branch, stream, layer_saved, recomputable = yield from layer.forward(context, sequence, branch, stream)
-            if recompute_mode != "full":
+            if recompute_mode == "attention":
+                saved.kept.append(layer.keep(layer_saved))
+            elif recompute_mode != "full":
                 saved.layers.append(layer_saved)
             if recompute_mode == "none":
                 saved.recomputable.append(recomputable)

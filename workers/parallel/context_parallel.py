@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from pentad.kernels.attention.attention import SavedAttention, attention, attention_backward
+from pentad.kernels.attention.attention import SavedAttention, attention, attention_backward, causal_options
 from pentad.kernels.attention.attention_partial import QKVGrads
 from pentad.kernels.attention.attention_reference import AttentionOptions
 from pentad.kernels.attention.attention_sinks import add_sinks, sinks_backward
@@ -29,6 +29,13 @@ class SavedUlysses(NamedTuple):
 
     saved: SavedAttention | SavedBlocks
     kv_heads: int
+
+
+class KeptAttention(NamedTuple):
+    """The result of an attention, from which `attend` rebuilds what B needs without computing it again."""
+
+    out: Tensor  # [B, N, S, Dv], before the exchange of Ulysses
+    lse: Tensor  # [B, N, S]
 
 
 BLOCKWISE = {"ring": cp_ring, "all_gather": cp_all_gather}
@@ -64,23 +71,28 @@ class ContextParallelGroup:
         options: AttentionOptions,
         documents: DocumentMask | None = None,
         sinks: Tensor | None = None,
+        kept: KeptAttention | None = None,
     ) -> Task[tuple[Tensor, SavedContext]]:
         """(out [B, N, S / cp, Dv], what B needs) of this rank's q [B, N, S / cp, D], k [B, M, S / cp, D] and
         v [B, M, S / cp, Dv], in the order of its positions, and sinks [N]. The inputs must stay unchanged until B.
 
-        `options` are those of full sequences; `documents` were made for the same window."""
+        `options` are those of full sequences; `documents` were made for the same window. With the `kept` result of the
+        same inputs only what belongs to it is exchanged again."""
         group = self.group
         if group is None or self.size == 1:
-            return _attend_local(q, k, v, options, documents, sinks)
+            return _attend_local(q, k, v, options, documents, sinks, kept)
         if self.method == "ulysses":
             heads = yield from to_heads(group, q, k, v)
-            out, saved = _attend_local(heads[0], heads[1], heads[2], options, documents, self._own_heads(sinks))
+            out, saved = _attend_local(heads[0], heads[1], heads[2], options, documents, self._own_heads(sinks), kept)
             positions = yield from to_positions(group, out)
             return positions[0], SavedUlysses(saved, k.shape[1])
         rows, length = q.shape[0], q.shape[2] * self.size
         window = 0 if options.window_left is None else options.window_left + 1
         steps = documents or _steps_without_mask(self.method, self.size, self.rank, rows, length, q.device, window)
-        blocks = yield from BLOCKWISE[self.method].forward(group, Inputs(q, k, v, steps, options))
+        inputs = Inputs(q, k, v, steps, options)
+        if kept is not None:
+            return kept.out, SavedBlocks(inputs, *kept)
+        blocks = yield from BLOCKWISE[self.method].forward(group, inputs)
         blocks = _with_sinks(blocks, sinks)
         return blocks.out, blocks
 
@@ -109,6 +121,12 @@ class ContextParallelGroup:
         return None if sinks is None else sinks.chunk(self.size)[self.rank]
 
 
+def keep(saved: SavedContext) -> KeptAttention | None:
+    """The result of `attend`; None where B needs an autograd graph, and so the attention again."""
+    inner = saved.saved if isinstance(saved, SavedUlysses) else saved
+    return None if inner.lse is None else KeptAttention(inner.out, inner.lse)
+
+
 def _with_sinks(saved: SavedBlocks, sinks: Tensor | None) -> SavedBlocks:
     if sinks is None:
         return saved
@@ -128,13 +146,18 @@ def _attend_local(
     options: AttentionOptions,
     steps: DocumentMask | None,
     sinks: Tensor | None,
+    kept: KeptAttention | None,
 ) -> tuple[Tensor, SavedAttention | SavedBlocks]:
     """Attention of full sequences, without communication."""
     if steps is None and options.window_left is None and not options.softcap and sinks is None:
-        return attention(q, k, v, options.deterministic, options.scale)
+        if kept is None:
+            return attention(q, k, v, options.deterministic, options.scale)
+        return kept.out, SavedAttention(*kept, (q, k, v), causal_options(q, options.deterministic, options.scale))
     every = slice(None)
     at = steps[0][0] if steps else Block(every, every, every, True, window_left=options.window_left)
     inputs = Inputs(q, k, v, ((at,),), options)
+    if kept is not None:
+        return kept.out, SavedBlocks(inputs, *kept)
     saved = _with_sinks(SavedBlocks(inputs, *block_forward(inputs, at, k, v)), sinks)
     return saved.out, saved
 

@@ -13,7 +13,7 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.parameters import DTYPES
 
-MODES = ("none", "selective", "full")
+MODES = ("none", "selective", "attention", "full")
 
 
 def check(plan: Plan, index: int) -> None:
@@ -29,13 +29,13 @@ def check(plan: Plan, index: int) -> None:
     ends = tokens if stage.first else None, tokens if stage.last else None
 
     run_to_completion(stage.forward(0, received, *ends, mtp_tokens, starts))
-    saved = planned.saved - (0 if stage.first else planned.input)
-    after_forward = {"none": saved, "selective": saved - planned.recomputable, "full": 0}[mode]
-    assert nbytes(stage.saved[0][1:], *excluded) == after_forward
+    received_bytes = 0 if stage.first else planned.input
+    assert nbytes(stage.saved[0][1:], *excluded) == planned.kept(mode) - received_bytes
     if mode != "none":
         stage.recompute(0)
-        assert nbytes(stage.saved[0][1:], *excluded) == saved
-    assert saved - sum(each.nbytes() for each in stage.offloadable(0)) == planned.not_offloadable
+        assert nbytes(stage.saved[0][1:], *excluded) == planned.saved - received_bytes
+    offloadable = sum(each.nbytes() for each in stage.offloadable(0))
+    assert planned.saved - received_bytes - offloadable == planned.not_offloadable
 
     dy = None if stage.last else torch.randn(shape).to(dtype)
     run_to_completion(stage.backward_input(0, dy))
@@ -58,20 +58,23 @@ def test_stages(one_rank, corpus, family, mode, axes):
 
 @pytest.mark.parametrize("axes", [*CONTEXT_PARALLEL, {"cp": 2, "tp": 2}])
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("mode", ["none", "attention"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek"])
-def test_context_parallel_stages(one_rank, corpus, family, masked, axes):
-    check(stage_plan(corpus, family, "none", document_mask=masked, **axes), 1)
+def test_context_parallel_stages(one_rank, corpus, family, mode, masked, axes):
+    check(stage_plan(corpus, family, mode, document_mask=masked, **axes), 1)
 
 
+@pytest.mark.parametrize("mode", ["none", "attention"])
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
-def test_stages_with_document_masks(one_rank, corpus, family):
-    check(stage_plan(corpus, family, "none", document_mask=True), 1)
+def test_stages_with_document_masks(one_rank, corpus, family, mode):
+    check(stage_plan(corpus, family, mode, document_mask=True), 1)
 
 
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 4}, {"ep": 2, "cp": 2}])
+@pytest.mark.parametrize("mode", ["none", "attention"])
 @pytest.mark.parametrize("family", ["mixtral", "deepseek"])
-def test_expert_parallel_stages(one_rank, corpus, family, axes):
-    check(stage_plan(corpus, family, "none", **axes), 1)
+def test_expert_parallel_stages(one_rank, corpus, family, mode, axes):
+    check(stage_plan(corpus, family, mode, **axes), 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

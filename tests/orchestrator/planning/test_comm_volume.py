@@ -78,7 +78,12 @@ AXES = [
 
 
 @pytest.mark.parametrize(
-    ("mode", "axes"), [*(("none", axes) for axes in AXES), ("selective", AXES[0]), ("full", AXES[0])]
+    ("mode", "axes"),
+    [
+        *(("none", axes) for axes in AXES),
+        *((mode, AXES[0]) for mode in ("selective", "full")),
+        *(("attention", axes) for axes in AXES),
+    ],
 )
 @pytest.mark.parametrize("family", ["llama", "deepseek", "deepseek with mtp"])
 def test_layers(sent, corpus, family, mode, axes):

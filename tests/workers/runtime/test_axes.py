@@ -92,7 +92,9 @@ def test_tensor_parallelism_with_zero(fleet, corpus):
     assert_equals_one_process(fleet, shallow_plan(corpus, "1f1b", {"tp": 2, "dp": 2}, memory_options=options))
 
 
-@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=slow)])
+@pytest.mark.parametrize(
+    "recompute", ["attention", *(pytest.param(each, marks=slow) for each in ("selective", "full"))]
+)
 def test_tensor_parallelism_with_recomputation(fleet, corpus, recompute):
     assert_equals_one_process(fleet, shallow_plan(corpus, "zb-h2", {"tp": 2, "pp": 2}, recompute=recompute))
 

@@ -72,7 +72,7 @@ def test_every_schedule_with_experts_and_zero(fleet, corpus, name, zero):
     assert_equals_one_process(fleet, plan)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", "attention", "full"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_with_recomputation(fleet, corpus, name, recompute):
     plan = plan_on_mesh(corpus, name, {"ep": 2, "pp": 2}, model=MOE, recompute=recompute)

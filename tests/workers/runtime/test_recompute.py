@@ -23,12 +23,12 @@ from pentad.workers.params.parameters import create_parameters
 from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.streams import HostStreams
 
-MODES = ("none", "selective", "full")
+MODES = ("none", "selective", "attention", "full")
 # (schedule, pp) -> resident microbatches, where that is fewer than the schedule keeps
 RESIDENT = {("1f1b", 4): 2.0, ("zb-h2", 2): 2.0, ("zb-h2", 4): 3.0, ("dualpipe", 4): 3.0, ("seq-1f1b", 4): 1.5}
 SCHEDULES = [("1f1b", 5, None), ("zb-h2", 5, None), ("dualpipe", 8, None), ("seq-1f1b", 3, 2)]  # microbatches, slices
 ALWAYS: list[Any] = [("zb-h2", 2, "full", None), ("dualpipe", 2, "selective", None)]
-ALWAYS += [("seq-1f1b", 4, "full", None), ("1f1b", 4, "none", 2.0)]
+ALWAYS += [("seq-1f1b", 4, "full", None), ("1f1b", 4, "none", 2.0), ("zb-h2", 4, "attention", None)]
 
 
 def cases() -> list[Any]:
@@ -39,7 +39,7 @@ def cases() -> list[Any]:
             if name == "dualpipe" and pp == 1:
                 continue
             resident = [("none", RESIDENT[name, pp])] if (name, pp) in RESIDENT else []
-            for mode, max_resident in (("full", None), ("selective", None), *resident):
+            for mode, max_resident in (("full", None), ("attention", None), ("selective", None), *resident):
                 marks = [] if (name, pp, mode, max_resident) in ALWAYS else [pytest.mark.slow]
                 found.append(pytest.param(name, pp, m, slices, mode, max_resident, marks=marks))
     return found
@@ -59,7 +59,9 @@ def test_saving_memory_changes_no_bit(fleet, corpus, name, pp, m, slices, recomp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recompute", "max_resident"), [("full", None), ("selective", None), ("none", 3.0)])
+@pytest.mark.parametrize(
+    ("recompute", "max_resident"), [("full", None), ("attention", None), ("selective", None), ("none", 3.0)]
+)
 def test_a_rollback_discards_offloaded_activations(fleet: Fleet, corpus: str, recompute, max_resident) -> None:
     """A non-finite gradient and clipping make forwards run again."""
     runs = []
@@ -115,7 +117,7 @@ def test_a_stage_saves_the_estimated_bytes(corpus: str, name: str, slices: int |
         estimate = activations_of(plan, index)
         received = estimate.input if index else 0
         full = estimate.saved - received
-        per_slice = {"none": full, "selective": full - estimate.recomputable, "full": 0}[mode]
+        per_slice = estimate.kept(mode) - received
         sizes.append(saved_bytes(stage, slots))
         assert sizes[-1] == pytest.approx(num_slices * per_slice + estimate.kv_cache, rel=0.02)
         if mode != "none":
@@ -168,7 +170,7 @@ def saved_tensors(stage: Stage) -> list[torch.Tensor]:
     return [each for sublayer in sublayers for each in (sublayer.stream, sublayer.rstd)]
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", MODES[1:])
 def test_recomputation_does_not_count_losses_again(corpus: str, mode: str) -> None:
     plain, stage = (make_stage(plan_of("gpipe", 1, 1, 1, corpus, recompute=each)) for each in ("none", mode))
     for each in (plain, stage):
@@ -183,7 +185,7 @@ def test_the_peak_falls_with_what_is_saved(corpus: str) -> None:
     plans = [plan_of("gpipe", 1, 4, 8, corpus, recompute=mode) for mode in MODES]
     for rank in range(4):
         sizes = [activation_peaks(plan, rank)[0] for plan in plans]
-        assert sizes[0] > sizes[1] > sizes[2]
+        assert sizes[0] > sizes[1] > sizes[2] > sizes[3]
     plain, offloading = plans[0], plan_of("gpipe", 1, 4, 8, corpus, max_resident=3.0)
     estimate = activations_of(offloading, 1)
     moved = estimate.saved - estimate.not_offloadable - estimate.input
