@@ -99,9 +99,8 @@ def compile_forward_only(
         order = forward_only(trained)
         check_order(order)
         program = add_transfers(order, costs or Costs.uniform(order.stages), gated=gated)
-        program = add_loss(
-            add_memory_passes(program, memory_options._replace(recompute=frozenset(), max_resident=None))
-        )
+        options = memory_options._replace(recompute=frozenset(), max_resident=None, sizes=trained.sizes)
+        program = add_loss(add_memory_passes(program, options))
         check(program)
         return program
 

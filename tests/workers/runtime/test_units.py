@@ -92,7 +92,8 @@ def test_units_have_the_bits_of_whole_stages(fleet, corpus, name, recompute) -> 
 @pytest.mark.parametrize(("pp", "dp"), [(1, 2), (1, 4), (2, 2)])
 @pytest.mark.parametrize("zero", [2, 3])
 def test_zero_divides_all_but_a_few_units(zero: int, pp: int, dp: int) -> None:
-    """The planned bytes of a Llama: shards, with the weights and the gradients of two units."""
+    """The planned bytes of a Llama: shards, with the weights and the gradients of two units; the weights of the small
+    ends may lie beside those."""
     sizes = ["model.hidden=512", "model.heads=8", "model.ffn=1536", "model.layers=16", "model.vocab=512"]
     axes = [f"mesh.pp={pp}", f"mesh.dp={dp}", "schedule.name=1f1b", "schedule.microbatches=4", f"zero.stage={zero}"]
     more = ["memory.unit_layers=1"]
@@ -104,7 +105,7 @@ def test_zero_divides_all_but_a_few_units(zero: int, pp: int, dp: int) -> None:
         assert held["optimizer"] == 2 * 4 * total / dp
         assert held["gradients"] == 4 * (total / dp + sum(largest[:2]))
         gathered = held["parameters"] / 4 - (total / dp if zero == 3 else 0)
-        assert (0 <= gathered - sum(largest[:2]) <= largest[-1]) if zero == 3 else gathered == total
+        assert (0 <= gathered - sum(largest[:2]) <= sum(largest[-2:])) if zero == 3 else gathered == total
 
 
 def test_a_checkpoint_resumes_with_other_units(fleet, corpus, tmp_path: Path) -> None:
