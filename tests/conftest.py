@@ -19,14 +19,21 @@ if not Path("/dev/nvidiactl").exists():
 # grpc/grpc#43055. So Ray starts its nodes; nothing here forks to stay what it is.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
-# No deadlines: a busy machine is no failure. No randomness: a run says the same as the one before.
-slow = [hypothesis.HealthCheck.too_slow]
-hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=slow)
-hypothesis.settings.load_profile("repeatable")
+EXAMPLES = {"default": 40, "slow": 100}  # of each test of random data
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, and more examples of random data")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """No deadlines: a busy machine is no failure. No randomness: a run says the same as the one before."""
+    late = [hypothesis.HealthCheck.too_slow]
+    for name, number in EXAMPLES.items():
+        hypothesis.settings.register_profile(
+            name, deadline=None, derandomize=True, suppress_health_check=late, max_examples=number
+        )
+    hypothesis.settings.load_profile("slow" if config.getoption("slow") else "default")
 
 
 @pytest.hookimpl(optionalhook=True)

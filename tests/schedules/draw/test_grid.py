@@ -13,7 +13,10 @@ from pentad.schedules.simulate.simulate import simulate
 def test_a_large_grid_is_drawn_in_linear_time() -> None:
     program, costs = compile_program("zb-h1", 32, 128), Costs.uniform(32)
     timeline = simulate(program, costs)
-    began = time.process_time()
-    rows = time_grid(program, timeline, costs).splitlines()
-    assert time.process_time() - began < 0.2  # 0.04 s; 0.4 s if every cell or rank goes through all columns or spans
+    seconds = []
+    for _ in range(3):  # collecting garbage may take longer
+        began = time.process_time()
+        rows = time_grid(program, timeline, costs).splitlines()
+        seconds.append(time.process_time() - began)
+    assert min(seconds) < 0.2  # 0.04 s; 0.4 s if every cell or rank goes through all columns or spans
     assert [row.split()[-1] for row in rows] == ["W127"] * 32

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from memory_pass_cases import drop
-from schedule_sizes import allows
+from schedule_sizes import TYPICAL, allows
 
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program
@@ -28,8 +28,12 @@ CHUNKED = [("interleaved", 2, 4, 4), ("interleaved", 1, 3, 4), ("looped-bfs", 2,
 
 
 def cases(sizes: list[Any]) -> list[Any]:
-    """Parameters that begin with a size; the largest are slow."""
-    return [pytest.param(*each, marks=[pytest.mark.slow] * (each[1:3] == (4, 12))) for each in sizes]
+    """Parameters that begin with a schedule and a size; the largest are slow, and large ones of similar schedules."""
+
+    def is_slow(name: str, *size: Any) -> bool:
+        return size[:2] == (4, 12) or (size[:2] == (4, 8) and name not in TYPICAL)
+
+    return [pytest.param(*each, marks=[pytest.mark.slow] * is_slow(*each)) for each in sizes]
 
 
 def compiled(

@@ -65,16 +65,16 @@ def names_a_culprit(error: ScheduleError, mutant: Mutant) -> bool:
     return any(str(key) in words for _, key in mutant.culprits)
 
 
-OFTEN = {(name, 2) for name in ("dualpipe", *TYPICAL)}
+OFTEN = {*((name, 2, True) for name in TYPICAL), ("1f1b", 2, False), ("dualpipe", 2, False)}
 DAMAGED = [
-    pytest.param(name, ranks, 2 * ranks, marks=[SLOW] * ((name, ranks) not in OFTEN))
+    pytest.param(name, ranks, 2 * ranks, gated, marks=[SLOW] * ((name, ranks, gated) not in OFTEN))
     for name in CATALOGUE
     for ranks in (2, 4)
+    for gated in (False, True)
 ]
 
 
-@pytest.mark.parametrize(("name", "ranks", "microbatches"), DAMAGED)
-@pytest.mark.parametrize("gated", [False, True], ids=["posted", "gated"])
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "gated"), DAMAGED)
 def test_every_mutant_is_refused_and_its_culprit_named(name: str, ranks: int, microbatches: int, gated: bool) -> None:
     program = compiled(name, ranks, microbatches, gated=gated, replicas=2)
     kinds: Counter[str] = Counter()
