@@ -1,4 +1,4 @@
-"""A submitted run that nothing interrupts, to which others are compared."""
+"""Submitted runs that nothing interrupts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(runs: Path, corpus: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of submitting the job 'whole'."""
-    at = ("--name", "whole", "--address", str(shared_cluster().dashboard))
+def short(runs: Path, corpus: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of submitting the job 'short' of 20 steps."""
+    return submit("short", f"data.path={corpus}", f"run.folder={runs}", "run.steps=20")
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(runs: Path, corpus: str) -> None:
+    """Runs the job 'whole', to which others are compared."""
+    assert submit("whole", f"data.path={corpus}", f"run.folder={runs}")[0] == 0
+
+
+def submit(name: str, *overrides: str) -> tuple[int, str, str]:
+    at = ("--name", name, "--address", str(shared_cluster().dashboard))
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         patch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # --address takes precedence
-        status = main(["submit", *SMALL, f"data.path={corpus}", f"run.folder={runs}", "run.name=whole", *at])
+        status = main(["submit", *SMALL, *overrides, f"run.name={name}", *at])
     return status, out.getvalue(), err.getvalue()

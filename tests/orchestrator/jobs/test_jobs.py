@@ -227,13 +227,13 @@ def wait_for(path: Path, seconds: float = 40.0) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_submitted_run_trains_and_its_log_is_followed(uninterrupted: tuple[int, str, str], runs: Path) -> None:
-    status, out, err = uninterrupted
+def test_a_submitted_run_trains_and_its_log_is_followed(short: tuple[int, str, str], runs: Path) -> None:
+    status, out, err = short
     assert (status, err) == (0, ""), out
-    assert f"folder  {runs}/whole, on the cluster's" in out
-    assert f"step {STEPS - 1}  loss" in out
-    assert out.endswith(f"pentad: job whole finished; the run is in {runs}/whole\n")
-    assert len(steps(runs / "whole")) == STEPS
+    assert f"folder  {runs}/short, on the cluster's" in out
+    assert "step 19  loss" in out
+    assert out.endswith(f"pentad: job short finished; the run is in {runs}/short\n")
+    assert len(steps(runs / "short")) == 20
 
 
 @pytest.mark.timeout(120)
@@ -264,22 +264,22 @@ def test_a_stopped_run_resumes_when_submitted_again(
     assert steps(runs / "parts") == steps(runs / "whole")
 
 
-@pytest.mark.usefixtures("uninterrupted")
+@pytest.mark.usefixtures("short")
 def test_jobs_are_listed_with_the_endpoints_of_their_drivers(
     cluster: clusters.Cluster, pentad: Pentad, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = ("--address", str(cluster.dashboard))
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"metadata": {"job_submission_id": "whole"}}))
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"metadata": {"job_submission_id": "short"}}))
     assert announce({"control": "10.0.0.1:1234", "metrics": "10.0.0.1:5678"})
     listed = {job["job"]: job for job in json.loads(pentad("jobs", *at, "--json")[1])["jobs"]}
     announced = {"control": "10.0.0.1:1234", "metrics": "10.0.0.1:5678", "dashboard": cluster.dashboard}
-    assert listed["whole"]["endpoints"] == announced
-    assert (listed["whole"]["status"], listed["whole"]["folder"]) == ("SUCCEEDED", f"{runs}/whole")
+    assert listed["short"]["endpoints"] == announced
+    assert (listed["short"]["status"], listed["short"]["folder"]) == ("SUCCEEDED", f"{runs}/short")
     out = pentad("jobs", *at)[1]
     assert out.count("\n") == 1 + len(listed)
-    assert re.search(rf" whole +whole +SUCCEEDED +pp2 +\d{{4}}-\d\d-\d\d \d\d:\d\d +{runs}/whole", out)
+    assert re.search(rf" short +short +SUCCEEDED +pp2 +\d{{4}}-\d\d-\d\d \d\d:\d\d +{runs}/short", out)
     ended = "a job that has already ended (SUCCEEDED): expected a live one"
-    assert pentad("stop", "whole", *at)[2] == f"pentad: ID is 'whole', {ended}\n"
+    assert pentad("stop", "short", *at)[2] == f"pentad: ID is 'short', {ended}\n"
 
 
 @pytest.mark.parametrize("job", ["nobody", "../version", ""])

@@ -265,22 +265,21 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Started]]:
             run.process.wait()
 
 
-def test_ctrl_c_and_sigterm_stop_with_a_checkpoint_and_leave_nothing(started: Callable[..., Started]) -> None:
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    runs = [started(number.name, 'data.path="fake:seconds=0.05"') for number in numbers]  # at the same time
-    for run in runs:
-        run.wait_for(3)
-    for run, number in zip(runs, numbers, strict=True):
-        run.interrupt(number)
-    for run in runs:
-        assert run.process.wait(30) == 0, run.printed()
-        done = len(metrics(run.folder))
-        assert f"stopped after step {done}" in run.printed()
-        assert "Traceback" not in run.printed()
-        assert steps_saved(run.folder / "quickstart") == done
-        assert events(run.folder)[-2:] == [("checkpoint", done), ("stop", done)]
-        assert (run.folder / "quickstart" / "timeline.html").exists()
-        run.footprint.assert_gone()
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_ctrl_c_and_sigterm_stop_with_a_checkpoint_and_leave_nothing(
+    started: Callable[..., Started], number: signal.Signals
+) -> None:
+    run = started(number.name, 'data.path="fake:seconds=0.05"')
+    run.wait_for(3)
+    run.interrupt(number)
+    assert run.process.wait(30) == 0, run.printed()
+    done = len(metrics(run.folder))
+    assert f"stopped after step {done}" in run.printed()
+    assert "Traceback" not in run.printed()
+    assert steps_saved(run.folder / "quickstart") == done
+    assert events(run.folder)[-2:] == [("checkpoint", done), ("stop", done)]
+    assert (run.folder / "quickstart" / "timeline.html").exists()
+    run.footprint.assert_gone()
 
 
 @pytest.mark.slow

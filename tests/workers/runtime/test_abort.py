@@ -43,7 +43,7 @@ def make_plan(name: str, corpus: str, axes: dict[str, Any]) -> Plan:
         pytest.param("1f1b", {"pp": 2, "microbatches": 4}, marks=slow),
         ("1f1b", SQUARE),
         pytest.param("zb-h2", SQUARE, marks=slow),
-        ("dualpipe", PIPELINE),
+        pytest.param("dualpipe", PIPELINE, marks=slow),
         pytest.param("zb-v", {"pp": 2, "tp": 2, "microbatches": 4}, marks=slow),
         ("1f1b", {"dp": 2, "ep": 2, "microbatches": 2, "model": MOE}),
         pytest.param("1f1b", {"pp": 2, "cp": 2, "microbatches": 2, "model": FAMILIES["qwen3"]}, marks=slow),

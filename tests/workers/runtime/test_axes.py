@@ -28,7 +28,7 @@ TENSOR = [
     pytest.param("gpipe", {"tp": 2, "dp": 2}, marks=slow),
 ]
 CONTEXT = [
-    ("1f1b", {"cp": 2}, "ring"),
+    pytest.param("1f1b", {"cp": 2}, "ring", marks=slow),
     ("zb-h2", {"cp": 2, "pp": 2}, "all_gather"),
     ("gpipe", {"cp": 2, "tp": 2}, "ulysses"),
     ("1f1b", {"cp": 4}, "ring"),
@@ -39,7 +39,7 @@ CONTEXT = [
 EXPERT = [
     pytest.param("gpipe", {}, 0, marks=slow),
     pytest.param("1f1b", {"ep": 2}, 0, marks=slow),
-    ("1f1b", {"ep": 4}, 0),
+    pytest.param("1f1b", {"ep": 4}, 0, marks=slow),
     pytest.param("zb-h2", {"ep": 2, "pp": 2}, 0, marks=slow),
     ("dualpipe", {"ep": 2, "pp": 2}, 0),
     pytest.param("1f1b", {"ep": 2, "tp": 2}, 0, marks=slow),
@@ -49,7 +49,8 @@ EXPERT = [
 LIKE_OTHERS = {"qwen2", "mistral", "olmo2", "gemma2"}  # whose parts the other families have too
 FAMILY = [
     *(pytest.param(name, "gpipe", {}, marks=slow if name in LIKE_OTHERS else []) for name in FAMILIES),
-    ("olmo2", "zb-h2", {"tp": 4}),
+    ("olmo2", "zb-h2", {"tp": 2}),
+    pytest.param("olmo2", "zb-h2", {"tp": 4}, marks=slow),
     pytest.param("llama 3.1", "zb-h2", {"pp": 2, "cp": 2}, marks=slow),
     pytest.param("qwen3", "zb-h2", {"tp": 4}, marks=slow),
     pytest.param("qwen3", "1f1b", {"tp": 2, "pp": 2}, marks=slow),

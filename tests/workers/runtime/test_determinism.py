@@ -11,7 +11,7 @@ from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 slow = pytest.mark.slow
 CASES = [
-    ("1f1b", 2, 2, 3),
+    pytest.param("1f1b", 2, 2, 3, marks=slow),
     ("zb-h2", 2, 2, 4),
     pytest.param("dualpipe", 1, 4, 8, marks=slow),
     pytest.param("gpipe", 1, 2, 3, marks=slow),
@@ -50,14 +50,17 @@ def test_every_tensor_is_saved_once(fleet, corpus, tmp_path):
     assert {name for outcome in outcomes for name in outcome.state} == set(names)
 
 
-def test_holders_of_a_stage_stay_bit_identical(fleet, corpus):
+@pytest.mark.parametrize(
+    ("name", "dp", "pp", "microbatches"),
+    [pytest.param("dualpipe", 1, 4, 8, marks=slow), ("dualpipe", 2, 2, 4), pytest.param("zb-h2", 2, 2, 3, marks=slow)],
+)
+def test_holders_of_a_stage_stay_bit_identical(fleet, corpus, name, dp, pp, microbatches):
     """DualPipe's mirror ranks and dp replicas step with the same reduced gradients."""
-    for name, dp, pp, m in (("dualpipe", 1, 4, 8), ("dualpipe", 2, 2, 4), ("zb-h2", 2, 2, 3)):
-        outcomes = fleet.run(plan_of(name, dp, pp, m, corpus, dtype="float32"), [(0, 3)])
-        for parameter in {n for o in outcomes for n in o.state}:
-            copies = [o.state[parameter] for o in outcomes if parameter in o.state]
-            assert len(copies) == dp * (2 if name == "dualpipe" else 1)
-            assert all(torch.equal(copies[0], other) for other in copies[1:]), parameter
+    outcomes = fleet.run(plan_of(name, dp, pp, microbatches, corpus, dtype="float32"), [(0, 3)])
+    for parameter in {n for o in outcomes for n in o.state}:
+        copies = [o.state[parameter] for o in outcomes if parameter in o.state]
+        assert len(copies) == dp * (2 if name == "dualpipe" else 1)
+        assert all(torch.equal(copies[0], other) for other in copies[1:]), parameter
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])

@@ -48,7 +48,7 @@ def test_split_calls_equal_one_call(fleet, corpus, name, dp, pp, m, post_validat
         assert_same_runs(fleet.run(plan, calls), expected)
 
 
-@pytest.mark.parametrize("post_validation", [True, False])
+@pytest.mark.parametrize("post_validation", [True, pytest.param(False, marks=slow)])
 def test_a_call_returns_the_steps_that_are_complete(workers, corpus, post_validation):
     start_run(workers, plan_for("zb-h2", corpus, post_validation=post_validation))
     asked = [(0, 1, True), (1, 1, True), (2, 3, True), (5, 0, True), (5, 2, False), (7, 1, True), (8, 0, False)]
@@ -57,7 +57,7 @@ def test_a_call_returns_the_steps_that_are_complete(workers, corpus, post_valida
     assert returned == [[], [0], [1, 2, 3], [], [4, 5, 6], [], [7]]
 
 
-@pytest.mark.parametrize("post_validation", [True, False])
+@pytest.mark.parametrize("post_validation", [True, pytest.param(False, marks=slow)])
 def test_saving_completes_the_open_step(workers, corpus, tmp_path, post_validation):
     plan = plan_for("zb-h2", corpus, post_validation=post_validation)
     start_run(workers, plan)
