@@ -31,6 +31,7 @@ TORCH = "torch==2.13.0"
 TORCH_FLOOR = (2, 11)
 TRITON = "triton==3.6.0"  # for Triton's interpreter, if torch comes without Triton
 CONSTRAINTS = ["-c", "constraints.txt"]
+SELDOM_IMPORTED = r"/transformers/models/|/tests?/|/pip/"
 NO_INDEX_SIGNS = (
     "connection broken",
     "ConnectionError",
@@ -92,13 +93,23 @@ def environment() -> dict[str, str]:
 
 
 def pip(*arguments: str) -> list[str]:
-    return [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", *CONSTRAINTS, *arguments]
+    """pip's own compiling uses one core: see `compile_modules`."""
+    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "--no-compile"]
+    return [*command, *CONSTRAINTS, *arguments]
 
 
 def install(*requirements: str) -> None:
     output = execute(pip("--progress-bar", "off", *requirements), environment())
     if output is not None:
         stop(explain(output))
+
+
+def compile_modules(packages: str) -> subprocess.Popen[bytes]:
+    """Starts to compile installed packages on all cores. Modules of a thousand models and the packages' own tests are
+    left to those who import them. The status says nothing: some packages hold files that no Python compiles."""
+    folders = map(str, (VENV / "lib").glob(f"python*/site-packages/{packages}"))
+    command = [str(PYTHON), "-m", "compileall", "-qq", "-j", "0", "-x", SELDOM_IMPORTED, str(VENV / "bin"), *folders]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def version(python: str, package: str) -> str | None:
@@ -200,8 +211,11 @@ def main(purpose: str) -> None:
     make_venv()
     LOG.write_text("")
     install_torch()
+    compiling = compile_modules("torch")  # while pip finds and unpacks the rest
     say("installing pentad" + (" and its test tools" if purpose == "test" else ""))
     install_pentad(purpose)
+    compiling.wait()
+    compile_modules("").wait()
     for ready in ("run", "test") if purpose == "test" else ("run",):
         (VENV / f"ready-to-{ready}").touch()
     say("done")
