@@ -31,7 +31,7 @@ TORCH = "torch==2.13.0"
 TORCH_FLOOR = (2, 11)
 TRITON = "triton==3.6.0"  # for Triton's interpreter, if torch comes without Triton
 CONSTRAINTS = ["-c", "constraints.txt"]
-SELDOM_IMPORTED = r"/transformers/models/|/tests?/|/pip/"
+SELDOM_IMPORTED = r"/site-packages/(transformers/models|pip|.*/tests?)/"
 NO_INDEX_SIGNS = (
     "connection broken",
     "ConnectionError",
