@@ -174,7 +174,7 @@ class MemorySection(Section):
     """Recomputation and offloading of activations."""
 
     recompute: Literal["none", "selective", "attention", "full"] = "none"
-    """activations that backward recomputes: none; selective: norms and the wide products of feed-forward networks;
+    """activations that backward recomputes: none; selective: the wide products of feed-forward networks;
     attention: everything but the input and the result of attention, so no scores; full: everything but the input of a
     unit"""
     recompute_stages: list[NonNegativeInt] | None = None

@@ -19,7 +19,7 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Bubble
 from pentad.schedules.spec.lora import trained_tensors
-from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.plan import RECOMPUTE_MODES, Plan
 from pentad.schedules.spec.tensors import LayerRange, num_parameters
 
 
@@ -73,9 +73,9 @@ def facts_table(plan: Plan) -> Table:
         facts["zero"] = f"stage {plan.zero}, {shards} shards of a pipeline stage"
     facts["program"] = f"{program.name}, {microbatches}, hash {program.hash[:12]}"
     if plan.recompute:
-        stages = [stage for stage, mode in enumerate(plan.recompute) if mode != "none"]
-        where = "" if len(stages) == program.stages else f" of stages {', '.join(map(str, stages))}"
-        facts["recompute"] = f"{max(plan.recompute, key=('none', 'selective', 'full').index)}{where}"
+        found = {program.stage_of[unit] for unit, mode in enumerate(plan.recompute) if mode != "none"}
+        where = "" if len(found) == program.stage_of[-1] + 1 else f" of stages {', '.join(map(str, sorted(found)))}"
+        facts["recompute"] = f"{max(plan.recompute, key=RECOMPUTE_MODES.index)}{where}"
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

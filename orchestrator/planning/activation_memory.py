@@ -40,10 +40,12 @@ def _rebuilt(allocations: Iterable[Allocation]) -> list[Allocation]:
 def _residual(
     model: ModelSpec, sublayer: Iterable[Allocation], piece: Piece, *, reused: bool
 ) -> list[list[Allocation]]:
-    """`reused`: W reads the sublayer's input as it is."""
+    """`reused`: W reads the sublayer's input as it is; otherwise it reads a gathered copy."""
     before, own, after = residual_stream(model.hidden, piece, reused=reused), list(sublayer), list[Allocation]()
     if model.norms != "after":
-        before = norm(model.hidden, piece, reused=reused)
+        before, stream = norm(model.hidden, piece), piece.stream(model.hidden)
+        own = [each._replace(bytes=each.bytes + stream) if each.life == "B" and not reused else each for each in own]
+        own.append(Allocation("normed stream", "B-W", reused * stream))
     if model.norms != "before":
         after = list(post_norm(model.hidden, piece))
         own = [each._replace(what=POST_NORM_GRADIENT) if each.what == OUTPUT_GRADIENT else each for each in own]
@@ -62,12 +64,10 @@ def post_norm(hidden: int, piece: Piece) -> Iterator[Allocation]:
     yield Allocation("gradient of the weight", "B-W", hidden * piece.wide)
 
 
-def norm(hidden: int, piece: Piece, *, reused: bool) -> Iterator[Allocation]:
-    """RMSNorm of the residual stream; `reused`: W reads the result as it is."""
-    stream = piece.stream(hidden)
-    yield Allocation("residual stream", "F-B", stream)
+def norm(hidden: int, piece: Piece) -> Iterator[Allocation]:
+    """RMSNorm of the residual stream, whose result B computes again."""
+    yield Allocation("residual stream", "F-B", piece.stream(hidden))
     yield Allocation("scale", "F-B", piece.sequence_parallel_tokens * piece.wide, offload=False)
-    yield Allocation("normed stream", "F-W" if reused else "F-B", stream, recompute="selective")
     yield Allocation("gradient of the weight", "B-W", hidden * piece.wide)
 
 
@@ -196,7 +196,8 @@ def heads_and_mtp(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
 
 def head(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
     """The last norm, the output head and the loss; logits become their gradient."""
-    yield from norm(model.hidden, piece, reused=not piece.is_gathered)
+    yield from norm(model.hidden, piece)
+    yield Allocation("normed stream", "F-B" if piece.is_gathered else "F-W", piece.stream(model.hidden))
     yield Allocation("logits", "F-W", piece.tokens * (model.vocab // piece.mesh.tp) * piece.itemsize)
     yield Allocation("log-sum-exps", "F-B", piece.tokens * piece.wide, offload=False)
     # tp ranks count targets from the first word of their shard

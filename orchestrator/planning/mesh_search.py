@@ -32,14 +32,13 @@ from pentad.schedules.simulate.dependencies import action_times
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.plan import Plan, split_layers_into_units
+from pentad.schedules.spec.plan import RECOMPUTE_MODES, Plan, split_layers_into_units
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.tensors import whole
 from pentad.schedules.spec.validate import check_divisibility
 from pentad.schedules.spec.zero_layout import pool_sizes
 
 ROWS = (1, 2, 4, 8)  # sequences of a microbatch
-MODES = ("none", "selective", "attention", "full")
 SAVING_ALL = ("gpipe", "looped-bfs")  # save the activations of every microbatch
 COMPILED = 10  # of the best estimates
 _order = lru_cache(maxsize=256)(generate)
@@ -100,7 +99,7 @@ def overrides_of(plan: Plan) -> dict[str, str | int]:
         **axes,
         "schedule.microbatches": plan.batch.microbatches,
         "zero.stage": plan.zero,
-        "memory.recompute": max(plan.recompute, default="none", key=MODES.index),
+        "memory.recompute": max(plan.recompute, default="none", key=RECOMPUTE_MODES.index),
     }
 
 
@@ -171,7 +170,7 @@ def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
     batch = BatchSpec(config.batch.global_batch_size, length, microbatches, replicas, config.batch.sizes.rampup)
     for smaller in batch.rampup_microbatches:  # which the schedule may refuse
         spec_of(name, mesh.pp, smaller, config.options)
-    for mode in MODES if model.custom is None else ("none", "full"):
+    for mode in RECOMPUTE_MODES if model.custom is None else ("none", "full"):
         for zero in _zero_stages(mesh, order):
             modes = tuple(mode if each.numbers else "none" for each in layers) if mode != "none" else ()
             # stage 1 changes no buffer of the program

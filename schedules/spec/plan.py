@@ -21,6 +21,7 @@ from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.schedules.spec.spikes import SpikeSpec
 from pentad.schedules.spec.tensors import LayerRange, Tensor
 
+RECOMPUTE_MODES = ("none", "selective", "attention", "full")  # each recomputes more than the one before
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16, the widest access of kernels and NCCL
 TILE_TOKENS = 8192  # least tokens of a tile (see `num_tiles`); docs/parallelism.md has measurements
 
@@ -50,9 +51,10 @@ class Plan:
     `data` is what is trained on, and `eval` what the run evaluates, if anything.
     `seed` is the run's only source of randomness. `deterministic` asks for bit-reproducible kernels.
 
-    `recompute[stage]` is 'full' (F saves only its input), 'selective' (all but norms and the widest product is saved)
-    or 'none'; empty means none everywhere. `zero` is the ZeRO stage (arXiv 1910.02054): from 1 on the holders of a
-    stage shard its master weights and optimizer state, from 2 on its gradients, with 3 its compute weights.
+    `recompute[stage]` is 'full' (F saves only its input), 'attention' (also the result of attention), 'selective' (all
+    but the widest product is saved) or 'none'; empty means none everywhere. `zero` is the ZeRO stage (arXiv
+    1910.02054): from 1 on the holders of a stage shard its master weights and optimizer state, from 2 on its gradients,
+    with 3 its compute weights.
     `cp_method` is how context ranks attend to each other's tokens. Tensor ranks share a node unless `tp_across_nodes`.
     Steps that are `spikes` change no weight (None: only those with a norm that is not finite). With `lora` the model is
     frozen, and its adapters are the parameters.

@@ -107,7 +107,7 @@ def run(
     moe = bind(state)
     y, saved, _ = run_to_completion(moe.forward(context, NO_SEQUENCE, x))
     recomputable = moe.recompute(context, x, saved)
-    dx, work = run_to_completion(moe.backward(context, NO_SEQUENCE, saved, recomputable, dy))
+    dx, work = run_to_completion(moe.backward(context, NO_SEQUENCE, x, saved, recomputable, dy))
     accumulate_wgrads(work)
     return {"y": y, "dx": dx, "bias": updated_bias(state["bias"], saved.routing.load, 1e-3)} | gradients_of(moe)
 

@@ -84,7 +84,7 @@ def run_rank(case: Case, rank: int, ranks: int, group: dist.ProcessGroup | None)
     y, saved, recomputable = run_to_completion(moe.forward(context, NO_SEQUENCE, x))
     if case.recompute:
         recomputable = moe.recompute(context, x, saved)
-    dx, work = run_to_completion(moe.backward(context, NO_SEQUENCE, saved, recomputable, case.gradients[rank]))
+    dx, work = run_to_completion(moe.backward(context, NO_SEQUENCE, x, saved, recomputable, case.gradients[rank]))
     accumulate_wgrads(work)
     received = len(x if saved.received is None else saved.received)
     return Answer(y, dx, gradients_of(moe), saved.routing.load, received)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,12 +64,8 @@ def plan_of(
     stages, `max_resident` turns offloading on, in microbatches. With `unit_layers` stages consist of units.
     """
     order = generate(name, pp, microbatches, ScheduleOptions(chunks=chunks, slices=slices))
-    layers = split_layers(model.layers, order.placement, head=1.0)
-    if model.custom is not None:
-        layers = tuple(LayerRange(*each[:2]) for each in layers)
-    if unit_layers is not None:
-        units = tuple(num_units(each, unit_layers) for each in layers)
-        memory_options, layers = memory_options._replace(units=units), split_layers_into_units(layers, units)
+    layers, units = _units(model, order.placement, unit_layers)
+    memory_options = memory_options._replace(units=units or memory_options.units)
     recomputed = frozenset(stage for stage, each in enumerate(layers) if recompute != "none" and each.numbers)
     mesh, mirrors = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep), len(order.holders(0))
     memory_options = memory_options._replace(sizes=pool_sizes(model, lora, layers, mesh, mirrors))
@@ -95,6 +91,19 @@ def plan_of(
         cp_method=cp_method,
         lora=lora,
     )
+
+
+def _units(
+    model: ModelSpec, placement: Sequence[Sequence[int]], unit_layers: int | None
+) -> tuple[tuple[LayerRange, ...], tuple[int, ...]]:
+    """(the layers of all units, the number of units of each stage, or nothing for whole stages)."""
+    stages = split_layers(model.layers, placement, head=1.0)
+    if model.custom is not None:
+        stages = tuple(LayerRange(*each[:2]) for each in stages)
+    if unit_layers is None:
+        return stages, ()
+    units = tuple(num_units(each, unit_layers) for each in stages)
+    return split_layers_into_units(stages, units), units
 
 
 def data_of(*paths: str, document_mask: bool = False, **more: Any) -> DataSpec:

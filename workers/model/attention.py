@@ -54,7 +54,7 @@ class Attention(NamedTuple):
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor, kept: KeptAttention | None = None
-    ) -> Task[tuple[Tensor, AttentionSaved, Tensor]]:
+    ) -> Task[tuple[Tensor, AttentionSaved, None]]:
         rotary, heads, kv_heads = sequence.rotary, *self._head_counts(context)
         full = yield from context.tp.all_gather(x)
         qkv = self._project(full)
@@ -70,17 +70,22 @@ class Attention(NamedTuple):
         yield from self.out_adapter.add_(context, out, y)
         if self.out_bias is not None:
             y += self.out_bias.weight
-        return y, AttentionSaved(saved, out, qk_norm), x
+        return y, AttentionSaved(saved, out, qk_norm), None
 
     def keep(self, saved: AttentionSaved) -> KeptAttention | None:
         return keep(saved.context)
 
-    def recompute(self, context: LayerContext, x: Tensor, saved: AttentionSaved) -> Tensor:
-        """Only the input: none of the activations is cheap to recompute."""
-        return x
+    def recompute(self, context: LayerContext, x: Tensor, saved: AttentionSaved) -> None:
+        """Nothing: none of the activations is cheap to recompute."""
 
     def backward(
-        self, context: LayerContext, sequence: SequenceContext, saved: AttentionSaved, x: Tensor, dy: Tensor
+        self,
+        context: LayerContext,
+        sequence: SequenceContext,
+        x: Tensor,
+        saved: AttentionSaved,
+        recomputable: None,
+        dy: Tensor,
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
         rotary, heads, kv_heads = sequence.rotary, *self._head_counts(context)
         vectors = list[Wgrad]()

@@ -62,10 +62,13 @@ class Residual(NamedTuple):
             branch, post_norm = self.post_norm.forward(branch)
         return branch, stream, ResidualSaved(stream, rstd, saved, post_norm), recomputable
 
+    def read_again(self, stream: Tensor) -> Tensor:
+        """What the sublayer read, from the residual stream, with the same bits: nobody saves the result of a norm."""
+        return stream if self.norm is None else self.norm.forward(stream)[0]
+
     def recompute(self, context: LayerContext, saved: ResidualSaved) -> Any:
         """RECOMPUTE, by the kernels of the forward."""
-        x = saved.stream if self.norm is None else self.norm.forward(saved.stream)[0]
-        return self.sublayer.recompute(context, x, saved.sublayer)
+        return self.sublayer.recompute(context, self.read_again(saved.stream), saved.sublayer)
 
     def backward(
         self, context: LayerContext, sequence: SequenceContext, saved: ResidualSaved, recomputable: Any, dy: Tensor
@@ -75,7 +78,11 @@ class Residual(NamedTuple):
         if self.post_norm is not None and saved.post_norm is not None:
             dbranch, work = self.post_norm.backward(dy, saved.post_norm)
             norm_work.append(work)
-        dx, sublayer_work = yield from self.sublayer.backward(context, sequence, saved.sublayer, recomputable, dbranch)
+        x = self.read_again(saved.stream)
+        dx, sublayer_work = yield from self.sublayer.backward(
+            context, sequence, x, saved.sublayer, recomputable, dbranch
+        )
+        del x
         if self.norm is None or saved.rstd is None:
             return dx + dy, [*sublayer_work, *norm_work]
         dy, work = self.norm.backward(dx, SavedNorm(saved.stream, saved.rstd), dy)
@@ -98,7 +105,7 @@ class LayerKept(NamedTuple):
 
 
 class LayerRecomputable(NamedTuple):
-    """Activations of the sublayers that `recompute` rebuilds from the saved ones, their inputs among them."""
+    """Activations of the sublayers that `recompute` rebuilds from the saved ones."""
 
     attention: Any
     mlp: Any

@@ -55,9 +55,9 @@ class SequenceContext(NamedTuple):
 class Sublayer(Protocol):
     """Half of a layer, between a norm and the addition to the residual stream, with its parameters.
 
-    B needs two kinds of activations. The saved ones are expensive or need communication; the recomputable ones, such as
-    the input x, are rebuilt from them by `recompute`, with the same bits. Forward and backward are tasks, which yield
-    while they wait for other ranks.
+    Besides the input x, B needs two kinds of activations. The saved ones are expensive or need communication; the
+    recomputable ones are rebuilt from them by `recompute`, with the same bits. Forward and backward are tasks, which
+    yield while they wait for other ranks.
     """
 
     def forward(self, context: LayerContext, sequence: SequenceContext, x: Tensor) -> Task[tuple[Tensor, Any, Any]]:
@@ -67,7 +67,7 @@ class Sublayer(Protocol):
         """The recomputable activations, for RECOMPUTE."""
 
     def backward(
-        self, context: LayerContext, sequence: SequenceContext, saved: Any, recomputable: Any, dy: Tensor
+        self, context: LayerContext, sequence: SequenceContext, x: Tensor, saved: Any, recomputable: Any, dy: Tensor
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
         """(gradient of x, work for W) from the gradient of the result."""
 

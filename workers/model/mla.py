@@ -59,7 +59,7 @@ class MLA(NamedTuple):
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor, kept: KeptAttention | None = None
-    ) -> Task[tuple[Tensor, MLASaved, Tensor]]:
+    ) -> Task[tuple[Tensor, MLASaved, None]]:
         shape, tp, rotary = _shape(context), context.tp, sequence.rotary
         nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
         q_latent = None
@@ -79,17 +79,22 @@ class MLA(NamedTuple):
         k = torch.cat((kv[:, :, :nope], rotary_key.expand(-1, q.shape[1], -1)), dim=2)
         out, saved = yield from attend(context, sequence, q, k, kv[:, :, nope:], kept=kept)
         y = yield from tp.matmul_reduce_scatter(out, self.out.weight.t())
-        return y, MLASaved(saved, out, q_latent, kv_latent), x
+        return y, MLASaved(saved, out, q_latent, kv_latent), None
 
     def keep(self, saved: MLASaved) -> KeptAttention | None:
         return keep(saved.context)
 
-    def recompute(self, context: LayerContext, x: Tensor, saved: MLASaved) -> Tensor:
-        """Only the input: none of the activations is cheap to recompute."""
-        return x
+    def recompute(self, context: LayerContext, x: Tensor, saved: MLASaved) -> None:
+        """Nothing: none of the activations is cheap to recompute."""
 
     def backward(
-        self, context: LayerContext, sequence: SequenceContext, saved: MLASaved, x: Tensor, dy: Tensor
+        self,
+        context: LayerContext,
+        sequence: SequenceContext,
+        x: Tensor,
+        saved: MLASaved,
+        recomputable: None,
+        dy: Tensor,
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
         shape, tp, latent = _shape(context), context.tp, saved.kv_latent
         nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank

@@ -15,13 +15,9 @@ from pentad.workers.model.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import Task, gather2, ready, run_to_completion
 
 
-class MLPRecomputable(NamedTuple):
-    x: Tensor  # [T / tp, H]
-    gate_up: Tensor  # [T, 2I], the largest activation of a dense layer
-
-
 class MLP(NamedTuple):
-    """I is this rank's part of the intermediate size."""
+    """I is this rank's part of the intermediate size. What is recomputable is gate_up [T, 2I], the largest activation
+    of a dense layer."""
 
     gate_up: Param  # [2I, H]
     down: Param  # [H, I]
@@ -37,27 +33,24 @@ class MLP(NamedTuple):
         down_adapter = RowAdapter.bind(params, f"{prefix}.down_proj", hidden)
         return cls(gate_up, down, model.hidden_act, ColumnAdapters(adapters), down_adapter)
 
-    def forward(
-        self, context: LayerContext, sequence: SequenceContext, x: Tensor
-    ) -> Task[tuple[Tensor, None, MLPRecomputable]]:
+    def forward(self, context: LayerContext, sequence: SequenceContext, x: Tensor) -> Task[tuple[Tensor, None, Tensor]]:
         full = yield from context.tp.all_gather(x)
         gate_up = torch.mm(full, self.gate_up.weight.t())
         yield from self.gate_up_adapters.add_(context, x, gate_up)
         gated = glu(gate_up, self.act)
         y = yield from context.tp.matmul_reduce_scatter(gated, self.down.weight.t())
         yield from self.down_adapter.add_(context, gated, y)
-        return y, None, MLPRecomputable(x, gate_up)
+        return y, None, gate_up
 
-    def recompute(self, context: LayerContext, x: Tensor, saved: None) -> MLPRecomputable:
+    def recompute(self, context: LayerContext, x: Tensor, saved: None) -> Tensor:
         gate_up = torch.mm(context.tp.all_gather(x).wait(), self.gate_up.weight.t())
         run_to_completion(self.gate_up_adapters.add_(context, x, gate_up))
-        return MLPRecomputable(x, gate_up)
+        return gate_up
 
     def backward(
-        self, context: LayerContext, sequence: SequenceContext, saved: None, recomputable: MLPRecomputable, dy: Tensor
+        self, context: LayerContext, sequence: SequenceContext, x: Tensor, saved: None, gate_up: Tensor, dy: Tensor
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
-        (x, gate_up), tp = recomputable, context.tp
-        local, local_dy = x, dy
+        tp, local, local_dy = context.tp, x, dy
         dnarrow = yield from self.down_adapter.narrow_grad(context, dy)
         dy = yield from tp.all_gather(dy)
         dgated = torch.mm(dy, self.down.weight)

@@ -56,7 +56,6 @@ class MoESaved(NamedTuple):
 class MoERecomputable(NamedTuple):
     """Activations that need no communication with other experts' ranks to rebuild."""
 
-    x: Tensor  # [T / tp, H]
     gate_up: Tensor  # [R, 2I]
     shared_gate_up: Tensor | None  # [T, 2Is]
 
@@ -101,22 +100,23 @@ class MoE(NamedTuple):
             assert self.bias.gradient is not None
             self.bias.gradient.add_(routing.load)
         y, load = yield from gather2(context.tp.reduce_scatter(out), _microbatch_load(context, routing))
-        return y, saved._replace(load=load), MoERecomputable(x, gate_up, shared_gate_up)
+        return y, saved._replace(load=load), MoERecomputable(gate_up, shared_gate_up)
 
     def recompute(self, context: LayerContext, x: Tensor, saved: MoESaved) -> MoERecomputable:
         full = context.tp.all_gather(x).wait()
-        return MoERecomputable(x, self._gate_up(full, saved), self._shared_gate_up(full))
+        return MoERecomputable(self._gate_up(full, saved), self._shared_gate_up(full))
 
     def backward(
         self,
         context: LayerContext,
         sequence: SequenceContext,
+        x: Tensor,
         saved: MoESaved,
         recomputable: MoERecomputable,
         dy: Tensor,
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
         shape, scale = _shape(context), context.aux_loss_scale / context.tp.size  # dx is summed over the tp ranks
-        x, dy = yield from gather2(context.tp.all_gather(recomputable.x), context.tp.all_gather(dy))
+        x, dy = yield from gather2(context.tp.all_gather(x), context.tp.all_gather(dy))
         dout = yield from saved.dispatcher.dispatch(dy)
         share = 1.0 / context.tp.size
         dtokens, dweights, work = self._experts_backward(x, saved, recomputable.gate_up, dout, share)

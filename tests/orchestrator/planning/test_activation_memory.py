@@ -9,11 +9,10 @@ import torch
 from fake_groups import FAMILIES, make_stage, nbytes, stage_plan
 
 from pentad.orchestrator.planning.activation_peaks import activations_of
+from pentad.schedules.spec.plan import RECOMPUTE_MODES as MODES
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.parameters import DTYPES
-
-MODES = ("none", "selective", "attention", "full")
 
 
 def check(plan: Plan, index: int) -> None:

@@ -109,7 +109,7 @@ def test_results_and_gradients_are_those_of_transformers(name: str) -> None:
     expected_dx, *expected_gradients = torch.autograd.grad(expected, (x, *p.values()), dy)
     moe, context = bind(moe_state(p, bias_of(block))), layer_context(shape)
     y, saved, recomputable = run_to_completion(moe.forward(context, NO_SEQUENCE, x.detach()))
-    dx, work = run_to_completion(moe.backward(context, NO_SEQUENCE, saved, recomputable, dy))
+    dx, work = run_to_completion(moe.backward(context, NO_SEQUENCE, x.detach(), saved, recomputable, dy))
     accumulate_wgrads(work)
     assert relative_error(y, expected.detach()) < 1e-5 and relative_error(dx, expected_dx) < 1e-5
     for name, gradient in moe_state(dict(zip(p, expected_gradients, strict=True))).items():
