@@ -92,7 +92,7 @@ def _work(connection: Connection, out: Path, partial: Path, options: Options) ->
     """One process: builds what it is sent until it is ended. It ends as well when its parent was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "FASTOKENS_BPE_THREADS": "1", "RAYON_NUM_THREADS": "1"}
     builder = PartBuilder(out, partial, options)
     while True:
         part, key = connection.recv()

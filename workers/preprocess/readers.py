@@ -112,7 +112,7 @@ def _json_row(line: bytes, columns: Columns, where: Callable[[], str], offset: i
     if not isinstance(row, dict):
         raise PentadError(f"{where()} is a JSON {type(row).__name__}: expected an object")
     values = {name: row[name] for name in columns.of(row, where, "fields")}
-    if _SURROGATE.search(line):
+    if b"\\u" in line and _SURROGATE.search(line):
         try:
             json.dumps(values, ensure_ascii=False).encode()
         except UnicodeEncodeError:

@@ -1,13 +1,11 @@
-"""Encoding word by word gives the tokens of the tokenizer, however the text is cut into chunks."""
+"""Encoding with fastokens gives the tokens of tokenizers, however the text is cut into chunks."""
 
 from __future__ import annotations
 
 import json
 import random
 from functools import cache
-from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -16,11 +14,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from pentad.workers.data import encoder as encoder_module
 from pentad.workers.data import word_boundaries
 from pentad.workers.data.encoder import Encoder, TextChunk
-from pentad.workers.data.word_boundaries import WordRule, boundaries
 
 # Every kind of byte and every symbol that an expression treats in its own way.
 LETTERS = (
-    "ab\u00e9\u5c71\u3042\u0416\u01c5'tTlLsS12\u00b2\u0661_-./(,;\u3002\u201d\U0001f3d4\ue000\u200b"
+    "ab\u00e9\u5c71\u3042\u0416\u01c5\u017f'tTlLsS12\u00b2\u0661_-./(,;\u3002\u201d\U0001f3d4\ue000\u200b"
     " \n\r\t\u00a0\u3000\u2003\u0085\u0301\x1c\x00"
 )
 DEEPSEEK = [  # its file has the line ends themselves
@@ -45,7 +42,7 @@ def tokenizer_of(name: str, kind: str = "") -> Tokenizer:
     further = [pre_tokenizers.Digits(individual_digits=True)] if kind == "digits" else []
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*further, *steps, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    if kind == "NFC":
+    if "NFC" in kind:
         tokenizer.normalizer = normalizers.NFC()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     noise = random.Random(name)
@@ -54,12 +51,21 @@ def tokenizer_of(name: str, kind: str = "") -> Tokenizer:
         vocab_size=2000, initial_alphabet=alphabet, special_tokens=["<e>"], show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if kind == "added":
-        tokenizer.add_tokens([AddedToken("s12", normalized=False), AddedToken("t'l")])
+    if "added" in kind:
+        tokenizer.add_tokens([AddedToken("s12", normalized=False), AddedToken("t'l"), AddedToken("b\u0301")])
+    content = json.loads(tokenizer.to_str())
+    model = content["model"]
+    if kind == "other ids":  # not in the order of the merges, as RoBERTa's
+        numbers = random.Random(0).sample(range(len(model["vocab"])), len(model["vocab"]))
+        model["vocab"], content["added_tokens"] = dict(zip(model["vocab"], numbers, strict=True)), []
+    if kind == "bytes without tokens":  # 0x00, 0x1c and 0xc7
+        gone = set("\u0100\u011c\u00c7")
+        kept = sorted((number, token) for token, number in model["vocab"].items() if not gone & set(token))
+        model["vocab"] = {token: number for number, (_, token) in enumerate(kept)}
+        model["merges"] = [pair for pair in model["merges"] if not gone & set("".join(pair))]
     if kind == "ignore_merges":  # of which some cannot be merged
-        content = json.loads(tokenizer.to_str())
-        content["model"] |= {"ignore_merges": True, "merges": content["model"]["merges"][::2]}
-        tokenizer = Tokenizer.from_str(json.dumps(content))
+        model |= {"ignore_merges": True, "merges": model["merges"][::2]}
+    tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -75,13 +81,16 @@ def reference(tokenizer: Tokenizer, text: str) -> list[int]:
         ("GPT-2", "digits"),
         ("1", "NFC"),
         ("DeepSeek", "added"),
+        ("2", "NFC, added"),
         ("2", "ignore_merges"),
+        ("1", "other ids"),
+        ("GPT-2", "bytes without tokens"),
     ],
 )
-def test_words_have_the_tokens_they_have_in_their_text(name: str, kind: str) -> None:
+def test_tokens_are_those_of_tokenizers(name: str, kind: str) -> None:
     tokenizer = tokenizer_of(name, kind)
     encoder = Encoder(tokenizer, 0)
-    assert encoder.rule is not None
+    assert encoder.fast is not None
 
     @settings(max_examples=60)
     @given(st.lists(TEXTS, max_size=4))
@@ -123,19 +132,10 @@ def test_a_long_document_is_cut_into_groups_and_not_elsewhere(monkeypatch: pytes
     assert [chunk.last for group in groups for chunk in group] == [False] * (len(groups) - 1) + [True]
 
 
-def test_forgotten_words_are_learned_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder_module, "_MOST_WORDS", 3)
-    tokenizer = tokenizer_of("GPT-2")
-    encoder = Encoder(tokenizer, 0)
-    for text in ("a b", "b t", "Z l s 1", "a b", ""):
-        assert encoder.encode([text])[0].tolist() == reference(tokenizer, text)
-        assert encoder.words is not None and len(encoder.words.numbers) <= 4
-
-
 @pytest.mark.parametrize(
     "name", ["dropout", "prefix", "unknown expression", "digits left", "no expression", "lowercase", "space added"]
 )
-def test_a_tokenizer_without_a_known_rule_encodes_whole_documents(name: str) -> None:
+def test_a_tokenizer_that_is_not_known_encodes_whole_documents(name: str) -> None:
     tokenizer = Tokenizer.from_str(tokenizer_of("GPT-2").to_str())
     if name == "dropout":
         tokenizer.model.dropout = 0.5
@@ -153,15 +153,8 @@ def test_a_tokenizer_without_a_known_rule_encodes_whole_documents(name: str) -> 
         tokenizer.normalizer = normalizers.Lowercase()
     else:
         tokenizer.add_tokens(["a b"])
-    assert Encoder(tokenizer, 0).rule is None
+    assert Encoder(tokenizer, 0).fast is None
     if name != "dropout":
         chunks = [TextChunk("a b's ", False), TextChunk("12 l.", True), TextChunk("T", True)]
         found = [document.tokens.tolist() for document in Encoder(tokenizer, 0).documents(chunks)]
         assert found == [[*reference(tokenizer, text), 0] for text in ("a b's 12 l.", "T")]
-
-
-def test_boundaries_split_ordinary_text_into_words() -> None:
-    text = b"It's 12 o'clock,\nsays (the) man."
-    cuts = boundaries(text, np.array([len(text)]), WordRule((), False, False, False, False))
-    words = [text[start:stop].decode() for start, stop in pairwise(cuts)]
-    assert words == ["It's", " 12", " o'clock", ",\n", "says", " (", "the", ")", " man", "."]
