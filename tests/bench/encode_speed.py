@@ -2,9 +2,10 @@
 
 PYTHONPATH=.typings:tests/support python tests/bench/encode_speed.py SOURCE TOKENIZER [--megabytes N] [--out FILE.json]
 
-Rates are megabytes of UTF-8 text by CPU second of one process with one thread, for each part of the text in its order:
-the words of the first part are all new. `build` is the whole build of the corpus, reading and writing included. The
-library's rate is that of a bare `encode_batch_fast` on the first megabytes of every part, whose tokens are compared.
+Rates are megabytes of UTF-8 text by CPU second. `encoder` and `tokenizers` are those of one thread, for each part of
+the text in its order; the library's is that of a bare `encode_batch_fast` on the first megabyte of every part, whose
+tokens are compared. `build` is the whole build from JSONL in two processes, with their start, reading, writing and
+checksums, and `build_by_clock` the same by second of the clock.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ |= {"TOKENIZERS_PARALLELISM": "false", "FASTOKENS_BPE_THREADS": "1", "RAYON_NUM_THREADS": "1"}
 
 import numpy as np
 from record import record
@@ -73,7 +74,7 @@ def compare(source: str, tokenizer: Path, megabytes: int) -> dict[str, Any]:
         rates["tokenizers"].append(speed)
         assert all(ids.tolist() == each.ids for ids, each in zip(encoded, plain, strict=False)), "other tokens"
     size = sum(len(text.encode()) for group in texts for text in group) / 1e6
-    return {"megabytes": round(size, 1), **rates, "build": whole_build(texts, tokenizer)}
+    return {"megabytes": round(size, 1), **rates, **whole_build(texts, tokenizer, size)}
 
 
 def encode_all(encoder: Encoder, groups: list[list[str]]) -> list[np.ndarray]:
@@ -86,15 +87,19 @@ def head(texts: list[str]) -> list[str]:
     return texts[: int(np.searchsorted(ends, COMPARED)) + 1]
 
 
-def whole_build(texts: list[list[str]], tokenizer: Path) -> float:
-    """Megabytes of text by CPU second of a build in this process."""
-    flat = [text for group in texts for text in group]
+def whole_build(texts: list[list[str]], tokenizer: Path, megabytes: float) -> dict[str, float]:
+    """Megabytes of text by CPU second of all processes of a build, and by second of the clock."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.jsonl"
         with rows.open("w") as sink:
-            sink.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in flat)
-        request = Request((str(rows),), Path(folder) / "out", tokenizer, workers=1)
-        return rate(flat, lambda: build_corpus(request, lambda line: None, lambda progress: None))[0]
+            for group in texts:
+                sink.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in group)
+        request = Request((str(rows),), Path(folder) / "out", tokenizer, workers=2)
+        began = os.times()
+        build_corpus(request, lambda line: None, lambda progress: None)
+        ended = os.times()
+    cpu = sum(ended[:4]) - sum(began[:4])
+    return {"build": round(megabytes / cpu, 1), "build_by_clock": round(megabytes / (ended[4] - began[4]), 1)}
 
 
 def main() -> None:

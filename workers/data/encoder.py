@@ -15,7 +15,9 @@ from pentad.workers.data.tokenizer import encode, vocab_size
 from pentad.workers.data.word_boundaries import in_few_steps, last_cut, splits_words
 
 _AT_ONCE, _SLOW_AT_ONCE = 2**22, 2**21  # characters; `tokenizers` needs about 100 bytes a token
-_LONG_S = "'\u017f".encode()  # to tokenizers, not to fastokens, a contraction like 's
+# What the two libraries differ about. An old s after an apostrophe may be a contraction, as in 's. With GPT-2's words
+# and single digits, U+180E is a space or none, and the digits of Unicode 17 (their first bytes) are some or none.
+_ODD = ("'\u017f".encode(), "\u180e".encode(), b"\xf0\x91\xb7", b"\xf0\x96\xbf")
 # Words, spaces, and the newest letters and symbols of Unicode, which libraries of other dates take as something else.
 _SAMPLES = (
     "It's  12.5 \n\n x",
@@ -62,12 +64,11 @@ class Encoder:
         """Token ids of each text, without begin and end tokens."""
         if self.fast is None:
             return [np.array(ids, self.dtype) for ids in encode(self.tokenizer, texts)]
-        odd = [number for number, text in enumerate(texts) if self.fast.is_odd(text)]
-        plain = [text for number, text in enumerate(texts) if number not in odd] if odd else texts
-        found = self.fast.encode(plain, self.dtype)
-        for number, ids in zip(odd, encode(self.tokenizer, [texts[number] for number in odd]), strict=True):
-            found.insert(number, np.array(ids, self.dtype))
-        return found
+        odd = [self.fast.is_odd(text) for text in texts]
+        slow = iter(encode(self.tokenizer, [text for text, is_odd in zip(texts, odd, strict=True) if is_odd]))
+        plain = [text for text, is_odd in zip(texts, odd, strict=True) if not is_odd]
+        fast = iter(self.fast.encode(plain, self.dtype))
+        return [np.array(next(slow), self.dtype) if is_odd else next(fast) for is_odd in odd]
 
     def _groups(self, chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
         """Whole documents together; only the last of a group may go on, from a place where it can be cut."""
@@ -105,12 +106,13 @@ class _Fast:
         same = {"pre_tokenizer": in_few_steps(content["pre_tokenizer"]), "post_processor": None}
         self.tokenizer = fastokens.Tokenizer.from_json_str(json.dumps(content | same))
         vocab = content["model"]["vocab"]
-        self.odd = [_LONG_S, *(bytes([byte]) for byte, letter in enumerate(_alphabet()) if letter not in vocab)]
+        missing = [bytes([byte]) for byte, letter in enumerate(_alphabet()) if letter not in vocab]
+        self.odd = {True: [byte for byte in missing if byte.isascii()], False: [*missing, *_ODD]}  # in ASCII or not
 
     def is_odd(self, text: str) -> bool:
         """Whether `tokenizers` has other tokens for a text, or leaves out bytes of it that have no token."""
-        raw = text.encode()
-        return any(each in raw for each in self.odd)
+        odd = self.odd[text.isascii()]
+        return bool(odd) and any(map(text.encode().__contains__, odd))
 
     def encode(self, texts: list[str], dtype: np.dtype) -> list[np.ndarray]:
         """Token ids of each text, without begin and end tokens; special tokens are plain text."""

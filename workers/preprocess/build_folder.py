@@ -19,10 +19,10 @@ from pentad.workers.data.corpus_index import (
     Origin,
     Shard,
     checksum_file,
+    index_text,
     parse_index,
 )
-from pentad.workers.data.corpus_writer import write_index
-from pentad.workers.data.tokenizer import parse_tokenizer
+from pentad.workers.data.corpus_writer import index_of
 from pentad.workers.preprocess.part_builder import Options, cannot_write
 
 _PARTIAL, _FINISHING = ".partial", "finishing"
@@ -153,7 +153,9 @@ def _assemble(out: Path, partial: Path, keys: Sequence[str], parts: Sequence[Ind
         sum(part.origin.empty_rows for part in parts),
         sum(part.origin.untrained_conversations for part in parts),
     )
-    write_index(partial, parse_tokenizer(options.tokenizer), shards, origin)
+    write_file(partial / TOKENIZER_FILE, [memoryview(options.tokenizer.encode())])
+    index = index_of(parts[0].tokenizer, parts[0].vocab_size, shards, origin)
+    write_file(partial / INDEX_FILE, [memoryview(index_text(index).encode())])
     for name in (TOKENIZER_FILE, INDEX_FILE):
         os.replace(partial / name, out / name)
         sync_folder(out)

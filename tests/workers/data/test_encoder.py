@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from functools import cache
+from itertools import product
 
 import pytest
 from hypothesis import example, given, settings
@@ -17,7 +18,7 @@ from pentad.workers.data.encoder import Encoder, TextChunk
 
 # Every kind of byte and every symbol that an expression treats in its own way.
 LETTERS = (
-    "ab\u00e9\u5c71\u3042\u0416\u01c5\u017f'tTlLsS12\u00b2\u0661_-./(,;\u3002\u201d\U0001f3d4\ue000\u200b"
+    "ab\u00e9\u5c71\u3042\u0416\u01c5\u017f\u180e'tTlLsS12\u00b2\u0661_-./(,;\u3002\u201d\U0001f3d4\ue000\u200b"
     " \n\r\t\u00a0\u3000\u2003\u0085\u0301\x1c\x00"
 )
 DEEPSEEK = [  # its file has the line ends themselves
@@ -101,6 +102,55 @@ def test_tokens_are_those_of_tokenizers(name: str, kind: str) -> None:
         assert [ids.tolist() for ids in encoder.encode(texts)] == [reference(tokenizer, text) for text in texts]
 
     check()
+
+
+# Contexts that tell letters, digits, marks, symbols, spaces and cases apart, and in which order NFC brings marks.
+CONTEXTS = (
+    *("a{}a", "1{}1", " {} ", ".{}.", "'{}'", "\n{}\n", "A{}A", "a{}A", "A{}a", "{0}{0}", "a'{}a", "s{} s", "\r{}/"),
+    *(
+        "a {}a",
+        "  {}  ",
+        "\u00e9{}\u00e9",
+        "\u5c71{}\u5c71",
+        "a\u0315{}\u0327a",
+        "{}\u0301",
+        "\u0301{}",
+        "1 {}1",
+        "/{}\n",
+    ),
+)
+
+
+def tokenizer_of_pairs(name: str, kind: str) -> Tokenizer:
+    """Merges the bytes on both sides of every border of a context, so that each split shows."""
+    letters = encoder_module._alphabet()
+    near, first, further = sorted(set("".join(CONTEXTS).encode())), range(0xC2, 0xF5), range(0x80, 0xC0)
+    pairs = [*product(near, [*near, *first]), *product(further, [*near, *first])]
+    merges = [(letters[left], letters[right]) for left, right in dict.fromkeys(pairs)]
+    tokens = [*letters, *dict.fromkeys(left + right for left, right in merges)]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
+    like = tokenizer_of(name, kind)
+    tokenizer.pre_tokenizer = like.pre_tokenizer
+    if like.normalizer:
+        tokenizer.normalizer = like.normalizer
+    return tokenizer
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "kind"), [*((name, "") for name in EXPRESSIONS), ("GPT-2", "digits"), ("2", "NFC")])
+def test_every_character_is_of_the_same_kind(name: str, kind: str) -> None:
+    tokenizer = tokenizer_of_pairs(name, kind)
+    encoder = Encoder(tokenizer, 0)
+    assert encoder.fast is not None
+    codes = [*range(0x80, 0xD800), *range(0xF900, 0x20000), *range(0x31340, 0x33480)]  # planes 0 and 1, newest letters
+    characters = list(map(chr, codes))
+    for start in range(0, len(characters), 4096):
+        some = characters[start : start + 4096]
+        texts = ["\0".join(context.format(each) for context in CONTEXTS) for each in some]
+        expected = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        found = [ids.tolist() for ids in encoder.encode(texts)]
+        assert not [each for each, ids, other in zip(some, found, expected, strict=True) if ids != other]
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
