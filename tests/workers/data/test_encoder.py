@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from functools import cache
 from itertools import product
 
@@ -208,3 +209,10 @@ def test_a_tokenizer_that_is_not_known_encodes_whole_documents(name: str) -> Non
         chunks = [TextChunk("a b's ", False), TextChunk("12 l.", True), TextChunk("T", True)]
         found = [document.tokens.tolist() for document in Encoder(tokenizer, 0).documents(chunks)]
         assert found == [[*reference(tokenizer, text), 0] for text in ("a b's 12 l.", "T")]
+
+
+def test_without_fastokens_the_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    encoder = Encoder(tokenizer_of("GPT-2"), 0)
+    assert encoder.fast is None
+    assert encoder.encode(["aTt's 12\n"])[0].tolist() == reference(tokenizer_of("GPT-2"), "aTt's 12\n")

@@ -220,7 +220,7 @@ def test_another_build_replaces_an_unfinished_corpus_and_no_finished_one(
         remove(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((build_folder, "write_index") if moment == "moving" else (shutil, "rmtree")), stop)
+        patch.setattr(*((build_folder, "index_of") if moment == "moving" else (shutil, "rmtree")), stop)
         with pytest.raises(KilledError):
             build(many, tokenizer=tmp_path / "t.json", out=tmp_path / "out")
     arguments: dict[str, Any] = {"tokenizer": tmp_path / "t.json", "shard_tokens": 50}
