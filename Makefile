@@ -28,7 +28,7 @@ check: .venv/ready-to-test
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy -p pentad
-	.venv/bin/mypy --allow-untyped-defs --allow-incomplete-defs tests docs deploy/setup.py
+	.venv/bin/mypy tests docs deploy/setup.py
 
 .venv/ready-to-%: $(INPUTS)
 	@$(PYTHON) deploy/setup.py $*

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from pentad.orchestrator.api.comparison import figures
 from pentad.orchestrator.api.configs import Config, load_config
+from pentad.orchestrator.api.nearest_fit import nearest_fit
 from pentad.orchestrator.api.rendering import as_text, line
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
@@ -39,8 +40,8 @@ Device = Literal["cpu", "cuda"]
 @dataclass(frozen=True, repr=False)
 class PlannedRun:
     """What would run: the plan, guessed costs of its instructions in seconds, whether it fits in memory, what its
-    evaluations cost (None: there are none) beside so many training steps, and what is wrong with the data, '' if
-    nothing is."""
+    evaluations cost (None: there are none) beside so many training steps, what is wrong with the data, '' if nothing
+    is, and what to change if it does not fit."""
 
     plan: Plan
     costs: Costs
@@ -48,6 +49,7 @@ class PlannedRun:
     evaluation: EvalCost | None
     training_steps: int
     data_error: str = ""
+    remedy: str = ""
 
     @property
     def ok(self) -> bool:
@@ -95,6 +97,7 @@ class PlannedRun:
         sent = [{**of._asdict(), **sent._asdict()} for of, sent in sorted(comm_volume(plan, fit.rank).items())]
         pace = {"step_seconds": self.step_seconds, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
         fits = {"ok": fit.ok, "needed": fit.needed, "available": fit.device.bytes, "where": fit.device.where}
+        fits |= {"remedy": self.remedy} if self.remedy else {}
         return {
             "run": plan.name,
             "device": plan.device,
@@ -141,6 +144,8 @@ class PlannedRun:
             yield line(f" {_evaluation_sentence(self.evaluation, self.evaluation_share)}")
         yield from _rank_view(self.plan, self.fit.rank, console.width)
         yield line(f" {self.fit.sentence}", style="green" if self.fit.ok else "bold red")
+        if self.remedy:
+            yield line(f" {self.remedy}")
         if self.data_error:
             yield line(f" the data cannot be used on this machine: {self.data_error}", style="bold red")
 
@@ -171,9 +176,12 @@ def planned(config: RunConfig, device: Device | None = None, device_gib: float |
         require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)
     found = make_plan(config, place)
     require_shards(config, found)
-    costs, fit = costs_of(found), fit_of(found, device_memory(place, device_gib))
+    available = device_memory(place, device_gib)
+    costs, fit = costs_of(found), fit_of(found, available)
     sequences, data_error = _data(config, found)
-    return PlannedRun(found, costs, fit, eval_cost(config, found, costs, sequences), config.run.steps, data_error)
+    evaluation = eval_cost(config, found, costs, sequences)
+    remedy = "" if fit.ok else nearest_fit(config, found, available)
+    return PlannedRun(found, costs, fit, evaluation, config.run.steps, data_error, remedy)
 
 
 def _data(config: RunConfig, plan: Plan) -> tuple[list[int | None], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Annotated, Literal, Self
@@ -179,10 +180,12 @@ class MemorySection(Section):
     unit"""
     recompute_stages: list[NonNegativeInt] | None = None
     """pipeline stages that recompute; null: all"""
+    recompute_layers: Count | None = None
+    """layers of each stage that recompute, its first ones in whole units; null: all"""
     unit_layers: Count | None = None
     """layers of a unit, in which stages gather and free weights, reduce gradients, recompute and offload, with the
-    embedding and the head in units of their own; null: all layers of a stage, or where other ranks hold the same
-    parameters as many as have 400 MiB of gradients"""
+    embedding and the head in units of their own; null: one with recomputation; else all layers of a stage, or where
+    other ranks hold the same parameters as many as have 400 MiB of gradients"""
     max_resident_microbatches: PositiveFloat | None = None
     """most activations that stay on a device, in microbatches of all its layers; the others are offloaded to host
     memory until their backward; null: all stay"""
@@ -193,6 +196,9 @@ class MemorySection(Section):
             yield Broken("recompute_stages", "at least one stage, or null for all")
         elif stages is not None and self.recompute == "none":
             yield Broken("recompute_stages", "selective, attention or full", f"{stages}, but memory.recompute is none")
+        if self.recompute_layers is not None and self.recompute == "none":
+            found = f"{self.recompute_layers}, but memory.recompute is none"
+            yield Broken("recompute_layers", "selective, attention or full", found)
         if resident is not None and self.recompute not in ("none", "full"):
             found = f"{resident:g}, but memory.recompute is {self.recompute}"
             yield Broken("max_resident_microbatches", "none or full", found)
@@ -205,9 +211,13 @@ class MemorySection(Section):
         if self.recompute == "none":
             return ()
         chosen = range(len(units)) if self.recompute_stages is None else self.recompute_stages
-        by_stage = (self.recompute if stage in chosen else "none" for stage in range(len(units)))
-        by_unit = (mode for mode, count in zip(by_stage, units, strict=True) for _ in range(count))
-        return tuple(mode if unit.numbers else "none" for mode, unit in zip(by_unit, layers, strict=True))
+        stage_of = (stage for stage, count in enumerate(units) for _ in range(count))
+        modes, before = list[str](), Counter[int]()  # by stage, the layers of earlier units
+        for stage, unit in zip(stage_of, layers, strict=True):
+            is_early = self.recompute_layers is None or before[stage] < self.recompute_layers
+            modes.append(self.recompute if stage in chosen and is_early and unit.numbers else "none")
+            before[stage] += len(unit.numbers)
+        return tuple(modes)
 
     def options(self, units: tuple[int, ...], layers: Sequence[LayerRange]) -> MemoryOptions:
         """The options of a program whose units have these layers, and whose stage s has `units[s]` of them."""

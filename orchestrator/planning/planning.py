@@ -223,12 +223,15 @@ def reduction(config: RunConfig, zero: int) -> Literal["step", "microbatch"] | N
 def units_of(
     config: RunConfig, model: ModelSpec, stages: Sequence[LayerRange], mesh: Mesh, dtype: str, *, shared: bool
 ) -> tuple[int, ...]:
-    """The number of units of each stage, given its layers: of memory.unit_layers each; by default of at most UNIT_BYTES
-    of gradients where ranks have `shared` parameters, to reduce some while backward goes on."""
+    """The number of units of each stage, given its layers: of memory.unit_layers each; by default of one where layers
+    recompute, and of at most UNIT_BYTES of gradients where ranks have `shared` parameters, to reduce some while
+    backward goes on. What a custom model recomputes is a whole stage."""
     found, lora = [], config.lora.spec
     for layers in stages:
         size = config.memory.unit_layers or len(layers.numbers)
-        if config.memory.unit_layers is None and shared:
+        if config.memory.unit_layers is None and config.memory.recompute != "none" and model.custom is None:
+            size = 1
+        elif config.memory.unit_layers is None and shared:
             inner = LayerRange(layers.first, layers.end)
             gradients = wide_bytes(dtype) * sum(local_parameters(model, lora, inner, mesh))
             size = max(1, int(size * UNIT_BYTES / max(1, gradients)))

@@ -83,6 +83,9 @@ def test_every_stage_has_a_recompute_mode(recompute: str, stages: str, modes: tu
     assert config.memory.modes((3, 2, 2, 3), units) == (*ends[0], *by_unit, *ends[1])
     recomputing = {stage for stage, mode in enumerate(modes) if mode != "none"}
     assert config.memory.options((1,) * 4, layers).recompute == recomputing
+    if recompute == "full":
+        first = load(None, ["memory.recompute=full", "memory.recompute_layers=1"]).memory.modes((3, 2, 2, 3), units)
+        assert first == ("none", *("full", "none") * 4, "none")
     section = load(None, ["memory.max_resident_microbatches=5"]).memory
     assert section.options((1,) * 4, layers).max_resident == 5
 

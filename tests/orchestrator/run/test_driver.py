@@ -306,7 +306,7 @@ def test_a_run_whose_terminal_closes_ends_with_a_checkpoint(started: Callable[..
     run.footprint.assert_gone()
 
 
-@pytest.mark.parametrize("how", ["a second Ctrl-C", "SIGKILL"])
+@pytest.mark.parametrize("how", ["a second Ctrl-C", pytest.param("SIGKILL", marks=pytest.mark.slow)])
 def test_a_run_that_is_stopped_at_once_leaves_nothing(started: Callable[..., Started], how: str) -> None:
     run = started("hung", 'data.path="fake:rank=0,step=3,how=hang"')
     run.wait_for(1)
@@ -325,7 +325,8 @@ def test_a_run_that_is_stopped_at_once_leaves_nothing(started: Callable[..., Sta
 
 
 @pytest.mark.parametrize(
-    "which", ["pentad.orchestrator.cluster.ray_head", pytest.param("gcs_server", marks=pytest.mark.slow)]
+    "which",
+    [pytest.param(each, marks=pytest.mark.slow) for each in ("pentad.orchestrator.cluster.ray_head", "gcs_server")],
 )
 def test_a_run_that_loses_its_ray_head_says_so_and_leaves_nothing(started: Callable[..., Started], which: str) -> None:
     run = started("headless", 'data.path="fake:seconds=0.05"')

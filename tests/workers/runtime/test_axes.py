@@ -132,7 +132,7 @@ def test_multi_token_prediction(fleet, corpus, name, sizes, tied):
 
 
 MESH_CHANGES = [
-    ({"tp": 4}, {"ep": 2, "pp": 2}),
+    pytest.param({"tp": 4}, {"ep": 2, "pp": 2}, marks=slow),
     ({"ep": 2, "dp": 2, "zero": 3}, {"tp": 2, "cp": 2}),
     pytest.param({"ep": 4}, {"tp": 2, "ep": 2}, marks=slow),
     pytest.param({"tp": 2, "pp": 2}, {"dp": 4, "zero": 2}, marks=slow),

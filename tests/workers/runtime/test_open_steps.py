@@ -80,7 +80,7 @@ def test_saving_completes_the_open_step(workers, corpus, tmp_path, post_validati
     assert all(torch.equal(saved[key], value) for key, value in after.items())
 
 
-@pytest.mark.parametrize("post_validation", [True, False])
+@pytest.mark.parametrize("post_validation", [True, pytest.param(False, marks=slow)])
 def test_an_open_step_counts_after_an_abort_if_it_was_committed(workers, corpus, post_validation):
     plan = plan_for("zb-h2", corpus, post_validation=post_validation)
     expected = uninterrupted(workers, plan, 6)
@@ -101,7 +101,7 @@ def test_an_open_step_counts_after_an_abort_if_it_was_committed(workers, corpus,
 @pytest.mark.parametrize(
     ("name", "post_validation", "fault"),
     [
-        ("zb-h2", True, signal.SIGKILL),
+        pytest.param("zb-h2", True, signal.SIGKILL, marks=slow),
         pytest.param("1f1b", False, signal.SIGKILL, marks=slow),
         pytest.param("zb-h2", True, signal.SIGSTOP, marks=slow),
         pytest.param("1f1b", False, signal.SIGSTOP, marks=slow),

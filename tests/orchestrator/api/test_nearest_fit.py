@@ -1,0 +1,47 @@
+"""What `pentad plan` advises where a run does not fit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pentad.orchestrator.api.nearest_fit import nearest_fit
+from pentad.orchestrator.api.plans import planned
+from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.planning.fit import device_memory, fit_of
+from pentad.orchestrator.planning.planning import make_plan
+
+SIZES = ["model.hidden=1024", "model.heads=8", "model.kv_heads=8", "model.ffn=4096", "model.layers=8", "mesh.pp=1"]
+BATCH = ["schedule.name=1f1b", "schedule.microbatches=2", "batch.global_batch_size=16", "batch.sequence_length=2048"]
+
+
+def config_of(*words: str) -> RunConfig:
+    return load(None, [*SIZES, *BATCH, "model.vocab=4096", "cluster.device=cuda", *words])
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_the_advised_change_fits_and_costs_least_of_those_with_less(dp: int, share: float) -> None:
+    """The sentence is a promise: with its overrides the plan needs what it says, and less than there is."""
+    config = config_of(f"mesh.dp={dp}")
+    plan = make_plan(config, "cuda")
+    device = device_memory("cuda", share * fit_of(plan, device_memory("cuda", 1000)).needed / 2**30)
+    advice = nearest_fit(config, plan, device)
+    words = re.search(r"^it fits with ([^:]*): .*, at assumed rates$", advice)
+    assert words is not None, advice
+    changed = make_plan(load(config, words[1].split()), "cuda")
+    assert fit_of(changed, device).ok and not fit_of(plan, device).ok
+
+
+def test_a_run_that_no_change_makes_fit_is_told_the_least_it_needs() -> None:
+    config = config_of("mesh.dp=2")
+    advice = nearest_fit(config, make_plan(config, "cuda"), device_memory("cuda", 0.1))
+    assert re.search(r"^no ZeRO stage, .* makes it fit: [0-9.]+ GiB is the least$", advice)
+
+
+def test_a_plan_says_so_only_where_it_does_not_fit() -> None:
+    config = config_of("mesh.dp=2")
+    assert planned(config, "cuda", 1000).remedy == "" and "remedy" not in planned(config, "cuda", 1000).facts()["fits"]
+    refused = planned(config, "cuda", 1)
+    assert refused.facts()["fits"]["remedy"] == refused.remedy != ""
