@@ -324,10 +324,8 @@ def test_a_run_that_is_stopped_at_once_leaves_nothing(started: Callable[..., Sta
     run.footprint.assert_gone()
 
 
-@pytest.mark.parametrize(
-    "which",
-    [pytest.param(each, marks=pytest.mark.slow) for each in ("pentad.orchestrator.cluster.ray_head", "gcs_server")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["pentad.orchestrator.cluster.ray_head", "gcs_server"])
 def test_a_run_that_loses_its_ray_head_says_so_and_leaves_nothing(started: Callable[..., Started], which: str) -> None:
     run = started("headless", 'data.path="fake:seconds=0.05"')
     run.wait_for(2)
