@@ -35,7 +35,7 @@ def test_memory_options_are_in_the_program_and_its_drawings(pentad: Pentad, tmp_
 
 
 def test_plan_shows_recomputed_stages_and_offloaded_bytes(pentad: Pentad) -> None:
-    recompute = ("plan", "memory.recompute=full", "memory.recompute_stages=[0, 2]")
+    recompute = ("plan", "memory.recompute=full", "memory.recompute_stages=[0, 2]", "memory.unit_layers=100")
     status, out, _ = pentad(*recompute, "--json")
     facts = json.loads(out)
     assert (status, facts["costs"]["recompute"][::2]) == (0, facts["costs"]["forward"][::2])
