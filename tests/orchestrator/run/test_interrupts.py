@@ -51,7 +51,7 @@ def test_a_closed_terminal_stops_a_run_as_sigterm_does(monkeypatch: pytest.Monke
 def test_what_is_shown_on_a_closed_terminal_ends_no_run() -> None:
     primary, terminal = os.openpty()
     with os.fdopen(terminal, "w") as file:
-        display = Display(Console(file=file), "run", 3)
+        display = Display(Console(file=file, _environ={"TERM": "xterm"}), "run", 3)
         assert display.is_live
         os.close(primary)
         display.phase("starting Ray")
