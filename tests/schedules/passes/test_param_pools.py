@@ -24,7 +24,7 @@ def compiled(name: str, ranks: int, units: tuple[int, ...], sizes: list[int], ga
     return compile_program(name, ranks, 4, replicas=2, memory_options=options)
 
 
-@pytest.mark.parametrize("gathered", [2, 3, None])
+@pytest.mark.parametrize("gathered", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, None))])
 @pytest.mark.parametrize(("name", "ranks", "units"), CASES)
 @settings(max_examples=6)
 @given(sizes=SIZES)
