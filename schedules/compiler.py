@@ -13,12 +13,12 @@ from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.loss_pass import add_loss
 from pentad.schedules.passes.offload import add_offload
 from pentad.schedules.passes.optimizer_pass import add_reduce, add_step
-from pentad.schedules.passes.param_pools import add_gradient_buffer_waits, is_double_buffered
 from pentad.schedules.passes.post_validation import add_post_validation
 from pentad.schedules.passes.recompute import add_recompute
 from pentad.schedules.passes.transfers import add_transfers
 from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.passes.zero import add_gathers
+from pentad.schedules.passes.zero_buffers import add_gradient_buffer_waits, is_double_buffered
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.simulate.simulate import simulate_step_time

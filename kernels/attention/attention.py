@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pentad.kernels.attention.attention_partial import (
@@ -73,6 +72,8 @@ def attention_backward(dout: Tensor, saved: SavedAttention) -> QKVGrads:
     """(dq, dk, dv) from dout [B, N, S, Dv]. Frees a graph, so it may be called only once."""
     if saved.lse is not None:
         return partial_attention_backward(dout, *saved.inputs, saved.out, saved.lse, saved.options)
+    from torch.autograd.graph import _engine_run_backward  # private: only ranks without a fused kernel depend on it
+
     # `torch.autograd.grad` less its check of shapes, which imports sympy: half a second of every rank's start-up.
     dq, dk, dv = _engine_run_backward((saved.out,), (dout,), False, False, saved.inputs, accumulate_grad=False)
     return dq, dk, dv

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from pentad.orchestrator.api.comparison import figures
 from pentad.orchestrator.api.configs import Config, load_config
-from pentad.orchestrator.api.nearest_fit import nearest_fit
+from pentad.orchestrator.api.memory_advice import memory_advice
 from pentad.orchestrator.api.rendering import as_text, line
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
@@ -176,11 +176,10 @@ def planned(config: RunConfig, device: Device | None = None, device_gib: float |
         require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)
     found = make_plan(config, place)
     require_shards(config, found)
-    available = device_memory(place, device_gib)
-    costs, fit = costs_of(found), fit_of(found, available)
+    costs, fit = costs_of(found), fit_of(found, device_memory(place, device_gib))
     sequences, data_error = _data(config, found)
     evaluation = eval_cost(config, found, costs, sequences)
-    remedy = "" if fit.ok else nearest_fit(config, found, available)
+    remedy = "" if fit.ok else memory_advice(config, found, fit)
     return PlannedRun(found, costs, fit, evaluation, config.run.steps, data_error, remedy)
 
 

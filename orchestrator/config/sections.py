@@ -235,7 +235,7 @@ class ZeroSection(Section):
     stage: int = Field(default=0, ge=0, le=3)
     """what is sharded: 0: nothing; 1: master weights and optimizer state; 2: gradients too; 3: weights too"""
     max_gathered: Count | None = None
-    """most units whose weights a rank has gathered at once, with zero.stage 3; null: 3, or all where stages are not cut
+    """most units whose weights a rank has gathered at once, with zero.stage 3; null: 2, or all where stages are not cut
     into units, or are on two ranks (DualPipe)"""
     prefetch: NonNegativeInt = 1
     """forward and backward passes between the start of an all-gather of weights and their first use"""

@@ -14,8 +14,8 @@ from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.hardware import DEVICES
 from pentad.schedules.ir.instruction import RECEIVES, Op, instructions_of
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.param_pools import gradient_pool, longest, sharded_stages, weight_pool
 from pentad.schedules.passes.post_validation import has_post_validation
+from pentad.schedules.passes.zero_buffers import gradient_pool, longest, sharded_stages, weight_pool
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline, attributed_seconds
 from pentad.schedules.spec.model import ModelSpec

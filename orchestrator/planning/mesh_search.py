@@ -34,7 +34,7 @@ from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.plan import RECOMPUTE_MODES, Plan, split_layers_into_units
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
-from pentad.schedules.spec.tensors import whole
+from pentad.schedules.spec.tensors import all_layers
 from pentad.schedules.spec.validate import check_divisibility
 from pentad.schedules.spec.zero_layout import pool_sizes
 
@@ -140,7 +140,7 @@ def _require_state_fits(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> 
         raise PentadError(f"mesh is {mesh}: expected dp and pp only for model.custom")
     check_divisibility(model, mesh, config.batch.sequence_length, mesh.tp, cp_method=config.mesh.cp_method)
     lora = config.lora.spec
-    weights, trained = (sum(local_parameters(model, of, whole(model), mesh)) / mesh.pp for of in (None, lora))
+    weights, trained = (sum(local_parameters(model, of, all_layers(model), mesh)) / mesh.pp for of in (None, lora))
     moments = (1 if config.optimizer.name == "muon" else 2) * (4 if config.precision.optimizer_state == "auto" else 2)
     replicas = mesh.size / mesh.tp / mesh.pp
     least = 2 * weights / (replicas if lora is None else 1) + trained * (4 + 4 + moments) / replicas

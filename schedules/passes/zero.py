@@ -1,4 +1,4 @@
-"""Pass of ZeRO (arXiv 1910.02054, section 5): when a rank gathers a stage's parameters, and which buffers hold what.
+"""Pass of ZeRO (arXiv 1910.02054, section 5): when a rank gathers a stage's parameters.
 
 ZeRO-1 and ZeRO-2 gather every pipeline stage once a step, after its holders have updated their shards. ZeRO-3 keeps the
 gathered parameters of some stages only: a stage is gathered again for its next reader, and evicts the one whose next
@@ -104,7 +104,7 @@ def keys_of(columns: Columns, rows: Array) -> list[Key]:
 
 
 def _gathers(reads: Reads, room: int, ahead: int) -> list[Gather]:
-    """With `room` for the stages between two of their readers, and for so many more that are gathered ahead."""
+    """With `room` for stages that stay gathered between readers, and for `ahead` more that are gathered early."""
     following, later = list[list[int]](), dict[int, int]()  # by read, where each of its stages is read next
     for index, keys in reversed(reads):
         following.append([later.get(key.stage, sys.maxsize) for key in keys])

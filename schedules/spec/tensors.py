@@ -91,7 +91,7 @@ class Tensor(NamedTuple):
         return tuple(sum(end - start for start, end in ranges) for ranges in self.ranges(mesh, 0))
 
 
-def whole(model: ModelSpec) -> LayerRange:
+def all_layers(model: ModelSpec) -> LayerRange:
     """All layers."""
     return LayerRange(0, model.layers, True, True)
 
@@ -102,7 +102,7 @@ def tensors(model: ModelSpec, layers: LayerRange | None = None) -> list[Tensor]:
     Vectors (norms) come first, matrices [out, in] after them: only matrices have weight decay, and the backward pass
     finishes the last ones first.
     """
-    layers = layers or whole(model)
+    layers = layers or all_layers(model)
     found = list(_decoder(model, layers) if model.custom is None else _custom(model.custom, layers))
     return [tensor for tensor in found if len(tensor.shape) < 2] + [tensor for tensor in found if len(tensor.shape) > 1]
 

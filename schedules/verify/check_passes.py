@@ -10,9 +10,9 @@ from pentad.schedules.ir.columns import CODE, op_mask
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COMPUTE, Action, Instruction, Key, Op
 from pentad.schedules.ir.program import Program, Stream
-from pentad.schedules.passes.param_pools import gradient_pool, meet
 from pentad.schedules.passes.post_validation import REPEATABLE, ROLLBACK, VALIDATE, has_post_validation
 from pentad.schedules.passes.zero import READERS
+from pentad.schedules.passes.zero_buffers import gradient_pool, meet
 from pentad.schedules.verify.check_order import error_at, refuse
 
 SAVED_ACTIVATION_OPS = (Op.OFFLOAD, Op.RELOAD, Op.RECOMPUTE)

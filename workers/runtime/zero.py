@@ -1,7 +1,7 @@
 """ZeRO (arXiv 1910.02054) on one rank: full weights and gradients while they are used, shards otherwise.
 
 Weights are all-gathered, and gradients reduce-scattered, over the holders of a stage: data-parallel replicas and
-DualPipe's mirror ranks alike. The full buffers that stages share (schedules/passes/zero.py) are allocated once.
+DualPipe's mirror ranks alike. The full buffers that stages share (schedules/passes/zero_buffers.py) are allocated once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import Instruction
-from pentad.schedules.passes.param_pools import TRAINED_KINDS, Pool, gradient_pool, longest, sharded_stages, weight_pool
+from pentad.schedules.passes.zero_buffers import (
+    TRAINED_KINDS,
+    Pool,
+    gradient_pool,
+    longest,
+    sharded_stages,
+    weight_pool,
+)
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.async_ops import all_gather, reduce_scatter

@@ -15,7 +15,7 @@ from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.instruction import COMPUTE, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.param_pools import gradient_pool, gradient_waits
+from pentad.schedules.passes.zero_buffers import gradient_pool, gradient_waits
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import SAVED_CHANGE, peak_activations
 from pentad.schedules.simulate.simulate import simulate

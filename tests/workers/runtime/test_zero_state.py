@@ -20,7 +20,7 @@ from pentad.orchestrator.recovery.fence import RecoveryState, is_complete
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Key, Op, instructions_of
-from pentad.schedules.passes.param_pools import gradient_pool, sharded_stages, weight_pool
+from pentad.schedules.passes.zero_buffers import gradient_pool, sharded_stages, weight_pool
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.tensors import num_parameters

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning.estimate import costs_of, step_seconds
-from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
+from pentad.orchestrator.planning.fit import Fit, fit_of
 from pentad.orchestrator.planning.formatting import format_bytes, format_percent
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
@@ -15,18 +15,18 @@ from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.plan import RECOMPUTE_MODES, Plan
 
 
-def nearest_fit(config: RunConfig, plan: Plan, device: DeviceMemory) -> str:
+def memory_advice(config: RunConfig, plan: Plan, fit: Fit) -> str:
     """A sentence with the change of ZeRO's stage, of recomputation or of the microbatches that costs least of those
     with which the run fits, by simulation at guessed costs; or that none does."""
-    before, least = _seconds(plan), fit_of(plan, device).needed
+    before, least = _seconds(plan), fit.needed
     found = list[tuple[float, int, str]]()
-    for words in _changes(config):
+    for words in changes(config):
         with suppress(PentadError):  # the schedule or the model does not allow this change
             changed = make_plan(load(config, words), plan.device)
-            fit = fit_of(changed, device)
-            least = min(least, fit.needed)
-            if fit.ok:
-                found.append((_seconds(changed), fit.needed, " ".join(words)))
+            after = fit_of(changed, fit.device)
+            least = min(least, after.needed)
+            if after.ok:
+                found.append((_seconds(changed), after.needed, " ".join(words)))
     if not found:
         tried = "no ZeRO stage, recomputation or number of microbatches makes it fit"
         return f"{tried}: {format_bytes(least)} is the least"
@@ -36,7 +36,7 @@ def nearest_fit(config: RunConfig, plan: Plan, device: DeviceMemory) -> str:
     return f"it fits with {change}: {format_bytes(needed)}, and {cost}, at assumed rates"
 
 
-def _changes(config: RunConfig) -> Iterator[list[str]]:
+def changes(config: RunConfig) -> Iterator[list[str]]:
     """Overrides that need less memory, alone and together."""
     zero = [[], *([f"zero.stage={stage}"] for stage in range(config.zero.stage + 1, 4))]
     following = RECOMPUTE_MODES[RECOMPUTE_MODES.index(config.memory.recompute) + 1 :]

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 import pytest
 
-from pentad.orchestrator.api.nearest_fit import nearest_fit
+from pentad.orchestrator.api.memory_advice import changes, memory_advice
 from pentad.orchestrator.api.plans import planned
 from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.planning.estimate import costs_of, step_seconds
 from pentad.orchestrator.planning.fit import device_memory, fit_of
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.spec.plan import Plan
 
 SIZES = ["model.hidden=1024", "model.heads=8", "model.kv_heads=8", "model.ffn=4096", "model.layers=8", "mesh.pp=1"]
 BATCH = ["schedule.name=1f1b", "schedule.microbatches=2", "batch.global_batch_size=16", "batch.sequence_length=2048"]
+
+
+def seconds(plan: Plan) -> float:
+    return step_seconds(simulate(plan.program, costs_of(plan)))
 
 
 def config_of(*words: str) -> RunConfig:
@@ -27,16 +36,21 @@ def test_the_advised_change_fits_and_costs_least_of_those_with_less(dp: int, sha
     config = config_of(f"mesh.dp={dp}")
     plan = make_plan(config, "cuda")
     device = device_memory("cuda", share * fit_of(plan, device_memory("cuda", 1000)).needed / 2**30)
-    advice = nearest_fit(config, plan, device)
+    advice = memory_advice(config, plan, fit_of(plan, device))
     words = re.search(r"^it fits with ([^:]*): .*, at assumed rates$", advice)
     assert words is not None, advice
     changed = make_plan(load(config, words[1].split()), "cuda")
     assert fit_of(changed, device).ok and not fit_of(plan, device).ok
+    for each in changes(config):
+        with suppress(PentadError):
+            other = make_plan(load(config, each), "cuda")
+            assert seconds(other) >= seconds(changed) or not fit_of(other, device).ok
 
 
 def test_a_run_that_no_change_makes_fit_is_told_the_least_it_needs() -> None:
     config = config_of("mesh.dp=2")
-    advice = nearest_fit(config, make_plan(config, "cuda"), device_memory("cuda", 0.1))
+    plan = make_plan(config, "cuda")
+    advice = memory_advice(config, plan, fit_of(plan, device_memory("cuda", 0.1)))
     assert re.search(r"^no ZeRO stage, .* makes it fit: [0-9.]+ GiB is the least$", advice)
 
 

@@ -92,6 +92,8 @@ def _first_fit(program: Program, places: list[Place], apart: Array, *, trained: 
 
 
 def _offsets(sizes: Array, apart: Array) -> Array:
+    if not sizes.any():
+        return np.zeros_like(sizes)
     offsets = np.full(len(sizes), -1)
     for index in np.argsort(-sizes, kind="stable"):
         others = np.flatnonzero(apart[index] & (offsets >= 0))
