@@ -4,14 +4,18 @@ import torch
 from torch import Tensor
 
 
-def accumulate_gradient_(main: Tensor, dy: Tensor, x: Tensor) -> None:
-    """main [N, K] += dy [T, N]^T @ x [T, K]; main is float32, or float64 for float64 inputs.
+def accumulate_gradient_(main: Tensor, dy: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
+    """main [N, K] += dy [T, N]^T @ x [T, K]; or = if it is to `overwrite` what main has. main is float32, or float64
+    for float64 inputs.
 
     On a GPU, 16-bit inputs are multiplied and added in float32 throughout: no product is rounded to 16 bits.
     """
+    left = dy.t()
     if main.dtype == dy.dtype:
-        main.addmm_(dy.t(), x)
+        torch.mm(left, x, out=main) if overwrite else main.addmm_(left, x)
     elif main.is_cuda:
-        torch.addmm(main, dy.t(), x, out_dtype=main.dtype, out=main)
+        wide = main.dtype
+        torch.mm(left, x, wide, out=main) if overwrite else torch.addmm(main, left, x, out_dtype=wide, out=main)
     else:
-        main += dy.to(main.dtype).t() @ x.to(main.dtype)
+        product = left.to(main.dtype) @ x.to(main.dtype)
+        main.copy_(product) if overwrite else main.add_(product)

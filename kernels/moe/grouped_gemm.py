@@ -29,14 +29,17 @@ def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 @triton_on_gpu
-def accumulate_grouped_gradient_(main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> None:
-    """main[e] [N, K] += dy_e^T @ x_e over the rows of each expert, of dy [R, N] and x [R, K].
+def accumulate_grouped_gradient_(
+    main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, *, overwrite: bool = False
+) -> None:
+    """main[e] [N, K] += dy_e^T @ x_e over the rows of each expert, of dy [R, N] and x [R, K]; or = if it is to
+    `overwrite` what main has.
 
     main [E, N, K] is float32, or float64 for float64 inputs. No product is rounded to 16 bits, and rows are added in
     order.
     """
     for expert, (start, end) in enumerate(_spans(offsets)):
-        accumulate_gradient_(main[expert], dy[start:end], x[start:end])
+        accumulate_gradient_(main[expert], dy[start:end], x[start:end], overwrite=overwrite)
 
 
 def _spans(offsets: Tensor) -> list[tuple[int, int]]:

@@ -45,7 +45,7 @@ def _grouped(
 
 @triton.jit
 def _accumulate(
-    main, dy, x, offsets, N, K,
+    main, dy, x, offsets, N, K, OVERWRITE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(K, COLUMNS)
@@ -56,7 +56,7 @@ def _accumulate(
     k = tile % across * COLUMNS + tl.arange(0, COLUMNS)
     start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
     end = tl.load(offsets + expert)
-    if start == end:
+    if not OVERWRITE and start == end:
         return
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for first in range(start, end, DEPTH):
@@ -67,7 +67,9 @@ def _accumulate(
         total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
     target = main + expert.to(tl.int64) * N * K + n.to(tl.int64)[:, None] * K + k[None, :]
     mask = (n < N)[:, None] & (k < K)[None, :]
-    tl.store(target, tl.load(target, mask=mask, other=0.0) + total, mask=mask)
+    if not OVERWRITE:
+        total += tl.load(target, mask=mask, other=0.0)
+    tl.store(target, total, mask=mask)
 
 
 def _shape(dtype: torch.dtype) -> dict[str, object]:
@@ -105,7 +107,9 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def accumulate_grouped_gradient_(main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> None:
+def accumulate_grouped_gradient_(
+    main: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, *, overwrite: bool = False
+) -> None:
     """Launches the kernel; see `pentad.kernels.moe.grouped_gemm.accumulate_grouped_gradient_`."""
     experts, n, k = main.shape
     assert main.is_contiguous() and dy.is_contiguous() and x.is_contiguous()
@@ -113,4 +117,4 @@ def accumulate_grouped_gradient_(main: Tensor, dy: Tensor, x: Tensor, offsets: T
     # Few warps a program, so that an SM runs two: one multiplies while the other adds to the main gradient.
     shape = _shape(dy.dtype) | {"num_warps": 4}
     grid = (experts * triton.cdiv(n, shape["ROWS"]) * triton.cdiv(k, shape["COLUMNS"]),)
-    _accumulate[grid](main, dy, x, offsets, n, k, **shape)
+    _accumulate[grid](main, dy, x, offsets, n, k, OVERWRITE=overwrite, **shape)

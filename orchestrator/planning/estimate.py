@@ -22,7 +22,7 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import ROUND_ELEMENTS
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.tensors import active_parameters
-from pentad.schedules.spec.zero_layout import num_muon_elements
+from pentad.schedules.spec.zero_layout import inbox_elements, num_muon_elements
 
 CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 
@@ -140,7 +140,8 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
         "gradients": gradients * wide,
         "optimizer": sum(optimizer_bytes(plan, shard, rank) for shard in plan.param_shards_of(rank)),
         "activations": _with_muon(plan, rank, activations),
-        "slots": received * plan.sequence_parallel_tokens * plan.model.hidden * compute,
+        "slots": received * plan.sequence_parallel_tokens * plan.model.hidden * compute
+        + inbox_elements(plan, rank) * wide,
         "tables": _tables(plan, rank),
     }
     return {**found, "total": sum(found.values()), "host": host}

@@ -165,7 +165,7 @@ def _drafts(config: RunConfig, mesh: Mesh, microbatches: int) -> Iterator[Plan]:
     stages, shared = split(model, order.placement, length), _is_shared(mesh, order)
     units = units_of(config, model, stages, mesh, "bfloat16", shared=shared)
     order, layers = split_into_units(order, units), split_layers_into_units(stages, units)
-    transport = "peer" if mesh.size <= NODE_GPUS and mesh.pp > 1 else "nccl"
+    transport = "peer" if 1 < mesh.size <= NODE_GPUS else "nccl"
     plan = draft(config, model, "cuda", order, layers, transport=transport)
     batch = BatchSpec(config.batch.global_batch_size, length, microbatches, replicas, config.batch.sizes.rampup)
     for smaller in batch.rampup_microbatches:  # which the schedule may refuse

@@ -354,12 +354,13 @@ def _dtype(config: RunConfig, device: str) -> str:
 
 
 def transport_of(config: RunConfig, device: str, hosts: int) -> str:
-    """What moves activations: 'gloo', 'peer' or 'nccl'. Raises PentadError if cluster.transport cannot."""
+    """What moves activations, and what ZeRO gathers and reduces: 'gloo', 'peer' or 'nccl'. Raises PentadError if
+    cluster.transport cannot."""
     chosen = config.cluster.transport
     if device == "cpu":
         return "gloo"
     if chosen == "peer" and hosts > 1:
         raise PentadError(f"cluster.transport is peer, but the ranks are on {hosts} hosts: expected auto or nccl")
-    if config.mesh.pp == 1:  # nothing moves
+    if config.mesh.size == 1:  # nothing moves
         return "nccl"
     return {"auto": "peer" if hosts == 1 else "nccl"}.get(chosen, chosen)

@@ -13,6 +13,8 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
 from pentad.schedules.spec.tensors import LayerRange
 
+INBOX_ELEMENTS = 2**25  # of gradients on their way between peers, at most
+
 
 class ZeroLayout(NamedTuple):
     """A stage's parameters end to end, `size` elements and zeros as padding, in `num_shards` equal parts: a shard is
@@ -64,6 +66,14 @@ def pool_sizes(
     kinds = product((False, True), (False, True))
     by_kind = [[padded(unit, experts=experts, frozen=frozen) for unit in layers] for frozen, experts in kinds]
     return tuple(zip(*by_kind, strict=True))
+
+
+def inbox_elements(plan: Plan, rank: int) -> int:
+    """Elements of the memory of a rank in which the gradients of its peers arrive to be added."""
+    if plan.transport != "peer":
+        return 0
+    arriving = ((plan.num_zero_shards(shard) - 1) * plan.zero_shard_size(shard) for shard in plan.param_shards_of(rank))
+    return min(INBOX_ELEMENTS, max(arriving))
 
 
 def num_muon_elements(plan: Plan, shard: ParamShard, rank: int) -> int:

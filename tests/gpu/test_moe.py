@@ -28,6 +28,7 @@ from pentad.workers.model.weight_grad import accumulate_wgrads
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
 from pentad.workers.params.router_bias import updated_bias
+from pentad.workers.params.unwritten import Unwritten
 
 pytestmark = pytest.mark.gpu
 DTYPES = [(torch.bfloat16, 1e-2), (torch.float32, 1e-5), (torch.float64, 1e-12)]
@@ -108,7 +109,7 @@ def run(
     y, saved, _ = run_to_completion(moe.forward(context, NO_SEQUENCE, x))
     recomputable = moe.recompute(context, x, saved)
     dx, work = run_to_completion(moe.backward(context, NO_SEQUENCE, x, saved, recomputable, dy))
-    accumulate_wgrads(work)
+    accumulate_wgrads(work, Unwritten())
     return {"y": y, "dx": dx, "bias": updated_bias(state["bias"], saved.routing.load, 1e-3)} | gradients_of(moe)
 
 

@@ -24,6 +24,7 @@ from pentad.workers.model.moe import MoE
 from pentad.workers.model.weight_grad import Param, accumulate_wgrads
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.parallel.expert_parallel import DispatchMode, ExpertParallelGroup
+from pentad.workers.params.unwritten import Unwritten
 
 State = dict[str, torch.Tensor]
 NO_SEQUENCE: Any = None  # an MoE sublayer does not read positions
@@ -85,7 +86,7 @@ def run_rank(case: Case, rank: int, ranks: int, group: dist.ProcessGroup | None)
     if case.recompute:
         recomputable = moe.recompute(context, x, saved)
     dx, work = run_to_completion(moe.backward(context, NO_SEQUENCE, x, saved, recomputable, case.gradients[rank]))
-    accumulate_wgrads(work)
+    accumulate_wgrads(work, Unwritten())
     received = len(x if saved.received is None else saved.received)
     return Answer(y, dx, gradients_of(moe), saved.routing.load, received)
 

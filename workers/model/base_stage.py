@@ -24,6 +24,7 @@ from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.process_groups import LayerGroups
 from pentad.workers.params.param_buffers import BoundBuffers, NamedBuffer, ParamBuffers, WeightBuffer
 from pentad.workers.params.router_bias import LoadBalancer
+from pentad.workers.params.unwritten import Unwritten
 
 Activation = Tensor | tuple[Tensor, Tensor]  # [T, H]; between units of a stage the two terms of the residual stream
 
@@ -57,6 +58,7 @@ class BaseStage(ABC):
         self._bound: dict[tuple[BoundBuffers | NamedBuffer | None, ...], Any] = {}
         self.saved: dict[int, Any] = {}
         self.deferred: dict[int, list[Wgrad]] = {}
+        self.unwritten = Unwritten()
         self.microbatches = plan.batch.microbatches  # of the current step
         self.loss_sum_buffers = torch.zeros(
             (2, plan.batch.microbatches, plan.batch.micro_batch_size), dtype=torch.float64, device=self.device
@@ -164,8 +166,12 @@ class BaseStage(ABC):
         Runs for the layers that B has reached; the executor may call it between the layers of a B.
         """
         for buffers in self.param_buffers:
-            buffers.prepare_gradients()
-        accumulate_wgrads(self.deferred.pop(slice_index, []))
+            buffers.prepare_gradients(self.unwritten)
+        accumulate_wgrads(self.deferred.pop(slice_index, []), self.unwritten)
+
+    def complete_gradients(self) -> None:
+        """Called after the last W of a sum: what got no gradient has zeros."""
+        self.unwritten.zero()
 
     @abstractmethod
     def offloadable(self, slice_index: int) -> list[torch.UntypedStorage]:

@@ -11,6 +11,7 @@ from pentad.kernels.backend import accumulation_dtype
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_
 from pentad.kernels.moe.moe_permute import gather_rows
 from pentad.kernels.wgrad_gemm import accumulate_gradient_
+from pentad.workers.params.unwritten import Unwritten
 
 
 class Param(NamedTuple):
@@ -66,19 +67,27 @@ def bias_wgrad(bias: Param, dy: Tensor) -> AddWgrad:
     return AddWgrad(bias.gradient, dy.sum(0, dtype=accumulation_dtype(dy.dtype)))
 
 
-def accumulate_wgrads(work: list[Wgrad]) -> None:
-    """Adds the weight gradients of one microbatch slice to the main gradients, in order; frozen weights have none."""
+def accumulate_wgrads(work: list[Wgrad], unwritten: Unwritten) -> None:
+    """Adds the weight gradients of one microbatch slice to the main gradients, in order; frozen weights have none.
+
+    Those that are `unwritten` contain anything: what comes first overwrites them.
+    """
     for item in work:
         match item:
             case LinearWgrad(Tensor() as gradient, dy, x):
-                accumulate_gradient_(gradient, dy, x)
+                accumulate_gradient_(gradient, dy, x, overwrite=unwritten.take(gradient))
             case AddWgrad(Tensor() as gradient, dy):
-                gradient += dy
+                _add(gradient, dy, overwrite=unwritten.take(gradient))
             case EmbeddingWgrad(Tensor() as gradient, dy, tokens):
                 # This sorts the tokens first, so that the additions have the same order in every run.
                 dy = dy.to(gradient.dtype)
-                gradient += torch.ops.aten.embedding_dense_backward(dy, tokens, gradient.shape[0], -1, False)
+                dense = torch.ops.aten.embedding_dense_backward(dy, tokens, gradient.shape[0], -1, False)
+                _add(gradient, dense, overwrite=unwritten.take(gradient))
             case GroupedWgrad(Tensor() as gradient, dy, x, offsets, dy_rows, x_rows):
                 left = dy if dy_rows is None else gather_rows(dy, dy_rows, offsets)
                 right = x if x_rows is None else gather_rows(x, x_rows, offsets)
-                accumulate_grouped_gradient_(gradient, left, right, offsets)
+                accumulate_grouped_gradient_(gradient, left, right, offsets, overwrite=unwritten.take(gradient))
+
+
+def _add(gradient: Tensor, dy: Tensor, *, overwrite: bool) -> None:
+    gradient.copy_(dy) if overwrite else gradient.add_(dy)

@@ -44,8 +44,8 @@ class ProcessGroups:
 
     `channels[kind, source, target]` carries the transfers of one direction between two ranks (gloo has one group for
     all and distinguishes them by tag; peer copies need none). `gradients[stage]` are the holders of a stage and of its
-    experts, if it has any; `weights[stage]` are those that ZeRO shards its weights over, frozen ones last, with
-    communicators for all-gathers, which run beside reductions. `matrices[stage]` are the ranks that hold parts of the
+    experts, if it has any; `weights` are the holders of what ZeRO gathers, with communicators of their own, as
+    all-gathers run beside reductions (peer copies need none). `matrices[stage]` are the ranks that hold parts of the
     same matrices, for Muon. `world` is all ranks of the mesh, `tied` the holders of the embedding where the head shares
     it.
     """
@@ -53,7 +53,7 @@ class ProcessGroups:
     rank: int
     channels: dict[Channel, dist.ProcessGroup | None]
     gradients: GroupsByStage
-    weights: GroupsByStage
+    weights: dict[ParamShard, dist.ProcessGroup]
     matrices: GroupsByStage
     world: dist.ProcessGroup | None
     layers: LayerGroups
@@ -95,7 +95,7 @@ def connect(
     world = _connected_group(tuple(range(plan.mesh.size))) if plan.mesh.size > 1 else None
     channels = _channels(plan, rank, world, device)
     gradients = _groups_by_stage(plan, rank, plan.holders)
-    weights = _groups_by_stage(plan, rank, lambda shard: _sharers(plan, shard), frozen=True) if plan.zero else {}
+    weights = _weight_groups(plan, rank) if plan.transport != "peer" else {}
     matrices = _groups_by_stage(plan, rank, plan.tp_holders) if plan.optimizer.name == "muon" else {}
     tied = [_connected_group(ranks) for ranks in _embedding_ranks(plan)]
     tied_group = tied[plan.mesh.coordinates(rank).tp] if tied else None
@@ -144,21 +144,21 @@ def _channels(
     return channels
 
 
-def _groups_by_stage(
-    plan: Plan, rank: int, ranks_of: Callable[[ParamShard], tuple[int, ...]], *, frozen: bool = False
-) -> GroupsByStage:
-    """New groups of the ranks of each shard of this rank's stages, then of `frozen` ones."""
-    every = (shard for of in range(plan.mesh.size) for shard in plan.frozen_shards_of(of)) if frozen else ()
-    made = _new_groups(map(ranks_of, dict.fromkeys((*plan.param_shards, *every))))
+def _groups_by_stage(plan: Plan, rank: int, ranks_of: Callable[[ParamShard], tuple[int, ...]]) -> GroupsByStage:
+    """New groups of the ranks of each parameter shard of this rank's stages."""
+    made = _new_groups(map(ranks_of, plan.param_shards))
     found: GroupsByStage = {stage: [] for stage in plan.stages_of(rank)}
-    for shard in (*plan.param_shards_of(rank), *(plan.frozen_shards_of(rank) if frozen else ())):
+    for shard in plan.param_shards_of(rank):
         found[shard.stage].append(made.get(ranks_of(shard)))
     return found
 
 
-def _sharers(plan: Plan, shard: ParamShard) -> tuple[int, ...]:
-    """The ranks that ZeRO cuts a shard over; none if it does not."""
-    return plan.holders(shard) if plan.num_zero_shards(shard) > 1 else ()
+def _weight_groups(plan: Plan, rank: int) -> dict[ParamShard, dist.ProcessGroup]:
+    """New groups of the ranks that ZeRO cuts each shard of this rank's weights over."""
+    held = chain.from_iterable((*plan.param_shards_of(of), *plan.frozen_shards_of(of)) for of in range(plan.mesh.size))
+    cut = [shard for shard in dict.fromkeys(held) if plan.num_zero_shards(shard) > 1]
+    made = _new_groups(map(plan.holders, cut))
+    return {shard: made[ranks] for shard in cut if rank in (ranks := plan.holders(shard))}
 
 
 def _embedding_ranks(plan: Plan) -> list[tuple[int, ...]]:

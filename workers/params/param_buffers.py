@@ -9,7 +9,8 @@ import torch
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.params.tp_replicated import ReplicatedGradients
-from pentad.workers.params.weight_shard import WeightShard, shard_of
+from pentad.workers.params.unwritten import Unwritten
+from pentad.workers.params.weight_shard import WeightShard
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,7 @@ class ParamBuffers(WeightBuffer):
         self.parameters, self.replicated = parameters, replicated
         self.gradients: NamedBuffer | None = None
         self.stale = False  # the gradients hold those of an earlier sum or another stage
-        self.continues = False  # the shard has the sum of the step's earlier microbatches
+        self.has_partial_sum = False  # the shard has the sum of the step's earlier microbatches
         if parameters.full_gradients is not None:
             self.set_gradients(parameters.full_gradients)
 
@@ -73,18 +74,17 @@ class ParamBuffers(WeightBuffer):
 
     def begin_step(self) -> None:
         """The next W begins a new sum."""
-        self.stale, self.continues = True, False
+        self.stale, self.has_partial_sum = True, False
 
-    def begin_microbatch(self) -> None:
-        """A W after this REDUCE_SCATTER continues its sum: the shard's gradients are in it once."""
-        self.stale = self.continues = True
+    def end_partial_sum(self) -> None:
+        """A REDUCE_SCATTER has moved the sum so far to the shard; the next W begins with those of its microbatch."""
+        self.stale = self.has_partial_sum = True
 
-    def prepare_gradients(self) -> None:
-        """Called before a W adds to the gradients: zeroes stale ones, except the shard's where a sum goes on."""
+    def prepare_gradients(self, unwritten: Unwritten) -> None:
+        """Called before a W adds to the gradients."""
         if self.stale and self.gradients is not None:
-            self.gradients.flat.zero_()
-            if self.continues:
-                shard_of(self.parameters.layout, self.gradients.flat).copy_(self.parameters.gradient)
+            self.gradients.flat[self.parameters.layout.size :].zero_()  # the padding
+            unwritten.add(self.gradients.tensors.values())
             self.stale = False
 
 

@@ -22,7 +22,7 @@ from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.optimizer_step import OptimizerStep
 from pentad.workers.runtime.progress_file import ProgressFile
 from pentad.workers.runtime.streams import Check, Lanes
-from pentad.workers.runtime.zero import ZeroShards
+from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
 
@@ -70,6 +70,7 @@ class Executor:
     optimizer_step: OptimizerStep
     losses: LossTotals
     shards: ZeroShards
+    collectives: Collectives
     check: Check
 
     def __post_init__(self) -> None:
@@ -117,6 +118,13 @@ class Executor:
             self._run_action(action)
         self.transport.finish_sends()
 
+    def validate(self) -> bool:
+        """VALIDATE: commits the previous step. False if its weights have changed since."""
+        valid = self.optimizer_step.validate(self.check)
+        if not valid:
+            self.collectives.after_update()
+        return valid
+
     def _begin(self, program: RankProgram, step: int, tokens: dict[int, Tokens]) -> None:
         self.running, self.step, self.tokens = program, step, tokens
         self.lanes.begin_step()
@@ -157,21 +165,27 @@ class Executor:
                 if work is not None:
                     self.lanes.end_with(part, [work])
             case Op.ALL_REDUCE:
+                self.stages[part.stage].complete_gradients()
                 self.lanes.end_with(part, self._all_reduce(part))
             case Op.ALL_GATHER:
-                self.lanes.end_with(part, self.shards.gather(part, self.groups, self._running.number))
+                self.lanes.end_with(part, self.shards.gather(part, self.collectives, self._running.number))
             case Op.FREE:
                 self.shards.free(part)
             case Op.REDUCE_SCATTER:
-                self.lanes.end_with(part, self.shards.scatter(part, self.groups))
+                self.stages[part.stage].complete_gradients()
+                self.lanes.end_with(part, self.shards.scatter(part, self.collectives))
             case Op.LOSS:
                 self.losses.reduce()
             case Op.NORM:
+                for stage in self.stages.values():
+                    stage.complete_gradients()
                 self.optimizer_step.reduce_norm(self.step, self.check)
             case Op.STEP:
+                self.collectives.before_update()
                 self.optimizer_step.step(self.step)
+                self.collectives.after_update()
             case Op.VALIDATE:
-                self.valid = self.optimizer_step.validate(self.check)
+                self.valid = self.validate()
             case Op.ROLLBACK:
                 self.restart = not self.valid
             case _:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pentad.schedules.ir.instruction import instructions_of
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.zero_layout import inbox_elements
 from pentad.workers.custom.stage import CustomStage
 from pentad.workers.data.batch_loader import BatchLoader
 from pentad.workers.data.sources import open_dataset, open_eval_data
@@ -24,9 +25,14 @@ from pentad.workers.params.parameters import DTYPES, Parameters
 from pentad.workers.params.spike_filter import SpikeFilter
 from pentad.workers.runtime.optimizer_step import BarrierStep, OptimizerStep, PostValidatedStep
 from pentad.workers.runtime.streams import CudaStreams, HostStreams, Lanes
+from pentad.workers.runtime.zero import Collectives, ZeroShards
+from pentad.workers.transport import p2p_ipc, peer_collectives
+from pentad.workers.transport.group_collectives import GroupCollectives
 from pentad.workers.transport.norm_reducer import NormReducer
 from pentad.workers.transport.p2p import P2PTransport
-from pentad.workers.transport.p2p_ipc import IpcTransport, channel_numbers
+from pentad.workers.transport.p2p_ipc import IpcTransport
+from pentad.workers.transport.peer_collectives import PeerCollectives
+from pentad.workers.transport.peer_memory import PeerMemory
 from pentad.workers.transport.stream_flags import StreamFlags
 
 
@@ -81,14 +87,34 @@ def make_lanes(plan: Plan, rank: int, device: torch.device) -> Lanes:
     return CudaStreams(device, {part.lane for part in streams})
 
 
+def make_flags(plan: Plan, rank: int, store: dist.TCPStore, generation: int) -> StreamFlags | None:
+    """Those of transfers and collectives between peers."""
+    if plan.transport != "peer":
+        return None
+    names = [*p2p_ipc.flag_names(plan), *peer_collectives.flag_names(plan)]
+    return StreamFlags(store, rank, plan.mesh.size, names, generation)
+
+
 def make_transport(
-    plan: Plan, groups: ProcessGroups, store: dist.TCPStore, device: torch.device, generation: int
+    plan: Plan, groups: ProcessGroups, store: dist.TCPStore, device: torch.device, flags: StreamFlags | None
 ) -> P2PTransport | IpcTransport:
     shape, dtype = (plan.sequence_parallel_tokens, plan.model.hidden), DTYPES[plan.dtype]
-    if plan.transport != "peer":
+    if flags is None:
         return P2PTransport(groups, plan.mesh, shape, dtype, device)
-    flags = StreamFlags(store, groups.rank, plan.mesh.size, 2 * len(channel_numbers(plan)), generation)
     return IpcTransport(plan, groups.rank, shape, dtype, device, store, flags)
+
+
+def make_collectives(
+    plan: Plan, groups: ProcessGroups, store: dist.TCPStore, shards: ZeroShards, flags: StreamFlags | None
+) -> Collectives:
+    """ZeRO's."""
+    if flags is None:
+        return GroupCollectives(groups)
+    peers = peer_collectives.peers_of(plan, groups.rank)
+    memory = PeerMemory(store, "zero", groups.rank, shards.shared(), peers)
+    gradient = next(iter(shards.stages.values())).param_buffers[0].parameters.gradient
+    inbox = gradient.new_empty(inbox_elements(plan, groups.rank))
+    return PeerCollectives(plan, groups.rank, flags, memory, inbox)
 
 
 def make_optimizer_step(

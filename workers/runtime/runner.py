@@ -91,10 +91,12 @@ class Runner:
             if self.sockets is not None:
                 self.sockets.exchange(store, rank, size)
             lanes = rank_setup.make_lanes(plan, rank, self.device)
-            transport = rank_setup.make_transport(plan, groups, store, self.device, self.generation)
+            flags = rank_setup.make_flags(plan, rank, store, self.generation)
+            transport = rank_setup.make_transport(plan, groups, store, self.device, flags)
+            collectives = rank_setup.make_collectives(plan, groups, store, self.shards, flags)
             losses, check = LossTotals(plan, rank, self.stages, groups.world), self.fence_flag.check
             self.executor = Executor(
-                self.stages, groups, transport, lanes, self.progress, end, losses, self.shards, check
+                self.stages, groups, transport, lanes, self.progress, end, losses, self.shards, collectives, check
             )
 
     def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> None:
@@ -233,6 +235,7 @@ class Runner:
             dist.destroy_process_group()
         if self.executor is not None:
             self.executor.optimizer_step.close()
+            self.executor.collectives.close()
             self.executor.transport.close()
 
     @property
@@ -247,9 +250,9 @@ class Runner:
 
     def _finish_step(self) -> None:
         """Completes the open step: validates it and waits for everything in flight."""
-        executor, check = self._connected, self.fence_flag.check
-        executor.optimizer_step.validate(check)
-        executor.lanes.throttle(check, ahead=0)
+        executor = self._connected
+        executor.validate()
+        executor.lanes.throttle(self.fence_flag.check, ahead=0)
         self._collect_results()
 
     def _collect_results(self, num_open: int = 0) -> None:

@@ -6,7 +6,9 @@ DualPipe's mirror ranks alike. The full buffers that stages share (schedules/pas
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,14 +22,16 @@ from pentad.schedules.passes.zero_buffers import (
     sharded_stages,
     weight_pool,
 )
-from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.model.base_stage import BaseStage
-from pentad.workers.parallel.async_ops import all_gather, reduce_scatter
-from pentad.workers.parallel.process_groups import ProcessGroups
-from pentad.workers.params.param_buffers import WeightBuffer
+from pentad.workers.params.param_buffers import ParamBuffers, WeightBuffer
 from pentad.workers.params.parameters import BUFFERS, FullTensor, Parameters
+from pentad.workers.transport.group_collectives import GroupCollectives
+from pentad.workers.transport.peer_collectives import PeerCollectives, gradients_name, weights_name
 
 MESSAGE_ELEMENTS = 2**24  # of a shard, in one message to the rank that saves it
+Collectives = GroupCollectives | PeerCollectives
+B = TypeVar("B", bound=WeightBuffer)
 
 
 class ZeroShards:
@@ -35,6 +39,8 @@ class ZeroShards:
 
     def __init__(self, plan: Plan, rank: int, stages: Mapping[int, BaseStage]) -> None:
         self.stages, program, pp = stages, plan.program, plan.mesh.coordinates(rank).pp
+        self.trained = _by_stage(plan.param_shards_of(rank), {s: stage.param_buffers for s, stage in stages.items()})
+        self.frozen = _by_stage(plan.frozen_shards_of(rank), {s: stage.frozen for s, stage in stages.items()})
         sharded = sharded_stages(program, pp) if plan.zero == 3 else set[int]()
         self.weight_pools = [weight_pool(each, pp, sharded) for each in plan.programs]
         held = next(iter(stages.values())).param_buffers[0].parameters
@@ -42,60 +48,84 @@ class ZeroShards:
         trained = plan.trained_programs if plan.zero > 1 else ()
         self.gradient_pools = [gradient_pool(each, pp) for each in trained]
         self.gradients = _allocate(self.gradient_pools, held.gradient)
+        self.num_programs = len(plan.trained_programs)
         self.bound_pool: Pool | None = None
         self.begin(0)
 
     def begin(self, program: int) -> None:
         """A step of this program of the plan follows: every stage adds gradients to its place there."""
+        self.program = program
         if program >= len(self.gradient_pools) or self.gradient_pools[program] == self.bound_pool:
             return
         self.bound_pool = self.gradient_pools[program]
-        for (stage, _), offsets in self.bound_pool.offsets.items():
-            for kind, buffers in enumerate(self.stages[stage].param_buffers):
+        for stage, _ in self.bound_pool.offsets:
+            for shard, buffers in self.trained[stage]:
                 if buffers.parameters.full_gradients is None:
-                    buffers.set_gradients(_fitted(self.gradients[kind], offsets[kind], buffers))
+                    buffers.set_gradients(self.full_gradients(shard, buffers, program))
             self.stages[stage].bind()
 
-    def gather(self, part: Instruction, groups: ProcessGroups, program: int) -> list[dist.Work]:
+    def full_gradients(self, shard: ParamShard, buffers: ParamBuffers, program: int) -> torch.Tensor:
+        """Where a rank adds up the gradients of a shard in a program of the plan."""
+        if buffers.parameters.full_gradients is not None:
+            return buffers.parameters.full_gradients
+        offset = self.gradient_pools[program].offsets[shard.stage, 0][shard.experts]
+        return _fitted(self.gradients[shard.experts], offset, buffers)
+
+    def shared(self) -> dict[str, torch.Tensor]:
+        """What peers read, by name."""
+        found = dict[str, torch.Tensor]()
+        for shard, buffer in chain.from_iterable(map(self._weights, self.stages)):
+            if buffer.shard.layout.num_shards > 1:
+                found[weights_name(shard)] = buffer.shard.compute
+        for shard, buffers in chain.from_iterable(self.trained.values()):
+            for program in range(self.num_programs if buffers.shard.layout.num_shards > 1 else 0):
+                found[gradients_name(shard, program)] = self.full_gradients(shard, buffers, program)
+        return found
+
+    def gather(self, part: Instruction, collectives: Collectives, program: int) -> list[dist.Work]:
         """ALL_GATHER: fills a stage's full weights, at the place of this gather of a program."""
-        stage, works = self.stages[part.stage], []
-        for (kind, buffer), group in zip(_weights(stage), groups.weights[part.stage], strict=True):
-            if group is None:
-                continue
+        works = []
+        for shard, buffer in self._weights(part.stage):
             held = buffer.shard
+            if held.layout.num_shards == 1:
+                continue
             full = held.full_weights
             if full is None:
+                kind = shard.experts + TRAINED_KINDS * shard.frozen
                 offset = self.weight_pools[program].offsets[part.stage, part.microbatch][kind]
                 full = _fitted(self.weights[kind], offset, buffer)
                 buffer.set_weights(full)
-            works.append(all_gather(full, held.compute, group=group, async_op=True))
-        stage.bind()
+            works += collectives.all_gather(shard, full, held.compute)
+        self.stages[part.stage].bind()
         return works
 
     def free(self, part: Instruction) -> None:
         """FREE: gives the place up; the stage must not read its weights until the next gather."""
-        stage = self.stages[part.stage]
-        for _, buffer in _weights(stage):
+        for _, buffer in self._weights(part.stage):
             if buffer.shard.full_weights is None:
                 buffer.clear_weights()
-        stage.bind()
+        self.stages[part.stage].bind()
 
-    def scatter(self, part: Instruction, groups: ProcessGroups) -> list[dist.Work]:
-        """REDUCE_SCATTER: this rank's shard of the sum of the full gradients, of which its own have the sum so far."""
+    def scatter(self, part: Instruction, collectives: Collectives) -> list[dist.Work]:
+        """REDUCE_SCATTER: this rank's shard of the sum of the full gradients, added to that of earlier microbatches."""
         works = []
-        for buffers, group in zip(self.stages[part.stage].param_buffers, groups.gradients[part.stage], strict=True):
-            if group is None:
-                continue
-            assert buffers.gradients is not None
-            buffers.begin_microbatch()
-            shard, full = buffers.parameters.gradient, buffers.gradients.flat
-            works.append(reduce_scatter(shard, full, group=group, async_op=True))
+        for shard, buffers in self.trained[part.stage]:
+            sums = buffers.parameters.gradient
+            if buffers.shard.layout.num_shards > 1:
+                assert buffers.gradients is not None
+                full, accumulate = buffers.gradients.flat, buffers.has_partial_sum
+                works += collectives.reduce_scatter(shard, sums, full, self.program, accumulate=accumulate)
+                buffers.end_partial_sum()
         return works
 
     def clear(self) -> None:
         """Frees the buffers."""
         self.weights.clear()
         self.gradients.clear()
+
+    def _weights(self, stage: int) -> list[tuple[ParamShard, WeightBuffer]]:
+        """All that a stage reads."""
+        return [*self.trained[stage], *self.frozen[stage]]
 
 
 def gather_state(
@@ -127,9 +157,12 @@ def _allocate(pools: list[Pool], like: torch.Tensor) -> list[torch.Tensor]:
     return [like.new_zeros(elements) for elements in longest(pools)]
 
 
-def _weights(stage: BaseStage) -> list[tuple[int, WeightBuffer]]:
-    """All that a stage reads with its kind in pools, in the order of its groups."""
-    return [*enumerate(stage.param_buffers), *enumerate(stage.frozen, TRAINED_KINDS)]
+def _by_stage(
+    shards: Iterable[ParamShard], buffers: Mapping[int, Iterable[B]]
+) -> dict[int, list[tuple[ParamShard, B]]]:
+    """The buffers of each stage, which are in the order of its shards."""
+    held = {stage: [shard for shard in shards if shard.stage == stage] for stage in buffers}
+    return {stage: list(zip(held[stage], each, strict=True)) for stage, each in buffers.items()}
 
 
 def _fitted(pool: torch.Tensor, offset: int, buffer: WeightBuffer) -> torch.Tensor:

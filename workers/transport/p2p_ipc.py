@@ -8,6 +8,7 @@ waits for the grant. The transfers of a channel are ordered by the program, so a
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Hashable
 from itertools import chain
 
 import torch
@@ -16,18 +17,16 @@ import torch.distributed as dist
 from pentad.schedules.ir.instruction import RECEIVES, Instruction, Op, instructions_of
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.parallel.process_groups import Channel, channel_of, first_stage_ranks, transfer_edges
-from pentad.workers.transport.stream_flags import FLAG_STRIDE, StreamFlags, check_driver
-
-_HANDLE_BYTES = 64
-_LAZY_PEER_ACCESS = 1
+from pentad.workers.transport.peer_memory import PeerMemory
+from pentad.workers.transport.stream_flags import FLAG_STRIDE, StreamFlags
 
 
 class IpcTransport:
     """Transfers of one rank; same interface as `P2PTransport`. All ranks of the mesh must be on one host.
 
     A rank's buffer holds its receive slots, first those of activations, then those of gradients; the ranks that send to
-    it map it. Every channel of the mesh has two flags: 'granted', written by the receiver, and 'arrived',
-    written by the sender.
+    it map it. Every channel of the mesh has two flags: 'granted', written by the receiver, and 'arrived', written by
+    the sender.
     """
 
     def __init__(
@@ -46,13 +45,11 @@ class IpcTransport:
         counts = [slot_counts(plan, pp) for pp in range(plan.mesh.pp)]
         self.program = 0  # that of the present step
         self.first_gradient = [count[Op.RECV_F] for count in counts]
-        self.channels = channel_numbers(plan)
         size = max(1, counts[self.pp].total()) * self.slot_bytes
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        store.set(f"slots/{rank}", export_memory(self.buffer).hex())
         self.target_slots = self._target_slots()
         receivers = sorted({channel[2] for slots in self.target_slots for channel in slots})
-        self.mapped = {peer: MappedMemory(bytes.fromhex(store.get(f"slots/{peer}").decode())) for peer in receivers}
+        self.memory = PeerMemory(store, "slots", rank, {"slots": self.buffer}, receivers)
         self.transfers: Counter[Channel] = Counter()  # since the start
         self.step_sends: Counter[Channel] = Counter()  # in this step
 
@@ -67,18 +64,18 @@ class IpcTransport:
         slot = self.target_slots[self.program][channel][self.step_sends[channel]]
         self.transfers[channel] += 1
         self.step_sends[channel] += 1
-        self.flags.wait(self._granted(channel), self.transfers[channel])
+        self.flags.wait(("granted", channel), self.transfers[channel])
         tensor = tensor.contiguous()
-        self.mapped[channel[2]].copy_from(tensor, slot * self.slot_bytes)
+        self.memory.write(channel[2], "slots", slot * self.slot_bytes, tensor)
         tensor.record_stream(torch.cuda.current_stream())
-        self.flags.write(self._granted(channel) + 1, self.transfers[channel])
+        self.flags.write(("arrived", channel), self.transfers[channel])
 
     def receive(self, part: Instruction) -> tuple[torch.Tensor, None]:
         """On the lane: grants the slot and waits until it is filled."""
         channel = channel_of(part, self.rank, self._peer(part))
         self.transfers[channel] += 1
-        self.flags.write(self._granted(channel), self.transfers[channel])
-        self.flags.wait(self._granted(channel) + 1, self.transfers[channel])
+        self.flags.write(("granted", channel), self.transfers[channel])
+        self.flags.wait(("arrived", channel), self.transfers[channel])
         start = self._slot_index(self.pp, part) * self.slot_bytes
         size = self.shape[0] * self.shape[1] * self.dtype.itemsize
         return self.buffer[start : start + size].view(self.dtype).view(self.shape), None
@@ -92,14 +89,8 @@ class IpcTransport:
 
     def close(self) -> None:
         """Call after this rank's last copy is done; a second call does nothing."""
-        for memory in self.mapped.values():
-            memory.close()
-        self.mapped.clear()
+        self.memory.close()
         self.flags.close()
-
-    def _granted(self, channel: Channel) -> int:
-        """The flag 'granted'; 'arrived' is the next one."""
-        return 2 * self.channels[channel]
 
     def _slot_index(self, pp: int, part: Instruction) -> int:
         return part.slot + (self.first_gradient[pp] if part.op is Op.RECV_B else 0)
@@ -119,40 +110,6 @@ class IpcTransport:
         return found
 
 
-class MappedMemory:
-    """Memory of another process's GPU, mapped into this process. Close it after the last copy."""
-
-    def __init__(self, exported: bytes) -> None:
-        from cuda.bindings import driver
-
-        self.driver, handle = driver, driver.CUipcMemHandle()
-        handle.reserved = exported[:_HANDLE_BYTES]
-        result = driver.cuIpcOpenMemHandle(handle, _LAZY_PEER_ACCESS)
-        check_driver(result)
-        self.base = int(result[1])
-        self.address = self.base + int.from_bytes(exported[_HANDLE_BYTES:], "little")
-
-    def copy_from(self, tensor: torch.Tensor, offset: int) -> None:
-        """Copies a contiguous tensor to `offset` bytes from the start, on the current stream."""
-        stream, size = torch.cuda.current_stream().cuda_stream, tensor.numel() * tensor.element_size()
-        check_driver(self.driver.cuMemcpyDtoDAsync(self.address + offset, tensor.data_ptr(), size, stream))
-
-    def close(self) -> None:
-        check_driver(self.driver.cuIpcCloseMemHandle(self.base))
-
-
-def export_memory(tensor: torch.Tensor) -> bytes:
-    """A handle with which another process of the host can map a tensor's memory, valid as long as the tensor lives."""
-    from cuda.bindings import driver
-
-    allocation = driver.cuMemGetAddressRange(tensor.data_ptr())
-    check_driver(allocation)
-    base = int(allocation[1])
-    handle = driver.cuIpcGetMemHandle(base)
-    check_driver(handle)
-    return bytes(handle[1].reserved) + (tensor.data_ptr() - base).to_bytes(8, "little")
-
-
 def slot_counts(plan: Plan, pp: int) -> Counter[Op]:
     """How many receive slots a pipeline rank's programs use, by kind of receive: one program runs after the other."""
     counts: Counter[Op] = Counter()
@@ -162,12 +119,12 @@ def slot_counts(plan: Plan, pp: int) -> Counter[Op]:
     return counts
 
 
-def channel_numbers(plan: Plan) -> dict[Channel, int]:
-    """A number for every channel of the mesh, the same on all ranks."""
+def flag_names(plan: Plan) -> list[Hashable]:
+    """Two flags of every channel of the mesh, in the same order on all ranks."""
     mesh = plan.mesh
-    channels = [
+    channels = (
         (kind, mesh.move(first, pp=source), mesh.move(first, pp=target))
         for first in first_stage_ranks(mesh)
         for kind, source, target in transfer_edges(plan)
-    ]
-    return {channel: number for number, channel in enumerate(channels)}
+    )
+    return [(event, channel) for channel in channels for event in ("granted", "arrived")]

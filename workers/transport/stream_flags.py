@@ -9,6 +9,7 @@ import mmap
 import os
 import tempfile
 import threading
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,14 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class StreamFlags:
-    """`count` flags, initially 0, shared by all ranks of a store. Rank 0 makes the file and it is unlinked once every
-    rank has opened it."""
+    """Flags by name, initially 0, shared by all ranks of a store, which give the same `names` in the same order. Rank 0
+    makes the file and it is unlinked once every rank has opened it."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, count: int, generation: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, ranks: int, names: Sequence[Hashable], generation: int) -> None:
         from cuda.bindings import driver
 
-        self.driver, key, size = driver, f"flags/{generation}", max(1, count) * FLAG_STRIDE
+        self.driver, key, size = driver, f"flags/{generation}", max(1, len(names)) * FLAG_STRIDE
+        self.numbers = {name: number for number, name in enumerate(names)}
         if rank == 0:
             descriptor, path = tempfile.mkstemp(prefix="pentad-flags-", dir=SHARED_MEMORY)
             os.ftruncate(descriptor, size)
@@ -55,18 +57,16 @@ class StreamFlags:
         self.closed = threading.Event()
         self.releaser: threading.Thread | None = None
 
-    def write(self, flag: int, value: int) -> None:
+    def write(self, flag: Hashable, value: int) -> None:
         """Enqueues a write on the current stream."""
         stream = torch.cuda.current_stream().cuda_stream
-        check_driver(self.driver.cuStreamWriteValue32(stream, self.address + flag * FLAG_STRIDE, value & 0xFFFFFFFF, 0))
+        check_driver(self.driver.cuStreamWriteValue32(stream, self._address(flag), value & 0xFFFFFFFF, 0))
 
-    def wait(self, flag: int, value: int) -> None:
+    def wait(self, flag: Hashable, value: int) -> None:
         """Makes the current stream wait until the flag has reached the value; no SM waits."""
         stream = torch.cuda.current_stream().cuda_stream
         at_least = self.driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        check_driver(
-            self.driver.cuStreamWaitValue32(stream, self.address + flag * FLAG_STRIDE, value & 0xFFFFFFFF, at_least)
-        )
+        check_driver(self.driver.cuStreamWaitValue32(stream, self._address(flag), value & 0xFFFFFFFF, at_least))
 
     def release(self) -> None:
         """Ends every wait of all ranks, now and until `close`. From any thread.
@@ -86,6 +86,9 @@ class StreamFlags:
         if self.releaser is not None:
             self.releaser.join()
         check_driver(self.driver.cuMemHostUnregister(self.address))
+
+    def _address(self, flag: Hashable) -> int:
+        return self.address + self.numbers[flag] * FLAG_STRIDE
 
     def _release(self) -> None:
         while not self.closed.is_set():

@@ -18,6 +18,7 @@ from pentad.kernels.moe.moe_permute import (
     weighted_glu_backward,
 )
 from pentad.workers.model.weight_grad import GroupedWgrad, accumulate_wgrads
+from pentad.workers.params.unwritten import Unwritten
 
 COUNTS = [(3, 0, 5), (0, 0, 0), (0, 9, 0), (1, 70, 2), (4,)]
 
@@ -57,7 +58,9 @@ def test_rows_of_a_weight_gradient_may_be_indexed() -> None:
     rows, expected = torch.tensor([2, 1, 0, 2, 2, 1, 0, 0, 9, 9, 9]), main.clone()
     accumulate_grouped_gradient_(expected, dy[rows], x, offsets)
     accumulate_grouped_gradient_(expected, dy, x[rows], offsets)
-    accumulate_wgrads([GroupedWgrad(main, dy, x, offsets, rows, None), GroupedWgrad(main, dy, x, offsets, None, rows)])
+    accumulate_wgrads(
+        [GroupedWgrad(main, dy, x, offsets, rows, None), GroupedWgrad(main, dy, x, offsets, None, rows)], Unwritten()
+    )
     assert torch.equal(main, expected)
 
 

@@ -20,6 +20,7 @@ from pentad.workers.model import router
 from pentad.workers.model.weight_grad import accumulate_wgrads
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.router_bias import updated_bias
+from pentad.workers.params.unwritten import Unwritten
 
 HIDDEN, TOKENS = 16, 11
 
@@ -110,7 +111,7 @@ def test_results_and_gradients_are_those_of_transformers(name: str) -> None:
     moe, context = bind(moe_state(p, bias_of(block))), layer_context(shape)
     y, saved, recomputable = run_to_completion(moe.forward(context, NO_SEQUENCE, x.detach()))
     dx, work = run_to_completion(moe.backward(context, NO_SEQUENCE, x.detach(), saved, recomputable, dy))
-    accumulate_wgrads(work)
+    accumulate_wgrads(work, Unwritten())
     assert relative_error(y, expected.detach()) < 1e-5 and relative_error(dx, expected_dx) < 1e-5
     for name, gradient in moe_state(dict(zip(p, expected_gradients, strict=True))).items():
         assert relative_error(gradients_of(moe)[name], gradient) < 1e-5, name

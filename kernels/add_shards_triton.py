@@ -1,0 +1,36 @@
+"""The sum of gradient shards in Triton: every part is read once."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048
+WARPS = 8
+
+
+@triton.jit
+def _add(
+    out, own, others, stride, n, POSITION: tl.constexpr, RANKS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < n
+    total = tl.zeros((BLOCK,), dtype=out.dtype.element_ty)
+    if ACCUMULATE:
+        total = tl.load(out + index, mask=mask)
+    for rank in tl.static_range(RANKS):
+        if rank == POSITION:
+            total += tl.load(own + index, mask=mask)
+        else:
+            total += tl.load(others + (rank - (rank > POSITION)) * stride + index, mask=mask)
+    tl.store(out + index, total, mask=mask)
+
+
+def add_shards_(out: Tensor, own: Tensor, others: Tensor, position: int, *, accumulate: bool) -> None:
+    """Launches the kernel; see `pentad.kernels.add_shards.add_shards_`."""
+    assert out.is_contiguous() and own.is_contiguous() and others.stride(1) == 1
+    grid = (triton.cdiv(out.numel(), BLOCK),)
+    _add[grid](
+        out, own, others, others.stride(0), out.numel(), POSITION=position, RANKS=others.shape[0] + 1,
+        ACCUMULATE=accumulate, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip

@@ -1,0 +1,43 @@
+"""ZeRO's collectives through process groups: NCCL between GPUs, gloo between CPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pentad.schedules.spec.plan import ParamShard
+from pentad.workers.parallel.async_ops import all_gather, reduce_scatter
+from pentad.workers.parallel.process_groups import ProcessGroups
+
+
+@dataclass(frozen=True)
+class GroupCollectives:
+    """Collectives of one rank; they end with the works that they return."""
+
+    groups: ProcessGroups
+
+    def all_gather(self, shard: ParamShard, full: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
+        """Fills `full` [holders part] with the weights of all holders, of which this rank has `part`."""
+        return [all_gather(full, part, group=self.groups.weights[shard], async_op=True)]
+
+    def reduce_scatter(
+        self, shard: ParamShard, part: torch.Tensor, full: torch.Tensor, program: int, *, accumulate: bool
+    ) -> list[dist.Work]:
+        """Writes to `part` the sum over the holders of its elements in their gradients, of which this rank has `full`,
+        or adds that sum to it. `part` may be its place in `full`."""
+        group = self.groups.gradients[shard.stage][shard.experts]
+        assert group is not None
+        if accumulate:
+            full.view(group.size(), -1)[group.rank()].add_(part)
+        return [reduce_scatter(part, full, group=group, async_op=True)]
+
+    def before_update(self) -> None:
+        """Nothing to do: all holders meet in every collective."""
+
+    def after_update(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do: the process groups have another owner."""

@@ -1,0 +1,139 @@
+"""ZeRO's collectives between the GPUs of one host by copy engines, which leave the SMs to the kernels beside them.
+
+Every rank reads what it needs from the memory of its peers, and flags in host memory say when it may. Weights may be
+read from one update to the next, so an ALL_GATHER waits for no other rank's ALL_GATHER. In a REDUCE_SCATTER each
+holder announces that its gradients are complete, adds the others' parts of its shard in the order of ranks, and leaves
+its gradients alone until all have read them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from itertools import product
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from pentad.kernels.add_shards import add_shards_
+from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
+
+
+class Flags(Protocol):
+    """Counters that only grow, shared by all ranks (workers/transport/stream_flags.py)."""
+
+    def write(self, flag: Hashable, value: int) -> None: ...
+
+    def wait(self, flag: Hashable, value: int) -> None: ...
+
+
+class Memory(Protocol):
+    """Tensors of other ranks by name (workers/transport/peer_memory.py)."""
+
+    def read(self, peer: int, name: str, start: int, target: torch.Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PeerCollectives:
+    """Collectives of one rank; same interface as `GroupCollectives`."""
+
+    def __init__(self, plan: Plan, rank: int, flags: Flags, memory: Memory, inbox: torch.Tensor) -> None:
+        """`inbox` [elements], in the dtype of gradients, is where parts of other ranks arrive."""
+        self.rank, self.flags, self.memory, self.inbox = rank, flags, memory, inbox
+        self.holders, self.peers = _holders(plan, rank), peers_of(plan, rank)
+        self.updates, self.awaited = 0, 0  # of the weights; those that the gathers have waited for
+        self.sums: Counter[ParamShard] = Counter()  # REDUCE_SCATTERs so far
+
+    def all_gather(self, shard: ParamShard, full: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
+        """Fills `full` [holders part] with the weights of all holders, of which this rank has `part`."""
+        holders = self.holders[shard]
+        if self.awaited < self.updates:
+            self.awaited = self.updates
+            for peer in self.peers:
+                self.flags.wait(("updated", peer), self.updates)
+        own = holders.index(self.rank)
+        for index in range(own, own + len(holders)):  # no two ranks read the same one at the same time
+            index %= len(holders)
+            target = full.view(len(holders), -1)[index]
+            if index != own:
+                self.memory.read(holders[index], weights_name(shard), 0, target)
+            elif target.data_ptr() != part.data_ptr():
+                target.copy_(part)
+        return []
+
+    def reduce_scatter(
+        self, shard: ParamShard, part: torch.Tensor, full: torch.Tensor, program: int, *, accumulate: bool
+    ) -> list[dist.Work]:
+        """Writes to `part` the sum over the holders of its elements in their gradients, of which this rank has `full`,
+        or adds that sum to it. `part` may be its place in `full`."""
+        holders, size = self.holders[shard], part.numel()
+        own, others = holders.index(self.rank), [holder for holder in holders if holder != self.rank]
+        self.sums[shard] += 1
+        self._announce("complete", shard, others)
+        slots, name = self._slots(len(others)), gradients_name(shard, program)
+        for start in range(0, size, slots.shape[1]):
+            end = min(size, start + slots.shape[1])
+            arrived, first = slots[:, : end - start], own * size
+            for peer, target in zip(others, arrived, strict=True):
+                self.memory.read(peer, name, first + start, target)
+            add_shards_(part[start:end], full[first + start : first + end], arrived, own, accumulate=accumulate)
+        self._announce("read", shard, others)
+        return []
+
+    def before_update(self) -> None:
+        """Waits until no peer reads these weights any more. Call after the step's last ALL_GATHER."""
+        self.flags.write(("gathered", self.rank), self.updates + 1)
+        for peer in self.peers:
+            self.flags.wait(("gathered", peer), self.updates + 1)
+
+    def after_update(self) -> None:
+        """The weights are those of the next step."""
+        self.updates += 1
+        self.flags.write(("updated", self.rank), self.updates)
+
+    def close(self) -> None:
+        """Call after this rank's last copy is done."""
+        self.memory.close()
+
+    def _slots(self, count: int) -> torch.Tensor:
+        """The inbox as [count, elements]."""
+        size = self.inbox.numel() // count // ALIGNMENT * ALIGNMENT
+        return self.inbox[: count * size].view(count, size)
+
+    def _announce(self, event: str, shard: ParamShard, others: list[int]) -> None:
+        """Tells the other holders of this rank's event of this sum, and waits for theirs."""
+        self.flags.write((event, shard, self.rank), self.sums[shard])
+        for peer in others:
+            self.flags.wait((event, shard, peer), self.sums[shard])
+
+
+def flag_names(plan: Plan) -> list[Hashable]:
+    """The flags of all ranks of a plan, in the same order on each."""
+    held = ((shard, rank) for shard in plan.param_shards for rank in plan.holders(shard))
+    return [
+        *product(("updated", "gathered"), range(plan.mesh.size)),
+        *((event, *place) for place in held for event in ("complete", "read")),
+    ]
+
+
+def peers_of(plan: Plan, rank: int) -> list[int]:
+    """The other ranks that ZeRO cuts a rank's parameters over."""
+    return sorted({peer for holders in _holders(plan, rank).values() for peer in holders} - {rank})
+
+
+def weights_name(shard: ParamShard) -> str:
+    """Under which ranks share their part of a shard's weights."""
+    return "-".join(map(str, ("weights", *map(int, shard))))
+
+
+def gradients_name(shard: ParamShard, program: int) -> str:
+    """Under which ranks share a shard's full gradients, at their place in a program of the plan."""
+    return "-".join(map(str, ("gradients", program, *map(int, shard))))
+
+
+def _holders(plan: Plan, rank: int) -> dict[ParamShard, tuple[int, ...]]:
+    """Those of what ZeRO cuts of a rank's parameters."""
+    held = (*plan.param_shards_of(rank), *plan.frozen_shards_of(rank))
+    return {shard: plan.holders(shard) for shard in held if plan.num_zero_shards(shard) > 1}
