@@ -38,7 +38,7 @@ def on_gpu(plan: Plan, dtype: str) -> Plan:
 def test_any_schedule_equals_one_process(gpus, corpus, tmp_path, model, name, dp, pp, microbatches) -> None:
     plan = plan_of(name, dp, pp, microbatches, corpus, model=custom_model(tmp_path, model))
     losses, gradients, _, weights = reference(plan)
-    outcomes = gpus.run(on_gpu(plan, "float64"), [(0, STEPS)])
+    outcomes = gpus.run(on_gpu(plan, dtype="float64"), [(0, STEPS)])
     for step in range(STEPS):
         sums = losses_of(outcomes, step).values()
         assert sum(sums) / plan.batch.tokens == pytest.approx(losses[step], rel=1e-10)
@@ -47,7 +47,7 @@ def test_any_schedule_equals_one_process(gpus, corpus, tmp_path, model, name, dp
 
 
 def test_two_runs_with_dropout_have_the_same_bits(gpus, corpus, tmp_path) -> None:
-    plan = on_gpu(plan_of("zb-h1", 1, 2, 4, corpus, model=custom_model(tmp_path, "gpt_dropout")), "bfloat16")
+    plan = on_gpu(plan_of("zb-h1", 1, 2, 4, corpus, model=custom_model(tmp_path, "gpt_dropout")), dtype="bfloat16")
     one, two = (gpus.run(plan, [(0, STEPS)]) for _ in range(2))
     for first, second in zip(one, two, strict=True):
         assert all(torch.equal(value, second.state[name]) for name, value in first.state.items())

@@ -31,7 +31,7 @@ def test_evaluations_have_the_losses_of_one_process(gpus, corpus, name, transpor
 def test_a_run_has_the_same_bits_with_evaluations_and_without(gpus, corpus, zero, post_validation):
     options = MemoryOptions(zero=zero)
     given = {"post_validation": post_validation, "memory_options": options}
-    plan = on_gpu(plan_of("1f1b", 2, 1, 3, corpus, "bfloat16", **given), "nccl", None, options)
+    plan = on_gpu(plan_of("1f1b", 2, 1, 3, corpus, "bfloat16", **given), "peer", None, options)
     evaluated, again = (gpus.run(with_eval(plan, 21), EVALUATED) for _ in range(2))
     assert_same_runs(evaluated, gpus.run(plan, [(0, 2), (2, STEPS - 2)]))
     assert list(map(losses_of, evaluated)) == list(map(losses_of, again))

@@ -23,7 +23,7 @@ CASES = [("zb-h2", {"pp": 2}, MemoryOptions()), ("gpipe", {"dp": 2}, MemoryOptio
 def adapted(corpus: str, name: str, sizes: dict[str, int], options: MemoryOptions, dtype: str) -> Plan:
     model = replace(HEADS, layers=4)
     plan = plan_on_mesh(corpus, name, sizes, model=model, memory_options=options, lora=LORA)
-    return on_gpu(plan, "peer" if "pp" in sizes else "nccl", dtype, options)
+    return on_gpu(plan, "peer", dtype, options)
 
 
 @pytest.mark.parametrize(("name", "sizes", "options"), CASES)

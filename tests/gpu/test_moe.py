@@ -75,6 +75,9 @@ def test_grouped_weight_gradients(dtype: torch.dtype, close: float, counts: tupl
     accumulate_grouped_gradient_(main, dy, x, offsets)
     accumulate_grouped_gradient_(again, dy, x, offsets)
     assert relative_error(main, expected) < 1e-5 and torch.equal(main, again)
+    accumulate_grouped_gradient_(main.fill_(torch.nan), dy, x, offsets, overwrite=True)
+    accumulate_grouped_gradient_(again.zero_(), dy, x, offsets)
+    assert torch.equal(main, again)
 
 
 @pytest.mark.parametrize("width", [5, 768, 2100])

@@ -30,7 +30,7 @@ REPEATED = [
 @pytest.mark.parametrize(("name", "sizes", "zero", "model"), CASES)
 def test_muon_gives_the_weights_of_one_process(gpus, corpus, name, sizes, zero, model):
     options = MemoryOptions(zero=zero)
-    plan = on_gpu(plan_on_mesh(corpus, name, sizes, model=model, memory_options=options), "nccl", "float64", options)
+    plan = on_gpu(plan_on_mesh(corpus, name, sizes, model=model, memory_options=options), "peer", "float64", options)
     muon = replace(plan.optimizer, name="muon", z_loss=0.1)
     assert_equals_one_process(gpus, replace(plan, zero=zero, optimizer=muon))
 
@@ -39,7 +39,7 @@ def test_muon_gives_the_weights_of_one_process(gpus, corpus, name, sizes, zero, 
 def test_muon_repeats_its_bits_and_stays_near_float64(gpus, corpus, name, sizes, zero, model):
     """Newton-Schulz in bfloat16, momentum in bfloat16."""
     options = MemoryOptions(zero=zero)
-    plan = on_gpu(plan_on_mesh(corpus, name, sizes, model=model, memory_options=options), "nccl", "bfloat16", options)
+    plan = on_gpu(plan_on_mesh(corpus, name, sizes, model=model, memory_options=options), "peer", "bfloat16", options)
     plan = replace(plan, optimizer=replace(plan.optimizer, name="muon", bf16_state=True))
     one, two = gpus.run(plan, [(0, 4)]), gpus.run(plan, [(0, 1), (1, 3)])
     assert all(same_bits(first.state, second.state) for first, second in zip(one, two, strict=True))

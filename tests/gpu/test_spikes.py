@@ -26,7 +26,7 @@ SPIKE = BadGradient(rank=0, step=4, value=1e3)
 @pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), [("1f1b", 2, 1, 2), ("zb-h2", 1, 2, 4)])
 def test_a_spike_has_the_bits_of_a_step_that_never_counted(gpus, corpus, name, dp, pp, microbatches, post_validation):
     made = plan_of(name, dp, pp, microbatches, corpus, post_validation=post_validation)
-    plan = on_gpu(made, "nccl" if pp == 1 else "peer", "float32")
+    plan = on_gpu(made, dtype="float32")
     calls: list[Call] = [(0, 3), (3, 4)]
     found = gpus.run(replace(plan, spikes=SPIKES), calls, bad_gradient=SPIKE)
     never = gpus.run(plan, calls, bad_gradient=SPIKE._replace(value=math.inf))

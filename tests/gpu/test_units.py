@@ -26,7 +26,7 @@ CASES = [
 def test_units_equal_one_process(gpus, corpus, name, dp, pp, memory_options, recompute) -> None:
     plan = plan_of(name, dp, pp, 4, corpus, memory_options=memory_options, recompute=recompute, unit_layers=1)
     options = memory_options._replace(recompute=recomputed(plan))
-    assert_equals_one_process(gpus, on_gpu(plan, "nccl" if pp == 1 else "peer", memory_options=options))
+    assert_equals_one_process(gpus, on_gpu(plan, memory_options=options))
 
 
 @pytest.mark.parametrize("recompute", ["none", "attention", "full"])

@@ -24,10 +24,10 @@ CASES = [("1f1b", 2, 1, 3, None), ("looped-bfs", 2, 1, 3, 4), ("dualpipe", 1, 2,
 BUFFERS = ("parameters", "master", "gradients", "optimizer")
 
 
-def gpu_plan(name, dp, pp, m, chunks, zero, corpus, dtype, **more) -> Plan:
+def gpu_plan(name, dp, pp, m, chunks, zero, corpus, dtype, transport="peer", **more) -> Plan:
     options = MemoryOptions(zero=zero, max_gathered=2 if chunks and zero == 3 else None)
     given = {"chunks": chunks, "memory_options": options, **more}
-    return on_gpu(plan_of(name, dp, pp, m, corpus, dtype, **given), "nccl", None, options, chunks)
+    return on_gpu(plan_of(name, dp, pp, m, corpus, dtype, **given), transport, None, options, chunks)
 
 
 def assert_repeatable(fleet, plan: Plan) -> None:
@@ -40,8 +40,10 @@ def assert_repeatable(fleet, plan: Plan) -> None:
 @two_gpus
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(("name", "dp", "pp", "m", "chunks"), CASES)
-def test_zero_equals_one_process(gpus, corpus, name, dp, pp, m, chunks, zero):
-    assert_equals_one_process(gpus, gpu_plan(name, dp, pp, m, chunks, zero, corpus, "float64"), check_bytes=True)
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+def test_zero_equals_one_process(gpus, corpus, transport, name, dp, pp, m, chunks, zero):
+    plan = gpu_plan(name, dp, pp, m, chunks, zero, corpus, "float64", transport)
+    assert_equals_one_process(gpus, plan, check_bytes=True)
 
 
 @two_gpus
@@ -62,11 +64,11 @@ def test_units_equal_one_process_and_are_repeatable(gpus, corpus, zero):
 
 
 @two_gpus
-@pytest.mark.parametrize("zero", [0, 2])
-def test_the_last_units_are_reduced_during_the_backward(gpus, corpus, zero):
+@pytest.mark.parametrize(("zero", "transport"), [(0, "peer"), (2, "peer"), (2, "nccl")])
+def test_the_last_units_are_reduced_during_the_backward(gpus, corpus, zero, transport):
     """On a stage whose kernels take longer than its host."""
     model = replace(MODEL, hidden=512, heads=4, kv_heads=4, ffn=2048)
-    plan = gpu_plan("1f1b", 2, 1, 2, None, zero, corpus, "bfloat16", unit_layers=1, model=model)
+    plan = gpu_plan("1f1b", 2, 1, 2, None, zero, corpus, "bfloat16", transport, unit_layers=1, model=model)
     plan = replace(plan, batch=replace(plan.batch, global_batch_size=8, sequence_length=16384))
     for outcome in gpus.run(plan, [(0, 3)]):
         spans = {span.name: span for span in outcome.results[-1].spans}

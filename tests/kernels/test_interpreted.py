@@ -16,8 +16,16 @@ if torch.cuda.is_available():
     pytest.skip("runs without a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from pentad.kernels import adamw_triton, cross_entropy_triton, glu_triton, muon_triton, rms_norm_triton
+from pentad.kernels import (
+    adamw_triton,
+    add_shards_triton,
+    cross_entropy_triton,
+    glu_triton,
+    muon_triton,
+    rms_norm_triton,
+)
 from pentad.kernels.adamw import adamw_, adamw_optimistic_, coefficients
+from pentad.kernels.add_shards import add_shards_
 from pentad.kernels.attention import rope_triton
 from pentad.kernels.attention.attention_merge import merge_partials_
 from pentad.kernels.attention.rope import rope_
@@ -39,7 +47,7 @@ DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
     [
         *(adamw_, adamw_optimistic_, cross_entropy, cross_entropy_backward_, rms_norm, rms_norm_backward, rope_),
         *(glu, glu_backward, merge_partials_, grouped_gemm, accumulate_grouped_gradient_),
-        *(gather_rows, sum_rows, weighted_glu, weighted_glu_backward, muon_, muon_direction_),
+        *(gather_rows, sum_rows, weighted_glu, weighted_glu_backward, muon_, muon_direction_, add_shards_),
     ],
     ids=lambda operation: operation.__name__,
 )
@@ -161,3 +169,14 @@ def test_muon(n: int, state: torch.dtype, bound: float, bad: float | None) -> No
     assert relative_error(master, master64) < 1e-6
     assert relative_error(momentum, momentum64) < bound
     assert torch.allclose(out.float(), master, rtol=2**-7) if bad is None else not out.any()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("ranks", "position"), [(2, 0), (2, 1), (5, 3)])
+def test_add_shards(ranks: int, position: int, accumulate: bool) -> None:
+    full, others = torch.randn(ranks, 2500), torch.randn(ranks - 1, 3000)[:, :2500]
+    own = full[position]
+    expected, found = own.clone(), own if not accumulate else own.clone()
+    add_shards_(expected, own.clone(), others, position, accumulate=accumulate)
+    add_shards_triton.add_shards_(found, own, others, position, accumulate=accumulate)
+    assert torch.equal(found, expected), "not the bits of a sum in the order of ranks"

@@ -14,6 +14,17 @@ def test_it_adds_to_the_main_gradient(dtype: torch.dtype) -> None:
     assert torch.allclose(main, expected, rtol=1e-5 if dtype == torch.float32 else 1e-13)
 
 
+@pytest.mark.parametrize("tokens", [0, 7])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_it_overwrites_whatever_the_main_gradient_has(tokens: int, dtype: torch.dtype) -> None:
+    dy, x = torch.randn(tokens, 3, dtype=dtype), torch.randn(tokens, 4, dtype=dtype)
+    main = torch.full((3, 4), torch.nan, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
+    expected = torch.zeros_like(main)
+    accumulate_gradient_(main, dy, x, overwrite=True)
+    accumulate_gradient_(expected, dy, x)
+    assert torch.equal(main, expected)
+
+
 def test_no_tokens_add_nothing() -> None:
     main = torch.randn(3, 4)
     before = main.clone()
@@ -42,3 +53,6 @@ def test_on_a_gpu_nothing_is_rounded_to_16_bits(shape: tuple[int, int, int], dty
     assert main.dtype == torch.float32 and main.data_ptr() == address
     assert float((main - expected).norm() / expected.norm()) < 1e-5
     assert torch.equal(main, again)
+    accumulate_gradient_(main.fill_(torch.nan), dy, x, overwrite=True)
+    accumulate_gradient_(again.zero_(), dy, x)
+    assert float((main - again).norm() / again.norm()) < 1e-6

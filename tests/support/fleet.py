@@ -184,6 +184,7 @@ def _run(
                 end.send(runner.serve("127.0.0.1", 60))
             runner.connect(end.recv(), 60)
             runner.restore(restore, optimizer=optimizer_state)
+            torch.distributed.barrier()  # no step begins before all ranks have their state, as with a driver
             results, evaluations = [], []
             for call in calls:
                 if len(call) == 1:

@@ -228,6 +228,9 @@ def _serve(end: Any) -> None:
             elif method == "step":
                 executor = runners[0].executor
                 reply(number, executor.step if executor else -1)
+            elif method == "wait_until_released":
+                runners[0].executor.transport.flags.wait(("updated", runners[0].rank), 2**20)
+                reply(number, None)
             elif method == "fail_at":
                 _fail_at(runners[0], *arguments)
                 reply(number, None)

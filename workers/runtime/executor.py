@@ -181,7 +181,6 @@ class Executor:
                     stage.complete_gradients()
                 self.optimizer_step.reduce_norm(self.step, self.check)
             case Op.STEP:
-                self.collectives.before_update()
                 self.optimizer_step.step(self.step)
                 self.collectives.after_update()
             case Op.VALIDATE:

@@ -135,10 +135,22 @@ class GlobalNorm(NamedTuple):
 
 
 class _StepBase:
-    """`version` (on the device) is the number of steps in the master weights, `norm` that of the newest one."""
+    """`version` (on the device) is the number of steps in the master weights, `norm` that of the newest one.
 
-    def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage], spikes: SpikeFilter | None) -> None:
+    `cancelled`, a float64 scalar in pinned memory, is nan after `cancel`. All ranks share it where an abort ends their
+    waits for each other.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        stages: dict[int, BaseStage],
+        spikes: SpikeFilter | None,
+        cancelled: torch.Tensor,
+    ) -> None:
         self.plan, self.stages, self.spikes, self.totals = plan, stages, spikes, StepTotals(plan, rank, stages)
+        self.cancelled = cancelled
         self.device = self.totals.values.device
         self.version = torch.zeros((), dtype=torch.int64, device=self.device)
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -150,6 +162,7 @@ class _StepBase:
 
     def cancel(self) -> None:
         """Prevents every commit that the GPU has not reached yet. From any thread; writes host memory only."""
+        self.cancelled.fill_(math.nan)
 
     def forget(self) -> None:
         """Frees what only a commit of the last step needs. Called when W is about to overwrite its gradients."""
@@ -178,16 +191,19 @@ class BarrierStep(_StepBase):
     """
 
     def __init__(
-        self, plan: Plan, groups: ProcessGroups, stages: dict[int, BaseStage], spikes: SpikeFilter | None
+        self,
+        plan: Plan,
+        groups: ProcessGroups,
+        stages: dict[int, BaseStage],
+        spikes: SpikeFilter | None,
+        cancelled: torch.Tensor,
     ) -> None:
-        super().__init__(plan, groups.rank, stages, spikes)
+        super().__init__(plan, groups.rank, stages, spikes, cancelled)
         self.world = groups.world
         self.tied = TiedEmbedding(plan, groups.rank, stages, groups.tied)
         # Sorted, because DualPipe's mirror ranks hold the same stages in another order.
         balances = [(stage.load_balancer, groups.gradients[index][0]) for index, stage in sorted(stages.items())]
         self.balances = [(balance, group) for balance, group in balances if balance is not None and balance.rate]
-        on_gpu = self.device.type == "cuda"
-        self.cancelled = torch.zeros((), dtype=torch.float64, pin_memory=on_gpu)  # nan after `cancel`
         self.muon = {
             shard: MuonExchange(plan, groups.rank, shard, groups.matrices[shard.stage][shard.experts])
             for shard in sorted(self._parameters() if groups.matrices else ())
@@ -244,9 +260,6 @@ class BarrierStep(_StepBase):
         values = [torch.tensor(each, dtype=torch.float64, device=self.device) for each in (norm, losses, (0.0, 0.0))]
         self._commit(GlobalNorm(step, accepted, *values))
 
-    def cancel(self) -> None:
-        self.cancelled.fill_(math.nan)
-
     def forget(self) -> None:
         self.directions.clear()
 
@@ -286,9 +299,10 @@ class PostValidatedStep(_StepBase):
         rank: int,
         stages: dict[int, BaseStage],
         spikes: SpikeFilter | None,
+        cancelled: torch.Tensor,
         reducer: NormReducer,
     ) -> None:
-        super().__init__(plan, rank, stages, spikes)
+        super().__init__(plan, rank, stages, spikes, cancelled)
         self.reducer = reducer
         self.unvalidated: int | None = None  # the step whose norm is not known yet
 

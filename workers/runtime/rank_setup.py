@@ -122,14 +122,17 @@ def make_optimizer_step(
     groups: ProcessGroups,
     stages: dict[int, BaseStage],
     spikes: SpikeFilter | None,
+    flags: StreamFlags | None,
     address: str,
     timeout_seconds: float,
 ) -> OptimizerStep:
     """The barrier, or the reducer of norms with a connection of its own to the store at 'HOST:PORT'."""
+    own = torch.zeros((), dtype=torch.float64, pin_memory=plan.device == "cuda")
+    cancelled = own if flags is None else flags.cancelled
     if not has_post_validation(plan.program):
-        return BarrierStep(plan, groups, stages, spikes)
+        return BarrierStep(plan, groups, stages, spikes, cancelled)
     mesh, first_ranks = plan.mesh, first_stage_ranks(plan.mesh)
     pipeline = first_ranks.index(mesh.move(groups.rank, pp=0))
     store = join_store(address, mesh.size, timeout_seconds)
-    reducer = NormReducer(store, pipeline, mesh.coordinates(groups.rank).pp, len(first_ranks), mesh.pp)
-    return PostValidatedStep(plan, groups.rank, stages, spikes, reducer)
+    reducer = NormReducer(store, pipeline, mesh.coordinates(groups.rank).pp, len(first_ranks), mesh.pp, cancelled)
+    return PostValidatedStep(plan, groups.rank, stages, spikes, cancelled, reducer)

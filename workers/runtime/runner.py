@@ -86,12 +86,14 @@ class Runner:
             groups = connect(plan, rank, store, timeout_seconds, self.device, self.generation)
             for stage in self.stages.values():
                 stage.join(groups.layers)
-            end = rank_setup.make_optimizer_step(plan, groups, self.stages, self.state.spikes, address, timeout_seconds)
+            flags = rank_setup.make_flags(plan, rank, store, self.generation)
+            end = rank_setup.make_optimizer_step(
+                plan, groups, self.stages, self.state.spikes, flags, address, timeout_seconds
+            )
             end.version.fill_(self.state.version)
             if self.sockets is not None:
                 self.sockets.exchange(store, rank, size)
             lanes = rank_setup.make_lanes(plan, rank, self.device)
-            flags = rank_setup.make_flags(plan, rank, store, self.generation)
             transport = rank_setup.make_transport(plan, groups, store, self.device, flags)
             collectives = rank_setup.make_collectives(plan, groups, store, self.shards, flags)
             losses, check = LossTotals(plan, rank, self.stages, groups.world), self.fence_flag.check
@@ -245,6 +247,8 @@ class Runner:
 
     def _set_version(self, version: int) -> None:
         self.state.set_version(version)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # peers may read the weights as soon as this rank's call has ended
         if self.executor is not None:
             self.executor.optimizer_step.version.fill_(version)
 

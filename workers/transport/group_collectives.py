@@ -33,11 +33,8 @@ class GroupCollectives:
             full.view(group.size(), -1)[group.rank()].add_(part)
         return [reduce_scatter(part, full, group=group, async_op=True)]
 
-    def before_update(self) -> None:
-        """Nothing to do: all holders meet in every collective."""
-
     def after_update(self) -> None:
-        """Nothing to do."""
+        """Nothing to do: all holders meet in every collective."""
 
     def close(self) -> None:
         """Nothing to do: the process groups have another owner."""

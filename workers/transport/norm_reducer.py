@@ -29,10 +29,20 @@ class NormReducer:
     """Adds this rank's sums to those of the previous pipeline rank and passes them on.
 
     The totals of all pipelines' last ranks then go to all ranks. They are a few bytes a step, so they travel through
-    the TCP store, over a connection of their own, and occupy neither the GPU nor a communicator.
+    the TCP store, over a connection of their own, and occupy neither the GPU nor a communicator. Sums that arrive after
+    an abort, once `cancelled` is not 0, stay here: a GPU whose waits it has ended computes nonsense.
     """
 
-    def __init__(self, store: dist.TCPStore, pipeline: int, pp: int, num_pipelines: int, pp_size: int) -> None:
+    def __init__(
+        self,
+        store: dist.TCPStore,
+        pipeline: int,
+        pp: int,
+        num_pipelines: int,
+        pp_size: int,
+        cancelled: torch.Tensor,
+    ) -> None:
+        self.cancelled = cancelled
         self.store, self.pipeline, self.pp = store, pipeline, pp
         self.num_pipelines, self.pp_size = num_pipelines, pp_size
         self.submitted: queue.SimpleQueue[NormPartial | None] = queue.SimpleQueue()
@@ -75,6 +85,8 @@ class NormReducer:
             if self.closed:
                 return
             time.sleep(POLL_SECONDS)
+        if self.cancelled.item() != 0:
+            return
         self.newest_partial = partial.step
         sums = partial.sums.numpy().copy()
         if self.pp > 0:

@@ -3,14 +3,14 @@
 Every rank reads what it needs from the memory of its peers, and flags in host memory say when it may. Weights may be
 read from one update to the next, so an ALL_GATHER waits for no other rank's ALL_GATHER. In a REDUCE_SCATTER each
 holder announces that its gradients are complete, adds the others' parts of its shard in the order of ranks, and leaves
-its gradients alone until all have read them.
+its gradients alone until all have read them. An update waits for nothing more: it needs the sums of its shard, which
+have the gradients of every holder, and so come after each one's last ALL_GATHER of the step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from itertools import product
 from typing import Protocol
 
 import torch
@@ -82,12 +82,6 @@ class PeerCollectives:
         self._announce("read", shard, others)
         return []
 
-    def before_update(self) -> None:
-        """Waits until no peer reads these weights any more. Call after the step's last ALL_GATHER."""
-        self.flags.write(("gathered", self.rank), self.updates + 1)
-        for peer in self.peers:
-            self.flags.wait(("gathered", peer), self.updates + 1)
-
     def after_update(self) -> None:
         """The weights are those of the next step."""
         self.updates += 1
@@ -113,7 +107,7 @@ def flag_names(plan: Plan) -> list[Hashable]:
     """The flags of all ranks of a plan, in the same order on each."""
     held = ((shard, rank) for shard in plan.param_shards for rank in plan.holders(shard))
     return [
-        *product(("updated", "gathered"), range(plan.mesh.size)),
+        *(("updated", rank) for rank in range(plan.mesh.size)),
         *((event, *place) for place in held for event in ("complete", "read")),
     ]
 

@@ -5,6 +5,7 @@ So a process can end a wait without the CUDA driver, all of whose calls may bloc
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
@@ -27,13 +28,17 @@ SHARED_MEMORY = Path("/dev/shm")
 
 class StreamFlags:
     """Flags by name, initially 0, shared by all ranks of a store, which give the same `names` in the same order. Rank 0
-    makes the file and it is unlinked once every rank has opened it."""
+    makes the file and it is unlinked once every rank has opened it.
+
+    `cancelled`, a float64 scalar of all ranks that a GPU can read, is nan from the first `release` on: what a GPU
+    computes after a wait that was ended early is wrong, also where nobody has told its rank of the abort yet.
+    """
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, names: Sequence[Hashable], generation: int) -> None:
         from cuda.bindings import driver
 
-        self.driver, key, size = driver, f"flags/{generation}", max(1, len(names)) * FLAG_STRIDE
-        self.numbers = {name: number for number, name in enumerate(names)}
+        self.driver, key, size = driver, f"flags/{generation}", (1 + len(names)) * FLAG_STRIDE
+        self.numbers = {name: number for number, name in enumerate(names, 1)}
         if rank == 0:
             descriptor, path = tempfile.mkstemp(prefix="pentad-flags-", dir=SHARED_MEMORY)
             os.ftruncate(descriptor, size)
@@ -51,8 +56,9 @@ class StreamFlags:
         os.close(descriptor)
         if store.add(f"{key}/opened", 1) == ranks:
             os.unlink(path)
-        self.words = torch.frombuffer(self.memory, dtype=torch.int32)
-        self.address = self.words.data_ptr()
+        self.cancelled = torch.frombuffer(self.memory, dtype=torch.float64, count=1)[0]
+        self.words = torch.frombuffer(self.memory, dtype=torch.int32, offset=FLAG_STRIDE)
+        self.address = self.cancelled.data_ptr()
         check_driver(driver.cuMemHostRegister(self.address, size, _PORTABLE_AND_MAPPED))
         self.closed = threading.Event()
         self.releaser: threading.Thread | None = None
@@ -74,6 +80,7 @@ class StreamFlags:
         A GPU of a rank that does not know of the abort yet, or that an aborted collective has released, still writes
         what its program says; hence the flags are overwritten again and again.
         """
+        self.cancelled.fill_(math.nan)
         if self.releaser is None:
             self.releaser = threading.Thread(target=self._release, daemon=True)
             self.releaser.start()

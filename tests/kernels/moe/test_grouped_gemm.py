@@ -51,6 +51,9 @@ def test_gradients_add_to_the_main_gradients(counts: tuple[int, ...]) -> None:
         expected[expert] += torch.outer(dy[row], x[row])
     accumulate_grouped_gradient_(main, dy, x, offsets)
     assert torch.allclose(main, expected, rtol=1e-12)
+    accumulate_grouped_gradient_(expected.zero_(), dy, x, offsets)
+    accumulate_grouped_gradient_(main.fill_(torch.nan), dy, x, offsets, overwrite=True)
+    assert torch.equal(main, expected), "also of an expert without rows"
 
 
 def test_rows_of_a_weight_gradient_may_be_indexed() -> None:

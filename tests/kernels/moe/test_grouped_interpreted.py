@@ -50,6 +50,10 @@ def test_grouped_weight_gradients(counts: tuple[int, ...], dtype: torch.dtype) -
     accumulate_grouped_gradient_(expected, dy.double(), x.double(), offsets)
     grouped_gemm_triton.accumulate_grouped_gradient_(main, dy, x, offsets)
     assert relative_error(main, expected) < 1e-5
+    again = torch.zeros_like(main)
+    grouped_gemm_triton.accumulate_grouped_gradient_(again, dy, x, offsets)
+    grouped_gemm_triton.accumulate_grouped_gradient_(main.fill_(torch.nan), dy, x, offsets, overwrite=True)
+    assert torch.equal(main, again), "also of an expert without rows"
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)

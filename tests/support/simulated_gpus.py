@@ -1,0 +1,95 @@
+"""GPUs of several ranks in one process: what a host enqueues on a lane runs later, in any order that the lanes, the
+events between them and the flags between ranks allow."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Condition = Callable[[], bool]
+Lane = tuple[int, str]  # rank and name
+CHANGES = 0.05  # how often another order of preference takes over
+
+
+class Task(NamedTuple):
+    run: Callable[[], object]
+    ready: Condition
+
+
+class Lanes(TorchDispatchMode):
+    """The lanes of all ranks. While it is entered, a copy between tensors is enqueued on the current lane."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queues: dict[Lane, deque[Task]] = defaultdict(deque)
+        self.current: Lane = (0, "compute")
+
+    @contextmanager
+    def on(self, lane: Lane) -> Iterator[None]:
+        self.current = lane
+        with self:
+            yield
+
+    def enqueue(self, run: Callable[[], object] = lambda: None, ready: Condition = lambda: True) -> None:
+        self.queues[self.current].append(Task(run, ready))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.enqueue(lambda: func(*args))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class SimulatedFlags:
+    """Flags of one rank or of all; same interface as `StreamFlags`. Waits for `ignored` events end at once."""
+
+    def __init__(self, lanes: Lanes, ignored: str = "") -> None:
+        self.lanes, self.values, self.ignored = lanes, Counter[Hashable](), ignored
+
+    def write(self, flag: Hashable, value: int) -> None:
+        self.lanes.enqueue(lambda: self.values.update({flag: value - self.values[flag]}))
+
+    def wait(self, flag: Hashable, value: int) -> None:
+        if flag[0] != self.ignored:  # type: ignore[index]
+            self.lanes.enqueue(ready=lambda: self.values[flag] >= value)
+
+
+class SimulatedMemory:
+    """Tensors of all ranks by name; same interface as `PeerMemory`."""
+
+    def __init__(self, shared: dict[int, dict[str, torch.Tensor]]) -> None:
+        self.shared = shared
+
+    def read(self, peer: int, name: str, start: int, target: torch.Tensor) -> None:
+        target.copy_(self.shared[peer][name][start : start + target.numel()])
+
+    def close(self) -> None:
+        pass
+
+
+def run_in_some_order(lanes: Lanes, hosts: Iterable[Iterator[Condition]], random: Random) -> None:
+    """Runs hosts, which yield the condition that they wait for, and lanes until all are done; fails if none can go
+    on. Some go on as long as they can while others stand still."""
+    waiting: dict[int, tuple[Iterator[Condition], Condition]] = {
+        number: (host, lambda: True) for number, host in enumerate(hosts)
+    }
+    rank_of: dict[Hashable, float] = {}
+    while waiting or any(lanes.queues.values()):
+        able: list[Hashable] = [number for number, (_, condition) in waiting.items() if condition()]
+        able += [lane for lane, queue in lanes.queues.items() if queue and queue[0].ready()]
+        assert able, f"deadlock: hosts {list(waiting)} and lanes {[lane for lane, q in lanes.queues.items() if q]}"
+        if random.random() < CHANGES:
+            rank_of.clear()
+        chosen = max(able, key=lambda actor: rank_of.setdefault(actor, random.random()))
+        if isinstance(chosen, int):
+            host, _ = waiting.pop(chosen)
+            if (condition := next(host, None)) is not None:
+                waiting[chosen] = host, condition
+        else:
+            lanes.queues[chosen].popleft().run()  # type: ignore[index]
