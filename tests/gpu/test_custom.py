@@ -28,7 +28,7 @@ def gpus():
 
 
 def on_gpu(plan: Plan, dtype: str) -> Plan:
-    return replace(plan, device="cuda", transport="peer" if plan.mesh.pp > 1 else "nccl", dtype=dtype)
+    return replace(plan, device="cuda", transport="peer", dtype=dtype)
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def _serve(end: Any) -> None:
                 executor = runners[0].executor
                 reply(number, executor.step if executor else -1)
             elif method == "wait_until_released":
-                runners[0].executor.transport.flags.wait(("updated", runners[0].rank), 2**20)
+                _wait_until_released(runners[0])
                 reply(number, None)
             elif method == "fail_at":
                 _fail_at(runners[0], *arguments)
@@ -281,3 +281,8 @@ def _fail_at(runner: Any, step: int) -> None:
             raise RuntimeError("Connection closed by peer")
 
     optimizer_step.reduce_norm = lambda number, check: real(number, fail if number == step else check)
+
+
+def _wait_until_released(runner: Any) -> None:
+    """Makes the rank's GPU wait for a flag that nobody writes."""
+    runner.executor.transport.flags.wait(("updated", runner.rank), 2**20)
