@@ -9,6 +9,8 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -163,19 +165,25 @@ def recover(workers: list[WorkerProcess], lost: list[int], plan: Plan, generatio
 def check_recovery(workers: list[WorkerProcess], plan: Plan, steps: int, fault: int | None) -> None:
     """Runs the steps once without a fault and once with one of rank 1, and compares all bits.
 
-    The fault is a signal, or an error of the rank's own (None). If the test fails, its workers are replaced: they may
-    be stuck.
+    The fault is a signal, or an error of the rank's own (None).
     """
-    ranks = workers[: plan.mesh.size]
-    try:
+    with ranks_of(workers, plan.mesh.size) as ranks:
         _check_recovery(ranks, plan, steps, fault)
+
+
+@contextmanager
+def ranks_of(workers: list[WorkerProcess], size: int) -> Iterator[list[WorkerProcess]]:
+    """The first workers. If the test fails, they are replaced: they may be stuck."""
+    ranks = workers[:size]
+    try:
+        yield ranks
     except BaseException:
         for worker in ranks:
             worker.stop()
         ranks[:] = [WorkerProcess() for _ in ranks]
         raise
     finally:
-        workers[: plan.mesh.size] = ranks
+        workers[:size] = ranks
 
 
 def _check_recovery(workers: list[WorkerProcess], plan: Plan, steps: int, fault: int | None) -> None:
