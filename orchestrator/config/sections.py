@@ -301,7 +301,7 @@ class ClusterSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """device of the ranks; auto: GPUs if the cluster has any"""
     transport: Literal["auto", "peer", "nccl"] = "auto"
-    """how activations move between GPUs; auto: peer copies if all ranks are on one host, else NCCL"""
+    """what moves activations and does ZeRO's collectives; auto: peer copies if all GPUs are on one host, else NCCL"""
     address: Text = "local"
     """Ray cluster: local starts one here, auto joins the running one, HOST:PORT joins the one there"""
     dashboard: bool = Field(default=True, description="start the Ray dashboard of a local cluster")

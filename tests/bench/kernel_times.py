@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from record import stamp, write
 from torch import Tensor
 
-from pentad.kernels import adamw, cross_entropy, glu, rms_norm, wgrad_gemm
+from pentad.kernels import cross_entropy, glu, rms_norm, wgrad_gemm
 from pentad.kernels.attention import attention, rope, rope_tables
+from pentad.kernels.optimizer import adamw
 
 Calls = list[Callable[[], object]]
 SETS = 3

@@ -16,16 +16,7 @@ if torch.cuda.is_available():
     pytest.skip("runs without a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from pentad.kernels import (
-    adamw_triton,
-    add_shards_triton,
-    cross_entropy_triton,
-    glu_triton,
-    muon_triton,
-    rms_norm_triton,
-)
-from pentad.kernels.adamw import adamw_, adamw_optimistic_, coefficients
-from pentad.kernels.add_shards import add_shards_
+from pentad.kernels import cross_entropy_triton, glu_triton, rms_norm_triton
 from pentad.kernels.attention import rope_triton
 from pentad.kernels.attention.attention_merge import merge_partials_
 from pentad.kernels.attention.rope import rope_
@@ -35,7 +26,10 @@ from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
 from pentad.kernels.glu import Activation, glu, glu_backward
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
 from pentad.kernels.moe.moe_permute import gather_rows, sum_rows, weighted_glu, weighted_glu_backward
-from pentad.kernels.muon import muon_, muon_coefficients, muon_direction_
+from pentad.kernels.optimizer import adamw_triton, add_shards_triton, muon_triton
+from pentad.kernels.optimizer.adamw import adamw_, adamw_optimistic_, coefficients
+from pentad.kernels.optimizer.add_shards import add_shards_
+from pentad.kernels.optimizer.muon import muon_, muon_coefficients, muon_direction_
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter")

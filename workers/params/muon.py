@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from pentad.kernels.newton_schulz import newton_schulz
+from pentad.kernels.optimizer.newton_schulz import newton_schulz
 from pentad.schedules.spec.optimizer import ROUND_ELEMENTS
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.zero_layout import ZeroLayout, zero_layout

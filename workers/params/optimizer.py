@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pentad.kernels.adamw import Coefficients, adamw_, adamw_optimistic_, coefficients
-from pentad.kernels.muon import MuonCoefficients, muon_, muon_coefficients, muon_direction_
+from pentad.kernels.optimizer.adamw import Coefficients, adamw_, adamw_optimistic_, coefficients
+from pentad.kernels.optimizer.muon import MuonCoefficients, muon_, muon_coefficients, muon_direction_
 from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.params.update_layout import Run

@@ -88,10 +88,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device, lanes: set[str]) -> None:
         self.device, self.compute = device, torch.cuda.current_stream(device)
-        # Additions of gradients go before the products beside them, which would hold them up for longer than they take.
-        priorities = {lane: -1 if lane == "reduce" else 0 for lane in sorted(lanes)}
-        streams = {lane: torch.cuda.Stream(device, priority) for lane, priority in priorities.items()}
-        self.streams = streams | {"compute": self.compute}
+        self.streams = {lane: torch.cuda.Stream(device) for lane in sorted(lanes)} | {"compute": self.compute}
         self.timer, self.progress = GpuTimer(device), GpuProgress(self.streams)
         self.ends: dict[Key, tuple[str, torch.cuda.Event]] = {}  # lane and event of each instruction of the step
 

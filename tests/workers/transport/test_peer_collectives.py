@@ -14,7 +14,7 @@ import torch
 from plans import plan_of
 from simulated_gpus import Condition, Lanes, SimulatedFlags, SimulatedMemory, run_in_some_order
 
-from pentad.kernels.add_shards import add_shards_
+from pentad.kernels.optimizer.add_shards import add_shards_
 from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Key, Op, instructions_of
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan

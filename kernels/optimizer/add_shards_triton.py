@@ -27,7 +27,7 @@ def _add(
 
 
 def add_shards_(out: Tensor, own: Tensor, others: Tensor, position: int, *, accumulate: bool) -> None:
-    """Launches the kernel; see `pentad.kernels.add_shards.add_shards_`."""
+    """Launches the kernel; see `pentad.kernels.optimizer.add_shards.add_shards_`."""
     assert out.is_contiguous() and own.is_contiguous() and others.stride(1) == 1
     grid = (triton.cdiv(out.numel(), BLOCK),)
     _add[grid](

@@ -7,8 +7,8 @@ from closeness import relative_error
 from reference_muon import newton_schulz as expected_newton_schulz
 from torch import Tensor
 
-from pentad.kernels.muon import MuonCoefficients, muon_, muon_coefficients, muon_direction_
-from pentad.kernels.newton_schulz import newton_schulz
+from pentad.kernels.optimizer.muon import MuonCoefficients, muon_, muon_coefficients, muon_direction_
+from pentad.kernels.optimizer.newton_schulz import newton_schulz
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (1, 7)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentad.kernels.muon import MuonCoefficients
+from pentad.kernels.optimizer.muon import MuonCoefficients
 
 BLOCK = 1024
 
@@ -40,7 +40,7 @@ def _step(
 
 
 def muon_direction_(out: Tensor, momentum: Tensor, grad: Tensor, scale: Tensor, c: MuonCoefficients) -> None:
-    """Launches the kernel; see `pentad.kernels.muon.muon_direction_`."""
+    """Launches the kernel; see `pentad.kernels.optimizer.muon.muon_direction_`."""
     assert all(t.is_contiguous() for t in (out, momentum, grad))
     n = out.numel()
     _direction[(triton.cdiv(n, BLOCK),)](out, momentum, grad, scale, n, c.first, c.blend, BLOCK=BLOCK)
@@ -55,7 +55,7 @@ def muon_(
     scale: Tensor,
     c: MuonCoefficients,
 ) -> None:
-    """Launches the kernel; see `pentad.kernels.muon.muon_`."""
+    """Launches the kernel; see `pentad.kernels.optimizer.muon.muon_`."""
     assert all(t.is_contiguous() for t in (master, momentum, grad, direction))
     assert out is None or out.is_contiguous()
     n = master.numel()

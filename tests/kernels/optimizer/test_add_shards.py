@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pentad.kernels.add_shards import add_shards_
+from pentad.kernels.optimizer.add_shards import add_shards_
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

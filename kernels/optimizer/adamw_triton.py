@@ -60,7 +60,7 @@ def _step(
 def adamw_(
     master: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, scale: Tensor, c: tuple[float, ...]
 ) -> None:
-    """Launches the kernel; see `pentad.kernels.adamw.adamw_`."""
+    """Launches the kernel; see `pentad.kernels.optimizer.adamw.adamw_`."""
     assert all(t.is_contiguous() for t in (master, m, v, grad))
     assert out is None or out.is_contiguous()
     n = master.numel()
@@ -70,7 +70,7 @@ def adamw_(
 
 
 def adamw_optimistic_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: tuple[float, ...]) -> None:
-    """Launches the kernel; see `pentad.kernels.adamw.adamw_optimistic_`."""
+    """Launches the kernel; see `pentad.kernels.optimizer.adamw.adamw_optimistic_`."""
     assert all(t.is_contiguous() for t in (out, master, m, v, grad))
     n = master.numel()
     _step[(triton.cdiv(n, BLOCK),)](

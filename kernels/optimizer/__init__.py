@@ -1,0 +1,1 @@
+"""Sums of gradients and updates of weights."""
