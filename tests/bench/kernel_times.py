@@ -29,8 +29,7 @@ from pentad.kernels.attention import attention, rope, rope_tables
 from pentad.kernels.optimizer import adamw
 
 Calls = list[Callable[[], object]]
-SETS = 3
-SAMPLES = 20
+SETS, SAMPLES = 3, 20
 EPS = 1e-5
 notes: dict[str, Any] = {}  # further results of the checks
 
