@@ -120,11 +120,14 @@ class WorkerGroup:
         """
         return self._call_runners("run", first_step, count, more, self.skipped_batches)
 
-    def submit_save(self, folder: Path, step: int, shards: dict[int, tuple[ParamShard, ...]] | None = None) -> Refs:
-        """Has every rank write its shards of a checkpoint after `step` steps; or, in a generation that not all ranks
-        have survived, each rank in `shards` write those."""
-        if shards is None:
-            return self._call_runners("save", str(folder), step)
+    def submit_save(self, folder: Path, step: int) -> Refs:
+        """Has every rank copy its part of a checkpoint after `step` steps, the last of which may be open, and write it
+        while it trains on. The answers are of type WrittenShards, or say why a rank could not write."""
+        self._call_runners("snapshot", step)  # `write` raises what goes wrong there
+        return self._call("write", self.generation, str(folder), step)
+
+    def submit_save_of(self, shards: dict[int, tuple[ParamShard, ...]], folder: Path, step: int) -> Refs:
+        """In a generation that not all ranks have survived, has each rank in `shards` write what it has of those."""
         return {rank: self.call_runner(rank, "save", str(folder), step, its) for rank, its in shards.items()}
 
     def submit_evaluate(self, step: int) -> Refs:
@@ -142,7 +145,7 @@ class WorkerGroup:
         rank: int = 0,
     ) -> Refs:
         """Has a rank commit a checkpoint, and delete older ones but those of `pinned` steps, beside training."""
-        plan = self.plan
+        plan, commit = self.plan, self.actors[rank].commit
         meta = {
             "run": plan.name,
             "generation": self.generation,
@@ -152,7 +155,7 @@ class WorkerGroup:
             "lora": None if plan.lora is None else plan.lora.plain,
             "skipped_batches": list(map(list, self.skipped_batches)),
         }
-        return {rank: self.actors[rank].commit.remote(str(folder), step, shards, meta, keep, tuple(pinned))}
+        return {rank: commit.remote(self.generation, str(folder), step, shards, meta, keep, tuple(pinned))}
 
     def is_ready(self, refs: Refs) -> bool:
         """Whether `collect` would return at once."""

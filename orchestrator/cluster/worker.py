@@ -2,7 +2,7 @@
 
 Every call that changes a rank carries its generation number; a call of an earlier generation is refused. Calls of the
 runner share one thread, because a CUDA device is chosen per thread; a second group of threads answers while that one is
-stuck in a collective.
+stuck in a collective, and a third one writes checkpoints beside training.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import ray
 
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Action
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.runtime.progress_file import Progress, read_progress
-from pentad.workers.runtime.results import RankSnapshot
+from pentad.workers.runtime.results import RankSnapshot, WrittenShards
 from pentad.workers.runtime.telemetry import GpuState, read_gpu
 
 Streams = tuple[tuple[Action, ...], ...]  # of a rank, by program of the plan
@@ -96,7 +97,7 @@ class Worker:
 
     @ray.method(concurrency_group="train")
     def call(self, generation: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of the runner: serve, connect, restore, receive, advance, run, evaluate or save."""
+        """Calls a method of the runner: serve, connect, restore, receive, advance, run, evaluate, snapshot or save."""
         if generation != self.generation:
             raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
         return getattr(self.runner, method)(*arguments)
@@ -132,9 +133,21 @@ class Worker:
         """Kills another process of this node."""
         os.kill(pid, signal.SIGKILL)
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="checkpoint")
+    def write(self, generation: int, folder: str, step: int) -> WrittenShards | str:
+        """Writes this rank's part of the snapshot of `step` steps, beside training. Returns why not if the storage is
+        at fault, which ends nothing."""
+        if generation != self.generation:
+            raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
+        try:
+            return self.runner.write(folder, step)
+        except PentadError as error:
+            return str(error)
+
+    @ray.method(concurrency_group="checkpoint")
     def commit(
         self,
+        generation: int,
         folder: str,
         step: int,
         shards: list[dict[str, Any]],
@@ -142,9 +155,14 @@ class Worker:
         keep: int,
         pinned: tuple[int, ...],
     ) -> None:
-        """Commits a checkpoint and deletes older ones but those of `pinned` steps, beside training."""
+        """Commits a checkpoint and deletes older ones but those of `pinned` steps, beside training. After a fence
+        nothing is committed."""
         path = Path(folder)
-        checkpoint.commit(path, step=step, shards=[checkpoint.Shard.from_plain(shard) for shard in shards], meta=meta)
+        found = [checkpoint.Shard.from_plain(shard) for shard in shards]
+        with self.changing:
+            if generation != self.generation:
+                raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
+            checkpoint.commit(path, step=step, shards=found, meta=meta)
         checkpoint.delete_older(path.parent, keep, pinned)
         checkpoint.read_manifest(path)  # raises if it was damaged when it was read again
 
@@ -191,9 +209,12 @@ class Worker:
 
 
 # A restarted actor would have lost its state and its communicators, so Ray never restarts one.
-Actor = ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0, concurrency_groups={"train": 1, "control": 2})(
-    Worker
-)
+Actor = ray.remote(
+    num_cpus=1,
+    max_restarts=0,
+    max_task_retries=0,
+    concurrency_groups={"train": 1, "control": 2, "checkpoint": 1},
+)(Worker)
 
 
 def streams_of(plan: Plan, rank: int) -> Streams:

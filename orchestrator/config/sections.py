@@ -265,6 +265,8 @@ class CheckpointSection(Section):
     """seconds of training after which a checkpoint is saved, whatever the step; 0: none by time. A run also saves at
     its end and when it is stopped"""
     keep: Count = Field(default=2, description="newest checkpoints to keep; older ones are deleted")
+    keep_every: NonNegativeInt = 0
+    """milestones: after every so many steps a checkpoint is saved and kept for good; 0: none"""
     restart_if_damaged: bool = False
     """begin a run again if all its checkpoints are damaged; false: it ends with an error"""
     keep_best: bool | Text = False

@@ -32,6 +32,7 @@ FINE = tuple(float(f"{10 ** (k / 10 - 4):.2g}") for k in range(61))
 # Exported as zero from the start: Prometheus sees no increase in a counter that first appears as 1.
 FAULTS = ("killed", "hang", "node", "error", "drain")
 DETECTORS = ("ray", "heartbeat", "deadline", "peer", "notice")
+CHECKPOINT_STAGES = {"snapshot": "snapshot_seconds", "wait": "waited_seconds", "disk": "seconds"}  # keys of the event
 PHASES = ("detect", "fence", "place", "connect", "state")
 TENSORS = {"loss": "loss", "grad_norm": "gradient"}
 
@@ -96,7 +97,11 @@ METRICS = {
     "pentad_steps_discarded_total": Metric("counter", "Steps replayed after recoveries, or rolled back."),
     "pentad_steps_skipped_total": Metric("counter", "Steps that changed no weight: not finite, or spikes."),
     # checkpoints
-    "pentad_checkpoint_duration_seconds": Metric("histogram", "Time to write a checkpoint.", ("stage",)),
+    "pentad_checkpoint_duration_seconds": Metric(
+        "histogram",
+        "Time to copy the state, that training waited, and until a checkpoint was committed.",
+        ("stage",),
+    ),
     "pentad_checkpoint_last_success_timestamp_seconds": Metric(
         "gauge", "Unix time of the newest checkpoint that this driver committed.", ("tier",)
     ),
@@ -206,7 +211,9 @@ class Exporter(Watcher, Collector):
                         self._histogram("pentad_recovery_duration_seconds", phase).observe(seconds)
                     self._add("pentad_steps_discarded_total", entry["steps_replayed"])
                 case "checkpoint":
-                    self._histogram("pentad_checkpoint_duration_seconds", "disk").observe(entry["seconds"])
+                    for stage in (stage for stage, key in CHECKPOINT_STAGES.items() if key in entry):
+                        seconds = entry[CHECKPOINT_STAGES[stage]]
+                        self._histogram("pentad_checkpoint_duration_seconds", stage).observe(seconds)
                     self._put("pentad_checkpoint_last_success_timestamp_seconds", entry["time"], "disk")
                     self._add("pentad_checkpoint_bytes_total", entry["bytes"])
                 case "skip":
@@ -254,7 +261,8 @@ class Exporter(Watcher, Collector):
         for tensor in TENSORS.values():
             self._put("pentad_nonfinite_values_total", 0.0, tensor)
         self._histogram("pentad_step_duration_seconds")
-        self._histogram("pentad_checkpoint_duration_seconds", "disk")
+        for stage in CHECKPOINT_STAGES:
+            self._histogram("pentad_checkpoint_duration_seconds", stage)
         for phase in PHASES:
             self._histogram("pentad_recovery_duration_seconds", phase)
 

@@ -16,7 +16,7 @@ from pentad.orchestrator.planning.planning import shrunk_plan
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, is_complete, kill, sources
 from pentad.orchestrator.recovery.hang_detection import check_answers
 from pentad.orchestrator.recovery.spikes import pinned_checkpoints
-from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import Checkpoint, Start, recover
 
 CREATE_SECONDS = 30.0
@@ -150,11 +150,12 @@ class Regroup:
         if path.exists() and (found := self._newest(restart=True)) and found.step == state.version:
             return
         plan, current = group.plan, set(state.current)
-        owners = {shard: min(current.intersection(plan.holders(shard))) for shard in plan.param_shards}
-        owned = {
-            rank: tuple(shard for shard, owner in owners.items() if owner == rank) for rank in set(owners.values())
-        }
-        shards = [shard for its in group.collect(group.submit_save(path, state.version, owned)) for shard in its]
+        owned: dict[int, tuple[ParamShard, ...]] = {}
+        for shard in plan.param_shards:
+            holders = sorted(current.intersection(plan.holders(shard)))
+            for rank in holders if plan.num_zero_shards(shard) > 1 else holders[:1]:
+                owned[rank] = (*owned.get(rank, ()), shard)
+        shards = [shard for its in group.collect(group.submit_save_of(owned, path, state.version)) for shard in its]
         keep, pinned = self.config.checkpoint.keep, pinned_checkpoints(self.config, self.bus.folder, state.version)
         commit = group.submit_commit(path, state.version, shards, keep, pinned, min(owned))
         group.collect(commit)

@@ -54,10 +54,12 @@ def rollback_target(config: RunConfig, step: int) -> int | None:
 
 def pinned_checkpoints(config: RunConfig, folder: RunFolder, step: int) -> tuple[int, ...]:
     """Steps of the checkpoints that are kept beside the newest ones, once there is one of `step` steps."""
-    best, target = folder.best(step), rollback_target(config, step)
+    best, target, saved = folder.best(step), rollback_target(config, step), folder.saved()
     pinned = [best.step] if best else []
     if target is not None:
-        pinned += sorted(saved for saved in folder.saved() if saved <= target)[-1:]
+        pinned += sorted(each for each in saved if each <= target)[-1:]
+    if every := config.checkpoint.keep_every:
+        pinned += [each for each in saved if each and each % every == 0]
     return tuple(pinned)
 
 

@@ -198,7 +198,7 @@ def _resume(
     if found.checkpoint:
         start, changes = Start(found.checkpoint.folder, found.checkpoint.step), folder.changes
         display.note(f"resuming from step {start.step}")
-        if note := dropped_state(folder.plan, found.checkpoint.files):
+        if note := dropped_state(folder.plan, found.checkpoint.tensors):
             display.note(note)
     else:
         start, changes, base, adapter = origin or origin_of(config)

@@ -1,10 +1,11 @@
-"""Keeps the ranks busy: submits steps in calls of about a second, with checkpoints between them."""
+"""Keeps the ranks busy: submits steps in calls of about a second, and checkpoints that are written beside them."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +21,7 @@ from pentad.orchestrator.recovery.spikes import SpikeWatch, pinned_checkpoints
 from pentad.orchestrator.run.measure import History
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.spikes import batch_of
+from pentad.workers.checkpoint.checkpoint import delete_checkpoint
 from pentad.workers.data.mixture import Mixture
 from pentad.workers.runtime.results import StepResult
 
@@ -31,15 +33,23 @@ T = TypeVar("T")
 
 class Call(NamedTuple):
     """A call in flight on all ranks: steps, which returns the results of those that are complete, or, with `evaluates`,
-    the evaluation after `step` steps, or, with `saves`, the checkpoint of `bytes` after them, with which `best` is the
-    best one. `step` is the number of steps submitted up to and including this call."""
+    the evaluation after `step` steps. `step` is the number of steps submitted up to and including this call."""
 
     refs: Refs
     step: int
-    saves: bool = False
     began: float = 0.0
-    bytes: int = 0
     evaluates: bool = False
+
+
+class Save(NamedTuple):
+    """A checkpoint after `step` steps that is written beside training: by all ranks, and then, when it `commits`, by
+    one, with these facts for the journal; `best` is the best checkpoint then."""
+
+    refs: Refs
+    step: int
+    began: float
+    commits: bool = False
+    facts: dict[str, Any] = {}  # noqa: RUF012
     best: Best | None = None
 
 
@@ -67,13 +77,15 @@ class StepLoop:
         self.history = History(group.plan, group.generation, keep=keep, offsets=clocks, device_name=group.device_name)
         self.mixture = Mixture(group.plan.data, group.plan.batch.sizes)
         self.first = self.done = self.submitted = first
-        self.saved = self.durable = saved  # steps in the newest checkpoint submitted, and committed
+        self.attempted = self.durable = saved  # steps in the newest checkpoint submitted, and committed
+        self.ended_with = -1  # steps in the checkpoint submitted because this generation ends
         self.saved_at = saved_at
         self.evaluated = max((row["step"] for row in bus.folder.evaluations()), default=-1)
         self.steps_per_call = 1
         self.in_flight: deque[Call] = deque()
         self.collected_at = time.monotonic()  # when the last call ended
-        self.committing: Call | None = None
+        self.saving: Save | None = None  # the next one waits for it
+        self.waited = 0.0  # seconds that training has waited for it
         self.open = False  # the last step submitted is open: another run call must follow
         self.spikes = SpikeWatch(config.spikes, requests)
         self.stop_announced = self.regrouping = self.stall_reported = False
@@ -81,23 +93,31 @@ class StepLoop:
 
     def run(self) -> None:
         """Raises WorkerError when a rank fails, and PentadError when the last checkpoint cannot be written."""
+        try:
+            self._run()
+        except WorkerError:
+            if self.saving is not None and not self.saving.commits:
+                with suppress(PentadError):  # the failure is what counts
+                    self._note_failure(self.saving, "a rank failed before all had written it")
+            raise
+
+    def _run(self) -> None:
         while True:
             while len(self.in_flight) < CALLS_IN_FLIGHT and (call := self._submit()):
                 self.in_flight.append(call)
             if self.in_flight:
                 call = self.in_flight.popleft()
-                if call.saves:
-                    self._commit(call)
-                elif call.evaluates:
+                if call.evaluates:
                     self._collect_evaluation(call)
                 else:
                     self._collect(call)
                 self.collected_at = time.monotonic()  # the ranks are at the next call
             elif self.requests.paused and not self.ending:
                 self._pause()
+            elif self.saving is not None:
+                self._wait_for_save()
             else:
                 break
-        self._finish_commit(wait=True)
 
     @property
     def ending(self) -> bool:
@@ -110,45 +130,73 @@ class StepLoop:
 
     def _submit(self) -> Call | None:
         """Submits the next call, if there is one."""
-        every, step = self.config.checkpoint.every, self.submitted
+        step = self.submitted
         if self.spikes.spike is not None:
             was_open, self.open = self.open, False
             return Call(self.group.submit_run(step, 0), step) if was_open else None
-        late = 0 < self.config.checkpoint.every_seconds <= time.monotonic() - self.saved_at
-        ending, paused, requested = self.ending, self.requests.paused, self.requests.wants_checkpoint
-        due = step > self.saved and (ending or (every and step % every == 0) or late or requested)
-        evaluates = self._evaluation_due(step)
-        if self.open and (due or evaluates or ending or paused):  # nothing but a run call may follow an open step
+        ending, paused = self.ending, self.requests.paused
+        due, evaluates = self._save_due(step), self._evaluation_due(step)
+        must_wait = due and self.saving is not None
+        if self.open and (evaluates or ending or paused or must_wait):  # they are of steps that are complete
             self.open = False
             return Call(self.group.submit_run(step, 0), step)
         if evaluates:  # before the checkpoint, which may turn out to be the best
             self.evaluated = step
-            return Call(self.group.submit_evaluate(step), step, evaluates=True, began=time.monotonic())
+            return Call(self.group.submit_evaluate(step), step, began=time.monotonic(), evaluates=True)
+        if must_wait:
+            return None
         if due:
-            self.saved, self.saved_at = step, time.monotonic()
-            refs = self.group.submit_save(self.bus.folder.checkpoint(step), step)
-            return Call(refs, step, saves=True, began=self.saved_at)
-        if requested and step == self.saved and self.committing is None and not self.in_flight:
+            self._save(step)
+        if self.requests.wants_checkpoint and step == self.durable and not self.in_flight:
             self.requests.checkpoint_saved(step)
         if ending or paused:
             return None
-        stops = [(step // each + 1) * each for each in (every, self.evaluates_every) if each]
-        limit = min([self.config.run.steps, *stops])
+        following = [(step // each + 1) * each for each in (*self.saves_every, self.evaluates_every) if each]
+        limit = min([self.config.run.steps, *following])
         count = min(self.steps_per_call, limit - step)
         self.submitted += count
+        is_last = self.submitted == self.config.run.steps or self._evaluation_due(self.submitted)
         # The first call is closed, so that its results arrive before the second call is done.
-        self.open = self.submitted < limit and step > self.first
+        self.open = not is_last and step > self.first
         return Call(self.group.submit_run(step, count, more=self.open), self.submitted)
+
+    @property
+    def saves_every(self) -> list[int]:
+        """Numbers of steps after whose multiples a checkpoint is saved."""
+        section = self.config.checkpoint
+        return [each for each in (section.every, section.keep_every) if each]
+
+    def _save_due(self, step: int) -> bool:
+        """Whether to save a checkpoint after `step` steps. Those by steps, and the last one, are due while another one
+        is being written, too: they wait for it."""
+        if self.ending and step > self.durable and step not in (self.ended_with, self.saving and self.saving.step):
+            return True
+        if step <= self.attempted:
+            return False
+        late = 0 < self.config.checkpoint.every_seconds <= time.monotonic() - self.saved_at
+        is_free = self.saving is None
+        return any(step % each == 0 for each in self.saves_every) or (
+            is_free and (late or self.requests.wants_checkpoint)
+        )
+
+    def _save(self, step: int) -> None:
+        """Has the ranks copy their state once they are that far, and write it while they train on."""
+        self.attempted, self.saved_at = step, time.monotonic()
+        if self.ending:
+            self.ended_with = step
+        refs = self.group.submit_save(self.bus.folder.checkpoint(step), step)
+        self.saving = Save(refs, step, self.saved_at, facts={"waited_seconds": round(self.waited, 3)})
+        self.waited = 0.0
 
     def _collect(self, call: Call) -> None:
         """Waits for steps, records them, and adapts the length of a call."""
         results = self.group.collect(call.refs, tick=partial(self._tick, stepping=True))
-        self._finish_commit(wait=False)
         if results[0] and self.spikes.spike is None:
             rows = self.history.add(results)
             self._record(rows)
             seconds = sum(row["step_seconds"] for row in rows) / len(rows)
             self.steps_per_call = max(1, min(4 * self.steps_per_call, int(CALL_SECONDS / seconds)))
+        self._continue_save(wait=False)
 
     @property
     def evaluates_every(self) -> int:
@@ -163,7 +211,6 @@ class StepLoop:
     def _collect_evaluation(self, call: Call) -> None:
         """Waits for an evaluation and records it. Its time is not part of the next step."""
         results = self.group.collect(call.refs, tick=partial(self._tick, stepping=True))
-        self._finish_commit(wait=False)
         seconds = time.monotonic() - max(call.began, self.collected_at)
         rows = evaluation_rows(call.step, results[0].data_sets, seconds, self.group.generation)
         self.bus.evaluated(rows, self.history.add_evaluation(results))
@@ -186,45 +233,55 @@ class StepLoop:
                 size = sizes.size(batch)
                 self.bus.record("batch size", generation=generation, step=row["step"], global_batch_size=size)
 
-    def _commit(self, call: Call) -> None:
-        """Waits for the shards and submits the commit, which runs beside training."""
+    def _wait_for_save(self) -> None:
+        """The ranks wait too: at the end, and before the next checkpoint by steps."""
+        began = time.monotonic()
         self.history.pause()
-        self._finish_commit(wait=True)
-        answers = self._collect_checkpoint(call)
-        others = self._or_note(call, lambda: self._pinned_and_best(call.step))
-        if answers is not None and others is not None:
-            pinned, best = others
-            shards = [shard for its in answers for shard in its]
-            path, keep = self.bus.folder.checkpoint(call.step), self.config.checkpoint.keep
-            refs = self.group.submit_commit(path, call.step, shards, keep, pinned)
-            size = sum(shard["bytes"] for shard in shards)
-            self.committing = call._replace(refs=refs, bytes=size, best=best)
+        self._continue_save(wait=True)
+        if not self.ending:
+            self.waited += time.monotonic() - began
 
-    def _pinned_and_best(self, step: int) -> tuple[tuple[int, ...], Best | None]:
-        """The checkpoints to keep beside the newest ones, and the best, once there is one of `step` steps."""
-        return pinned_checkpoints(self.config, self.bus.folder, step), self.bus.folder.best(step)
+    def _continue_save(self, *, wait: bool) -> None:
+        """Commits a checkpoint that all ranks have written, and records one that is committed; with `wait` waits for
+        both. Never commits before its steps are recorded."""
+        save = self.saving
+        if save is not None and not save.commits and self._is_over(save, wait=wait):
+            self.saving = self._or_note(save, partial(self._commit, save))
+        save = self.saving
+        if save is not None and save.commits and self._is_over(save, wait=wait):
+            self.saving, self.saved_at = None, time.monotonic()
+            if self._or_note(save, partial(self.group.collect, save.refs, tick=self._tick)) is not None:
+                self._record_checkpoint(save)
 
-    def _finish_commit(self, *, wait: bool) -> None:
-        """Records a commit that has completed; with `wait` waits until it has."""
-        call = self.committing
-        if call is None or not (wait or self.group.is_ready(call.refs)):
-            return
-        self.committing, self.saved_at = None, time.monotonic()
-        if self._collect_checkpoint(call) is None:
-            return
-        seconds, generation = round(time.monotonic() - call.began, 3), self.group.generation
-        self.bus.record("checkpoint", generation=generation, step=call.step, seconds=seconds, bytes=call.bytes)
-        self.durable = call.step
-        if (best := call.best) and best.step == call.step:
+    def _is_over(self, save: Save, *, wait: bool) -> bool:
+        return wait or (self.done >= save.step and self.group.is_ready(save.refs))
+
+    def _commit(self, save: Save) -> Save | None:
+        """Waits for the files and submits the commit; None for steps after a spike, which no longer count."""
+        answers = self.group.collect(save.refs, tick=self._tick)
+        for error in (answer for answer in answers if isinstance(answer, str)):
+            raise PentadError(error)
+        if self.done < save.step:
+            self._discard(save)
+            return None
+        entries = [entry for answer in answers for entry in answer.entries]
+        pinned = pinned_checkpoints(self.config, self.bus.folder, save.step)
+        path, keep = self.bus.folder.checkpoint(save.step), self.config.checkpoint.keep
+        refs = self.group.submit_commit(path, save.step, entries, keep, pinned)
+        snapshot = round(max(answer.snapshot_seconds for answer in answers), 4)
+        facts = {"bytes": sum(entry["bytes"] for entry in entries), "snapshot_seconds": snapshot, **save.facts}
+        return save._replace(refs=refs, commits=True, facts=facts, best=self.bus.folder.best(save.step))
+
+    def _record_checkpoint(self, save: Save) -> None:
+        seconds, generation = round(time.monotonic() - save.began, 3), self.group.generation
+        self.bus.record("checkpoint", generation=generation, step=save.step, seconds=seconds, **save.facts)
+        self.durable = save.step
+        if (best := save.best) and best.step == save.step:
             self.bus.record("best", generation=generation, step=best.step, loss=best.loss)
             self.bus.display.note(f"the checkpoint of step {best.step} is the best so far: loss {best.loss:.4f}")
-        self.requests.checkpoint_saved(call.step)
+        self.requests.checkpoint_saved(save.step)
 
-    def _collect_checkpoint(self, call: Call) -> list[Any] | None:
-        """The answers to a save or a commit."""
-        return self._or_note(call, lambda: self.group.collect(call.refs, tick=self._tick))
-
-    def _or_note(self, call: Call, action: Callable[[], T]) -> T | None:
+    def _or_note(self, save: Save, action: Callable[[], T]) -> T | None:
         """What the action returns; None when the disk is full or cannot be read, which is fatal only for a run's last
         checkpoint."""
         try:
@@ -232,11 +289,21 @@ class StepLoop:
         except WorkerError:
             raise
         except PentadError as error:
-            if self.ending and call.step == self.submitted:
+            if self.requests.aborted or (self.ending and save.step == self.submitted):
                 raise
-            self.bus.record("checkpoint failed", generation=self.group.generation, step=call.step, error=str(error))
-            self.bus.display.note(f"no checkpoint of step {call.step}, training continues: {error}")
+            if not save.commits:
+                self._discard(save)
+            self._note_failure(save, str(error))
             return None
+
+    def _note_failure(self, save: Save, error: str) -> None:
+        self.bus.record("checkpoint failed", generation=self.group.generation, step=save.step, error=error)
+        self.bus.display.note(f"no checkpoint of step {save.step}, training continues: {error}")
+
+    def _discard(self, save: Save) -> None:
+        """Deletes what has been written of a checkpoint that will not be: the next one needs the room."""
+        with suppress(PentadError):
+            delete_checkpoint(self.bus.folder.checkpoint(save.step))
 
     def _pause(self) -> None:
         """The ranks wait between two steps; called again and again until a resume is requested."""
@@ -244,7 +311,7 @@ class StepLoop:
             self.bus.record("pause", generation=self.group.generation, step=self.done)
             self.bus.display.note(f"paused after step {self.done}; resume with `pentad resume {self.config.run.name}`")
             self.bus.set_state("paused")
-        self._finish_commit(wait=False)
+        self._continue_save(wait=False)
         self.group.ping(self._tick)
         self.history.pause()
         self.requests.wait(PAUSE_SECONDS)

@@ -39,7 +39,7 @@ def outcome(run: Run, steps: int = STEPS) -> Outcome:
     assert [row["step"] for row in rows] == list(range(steps)), run.describe()
     found = newest(run.folder / "checkpoints").checkpoint
     assert found is not None and found.step == steps
-    return [(row["loss"], row["grad_norm"]) for row in rows], read(found, found.files)
+    return [(row["loss"], row["grad_norm"]) for row in rows], read(found, found.tensors)
 
 
 def assert_same(run: Run, expected: Outcome, steps: int = STEPS) -> None:

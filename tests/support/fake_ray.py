@@ -27,7 +27,7 @@ from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import Start
-from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult
+from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult, WrittenShards
 
 DRIVER_NODE = "node0"
 STEP_SECONDS = 0.3
@@ -44,7 +44,7 @@ class Rank:
     def __init__(self, fake: FakeRay, bundle: int) -> None:
         self.fake, self.bundle, self.node = fake, bundle, fake.nodes[bundle]
         self.number, self.pid, self.generation, self.version = -1, 10_000_000 + len(fake.ranks), 0, -1
-        self.is_alive, self.hangs, self.ready = True, False, False
+        self.is_alive, self.hangs, self.ready, self.copied = True, False, False, -1
         self.results: list[StepResult] = []
         self.open: list[StepResult] = []
 
@@ -112,13 +112,29 @@ class Rank:
         results = (EvalResult(each.name, 64.0 * step, 64, 1) for each in self.plan.eval.data_sets)
         return Evaluation(tuple(results), ())
 
-    def save(self, folder: str, step: int, shards: Any = None) -> list[dict[str, Any]]:
+    def snapshot(self, step: int) -> None:
+        if self.fake.is_broken(self.generation) and self.version != step:
+            raise Blocked
         assert self.version == step
-        shards = self.plan.param_shards_of(self.number) if shards is None else shards
+        self.copied = step
+
+    def write(self, generation: int, folder: str, step: int) -> WrittenShards:
+        assert generation == self.generation
+        if self.copied != step:
+            raise Blocked
+        shards = self.plan.param_shards_of(self.number)
+        self.fake.written.setdefault(step, []).extend(shards)
+        return WrittenShards([{"bytes": 1}] * len(shards))
+
+    def save(self, folder: str, step: int, shards: Any) -> list[dict[str, Any]]:
+        assert self.version == step
         self.fake.written.setdefault(step, []).extend(shards)
         return [{"bytes": 1}] * len(shards)
 
-    def commit(self, folder: str, step: int, shards: Any, meta: Any, keep: int, pinned: tuple[int, ...]) -> None:
+    def commit(
+        self, generation: int, folder: str, step: int, shards: Any, meta: Any, keep: int, pinned: tuple[int, ...]
+    ) -> None:
+        assert generation == self.generation
         save_small(Path(folder), step)
 
     def fence(self, generation: int) -> None:

@@ -6,6 +6,7 @@
 | rank, step, how | there and then: raise, mistake (a user's), die or hang; the other ranks wait forever |
 | slow | seconds that `__init__` takes |
 | full | 1: every save finds the disk full |
+| saving | seconds that a rank takes to write its part of a checkpoint |
 | nan | 1: the gradient norm of step 1 is not a number |
 | evaluation | instead of a step: the evaluation after so many steps, in which `rank` obeys `how` |
 """
@@ -30,7 +31,7 @@ from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.runtime.abort import Aborted
 from pentad.workers.runtime.progress_file import ProgressFile
-from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult
+from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult, WrittenShards
 
 
 class FakeRunner:
@@ -56,7 +57,7 @@ class FakeRunner:
         scale = self.seconds / max(span.end for span in step.spans)
         self.spans = [s._replace(start=s.start * scale, end=s.end * scale) for s in step.spans if s.rank == self.pp]
         self.steps: int = before.steps if before is not None else 0
-        self.freed = threading.Event()
+        self.freed, self.changed, self.copied = threading.Event(), threading.Condition(), -1
         self.results: list[StepResult] = []
         self.open: list[StepResult] = []  # results to return from the next call
 
@@ -109,14 +110,31 @@ class FakeRunner:
         timed = (span._replace(start=start + span.start * scale, end=start + span.end * scale) for span in own)
         return Evaluation(tuple(data_sets), tuple(timed))
 
-    def save(self, folder: str, step: int, stages: tuple[int, ...] | None = None) -> list[dict]:
-        assert not self.open, "whoever asks for a checkpoint knows the steps in it"
+    def snapshot(self, step: int) -> None:
+        assert self.rank or self.steps == step
+        with self.changed:
+            self.copied = step
+            self.changed.notify_all()
+
+    def write(self, folder: str, step: int) -> WrittenShards:
+        with self.changed:
+            while self.copied != step:
+                if self.freed.is_set():
+                    raise Aborted
+                self.changed.wait(0.05)
+        time.sleep(float(self.orders.get("saving", 0)))
         if "full" in self.orders:
             raise PentadError("checkpoint.every finds the disk full")
+        return WrittenShards(self._shards(folder))
+
+    def save(self, folder: str, step: int, stages: tuple[int, ...]) -> list[dict]:
+        return self._shards(folder)
+
+    def _shards(self, folder: str) -> list[dict]:
         if self.rank:
             return []
         Path(folder).mkdir(exist_ok=True)
-        content = safetensors.numpy.save({"steps": np.array(self.steps)})
+        content = safetensors.numpy.save({"steps": np.array(self.copied)})
         size, sha256 = write_file(Path(folder, "stage-000.safetensors"), [memoryview(content)])
         return [Shard("stage-000.safetensors", size, sha256, {"steps": {"dtype": "I64", "shape": []}}).plain()]
 

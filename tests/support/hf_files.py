@@ -48,7 +48,7 @@ def with_tensors(files: Path, tensors: dict[str, torch.Tensor], out: Path) -> Pa
 
 def tensors_of(done: Imported) -> dict[str, torch.Tensor]:
     found = open_checkpoint(done.folder)
-    return read(found, found.files)
+    return read(found, found.tensors)
 
 
 def stage_of(plan: Plan, folder: Path) -> Stage:

@@ -29,7 +29,8 @@ NUM_CALLS = 4  # number of calls over which `check_recovery` divides its steps
 
 
 class WorkerProcess:
-    """One rank. `call` queues a method of its Runner; `call_now` calls it at once, on the control thread."""
+    """One rank. `call` queues a method of its Runner; `call_now` calls it at once, on the control thread, and
+    `call_beside` on a thread of its own."""
 
     def __init__(self) -> None:
         context = process_context()
@@ -45,6 +46,9 @@ class WorkerProcess:
 
     def call_now(self, method: str, *arguments: Any) -> int:
         return self._send("now", method, *arguments)
+
+    def call_beside(self, method: str, *arguments: Any) -> int:
+        return self._send("beside", method, *arguments)
 
     def answer(self, number: int, seconds: float = TIMEOUT) -> Any:
         """The result of a call; raises what the method raised."""
@@ -259,6 +263,8 @@ def _serve(end: Any) -> None:
                 faulthandler.dump_traceback_later(30)
                 execute(number, *order)
                 faulthandler.cancel_dump_traceback_later()
+            elif how == "beside":
+                threading.Thread(target=execute, args=(number, *order), daemon=True).start()
             else:
                 orders.put((number, *order))
 

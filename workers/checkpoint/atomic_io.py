@@ -9,8 +9,8 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from pentad.schedules.ir.errors import PentadError
@@ -79,8 +79,12 @@ def require_empty(out: Path, argument: str = "OUT") -> None:
         raise PentadError(f"{argument} is '{out}', which exists and is not empty: expected a new or empty folder")
 
 
-def write_file(path: Path, parts: Iterable[memoryview]) -> tuple[int, str]:
+def write_file(
+    path: Path, parts: Iterable[memoryview], publishing: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> tuple[int, str]:
     """Writes `parts` to `path`, atomically and durably; returns the number of bytes and their sha256.
+
+    The file gets its name within `publishing()`, which may raise to prevent that.
 
     The hash is of the bytes on their way to disk, not of a re-read: a re-read right after the write comes from the page
     cache and says nothing about the disk. Raises OSError, with the temporary file removed; if only the last fsync
@@ -97,7 +101,8 @@ def write_file(path: Path, parts: Iterable[memoryview]) -> tuple[int, str]:
                     size += file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        with publishing():
+            os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

@@ -33,11 +33,12 @@ from pentad.workers.checkpoint.atomic_io import storage_errors, sync_folder, wri
 from pentad.workers.checkpoint.manifest import (
     MAX_BYTES,
     Manifest,
+    Piece,
     Shard,
     UnknownVersion,
     decode,
     encode,
-    files_by_tensor,
+    pieces_by_tensor,
 )
 
 MANIFEST = "manifest.json"
@@ -54,12 +55,12 @@ class Unreadable(PentadError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: its folder, the number of steps done, the driver's metadata, and each tensor's file."""
+    """A checkpoint: its folder, the number of steps done, the driver's metadata, and where each tensor is."""
 
     folder: Path
     step: int
     meta: dict[str, Any]
-    files: dict[str, str]
+    tensors: dict[str, tuple[Piece, ...]]
 
 
 class Start(NamedTuple):
@@ -113,7 +114,17 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         for _ in pool.map(lambda shard: _retried(lambda: _check_content(folder, shard)), manifest.shards):
             pass
     _verified[folder] = before
-    return Checkpoint(folder, manifest.step, manifest.meta, files_by_tensor(manifest.shards))
+    return _checkpoint(folder, manifest)
+
+
+def open_verified(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`, whose content has been verified elsewhere: by the driver, for all ranks. Raises as
+    `read_manifest` does."""
+    return _checkpoint(folder, read_manifest(folder))
+
+
+def _checkpoint(folder: Path, manifest: Manifest) -> Checkpoint:
+    return Checkpoint(folder, manifest.step, manifest.meta, pieces_by_tensor(manifest.shards))
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -2,19 +2,22 @@
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from pentad.schedules.ir.errors import PentadError
 
-VERSION = 2  # 1: model and mesh were described with other keys than today's
+VERSION = 3  # 2: no tensor was cut; 1: model and mesh were described with other keys than today's
+READABLE = (2, 3)
 MAX_BYTES = 1 << 27  # about a million tensors; a larger file is foreign and is never read
 
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_PIECE = re.compile(r"(.+)#((?:[0-9]{1,18}(?:x[0-9]{1,18}){0,7})?):([0-9]{1,18})-([0-9]{1,18})")
 _FIELDS = {"bytes", "checksum", "meta", "shards", "step", "version"}
 
 
@@ -56,6 +59,16 @@ class Shard:
         return Shard(**plain)
 
 
+class Piece(NamedTuple):
+    """Elements `start` to `end`, in C order, of a tensor of this shape: those of the tensor `stored` of a file."""
+
+    file: str
+    stored: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
 @dataclass(frozen=True)
 class Manifest:
     """A checkpoint's step (number of steps done), plain JSON from the driver, and the shards."""
@@ -72,7 +85,7 @@ def is_file_name(name: object) -> bool:
 
 def encode(manifest: Manifest) -> bytes:
     """The bytes of manifest.json. Raises PentadError if `meta` is not plain JSON or a tensor or file occurs twice."""
-    files_by_tensor(manifest.shards)
+    pieces_by_tensor(manifest.shards)
     _check(_is_count(manifest.step), "step", manifest.step)
     try:
         is_plain = json.loads(_canonical(manifest.meta)) == manifest.meta
@@ -107,7 +120,7 @@ def decode(data: bytes) -> Manifest:
     rest = {key: value for key, value in body.items() if key != "checksum"}
     if again != data or body["checksum"] != _checksum(rest):  # the first also catches a changed blank or escape
         raise PentadError("manifest.json is damaged: expected content that matches its checksum")
-    if body.get("version") != VERSION:
+    if body.get("version") not in READABLE:
         version = str(body.get("version"))[:20]
         remedy = "it was written by another version of pentad: start a new run, or go back to that version"
         raise UnknownVersion(f"manifest.json has format {version}: expected {VERSION} ({remedy})")
@@ -117,19 +130,54 @@ def decode(data: bytes) -> Manifest:
     _check(isinstance(body["shards"], list), "shards", body["shards"])
     shards = tuple(Shard.from_plain(plain) for plain in body["shards"])
     _check(body["bytes"] == sum(shard.bytes for shard in shards), "bytes: the sum over its shards", body["bytes"])
-    files_by_tensor(shards)
+    pieces_by_tensor(shards)
     return Manifest(body["step"], body["meta"], shards)
 
 
-def files_by_tensor(shards: Sequence[Shard]) -> dict[str, str]:
-    """The file of each tensor. Raises PentadError if a tensor or file occurs twice, or there is no shard."""
+def piece_name(name: str, shape: Sequence[int], start: int, end: int) -> str:
+    """How a file calls elements `start` to `end` of a tensor: `norm#64:0-32`; all of it by the tensor's name."""
+    sizes = "x".join(map(str, shape))
+    return name if (start, end) == (0, math.prod(shape)) else f"{name}#{sizes}:{start}-{end}"
+
+
+def pieces_by_tensor(shards: Sequence[Shard]) -> dict[str, tuple[Piece, ...]]:
+    """The pieces of each tensor, in the order of its elements.
+
+    Raises PentadError if a tensor or file occurs twice, an element is missing, or there is no shard.
+    """
     _check(len(shards) > 0, "at least one shard", "none")
     for file in _repeated(shard.file for shard in shards):
         raise PentadError(f"manifest.json lists the file {file} twice: expected once")
-    for name in _repeated(name for shard in shards for name in shard.tensors):
-        files = " and ".join(shard.file for shard in shards if name in shard.tensors)
-        raise PentadError(f"manifest.json lists the tensor {name} in the files {files}: expected one file")
-    return {name: shard.file for shard in shards for name in shard.tensors}
+    for stored in _repeated(stored for shard in shards for stored in shard.tensors):
+        files = " and ".join(shard.file for shard in shards if stored in shard.tensors)
+        raise PentadError(f"manifest.json lists the tensor {stored} in the files {files}: expected one file")
+    found: dict[str, list[Piece]] = {}
+    for shard in shards:
+        for stored, spec in shard.tensors.items():
+            name, piece = _piece(shard.file, stored, spec)
+            found.setdefault(name, []).append(piece)
+    return {name: _joined(name, pieces) for name, pieces in found.items()}
+
+
+def _piece(file: str, stored: str, spec: Spec) -> tuple[str, Piece]:
+    """A stored tensor: the name of the one that it is a piece of, and which."""
+    _check(_is_spec(spec), f"dtype and shape of tensor {stored!r}", spec)
+    cut = _PIECE.fullmatch(stored)
+    if cut is None:
+        return stored, Piece(file, stored, tuple(spec["shape"]), 0, math.prod(spec["shape"]))
+    shape, start, end = tuple(map(int, filter(None, cut[2].split("x")))), int(cut[3]), int(cut[4])
+    _check(spec["shape"] == [end - start], f"the shape [{end - start}] of tensor {stored}", spec["shape"])
+    return cut[1], Piece(file, stored, shape, start, end)
+
+
+def _joined(name: str, pieces: list[Piece]) -> tuple[Piece, ...]:
+    pieces.sort(key=lambda piece: piece.start)
+    at, shape = 0, pieces[0].shape
+    for piece in pieces:
+        _check((piece.shape, piece.start) == (shape, at), f"element {at} of tensor {name} there", piece.stored)
+        at = piece.end
+    _check(at == math.prod(shape), f"all {math.prod(shape)} elements of tensor {name}", at)
+    return tuple(pieces)
 
 
 def _repeated(names: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -46,14 +47,19 @@ def header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None)
 
 
 def write_tensors(
-    path: Path, specs: dict[str, Spec], parts: Iterable[torch.Tensor], metadata: Mapping[str, str] | None = None
+    path: Path,
+    specs: dict[str, Spec],
+    parts: Iterable[torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    publishing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Shard:
     """Writes a file durably. `parts`, joined, are the elements of all tensors in the order of `specs`.
 
     A part may be part of a tensor or several; it is on any device, in the tensor's dtype. No reference to it is kept
-    while the next one is produced, except to the memory of the part written last. Raises OSError.
+    while the next one is produced, except to the memory of the part written last. `publishing` is that of `write_file`.
+    Raises OSError.
     """
-    size, sha256 = write_file(path, _buffers(specs, parts, metadata))
+    size, sha256 = write_file(path, _buffers(specs, parts, metadata), publishing)
     return Shard(path.name, size, sha256, specs)
 
 

@@ -1,9 +1,12 @@
-"""The tensors of a checkpoint: ranks write them to shards, and read them back on any mesh."""
+"""The tensors of a checkpoint: ranks write them, or pieces of them, to files, and read them back on any mesh."""
 
 import errno
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -11,18 +14,23 @@ from safetensors import SafetensorError, safe_open
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.atomic_io import free_bytes, make_folder, storage_errors
 from pentad.workers.checkpoint.checkpoint import MANIFEST, Checkpoint, unreadable
-from pentad.workers.checkpoint.manifest import Shard, Spec, is_file_name
+from pentad.workers.checkpoint.manifest import Piece, Shard, Spec, is_file_name
 from pentad.workers.checkpoint.safetensors_io import DTYPES, header, num_bytes, write_tensors
 
+CHUNK_ELEMENTS = 2**24  # of a tensor on a device, copied to the host and written at a time
+Publishing = Callable[[], AbstractContextManager[None]]
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> Shard:
+def write_shard(
+    folder: Path, file: str, tensors: dict[str, torch.Tensor], publishing: Publishing = nullcontext
+) -> Shard:
     """Writes `tensors`, of any device and layout, to `folder/file` as safetensors; complete and durable on return.
 
-    Copies to the host one tensor at a time; the caller must not change them meanwhile. Raises PentadError, with nothing
-    left behind, for full or unwritable storage, an invalid file or tensor name, a dtype that cannot be stored, and a
-    folder that is already committed (`delete_checkpoint` first).
+    Copies to the host some MiB at a time; the caller must not change them meanwhile. The file gets its name within
+    `publishing()`, which may raise to prevent that, as it may between two chunks. Raises PentadError, with nothing left
+    behind, for full or unwritable storage, an invalid file or tensor name, a dtype that cannot be stored, and a folder
+    that is already committed (`delete_checkpoint` first).
     """
     if not is_file_name(file):
         raise PentadError(f"file is {file!r}: expected a plain name that ends in .safetensors")
@@ -31,7 +39,7 @@ def write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> Sh
             raise PentadError(f"tensor {name!r} has a name that safetensors cannot store: expected printable ASCII")
         if tensor.dtype not in DTYPES:
             raise PentadError(f"tensor {name} has dtype {tensor.dtype}: expected one of {', '.join(map(str, DTYPES))}")
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # wide dtypes first: all aligned
+    order = stored_order(tensors)
     specs: dict[str, Spec] = {
         name: {"dtype": DTYPES[tensors[name].dtype], "shape": list(tensors[name].shape)} for name in order
     }
@@ -42,31 +50,70 @@ def write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> Sh
         if free_bytes(folder) < required:  # fail before filling the disk
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         make_folder(folder)
-        return write_tensors(folder / file, specs, (tensors[name] for name in order))
+        parts = _chunks((tensors[name] for name in order), publishing)
+        return write_tensors(folder / file, specs, parts, publishing=publishing)
+
+
+def stored_order(tensors: dict[str, torch.Tensor]) -> list[str]:
+    """The order of tensors in a file: wide dtypes first, so that all are aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
 def dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
     """The dtype of a tensor that the checkpoint has."""
-    file = checkpoint.files[name]
-    try:
-        with safe_open(checkpoint.folder / file, framework="pt") as shard:
-            return _TORCH[shard.get_slice(name).get_dtype()]
-    except (OSError, SafetensorError) as error:
-        raise unreadable(f"checkpoint {checkpoint.folder}: {file}", error) from error
+    piece = checkpoint.tensors[name][0]
+    with _opened(checkpoint, piece.file) as shard:
+        return _TORCH[shard.get_slice(piece.stored).get_dtype()]
 
 
 def read(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """These tensors, on the CPU in memory of their own. Raises PentadError for a name that the checkpoint lacks."""
     names = list(names)
     for name in names:
-        if name not in checkpoint.files:
+        if name not in checkpoint.tensors:
             raise PentadError(f"tensor {name} is not in checkpoint {checkpoint.folder}: expected it there")
-    tensors = {}
-    for file in sorted({checkpoint.files[name] for name in names}):
-        try:
-            with safe_open(checkpoint.folder / file, framework="pt") as shard:
-                for name in (name for name in names if checkpoint.files[name] == file):
-                    tensors[name] = shard.get_tensor(name).clone()  # not a view of the mapped file
-        except (OSError, SafetensorError) as error:
-            raise unreadable(f"checkpoint {checkpoint.folder}: {file}", error) from error
-    return {name: tensors[name] for name in names}
+    shapes = {name: checkpoint.tensors[name][0].shape for name in names}
+    return {name: read_elements(checkpoint, name, 0, math.prod(shape)).view(shape) for name, shape in shapes.items()}
+
+
+def read_elements(checkpoint: Checkpoint, name: str, start: int, end: int) -> torch.Tensor:
+    """Elements `start` to `end`, in C order, of a tensor that the checkpoint has: flat, on the CPU in memory of their
+    own. Reads no others, but for the rest of a row."""
+    found = None
+    for piece in checkpoint.tensors[name]:
+        first, last = max(start, piece.start), min(end, piece.end)
+        if first < last:
+            with _opened(checkpoint, piece.file) as shard:
+                values = _elements(shard, piece, first - piece.start, last - piece.start)
+                if found is None:
+                    found = values.new_empty(end - start)
+                found[first - start : last - start] = values
+    return torch.empty(0, dtype=dtype_of(checkpoint, name)) if found is None else found
+
+
+def _elements(shard: Any, piece: Piece, first: int, last: int) -> torch.Tensor:
+    stored = shard.get_slice(piece.stored)
+    shape = stored.get_shape()
+    if not shape:
+        return shard.get_tensor(piece.stored).view(1)
+    row = math.prod(shape[1:])
+    begin = first // row
+    return stored[begin : -(-last // row)].reshape(-1)[first - begin * row : last - begin * row]
+
+
+@contextmanager
+def _opened(checkpoint: Checkpoint, file: str) -> Iterator[Any]:
+    try:
+        with safe_open(checkpoint.folder / file, framework="pt") as shard:
+            yield shard
+    except (OSError, SafetensorError) as error:
+        raise unreadable(f"checkpoint {checkpoint.folder}: {file}", error) from error
+
+
+def _chunks(tensors: Iterable[torch.Tensor], publishing: Publishing) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        for start in range(0, flat.numel(), CHUNK_ELEMENTS):
+            with publishing():  # raises if the file will never be published
+                pass
+            yield flat[start : start + CHUNK_ELEMENTS]

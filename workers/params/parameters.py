@@ -17,9 +17,7 @@ from pentad.workers.params.router_bias import RouterBias
 from pentad.workers.params.update_layout import UpdateLayout, update_layout
 from pentad.workers.params.weight_shard import WeightShard, shard_of
 
-FullTensor = tuple[str, LocalTensor, torch.Tensor]  # the kind of state, a rank's part of a tensor, its values, flat
-BUFFERS = ("master", "m", "v")
-BUFFER_OF = {"model": "master", "optimizer.m": "m", "optimizer.v": "v", "optimizer.momentum": "m"}
+StatePart = tuple[str, LocalTensor, slice, torch.Tensor]  # see Parameters.state_parts
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -44,30 +42,7 @@ class Parameters(WeightShard):
     full_gradients: torch.Tensor | None
     router_bias: RouterBias
 
-    def window(self, buffer: str, start: int, end: int) -> torch.Tensor:
-        """Elements of the shard of one of BUFFERS; where `v` has none there are zeros."""
-        if buffer != "v":
-            found: torch.Tensor = getattr(self, buffer)[start:end]
-            return found
-        found = self.v.new_zeros(end - start)
-        for at, rule, _, place in self.updates.runs:
-            first, last = max(start, at.start), min(end, at.stop)
-            if first < last and rule.method == "adamw":
-                offset = place.start - at.start
-                found[first - start : last - start] = self.v[first + offset : last + offset]
-        return found
-
-    def full_tensors(self, buffer: str, full: torch.Tensor) -> list[FullTensor]:
-        """What a full buffer, gathered from all shards, holds of the state."""
-        rules = zip(self.spans(), self.updates.rules, strict=True)
-        return [
-            (kind, local, full[start:end])
-            for (local, start, end), rule in rules
-            for kind in ("model", *STATE_KINDS[rule.method])
-            if BUFFER_OF[kind] == buffer
-        ]
-
-    def state_parts(self) -> Iterator[tuple[str, LocalTensor, slice, torch.Tensor]]:
+    def state_parts(self) -> Iterator[StatePart]:
         """All that a checkpoint holds, kind by kind, tensor by tensor: the kind ('model', 'optimizer.m', ...), the
         tensor, which of its elements in C order, their values."""
         for local, span, values in self.shard_parts(self.master):

@@ -1,12 +1,13 @@
 """How checkpoints store split tensors: every rank's part by itself, under a name that says which part it is.
 
 `model.embedding` is a full tensor; `model.embedding@0-150,0-16` are rows 0 to 149 and columns 0 to 15 of it. Several
-ranges of a dimension are joined by `+`. Any mesh can assemble the parts that another one wrote.
+ranges of a dimension are joined by `+`. Any mesh can assemble the parts that another one wrote. Ranks that hold the
+same part, or ZeRO shards of it, write a piece of it each (see `Piece`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import torch
@@ -16,32 +17,60 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.tensors import Range
 from pentad.workers.checkpoint import shards
 from pentad.workers.checkpoint.checkpoint import Checkpoint
+from pentad.workers.checkpoint.manifest import piece_name
 from pentad.workers.params.local_tensor import LocalTensor
-from pentad.workers.params.parameters import FullTensor
-from pentad.workers.params.router_bias import RouterBias
+from pentad.workers.params.parameters import Parameters, StatePart
 
 
-def shard_file(plan: Plan, shard: ParamShard) -> str:
-    """The file that stores a parameter shard."""
+def shard_file(plan: Plan, shard: ParamShard, index: int, count: int) -> str:
+    """The file with part `index` of `count` of a parameter shard."""
     tp = f"-tp{shard.tp}" if plan.mesh.tp > 1 else ""
     experts = f"-experts{shard.ep}" if shard.experts else ""
-    return f"stage-{shard.stage:03d}{experts}{tp}.safetensors"
+    part = f"-part{index}" if count > 1 else ""
+    return f"stage-{shard.stage:03d}{experts}{tp}{part}.safetensors"
 
 
-def checkpoint_tensors(
-    state: Iterable[FullTensor], router_bias: RouterBias, shard: ParamShard
-) -> dict[str, torch.Tensor]:
-    """The tensors to store, by kind and name; with router biases.
+def checkpoint_tensors(parameters: Parameters, shard: ParamShard, index: int, count: int) -> dict[str, torch.Tensor]:
+    """What a rank stores of a parameter shard, by kind and name, as views: its ZeRO shard, or part `index` of `count`
+    equal ones of what it holds; the first part has the router biases.
 
     Tensors replicated over tp are stored by the first rank, tied copies not at all.
     """
+    parts = [
+        (kind, local, span, values)
+        for kind, local, span, values in parameters.state_parts()
+        if not local.tensor.tied_to and (shard.tp == 0 or any(split.axis == "tp" for split in local.tensor.splits))
+    ]
     result = {}
-    for kind, local, values in state:
-        if not local.tensor.tied_to and (shard.tp == 0 or any(split.axis == "tp" for split in local.tensor.splits)):
-            result[f"{kind}.{stored_name(local)}"] = values.view(local.shape)
-    if shard.tp == 0:
-        result |= {f"model.{name}": bias for name, bias in router_bias.by_name.items()}
+    for kind, local, span, values in parts if parameters.layout.num_shards > 1 else _cut(parts, index, count):
+        name = piece_name(f"{kind}.{stored_name(local)}", local.shape, span.start, span.stop)
+        result[name] = values.view(local.shape) if values.numel() == local.size else values
+    if shard.tp == 0 and index == 0:
+        result |= {f"model.{name}": bias for name, bias in parameters.router_bias.by_name.items()}
     return result
+
+
+def _cut(parts: Sequence[StatePart], index: int, count: int) -> Iterator[StatePart]:
+    """Equal numbers of elements, and so at most `count` tensors that are cut."""
+    total = sum(values.numel() for *_, values in parts)
+    begin, end, at = total * index // count, total * (index + 1) // count, 0
+    for kind, local, span, values in parts:
+        first, last = max(begin - at, 0), min(end - at, values.numel())
+        if first < last:
+            yield kind, local, slice(span.start + first, span.start + last), values[first:last]
+        at += values.numel()
+
+
+def read_part(source: Checkpoint, kind: str, local: LocalTensor, span: slice) -> torch.Tensor:
+    """Elements `span` of a rank's part of a tensor, flat, whatever parts it was stored in; otherwise as `read_full`.
+
+    Reads no other elements if the tensor is stored in the same parts, of which pieces may be in several files.
+    """
+    name = f"{kind}.{local.tensor.tied_to or local.name}"
+    stored = f"{kind}.{stored_name(local, local.tensor.tied_to or local.name)}"
+    if stored in source.tensors and source.tensors[stored][0].shape == local.shape:
+        return shards.read_elements(source, stored, span.start, span.stop)
+    return local.slice_of(read_full(source, name, local.tensor.shape)).flatten()[span]
 
 
 def read_full(source: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -52,14 +81,14 @@ def read_full(source: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Te
     """
     if name.startswith("optimizer.") and not _has_state(source, name):
         return torch.zeros(shape)
-    if name in source.files:
+    if name in source.tensors:
         tensor = shards.read(source, [name])[name]
         if tensor.shape != shape:
             found = f"tensor {name} of checkpoint {source.folder} has shape {list(tensor.shape)}"
             raise PentadError(f"{found}: expected {list(shape)}, from the model's sizes")
         return tensor
     assembly = TensorAssembly(shape)
-    for key in sorted(key for key in source.files if key.startswith(f"{name}@")):
+    for key in sorted(key for key in source.tensors if key.startswith(f"{name}@")):
         assembly.add(shards.read(source, [key])[key], key)
     if assembly.missing == assembly.seen.numel():
         raise PentadError(f"tensor {name} is not in checkpoint {source.folder}")
@@ -70,20 +99,20 @@ def read_full(source: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Te
 
 def _has_state(source: Checkpoint, name: str) -> bool:
     """Whether a checkpoint should have this optimizer state: it has some, and none of another kind for the tensor."""
-    stored = {key.partition("@")[0] for key in source.files if key.startswith("optimizer.")}
+    stored = {key.partition("@")[0] for key in source.tensors if key.startswith("optimizer.")}
     tensor = name.split(".", 2)[2]
     return name in stored or (bool(stored) and not any(key.split(".", 2)[2] == tensor for key in stored))
 
 
 def stored_dtype(source: Checkpoint, name: str) -> torch.dtype | None:
     """That of a tensor or of its parts; None if the checkpoint has neither."""
-    stored = next((key for key in source.files if key.partition("@")[0] == name), None)
+    stored = next((key for key in source.tensors if key.partition("@")[0] == name), None)
     return None if stored is None else shards.dtype_of(source, stored)
 
 
 def optimizer_kinds(source: Checkpoint) -> list[str]:
     """Of the optimizer's state, without the prefix: m, v."""
-    return sorted({name.split(".")[1] for name in source.files if name.startswith("optimizer.")})
+    return sorted({name.split(".")[1] for name in source.tensors if name.startswith("optimizer.")})
 
 
 class TensorAssembly:
@@ -110,11 +139,12 @@ class TensorAssembly:
             self.seen[target] = True
 
 
-def stored_name(local: LocalTensor) -> str:
-    """The name of a part in a checkpoint."""
+def stored_name(local: LocalTensor, tensor: str = "") -> str:
+    """The name of a part of a tensor, by default of its own, in a checkpoint."""
+    name = tensor or local.name
     if local.is_full:
-        return local.name
-    return f"{local.name}@" + ",".join("+".join(f"{a}-{b}" for a, b in ranges) for ranges in local.ranges)
+        return name
+    return f"{name}@" + ",".join("+".join(f"{a}-{b}" for a, b in ranges) for ranges in local.ranges)
 
 
 def _ranges(name: str) -> list[list[Range]]:

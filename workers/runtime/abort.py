@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from os import dup
@@ -21,14 +22,24 @@ class Fence:
 
     def __init__(self) -> None:
         self.is_set = self.failed = False
+        self._publishing = threading.Lock()
 
     def set(self) -> None:
-        self.is_set = True
+        with self._publishing:
+            self.is_set = True
 
     def check(self) -> None:
         """Raises Aborted if the generation is over."""
         if self.is_set or self.failed:
             raise Aborted
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """What others will see, from any thread: raises Aborted if the generation is over, and it ends only
+        afterwards."""
+        with self._publishing:
+            self.check()
+            yield
 
     @contextmanager
     def guard(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.workers.checkpoint.snapshot import Snapshots
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params import optimizer
@@ -147,10 +148,11 @@ class _StepBase:
         rank: int,
         stages: dict[int, BaseStage],
         spikes: SpikeFilter | None,
+        snapshots: Snapshots,
         cancelled: torch.Tensor,
     ) -> None:
         self.plan, self.stages, self.spikes, self.totals = plan, stages, spikes, StepTotals(plan, rank, stages)
-        self.cancelled = cancelled
+        self.snapshots, self.cancelled = snapshots, cancelled
         self.device = self.totals.values.device
         self.version = torch.zeros((), dtype=torch.int64, device=self.device)
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -196,9 +198,10 @@ class BarrierStep(_StepBase):
         groups: ProcessGroups,
         stages: dict[int, BaseStage],
         spikes: SpikeFilter | None,
+        snapshots: Snapshots,
         cancelled: torch.Tensor,
     ) -> None:
-        super().__init__(plan, groups.rank, stages, spikes, cancelled)
+        super().__init__(plan, groups.rank, stages, spikes, snapshots, cancelled)
         self.world = groups.world
         self.tied = TiedEmbedding(plan, groups.rank, stages, groups.tied)
         # Sorted, because DualPipe's mirror ranks hold the same stages in another order.
@@ -264,15 +267,8 @@ class BarrierStep(_StepBase):
         self.directions.clear()
 
     def _commit(self, result: GlobalNorm) -> None:
-        taken = self._taken(result.norm, result.losses)
-        spec = self.plan.optimizer
-        for shard, parameters in self._parameters().items():
-            scale = optimizer.clip_scale(taken, spec.clip_norm, parameters.master.dtype)
-            optimizer.step(parameters, spec, result.step, scale, self.directions.get(shard))
-        for balance, _ in self.balances:
-            balance.update(result.accepted & taken.isfinite())
-        self.version = torch.where(result.accepted, result.step + 1, self.version)
-        self.norm = torch.where(result.accepted, result.norm, self.norm)
+        with self.snapshots.update(result.step + 1):
+            taken = self._update(result)
         losses, norm = _to_host(result.losses), _to_host(result.norm)
         self.committed.append(
             CommittedStep(
@@ -283,6 +279,19 @@ class BarrierStep(_StepBase):
                 _to_host(result.squared_lse),
             )
         )
+
+    def _update(self, result: GlobalNorm) -> torch.Tensor:
+        """Changes the state; returns the norm, or nan if the step is skipped."""
+        taken = self._taken(result.norm, result.losses)
+        spec = self.plan.optimizer
+        for shard, parameters in self._parameters().items():
+            scale = optimizer.clip_scale(taken, spec.clip_norm, parameters.master.dtype)
+            optimizer.step(parameters, spec, result.step, scale, self.directions.get(shard))
+        for balance, _ in self.balances:
+            balance.update(result.accepted & taken.isfinite())
+        self.version.copy_(torch.where(result.accepted, result.step + 1, self.version))
+        self.norm = torch.where(result.accepted, result.norm, self.norm)
+        return taken
 
     def _not_cancelled(self) -> torch.Tensor:
         """A bool scalar; on a GPU, as of when the current stream reaches this point."""
@@ -299,10 +308,11 @@ class PostValidatedStep(_StepBase):
         rank: int,
         stages: dict[int, BaseStage],
         spikes: SpikeFilter | None,
+        snapshots: Snapshots,
         cancelled: torch.Tensor,
         reducer: NormReducer,
     ) -> None:
-        super().__init__(plan, rank, stages, spikes, cancelled)
+        super().__init__(plan, rank, stages, spikes, snapshots, cancelled)
         self.reducer = reducer
         self.unvalidated: int | None = None  # the step whose norm is not known yet
 
@@ -343,6 +353,14 @@ class PostValidatedStep(_StepBase):
         self.reducer.close()
 
     def _commit(self, step: int, norm: torch.Tensor, losses: torch.Tensor, squared_lse: torch.Tensor) -> bool:
+        with self.snapshots.update(step + 1):
+            taken, unscaled = self._update(step, norm, losses)
+        self.norm, self.unvalidated = norm, None
+        self.committed.append(CommittedStep(step, losses, norm, taken, squared_lse))
+        return unscaled
+
+    def _update(self, step: int, norm: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Changes the state; returns the norm, or nan if the step is skipped, and whether nothing was clipped."""
         parameters, taken = list(self._parameters().values()), self._taken(norm, losses)
         factor = optimizer.clip_scale(taken, self.plan.optimizer.clip_norm, parameters[0].master.dtype)
         finite, unscaled = bool(factor.isfinite()), bool(factor == 1)
@@ -352,9 +370,7 @@ class PostValidatedStep(_StepBase):
                 each.refresh()
             optimizer.step(each, self.plan.optimizer, step, scale)
         self.version.fill_(step + 1)
-        self.norm, self.unvalidated = norm, None
-        self.committed.append(CommittedStep(step, losses, norm, taken, squared_lse))
-        return unscaled
+        return taken, unscaled
 
 
 OptimizerStep = BarrierStep | PostValidatedStep

@@ -12,6 +12,7 @@ from pentad.schedules.ir.instruction import instructions_of
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.zero_layout import inbox_elements
+from pentad.workers.checkpoint.snapshot import Snapshots
 from pentad.workers.custom.stage import CustomStage
 from pentad.workers.data.batch_loader import BatchLoader
 from pentad.workers.data.sources import open_dataset, open_eval_data
@@ -122,6 +123,7 @@ def make_optimizer_step(
     groups: ProcessGroups,
     stages: dict[int, BaseStage],
     spikes: SpikeFilter | None,
+    snapshots: Snapshots,
     flags: StreamFlags | None,
     address: str,
     timeout_seconds: float,
@@ -130,9 +132,9 @@ def make_optimizer_step(
     own = torch.zeros((), dtype=torch.float64, pin_memory=plan.device == "cuda")
     cancelled = own if flags is None else flags.cancelled
     if not has_post_validation(plan.program):
-        return BarrierStep(plan, groups, stages, spikes, cancelled)
+        return BarrierStep(plan, groups, stages, spikes, snapshots, cancelled)
     mesh, first_ranks = plan.mesh, first_stage_ranks(plan.mesh)
     pipeline = first_ranks.index(mesh.move(groups.rank, pp=0))
     store = join_store(address, mesh.size, timeout_seconds)
     reducer = NormReducer(store, pipeline, mesh.coordinates(groups.rank).pp, len(first_ranks), mesh.pp, cancelled)
-    return PostValidatedStep(plan, groups.rank, stages, spikes, cancelled, reducer)
+    return PostValidatedStep(plan, groups.rank, stages, spikes, snapshots, cancelled, reducer)

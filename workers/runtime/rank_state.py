@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.zero_layout import zero_layout
-from pentad.workers.checkpoint import checkpoint, shards
+from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint.shards import read
 from pentad.workers.custom.loader import initial_values
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params import spike_filter
 from pentad.workers.params.frozen import FrozenWeights, frozen_weights
-from pentad.workers.params.parameters import Parameters, create_parameters
-from pentad.workers.params.sharded_state import checkpoint_tensors, read_full, shard_file
+from pentad.workers.params.parameters import Parameters, StatePart, create_parameters
+from pentad.workers.params.sharded_state import checkpoint_tensors, read_full, read_part, shard_file
 from pentad.workers.params.spike_filter import SpikeFilter
-from pentad.workers.runtime.abort import Fence
-from pentad.workers.runtime.zero import gather_state
+
+READERS = 4  # threads that read a checkpoint
 
 
 class RankState:
@@ -56,25 +56,33 @@ class RankState:
         for parameters in self.parameters.values():
             parameters.refresh()  # the compute weights may be those of a step that was never committed
 
-    def read(self, folder: Path, *, optimizer: bool = True) -> None:
-        """Reads weights and optimizer state from a checkpoint of any mesh; without `optimizer` that state is zero.
+    def read(self, folder: Path, *, optimizer: bool = True, shards: Collection[ParamShard] | None = None) -> None:
+        """Reads weights and optimizer state, of these parameter shards or of all, from a verified checkpoint of any
+        mesh; without `optimizer` that state is zero.
 
-        Raises PentadError if a tensor is missing or has another shape.
+        Several tensors are read at a time, and of each the elements that this rank holds, if the checkpoint is of a
+        mesh with the same tp, else all. Raises PentadError if a tensor is missing or has another shape.
         """
-        source = checkpoint.open_checkpoint(folder)
-        for parameters in self.parameters.values():
-            for kind, local, span, values in parameters.state_parts():
-                if kind.startswith("optimizer.") and not optimizer:
-                    values.zero_()
-                    continue
-                # One tensor at a time: a rank with a shard need not have memory for more.
-                full = read_full(source, f"{kind}.{local.tensor.tied_to or local.name}", local.tensor.shape)
-                values.copy_(local.slice_of(full).flatten()[span])
+        source = checkpoint.open_verified(folder)
+
+        def read_values(part: StatePart) -> None:
+            kind, local, span, values = part
+            if kind.startswith("optimizer.") and not optimizer:
+                values.zero_()
+            else:
+                values.copy_(read_part(source, kind, local, span))
+
+        for shard, parameters in self.parameters.items():
+            if shards is not None and shard not in shards:
+                continue
+            with ThreadPoolExecutor(READERS) as pool:
+                for _ in pool.map(read_values, parameters.state_parts()):
+                    pass  # raises what has been raised there
             for name, bias in parameters.router_bias.by_name.items():
                 bias.copy_(read_full(source, f"model.{name}", tuple(bias.shape)))
         if self.spikes is not None:
-            names = {spike_filter.TENSOR} & source.files.keys() if optimizer else ()
-            self.spikes.load(shards.read(source, names).get(spike_filter.TENSOR))
+            names = {spike_filter.TENSOR} & source.tensors.keys() if optimizer else ()
+            self.spikes.load(read(source, names).get(spike_filter.TENSOR))
 
     def receive(self, groups: ProcessGroups, sources: Mapping[ParamShard, int]) -> None:
         """Broadcasts parameter shards from the given ranks of the mesh to their other holders, all of which must take
@@ -88,34 +96,22 @@ class RankState:
         if self.spikes is not None:
             self.spikes.window.copy_(window[0])
 
-    def write(
-        self, folder: Path, groups: ProcessGroups, fence: Fence, param_shards: tuple[ParamShard, ...] | None
-    ) -> list[dict]:
-        """Writes the parameter shards that this rank owns, or the given ones; returns the entries of the checkpoint's
-        manifest.
-
-        Shares under ZeRO are gathered from all holders, even after a failure to write, which raises PentadError at the
-        end.
-        """
-        written, failures = [], list[PentadError]()
-        for param_shard, parameters in sorted(self.parameters.items()):
-            owner, is_sharded = self.plan.owner(param_shard), parameters.layout.num_shards > 1
-            if param_shards is not None and not is_sharded:
-                owner = self.rank if param_shard in param_shards else -1
-            with fence.guard() if is_sharded else nullcontext():  # what needs no other rank is saved after an abort too
-                group = groups.gradients[param_shard.stage][param_shard.experts]
-                state = gather_state(parameters, owner, self.rank, group)
-            try:
-                if state is not None:
-                    tensors = checkpoint_tensors(state, parameters.router_bias, param_shard)
-                    if self.spikes is not None and param_shard == ParamShard(stage=0):  # which every checkpoint has
-                        tensors[spike_filter.TENSOR] = self.spikes.window
-                    written.append(shards.write_shard(folder, shard_file(self.plan, param_shard), tensors).plain())
-            except PentadError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
-        return written
+    def files(self, param_shards: Collection[ParamShard] | None = None) -> dict[str, dict[str, torch.Tensor]]:
+        """What this rank writes of a checkpoint, as views of the state, by file and name: its equal part, or all that
+        it holds of the given parameter shards."""
+        found = {}
+        for shard, parameters in sorted(self.parameters.items()):
+            if param_shards is not None and shard not in param_shards:
+                continue
+            holders = self.plan.holders(shard)
+            is_whole = param_shards is not None and parameters.layout.num_shards == 1
+            index, count = (0, 1) if is_whole else (holders.index(self.rank), len(holders))
+            tensors = checkpoint_tensors(parameters, shard, index, count)
+            if self.spikes is not None and shard == ParamShard(stage=0) and index == 0:  # which every checkpoint has
+                tensors[spike_filter.TENSOR] = self.spikes.window
+            if tensors:
+                found[shard_file(self.plan, shard, index, count)] = tensors
+        return found
 
 
 def make_spike_filter(plan: Plan, device: torch.device) -> SpikeFilter | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pentad.schedules.simulate.timeline import Span
 
@@ -61,6 +61,14 @@ class Evaluation(NamedTuple):
 
     data_sets: tuple[EvalResult, ...]
     spans: tuple[Span, ...]
+
+
+class WrittenShards(NamedTuple):
+    """What a rank has written of a checkpoint: its entries for the manifest; copying its state to host memory took
+    `snapshot_seconds`, beside training on a GPU."""
+
+    entries: list[dict[str, Any]]
+    snapshot_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.spikes import batch_of
+from pentad.workers.checkpoint.shards import write_shard
+from pentad.workers.checkpoint.snapshot import Snapshots
 from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.parallel.process_groups import abort_nccl, connect, join_store, start_store
 from pentad.workers.runtime import rank_setup
@@ -24,7 +26,7 @@ from pentad.workers.runtime.gpu_timer import StepTimes
 from pentad.workers.runtime.optimizer_step import CommittedStep
 from pentad.workers.runtime.progress_file import Progress, ProgressFile
 from pentad.workers.runtime.rank_state import RankState
-from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult
+from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult, WrittenShards
 from pentad.workers.runtime.streams import CudaStreams
 from pentad.workers.runtime.zero import ZeroShards
 
@@ -32,10 +34,12 @@ CALLS_KEPT = 4  # recent calls whose results the driver may ask for again
 
 
 class Runner:
-    """A rank for one generation. Order of the calls: serve (rank 0), connect, restore or receive, run and save, close.
+    """A rank for one generation. Order of the calls: serve (rank 0), connect, restore or receive, run and snapshot,
+    close.
 
-    Another thread may call `fence` at any time. `leave` then returns a snapshot of the rank, and the Runner of the next
-    generation takes over the state of `previous`; what it lacks is initialized, or left `blank` for `receive`.
+    Another thread calls `write` for every `snapshot`. Another one may call `fence` at any time. `leave` then returns a
+    snapshot of the rank, and the Runner of the next generation takes over the state of `previous`; what it lacks is
+    initialized, or left `blank` for `receive`.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class Runner:
             previous.stages.clear()
             previous.shards.clear()
         self.shards: ZeroShards = ZeroShards(plan, rank, self.stages)
+        self.has_reserved = False
+        self.snapshots: Snapshots = Snapshots(self.device, previous.snapshots.memory if previous else None)
         self.programs = [RankProgram.of(plan, number, rank) for number in range(len(plan.programs))]
         self.load_batch = rank_setup.make_batch_loader(plan, rank, self.device)
         self.eval_loader = rank_setup.make_eval_loader(plan, self.load_batch)
@@ -88,9 +94,10 @@ class Runner:
                 stage.join(groups.layers)
             flags = rank_setup.make_flags(plan, rank, store, self.generation)
             end = rank_setup.make_optimizer_step(
-                plan, groups, self.stages, self.state.spikes, flags, address, timeout_seconds
+                plan, groups, self.stages, self.state.spikes, self.snapshots, flags, address, timeout_seconds
             )
             end.version.fill_(self.state.version)
+            self.snapshots.version = self.state.version
             if self.sockets is not None:
                 self.sockets.exchange(store, rank, size)
             lanes = rank_setup.make_lanes(plan, rank, self.device)
@@ -102,10 +109,18 @@ class Runner:
             )
 
     def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> None:
-        """Reads the state of `step` steps from a checkpoint, or only the weights without `optimizer`; without a
-        checkpoint, starts from the initial values."""
+        """Reads the state of `step` steps from a verified checkpoint, or only the weights without `optimizer`; without
+        a checkpoint, starts from the initial values. All ranks must call it.
+
+        Where ranks hold the same parameters, one of them reads and sends them to the others.
+        """
         if folder is not None:
-            self.state.read(Path(folder), optimizer=optimizer)
+            holders = {shard: self.plan.holders(shard) for shard in self.state.parameters}
+            sent = {s: its[0] for s, its in holders.items() if len(its) > 1 and self.plan.num_zero_shards(s) == 1}
+            own = [shard for shard in holders if sent.get(shard, self.rank) == self.rank]
+            with self.fence_flag.guard():
+                self.state.read(Path(folder), optimizer=optimizer, shards=own)
+                self.state.receive(self._connected.groups, sent)
         self._set_version(step)
 
     def receive(self, sources: Mapping[ParamShard, int], step: int) -> None:
@@ -129,6 +144,7 @@ class Runner:
         or its norm, and a later call returns its result. `skipped_batches` are left out (see `batch_of`). Raises
         Aborted if the generation ends.
         """
+        self._reserve()
         with self.fence_flag.guard():
             for step in range(first_step, first_step + count):
                 began = time.monotonic()
@@ -160,16 +176,40 @@ class Runner:
             results = tuple(EvalResult(each.name, *sums, count) for each, sums, count in found)
             return Evaluation(results, self._spans(step, times[-1]))
 
-    def save(self, folder: str, step: int, param_shards: tuple[ParamShard, ...] | None = None) -> list[dict]:
-        """Writes the parameter shards that this rank owns, or the given ones, after `step` steps, including the open
-        one.
+    def snapshot(self, step: int) -> None:
+        """Has this rank's part of the state of `step` steps, the last of which may be open, copied to host memory.
 
-        Returns their entries for the manifest, which the driver commits.
+        Training goes on meanwhile: only the next update waits for the copy. `write` raises what goes wrong here.
+        """
+        try:
+            self._reserve()
+            self.snapshots.request(step, self.state.files(), self._connected.optimizer_step.version)
+        except Exception as error:
+            self.snapshots.fail(error)
+            raise
+
+    def write(self, folder: str, step: int) -> WrittenShards:
+        """Writes the snapshot of `step` steps, for which it waits; the driver commits it. From a thread of its own.
+
+        Raises PentadError if the disk is full, and Aborted if the generation ends: no file appears after that.
+        """
+        files, seconds = self.snapshots.take(step, self.fence_flag.check)
+        try:
+            found = [write_shard(Path(folder), *each, self.fence_flag.publishing) for each in files.items()]
+            return WrittenShards([entry.plain() for entry in found], seconds)
+        finally:
+            self.snapshots.release()
+
+    def save(self, folder: str, step: int, param_shards: tuple[ParamShard, ...] | None = None) -> list[dict]:
+        """Writes, at once, this rank's part of the state after `step` steps, including the open one, or all of the
+        given parameter shards that it holds. Works after `leave`, too.
+
+        Returns the entries for the manifest.
         """
         if self._connected.lanes.has_unread_steps:
             with self.fence_flag.guard():
                 self._finish_step()
-        return self.state.write(Path(folder), self._connected.groups, self.fence_flag, param_shards)
+        return [write_shard(Path(folder), *each).plain() for each in self.state.files(param_shards).items()]
 
     def fence(self) -> None:
         """Ends the generation: no further step is committed, and the train thread is freed. From any thread.
@@ -233,6 +273,7 @@ class Runner:
     def close(self) -> None:
         """Disconnects from the other ranks."""
         self.load_batch.close()
+        self.snapshots.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         if self.executor is not None:
@@ -247,10 +288,17 @@ class Runner:
 
     def _set_version(self, version: int) -> None:
         self.state.set_version(version)
+        self.snapshots.version = version
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # peers may read the weights as soon as this rank's call has ended
         if self.executor is not None:
             self.executor.optimizer_step.version.fill_(version)
+
+    def _reserve(self) -> None:
+        """Memory for snapshots, before the first step."""
+        if not self.has_reserved:
+            self.snapshots.reserve(self.state.files())
+            self.has_reserved = True
 
     def _finish_step(self) -> None:
         """Completes the open step: validates it and waits for everything in flight."""

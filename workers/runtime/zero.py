@@ -25,11 +25,9 @@ from pentad.schedules.passes.zero_buffers import (
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.params.param_buffers import ParamBuffers, WeightBuffer
-from pentad.workers.params.parameters import BUFFERS, FullTensor, Parameters
 from pentad.workers.transport.group_collectives import GroupCollectives
 from pentad.workers.transport.peer_collectives import PeerCollectives, gradients_name, weights_name
 
-MESSAGE_ELEMENTS = 2**24  # of a shard, in one message to the rank that saves it
 Collectives = GroupCollectives | PeerCollectives
 B = TypeVar("B", bound=WeightBuffer)
 
@@ -126,30 +124,6 @@ class ZeroShards:
     def _weights(self, stage: int) -> list[tuple[ParamShard, WeightBuffer]]:
         """All that a stage reads."""
         return [*self.trained[stage], *self.frozen[stage]]
-
-
-def gather_state(
-    parameters: Parameters, owner: int, rank: int, group: dist.ProcessGroup | None
-) -> list[FullTensor] | None:
-    """The full state of one parameter shard, on the host of its `owner` if it is sharded; None on other ranks.
-
-    All holders must call it. Messages are small, so no device needs memory for a full buffer.
-    """
-    layout, is_owner = parameters.layout, rank == owner
-    if layout.num_shards == 1:
-        return [(kind, local, values) for kind, local, _, values in parameters.state_parts()] if is_owner else None
-    found: list[FullTensor] = []
-    for buffer in BUFFERS:
-        dtype, size = getattr(parameters, buffer).dtype, layout.part if is_owner else 0
-        full = torch.empty(layout.num_shards, size, dtype=dtype)
-        for start in range(0, layout.part, MESSAGE_ELEMENTS):
-            message = parameters.window(buffer, start, min(start + MESSAGE_ELEMENTS, layout.part))
-            received = [torch.empty_like(message) for _ in range(layout.num_shards)] if is_owner else None
-            dist.gather(message, received, dst=owner, group=group)
-            for index, part in enumerate(received or ()):
-                full[index, start : start + part.numel()] = part
-        found += parameters.full_tensors(buffer, full.flatten()) if is_owner else []
-    return found if is_owner else None
 
 
 def _allocate(pools: list[Pool], like: torch.Tensor) -> list[torch.Tensor]:

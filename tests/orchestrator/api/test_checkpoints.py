@@ -41,7 +41,7 @@ def test_every_form_has_the_weights_that_were_imported(name: str, tmp_path: Path
     assert state.keys() == files.keys()
     assert all(torch.equal(state[key], files[key]) for key in files)
     own, found = pentad.load_checkpoint(str(done.folder)), open_checkpoint(done.folder)
-    stored = {key.removeprefix("model."): tensor for key, tensor in read(found, found.files).items()}
+    stored = {key.removeprefix("model."): tensor for key, tensor in read(found, found.tensors).items()}
     assert own.keys() == stored.keys() and all(torch.equal(own[key], stored[key]) for key in own)
 
 

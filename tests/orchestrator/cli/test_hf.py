@@ -61,7 +61,7 @@ def test_a_run_that_began_as_an_import_exports_what_the_import_kept(pentad: Pent
     assert pentad("import-hf", str(files), "runs/mine", "--json")[0] == 0
     found = open_checkpoint(folder_of(Path("runs/mine/checkpoints"), 0))
     folder = folder_of(found.folder.parent, 5)
-    commit(folder, step=5, shards=[write_shard(folder, "a.safetensors", read(found, found.files))], meta={})
+    commit(folder, step=5, shards=[write_shard(folder, "a.safetensors", read(found, found.tensors))], meta={})
     Path("runs/mine/config.yaml").write_text(SECTION + "batch: {sequence_length: 16}\ndata: {path: corpus}\n")
     status, out, err = pentad("export-hf", "mine", "out", "--json")
     assert status == 0 and json.loads(out)["step"] == 5, err
@@ -118,7 +118,7 @@ def test_a_run_is_exported_from_its_newest_checkpoint_with_the_tokenizer_of_its_
     assert pentad("data", "build", "text.txt", "corpus", "--vocab", "300", "--json")[0] == 0
     for step in (2, 7):
         folder = folder_of(Path("runs/ours/checkpoints"), step)
-        tensors = {name: tensor + step for name, tensor in read(found, found.files).items()}
+        tensors = {name: tensor + step for name, tensor in read(found, found.tensors).items()}
         halves = [dict(list(tensors.items())[start::2]) for start in (0, 1)]
         shards = [write_shard(folder, f"stage-{number}.safetensors", half) for number, half in enumerate(halves)]
         commit(folder, step=step, shards=shards, meta={"run": "ours"})

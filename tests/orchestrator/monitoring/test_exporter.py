@@ -37,7 +37,10 @@ RECOVERED = {
     **{"event": "recovered", "time": 1.7e9, "generation": 2, "step": 3, "mesh": "pp3", "how": "shrink"},
     **{"seconds": {"fence": 0.2, "place": 1.5, "connect": 0.4, "state": 0.1}, "steps_replayed": 2},
 }
-CHECKPOINT = {"event": "checkpoint", "time": 1.7e9, "generation": 1, "step": 4, "seconds": 2.0, "bytes": 1000}
+CHECKPOINT = {
+    **{"event": "checkpoint", "time": 1.7e9, "generation": 1, "step": 4, "seconds": 2.0, "bytes": 1000},
+    **{"snapshot_seconds": 0.25, "waited_seconds": 0.5},
+}
 
 
 def row(step: int, **changes: Any) -> dict[str, Any]:
@@ -244,7 +247,8 @@ def test_journal_events_are_counted(full: Exporter) -> None:
     assert value(samples, "pentad_recovery_duration_seconds_sum", phase="place") == 1.5
     assert value(samples, "pentad_steps_discarded_total") == 2
     assert value(samples, "pentad_checkpoint_last_success_timestamp_seconds", tier="disk") == 1.7e9
-    assert value(samples, "pentad_checkpoint_duration_seconds_sum", stage="disk") == 2.0
+    for stage, seconds in {"disk": 2.0, "snapshot": 0.25, "wait": 0.5}.items():
+        assert value(samples, "pentad_checkpoint_duration_seconds_sum", stage=stage) == seconds
     assert value(samples, "pentad_checkpoint_bytes_total") == 1000
     full.on_event({"event": "checkpoint failed", "time": 1.7e9, "step": 5, "error": "no space"})
     assert value(scrape(full), "pentad_checkpoint_failures_total") == 1

@@ -37,7 +37,7 @@ def run(folder: Path, name: str, *overrides: str) -> tuple[dict[str, Any], list[
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     found = open_checkpoint(folder)
-    return read(found, found.files)
+    return read(found, found.tensors)
 
 
 def test_a_run_that_evaluates_is_the_same_run(cluster: clusters.Cluster, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def run(folder: Path, name: str, *overrides: str) -> dict[str, torch.Tensor]:
     train(load(None, [f"run.folder={folder}", f"run.name={name}", *SMALL, *overrides]))
     found = newest(folder / name / "checkpoints").checkpoint
     assert found is not None
-    return shards.read(found, found.files)
+    return shards.read(found, found.tensors)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -44,7 +44,7 @@ def test_a_run_starts_from_an_adapter_of_peft_and_needs_it_no_longer(tmp_path: P
     first = tmp_path / "whole" / "checkpoints" / "step-00000000"
     assert (start["step"], start["checkpoint"]) == (0, str(first))
     taken = open_checkpoint(first)
-    found = shards.read(taken, taken.files)
+    found = shards.read(taken, taken.tensors)
     assert found.keys() == {f"model.{name}" for name in expected}
     assert all(torch.equal(found[f"model.{name}"], value) for name, value in expected.items())
 

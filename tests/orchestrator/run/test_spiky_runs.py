@@ -32,7 +32,7 @@ def run(folder: Path, name: str, runner: str, *overrides: str) -> dict[str, torc
     train(config, runner=runner)
     found = newest(folder / name / "checkpoints").checkpoint
     assert found is not None
-    return shards.read(found, [tensor for tensor in found.files if not tensor.startswith("spikes.")])
+    return shards.read(found, [tensor for tensor in found.tensors if not tensor.startswith("spikes.")])
 
 
 ADAPTERS = ["lora.rank=2", "lora.targets=all-linear", "run.init_from=base"]

@@ -22,7 +22,7 @@ from pentad.orchestrator.run.step_loop import CALLS_IN_FLIGHT, StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, StepResult
+from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, StepResult, WrittenShards
 
 
 class Ranks:
@@ -41,15 +41,18 @@ class Ranks:
         self.at: dict[int, Callable[[StepLoop], None]] = {}  # step -> what to do during it
         self.calls: StepLoop | None = None
         self.rests = 0
+        self.at_rest: Callable[[StepLoop], None] = lambda calls: calls.requests.resume()
         self.pinned: list[tuple[int, ...]] = []  # what each commit keeps
+        self.unfinished: set[str] = set()  # of a checkpoint
+        self.slow: dict[int, float] = {}  # checkpoint -> seconds until it is written, for which somebody has to wait
         self.losses: dict[int, float] = {}  # of evaluations, else 1
 
     def _submit(self, *call: Any) -> list[tuple]:
-        if call[0] != "commit":
-            before = next((each for each in reversed(self.log) if each[0] != "commit"), None)
-            assert call[0] == "run" or before is None or not before[-1], "a step is open, and no run follows"
+        if call[0] == "evaluate":
+            before = next((each for each in reversed(self.log) if each[0] == "run"), None)
+            assert before is None or not before[-1], "a step is open, and no run follows"
         self.log.append(call)
-        if call[0] != "commit":
+        if call[0] in ("run", "evaluate"):
             self.open.append(call)
             self.ahead = max(self.ahead, len(self.open))
         return [call]
@@ -59,13 +62,17 @@ class Ranks:
 
     def submit_save(self, folder: Path, step: int) -> list[tuple]:
         assert folder.name == f"step-{step:08d}"
-        return self._submit("save", step, False)
+        assert not self.unfinished, "one checkpoint at a time"
+        self.unfinished.add("save")
+        return self._submit("save", step)
 
     def submit_evaluate(self, step: int) -> list[tuple]:
         return self._submit("evaluate", step, False)
 
     def submit_commit(self, folder: Path, step: int, shards: list, keep: int, pinned: tuple[int, ...]) -> list[tuple]:
         assert [shard["of"] for shard in shards] == [0, 1]
+        assert self.calls is None or self.calls.done >= step, "a checkpoint is of steps that are accounted for"
+        self.unfinished.add("commit")
         self.pinned.append(pinned)
         save_small(folder, step)
         return self._submit("commit", step)
@@ -74,26 +81,31 @@ class Ranks:
         assert not self.kept and not self.open
         self.rests += 1
         assert self.calls is not None
-        self.calls.requests.resume()
+        self.at_rest(self.calls)
 
     def is_ready(self, refs: list[tuple]) -> bool:
-        return True
+        ((what, step, *_),) = refs
+        return what == "commit" or step not in self.slow
 
     def collect(self, refs: list[tuple], *, tick: Any = None) -> list:
         (call,) = refs
-        if call[0] != "commit":
+        if call[0] in ("run", "evaluate"):
             assert call == self.open.pop(0)
-        if call[:2] in self.broken:
-            raise self.broken[call[:2]]
+        error = self.broken.get(call[:2])
+        self.unfinished.discard(call[0])
+        if isinstance(error, WorkerError) or (error is not None and call[0] != "save"):
+            raise error
         if call[0] == "save":
-            assert not self.kept, "a checkpoint is of steps that are accounted for"
+            self.now += self.slow.pop(call[1], 0.0)
+            shards = [[{"of": 0, "bytes": 1}], [{"of": 1, "bytes": 2}]]
+            return [WrittenShards(its, 0.25) for its in shards] if error is None else [WrittenShards([]), str(error)]
         if call[0] == "evaluate":
             self.now += self.seconds
             result = EvalResult("holdout", 8 * self.losses.get(call[1], 1.0), 8, 1)
             span = Span(call[1], 0, "compute", "0F0", "F", 0, 0, -1, self.now - self.seconds, self.now)
             return [Evaluation((result,), (span._replace(rank=rank),)) for rank in range(self.plan.mesh.size)]
         if call[0] != "run":
-            return [[{"of": 0, "bytes": 1}], [{"of": 1, "bytes": 2}]] if call[0] == "save" else [None]
+            return [None]
         steps = [*self.kept, *(self._step(step) for step in range(call[1], call[1] + call[2]))]
         steps, self.kept = (steps[:-1], steps[-1:]) if call[3] else (steps, [])
         return [steps] * self.plan.mesh.size
@@ -107,6 +119,7 @@ class Ranks:
 
 
 Run = Callable[..., tuple[Ranks, StepLoop]]
+HELD_OUT = ("data.holdout=0.1",)
 
 
 @pytest.fixture
@@ -157,7 +170,7 @@ def test_every_step_runs_once_and_calls_end_where_checkpoints_are(run: Run, ever
     boundaries = [*(range(every, 23, every) if every else ()), 23]
     assert [call[1] for call in ranks.log if call[0] == "save"] == boundaries
     assert [call[1] for call in ranks.log if call[0] == "commit"] == boundaries
-    assert ranks.log.index(("save", 23, False)) > max(k for k, call in enumerate(ranks.log) if call[0] == "run")
+    assert ranks.log.index(("save", 23)) > max(k for k, call in enumerate(ranks.log) if call[0] == "run")
 
 
 def test_calls_grow_from_one_step_to_about_a_second(run: Run) -> None:
@@ -188,7 +201,7 @@ def test_an_interrupt_ends_the_run_after_the_steps_in_flight_with_a_checkpoint(r
     prepare = lambda ranks: ranks.at.update({20: lambda loop: loop.requests.stop()})  # noqa: E731
     ranks, calls = run("run.steps=1000", "checkpoint.every=100", prepare=prepare)
     assert 20 < calls.done < 40
-    assert ranks.log[-2:] == [("save", calls.done, False), ("commit", calls.done)]
+    assert ranks.log[-2:] == [("save", calls.done), ("commit", calls.done)]
 
 
 def test_a_regroup_starts_with_every_step_done_and_saved(run: Run) -> None:
@@ -197,7 +210,7 @@ def test_a_regroup_starts_with_every_step_done_and_saved(run: Run) -> None:
 
     ranks, calls = run("run.steps=1000", prepare=lambda r: r.at.update({20: change}))
     assert 20 < calls.done == calls.submitted == calls.durable < 40
-    assert ranks.log[-3:] == [("run", calls.done, 0, False), ("save", calls.done, False), ("commit", calls.done)]
+    assert ranks.log[-3:] == [("run", calls.done, 0, False), ("save", calls.done), ("commit", calls.done)]
 
 
 def test_a_pause_starts_with_every_step_done_and_saves_nothing(run: Run) -> None:
@@ -215,13 +228,68 @@ def test_a_requested_checkpoint_covers_only_recorded_steps(run: Run) -> None:
     ranks, calls = run("run.steps=50", seconds=0.9, prepare=lambda r: r.at.update({20: request_checkpoint}))
     first = next(call[1] for call in ranks.log if call[0] == "save")
     assert 20 < first < 25
-    assert ("run", first, 0, False) in ranks.log
+    assert ranks.log.index(("commit", first)) > ranks.log.index(("save", first))
     assert not calls.requests.wants_checkpoint
 
 
 def test_the_last_step_of_a_call_stays_open_unless_something_else_follows(run: Run) -> None:
-    ranks, _ = run("run.steps=12", "checkpoint.every=5", seconds=3.0)
-    assert [call[1] for call in ranks.log if call[0] == "run" and not call[3]] == [0, 4, 9, 11]
+    """An evaluation or the end, not a checkpoint."""
+    ranks, _ = run("run.steps=12", "checkpoint.every=5", "eval.every=4", *HELD_OUT, seconds=3.0)
+    assert [call[1] for call in ranks.log if call[0] == "run" and not call[3]] == [0, 3, 7, 11]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_waits_with_the_next_one(run: Run) -> None:
+    ranks, calls = run(
+        "run.steps=18", "checkpoint.every=6", "eval.every=0", seconds=3.0, prepare=lambda r: r.slow.update({6: 60.0})
+    )
+    calls_in_order = [("run", 11, 1, True), ("commit", 6), ("save", 12), ("run", 12, 1, True)]
+    assert [call for call in ranks.log if call in calls_in_order] == calls_in_order
+    assert [call[1] for call in ranks.log if call[0] == "save"] == [6, 12, 18]
+    events = [row for row in read_lines(calls.bus.folder.path / JOURNAL) if row["event"] == "checkpoint"]
+    assert [(row["step"], row["snapshot_seconds"]) for row in events] == [(6, 0.25), (12, 0.25), (18, 0.25)]
+
+
+def test_a_checkpoint_by_time_is_not_due_while_one_is_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(step_loop, "time", clock)
+
+    def prepare(ranks: Ranks) -> None:
+        clock.ranks = ranks
+        ranks.slow[20] = 100.0
+
+    ranks, calls = run(
+        "run.steps=60", "checkpoint.every=20", "checkpoint.every_seconds=5", "eval.every=0",
+        seconds=1.0, saved_at=0.0, prepare=prepare,
+    )  # fmt: skip
+    saves = [call[1] for call in ranks.log if call[0] == "save"]
+    assert not [step for step in saves if 20 < step < 40], "the second one by steps waits for the first"
+    assert {20, 40, 60} <= set(saves) and len(saves) > 6
+    waited = {
+        row["step"]: row["waited_seconds"] for row in read_lines(calls.bus.folder.path / JOURNAL) if "bytes" in row
+    }
+    assert waited[40] == 100.0 and sum(waited.values()) == 100.0
+
+
+def test_milestones_are_saved_and_kept(run: Run) -> None:
+    ranks, _ = run("run.steps=20", "checkpoint.every=6", "checkpoint.keep_every=8", "eval.every=0")
+    assert [call[1] for call in ranks.log if call[0] == "save"] == [6, 8, 12, 16, 18, 20]
+    assert ranks.pinned == [(), (), (8,), (8,), (8, 16), (8, 16)]
+
+
+def test_the_checkpoint_of_the_last_step_is_tried_again_when_the_run_stops_there(run: Run) -> None:
+    def prepare(ranks: Ranks) -> None:
+        def stop_at_rest(calls: StepLoop) -> None:
+            ranks.broken.clear()
+            calls.requests.resume()
+            calls.requests.stop()
+
+        ranks.broken[("save", 8)] = PentadError("disk full")
+        ranks.at[6] = lambda calls: calls.requests.pause()
+        ranks.at_rest = stop_at_rest
+
+    ranks, calls = run("run.steps=50", "checkpoint.every=4", "eval.every=0", seconds=3.0, prepare=prepare)
+    assert [call[1] for call in ranks.log if call[0] == "save"] == [4, 8, 8]
+    assert (calls.done, calls.durable) == (8, 8)
 
 
 @pytest.mark.parametrize("what", ["save", "commit"])
@@ -290,9 +358,6 @@ def test_checkpoints_are_saved_by_steps_and_by_time(
     assert calls.durable == 40
 
 
-HELD_OUT = ("data.holdout=0.1",)
-
-
 def evaluations(ranks: Ranks) -> list[int]:
     return [call[1] for call in ranks.log if call[0] == "evaluate"]
 
@@ -310,7 +375,7 @@ def test_evaluations_are_after_every_so_many_steps_and_at_the_end(
     assert [step for first, count in runs(ranks) for step in range(first, first + count)] == list(range(12))
     saved = [call[1] for call in ranks.log if call[0] == "save"]
     for step in {*expected} & {*saved}:
-        assert ranks.log.index(("evaluate", step, False)) < ranks.log.index(("save", step, False))
+        assert ranks.log.index(("evaluate", step, False)) < ranks.log.index(("save", step))
     rows = calls.bus.folder.evaluations()
     assert [(row["step"], row["data"], row["loss"]) for row in rows] == [(step, "holdout", 1.0) for step in expected]
     view, measured = calls.bus.view, calls.history.eval_timeline

@@ -71,7 +71,7 @@ def state(run: Path) -> dict[str, torch.Tensor]:
     found = newest(run / "checkpoints").checkpoint
     assert found is not None
     assert found.step == STEPS
-    return read(found, found.files)
+    return read(found, found.tensors)
 
 
 @pytest.mark.parametrize("other_mesh", [False, pytest.param(True, marks=pytest.mark.slow)])

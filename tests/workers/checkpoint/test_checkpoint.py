@@ -97,7 +97,7 @@ def test_ranks_may_write_concurrently_into_a_folder_that_does_not_exist(tmp_path
         files = [f"stage-{rank}.safetensors" for rank in range(8)]
         shards = list(pool.map(lambda file: write_shard(folder, file, {file: torch.zeros(9)}), files))
     commit(folder, step=1, shards=shards, meta={})
-    assert set(open_checkpoint(folder).files) == set(files)
+    assert set(open_checkpoint(folder).tensors) == set(files)
 
 
 def test_a_shard_converts_to_plain_data_and_back(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_a_shard_converts_to_plain_data_and_back(tmp_path: Path) -> None:
 def test_meta_and_the_file_of_each_tensor_are_read_back(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save(tmp_path, 20))
     assert (checkpoint.step, checkpoint.meta) == (20, META | {"step": 20})
-    assert checkpoint.files["model.layers.1.attention.qkv"] == "stage-1.safetensors"
-    assert len(checkpoint.files) == 4
+    assert checkpoint.tensors["model.layers.1.attention.qkv"][0].file == "stage-1.safetensors"
+    assert len(checkpoint.tensors) == 4
 
 
 def test_read_returns_the_named_tensors_in_their_own_memory(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_read_returns_the_named_tensors_in_their_own_memory(tmp_path: Path) -> N
             file.write(bytes(path.stat().st_size))
     assert found["optimizer.m.layers.1"].unique().item() == 21
     found["optimizer.m.layers.1"] += 1
-    with pytest.raises(PentadError, match=r"stage-0\.safetensors cannot be read"):
+    with pytest.raises(PentadError, match=r"stage-1\.safetensors cannot be read"):
         read(checkpoint, names)
 
 

@@ -8,7 +8,6 @@ import random
 import resource
 import shutil
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from checkpoints import flip, save
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import atomic_io, checkpoint, manifest, safetensors_io
 from pentad.workers.checkpoint.checkpoint import MANIFEST, delete_older, folder_of, newest, open_checkpoint
-from pentad.workers.checkpoint.manifest import VERSION, UnknownVersion, decode, encode
+from pentad.workers.checkpoint.manifest import VERSION, UnknownVersion, decode
 from pentad.workers.checkpoint.shards import write_shard
 
 SLOW = pytest.mark.slow
@@ -27,9 +26,12 @@ SLOW = pytest.mark.slow
 
 def forge(folder: Path, **changes: Any) -> None:
     """Forges the first shard's entry with a correct checksum, as an attacker would: the other checks must catch it."""
-    manifest = decode((folder / MANIFEST).read_bytes())
-    first, *others = manifest.shards
-    (folder / MANIFEST).write_bytes(encode(replace(manifest, shards=(replace(first, **changes), *others))))
+    body = json.loads((folder / MANIFEST).read_bytes())
+    del body["checksum"]
+    body["shards"][0] |= changes
+    body["bytes"] = sum(shard["bytes"] for shard in body["shards"])
+    body["checksum"] = hashlib.sha256(canonical(body)).hexdigest()
+    (folder / MANIFEST).write_bytes(canonical(body))
 
 
 def canonical(value: object) -> bytes:
@@ -220,14 +222,14 @@ def test_a_checkpoint_of_another_version_stops_the_search(tmp_path: Path) -> Non
     folder = save(tmp_path, 20)
     body = json.loads((folder / MANIFEST).read_bytes())
     del body["checksum"]
-    body["version"] = VERSION - 1
+    body["version"] = VERSION + 1
     body["checksum"] = hashlib.sha256(canonical(body)).hexdigest()
     (folder / MANIFEST).write_bytes(canonical(body))
     for search in (newest, lambda root: delete_older(root, keep=1)):
         with pytest.raises(UnknownVersion) as raised:
             search(tmp_path)
         assert str(raised.value) == (
-            f"checkpoint {folder}: manifest.json has format 1: expected 2 "
+            f"checkpoint {folder}: manifest.json has format 4: expected 3 "
             "(it was written by another version of pentad: start a new run, or go back to that version)"
         )
 

@@ -133,12 +133,12 @@ def test_a_storage_failure_midway_leaves_nothing(
     done = take(files, tmp_path / "complete")
     written = 0
 
-    def write_file(path: Path, parts: Any) -> tuple[int, str]:
+    def write_file(path: Path, parts: Any, publishing: Any) -> tuple[int, str]:
         nonlocal written
         written += 1
         if written > 2:
             raise OSError(28, os.strerror(28))
-        return atomic_io.write_file(path, parts)
+        return atomic_io.write_file(path, parts, publishing)
 
     out = tmp_path / "a" / "b"
     if existed:

@@ -46,7 +46,7 @@ def test_moments_return_with_the_step(name: str, saved: Callable[[str], Path], t
     again = take(tmp_path / "out", tmp_path / "again", optimizer=True)
     assert (again.step, again.folder.name, again.model) == (17, "step-00000017", done.model)
     found, before = tensors_of(again), open_checkpoint(checkpoint)
-    expected = read(before, before.files)
+    expected = read(before, before.tensors)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
     plain = take(tmp_path / "out", tmp_path / "plain")

@@ -45,7 +45,7 @@ def test_import_and_export_hold_at_most_two_tensors(saved, tmp_path: Path) -> No
     largest = 4 * max(tensor.numel() for tensor in stored.values())
     assert largest <= live.peak <= 2 * largest < done.bytes / 10
     found = open_checkpoint(done.folder)
-    largest = 4 * max(tensor.numel() for tensor in read(found, found.files).values())
+    largest = 4 * max(tensor.numel() for tensor in read(found, found.tensors).values())
     with Live() as live:
         give(done.folder, tmp_path / "again", done.family, done.model, dtype="bfloat16")
     assert 0 < live.peak <= 2 * largest < done.bytes / 2

@@ -98,4 +98,4 @@ def saved(folder: Path, outcomes: list[Outcome]) -> dict[str, Any]:
     """All tensors of a checkpoint: weights, optimizer state, router biases, and the window of spikes."""
     commit(folder, STEPS, [entry for outcome in outcomes for entry in outcome.shards])
     found = checkpoint.open_checkpoint(folder)
-    return shards.read(found, found.files)
+    return shards.read(found, found.tensors)

@@ -76,7 +76,7 @@ def test_saving_completes_the_open_step(workers, corpus, tmp_path, post_validati
     assert found == losses | rest
     assert all(torch.equal(state[key], value) for key, value in end.items())
     opened = checkpoint.open_checkpoint(folder)
-    saved = shards.read(opened, opened.files)
+    saved = shards.read(opened, opened.tensors)
     assert all(torch.equal(saved[key], value) for key, value in after.items())
 
 

@@ -138,7 +138,7 @@ def test_state_moves_to_any_mesh_and_only_a_changed_optimizers_is_dropped(fleet,
     folder = checkpoint.folder_of(tmp_path, 2)
     run_and_save(fleet, before, 2, folder)
     opened = checkpoint.open_checkpoint(folder)
-    stored = shards.read(opened, opened.files)
+    stored = shards.read(opened, opened.tensors)
     like = {name: tensor for name, tensor in full_tensors(stored).items() if not name.endswith(".bias")}
     after = narrow_plan(corpus, 1, {"tp": 2, "pp": 2, "dp": 1}, MUON)
     moved = assemble([outcome.state for outcome in fleet.run(after, [(2, 0)], restore=str(folder))], like)

@@ -1,0 +1,220 @@
+"""A checkpoint that is copied and written while the next steps run holds the bits of its step, and only those."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bits import same_bits
+from plans import plan_of
+from resume import commit
+from small_models import MOE
+from worker_processes import WorkerProcess, call_all, losses_and_state, recover, start_run
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.lora import LoraSpec
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.schedules.spec.spikes import SpikeSpec
+from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint.shards import read
+from pentad.workers.checkpoint.snapshot import Snapshots
+from pentad.workers.runtime.abort import Aborted
+
+pytestmark = pytest.mark.timeout(150)
+slow = pytest.mark.slow
+ZERO = [MemoryOptions(zero=zero) for zero in range(4)]
+SPIKES = SpikeSpec(threshold=0.5, window=2, min_steps=1)
+LORA = LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "v_proj"))
+CASES: dict[str, Any] = {
+    "1f1b": ("1f1b", 2, 2, 4, {}),
+    "1f1b, ZeRO-3": ("1f1b", 2, 2, 4, {"memory_options": ZERO[3]}),
+    "zb-h2, every update taken back": ("zb-h2", 1, 4, 8, {"clip": 0.01, "post_validation": True}),
+    "zb-h2, no update taken back": ("zb-h2", 2, 2, 4, {"clip": 1e6, "post_validation": True}),
+    "dualpipe": ("dualpipe", 1, 4, 8, {}),
+    "LoRA": ("1f1b", 2, 2, 4, {"lora": LORA}),
+    "routing biases": ("1f1b", 1, 2, 4, {"ep": 2, "model": replace(MOE, layers=4)}),
+}
+SLOW: dict[str, Any] = {
+    "dualpipe, updates taken back": ("dualpipe", 1, 4, 8, {"clip": 0.5, "post_validation": True}),
+    "zb-h2, ZeRO-3": ("zb-h2", 2, 2, 4, {"clip": 0.5, "post_validation": True, "memory_options": ZERO[3]}),
+    "tp": ("zb-h2", 1, 2, 4, {"tp": 2, "clip": 0.5, "post_validation": True}),
+    "ZeRO-1": ("1f1b", 4, 1, 2, {"memory_options": ZERO[1]}),
+    "ZeRO-2": ("zb-v", 2, 2, 5, {"memory_options": ZERO[2]}),
+}
+
+
+def plan_for(case: str, corpus: str) -> Plan:
+    name, dp, pp, m, more = (CASES | SLOW)[case]
+    return plan_of(name, dp, pp, m, corpus, "float32", **more)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = checkpoint.open_checkpoint(folder)
+    return read(found, found.tensors)
+
+
+def saved_at_rest(workers: list[WorkerProcess], plan: Plan, root: Path, *steps: int) -> tuple[dict, dict]:
+    """Saves after each of these steps, which are closed; returns the losses and the state at the end."""
+    start_run(workers, plan)
+    done, first = [], 0
+    for step in steps:
+        done += call_all(workers, "run", first, step - first)
+        folder, first = checkpoint.folder_of(root, step), step
+        commit(folder, step, [entry for its in call_all(workers, "save", str(folder), step) for entry in its])
+    found = losses_and_state(workers, done, 0)
+    call_all(workers, "close")
+    return found
+
+
+def written(workers: list[WorkerProcess], folder: Path, step: int) -> list[tuple[WorkerProcess, int]]:
+    return [(worker, worker.call_beside("write", str(folder), step)) for worker in workers]
+
+
+def committed(asked: list[tuple[WorkerProcess, int]], folder: Path, step: int) -> dict[str, torch.Tensor]:
+    commit(folder, step, [entry for worker, number in asked for entry in worker.answer(number).entries])
+    return tensors_of(folder)
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=slow) for case in SLOW)])
+def test_a_checkpoint_saved_while_the_next_steps_run_has_the_bits_of_its_step(workers, corpus, tmp_path, case):
+    plan = plan_for(case, corpus)
+    ranks = workers[: plan.mesh.size]
+    expected = saved_at_rest(ranks, plan, tmp_path / "rest", 3, 5, 8)
+
+    start_run(ranks, plan)
+    folders = {step: checkpoint.folder_of(tmp_path / "beside", step) for step in (3, 5, 8)}
+    calls = [("run", 0, 3, True), ("snapshot", 3), ("run", 3, 2, True)]
+    asked = [[worker.call(*call) for call in calls] for worker in ranks]
+    found = {3: committed(written(ranks, folders[3], 3), folders[3], 3)}
+    calls = [("snapshot", 5), ("run", 5, 0, False), ("run", 5, 3, True), ("snapshot", 8), ("run", 8, 0, False)]
+    writing = written(ranks, folders[5], 5)
+    later = [[worker.call(*call) for call in calls[:3]] for worker in ranks]
+    found[5] = committed(writing, folders[5], 5)
+    last = [[worker.call(*call) for call in calls[3:]] for worker in ranks]
+    found[8] = committed(written(ranks, folders[8], 8), folders[8], 8)
+    answers = [
+        [result for number in its if (part := worker.answer(number)) for result in part]
+        for worker, *numbers in zip(ranks, asked, later, last, strict=True)
+        for its in numbers
+    ]
+    losses, state = losses_and_state(ranks, answers, 0)
+    call_all(ranks, "close")
+
+    assert losses == expected[0]
+    assert all(torch.equal(state[key], value) for key, value in expected[1].items())
+    for step, tensors in found.items():
+        rest = tensors_of(checkpoint.folder_of(tmp_path / "rest", step))
+        assert same_bits(tensors, rest), step
+    names = [name for name in found[3] if name.startswith("model.")]
+    assert any(not torch.equal(found[3][name], found[5][name]) for name in names), "the steps changed nothing"
+
+
+def test_a_snapshot_has_the_window_of_spikes_of_its_step(workers, corpus, tmp_path):
+    plan = replace(plan_for("zb-h2, no update taken back", corpus), spikes=SPIKES)
+    saved_at_rest(workers, plan, tmp_path / "rest", 3)
+    start_run(workers, plan)
+    folder = checkpoint.folder_of(tmp_path, 3)
+    for call in (("run", 0, 3, True), ("snapshot", 3), ("run", 3, 3, True)):
+        call_all(workers, *call)
+    found = committed(written(workers, folder, 3), folder, 3)
+    call_all(workers, "run", 6, 0)
+    call_all(workers, "close")
+    rest = tensors_of(checkpoint.folder_of(tmp_path / "rest", 3))
+    assert same_bits(found, rest)
+
+
+def test_after_a_fence_no_file_appears_and_the_next_generation_saves(workers, corpus, tmp_path):
+    """Rank 1 dies before its part of the snapshot is complete: no other rank's part may appear later."""
+    plan, folder = plan_for("zb-h2, no update taken back", corpus), checkpoint.folder_of(tmp_path, 3)
+    start_run(workers, plan)
+    for call in (("run", 0, 3, True), ("snapshot", 3)):  # which the end of the open step completes: it never comes
+        call_all(workers, *call)
+    asked = written(workers, folder, 3)
+    time.sleep(0.2)
+    workers[1].signal(signal.SIGKILL)
+    version, _ = recover(workers, [1], plan, 2)
+    for worker, number in [asked[0], *asked[2:]]:
+        with pytest.raises(Aborted):
+            worker.answer(number)
+    assert not list(tmp_path.glob("*/*.safetensors"))
+    call_all(workers, "run", version, 3 - version)
+    call_all(workers, "snapshot", 3)
+    found = committed(written(workers, folder, 3), folder, 3)
+    call_all(workers, "close")
+    saved_at_rest(workers, plan, tmp_path / "rest", 3)
+    rest = tensors_of(checkpoint.folder_of(tmp_path / "rest", 3))
+    assert same_bits(found, rest)
+
+
+class Fixture:
+    """Snapshots of one tensor on a CPU."""
+
+    def __init__(self) -> None:
+        self.state, self.version = torch.zeros(4), torch.zeros((), dtype=torch.int64)
+        self.snapshots = Snapshots(torch.device("cpu"))
+        self.snapshots.version = 0
+        self.files = {"a": {"x": self.state}}
+        self.snapshots.reserve(self.files)
+
+    def step(self) -> None:
+        step = int(self.version) + 1
+        with self.snapshots.update(step):
+            self.state.fill_(step)
+            self.version.fill_(step)
+
+    def take(self, step: int) -> list[float]:
+        return self.snapshots.take(step, lambda: None)[0]["a"]["x"].tolist()
+
+
+def test_a_snapshot_is_copied_after_its_update_and_before_the_next():
+    it = Fixture()
+    it.snapshots.request(0, it.files, it.version)
+    it.step()
+    assert it.take(0) == [0.0] * 4
+    it.snapshots.release()
+    it.snapshots.request(3, it.files, it.version)
+    for _ in range(5):
+        it.step()
+    assert it.take(3) == [3.0] * 4
+
+
+def test_a_second_snapshot_at_once_and_one_of_the_past_are_refused():
+    it = Fixture()
+    it.step()
+    it.snapshots.request(0, it.files, it.version)
+    with pytest.raises(PentadError, match="no snapshot of step 0"):
+        it.take(0)
+    it.snapshots.release()
+    it.snapshots.request(1, it.files, it.version)
+    it.snapshots.request(1, it.files, it.version)
+    with pytest.raises(PentadError, match="one at a time"):
+        it.take(1)
+
+
+def test_whoever_waits_for_a_snapshot_is_freed_by_a_fence_and_by_a_failure():
+    it, found = Fixture(), list[Exception]()
+
+    def check() -> None:
+        raise Aborted
+
+    with pytest.raises(Aborted):
+        it.snapshots.take(1, check)
+
+    def wait() -> None:
+        try:
+            it.take(1)
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    it.snapshots.fail(PentadError("no memory"))
+    thread.join(10)
+    assert [str(error) for error in found] == ["no memory"]

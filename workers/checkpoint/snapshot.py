@@ -1,0 +1,191 @@
+"""A copy of a rank's training state in host memory, taken while training goes on and written from another thread.
+
+What makes it right: nothing but `update` blocks changes the state, and they run one after another on the train thread.
+A copy of `step` steps begins after the block that made them and is complete before the next block begins; on a GPU both
+are events that streams wait for, not the host. So a copy never holds half an update, nor a step that is taken back: an
+optimistic step (PostValidatedStep) writes compute weights, which are not part of the state, and its block follows once
+the norm is known.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.shards import stored_order
+
+CHUNK_BYTES = 32 << 20  # in one copy to the host: others that share the copy engine go in between
+ALIGNMENT = 64  # bytes
+POLL_SECONDS = 0.005
+Files = Mapping[str, Mapping[str, torch.Tensor]]  # tensors by file and name
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Files in host memory, complete after `end` on a GPU, and then of `version` steps. On a CPU it took `seconds`."""
+
+    step: int
+    files: dict[str, dict[str, torch.Tensor]]
+    version: torch.Tensor
+    seconds: float = 0.0
+    begin: torch.cuda.Event | None = None
+    end: torch.cuda.Event | None = None
+
+
+class HostMemory:
+    """`buffer` [bytes], which a GPU copies to at full speed; for one snapshot at a time."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.buffer = torch.empty(size, dtype=torch.uint8)
+        self.pinned = device.type == "cuda" and size > 0
+        # torch's own pinned memory is of a power of two: up to twice as much.
+        if self.pinned and int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)) != 0:
+            self.pinned = False
+            text = f"a checkpoint needs {size} bytes of pinned host memory on this rank, which there are not"
+            raise PentadError(f"{text}: expected a host with more, or more ranks to divide the state among")
+
+    def close(self) -> None:
+        """Call when nothing is copied to it any more."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
+            self.pinned = False
+
+
+class Snapshots:
+    """Of one rank and generation, one at a time. `request`, `update` and `reserve` are for the train thread, `take` and
+    `release` for the one that writes. `version` is the number of steps in the state once the stream is as far."""
+
+    def __init__(self, device: torch.device, memory: HostMemory | None = None) -> None:
+        self.device, self.memory, self.version = device, memory, -1
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._changed = threading.Condition()
+        self._requested: tuple[int, Files, torch.Tensor] | None = None
+        self._copy: Copy | Exception | None = None  # until `release`
+        self._end: torch.cuda.Event | None = None  # of the newest copy
+
+    def reserve(self, files: Files) -> None:
+        """Memory for a snapshot of these files; takes seconds for many GB, so do it before the first step."""
+        size = sum(map(_size, (tensor for tensors in files.values() for tensor in tensors.values())))
+        if self.memory is None or self.memory.buffer.numel() != size:
+            if self.memory is not None:
+                self.memory.close()
+            self.memory = None  # freed first
+            self.memory = HostMemory(size, self.device)
+
+    def request(self, step: int, files: Files, version: torch.Tensor) -> None:
+        """Has the state of `step` steps copied: now, or after the update that makes it. `files` are views of the state,
+        `version` is its number of steps on the device."""
+        with self._changed:
+            if self._copy is not None or self._requested is not None or self.version > step:
+                self._copy = PentadError(f"there is no snapshot of step {step}: expected one at a time, in order")
+                self._changed.notify_all()
+                return
+            self._requested = step, files, version
+        if self.version == step:
+            self._begin()
+
+    def fail(self, error: Exception) -> None:
+        """Has `take` raise it."""
+        with self._changed:
+            self._copy = error
+            self._changed.notify_all()
+
+    @contextmanager
+    def update(self, step: int) -> Iterator[None]:
+        """Changes the state, which is of `step` steps then."""
+        if self._end is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._end)
+        yield
+        self.version = step
+        if self._requested is not None and self._requested[0] == step:
+            self._begin()
+
+    def take(self, step: int, check: Callable[[], None]) -> tuple[dict[str, dict[str, torch.Tensor]], float]:
+        """Waits for the requested snapshot of `step` steps; returns it with the seconds that the copy took. Call
+        `release` when its memory is no longer read.
+
+        Meanwhile calls `check`, which may raise. Raises what prevented the snapshot.
+        """
+        with self._changed:
+            while self._copy is None:
+                check()
+                self._changed.wait(POLL_SECONDS)
+            copy = self._copy
+        if isinstance(copy, Exception):
+            raise copy
+        while copy.end is not None and not copy.end.query():
+            check()
+            time.sleep(POLL_SECONDS)
+        if (copy.step, int(copy.version)) != (step, step):
+            check()  # a fence prevents steps
+            raise PentadError(f"the snapshot is of step {int(copy.version)}: expected {step}")
+        seconds = copy.seconds if copy.begin is None or copy.end is None else copy.begin.elapsed_time(copy.end) / 1000
+        return copy.files, seconds
+
+    def release(self) -> None:
+        """The next snapshot may be requested."""
+        with self._changed:
+            self._copy = None
+
+    def close(self) -> None:
+        """Waits for the copy under way; what has been requested no longer counts."""
+        self._requested = None
+        if self._end is not None:
+            self._end.synchronize()
+
+    def _begin(self) -> None:
+        """Copies beside what the current stream does next."""
+        assert self._requested is not None and self.memory is not None
+        (step, files, version), self._requested = self._requested, None
+        targets = _views(self.memory.buffer, files)
+        pairs = [(source, targets[file][name]) for file, its in files.items() for name, source in its.items()]
+        version_copy = torch.empty((), dtype=torch.int64, pin_memory=self.stream is not None)
+        pairs.append((version, version_copy))
+        if self.stream is None:
+            began = time.monotonic()
+            for source, target in pairs:
+                target.copy_(source)
+            copy = Copy(step, targets, version_copy, time.monotonic() - began)
+        else:
+            begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.stream):
+                begin.record()
+                for source, target in pairs:
+                    _copy_in_chunks(source, target)
+                self._end.record()
+            copy = Copy(step, targets, version_copy, begin=begin, end=self._end)
+        with self._changed:
+            self._copy = copy
+            self._changed.notify_all()
+
+
+def _copy_in_chunks(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.device == target.device or not source.is_contiguous():
+        target.copy_(source)
+        return
+    size = max(1, CHUNK_BYTES // source.element_size())
+    for piece, place in zip(source.view(-1).split(size), target.view(-1).split(size), strict=True):
+        place.copy_(piece, non_blocking=True)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _views(buffer: torch.Tensor, files: Files) -> dict[str, dict[str, torch.Tensor]]:
+    """Places for all tensors, in the order in which files have them."""
+    found, at = dict[str, dict[str, torch.Tensor]](), 0
+    for file, tensors in files.items():
+        found[file] = {}
+        for name in stored_order(dict(tensors)):
+            tensor = tensors[name]
+            found[file][name] = buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            at += _size(tensor)
+    return found
