@@ -18,7 +18,7 @@ from prometheus_client.samples import Sample
 from promtool import promtool
 
 from pentad.orchestrator.monitoring import ray_metrics
-from pentad.orchestrator.monitoring.exporter import COARSE, FINE, METRICS, RANK, Exporter
+from pentad.orchestrator.monitoring.exporter import CHECKPOINT_STAGES, COARSE, FINE, METRICS, RANK, Exporter
 from pentad.orchestrator.monitoring.ray_metrics import GAUGES, RayMetrics
 from pentad.orchestrator.monitoring.run_state import RankView, RunView
 from pentad.schedules.ir.errors import PentadError
@@ -37,10 +37,8 @@ RECOVERED = {
     **{"event": "recovered", "time": 1.7e9, "generation": 2, "step": 3, "mesh": "pp3", "how": "shrink"},
     **{"seconds": {"fence": 0.2, "place": 1.5, "connect": 0.4, "state": 0.1}, "steps_replayed": 2},
 }
-CHECKPOINT = {
-    **{"event": "checkpoint", "time": 1.7e9, "generation": 1, "step": 4, "seconds": 2.0, "bytes": 1000},
-    **{"snapshot_seconds": 0.25, "waited_seconds": 0.5},
-}
+CHECKPOINT = {"event": "checkpoint", "time": 1.7e9, "generation": 1, "step": 4, "seconds": 2.0, "bytes": 1000}
+CHECKPOINT |= {"snapshot_seconds": 0.25, "waited_seconds": 0.5}
 
 
 def row(step: int, **changes: Any) -> dict[str, Any]:
@@ -245,11 +243,13 @@ def test_journal_events_are_counted(full: Exporter) -> None:
     assert value(samples, "pentad_failures_total", fault="hang", detector="deadline") == 1
     assert sum(s.value for s in samples["pentad_failures_total"]) == 1
     assert value(samples, "pentad_recovery_duration_seconds_sum", phase="place") == 1.5
-    assert value(samples, "pentad_steps_discarded_total") == 2
+    assert [value(samples, f"pentad_{k}_total") for k in ("steps_discarded", "checkpoint_bytes")] == [2, 1000]
     assert value(samples, "pentad_checkpoint_last_success_timestamp_seconds", tier="disk") == 1.7e9
-    for stage, seconds in {"disk": 2.0, "snapshot": 0.25, "wait": 0.5}.items():
-        assert value(samples, "pentad_checkpoint_duration_seconds_sum", stage=stage) == seconds
-    assert value(samples, "pentad_checkpoint_bytes_total") == 1000
+    assert [value(samples, "pentad_checkpoint_duration_seconds_sum", stage=s) for s in CHECKPOINT_STAGES] == [
+        0.25,
+        0.5,
+        2.0,
+    ]
     full.on_event({"event": "checkpoint failed", "time": 1.7e9, "step": 5, "error": "no space"})
     assert value(scrape(full), "pentad_checkpoint_failures_total") == 1
 

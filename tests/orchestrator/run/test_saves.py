@@ -1,0 +1,151 @@
+"""When checkpoints are saved, and what happens while one is written, on ranks that only list their calls."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from listed_calls import HELD_OUT, Clock, Ranks, Run, loop_runner
+
+from pentad.orchestrator.cluster.faults import WorkerError
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder, read_lines
+from pentad.orchestrator.run import step_loop
+from pentad.orchestrator.run.step_loop import StepLoop
+from pentad.schedules.ir.errors import PentadError
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return loop_runner(tmp_path)
+
+
+def test_a_requested_checkpoint_covers_only_recorded_steps(run: Run) -> None:
+    def request_checkpoint(calls: StepLoop) -> None:
+        calls.requests._requested = calls.done  # as `checkpoint`, which would wait, sets it
+
+    ranks, calls = run("run.steps=50", seconds=0.9, prepare=lambda r: r.at.update({20: request_checkpoint}))
+    first = next(call[1] for call in ranks.log if call[0] == "save")
+    assert 20 < first < 25
+    assert ranks.log.index(("commit", first)) > ranks.log.index(("save", first))
+    assert not calls.requests.wants_checkpoint
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_waits_with_the_next_one(run: Run) -> None:
+    ranks, calls = run(
+        "run.steps=18", "checkpoint.every=6", "eval.every=0", seconds=3.0, prepare=lambda r: r.slow.update({6: 60.0})
+    )
+    calls_in_order = [("run", 11, 1, True), ("commit", 6), ("save", 12), ("run", 12, 1, True)]
+    assert [call for call in ranks.log if call in calls_in_order] == calls_in_order
+    assert [call[1] for call in ranks.log if call[0] == "save"] == [6, 12, 18]
+    events = [row for row in read_lines(calls.bus.folder.path / JOURNAL) if row["event"] == "checkpoint"]
+    assert [(row["step"], row["snapshot_seconds"]) for row in events] == [(6, 0.25), (12, 0.25), (18, 0.25)]
+
+
+def test_a_checkpoint_by_time_is_not_due_while_one_is_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(step_loop, "time", clock)
+
+    def prepare(ranks: Ranks) -> None:
+        clock.ranks = ranks
+        ranks.slow[20] = 100.0
+
+    ranks, calls = run(
+        "run.steps=60", "checkpoint.every=20", "checkpoint.every_seconds=5", "eval.every=0",
+        seconds=1.0, saved_at=0.0, prepare=prepare,
+    )  # fmt: skip
+    saves = [call[1] for call in ranks.log if call[0] == "save"]
+    assert not [step for step in saves if 20 < step < 40], "the second one by steps waits for the first"
+    assert {20, 40, 60} <= set(saves) and len(saves) > 6
+    waited = {
+        row["step"]: row["waited_seconds"] for row in read_lines(calls.bus.folder.path / JOURNAL) if "bytes" in row
+    }
+    assert waited[40] == 100.0 and sum(waited.values()) == 100.0
+
+
+def test_milestones_are_saved_and_kept(run: Run) -> None:
+    ranks, _ = run("run.steps=20", "checkpoint.every=6", "checkpoint.keep_every=8", "eval.every=0")
+    assert [call[1] for call in ranks.log if call[0] == "save"] == [6, 8, 12, 16, 18, 20]
+    assert ranks.pinned == [(), (), (8,), (8,), (8, 16), (8, 16)]
+
+
+def test_the_checkpoint_of_the_last_step_is_tried_again_when_the_run_stops_there(run: Run) -> None:
+    def prepare(ranks: Ranks) -> None:
+        def stop_at_rest(calls: StepLoop) -> None:
+            ranks.broken.clear()
+            calls.requests.resume()
+            calls.requests.stop()
+
+        ranks.broken[("save", 8)] = PentadError("disk full")
+        ranks.at[6] = lambda calls: calls.requests.pause()
+        ranks.at_rest = stop_at_rest
+
+    ranks, calls = run("run.steps=50", "checkpoint.every=4", "eval.every=0", seconds=3.0, prepare=prepare)
+    assert [call[1] for call in ranks.log if call[0] == "save"] == [4, 8, 8]
+    assert (calls.done, calls.durable) == (8, 8)
+
+
+@pytest.mark.parametrize("what", ["save", "commit"])
+def test_a_failed_checkpoint_does_not_end_training(run: Run, what: str) -> None:
+    ranks, calls = run(
+        "run.steps=12", "checkpoint.every=4", prepare=lambda r: r.broken.update({(what, 8): PentadError("disk full")})
+    )
+    assert calls.done == 12
+    assert [call[1] for call in ranks.log if call[0] == "commit"] == [4, *([8] if what == "commit" else []), 12]
+
+
+def test_checkpoints_that_cannot_be_read_do_not_end_training(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(config: RunConfig, folder: RunFolder, step: int) -> tuple[int, ...]:
+        if step == 8:
+            raise PentadError("Stale file handle")
+        return ()
+
+    monkeypatch.setattr(step_loop, "pinned_checkpoints", unreadable)
+    ranks, calls = run("run.steps=12", "checkpoint.every=4")
+    assert calls.done == 12
+    assert [call[1] for call in ranks.log if call[0] == "commit"] == [4, 12]
+
+
+@pytest.mark.parametrize("what", ["save", "commit"])
+def test_the_last_checkpoint_must_be_written(run: Run, what: str) -> None:
+    with pytest.raises(PentadError, match="disk full"):
+        run("run.steps=12", prepare=lambda r: r.broken.update({(what, 12): PentadError("disk full")}))
+
+
+@pytest.mark.parametrize("what", ["save", "commit"])
+def test_a_rank_that_dies_while_it_saves_ends_the_run(run: Run, what: str) -> None:
+    died = WorkerError("rank 1 died", 1, "")
+    with pytest.raises(WorkerError, match="rank 1 died"):
+        run("run.steps=12", "checkpoint.every=4", prepare=lambda r: r.broken.update({(what, 4): died}))
+
+
+@pytest.mark.parametrize("every", [0, 15])
+@pytest.mark.parametrize("every_seconds", [0.0, 10.0])
+def test_checkpoints_are_saved_by_steps_and_by_time(
+    run: Run, monkeypatch: pytest.MonkeyPatch, every: int, every_seconds: float
+) -> None:
+    """Steps of a second, of which two are in flight when the driver looks at the clock."""
+    clock = Clock()
+    monkeypatch.setattr(step_loop, "time", clock)
+    options = f"checkpoint.every={every}", f"checkpoint.every_seconds={every_seconds}"
+    ranks, calls = run(
+        "run.steps=40", *options, seconds=1.0, saved_at=0.0, prepare=lambda ranks: setattr(clock, "ranks", ranks)
+    )
+    saves = [call[1] for call in ranks.log if call[0] == "save"]
+    assert set(saves) >= {40, *(range(every, 41, every) if every else ())}
+    if every_seconds:
+        assert max(end - start for start, end in pairwise([0, *saves])) <= 13
+        assert len(saves) <= 40 // 10 + (40 // every if every else 0)
+    else:
+        assert len(saves) == (3 if every else 1)
+    assert calls.durable == 40
+
+
+def test_commits_keep_the_best_checkpoint(run: Run) -> None:
+    losses = {4: 3.0, 8: 1.0, 12: 2.0, 16: 0.5}
+    ranks, calls = run(
+        "run.steps=18", *HELD_OUT, "eval.every=2", "checkpoint.every=4", "checkpoint.keep_best=true",
+        prepare=lambda ranks: ranks.losses.update(losses),
+    )  # fmt: skip
+    assert ranks.pinned == [(4,), (8,), (8,), (16,), (16,)]
+    events = read_lines(calls.bus.folder.path / JOURNAL)
+    assert [row["step"] for row in events if row["event"] == "best"] == [4, 8, 16]
