@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from pentad.orchestrator.audit.chain import AUDIT, last_hash, linked
+from pentad.orchestrator.audit.verify import manifest_hash
 from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, Best, best_of
@@ -70,8 +72,9 @@ class RunFolder:
             text = f"run.folder is '{config.run.folder}', where {self.path} cannot be written ({error.strerror})"
             raise PentadError(f"{text}: expected a folder of your own") from None
         try:
-            for name in (METRICS, EVALUATIONS, JOURNAL):
+            for name in (METRICS, EVALUATIONS, JOURNAL, AUDIT):
                 _trim(self.path / name)
+            self.audit_hash = last_hash(self.path / AUDIT)
             if not self.resumed:
                 self.begin(config)
         except BaseException:
@@ -80,7 +83,9 @@ class RunFolder:
 
     def begin(self, config: RunConfig) -> None:
         """Writes `config.yaml` and the programs, which hold for the steps from now on."""
-        _replace(self.path / CONFIG, dump(config))
+        text = dump(config)
+        _replace(self.path / CONFIG, text)
+        self._audit({"event": "configuration", "yaml": text})
         self.replan(self.plan)
 
     @property
@@ -92,15 +97,23 @@ class RunFolder:
         """The folder of the checkpoint after `step` steps, named as in workers/checkpoint/checkpoint.py."""
         return self.checkpoints / f"step-{step:08d}"
 
+    def manifest_hash(self, step: int) -> str:
+        """Of the committed checkpoint after `step` steps, for its event: so it cannot be exchanged unnoticed."""
+        return manifest_hash(self.checkpoint(step))
+
     def saved(self) -> list[int]:
         """Steps of the checkpoints that count, lowest first."""
         return list(committed(self.checkpoints))
 
     def metrics(self, row: dict[str, Any]) -> dict[str, Any]:
         """Appends a step's row to metrics.jsonl with `total_tokens`, those of all steps so far, and returns that line;
-        `row` has at least the other METRIC_KEYS."""
+        `row` has at least the other METRIC_KEYS. What it says of the step's `batch` and `samples` goes to audit.jsonl.
+        """
+        audited = ("step", "generation", "batch", "samples", "loss", "target_tokens")
+        self._audit({"event": "step", **{key: row[key] for key in audited if key in row}})
         self.total_tokens += row["tokens"]
-        row = row | {"total_tokens": self.total_tokens}
+        row = {key: value for key, value in row.items() if key not in ("batch", "samples")}
+        row |= {"total_tokens": self.total_tokens}
         missing = [key for key in METRIC_KEYS if key not in row]
         assert not missing, f"metrics without {missing}"
         _append(self.path / METRICS, row)
@@ -119,9 +132,11 @@ class RunFolder:
         return best_of(self.evaluations(), self.keep_best, {*self.saved(), saving}) if self.keep_best else None
 
     def event(self, event: str, **facts: Any) -> dict[str, Any]:
-        """Appends an event of the run's ranks or checkpoints to journal.jsonl, with its Unix time, and returns it."""
+        """Appends an event of the run's ranks or checkpoints to journal.jsonl and audit.jsonl, with its Unix time, and
+        returns it."""
         entry = {"time": time.time(), "event": event, **facts}
         _append(self.path / JOURNAL, entry)
+        self._audit(entry)
         return entry
 
     def keep_files(self, checkpoint: Path) -> None:
@@ -140,12 +155,19 @@ class RunFolder:
 
     def rewind(self, step: int) -> None:
         """Drops the metrics of `step` and later, which the run will replay, and what was evaluated after more steps."""
+        self._audit({"event": "rewind", "step": step})
         if (evaluations := self.evaluations()) and max(row["step"] for row in evaluations) > step:
             kept = [row for row in evaluations if row["step"] <= step]
             _replace(self.path / EVALUATIONS, "".join(json.dumps(row) + "\n" for row in kept))
         kept = [row for row in read_lines(self.path / METRICS, METRIC_KEYS) if row["step"] < step]
         self.total_tokens = kept[-1]["total_tokens"] if kept else 0
         _replace(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def _audit(self, entry: dict[str, Any]) -> None:
+        """Appends an entry to audit.jsonl, which only grows."""
+        entry = linked(json.loads(_line(entry)), self.audit_hash)
+        _append(self.path / AUDIT, entry)
+        self.audit_hash = entry["hash"]
 
     def timelines(self, measured: Timeline, costs: Costs, program: int = 0) -> None:
         """Writes timeline.arrow (measured), trace.json.gz and timeline.html (both with simulated steps), and to
@@ -326,7 +348,7 @@ def _row(line: bytes, where: str, keys: Iterable[str]) -> dict[str, Any]:
 
 def _append(path: Path, row: dict[str, Any]) -> None:
     """Appends a line, or on a full disk nothing: part of a line would spoil the next one."""
-    line = json.dumps({key: _json_value(value) for key, value in row.items()}, allow_nan=False) + "\n"
+    line = _line(row)
     with _reported(path), path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
@@ -334,6 +356,10 @@ def _append(path: Path, row: dict[str, Any]) -> None:
         except OSError:
             file.truncate(size)
             raise
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps({key: _json_value(value) for key, value in row.items()}, allow_nan=False) + "\n"
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:

@@ -160,4 +160,5 @@ class Regroup:
         commit = group.submit_commit(path, state.version, shards, keep, pinned, min(owned))
         group.collect(commit)
         seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
-        self.bus.record("checkpoint", generation=group.generation, step=state.version, seconds=seconds, bytes=size)
+        facts = {"seconds": seconds, "manifest": self.bus.folder.manifest_hash(state.version), "bytes": size}
+        self.bus.record("checkpoint", generation=group.generation, step=state.version, **facts)

@@ -116,6 +116,7 @@ class History:
             "lr": step[0].learning_rate,
             "tokens": tokens,
             "target_tokens": target_tokens(step),
+            "samples": step[0].samples,
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
             "mfu": mfu(tokens / seconds, self.plan, self.device_name),

@@ -219,6 +219,7 @@ class StepLoop:
         spans, rows = list(self.history.recent)[-len(rows) :], self.spikes.until_spike(rows)
         self.done = rows[-1]["step"] + 1
         self._record_changes(rows)
+        rows = [row | {"batch": batch_of(row["step"], self.group.skipped_batches)} for row in rows]
         self.bus.steps_done(rows, spans[: len(rows)])
         self.spikes.react(rows)
 
@@ -274,7 +275,8 @@ class StepLoop:
 
     def _record_checkpoint(self, save: Save) -> None:
         seconds, generation = round(time.monotonic() - save.began, 3), self.group.generation
-        self.bus.record("checkpoint", generation=generation, step=save.step, seconds=seconds, **save.facts)
+        facts = {"seconds": seconds, "manifest": self.bus.folder.manifest_hash(save.step), **save.facts}
+        self.bus.record("checkpoint", generation=generation, step=save.step, **facts)
         self.durable = save.step
         if (best := save.best) and best.step == save.step:
             self.bus.record("best", generation=generation, step=best.step, loss=best.loss)

@@ -9,6 +9,7 @@ from plans import STEPS, is_close, reference
 
 from pentad.orchestrator.planning.estimate import memory
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.data.sources import open_dataset
 
 TIED_COPIES = {"head", "predicted.embedding"}
 
@@ -25,6 +26,8 @@ def assert_equals_one_process(fleet: Fleet, plan: Plan, *, check_bytes: bool = F
         sums = losses_of(outcomes, step).values()
         assert len(sums) == plan.batch.replicas * plan.programs[plan.program_of(step)].microbatches
         (sources,) = {outcome.results[step].sources for outcome in outcomes}
+        batch = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed).digest(step)
+        assert {outcome.results[step].samples for outcome in outcomes} == {batch}, "not every sample once"
         assert sum(source.loss for source in sources) == pytest.approx(sum(sums), rel=1e-14)
         assert sum(sums) / sum(source.target_tokens for source in sources) == pytest.approx(losses[step], rel=1e-10)
         assert len({outcome.results[step].grad_norm for outcome in outcomes}) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from pentad.kernels.backend import IGNORE_INDEX
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.data.samples import Dataset, Sample
+from pentad.workers.data.samples import Dataset, Sample, digest_of
 from pentad.workers.model.layer_context import local_positions
 
 T = TypeVar("T")
@@ -41,19 +42,20 @@ class Tokens(NamedTuple):
 class Batch(NamedTuple):
     """A rank's part of a step: its tokens by slice (slice s of microbatch m has the key m * slices + s).
 
-    A rank that computes losses knows how many target tokens the global batch has: in all, and by source of the data
-    ([sources] float64 on the device); the others have 0. `row_sources` [batch size] are on the host.
+    A rank that computes losses knows how many target tokens the global batch has; the others have 0. `counts`
+    [sources + 1], float64 on the device, are these target tokens by source of the data, and the digest of the rows
+    whose losses this rank counts: every row is one rank's. `row_sources` [batch size] are on the host.
     """
 
     tokens: dict[int, Tokens]
     target_tokens: int
-    target_tokens_by_source: torch.Tensor
+    counts: torch.Tensor
     row_sources: np.ndarray
 
 
 class HostBatch(NamedTuple):
     """What a loader thread prepares: `tokens` [microbatches, slices, kinds, T] int64, pinned for a GPU, where kinds are
-    the fields of Tokens in order; `counts` [sources] float64, also pinned; document starts by microbatch."""
+    the fields of Tokens in order; `counts` [sources + 1] float64, also pinned; document starts by microbatch."""
 
     tokens: torch.Tensor
     counts: torch.Tensor
@@ -61,10 +63,12 @@ class HostBatch(NamedTuple):
 
 
 class LocalPart(NamedTuple):
-    """The microbatches of its replica that a rank reads, and their rows of the global batch."""
+    """The microbatches of its replica that a rank reads, their rows of the global batch, and those whose losses it
+    counts."""
 
     microbatches: list[int]
     rows: list[int]
+    counted_rows: set[int]
 
 
 class BatchLoader:
@@ -77,7 +81,7 @@ class BatchLoader:
         self.plan, self.dataset, self.device = plan, dataset, device
         self.slices, self.positions = plan.program.slices, local_positions(plan, rank)
         self.parts = [local_part(plan, rank, program) for program in plan.programs]
-        self.no_targets = torch.zeros(len(dataset.sources), dtype=torch.float64, device=device)
+        self.no_counts = torch.zeros(len(dataset.sources) + 1, dtype=torch.float64, device=device)
         self.has_losses = plan.program.stages - 1 in plan.stages_of(rank)
         self.pool = ThreadPoolExecutor(READERS, thread_name_prefix="pentad-read")
         self.prefetcher = Prefetcher(self._load, lambda batch: 8 * batch.tokens.numel(), AHEAD_BYTES)
@@ -87,10 +91,10 @@ class BatchLoader:
         row_sources, _ = self.dataset.rows(step)
         part = self.parts[self.plan.program_of(step)]
         if not part.microbatches:
-            return Batch({}, 0, self.no_targets, row_sources)
+            return Batch({}, 0, self.no_counts, row_sources)
         host = self.prefetcher.get(step, check)
         counts = host.counts.to(self.device, non_blocking=True)
-        return Batch(self._on_device(host, part), int(host.counts.sum()), counts, row_sources)
+        return Batch(self._on_device(host, part), int(host.counts[:-1].sum()), counts, row_sources)
 
     def load(self, read: Callable[[int], Sample]) -> dict[int, Tokens]:
         """Tokens by slice, as those of a step, where `read` returns a row of a full global batch."""
@@ -116,9 +120,10 @@ class BatchLoader:
         """The reads of a step are all requested at once."""
         dataset, part = self.dataset, self.parts[self.plan.program_of(step)]
         sources, indices = (each.tolist() for each in dataset.rows(step))
-        samples = self.pool.map(lambda row: dataset.sample(sources[row], indices[row]), part.rows)
+        samples = list(self.pool.map(lambda row: dataset.sample(sources[row], indices[row]), part.rows))
+        counted = {row: each for row, each in zip(part.rows, samples, strict=True) if row in part.counted_rows}
         counts = dataset.target_counts(step, self.pool.map) if self.has_losses else np.zeros(len(dataset.sources))
-        return self._prepared(list(samples), counts)
+        return self._prepared(samples, np.append(counts, digest_of(step, counted)))
 
     def _prepared(self, samples: list[Sample], counts: np.ndarray | None = None) -> HostBatch:
         """From the samples of this rank's rows."""
@@ -156,9 +161,14 @@ def local_part(plan: Plan, rank: int, program: Program) -> LocalPart:
         for (stage, piece), pp in program.compute_rank.items()
         if stage in stages and pp == at.pp
     }
+    counted = {
+        piece // program.slices
+        for (stage, piece), pp in program.compute_rank.items()
+        if stage == last and pp == at.pp and at.tp == at.cp == 0
+    }
     first = (at.dp * plan.mesh.ep + at.ep) * program.microbatches  # of the global batch
-    rows = [row for mb in sorted(local) for row in range((first + mb) * size, (first + mb + 1) * size)]
-    return LocalPart(sorted(local), rows)
+    rows = {mb: range((first + mb) * size, (first + mb + 1) * size) for mb in sorted(local)}
+    return LocalPart(sorted(local), [*chain(*rows.values())], {*chain(*(rows[mb] for mb in counted))})
 
 
 def _shifted(tokens: np.ndarray, by: int, fill: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ from pentad.workers.data.corpus import Corpus
 from pentad.workers.data.mixture import Mixture
 
 _ROUNDS = 8
+DIGEST_BITS = 40  # sums of 2^13 digests are exact in float64
 
 
 class Span(NamedTuple):
@@ -58,6 +59,19 @@ class Windows:
 
     def spans(self, number: int) -> list[Span]:
         return [Span(number * self.length, self.length)]
+
+
+def digest_of(batch: int, samples: Mapping[int, Sample]) -> int:
+    """Tells the samples of these rows of a batch from all others. The digests of disjoint sets of rows add up, modulo
+    2^DIGEST_BITS, to that of their union; so the sum over ranks tells whether each row was read exactly once."""
+    total = 0
+    for row, sample in samples.items():
+        place = f"{batch}/{row}".encode()
+        found = hashlib.blake2b(sample.inputs.data, digest_size=DIGEST_BITS // 8, key=place)
+        found.update(sample.following.data)
+        found.update(sample.is_target.data)
+        total += int.from_bytes(found.digest(), "little")
+    return total % 2**DIGEST_BITS
 
 
 def sample_of(corpus: Corpus, spans: list[Span], length: int, eod_mask_loss: bool) -> Sample:
@@ -160,6 +174,11 @@ class Dataset:
     def sample(self, source: int, index: int) -> Sample:
         spans, corpus = self._spans(source, index), self.sources[source].corpus
         return sample_of(corpus, spans, self.length, self.data.eod_mask_loss)
+
+    def digest(self, step: int) -> int:
+        """`digest_of` all rows of a step's batch."""
+        pairs = zip(*self.rows(step), strict=True)
+        return digest_of(step, {row: self.sample(int(source), int(index)) for row, (source, index) in enumerate(pairs)})
 
     def target_counts(self, step: int, map_rows: Callable[..., Iterable[int]] = map) -> np.ndarray:
         """[sources] int64: target tokens of the step's global batch. `map_rows` may read rows at once."""

@@ -87,7 +87,7 @@ class Executor:
         self._begin(program, step, batch.tokens)
         self.shards.begin(program.number)
         self.target_tokens = batch.target_tokens
-        self.optimizer_step.totals.begin(batch.target_tokens_by_source)
+        self.optimizer_step.totals.begin(batch.counts)
         for stage in self.stages.values():
             stage.begin(step, program.microbatches, self.target_tokens)
         started = time.monotonic()

@@ -30,8 +30,9 @@ from pentad.workers.transport.norm_reducer import NormPartial, NormReducer
 class CommittedStep(NamedTuple):
     """A step committed to the master weights; on a GPU, once it has reached the commit.
 
-    `losses` [global_batch_size + sources] are sums over the target tokens of each sequence, 0 for the microbatches that
-    a replica lacks in a smaller batch, and then the target tokens by source of the data; `squared_lse` [2] are the sums
+    `losses` [global_batch_size + sources + 1] are sums over the target tokens of each sequence, 0 for the microbatches
+    that a replica lacks in a smaller batch, then the target tokens by source of the data, and the digests of the
+    samples, added up over ranks; `squared_lse` [2] are the sums
     of squared log-sum-exps for z-losses, of the model's logits and of those of all routers. `norm` is the global
     gradient norm before clipping, a scalar; `taken` is the same, or nan if the update was skipped. All are float64 on
     the host, valid once the step has ended.
@@ -46,11 +47,11 @@ class CommittedStep(NamedTuple):
 
 class StepTotals:
     """What ranks add up at the end of a step, in float64: squared gradient norms by shard; squared log-sum-exps by
-    rank; losses by replica, microbatch, sequence and cp rank; target tokens by source of the data, which `begin` sets
-    for a step.
+    rank; losses by replica, microbatch, sequence and cp rank; target tokens by source of the data and digests of
+    samples, which `begin` sets for a step.
 
-    Every entry has one contributor, so sums are exact in any order. All ranks get the losses: those of a committed step
-    survive the rank that computed them.
+    Every entry has one contributor, or whole numbers of many, so sums are exact in any order. All ranks get the losses:
+    those of a committed step survive the rank that computed them.
     """
 
     def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage]) -> None:
@@ -62,13 +63,14 @@ class StepTotals:
         self.counts = plan.owner(ParamShard(plan.program.stages - 1)) == rank
         self.lse_shape = (batch.replicas, plan.mesh.cp, plan.mesh.pp, 2)
         self.first_loss = self.num_squares + math.prod(self.lse_shape)
-        size = self.first_loss + math.prod(self.loss_shape) + self.num_sources
+        self.num_losses = math.prod(self.loss_shape)
+        size = self.first_loss + self.num_losses + self.num_sources + 1
         self.values = torch.zeros(size, dtype=torch.float64, device=next(iter(stages.values())).device)
-        self.own_target_tokens = self.values[-self.num_sources :].clone()
+        self.own_counts = self.values[-self.num_sources - 1 :].clone()
 
-    def begin(self, target_tokens: torch.Tensor) -> None:
-        """`target_tokens` [sources], float64 on the device, are those of the global batch."""
-        self.own_target_tokens = target_tokens
+    def begin(self, counts: torch.Tensor) -> None:
+        """`counts` [sources + 1] are those of the rank's `Batch`."""
+        self.own_counts = counts
 
     def fill(self) -> torch.Tensor:
         """This rank's entries, zeros elsewhere. The owner of an unsharded parameter shard contributes its square."""
@@ -87,8 +89,8 @@ class StepTotals:
             self._squared_lse(self.values)[replica, at.cp, at.pp] += stage.squared_lse
             if stage.last:
                 self._losses(self.values)[replica, ..., at.cp] += stage.loss_sums
-        if self.counts:
-            self._target_tokens(self.values).copy_(self.own_target_tokens)
+        first = 0 if self.counts else self.num_sources
+        self._counts(self.values)[first:].copy_(self.own_counts[first:])
         return self.values
 
     def norm(self, totals: torch.Tensor) -> torch.Tensor:
@@ -96,8 +98,8 @@ class StepTotals:
         return totals[: self.num_squares].sum().sqrt()
 
     def losses(self, totals: torch.Tensor) -> torch.Tensor:
-        """[global_batch_size + sources], as in CommittedStep."""
-        return torch.cat((self._losses(totals).sum(3).flatten(), self._target_tokens(totals)))
+        """[global_batch_size + sources + 1], as in CommittedStep."""
+        return torch.cat((self._losses(totals).sum(3).flatten(), self._counts(totals)))
 
     def squared_lse(self, totals: torch.Tensor) -> torch.Tensor:
         """[2], 0 without a z-loss."""
@@ -105,16 +107,17 @@ class StepTotals:
 
     def mean_loss(self, losses: torch.Tensor) -> torch.Tensor:
         """A scalar, 0 without target tokens."""
-        return losses[: -self.num_sources].sum() / losses[-self.num_sources :].sum().clamp(min=1)
+        first = -self.num_sources - 1  # of the counts
+        return losses[:first].sum() / losses[first:-1].sum().clamp(min=1)
 
-    def _target_tokens(self, totals: torch.Tensor) -> torch.Tensor:
-        return totals[-self.num_sources :]
+    def _counts(self, totals: torch.Tensor) -> torch.Tensor:
+        return totals[-self.num_sources - 1 :]
 
     def _squared_lse(self, totals: torch.Tensor) -> torch.Tensor:
         return totals[self.num_squares : self.first_loss].view(self.lse_shape)
 
     def _losses(self, totals: torch.Tensor) -> torch.Tensor:
-        return totals[self.first_loss : -self.num_sources].view(self.loss_shape)
+        return totals[self.first_loss : self.first_loss + self.num_losses].view(self.loss_shape)
 
 
 class LocalUpdate(NamedTuple):

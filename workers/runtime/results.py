@@ -19,13 +19,13 @@ class LossSum(NamedTuple):
 class StepResult:
     """One rank's result of one step, which has run this `program` of the plan's programs.
 
-    `losses` are sums over target tokens, by microbatch of the global batch; `sources` has them by source of the data,
-    `squared_lse` is the sum of squared log-sum-exps of the logits, for a z-loss, and `router_squared_lse` that of all
-    routers' logits. `grad_norm` is the global norm before
-    clipping; if it was not finite, or the step a spike, it was `skipped`: no weight changed. `spans` are in seconds of
-    the host's monotonic clock, their ranks and peers are ranks of the mesh. The host waited for the step's data for
-    `data_wait_seconds` and issued `instructions` in `host_seconds`; `peak_bytes` is the largest GPU memory allocated so
-    far, 0 on a CPU.
+    `losses` are sums over target tokens, by microbatch of the global batch; `sources` has them by source of the data;
+    `samples` is the digest of all samples whose losses were counted (see `digest_of`). `squared_lse` is the sum of
+    squared log-sum-exps of the logits, for a z-loss, and `router_squared_lse` that of all routers' logits. `grad_norm`
+    is the global norm before clipping; if it was not finite, or the step a spike, it was `skipped`: no weight changed.
+    `spans` are in seconds of the host's monotonic clock, their ranks and peers are ranks of the mesh. The host waited
+    for the step's data for `data_wait_seconds` and issued `instructions` in `host_seconds`; `peak_bytes` is the largest
+    GPU memory allocated so far, 0 on a CPU.
     """
 
     step: int
@@ -42,6 +42,7 @@ class StepResult:
     squared_lse: float = 0.0
     router_squared_lse: float = 0.0
     program: int = 0
+    samples: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.checkpoint.snapshot import Snapshots
+from pentad.workers.data.samples import DIGEST_BITS
 from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.parallel.process_groups import abort_nccl, connect, join_store, start_store
 from pentad.workers.runtime import rank_setup
@@ -323,7 +324,8 @@ class Runner:
             step=committed.step,
             program=program.number,
             losses=dict(enumerate(losses.view(-1, batch.micro_batch_size).sum(1).tolist())),
-            sources=_by_source(losses, row_sources, committed.losses[batch.global_batch_size :]),
+            sources=_by_source(losses, row_sources, committed.losses[batch.global_batch_size : -1]),
+            samples=int(committed.losses[-1]) % 2**DIGEST_BITS,
             squared_lse=float(committed.squared_lse[0]),
             router_squared_lse=float(committed.squared_lse[1]),
             grad_norm=float(committed.norm),

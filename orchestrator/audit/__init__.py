@@ -1,0 +1,1 @@
+"""What a run committed, as it can be proven later."""

@@ -1,0 +1,60 @@
+"""audit.jsonl: every step, event and rewind of a run, in a chain of hashes that only grows.
+
+The hash of an entry is the SHA-256 of that of the entry before it and of its own content, so none can be changed, left
+out or moved without breaking the chain there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pentad.orchestrator.planning.json_rows import checked_row
+from pentad.schedules.ir.errors import PentadError
+
+AUDIT = "audit.jsonl"
+Entry = dict[str, Any]
+
+
+def linked(entry: Entry, previous: str) -> Entry:
+    """The entry, of JSON's values, with its `hash` after an entry with the hash `previous` ('' for the first one)."""
+    return {**entry, "hash": _hash(entry, previous)}
+
+
+def read_chain(lines: Iterable[bytes], where: str) -> Iterator[Entry]:
+    """The entries of lines that are complete. Raises PentadError, which names the first line that does not follow from
+    the one before it."""
+    previous = ""
+    for number, line in enumerate(lines, 1):
+        entry = _entry(line, f"{where} line {number}")
+        found = entry.pop("hash")
+        if found != (previous := _hash(entry, previous)):
+            text = f"{where} line {number} has the hash {str(found)[:12]}"
+            raise PentadError(f"{text}: expected {previous[:12]}, that of its content after the line before it")
+        yield checked_row(entry, f"{where} line {number}")
+
+
+def last_hash(path: Path) -> str:
+    """That of the last line, which is complete; '' for a run that has no chain yet. Raises PentadError for a line that
+    is none of a chain."""
+    if not path.exists() or not (lines := path.read_bytes().splitlines()):
+        return ""
+    return str(_entry(lines[-1], f"{path} line {len(lines)}")["hash"])
+
+
+def _hash(entry: Entry, previous: str) -> str:
+    content = json.dumps(entry, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(f"{previous}\n{content}".encode()).hexdigest()
+
+
+def _entry(line: bytes, where: str) -> Entry:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        entry = None
+    if not isinstance(entry, dict) or not {"event", "hash"} <= entry.keys():
+        raise PentadError(f"{where} is {line[:40]!r}: expected an entry with event and hash, as pentad writes them")
+    return entry

@@ -1,0 +1,159 @@
+"""Proves from a run's files alone that every sample of the committed steps was counted exactly once, in any history of
+faults, or names the first thing that contradicts it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from pentad.orchestrator.audit.chain import AUDIT, Entry, read_chain
+from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.config.yaml_text import load_yaml
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.batch import BatchSpec
+from pentad.workers.checkpoint.checkpoint import MANIFEST
+from pentad.workers.data.samples import Dataset
+from pentad.workers.data.sources import open_dataset
+
+OnProgress = Callable[[int, int], None]  # steps whose samples have been compared, of how many
+
+
+class CommittedStep(NamedTuple):
+    """Its samples are those of a `batch` of the data that the configuration `config`, as YAML, describes."""
+
+    line: int
+    batch: int
+    samples: int
+    loss: float | None
+    config: str
+
+
+@dataclass
+class History:
+    """What a chain says: the steps that count, by number, and the SHA-256 of the manifests of checkpoints, by step."""
+
+    steps: dict[int, CommittedStep] = field(default_factory=dict)
+    manifests: dict[int, str] = field(default_factory=dict)
+    generations: set[int] = field(default_factory=set)
+    rewinds: int = 0  # that undid steps
+    undone: int = 0  # steps
+
+
+class Verdict(NamedTuple):
+    """What has been proven. `samples` is the number of those of the steps, or None if the data was not read;
+    `checkpoints` of the run are still there."""
+
+    steps: int
+    samples: int | None
+    rewinds: int
+    undone: int
+    generations: int
+    checkpoints: int
+
+
+def verify(run: Path, metrics: Sequence[Entry], *, data: bool, on_progress: OnProgress = lambda *_: None) -> Verdict:
+    """Compares a run's audit.jsonl with itself, with `metrics`, the lines of its metrics.jsonl, with its checkpoints,
+    and with the `data`.
+
+    Raises PentadError at the first contradiction.
+    """
+    path = run / AUDIT
+    if not path.exists():
+        raise PentadError(f"{run} has no {AUDIT}: expected a run of this version of pentad")
+    history = replay(read_chain(path.read_bytes().split(b"\n")[:-1], str(path)), str(path))
+    _compare_metrics(history, metrics, run)
+    checkpoints = _compare_checkpoints(history, run)
+    samples = _compare_samples(history, str(path), on_progress) if data else None
+    return Verdict(len(history.steps), samples, history.rewinds, history.undone, len(history.generations), checkpoints)
+
+
+def replay(entries: Iterable[Entry], where: str) -> History:
+    """Raises PentadError if a step does not follow the one before it, or repeats a batch."""
+    history, following, config = History(), 0, ""
+    for line, entry in enumerate(entries, 1):
+        at = f"{where} line {line}"
+        match entry["event"]:
+            case "configuration":
+                config = entry["yaml"]
+            case "rewind":
+                following = _rewind(history, following, entry["step"], at)
+            case "step":
+                if entry["step"] != following:
+                    raise PentadError(f"{at} commits step {entry['step']}: expected step {following}")
+                before = history.steps.get(following - 1)
+                if before is not None and entry["batch"] <= before.batch:
+                    text = f"{at} trains step {following} on batch {entry['batch']}, after batch {before.batch}"
+                    raise PentadError(f"{text}: expected a later one")
+                history.steps[following] = CommittedStep(line, entry["batch"], entry["samples"], entry["loss"], config)
+                following += 1
+            case "checkpoint":
+                history.manifests[entry["step"]] = entry.get("manifest", "")
+        history.generations |= {entry["generation"]} if "generation" in entry else set()
+    return history
+
+
+def manifest_hash(checkpoint: Path) -> str:
+    """SHA-256 of a committed checkpoint's manifest, which has the checksums of all its files."""
+    return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
+
+
+def _rewind(history: History, following: int, step: int, at: str) -> int:
+    """The steps from `step` on no longer count. The first steps of a run may be another run's."""
+    if step > following and history.steps:
+        raise PentadError(f"{at} goes on from step {step}: expected one up to {following}, the steps so far")
+    undone = [number for number in history.steps if number >= step]
+    for number in undone:
+        del history.steps[number]
+    history.undone += len(undone)
+    history.rewinds += bool(undone)
+    return step
+
+
+def _compare_metrics(history: History, metrics: Sequence[Entry], run: Path) -> None:
+    first = min(history.steps, default=0)  # earlier ones are another run's, or of a version without audit.jsonl
+    found = {row["step"]: row["loss"] for row in metrics if row["step"] >= first}
+    expected = {number: step.loss for number, step in history.steps.items()}
+    for number in sorted(found.keys() | expected.keys()):
+        if number not in expected or number not in found or found[number] != expected[number]:
+            loss, committed = (its.get(number, "none") for its in (found, expected))
+            text = f"{run / 'metrics.jsonl'} has the loss {loss} of step {number}"
+            raise PentadError(f"{text}: expected {committed}, as {AUDIT} has it")
+
+
+def _compare_checkpoints(history: History, run: Path) -> int:
+    count = 0
+    for step, expected in history.manifests.items():
+        folder = run / "checkpoints" / f"step-{step:08d}"
+        if (folder / MANIFEST).exists():
+            count += 1
+            if (found := manifest_hash(folder)) != expected:
+                text = f"{folder / MANIFEST} has the SHA-256 {found[:12]}"
+                raise PentadError(f"{text}: expected {expected[:12]}, with which it was committed")
+    return count
+
+
+def _compare_samples(history: History, where: str, on_progress: OnProgress) -> int:
+    """Compares what ranks counted with what the data says, and returns how many samples that were."""
+    opened: dict[str, Dataset] = {}
+    count = 0
+    for done, (number, step) in enumerate(history.steps.items()):
+        on_progress(done, len(history.steps))
+        if step.config not in opened:
+            opened = {
+                step.config: _dataset(load(load_yaml(step.config, f"{where}, the configuration of step {number}")))
+            }
+        dataset = opened[step.config]
+        if (expected := dataset.digest(step.batch)) != step.samples:
+            text = f"{where} line {step.line}: step {number} counted samples with the digest {step.samples}"
+            raise PentadError(f"{text}: expected {expected}, each sample of batch {step.batch} once")
+        count += dataset.mixture.sizes.size(step.batch)
+    return count
+
+
+def _dataset(config: RunConfig) -> Dataset:
+    batch = config.batch
+    spec = BatchSpec(batch.global_batch_size, batch.sequence_length, 1, 1, batch.sizes.rampup)
+    return open_dataset(config.data.spec, spec, config.model.vocab, config.run.seed)
