@@ -15,8 +15,9 @@ from rich.console import Console
 from typer import Argument, Option
 
 from pentad.orchestrator.cli.arguments import Address, Json, Run, ScheduleArguments, Timeout, Words
-from pentad.orchestrator.cli.data_commands import data
-from pentad.orchestrator.cli.picture_commands import curves, timeline
+from pentad.orchestrator.cli.commands.checkpoint import checkpoint
+from pentad.orchestrator.cli.commands.data import data
+from pentad.orchestrator.cli.commands.pictures import curves, timeline
 from pentad.schedules.ir.errors import PentadError, ScheduleError, printable
 
 # ClickException, the base of all usage errors; typer bundles click but does not export it.
@@ -26,6 +27,7 @@ _INTERRUPTED = 130  # which some versions of typer return for a KeyboardInterrup
 
 app = typer.Typer(pretty_exceptions_enable=False, no_args_is_help=True)
 app.add_typer(data, name="data")
+app.add_typer(checkpoint, name="checkpoint")
 _began = time.monotonic()  # of the command
 
 
@@ -187,7 +189,6 @@ def _add_request(verb: str, seconds: float, text: str) -> None:
 
 _add_request("pause", 60.0, "Pause a live run after the steps in flight; it keeps its ranks and their memory.")
 _add_request("resume", 60.0, "Resume a paused run.")
-_add_request("checkpoint", 600.0, "Save a checkpoint of a live run and wait until it is committed.")
 _add_request("abort", 60.0, "End a live run now, without a checkpoint.")
 
 

@@ -22,6 +22,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Action
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint.retention import delete_older
 from pentad.workers.runtime.progress_file import Progress, read_progress
 from pentad.workers.runtime.results import RankSnapshot, WrittenShards
 from pentad.workers.runtime.telemetry import GpuState, read_gpu
@@ -163,7 +164,7 @@ class Worker:
             if generation != self.generation:
                 raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
             checkpoint.commit(path, step=step, shards=found, meta=meta)
-        checkpoint.delete_older(path.parent, keep, pinned)
+        delete_older(path.parent, keep, pinned)
         checkpoint.read_manifest(path)  # raises if it was damaged when it was read again
 
     @ray.method(concurrency_group="train")

@@ -67,7 +67,7 @@ class RunFolder:
         self.resumed, self.changes = saved is not None, changed_keys(saved, config) if saved else {}
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self.lock = _lock(self.path, config.run.name)
+            self.lock = _lock(self.path, _running(config.run.name))
         except OSError as error:
             text = f"run.folder is '{config.run.folder}', where {self.path} cannot be written ({error.strerror})"
             raise PentadError(f"{text}: expected a folder of your own") from None
@@ -218,7 +218,7 @@ def check_not_live(config: RunConfig) -> None:
     path = path_of(config)
     with suppress(OSError):  # RunFolder reports it
         if (path / ".lock").exists():
-            os.close(_lock(path, config.run.name))
+            os.close(_lock(path, _running(config.run.name)))
 
 
 def resolve_run(name: str, folder: Path = Path("runs"), argument: str = "RUN") -> Path:
@@ -318,7 +318,23 @@ def _flat(config: RunConfig) -> dict[str, Any]:
     return {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
 
 
-def _lock(path: Path, name: str) -> int:
+@contextmanager
+def locked(path: Path, problem: str) -> Iterator[None]:
+    """Keeps others from running in the folder of a run. Raises PentadError with `problem`, in which {holder} is a
+    process, if one is."""
+    with _reported(path / ".lock"):
+        descriptor = _lock(path, problem)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _running(name: str) -> str:
+    return f"run.name is {name}, which is running already (process {{holder}}): expected another"
+
+
+def _lock(path: Path, problem: str) -> int:
     """A descriptor that locks the folder until it is closed or the process ends."""
     descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -326,9 +342,7 @@ def _lock(path: Path, name: str) -> int:
     except BlockingIOError:
         holder = os.pread(descriptor, 20, 0).decode() or "unknown"
         os.close(descriptor)
-        raise PentadError(
-            f"run.name is {name}, which is running already (process {holder}): expected another"
-        ) from None
+        raise PentadError(problem.replace("{holder}", holder)) from None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     return descriptor

@@ -15,7 +15,7 @@ from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.planning.planning import shrunk_plan
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, is_complete, kill, sources
 from pentad.orchestrator.recovery.hang_detection import check_answers
-from pentad.orchestrator.recovery.spikes import pinned_checkpoints
+from pentad.orchestrator.recovery.retention import pinned_checkpoints
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import Checkpoint, Start, recover
 

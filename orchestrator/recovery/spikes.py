@@ -10,9 +10,11 @@ from pentad.orchestrator.config.sections import SpikesSection
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder, read_lines
+from pentad.orchestrator.recovery.retention import rollback_target
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import MANIFEST, Start, delete_checkpoint, recover
+from pentad.workers.checkpoint.checkpoint import MANIFEST, Start, recover
 from pentad.workers.checkpoint.manifest import decode
+from pentad.workers.checkpoint.retention import delete_checkpoint
 
 Skipped = tuple[tuple[int, int], ...]  # batches left out, as for `batch_of`
 
@@ -43,24 +45,6 @@ class SpikeWatch:
             if self.section.policy == "skip" and self.in_a_row == self.section.max_consecutive:
                 found = f"steps {row['step'] - self.in_a_row + 1} to {row['step']} were all skipped"
                 raise PentadError(f"{found}: expected fewer than spikes.max_consecutive = {self.in_a_row}")
-
-
-def rollback_target(config: RunConfig, step: int) -> int | None:
-    """The step to which a spike in `step` takes the run back, None without that policy: the last one of a checkpoint by
-    steps, so that it depends on nothing else."""
-    every = config.checkpoint.every
-    return step // every * every if config.spikes.policy == "rollback" else None
-
-
-def pinned_checkpoints(config: RunConfig, folder: RunFolder, step: int) -> tuple[int, ...]:
-    """Steps of the checkpoints that are kept beside the newest ones, once there is one of `step` steps."""
-    best, target, saved = folder.best(step), rollback_target(config, step), folder.saved()
-    pinned = [best.step] if best else []
-    if target is not None:
-        pinned += sorted(each for each in saved if each <= target)[-1:]
-    if every := config.checkpoint.keep_every:
-        pinned += [each for each in saved if each and each % every == 0]
-    return tuple(pinned)
 
 
 def roll_back(config: RunConfig, group: WorkerGroup, bus: EventBus, spike: int) -> int:

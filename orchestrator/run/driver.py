@@ -30,7 +30,8 @@ from pentad.orchestrator.planning.planning import plan_on
 from pentad.orchestrator.recovery.fence import RecoveryState
 from pentad.orchestrator.recovery.hang_detection import HangDetector
 from pentad.orchestrator.recovery.recovery import Recovery
-from pentad.orchestrator.recovery.spikes import roll_back, rollback_target, skipped_batches
+from pentad.orchestrator.recovery.retention import rollback_target
+from pentad.orchestrator.recovery.spikes import roll_back, skipped_batches
 from pentad.orchestrator.run.init_from import Origin, origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.measure import History

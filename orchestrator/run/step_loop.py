@@ -17,11 +17,12 @@ from pentad.orchestrator.monitoring.evaluations import Best, evaluation_rows
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.recovery.hang_detection import HangDetector
-from pentad.orchestrator.recovery.spikes import SpikeWatch, pinned_checkpoints
+from pentad.orchestrator.recovery.retention import pinned_checkpoints
+from pentad.orchestrator.recovery.spikes import SpikeWatch
 from pentad.orchestrator.run.measure import History
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.spikes import batch_of
-from pentad.workers.checkpoint.checkpoint import delete_checkpoint
+from pentad.workers.checkpoint.retention import delete_checkpoint
 from pentad.workers.data.mixture import Mixture
 from pentad.workers.runtime.results import StepResult
 

@@ -63,6 +63,7 @@ LAYERS = {
     ),
     "orchestrator": (
         "namespace",
+        "cli/commands",
         "cli",
         "api",
         "run",

@@ -5,7 +5,7 @@ manifest is incomplete and ignored. Tensor names are global, so any mesh can rea
 unpickles: safetensors and JSON only. A storage failure raises PentadError, so that the driver can keep training.
 
 A checkpoint of a run counts if `committed` lists it. One whose content turns out to be damaged is renamed by whoever
-may write to the run (`recover`, `delete_older`), so that it counts nowhere and its step can be saved again.
+may write to the run (`recover`, retention.delete_older), so that it counts nowhere and its step can be saved again.
 
 Needs no torch: a driver resumes and recovers without it.
 """
@@ -14,7 +14,6 @@ import errno
 import hashlib
 import os
 import re
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,14 +21,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.atomic_io import storage_errors, sync_folder, write_file
+from pentad.workers.checkpoint.atomic_io import storage_errors, write_file
 from pentad.workers.checkpoint.manifest import (
     MAX_BYTES,
     Manifest,
@@ -111,7 +110,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     manifest = read_manifest(folder)
     before = _file_states(folder, manifest)
     with _naming(folder), ThreadPoolExecutor() as pool:  # hashing releases the GIL
-        for _ in pool.map(lambda shard: _retried(lambda: _check_content(folder, shard)), manifest.shards):
+        for _ in pool.map(lambda shard: retried(lambda: _check_content(folder, shard)), manifest.shards):
             pass
     _verified[folder] = before
     return _checkpoint(folder, manifest)
@@ -138,7 +137,7 @@ def read_manifest(folder: Path) -> Manifest:
         return manifest
 
     with _naming(folder):
-        return _retried(read)
+        return retried(read)
 
 
 def fingerprint(folder: Path) -> str:
@@ -153,7 +152,7 @@ def committed(root: Path) -> dict[int, Path]:
     Raises UnknownVersion and Unreadable: to leave out such a checkpoint would silently lose its steps.
     """
     found = {}
-    for step, folder in _with_manifest(root).items():
+    for step, folder in complete_folders(root).items():
         try:
             read_manifest(folder)
         except (UnknownVersion, Unreadable):
@@ -166,7 +165,7 @@ def committed(root: Path) -> dict[int, Path]:
 
 def has_manifests(root: Path) -> bool:
     """Whether there is a checkpoint under `root`, intact or not. Raises Unreadable."""
-    return bool(_with_manifest(root))
+    return bool(complete_folders(root))
 
 
 def newest(root: Path) -> Found:
@@ -175,7 +174,7 @@ def newest(root: Path) -> Found:
     Raises UnknownVersion and Unreadable at such a checkpoint: to skip it would silently lose its steps.
     """
     refused: list[tuple[Path, str]] = []
-    for folder in reversed(_with_manifest(root).values()):
+    for folder in reversed(complete_folders(root).values()):
         try:
             return Found(open_checkpoint(folder), tuple(refused))
         except (UnknownVersion, Unreadable):
@@ -194,50 +193,7 @@ def recover(root: Path, *, restart: bool = False) -> Found:
     if found.checkpoint is None and found.refused and not restart:
         expected = "expected an intact one, or checkpoint.restart_if_damaged = true to begin the run again"
         raise PentadError(f"no checkpoint in {root} is intact ({found.refused[0][1]}): {expected}")
-    return found._replace(refused=tuple((_set_aside(folder), reason) for folder, reason in found.refused))
-
-
-def delete_checkpoint(folder: Path) -> None:
-    """Deletes the checkpoint, complete or not, in `folder`, if it exists; manifest first, in case of a crash."""
-    if _step_of(folder) is None or folder.is_symlink():
-        raise PentadError(f"folder is {folder}: expected the step-00000000 folder of a checkpoint")
-    if not os.path.lexists(folder):
-        return
-    try:
-        (folder / MANIFEST).unlink(missing_ok=True)
-        sync_folder(folder)
-        shutil.rmtree(folder)
-        sync_folder(folder.parent)
-    except OSError as error:
-        raise PentadError(
-            f"checkpoint {folder} cannot be deleted ({error.strerror}): expected writable storage"
-        ) from error
-
-
-def delete_older(root: Path, keep: int, pinned: Sequence[int] = ()) -> tuple[Path, ...]:
-    """Keeps the newest valid checkpoint, the `keep` - 1 valid ones before it, anything newer, and those of `pinned`
-    steps; deletes the rest, and renames newer ones that are damaged.
-
-    Returns the deleted folders, oldest first. Deletes nothing unless it has read a newer checkpoint in full and found
-    it valid.
-    """
-    if keep < 1:
-        raise PentadError(f"checkpoint.keep is {keep}: expected at least 1")
-    folders, complete = _folders(root), list(_with_manifest(root))
-    incomplete = folders.keys() - complete
-    if not complete or (len(complete) <= keep and not any(step < complete[-1] for step in incomplete)):
-        return ()
-    found, refused = newest(root)
-    if found is None:
-        return ()
-    for folder, _ in refused:
-        _set_aside(folder)
-    older = (step for step in reversed(complete) if step < found.step)
-    kept = list(islice((step for step in older if _is_intact(folders[step])), keep - 1))
-    deleted = tuple(folder for step, folder in folders.items() if step < found.step and step not in (*kept, *pinned))
-    for folder in deleted:
-        delete_checkpoint(folder)
-    return deleted
+    return found._replace(refused=tuple((set_aside(folder), reason) for folder, reason in found.refused))
 
 
 @contextmanager
@@ -256,7 +212,8 @@ def unreadable(file: str, error: OSError | SafetensorError) -> PentadError:
     return (Unreadable if is_passing else PentadError)(f"{file} cannot be read ({reason}): expected a readable file")
 
 
-def _retried(read: Callable[[], _T]) -> _T:
+def retried(read: Callable[[], _T]) -> _T:
+    """What `read` returns, if it raises Unreadable after some more attempts."""
     for seconds in RETRY_SECONDS:
         with suppress(Unreadable):
             return read()
@@ -264,7 +221,7 @@ def _retried(read: Callable[[], _T]) -> _T:
     return read()
 
 
-def _set_aside(folder: Path) -> Path:
+def set_aside(folder: Path) -> Path:
     """Renames a damaged checkpoint to the first free name of the form step-00000020.refused-1."""
     names = (folder.with_name(f"{folder.name}.refused-{number}") for number in count(1))
     aside = next(path for path in names if not os.path.lexists(path))
@@ -274,7 +231,7 @@ def _set_aside(folder: Path) -> Path:
         raise PentadError(f"{folder} cannot be renamed ({error.strerror}): expected writable storage") from error
 
 
-def _is_intact(folder: Path) -> bool:
+def is_intact(folder: Path) -> bool:
     """Whether the checkpoint is valid; its content is not read again while its files have not changed."""
     try:
         if _file_states(folder, read_manifest(folder)) != _verified.get(folder):
@@ -318,7 +275,7 @@ def _file_states(folder: Path, manifest: Manifest) -> tuple[_FileState, ...]:
         return tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in found)
 
     with _naming(folder):
-        return _retried(read)
+        return retried(read)
 
 
 def _check_content(folder: Path, shard: Shard) -> None:
@@ -338,17 +295,17 @@ def _check_content(folder: Path, shard: Shard) -> None:
 
 
 def _check_step(folder: Path, step: int) -> None:
-    if _step_of(folder) not in (None, step):
-        raise PentadError(f"step is {step}: expected {_step_of(folder)}, as in the folder's name")
+    if step_of(folder) not in (None, step):
+        raise PentadError(f"step is {step}: expected {step_of(folder)}, as in the folder's name")
 
 
-def _step_of(folder: Path) -> int | None:
+def step_of(folder: Path) -> int | None:
     """The step in a folder's name; None if it is not the name of a checkpoint."""
     match = re.fullmatch(r"step-([0-9]{8,18})", folder.name)
     return int(match[1]) if match and folder == folder_of(folder.parent, int(match[1])) else None
 
 
-def _folders(root: Path) -> dict[int, Path]:
+def folders(root: Path) -> dict[int, Path]:
     """Checkpoint folders under `root` by step, lowest first, including incomplete ones; links are ignored."""
 
     def read() -> list[Path]:
@@ -360,13 +317,13 @@ def _folders(root: Path) -> dict[int, Path]:
         except OSError as error:
             raise unreadable(f"folder {root}", error) from error
 
-    steps = {step: path for path in _retried(read) if (step := _step_of(path)) is not None}
+    steps = {step: path for path in retried(read) if (step := step_of(path)) is not None}
     return dict(sorted(steps.items()))
 
 
-def _with_manifest(root: Path) -> dict[int, Path]:
-    """The complete ones of `_folders`."""
-    return {step: folder for step, folder in _folders(root).items() if _retried(partial(_has_manifest, folder))}
+def complete_folders(root: Path) -> dict[int, Path]:
+    """Those with a manifest, of `folders`."""
+    return {step: folder for step, folder in folders(root).items() if retried(partial(_has_manifest, folder))}
 
 
 def _has_manifest(folder: Path) -> bool:

@@ -156,7 +156,7 @@ def test_a_request_is_answered_when_it_is_done(
 
 def test_a_checkpoint_request_is_answered_with_its_step(pentad: Pentad, served: Served) -> None:
     once_requested(served, served.requests.checkpoint_saved, 6)
-    status, out, _ = pentad("checkpoint", "trial", "--json")
+    status, out, _ = pentad("checkpoint", "save", "trial", "--json")
     assert (status, json.loads(out)) == (0, {"run": "trial", "state": "running", "step": 6, "generation": 2})
 
 

@@ -150,7 +150,7 @@ def test_a_submitted_run_is_paused_resumed_stopped_and_resubmitted_without_loss(
     names = {f"{stage}{op}{microbatch}" for stage in "01" for op in ("F", "BW") for microbatch in "01"}
     assert {(f"worker:000{name[0]}", name) for name in names} <= shown
 
-    saved = user.query("checkpoint", str(parts))["step"]
+    saved = user.query("checkpoint", "save", str(parts))["step"]
     assert saved == paused["step"]
     assert user.query("resume", str(parts))["state"] == "running"
     eventually(lambda: len(steps(parts)), lambda done: done > saved)

@@ -10,7 +10,8 @@ from fake_ray import FakeRun
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.runfolder import read_lines
-from pentad.orchestrator.recovery.spikes import pinned_checkpoints, skipped_batches
+from pentad.orchestrator.recovery.retention import pinned_checkpoints
+from pentad.orchestrator.recovery.spikes import skipped_batches
 from pentad.orchestrator.run import driver
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.spikes import batch_of

@@ -15,13 +15,12 @@ from pentad.workers.checkpoint import atomic_io
 from pentad.workers.checkpoint.checkpoint import (
     MANIFEST,
     commit,
-    delete_checkpoint,
-    delete_older,
     folder_of,
     newest,
     open_checkpoint,
 )
 from pentad.workers.checkpoint.manifest import Shard
+from pentad.workers.checkpoint.retention import delete_checkpoint, delete_older
 from pentad.workers.checkpoint.shards import read, write_shard
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8]

@@ -18,12 +18,11 @@ from checkpoints import save
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import (
     MANIFEST,
-    delete_checkpoint,
-    delete_older,
     folder_of,
     newest,
     open_checkpoint,
 )
+from pentad.workers.checkpoint.retention import delete_checkpoint, delete_older
 from pentad.workers.checkpoint.shards import write_shard
 
 Tree = dict[Path, bytes | None]  # contents by path, None for a folder

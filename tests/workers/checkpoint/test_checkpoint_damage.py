@@ -17,8 +17,9 @@ from checkpoints import flip, save
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import atomic_io, checkpoint, manifest, safetensors_io
-from pentad.workers.checkpoint.checkpoint import MANIFEST, delete_older, folder_of, newest, open_checkpoint
+from pentad.workers.checkpoint.checkpoint import MANIFEST, folder_of, newest, open_checkpoint
 from pentad.workers.checkpoint.manifest import VERSION, UnknownVersion, decode
+from pentad.workers.checkpoint.retention import delete_older
 from pentad.workers.checkpoint.shards import write_shard
 
 SLOW = pytest.mark.slow

@@ -17,11 +17,11 @@ from pentad.workers.checkpoint.checkpoint import (
     MANIFEST,
     Unreadable,
     committed,
-    delete_older,
     folder_of,
     newest,
     recover,
 )
+from pentad.workers.checkpoint.retention import delete_older
 
 ERRORS = (errno.EIO, errno.ESTALE, errno.EMFILE)
 FailReads = Callable[[str, int, int], None]

@@ -1,0 +1,115 @@
+"""`pentad checkpoint list`, `verify` and `prune`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pentad.orchestrator.cli.show_lists import clock, print_table
+from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
+from pentad.orchestrator.monitoring.runfolder import (
+    CHECKPOINTS,
+    CONFIG,
+    EVALUATIONS,
+    locked,
+    read_lines,
+    resolve_run,
+    saved_config,
+)
+from pentad.orchestrator.planning.formatting import format_bytes
+from pentad.orchestrator.recovery.retention import kept_steps
+from pentad.schedules.ir.errors import PentadError, printable
+from pentad.workers.checkpoint.checkpoint import MANIFEST
+from pentad.workers.checkpoint.retention import Entry, delete_checkpoint, listed, superseded, verified
+
+
+def show_list(run: str, console: Console, *, as_json: bool) -> None:
+    """Lists the checkpoints of a run, oldest first."""
+    home = _home(run)
+    entries = listed(home / CHECKPOINTS)
+    notes = _notes(home, [entry.step for entry in entries if entry.state == "complete"])
+    rows = [_row(entry, notes.get(entry.step, ()) if entry.state == "complete" else ()) for entry in entries]
+    if as_json:
+        print(json.dumps({"run": home.name, "folder": str(home / CHECKPOINTS), "checkpoints": rows}))
+    elif not rows:
+        print(f"no checkpoints in {home / CHECKPOINTS}")
+    else:
+        heads = ("step>", "saved", "size>", "state", "kept as", "problem")
+        keys = ("step", "time", "bytes", "state", "kept_as", "problem")
+        forms: dict[str, Callable[[Any], str]] = {"time": clock, "bytes": format_bytes, "kept_as": ", ".join}
+        cells = [tuple(forms.get(key, str)(row[key]) for key in keys) for row in rows]
+        print_table(console, heads, cells, wrapped="problem")
+
+
+def show_verify(run: str, *, as_json: bool) -> int:
+    """Verifies the checkpoints of a run, or one, and prints a line for each; returns 1 if one is not intact."""
+    folder = Path(run).expanduser()
+    if (folder / MANIFEST).exists() or folder.name.startswith("step-"):
+        home, entries = folder.absolute().parent.parent, [e for e in listed(folder.parent) if e.folder == folder]
+    else:
+        home = _home(run)
+        entries = [entry for entry in listed(home / CHECKPOINTS) if entry.state not in ("incomplete", "refused")]
+    if not entries:
+        raise PentadError(f"RUN is '{run}', which has no checkpoint: expected at least one")
+    rows = []
+    for entry in map(verified, entries):
+        rows.append(_row(entry))
+        if not as_json:
+            print(_sentence(entry), flush=True)
+    intact = all(row["state"] == "complete" for row in rows)
+    if as_json:
+        print(json.dumps({"run": home.name, "intact": intact, "checkpoints": rows}))
+    return 0 if intact else 1
+
+
+def show_prune(run: str, *, dry_run: bool, as_json: bool) -> None:
+    """Deletes the checkpoints of a run that it would not keep. Raises PentadError if it is live, or none is intact."""
+    home = resolve_run(run)
+    with locked(home, f"RUN is '{run}', which is running (process {{holder}}) and deletes them itself"):
+        config, rows = saved_config(home), read_lines(home / EVALUATIONS, EVAL_KEYS)
+        root = home / CHECKPOINTS
+        gone = superseded(root, config.checkpoint.keep, lambda saved: kept_steps(config, saved, rows))
+        for entry in gone if not dry_run else ():
+            delete_checkpoint(entry.folder)
+    size = sum(entry.bytes for entry in gone)
+    if as_json:
+        facts = {"run": home.name, "dry_run": dry_run, "bytes": size}
+        print(json.dumps({**facts, "deleted": [_row(entry) for entry in gone]}))
+        return
+    for entry in gone:
+        print(f"{'would delete' if dry_run else 'deleted'} {entry.folder.name} ({entry.state})")
+    print(f"{len(gone)} checkpoint{'s' * (len(gone) != 1)}, {format_bytes(size)}")
+
+
+def _home(text: str) -> Path:
+    """The folder of a run or of an imported model."""
+    found = (path for path in (Path(text).expanduser(), Path("runs") / text) if (path / CHECKPOINTS).is_dir())
+    return next(found, None) or resolve_run(text)
+
+
+def _row(entry: Entry, kept_as: Iterable[str] = ()) -> dict[str, Any]:
+    keys = ("step", "time", "bytes", "state", "problem")
+    return {**{key: getattr(entry, key) for key in keys}, "kept_as": [*kept_as], "folder": str(entry.folder)}
+
+
+def _notes(home: Path, saved: Collection[int]) -> dict[int, list[str]]:
+    """Why checkpoints of a run are kept besides the newest ones, by step."""
+    if not (home / CONFIG).is_file():
+        return {}
+    section = saved_config(home).checkpoint
+    best = best_of(read_lines(home / EVALUATIONS, EVAL_KEYS), section.keep_best, saved)
+    found: dict[int, list[str]] = {best.step: ["best"]} if best else {}
+    for step in saved:
+        if section.keep_every and step and step % section.keep_every == 0:
+            found.setdefault(step, []).append("milestone")
+    return found
+
+
+def _sentence(entry: Entry) -> str:
+    if entry.state == "complete":
+        return f"{entry.folder.name}: intact, {format_bytes(entry.bytes)}"
+    return printable(f"{entry.folder.name}: {entry.state}: {entry.problem}")

@@ -1,0 +1,36 @@
+"""Which checkpoints of a run are kept beside the newest ones. Needs no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.monitoring.evaluations import best_of
+from pentad.orchestrator.monitoring.runfolder import RunFolder
+
+
+def rollback_target(config: RunConfig, step: int) -> int | None:
+    """The step to which a spike in `step` takes the run back, None without that policy: the last one of a checkpoint by
+    steps, so that it depends on nothing else."""
+    every = config.checkpoint.every
+    return step // every * every if config.spikes.policy == "rollback" else None
+
+
+def kept_steps(config: RunConfig, saved: Collection[int], evaluations: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    """Of the checkpoints of these steps, the best one by the lines of eval.jsonl, the milestones, and the one to which
+    a spike right after the newest takes the run back."""
+    best, every = best_of(evaluations, config.checkpoint.keep_best, saved), config.checkpoint.keep_every
+    target = rollback_target(config, max(saved, default=0))
+    kept = [best.step] if best else []
+    if target is not None:
+        kept += sorted(step for step in saved if step <= target)[-1:]
+    if every:
+        kept += sorted(step for step in saved if step and step % every == 0)
+    return tuple(kept)
+
+
+def pinned_checkpoints(config: RunConfig, folder: RunFolder, step: int) -> tuple[int, ...]:
+    """Those to keep beside the newest ones once there is one of `step` steps, the newest."""
+    saved = {saved for saved in folder.saved() if saved < step}
+    return kept_steps(config, saved | {step}, folder.evaluations())

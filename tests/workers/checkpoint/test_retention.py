@@ -1,0 +1,83 @@
+"""What is under a folder of checkpoints, and which of it can be deleted."""
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+from checkpoints import flip, save
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checkpoint import MANIFEST, folder_of, recover
+from pentad.workers.checkpoint.retention import Entry, delete_checkpoint, listed, superseded, verified
+
+SHARD = "stage-0.safetensors"
+
+
+def states(entries: Collection[Entry]) -> list[tuple[int, str]]:
+    return [(entry.step, entry.state) for entry in entries]
+
+
+def nothing(saved: Collection[int]) -> Collection[int]:
+    return ()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Steps 10 to 60 by 10: 20 without a manifest, 30 with a byte changed, 40 renamed because of that, 60 truncated."""
+    for step in range(10, 70, 10):
+        save(tmp_path, step)
+    (folder_of(tmp_path, 20) / MANIFEST).unlink()
+    flip(folder_of(tmp_path, 30) / SHARD, -1)
+    folder_of(tmp_path, 40).rename(tmp_path / "step-00000040.refused-1")
+    shard = folder_of(tmp_path, 60) / SHARD
+    shard.write_bytes(shard.read_bytes()[:-1])
+    (tmp_path / "step-00000070").symlink_to(folder_of(tmp_path, 10))
+    (tmp_path / "mine").mkdir()
+    return tmp_path
+
+
+def test_every_checkpoint_is_listed_with_its_state_without_reading_content(root: Path) -> None:
+    entries = listed(root)
+    assert states(entries) == [
+        (10, "complete"), (20, "incomplete"), (30, "complete"), (40, "refused"), (50, "complete"), (60, "damaged"),
+    ]  # fmt: skip
+    assert entries[5].problem.startswith(f"{SHARD} has ")
+    for entry in entries:
+        assert entry.bytes == sum(path.stat().st_size for path in entry.folder.iterdir())
+    assert entries[0].time == (folder_of(root, 10) / MANIFEST).stat().st_mtime
+
+
+def test_verification_names_the_first_broken_file(root: Path) -> None:
+    found = {entry.step: verified(entry) for entry in listed(root)}
+    assert found[10].state == found[50].state == "complete"
+    assert found[30].state == "damaged" and found[30].problem.startswith(f"{SHARD} has sha256 ")
+    assert found[60].state == "damaged" and found[60].problem.startswith(f"{SHARD} has ")
+    assert found[20].problem.startswith(MANIFEST) and found[20].state == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("keep", "pinned", "gone"),
+    [(1, (), [10, 20, 30, 40]), (1, (10,), [20, 30, 40]), (2, (), [20, 30, 40]), (9, (), [20, 30, 40])],
+)
+def test_what_is_not_kept_is_superseded(root: Path, keep: int, pinned: tuple[int, ...], gone: list[int]) -> None:
+    """A damaged checkpoint does not count as one of those kept; nothing newer than an intact one is deleted."""
+    found = superseded(root, keep, lambda saved: pinned)
+    assert [entry.step for entry in found] == gone
+    for entry in found:
+        delete_checkpoint(entry.folder)
+    assert superseded(root, keep, lambda saved: pinned) == []
+    assert recover(root).checkpoint is not None
+
+
+def test_nothing_is_deleted_without_an_intact_checkpoint(root: Path) -> None:
+    for step in (10, 50):
+        flip(folder_of(root, step) / SHARD, -1)
+    with pytest.raises(PentadError, match="is intact: expected one, or nothing is deleted"):
+        superseded(root, 1, nothing)
+
+
+def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
+    assert listed(tmp_path / "none") == [] == superseded(tmp_path, 1, nothing)
+    shutil.copytree(save(tmp_path / "other", 5), tmp_path / "step-5")
+    assert listed(tmp_path) == []
