@@ -13,15 +13,9 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from pentad.orchestrator.api.rendering import as_text
 from pentad.orchestrator.config.data_section import DataSection
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS
-from pentad.orchestrator.monitoring.runfolder import (
-    EVALUATIONS,
-    JOURNAL,
-    METRIC_KEYS,
-    METRICS,
-    read_lines,
-    saved_config,
-)
+from pentad.orchestrator.monitoring.runfolder import EVALUATIONS, JOURNAL, METRIC_KEYS, METRICS, saved_config
 from pentad.orchestrator.monitoring.tables import fitted_table
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.draw.losses import Evaluation, LossCurve, Window, svg_losses
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.eval_spec import HOLDOUT

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS
-from pentad.orchestrator.monitoring.runfolder import read_lines, resolve_run, saved_config
+from pentad.orchestrator.monitoring.runfolder import resolve_run, saved_config
 from pentad.orchestrator.planning.formatting import format_number
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import committed
 

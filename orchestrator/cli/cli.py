@@ -18,6 +18,7 @@ from pentad.orchestrator.cli.arguments import Address, Json, Run, ScheduleArgume
 from pentad.orchestrator.cli.commands.checkpoint import checkpoint
 from pentad.orchestrator.cli.commands.data import data
 from pentad.orchestrator.cli.commands.pictures import curves, timeline
+from pentad.orchestrator.cli.commands.verify import verify
 from pentad.schedules.ir.errors import PentadError, ScheduleError, printable
 
 # ClickException, the base of all usage errors; typer bundles click but does not export it.
@@ -161,6 +162,7 @@ schedule.__signature__ = inspect.signature(ScheduleArguments, eval_str=True)  # 
 
 app.command()(timeline)
 app.command()(curves)
+app.command()(verify)
 
 
 @app.command()

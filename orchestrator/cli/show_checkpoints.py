@@ -11,16 +11,9 @@ from rich.console import Console
 
 from pentad.orchestrator.cli.show_lists import clock, print_table
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
-from pentad.orchestrator.monitoring.runfolder import (
-    CHECKPOINTS,
-    CONFIG,
-    EVALUATIONS,
-    locked,
-    read_lines,
-    resolve_run,
-    saved_config,
-)
+from pentad.orchestrator.monitoring.runfolder import CHECKPOINTS, CONFIG, EVALUATIONS, locked, resolve_run, saved_config
 from pentad.orchestrator.planning.formatting import format_bytes
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.retention import kept_steps
 from pentad.schedules.ir.errors import PentadError, printable
 from pentad.workers.checkpoint.checkpoint import MANIFEST

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pentad.orchestrator.control.control_messages import ENDPOINT
 from pentad.orchestrator.monitoring.display import step_line
-from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS, read_lines, saved_config
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS, saved_config
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.ir.errors import printable
 
 _POLL_SECONDS = 0.5

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import difflib
 import fcntl
-import io
 import json
-import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pentad.orchestrator.audit.chain import AUDIT, last_hash, linked
-from pentad.orchestrator.audit.verify import manifest_hash
 from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, Best, best_of
-from pentad.orchestrator.planning.json_rows import checked_row
+from pentad.orchestrator.records.chain import AUDIT, last_hash, linked
+from pentad.orchestrator.records.json_lines import append, line_of, read_lines, reported, trim
+from pentad.orchestrator.records.verify import manifest_hash
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
@@ -73,7 +71,7 @@ class RunFolder:
             raise PentadError(f"{text}: expected a folder of your own") from None
         try:
             for name in (METRICS, EVALUATIONS, JOURNAL, AUDIT):
-                _trim(self.path / name)
+                trim(self.path / name)
             self.audit_hash = last_hash(self.path / AUDIT)
             if not self.resumed:
                 self.begin(config)
@@ -116,12 +114,12 @@ class RunFolder:
         row |= {"total_tokens": self.total_tokens}
         missing = [key for key in METRIC_KEYS if key not in row]
         assert not missing, f"metrics without {missing}"
-        _append(self.path / METRICS, row)
+        append(self.path / METRICS, row)
         return row
 
     def evaluated(self, row: dict[str, Any]) -> None:
         """Appends a line to eval.jsonl."""
-        _append(self.path / EVALUATIONS, row)
+        append(self.path / EVALUATIONS, row)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The lines of eval.jsonl."""
@@ -135,13 +133,13 @@ class RunFolder:
         """Appends an event of the run's ranks or checkpoints to journal.jsonl and audit.jsonl, with its Unix time, and
         returns it."""
         entry = {"time": time.time(), "event": event, **facts}
-        _append(self.path / JOURNAL, entry)
+        append(self.path / JOURNAL, entry)
         self._audit(entry)
         return entry
 
     def keep_files(self, checkpoint: Path) -> None:
         """Keeps the files beside the weights of an imported model that the run starts from, for an export."""
-        with _reported(self.path / kept_files.FOLDER):
+        with reported(self.path / kept_files.FOLDER):
             kept_files.write_files(
                 self.path / kept_files.FOLDER, kept_files.read_files(home_of(checkpoint) / kept_files.FOLDER)
             )
@@ -165,8 +163,8 @@ class RunFolder:
 
     def _audit(self, entry: dict[str, Any]) -> None:
         """Appends an entry to audit.jsonl, which only grows."""
-        entry = linked(json.loads(_line(entry)), self.audit_hash)
-        _append(self.path / AUDIT, entry)
+        entry = linked(json.loads(line_of(entry)), self.audit_hash)
+        append(self.path / AUDIT, entry)
         self.audit_hash = entry["hash"]
 
     def timelines(self, measured: Timeline, costs: Costs, program: int = 0) -> None:
@@ -268,18 +266,6 @@ def saved_config(path: Path) -> RunConfig:
         raise PentadError(f"{path / CONFIG} {fault}: expected a run folder of this one") from None
 
 
-def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, [] if there is none; an incomplete last line, left by a crash, is dropped.
-
-    Raises PentadError for any other line that is not a JSON object with `keys` and values of their kinds.
-    """
-    if not path.exists():
-        return []
-    with _reported(path, "read"):
-        lines = path.read_bytes().split(b"\n")[:-1]
-    return [_row(line, f"{path} line {number}", keys) for number, line in enumerate(lines, 1)]
-
-
 def process_names(plan: Plan | DrawnRun) -> dict[int, str]:
     """Names of the ranks in drawings: 'rank 2 (dp0 pp2)'."""
     return {rank: f"rank {rank} ({plan.mesh.coordinates(rank)})" for rank in range(plan.mesh.size)}
@@ -322,7 +308,7 @@ def _flat(config: RunConfig) -> dict[str, Any]:
 def locked(path: Path, problem: str) -> Iterator[None]:
     """Keeps others from running in the folder of a run. Raises PentadError with `problem`, in which {holder} is a
     process, if one is."""
-    with _reported(path / ".lock"):
+    with reported(path / ".lock"):
         descriptor = _lock(path, problem)
     try:
         yield
@@ -348,52 +334,6 @@ def _lock(path: Path, problem: str) -> int:
     return descriptor
 
 
-def _row(line: bytes, where: str, keys: Iterable[str]) -> dict[str, Any]:
-    advice = "repair or remove the line"
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise PentadError(f"{where} is not JSON ({error}): expected an object: {advice}") from None
-    missing = [key for key in keys if key not in row] if isinstance(row, dict) else [*keys]
-    if missing or not isinstance(row, dict):
-        raise PentadError(f"{where} is {line[:60]!r}: expected an object with {', '.join(missing)}: {advice}")
-    return checked_row(row, where)
-
-
-def _append(path: Path, row: dict[str, Any]) -> None:
-    """Appends a line, or on a full disk nothing: part of a line would spoil the next one."""
-    line = _line(row)
-    with _reported(path), path.open("ab", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        try:
-            _write_all(file, line.encode())
-        except OSError:
-            file.truncate(size)
-            raise
-
-
-def _line(row: dict[str, Any]) -> str:
-    return json.dumps({key: _json_value(value) for key, value in row.items()}, allow_nan=False) + "\n"
-
-
-def _write_all(file: io.FileIO, data: bytes) -> None:
-    while data:
-        data = data[file.write(data) :]
-
-
-def _json_value(value: Any) -> Any:
-    """Null stands for non-finite numbers, which JSON lacks."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _trim(path: Path) -> None:
-    """Cuts off an incomplete last line, left by a crash."""
-    with _reported(path):
-        if path.exists():
-            text = path.read_bytes()
-            os.truncate(path, text.rfind(b"\n") + 1)
-
-
 def _replace(path: Path, content: str | bytes) -> None:
     """Writes a file atomically."""
     with atomic_file(path) as partial:
@@ -404,20 +344,10 @@ def _replace(path: Path, content: str | bytes) -> None:
 def atomic_file(path: Path) -> Iterator[Path]:
     """A temporary file to write, renamed to `path` at the end, or removed when the block fails."""
     partial = path.with_name(f".{path.name}.partial")
-    with _reported(path):
+    with reported(path):
         try:
             yield partial
             os.replace(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-
-
-@contextmanager
-def _reported(path: Path, verb: str = "written") -> Iterator[None]:
-    """Turns an OSError of a run's file into a PentadError."""
-    try:
-        yield
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise PentadError(f"{path} cannot be {verb} ({reason}): expected a run.folder with room") from None

@@ -9,7 +9,8 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.config.sections import SpikesSection
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
-from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder, read_lines
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.retention import rollback_target
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import MANIFEST, Start, recover

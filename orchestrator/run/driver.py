@@ -25,8 +25,9 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.headwatch import watched_head
 from pentad.orchestrator.monitoring.plan_view import print_plan
 from pentad.orchestrator.monitoring.run_state import ControlRequests, Watcher
-from pentad.orchestrator.monitoring.runfolder import JOURNAL, Changes, RunFolder, read_lines
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, Changes, RunFolder
 from pentad.orchestrator.planning.planning import plan_on
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.fence import RecoveryState
 from pentad.orchestrator.recovery.hang_detection import HangDetector
 from pentad.orchestrator.recovery.recovery import Recovery

@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 
-from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, read_lines
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS
+from pentad.orchestrator.records.json_lines import read_lines
 
 SPARED_RANK = 2  # no fault is injected into this rank; rank 0, which serves the store, must be hit too
 POLL_SECONDS = 0.02

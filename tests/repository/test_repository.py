@@ -72,6 +72,7 @@ LAYERS = {
         "jobs",
         "loggers",
         "monitoring",
+        "records",
         "cluster",
         "planning",
         "config",

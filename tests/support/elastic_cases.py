@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from multinode import Run
 
+from pentad.orchestrator.records.verify import verify
 from pentad.workers.checkpoint.checkpoint import newest
 from pentad.workers.checkpoint.shards import read
 
@@ -34,9 +35,11 @@ Outcome = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
 
 
 def outcome(run: Run, steps: int = STEPS) -> Outcome:
-    """Loss and gradient norm of each step, and the state in the last checkpoint; asserts that each step ran once."""
+    """Loss and gradient norm of each step, and the state in the last checkpoint; asserts that each step ran once, on
+    its samples."""
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(steps)), run.describe()
+    assert verify(run.folder, rows, data=True).steps == steps
     found = newest(run.folder / "checkpoints").checkpoint
     assert found is not None and found.step == steps
     return [(row["loss"], row["grad_norm"]) for row in rows], read(found, found.tensors)
@@ -57,4 +60,5 @@ def assert_recovered(run: Run, *how: str) -> None:
     kinds = [row["event"] for row in run.events("lost", "fence", "recovered")]
     if "grow" not in how:
         assert kinds[0] == "lost" and kinds[-2:] == ["fence", "recovered"], run.describe()
+    verify(run.folder, run.rows(), data=False)
     run.assert_gone()

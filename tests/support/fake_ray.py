@@ -20,7 +20,8 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
-from pentad.orchestrator.monitoring.runfolder import RunFolder, read_lines
+from pentad.orchestrator.monitoring.runfolder import RunFolder
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery import fence, hang_detection, recovery, regroup
 from pentad.orchestrator.run import step_loop
 from pentad.schedules.simulate.timeline import Span

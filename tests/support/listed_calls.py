@@ -13,8 +13,9 @@ from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
-from pentad.orchestrator.monitoring.runfolder import METRICS, RunFolder, read_lines
+from pentad.orchestrator.monitoring.runfolder import METRICS, RunFolder
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span

@@ -24,7 +24,7 @@ from ray._private.parameter import RayParams
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.ray_head import psutil
-from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.records.json_lines import read_lines
 
 # Health checks of the head: one per second, and a node is given up after three failures.
 HEALTH = {"period_ms": "1000", "timeout_ms": "3000", "failure_threshold": "3", "initial_delay_ms": "1000"}

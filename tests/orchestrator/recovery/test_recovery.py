@@ -12,8 +12,8 @@ from small_checkpoint import FILE
 
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.monitoring.runfolder import read_lines
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, is_complete
 from pentad.orchestrator.recovery.recovery import ATTEMPTS, CHECK_SECONDS
 from pentad.orchestrator.run import driver

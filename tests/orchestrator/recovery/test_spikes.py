@@ -9,7 +9,7 @@ import pytest
 from fake_ray import FakeRun
 
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.retention import pinned_checkpoints
 from pentad.orchestrator.recovery.spikes import skipped_batches
 from pentad.orchestrator.run import driver

@@ -27,8 +27,8 @@ from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.display import Display
-from pentad.orchestrator.monitoring.runfolder import read_lines
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.interrupts import OnStep
 from pentad.orchestrator.run.train import FILES
 from pentad.orchestrator.run.train import train as run_training

@@ -12,7 +12,8 @@ from rich.console import Console
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.display import Display
-from pentad.orchestrator.monitoring.runfolder import find_checkpoint, read_lines
+from pentad.orchestrator.monitoring.runfolder import find_checkpoint
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.evaluate import eval_config, evaluate
 from pentad.orchestrator.run.train import prepare, train
 from pentad.workers.checkpoint.checkpoint import open_checkpoint

@@ -14,7 +14,7 @@ from event_files import scalars
 from mixtures import random_corpus
 from multinode import Cluster, Run, multinode_cluster
 
-from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.workers.checkpoint.checkpoint import MANIFEST, committed
 from pentad.workers.checkpoint.manifest import decode
 

@@ -10,7 +10,7 @@ from fake_ray import FakeRun
 from full_disk import largest_file
 
 from pentad.orchestrator.cluster.faults import WorkerError
-from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run import driver
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start
@@ -18,10 +18,10 @@ from pentad.workers.checkpoint.checkpoint import Start
 StartRun = Callable[..., FakeRun]
 SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")
 EVALUATES = ("checkpoint.every=1", "data.holdout=0.1", "eval.every=1")
-FILES = ("metrics.jsonl", "eval.jsonl", "journal.jsonl")
+FILES = ("metrics.jsonl", "eval.jsonl", "journal.jsonl", "audit.jsonl")
 
 
-@pytest.mark.parametrize("largest", [300, 2001, 7000])
+@pytest.mark.parametrize("largest", [300, 7000, 12000])
 def test_a_full_disk_ends_the_run_with_one_sentence_and_entire_lines(start: StartRun, largest: int) -> None:
     run = start(*SQUARE, *EVALUATES)
     run.group.restore(Start())

@@ -12,7 +12,7 @@ from rich.console import Console
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.config.config import dump, load
 from pentad.orchestrator.monitoring.display import Display
-from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.init_from import origin_of
 from pentad.orchestrator.run.train import train
 from pentad.schedules.ir.errors import PentadError

@@ -10,7 +10,7 @@ from rich.console import Console
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.display import Display
-from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.train import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]

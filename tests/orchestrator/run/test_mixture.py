@@ -11,7 +11,7 @@ from mixtures import random_corpus
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.train import prepare, train
 from pentad.schedules.ir.errors import PentadError
 

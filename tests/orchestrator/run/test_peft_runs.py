@@ -10,7 +10,7 @@ import torch
 from peft_files import ATTENTION, write_adapter
 
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.train import train
 from pentad.schedules.spec.lora import LoraSpec
 from pentad.workers.checkpoint import shards

@@ -8,7 +8,8 @@ from listed_calls import HELD_OUT, Clock, Ranks, Run, loop_runner
 
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder, read_lines
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run import step_loop
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError

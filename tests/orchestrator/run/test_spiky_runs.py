@@ -9,7 +9,7 @@ import torch
 from spiky_runner import SKIPPED, SPIKE_BATCH
 
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.train import train
 from pentad.workers.checkpoint import shards
 from pentad.workers.checkpoint.checkpoint import newest

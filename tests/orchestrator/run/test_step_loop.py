@@ -7,7 +7,8 @@ import pytest
 from listed_calls import HELD_OUT, Ranks, Run, loop_runner
 
 from pentad.orchestrator.monitoring.run_state import EvalView
-from pentad.orchestrator.monitoring.runfolder import METRICS, read_lines
+from pentad.orchestrator.monitoring.runfolder import METRICS
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.step_loop import CALLS_IN_FLIGHT, StepLoop
 
 

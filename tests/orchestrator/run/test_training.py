@@ -17,7 +17,7 @@ from rich.console import Console
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.display import Display
-from pentad.orchestrator.monitoring.runfolder import read_lines
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.train import train as run_training
 from pentad.workers.checkpoint.checkpoint import newest
 from pentad.workers.checkpoint.shards import read

@@ -9,15 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from pentad.orchestrator.audit.chain import AUDIT, Entry, read_chain
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.config.yaml_text import load_yaml
+from pentad.orchestrator.records.chain import AUDIT, Entry, read_chain
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.workers.checkpoint.checkpoint import MANIFEST
 from pentad.workers.data.samples import Dataset
 from pentad.workers.data.sources import open_dataset
 
+_FIELDS = {
+    "configuration": ("yaml",),
+    "rewind": ("step",),
+    "step": ("step", "batch", "samples", "loss", "generation"),
+    "checkpoint": ("step", "manifest"),
+}
 OnProgress = Callable[[int, int], None]  # steps whose samples have been compared, of how many
 
 
@@ -74,8 +80,10 @@ def replay(entries: Iterable[Entry], where: str) -> History:
     """Raises PentadError if a step does not follow the one before it, or repeats a batch."""
     history, following, config = History(), 0, ""
     for line, entry in enumerate(entries, 1):
-        at = f"{where} line {line}"
-        match entry["event"]:
+        at, event = f"{where} line {line}", entry["event"]
+        if missing := [name for name in _FIELDS.get(event, ()) if name not in entry]:
+            raise PentadError(f"{at} is a {event} without {', '.join(missing)}")
+        match event:
             case "configuration":
                 config = entry["yaml"]
             case "rewind":
@@ -90,7 +98,7 @@ def replay(entries: Iterable[Entry], where: str) -> History:
                 history.steps[following] = CommittedStep(line, entry["batch"], entry["samples"], entry["loss"], config)
                 following += 1
             case "checkpoint":
-                history.manifests[entry["step"]] = entry.get("manifest", "")
+                history.manifests[entry["step"]] = entry["manifest"]
         history.generations |= {entry["generation"]} if "generation" in entry else set()
     return history
 
@@ -103,7 +111,7 @@ def manifest_hash(checkpoint: Path) -> str:
 def _rewind(history: History, following: int, step: int, at: str) -> int:
     """The steps from `step` on no longer count. The first steps of a run may be another run's."""
     if step > following and history.steps:
-        raise PentadError(f"{at} goes on from step {step}: expected one up to {following}, the steps so far")
+        raise PentadError(f"{at} goes on from step {step}: expected one up to {following}, the next step")
     undone = [number for number in history.steps if number >= step]
     for number in undone:
         del history.steps[number]

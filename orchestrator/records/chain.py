@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pentad.orchestrator.planning.json_rows import checked_row
+from pentad.orchestrator.records.json_rows import checked_row
 from pentad.schedules.ir.errors import PentadError
 
 AUDIT = "audit.jsonl"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pentad.orchestrator.planning.json_rows import checked_row
+from pentad.orchestrator.records.json_rows import checked_row
 from pentad.schedules.ir.errors import PentadError
 
 GOOD: list[dict[str, Any]] = [

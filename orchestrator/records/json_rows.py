@@ -50,9 +50,9 @@ _MEASURED = Kind("a finite number or null", _is_measured)
 _KINDS = {  # of a field, wherever it is
     # -1 is that of a rank before its first
     "step": Kind("a count, or -1", lambda value: type(value) is int and -1 <= value < 2**63),
-    "generation": _COUNT,
+    **dict.fromkeys(("generation", "batch", "samples"), _COUNT),
     **dict.fromkeys(("tokens", "total_tokens", "target_tokens", "sequences"), Kind("a finite number", _is_number)),
-    **dict.fromkeys(("event", "error", "cause", "data"), _TEXT),
+    **dict.fromkeys(("event", "error", "cause", "data", "yaml", "manifest"), _TEXT),
     **dict.fromkeys(("loss", "perplexity", "grad_norm", "lr", "mfu", "bubble_planned", "bubble_measured"), _MEASURED),
     **dict.fromkeys(("step_seconds", "tokens_per_second"), _MEASURED),
     "time": Kind("Unix seconds", lambda value: _is_number(value) and 0 <= value < 1e11),

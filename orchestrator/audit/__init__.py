@@ -1,1 +1,0 @@
-"""What a run committed, as it can be proven later."""

@@ -1,0 +1,85 @@
+"""Files of JSON lines that a run appends to: complete lines of the kinds of values that pentad writes, or one
+sentence."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pentad.orchestrator.records.json_rows import checked_row
+from pentad.schedules.ir.errors import PentadError
+
+
+def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, [] if there is none; an incomplete last line, left by a crash, is dropped.
+
+    Raises PentadError for any other line that is not a JSON object with `keys` and values of their kinds.
+    """
+    if not path.exists():
+        return []
+    with reported(path, "read"):
+        lines = path.read_bytes().split(b"\n")[:-1]
+    return [_row(line, f"{path} line {number}", keys) for number, line in enumerate(lines, 1)]
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Appends a line, or on a full disk nothing: part of a line would spoil the next one."""
+    line = line_of(row)
+    with reported(path), path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            _write_all(file, line.encode())
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def trim(path: Path) -> None:
+    """Cuts off an incomplete last line, left by a crash."""
+    with reported(path):
+        if path.exists():
+            text = path.read_bytes()
+            os.truncate(path, text.rfind(b"\n") + 1)
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """The line of a row."""
+    return json.dumps({key: _json_value(value) for key, value in row.items()}, allow_nan=False) + "\n"
+
+
+@contextmanager
+def reported(path: Path, verb: str = "written") -> Iterator[None]:
+    """Turns an OSError of a run's file into a PentadError."""
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise PentadError(f"{path} cannot be {verb} ({reason}): expected a run.folder with room") from None
+
+
+def _row(line: bytes, where: str, keys: Iterable[str]) -> dict[str, Any]:
+    advice = "repair or remove the line"
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PentadError(f"{where} is not JSON ({error}): expected an object: {advice}") from None
+    missing = [key for key in keys if key not in row] if isinstance(row, dict) else [*keys]
+    if missing or not isinstance(row, dict):
+        raise PentadError(f"{where} is {line[:60]!r}: expected an object with {', '.join(missing)}: {advice}")
+    return checked_row(row, where)
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def _json_value(value: Any) -> Any:
+    """Null stands for non-finite numbers, which JSON lacks."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
