@@ -6,16 +6,15 @@ import signal
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bits import same_bits
 from plans import plan_of
-from resume import commit
+from saves import assert_saved_beside_training, committed, saved_at_rest, tensors_of, written
 from small_models import MOE
-from worker_processes import WorkerProcess, call_all, losses_and_state, recover, start_run
+from worker_processes import call_all, recover, start_run
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import LoraSpec
@@ -23,7 +22,6 @@ from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.spikes import SpikeSpec
 from pentad.workers.checkpoint import checkpoint
-from pentad.workers.checkpoint.shards import read
 from pentad.workers.checkpoint.snapshot import Snapshots
 from pentad.workers.runtime.abort import Aborted
 
@@ -55,65 +53,10 @@ def plan_for(case: str, corpus: str) -> Plan:
     return plan_of(name, dp, pp, m, corpus, "float32", **more)
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = checkpoint.open_checkpoint(folder)
-    return read(found, found.tensors)
-
-
-def saved_at_rest(workers: list[WorkerProcess], plan: Plan, root: Path, *steps: int) -> tuple[dict, dict]:
-    """Saves after each of these steps, which are closed; returns the losses and the state at the end."""
-    start_run(workers, plan)
-    done, first = [], 0
-    for step in steps:
-        done += call_all(workers, "run", first, step - first)
-        folder, first = checkpoint.folder_of(root, step), step
-        commit(folder, step, [entry for its in call_all(workers, "save", str(folder), step) for entry in its])
-    found = losses_and_state(workers, done, 0)
-    call_all(workers, "close")
-    return found
-
-
-def written(workers: list[WorkerProcess], folder: Path, step: int) -> list[tuple[WorkerProcess, int]]:
-    return [(worker, worker.call_beside("write", str(folder), step)) for worker in workers]
-
-
-def committed(asked: list[tuple[WorkerProcess, int]], folder: Path, step: int) -> dict[str, torch.Tensor]:
-    commit(folder, step, [entry for worker, number in asked for entry in worker.answer(number).entries])
-    return tensors_of(folder)
-
-
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=slow) for case in SLOW)])
 def test_a_checkpoint_saved_while_the_next_steps_run_has_the_bits_of_its_step(workers, corpus, tmp_path, case):
     plan = plan_for(case, corpus)
-    ranks = workers[: plan.mesh.size]
-    expected = saved_at_rest(ranks, plan, tmp_path / "rest", 3, 5, 8)
-
-    start_run(ranks, plan)
-    folders = {step: checkpoint.folder_of(tmp_path / "beside", step) for step in (3, 5, 8)}
-    calls = [("run", 0, 3, True), ("snapshot", 3), ("run", 3, 2, True)]
-    asked = [[worker.call(*call) for call in calls] for worker in ranks]
-    found = {3: committed(written(ranks, folders[3], 3), folders[3], 3)}
-    calls = [("snapshot", 5), ("run", 5, 0, False), ("run", 5, 3, True), ("snapshot", 8), ("run", 8, 0, False)]
-    writing = written(ranks, folders[5], 5)
-    later = [[worker.call(*call) for call in calls[:3]] for worker in ranks]
-    found[5] = committed(writing, folders[5], 5)
-    last = [[worker.call(*call) for call in calls[3:]] for worker in ranks]
-    found[8] = committed(written(ranks, folders[8], 8), folders[8], 8)
-    answers = [
-        [result for number in its if (part := worker.answer(number)) for result in part]
-        for worker, *numbers in zip(ranks, asked, later, last, strict=True)
-        for its in numbers
-    ]
-    losses, state = losses_and_state(ranks, answers, 0)
-    call_all(ranks, "close")
-
-    assert losses == expected[0]
-    assert all(torch.equal(state[key], value) for key, value in expected[1].items())
-    for step, tensors in found.items():
-        rest = tensors_of(checkpoint.folder_of(tmp_path / "rest", step))
-        assert same_bits(tensors, rest), step
-    names = [name for name in found[3] if name.startswith("model.")]
-    assert any(not torch.equal(found[3][name], found[5][name]) for name in names), "the steps changed nothing"
+    assert_saved_beside_training(workers[: plan.mesh.size], plan, tmp_path)
 
 
 def test_a_snapshot_has_the_window_of_spikes_of_its_step(workers, corpus, tmp_path):

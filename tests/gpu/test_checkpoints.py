@@ -1,0 +1,87 @@
+"""Checkpoints saved beside training on GPUs: the bits of their step, and training hardly stops."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpus import RANKS_A_GPU, on_gpu, two_gpus
+from plans import MODEL, plan_of
+from saves import assert_saved_beside_training, committed, written
+from small_models import WIDE_MOE
+from worker_processes import WorkerProcess, call_all, ranks_of, start_run
+
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.checkpoint.checkpoint import folder_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150 * RANKS_A_GPU)]
+CASES: dict[str, Any] = {
+    "one rank": ("1f1b", {}, 0),
+    "one rank, every update taken back": ("zb-h2", {"post_validation": True, "clip": 0.01}, 0),
+    "1f1b": ("1f1b", {"dp": 2}, 0),
+    "1f1b, ZeRO-3": ("1f1b", {"dp": 2, "unit_layers": 1}, 3),
+    "zb-h2, some updates taken back": ("zb-h2", {"pp": 2, "post_validation": True}, 0),
+    "dualpipe": ("dualpipe", {"pp": 2}, 0),
+    "routing biases": ("1f1b", {"ep": 2, "model": WIDE_MOE}, 0),
+    "four ranks": ("zb-h2", {"dp": 2, "pp": 2, "post_validation": True}, 0),
+}
+LARGE = replace(MODEL, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)  # 0.5 billion parameters
+STOP_SECONDS, STOP_SHARE = 0.05, 0.01  # of a step
+STEPS = 6
+
+
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_saved_while_the_next_steps_run_has_the_bits_of_its_step(
+    workers: list[WorkerProcess], corpus: str, tmp_path: Path, case: str, transport: str
+) -> None:
+    name, axes, zero = CASES[case]
+    options = MemoryOptions(zero=zero)
+    given = {"dp": 1, "pp": 1, "microbatches": 8, "dtype": "float32", "memory_options": options, **axes}
+    plan = on_gpu(plan_of(name, data=corpus, **given), transport, memory_options=options)
+    with ranks_of(workers, plan.mesh.size) as ranks:
+        assert_saved_beside_training(ranks, plan, tmp_path)
+
+
+def large_plan(corpus: str, dp: int) -> Plan:
+    """Steps of some tenths of a second on one GPU."""
+    return on_gpu(plan_of("1f1b", dp, 1, 32, corpus, "bfloat16", model=LARGE))
+
+
+def seconds_of(ranks: list[WorkerProcess], first: int, folder: Path | None) -> float:
+    """How long STEPS steps take; with `folder` they begin with a snapshot, which is written beside them."""
+    asked = [] if folder is None else written(ranks, folder, first)
+    began = time.monotonic()
+    if folder is not None:
+        for rank in ranks:
+            rank.call("snapshot", first)
+    call_all(ranks, "run", first, STEPS)
+    seconds = time.monotonic() - began
+    if folder is not None:
+        committed(asked, folder, first)
+    return seconds
+
+
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=two_gpus)])
+def test_training_hardly_stops_for_a_checkpoint(
+    workers: list[WorkerProcess], corpus: str, tmp_path: Path, dp: int
+) -> None:
+    plan = large_plan(corpus, dp)
+    with ranks_of(workers, dp) as ranks:
+        start_run(ranks, plan)
+        call_all(ranks, "run", 0, STEPS)
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for number in range(1, 7):
+            saves = number % 2 == 0
+            folder = folder_of(tmp_path, number * STEPS) if saves else None
+            times[saves].append(seconds_of(ranks, number * STEPS, folder))
+        call_all(ranks, "close")
+    step, stop = min(times[False]) / STEPS, min(times[True]) - min(times[False])
+    size = sum(path.stat().st_size for path in folder.iterdir()) if folder else 0
+    print(f"dp{dp}: {size / 1e9:.1f} GB stop training for {stop * 1e3:.0f} ms; a step takes {step * 1e3:.0f} ms")
+    print({saves: [round(each, 3) for each in its] for saves, its in times.items()})
+    assert stop < max(STOP_SECONDS, STOP_SHARE * step)
