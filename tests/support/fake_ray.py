@@ -119,10 +119,12 @@ class Rank:
         assert self.version == step
         self.copied = step
 
-    def write(self, generation: int, folder: str, step: int) -> WrittenShards:
+    def write(self, generation: int, folder: str, step: int) -> WrittenShards | str:
         assert generation == self.generation
-        if self.copied != step:
+        if self.copied != step or (step, self.number) == self.fake.writing:
             raise Blocked
+        if step in self.fake.full:
+            return "folder checkpoints cannot be written (No space left on device): expected room"
         shards = self.plan.param_shards_of(self.number)
         self.fake.written.setdefault(step, []).extend(shards)
         return WrittenShards([{"bytes": 1}] * len(shards))
@@ -213,6 +215,8 @@ class FakeRay:
     `faults[step]` are the ranks that die in a step, or the node that is lost with its ranks; lost nodes return in the
     steps `returns`. `eval_faults[step]` are the ranks that die in the evaluation after so many steps. In a step of
     `commits` one survivor has taken the step by then, and the others lack only the norm.
+    The rank in `writing`, (steps, rank), never finishes its part of the checkpoint of so many steps; those of the steps
+    `full` find the disk full.
     A step on a batch of `spikes` is skipped; `trained[step]` is the batch that a step trained on last.
     """
 
@@ -228,6 +232,8 @@ class FakeRay:
         self.spikes: set[int] = set()
         self.trained: dict[int, int] = {}
         self.written: dict[int, list[Any]] = {}  # shards by the steps of their checkpoint
+        self.writing = (-1, -1)
+        self.full: set[int] = set()
         self.killed: list[int] = []
         self.on_call: Callable[[Rank, str], None] = lambda rank, method: None
         self.on_sleep: Callable[[], None] = lambda: None

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Within the block, this process and those it starts cannot make a file larger than so many bytes: a write ends
-    there, and the next one fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+def largest_file(size: int, process: int = 0) -> Iterator[None]:
+    """Within the block, a process (0: this one) and those it starts cannot make a file larger than so many bytes: a
+    write ends there, and the next one fails."""
+    soft, hard = resource.prlimit(process, resource.RLIMIT_FSIZE)
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (soft, hard))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,22 +40,20 @@ class Copy:
 
 
 class HostMemory:
-    """`buffer` [bytes], which a GPU copies to at full speed; for one snapshot at a time."""
+    """`buffer` [bytes], which a GPU copies to at full speed; for one snapshot at a time. `close` it when nothing is
+    copied to it any more."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.buffer = torch.empty(size, dtype=torch.uint8)
-        self.pinned = device.type == "cuda" and size > 0
+        self.close: Callable[[], object] = lambda: None
+        if device.type != "cuda" or not size:
+            return
+        cuda, address = torch.cuda.cudart(), self.buffer.data_ptr()
         # torch's own pinned memory is of a power of two: up to twice as much.
-        if self.pinned and int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)) != 0:
-            self.pinned = False
+        if int(cuda.cudaHostRegister(address, size, 0)) != 0:
             text = f"a checkpoint needs {size} bytes of pinned host memory on this rank, which there are not"
             raise PentadError(f"{text}: expected a host with more, or more ranks to divide the state among")
-
-    def close(self) -> None:
-        """Call when nothing is copied to it any more."""
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
-            self.pinned = False
+        self.close = weakref.finalize(self, cuda.cudaHostUnregister, address)
 
 
 class Snapshots:

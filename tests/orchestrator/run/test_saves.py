@@ -1,18 +1,21 @@
 """When checkpoints are saved, and what happens while one is written, on ranks that only list their calls."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from fake_ray import FakeRun
 from listed_calls import HELD_OUT, Clock, Ranks, Run, loop_runner
 
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, RunFolder
 from pentad.orchestrator.records.json_lines import read_lines
-from pentad.orchestrator.run import step_loop
+from pentad.orchestrator.run import driver, step_loop
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checkpoint import Start
 
 
 @pytest.fixture
@@ -150,3 +153,57 @@ def test_commits_keep_the_best_checkpoint(run: Run) -> None:
     assert ranks.pinned == [(4,), (8,), (8,), (16,), (16,)]
     events = read_lines(calls.bus.folder.path / JOURNAL)
     assert [row["step"] for row in events if row["event"] == "best"] == [4, 8, 16]
+
+
+START = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8", "checkpoint.every=4", "checkpoint.every_seconds=0")
+
+
+def drive(run: FakeRun) -> list[tuple[str, int]]:
+    """Runs all steps; returns the events of checkpoints and recoveries."""
+    run.group.restore(Start())
+    assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == run.config.run.steps
+    assert [row["step"] for row in read_lines(run.folder.path / METRICS)] == list(range(run.config.run.steps))
+    kinds = ("checkpoint", "checkpoint failed", "recovered")
+    events = read_lines(run.folder.path / JOURNAL)
+    return [(row["event"], row["step"]) for row in events if row["event"] in kinds]
+
+
+def test_a_rank_that_dies_while_a_checkpoint_is_written_costs_the_steps_since_the_one_before(
+    start: Callable[..., FakeRun],
+) -> None:
+    run = start(*START, "run.steps=12")
+    run.fake.writing, run.fake.faults = (8, 2), {10: (2,)}
+
+    def on_call(rank: object, method: str) -> None:
+        if method == "restore" and run.group.generation > 1:
+            assert run.folder.saved() == [4], "a checkpoint that one rank has not written counts"
+            run.fake.writing = (-1, -1)
+
+    run.fake.on_call = on_call
+    events = drive(run)
+    assert events == [
+        ("checkpoint", 4), ("checkpoint failed", 8), ("recovered", 4), ("checkpoint", 8), ("checkpoint", 12),
+    ]  # fmt: skip
+
+
+def test_a_full_disk_costs_a_note_and_an_event_and_the_next_checkpoint_is_tried(
+    start: Callable[..., FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, notes = start(*START, "run.steps=14"), list[str]()
+    monkeypatch.setattr(run.bus.display, "note", notes.append)
+    run.fake.full = {4, 8}
+    expected = [("checkpoint failed", 4), ("checkpoint failed", 8), ("checkpoint", 12), ("checkpoint", 14)]
+    assert drive(run) == expected
+    found = [row for row in run.events("checkpoint failed") if "No space left" in row["error"]]
+    assert [row["step"] for row in found] == [4, 8]
+    assert [note.partition(",")[0] for note in notes if "No space left" in note] == [
+        "no checkpoint of step 4", "no checkpoint of step 8",
+    ]  # fmt: skip
+
+
+def test_a_full_disk_at_the_end_ends_the_run_with_an_error(start: Callable[..., FakeRun]) -> None:
+    run = start(*START, "run.steps=14")
+    run.fake.full = {14}
+    with pytest.raises(PentadError, match="No space left"):
+        drive(run)
+    assert run.folder.saved() == [4, 8, 12]

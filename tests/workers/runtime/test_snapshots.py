@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from bits import same_bits
+from full_disk import largest_file
 from plans import plan_of
 from saves import assert_saved_beside_training, committed, saved_at_rest, tensors_of, written
 from small_models import MOE
-from worker_processes import call_all, recover, start_run
+from worker_processes import call_all, losses_and_state, recover, start_run
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import LoraSpec
@@ -94,6 +95,30 @@ def test_after_a_fence_no_file_appears_and_the_next_generation_saves(workers, co
     saved_at_rest(workers, plan, tmp_path / "rest", 3)
     rest = tensors_of(checkpoint.folder_of(tmp_path / "rest", 3))
     assert same_bits(found, rest)
+
+
+def test_a_full_disk_leaves_no_file_and_training_and_the_next_checkpoint_go_on(workers, corpus, tmp_path):
+    plan = plan_for("1f1b", corpus)
+    expected = saved_at_rest(workers, plan, tmp_path / "rest", 3, 6)
+    start_run(workers, plan)
+    first, second = (checkpoint.folder_of(tmp_path / "beside", step) for step in (3, 6))
+    answers = call_all(workers, "run", 0, 3, True)
+    call_all(workers, "snapshot", 3)
+    with largest_file(1000, workers[1].process.pid):
+        asked = written(workers, first, 3)
+        for worker, number in (asked[0], *asked[2:]):
+            assert worker.answer(number).entries
+        with pytest.raises(PentadError, match="File too large"):
+            workers[1].answer(asked[1][1])
+    assert {path.name[:9] for path in first.iterdir()} == {"stage-000", "stage-001"}
+    assert len([*first.iterdir()]) == 3, "those of the other ranks"
+    answers += call_all(workers, "run", 3, 3)
+    call_all(workers, "snapshot", 6)
+    found = committed(written(workers, second, 6), second, 6)
+    losses, _ = losses_and_state(workers, answers, 0)
+    call_all(workers, "close")
+    assert losses == expected[0]
+    assert same_bits(found, tensors_of(checkpoint.folder_of(tmp_path / "rest", 6)))
 
 
 class Fixture:
