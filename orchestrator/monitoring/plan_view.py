@@ -13,7 +13,7 @@ from rich.text import Text
 from pentad.orchestrator.monitoring.run_state import RankView
 from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with_rest
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
-from pentad.orchestrator.planning.estimate import memories
+from pentad.orchestrator.planning.estimate import ON_HOST, memories
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
@@ -101,12 +101,12 @@ def memory_line(plan: Plan) -> RenderableType:
     """What fills the memory of the rank that needs most."""
     needs = memories(plan)
     rank = max(range(plan.mesh.size), key=lambda rank: needs[rank]["total"])
-    parts = [
-        f"{name} {format_bytes(part)}" for name, part in needs[rank].items() if part and name not in ("total", "host")
-    ]
-    host = max(need["host"] for need in needs)
+    kinds = ((name, part) for name, part in needs[rank].items() if part and name not in ("total", *ON_HOST))
+    parts = [f"{name} {format_bytes(part)}" for name, part in kinds]
+    host, snapshot = (max(need[kind] for need in needs) for kind in ON_HOST)
     offloaded = f"; up to {format_bytes(host)} of a rank's activations are offloaded" if host else ""
-    text = f"rank {rank} needs most memory, {format_bytes(needs[rank]['total'])}: {', '.join(parts)}{offloaded}"
+    saved = f"; a checkpoint takes up to {format_bytes(snapshot)} of host memory per rank"
+    text = f"rank {rank} needs most memory, {format_bytes(needs[rank]['total'])}: {', '.join(parts)}{offloaded}{saved}"
     return Padding(Text(text, "dim"), (0, 1))
 
 

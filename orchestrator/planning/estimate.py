@@ -24,6 +24,7 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.tensors import active_parameters
 from pentad.schedules.spec.zero_layout import inbox_elements, num_muon_elements
 
+ON_HOST = ("host", "snapshot")  # kinds of memory that no GPU has
 CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 
 
@@ -116,8 +117,8 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
 
     'parameters' are in the dtype of compute; 'master' is 0 if those are the master weights themselves. With ZeRO,
     'parameters', 'master', 'gradients' and 'optimizer' count shards and gather buffers. 'activations' include
-    workspaces, and those of Muon. 'tables' are tokens, rotary tables and cuBLAS's workspace. 'host' is offloaded, and
-    not part of 'total'.
+    workspaces, and those of Muon. 'tables' are tokens, rotary tables and cuBLAS's workspace. ON_HOST are not part of
+    'total': 'host' is offloaded, and 'snapshot' a copy of the rank's part of a checkpoint.
     """
     pp = plan.mesh.coordinates(rank).pp
     compute, wide = BYTES[plan.dtype], wide_bytes(plan.dtype)
@@ -144,7 +145,7 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
         + inbox_elements(plan, rank) * wide,
         "tables": _tables(plan, rank),
     }
-    return {**found, "total": sum(found.values()), "host": host}
+    return {**found, "total": sum(found.values()), "host": host, "snapshot": snapshot_bytes(plan, rank)}
 
 
 def memories(plan: Plan) -> list[dict[str, int]]:
@@ -163,6 +164,16 @@ def optimizer_bytes(plan: Plan, shard: ParamShard, rank: int) -> int:
     """Of the moments in a rank's ZeRO shard: two for each element, or one where Muon updates."""
     moments = 2 * plan.zero_shard_size(shard) - num_muon_elements(plan, shard, rank)
     return moments * (BYTES["bfloat16"] if plan.optimizer.bf16_state else wide_bytes(plan.dtype))
+
+
+def snapshot_bytes(plan: Plan, rank: int) -> int:
+    """Of master weights and moments that a rank stores in checkpoints: its ZeRO shards, or its equal part of what all
+    holders have."""
+    return sum(
+        (plan.zero_shard_size(shard) * wide_bytes(plan.dtype) + optimizer_bytes(plan, shard, rank))
+        // (len(plan.holders(shard)) if plan.num_zero_shards(shard) == 1 else 1)
+        for shard in plan.param_shards_of(rank)
+    )
 
 
 def _with_muon(plan: Plan, rank: int, activations: int) -> int:

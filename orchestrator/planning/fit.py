@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from operator import itemgetter
 
-from pentad.orchestrator.planning.estimate import memories
+from pentad.orchestrator.planning.estimate import ON_HOST, memories
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.orchestrator.planning.hardware import DEVICES, gpu_name, known_gpu
 from pentad.schedules.spec.plan import Plan
@@ -43,7 +43,7 @@ class Fit:
         text = f"{needs} {format_bytes(self.needed)} {self.device.where}, which has {format_bytes(self.device.bytes)}"
         if self.ok:
             return f"fits: {text}"
-        kinds = [(part, name) for name, part in self.by_kind.items() if part and name not in ("total", "host")]
+        kinds = [(part, name) for name, part in self.by_kind.items() if part and name not in ("total", *ON_HOST)]
         shares = (f"{name} {format_bytes(part)}" for part, name in sorted(kinds, key=itemgetter(0), reverse=True))
         return f"does not fit: {text} (rank {self.rank}: {', '.join(shares)})"
 
@@ -65,5 +65,5 @@ def fit_of(plan: Plan, device: DeviceMemory) -> Fit:
     """Whether all ranks have enough memory, by the planner's estimate."""
     ranks = memories(plan)
     fullest = max(range(plan.mesh.size), key=lambda rank: ranks[rank]["total"])
-    shared = sum(each["total"] + each["host"] for each in ranks)
+    shared = sum(each[kind] for each in ranks for kind in ("total", *ON_HOST))
     return Fit(device, shared if device.is_shared else ranks[fullest]["total"], fullest, ranks[fullest])

@@ -1,0 +1,26 @@
+"""The host memory that `plan` counts for checkpoints is what a rank copies to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from plans import plan_on_mesh
+
+from pentad.orchestrator.planning.estimate import memory
+from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.runtime.rank_state import RankState
+
+PADDING = 8 * 3 * 64  # bytes of a shard and holder, at most: of three buffers of float64
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "zero"),
+    [("1f1b", {"dp": 2}, 0), ("1f1b", {"dp": 4}, 3), ("zb-h2", {"dp": 2, "pp": 2}, 1), ("dualpipe", {"pp": 2}, 0)],
+)
+def test_what_a_rank_stores_of_a_checkpoint_is_planned(name: str, sizes: dict[str, int], zero: int) -> None:
+    plan = plan_on_mesh("corpus", name, sizes, memory_options=MemoryOptions(zero=zero))
+    for rank in range(plan.mesh.size):
+        files = RankState(plan, rank, torch.device("cpu"), None).files()
+        stored = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+        planned = memory(plan, rank)["snapshot"]
+        assert abs(stored - planned) <= PADDING * plan.mesh.size * len(files)
