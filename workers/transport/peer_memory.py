@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 
+from pentad.schedules.ir.errors import PentadError
 from pentad.workers.transport.stream_flags import check_driver
 
 _HANDLE_BYTES = 64
@@ -54,12 +55,16 @@ class PeerMemory:
         check_driver(self.driver.cuMemcpyDtoDAsync(target, source, size, stream))
 
     def _export(self, tensor: torch.Tensor) -> tuple[str, int]:
-        """A handle of the allocation that a tensor lies in, and the tensor's offset there in bytes."""
+        """A handle of the allocation that a tensor lies in, and the tensor's offset there in bytes. Raises PentadError
+        for memory that other processes cannot map."""
         allocation = self.driver.cuMemGetAddressRange(tensor.data_ptr())
         check_driver(allocation)
         base = int(allocation[1])
         handle = self.driver.cuIpcGetMemHandle(base)
-        check_driver(handle)
+        if int(handle[0]) != 0:
+            reason = f"GPU memory of a rank cannot be shared: {handle[0]!r}"
+            expected = "expected nccl, or PYTORCH_ALLOC_CONF without expandable_segments"
+            raise PentadError(f"cluster.transport is peer: {expected} ({reason})")
         return bytes(handle[1].reserved).hex(), tensor.data_ptr() - base
 
     def _map(self, exported: str) -> int:
