@@ -50,6 +50,8 @@ def show_verify(run: str, *, as_json: bool) -> int:
         raise PentadError(f"RUN is '{run}', which has no checkpoint: expected at least one")
     rows = []
     for entry in map(verified, entries):
+        if not entry.folder.exists():  # a live run has deleted it meanwhile
+            continue
         rows.append(_row(entry))
         if not as_json:
             print(_sentence(entry), flush=True)
