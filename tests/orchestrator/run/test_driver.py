@@ -99,6 +99,17 @@ def test_a_run_writes_all_its_files(train: Train, tmp_path: Path) -> None:
     json.dumps(result)
 
 
+def test_steps_run_while_a_checkpoint_is_written(train: Train, tmp_path: Path) -> None:
+    """Which takes a second: the second one by steps waits for the first, and the end for both."""
+    behaviour = "fake:seconds=0.02,saving=1"
+    train("run.steps=30", "checkpoint.every=10", "checkpoint.keep=9", "eval.every=0", behaviour=behaviour)
+    journal = read_lines(tmp_path / "quickstart" / "journal.jsonl")
+    saved = {row["step"]: row for row in journal if row["event"] == "checkpoint"}
+    assert list(saved) == [10, 20, 30] and saved[10]["waited_seconds"] == 0 < saved[20]["waited_seconds"] < 1.5
+    times = [row["time"] for row in metrics(tmp_path)]
+    assert times[9] < times[18] < saved[10]["time"] < saved[20]["time"] < saved[30]["time"]
+
+
 def assert_evaluation_is_drawn(folder: Path) -> None:
     """Measured beside the simulation of its own program at its own costs."""
     found = compare(folder, evaluation=True)
