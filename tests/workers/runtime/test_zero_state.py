@@ -58,6 +58,24 @@ def test_a_checkpoint_restores_on_any_mesh_and_zero_stage(fleet, corpus, tmp_pat
         assert same_bits(assemble([outcome.state for outcome in expected], stored), stored)
 
 
+def test_ranks_read_every_element_of_a_checkpoint_once(fleet, corpus, tmp_path, monkeypatch):
+    """With ZeRO; otherwise one holder reads and sends it to the others (`Runner.restore`)."""
+    plan = plan_of("1f1b", 2, 2, 4, corpus, "float32", memory_options=MemoryOptions(zero=3))
+    folder = checkpoint.folder_of(tmp_path, 1)
+    run_and_save(fleet, plan, 1, folder)
+    stored = checkpoint.open_checkpoint(folder).tensors
+    sizes, real = dict[str, int](), shards.read_elements
+
+    def counted(source, name, start, end):
+        sizes[name] = sizes.get(name, 0) + end - start
+        return real(source, name, start, end)
+
+    monkeypatch.setattr(shards, "read_elements", counted)
+    for rank in range(4):
+        RankState(plan, rank, torch.device("cpu")).read(folder)
+    assert sizes == {name: pieces[-1].end for name, pieces in stored.items()}
+
+
 def test_a_new_stage_of_training_takes_the_weights_and_leaves_the_optimizer_state(fleet, corpus, tmp_path):
     plan, folder = plan_of("1f1b", 1, 2, 4, corpus, "float32"), checkpoint.folder_of(tmp_path, 1)
     outcomes = run_and_save(fleet, plan, 1, folder)
