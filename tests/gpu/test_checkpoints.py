@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpus import RANKS_A_GPU, on_gpu, two_gpus
+import torch
+from gpus import RANKS_A_GPU, on_gpu
 from plans import MODEL, plan_of
-from saves import assert_saved_beside_training, committed, written
+from saves import assert_saved_beside_training, written
 from small_models import WIDE_MOE
 from worker_processes import WorkerProcess, call_all, ranks_of, start_run
 
@@ -29,7 +31,7 @@ CASES: dict[str, Any] = {
     "routing biases": ("1f1b", {"ep": 2, "model": WIDE_MOE}, 0),
     "four ranks": ("zb-h2", {"dp": 2, "pp": 2, "post_validation": True}, 0),
 }
-LARGE = replace(MODEL, layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192)  # 0.5 billion parameters
+LARGE = replace(MODEL, layers=4, hidden=2048, heads=16, kv_heads=16, ffn=8192)  # 0.27 billion parameters
 STOP_SECONDS, STOP_SHARE = 0.05, 0.01  # of a step
 STEPS = 6
 
@@ -49,11 +51,12 @@ def test_a_checkpoint_saved_while_the_next_steps_run_has_the_bits_of_its_step(
 
 def large_plan(corpus: str, dp: int) -> Plan:
     """Steps of some tenths of a second on one GPU."""
-    return on_gpu(plan_of("1f1b", dp, 1, 32, corpus, "bfloat16", model=LARGE))
+    return on_gpu(plan_of("1f1b", dp, 1, 64, corpus, "bfloat16", model=LARGE))
 
 
-def seconds_of(ranks: list[WorkerProcess], first: int, folder: Path | None) -> float:
-    """How long STEPS steps take; with `folder` they begin with a snapshot, which is written beside them."""
+def seconds_of(ranks: list[WorkerProcess], first: int, folder: Path | None) -> tuple[float, int]:
+    """How long STEPS steps take; with `folder` they begin with a snapshot, which is written beside them, and of which
+    the bytes are returned."""
     asked = [] if folder is None else written(ranks, folder, first)
     began = time.monotonic()
     if folder is not None:
@@ -61,27 +64,30 @@ def seconds_of(ranks: list[WorkerProcess], first: int, folder: Path | None) -> f
             rank.call("snapshot", first)
     call_all(ranks, "run", first, STEPS)
     seconds = time.monotonic() - began
+    size = sum(entry["bytes"] for rank, number in asked for entry in rank.answer(number).entries)
     if folder is not None:
-        committed(asked, folder, first)
-    return seconds
+        shutil.rmtree(folder)
+    return seconds, size
 
 
-@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=two_gpus)])
+@pytest.mark.parametrize("dp", [1, 2])
 def test_training_hardly_stops_for_a_checkpoint(
     workers: list[WorkerProcess], corpus: str, tmp_path: Path, dp: int
 ) -> None:
-    plan = large_plan(corpus, dp)
+    if torch.cuda.device_count() < dp:
+        pytest.skip(f"{dp} GPUs are needed, as ranks that share one wait for each other")
+    plan, times, size = large_plan(corpus, dp), dict[bool, list[float]](), 0
     with ranks_of(workers, dp) as ranks:
         start_run(ranks, plan)
         call_all(ranks, "run", 0, STEPS)
-        times: dict[bool, list[float]] = {False: [], True: []}
         for number in range(1, 7):
             saves = number % 2 == 0
             folder = folder_of(tmp_path, number * STEPS) if saves else None
-            times[saves].append(seconds_of(ranks, number * STEPS, folder))
+            seconds, written_bytes = seconds_of(ranks, number * STEPS, folder)
+            times.setdefault(saves, []).append(seconds)
+            size = max(size, written_bytes)
         call_all(ranks, "close")
     step, stop = min(times[False]) / STEPS, min(times[True]) - min(times[False])
-    size = sum(path.stat().st_size for path in folder.iterdir()) if folder else 0
     print(f"dp{dp}: {size / 1e9:.1f} GB stop training for {stop * 1e3:.0f} ms; a step takes {step * 1e3:.0f} ms")
     print({saves: [round(each, 3) for each in its] for saves, its in times.items()})
     assert stop < max(STOP_SECONDS, STOP_SHARE * step)
