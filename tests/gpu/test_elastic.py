@@ -90,7 +90,7 @@ def test_a_stage_that_is_lost_comes_back_from_the_newest_checkpoint(nodes, start
     words = (*LINE, "schedule.name=zb-h2")
     expected = reference(*words)
     run = start(*words)
-    run.wait_for_step(60)
+    run.wait_for_checkpoint(50)
     run.signal_ranks(2)
     assert_recovered(run, "checkpoint")
     assert run.events("recovered")[0]["step"] >= 50

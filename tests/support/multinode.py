@@ -185,6 +185,10 @@ class Run:
     def wait_for_step(self, step: int) -> None:
         self.wait_for(lambda: len(self.rows()) > step)
 
+    def wait_for_checkpoint(self, step: int) -> None:
+        """Waits until one of at least so many steps is committed; training goes on meanwhile."""
+        self.wait_for(lambda: any(row["step"] >= step for row in self.events("checkpoint")))
+
     def signal_ranks(self, *ranks: int, how: int = signal.SIGKILL) -> None:
         for pid in [self.pids()[rank] for rank in ranks]:
             os.kill(pid, how)

@@ -123,6 +123,7 @@ def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, star
 def assert_resumes_after_its_driver_is_killed(
     run: Run, overrides: tuple[str, ...], expected: Outcome, steps: int = STEPS
 ) -> None:
+    run.wait_for_checkpoint(10)
     run.stop()  # SIGKILL
     again = Run(run.cluster, run.folder.parent, *SMALL, *overrides)
     try:
@@ -216,7 +217,7 @@ def test_a_lost_stage_is_restored_from_the_newest_checkpoint(nodes, start, refer
     expected = reference(schedule, mesh)
     nodes.resize(2, 2, 2)
     run = start(*mesh, f"schedule.name={schedule}", "checkpoint.every=10")
-    run.wait_for_step(12)
+    run.wait_for_checkpoint(10)
     run.signal_ranks(*ranks)
     assert_recovered(run, "checkpoint")
     (recovered,) = run.events("recovered")
@@ -287,7 +288,7 @@ def test_a_fault_while_a_checkpoint_is_restored(nodes, start, reference):
     expected = reference("1f1b", LINE)
     nodes.resize(2, 2, 2)
     run = start(*LINE, "schedule.name=1f1b", "checkpoint.every=10")
-    run.wait_for_step(12)
+    run.wait_for_checkpoint(10)
     run.signal_ranks(1)
     run.wait_for(lambda: run.events("fence"))
     run.wait_for(lambda: read_progress(nodes.board(run.pids()[2])).generation == 2)  # it has released its old weights

@@ -106,7 +106,7 @@ def test_lost_adapters_are_restored_from_the_newest_checkpoint(nodes, start, ref
     expected = reference(*mesh)
     nodes.resize(2, 2, 2)
     run = start(*mesh, "checkpoint.every=10")
-    run.wait_for_step(12)
+    run.wait_for_checkpoint(10)
     run.signal_ranks(rank)
     assert_recovered(run, "checkpoint")
     assert_same(run, expected, STEPS)
