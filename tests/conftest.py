@@ -2,6 +2,7 @@
 realmodel only when asked for."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,14 @@ def same_numbers_every_time() -> None:
     """Seeds torch for tests that draw from it; a test that does not import it is not to pay for that."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """Lets SIGHUP have its effect here and in processes that a test starts: under nohup a suite ignores it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="module", autouse=True)

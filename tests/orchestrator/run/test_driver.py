@@ -294,6 +294,7 @@ def test_ctrl_c_and_sigterm_stop_with_a_checkpoint_and_leave_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hangup")
 def test_a_run_whose_terminal_closes_ends_with_a_checkpoint(started: Callable[..., Started]) -> None:
     primary, terminal = os.openpty()
     run = started("closed", 'data.path="fake:seconds=0.05"', terminal=terminal)

@@ -30,6 +30,7 @@ def test_a_signal_before_the_ranks_run_interrupts_at_once() -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.usefixtures("hangup")
 def test_a_closed_terminal_stops_a_run_as_sigterm_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the signal comes twice; what is printed from then on goes nowhere."""
     asked: list[str] = []
