@@ -20,7 +20,7 @@ if not Path("/dev/nvidiactl").exists():
 # grpc/grpc#43055. So Ray starts its nodes; nothing here forks to stay what it is.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
-EXAMPLES = {"default": 40, "slow": 100}  # of each test of random data
+EXAMPLES = {"default": 25, "slow": 100}  # of each test of random data
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,18 +50,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: position(item.nodeid))
+    if not config.getoption("slow") and "slow" not in config.getoption("markexpr"):
+        leave_out(config, items, "slow")
+    if "realmodel" not in config.getoption("markexpr"):
+        leave_out(config, items, "realmodel")
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not has_cuda():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    if not config.getoption("slow") and "slow" not in config.getoption("markexpr"):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="slow: add --slow"))
-    if "realmodel" not in config.getoption("markexpr"):
-        for item in items:
-            if item.get_closest_marker("realmodel"):
-                item.add_marker(pytest.mark.skip(reason="a real model: add -m realmodel"))
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
+    """Deselects marked tests: to skip thousands of them, each with its set-up and report, would take seconds."""
+    marked = [item for item in items if item.get_closest_marker(marker)]
+    items[:] = [item for item in items if item not in set(marked)]
+    if marked:
+        config.hook.pytest_deselected(items=marked)
 
 
 def has_cuda() -> bool:

@@ -21,6 +21,7 @@ from fleet import state_by_name
 from gpus import RANKS_A_GPU, gpu_of
 from pool import process_context
 
+from pentad.orchestrator.run.measure import mean_loss
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.abort import Aborted
 
@@ -121,6 +122,18 @@ def uninterrupted(workers: list[WorkerProcess], plan: Plan, steps: int) -> tuple
     found = losses_and_state(workers, call_all(workers, "run", 0, steps), 0)
     call_all(workers, "close")
     return found
+
+
+def without_a_driver(
+    workers: list[WorkerProcess], plan: Plan, steps: int
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Loss and gradient norm of each step, and the state after them, of the ranks that a driver would have on Ray."""
+    ranks = workers[: plan.mesh.size]
+    start_run(ranks, plan)
+    results = call_all(ranks, "run", 0, steps)
+    _, state = losses_and_state(ranks, results, 0)
+    call_all(ranks, "close")
+    return [(mean_loss(step), step[0].grad_norm) for step in zip(*results, strict=True)], state
 
 
 def losses_and_state(workers: list[WorkerProcess], results: list, first: int) -> tuple[dict, dict]:

@@ -29,7 +29,7 @@ def config_of(*words: str) -> RunConfig:
     return load(None, [*SIZES, *BATCH, "model.vocab=4096", "cluster.device=cuda", *words])
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+@pytest.mark.parametrize("share", [0.9, pytest.param(0.7, marks=pytest.mark.slow), 0.5])
 @pytest.mark.parametrize("dp", [1, 2])
 def test_the_advised_change_fits_and_costs_least_of_those_with_less(dp: int, share: float) -> None:
     """The sentence is a promise: with its overrides the plan needs what it says, and less than there is."""

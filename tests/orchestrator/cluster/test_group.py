@@ -85,11 +85,11 @@ def test_every_rank_runs_every_step_and_reports_its_place(cluster: clusters.Clus
 
 
 def test_pipeline_neighbours_get_neighbouring_gpus(cluster: clusters.Cluster) -> None:
-    plan = make_plan(config_of("fake:", "mesh.pp=4"), "cuda")
+    plan = make_plan(config_of("fake:", "mesh.pp=2"), "cuda")
     group = WorkerGroup(plan, reserve(plan.mesh, "cuda", 10, fixed=True), generation=1, runner=FAKE)
     try:
         group._create(time.monotonic() + 30)
-        assert [at.gpu for at in group.places] == [4, 5, 6, 7]  # Ray assigns bundles 7, 5, 6 and 4
+        assert [at.gpu for at in group.places] == [5, 7]  # Ray assigns bundles 7 and 5
     finally:
         group.stop(kill=True)
 
@@ -105,12 +105,18 @@ def test_the_cuda_index_of_a_gpu_is_its_position_among_visible_gpus(
     assert worker._visible_index() == index
 
 
-def test_calls_in_flight_run_in_order(cluster: clusters.Cluster) -> None:
+def test_calls_run_in_order_and_statuses_are_updated_every_second_however_short_they_are(
+    cluster: clusters.Cluster,
+) -> None:
+    ticks: list[dict[int, Status]] = []
     with start(plan_of("fake:seconds=0.05", "mesh.pp=2")) as group:
         calls = [group.submit_run(0, 2), group.submit_run(2, 1), group.submit_run(3, 3)]
         assert not group.is_ready(calls[2])
         done = [[result.step for result in group.collect(call)[1]] for call in calls]
         assert done == [[0, 1], [2], [3, 4, 5]]
+        for step in range(6, 60):
+            group.collect(group.submit_run(step, 1), tick=ticks.append)
+    assert len(ticks) >= 2
 
 
 def test_statuses_of_a_busy_rank_are_read_without_waiting(cluster: clusters.Cluster) -> None:
@@ -127,14 +133,6 @@ def test_statuses_of_a_busy_rank_are_read_without_waiting(cluster: clusters.Clus
         assert seen[0].instruction == str(stream[2]).partition(" after ")[0]
         assert (seen[0].step, seen[0].generation) == (0, 1)
         group.stop(kill=True)
-
-
-def test_statuses_are_updated_every_second_however_short_the_calls(cluster: clusters.Cluster) -> None:
-    ticks: list[dict[int, Status]] = []
-    with start(plan_of("fake:seconds=0.3", "mesh.pp=2")) as group:
-        for step in range(9):
-            group.collect(group.submit_run(step, 1), tick=ticks.append)
-    assert len(ticks) >= 2
 
 
 def run_until_it_fails(plan: Plan) -> tuple[PentadError, list[int], float]:

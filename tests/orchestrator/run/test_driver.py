@@ -157,13 +157,16 @@ def test_a_run_without_an_intact_checkpoint_begins_again_if_told_to(train: Train
     assert [(row["step"], row["generation"]) for row in metrics(tmp_path)] == [(step, 2) for step in range(4)]
 
 
-def test_a_finished_run_does_nothing(train: Train, tmp_path: Path) -> None:
-    train("run.steps=3")
+def test_a_finished_run_does_nothing_and_keeps_its_program(train: Train, tmp_path: Path) -> None:
+    train("run.steps=2", "schedule.name=1f1b")
     before = events(tmp_path)
-    result, printed = train("run.steps=3")
-    assert "all of its run.steps = 3" in printed
-    assert (result["state"], result["steps"]) == ("finished", 3)
+    result, printed = train("run.steps=2", "schedule.name=gpipe")
+    assert "all of its run.steps = 2" in printed
+    assert (result["state"], result["steps"]) == ("finished", 2)
     assert events(tmp_path) == before
+    assert Program.load(tmp_path / "quickstart" / "program.arrow").name == "1f1b"
+    train("run.steps=3", "schedule.name=gpipe")
+    assert Program.load(tmp_path / "quickstart" / "program.arrow").name == "gpipe"
 
 
 def test_a_callback_that_raises_ends_the_run_with_a_checkpoint_and_it_resumes(train: Train, tmp_path: Path) -> None:
@@ -364,11 +367,3 @@ def test_a_run_resumes_only_with_its_corpus(cluster, tmp_path) -> None:
     with pytest.raises(PentadError, match=r"data\.path is .*fingerprint bbbb.*expected aaaa"):
         run(4, "b" * 64)
     assert run(4, "a" * 64)["steps"] == 4
-
-
-def test_a_finished_run_keeps_its_program(train, tmp_path) -> None:
-    train("run.steps=2", "schedule.name=1f1b")
-    train("run.steps=2", "schedule.name=gpipe")
-    assert Program.load(tmp_path / "quickstart" / "program.arrow").name == "1f1b"
-    train("run.steps=3", "schedule.name=gpipe")
-    assert Program.load(tmp_path / "quickstart" / "program.arrow").name == "gpipe"

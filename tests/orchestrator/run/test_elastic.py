@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 from elastic_cases import FAKE, LINE, SCHEDULES, SQUARE, STEPS, Outcome, Start, assert_recovered, assert_same, outcome
 from multinode import Cluster, Run, kill, multinode_cluster
-from worker_processes import WorkerProcess, call_all, losses_and_state, start_run
+from worker_processes import without_a_driver
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.control.control_client import connect
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.run.measure import mean_loss
 from pentad.workers.runtime.progress_file import read_progress
 
 SMALL = (
@@ -89,22 +88,13 @@ def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return do
 
 
-def without_a_driver(workers: list[WorkerProcess], overrides: tuple[str, ...], steps: int) -> Outcome:
-    """The outcome of the same ranks without Ray."""
-    start_run(workers, make_plan(load(None, [*SMALL, *overrides]), "cpu"))
-    results = call_all(workers, "run", 0, steps)
-    _, state = losses_and_state(workers, results, 0)
-    call_all(workers, "close")
-    return [(mean_loss(step), step[0].grad_norm) for step in zip(*results, strict=True)], state
-
-
 def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, start, workers):
     """One run with four faults in turn, the end-to-end recovery of the default suite; tests marked slow take one fault
     each."""
     steps = 44
     overrides = (*SQUARE, "schedule.name=1f1b", "checkpoint.every=10", f"run.steps={steps}")
-    expected = without_a_driver(workers, overrides, steps)
-    nodes.resize(2, 2, 2)
+    expected = without_a_driver(workers, make_plan(load(None, [*SMALL, *overrides]), "cpu"), steps)
+    nodes.resize(2, 2)
     run = start(*overrides)
     for number, (ranks, how) in enumerate([((1,), signal.SIGKILL), ((2,), signal.SIGSTOP), ((0, 3), signal.SIGKILL)]):
         run.wait_for_step(4 + 8 * number)

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from worker_processes import WorkerProcess, without_a_driver
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.display import Display
+from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.train import train as run_training
 from pentad.workers.checkpoint.checkpoint import newest
@@ -74,34 +76,45 @@ def state(run: Path) -> dict[str, torch.Tensor]:
     return read(found, found.tensors)
 
 
-@pytest.mark.parametrize("other_mesh", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_loss_falls_and_a_resumed_run_equals_an_uninterrupted_one(
-    train: Train, tmp_path: Path, other_mesh: bool
-) -> None:
-    """On another mesh it is the same up to rounding."""
-    finished, _ = train("whole")
-    assert finished["state"] == "finished"
-    assert finished["first_loss"] == pytest.approx(5.70, abs=0.05)  # ln(300): the model is untrained
-    assert finished["loss"] < 4.9
-    terminate_after(STOP_AFTER, tmp_path / "halted")
+def stop_and_resume(train: Train, folder: Path, *more: str) -> tuple[dict[str, Any], int]:
+    """(summary of a run that was stopped and then resumed with `more`, the step after which it was stopped)."""
+    terminate_after(STOP_AFTER, folder / "halted")
     summary, printed = train("halted")
     stopped = summary["steps"]
     assert summary["state"] == "stopped" and f"stopped after step {stopped}" in printed
     assert STOP_AFTER <= stopped < STEPS
-    more = ("mesh.pp=1", "schedule.name=gpipe") if other_mesh else ()
-    assert f"resuming from step {stopped}" in train("halted", *more)[1]
+    summary, printed = train("halted", *more)
+    assert f"resuming from step {stopped}" in printed
+    assert [row["step"] for row in read_lines(folder / "halted" / "metrics.jsonl")] == list(range(STEPS))
+    return summary, stopped
+
+
+def test_the_loss_falls_and_a_resumed_run_equals_an_uninterrupted_one(
+    train: Train, workers: list[WorkerProcess], tmp_path: Path
+) -> None:
+    """Which needs no Ray."""
+    expected, state_expected = without_a_driver(workers, make_plan(load(None, SMALL), "cpu"), STEPS)
+    finished, _ = stop_and_resume(train, tmp_path)
+    assert finished["state"] == "finished"
+    assert finished["first_loss"] == pytest.approx(5.70, abs=0.05)  # ln(300): the model is untrained
+    assert finished["loss"] < 4.9
+    rows = read_lines(tmp_path / "halted" / "metrics.jsonl")
+    assert [(row["loss"], row["grad_norm"]) for row in rows] == expected
+    found = state(tmp_path / "halted")
+    assert found.keys() == state_expected.keys()
+    assert all(torch.equal(found[name], state_expected[name]) for name in found)
+
+
+@pytest.mark.slow
+def test_a_run_resumed_on_another_mesh_equals_an_uninterrupted_one_up_to_rounding(train: Train, tmp_path: Path) -> None:
+    train("whole")
+    _, stopped = stop_and_resume(train, tmp_path, "mesh.pp=1", "schedule.name=gpipe")
     a, b = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "halted"))
-    assert [row["step"] for row in b] == list(range(STEPS))
-    if other_mesh:
-        for resumed, same in zip(b[stopped : stopped + 20], a[stopped : stopped + 20], strict=True):
-            assert resumed["loss"] == pytest.approx(same["loss"], rel=1e-4)
-            assert resumed["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-3)
-        return
-    for key in ("step", "loss", "grad_norm", "lr", "tokens"):
+    for key in ("step", "lr", "tokens"):
         assert [row[key] for row in a] == [row[key] for row in b], key
-    one, other = state(tmp_path / "whole"), state(tmp_path / "halted")
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    for resumed, same in zip(b[stopped : stopped + 20], a[stopped : stopped + 20], strict=True):
+        assert resumed["loss"] == pytest.approx(same["loss"], rel=1e-4)
+        assert resumed["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-3)
 
 
 @pytest.mark.slow

@@ -136,8 +136,7 @@ def _times(span: Span) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
-@pytest.mark.parametrize("gated", [False, True], ids=["posted", "gated"])
-@given(data=st.data())
+@given(gated=st.booleans(), data=st.data())
 @settings(max_examples=6)
 def test_free_transfers_delay_nothing(
     name: str, ranks: int, microbatches: int, gated: bool, data: st.DataObject

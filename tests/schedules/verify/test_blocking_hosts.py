@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reachability_proof import Place, partner
 from schedule_sizes import NAMES, allows
@@ -48,7 +48,6 @@ COST = st.floats(0.05, 20)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40)
 @given(st.data())
 def test_hosts_that_block_at_compute_reach_the_end(name: str, data: st.DataObject) -> None:
     sizes = [(pp, m) for pp in (1, 2, 3, 4, 6, 8) for m in (pp, pp + 1, 2 * pp, 4 * pp) if allows(name, pp, m)]

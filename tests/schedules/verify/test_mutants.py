@@ -72,7 +72,10 @@ def test_at_least_ten_thousand_are_drawn() -> None:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "gated"),
-    [pytest.param(*each, marks=[SLOW] * (each[1] > (3 if each[0] in TYPICAL else 2))) for each in PROGRAMS],
+    [
+        pytest.param(*each, marks=[] if each[1:3] in (SIZES[:3] if each[0] in TYPICAL else [(2, 4)]) else [SLOW])
+        for each in PROGRAMS
+    ],
 )
 def test_a_mutant_is_refused_or_right(name: str, ranks: int, microbatches: int, gated: bool) -> None:
     program = compiled(name, ranks, microbatches, gated=gated, replicas=2)

@@ -41,7 +41,7 @@ def plan_with(corpus: str, optimizer: OptimizerSpec, name: str, sizes: dict[str,
 
 DENSE: list[Any] = [
     pytest.param("gpipe", {}, 0, marks=slow),
-    ("zb-h2", {"tp": 2, "pp": 2}, 0),
+    pytest.param("zb-h2", {"tp": 2, "pp": 2}, 0, marks=slow),
     ("1f1b", {"tp": 2, "dp": 2}, 3),
     pytest.param("dualpipev", {"pp": 2, "dp": 2}, 0, marks=slow),
     pytest.param("dualpipe", {"pp": 2, "tp": 2}, 1, marks=slow),

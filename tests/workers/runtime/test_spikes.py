@@ -27,7 +27,8 @@ SPIKE_STEP = 4
 SQUARE: dict[str, Any] = {"dp": 2, "pp": 2, "microbatches": 4}
 PIPELINE: dict[str, Any] = {"pp": 4, "microbatches": 8}
 CASES = [
-    ("1f1b", SQUARE),
+    ("1f1b", {"pp": 2, "microbatches": 4}),
+    pytest.param("1f1b", SQUARE, marks=slow),
     ("zb-h2", {"pp": 2, "microbatches": 4, "post_validation": True}),
     pytest.param("1f1b", {"dp": 1, "microbatches": 6}, marks=slow),
     pytest.param("dualpipe", PIPELINE, marks=slow),
