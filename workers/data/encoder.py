@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,9 +13,10 @@ from tokenizers import Tokenizer
 
 from pentad.workers.data.corpus_writer import Document, token_dtype
 from pentad.workers.data.tokenizer import encode, vocab_size
-from pentad.workers.data.word_boundaries import in_few_steps, last_cut, splits_words
+from pentad.workers.data.word_boundaries import in_few_steps, last_cut, why_not_by_words
 
 _AT_ONCE, _SLOW_AT_ONCE = 2**22, 2**21  # characters; `tokenizers` needs about 100 bytes a token
+_LONGEST_REASON = 200  # characters
 # What the two libraries differ about. An old s after an apostrophe may be a contraction, as in 's. With GPT-2's words
 # and single digits, U+180E is a space or none, and the digits of Unicode 17 (their first bytes) are some or none.
 _ODD = ("'\u017f".encode(), "\u180e".encode(), b"\xf0\x91\xb7", b"\xf0\x96\xbf")
@@ -37,15 +39,16 @@ class TextChunk(NamedTuple):
 
 
 class Encoder:
-    """Encodes text as `tokenizer` does and ends every document with the token `end`."""
+    """Encodes text as `tokenizer` does and ends every document with the token `end`. `note` is told when and why
+    fastokens does not do it, or not all of it."""
 
-    def __init__(self, tokenizer: Tokenizer, end: int) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, end: int, note: Callable[[str], None] = lambda line: None) -> None:
+        self.tokenizer, self.note, self.has_failed = tokenizer, note, False
         self.dtype = token_dtype(vocab_size(tokenizer))
         self.end = np.array([end], self.dtype)
-        content = json.loads(tokenizer.to_str())
-        self.splits_words = splits_words(content)
-        self.fast = _fast(tokenizer, content)
+        self.content = json.loads(tokenizer.to_str())
+        self.splits_words = why_not_by_words(self.content) is None
+        self.fast = self._start()
 
     def documents(self, chunks: Iterable[TextChunk]) -> Iterator[Document]:
         """The documents' tokens, the same ones wherever the text was cut into chunks.
@@ -62,13 +65,31 @@ class Encoder:
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids of each text, without begin and end tokens."""
-        if self.fast is None:
-            return [np.array(ids, self.dtype) for ids in encode(self.tokenizer, texts)]
-        odd = [self.fast.is_odd(text) for text in texts]
-        slow = iter(encode(self.tokenizer, [text for text, is_odd in zip(texts, odd, strict=True) if is_odd]))
-        plain = [text for text, is_odd in zip(texts, odd, strict=True) if not is_odd]
-        fast = iter(self.fast.encode(plain, self.dtype))
-        return [np.array(next(slow), self.dtype) if is_odd else next(fast) for is_odd in odd]
+        if self.fast is not None:
+            try:
+                return self._encode_fast(self.fast, texts)
+            except _Failure as error:
+                if not self.has_failed:
+                    self.note(f"`tokenizers` encodes some text: {error}")
+                self.has_failed, self.fast = True, self._start()  # what has failed may be in any state
+        return self._encode_slow(texts)
+
+    def _start(self) -> _Fast | None:
+        """What encodes in place of the tokenizer, if it can and if it does so in the same way."""
+        try:
+            return _fast(self.tokenizer, self.content)
+        except _Failure as error:
+            self.note(f"`tokenizers` encodes the text, 15 to 200 times slower: {error}")
+            return None
+
+    def _encode_slow(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.array(ids, self.dtype) for ids in encode(self.tokenizer, texts)]
+
+    def _encode_fast(self, fast: _Fast, texts: list[str]) -> list[np.ndarray]:
+        odd = [fast.is_odd(text) for text in texts]
+        others = iter(fast.encode([text for text, is_odd in zip(texts, odd, strict=True) if not is_odd], self.dtype))
+        slow = iter(self._encode_slow([text for text, is_odd in zip(texts, odd, strict=True) if is_odd]))
+        return [next(slow if is_odd else others) for is_odd in odd]
 
     def _groups(self, chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
         """Whole documents together; only the last of a group may go on, from a place where it can be cut."""
@@ -96,15 +117,21 @@ class Encoder:
             yield group
 
 
+class _Failure(Exception):
+    """Why fastokens cannot be used."""
+
+
 class _Fast:
-    """A tokenizer of fastokens."""
+    """A tokenizer of fastokens. All of it raises _Failure, whatever fastokens raises."""
 
     def __init__(self, content: dict[str, Any]) -> None:
-        """Raises ImportError where there is no fastokens, and ValueError for what it does not support."""
-        import fastokens
-
+        try:
+            import fastokens
+        except ImportError as error:  # there are platforms without a wheel
+            raise _Failure(f"fastokens cannot be imported ({error})") from None
         same = {"pre_tokenizer": in_few_steps(content["pre_tokenizer"]), "post_processor": None}
-        self.tokenizer = fastokens.Tokenizer.from_json_str(json.dumps(content | same))
+        with _failures():
+            self.tokenizer = fastokens.Tokenizer.from_json_str(json.dumps(content | same))
         vocab = content["model"]["vocab"]
         missing = [bytes([byte]) for byte, letter in enumerate(_alphabet()) if letter not in vocab]
         self.odd = {True: [byte for byte in missing if byte.isascii()], False: [*missing, *_ODD]}  # in ASCII or not
@@ -116,22 +143,34 @@ class _Fast:
 
     def encode(self, texts: list[str], dtype: np.dtype) -> list[np.ndarray]:
         """Token ids of each text, without begin and end tokens; special tokens are plain text."""
-        ids, offsets = self.tokenizer.encode_batch_flat(texts, add_special_tokens=False, split_special_tokens=True)
+        with _failures():
+            ids, offsets = self.tokenizer.encode_batch_flat(texts, add_special_tokens=False, split_special_tokens=True)
         tokens = np.frombuffer(ids, "<u4").astype(dtype)
         return [tokens[start:stop] for start, stop in pairwise(np.frombuffer(offsets, "<u8").tolist())]
 
 
-def _fast(tokenizer: Tokenizer, content: dict[str, Any]) -> _Fast | None:
-    """What encodes in place of `tokenizer`, if it can and if it does so in the same way."""
-    if not splits_words(content) or len(set(map(tuple, content["model"]["merges"]))) < len(content["model"]["merges"]):
-        return None
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Turns what fastokens raises into a _Failure. A panic of its Rust code is a BaseException."""
     try:
-        fast = _Fast(content)
-        samples = [text for text in _SAMPLES if not fast.is_odd(text)]
-        found = [ids.tolist() for ids in fast.encode(samples, np.dtype(np.uint32))]
-    except (ImportError, ValueError):  # there are platforms without a wheel
-        return None
-    return fast if found == encode(tokenizer, samples) else None
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        text = " ".join(str(error).split())[:_LONGEST_REASON]
+        raise _Failure(f"fastokens has failed ({type(error).__name__}: {text})") from None
+
+
+def _fast(tokenizer: Tokenizer, content: dict[str, Any]) -> _Fast:
+    """What encodes in place of `tokenizer`. Raises _Failure if it cannot, or not in the same way."""
+    if obstacle := why_not_by_words(content):
+        raise _Failure(obstacle)
+    fast = _Fast(content)
+    samples = [text for text in _SAMPLES if not fast.is_odd(text)]
+    found = [ids.tolist() for ids in fast.encode(samples, np.dtype(np.uint32))]
+    if found != encode(tokenizer, samples):
+        raise _Failure("fastokens has other tokens for the samples")
+    return fast
 
 
 def _alphabet() -> list[str]:

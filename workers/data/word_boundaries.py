@@ -40,23 +40,35 @@ _KANA_AND_HANZI = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _GPT2_WITH_DIGITS = (
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"  # SmolLM2, StarCoder 2
 )
+_NOT_SUPPORTED = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "unk_token", "byte_fallback")
 _CUT = re.compile(r"(?<=[A-Za-z0-9])(?= )|(?<=\S\n)(?=[^\s/])")
 
 
-def splits_words(content: dict[str, Any]) -> bool:
-    """Whether a tokenizer with this `content` of a tokenizer.json is a byte-level BPE that is known to encode words by
-    themselves. Special tokens are taken as plain text."""
+def why_not_by_words(content: dict[str, Any]) -> str | None:
+    """None if a tokenizer with this `content` of a tokenizer.json is a byte-level BPE that is known to encode words by
+    themselves, else what keeps it from that. Special tokens are taken as plain text."""
     model = content["model"]
-    known = {"type": "BPE", "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
-    known |= {"unk_token": None, "byte_fallback": None}
-    added = [token for token in content["added_tokens"] if not token["special"]]
-    return (
-        all((model.get(key) or None) == value for key, value in known.items())
-        and all(step["type"] == "NFC" for step in _flat(content["normalizer"], "normalizers"))
-        and _are_known(_flat(content["pre_tokenizer"], "pretokenizers"))
-        and not any(re.search(r"\s", token["content"]) or not token["content"] for token in added)
-        and not any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added)
-    )
+    if model.get("type") != "BPE":
+        return f"its model is {model.get('type')}, not BPE"
+    for key in _NOT_SUPPORTED:
+        if model.get(key):
+            return f"its model has {key} {model[key]}"
+    for step in _flat(content["normalizer"], "normalizers"):
+        if step["type"] != "NFC":
+            return f"its normalizer is {step['type']}, not NFC"
+    if not _are_known(_flat(content["pre_tokenizer"], "pretokenizers")):
+        return "its pre-tokenizer is not one of those in docs/data-build.md"
+    faults = (_fault(token) for token in content["added_tokens"] if not token["special"])
+    return next(filter(None, faults), None)
+
+
+def _fault(token: dict[str, Any]) -> str | None:
+    """Why text with this added token is not encoded word by word."""
+    if re.search(r"\s", token["content"]) or not token["content"]:
+        return f"its token '{token['content']}' has spaces inside"
+    if token["lstrip"] or token["rstrip"] or token["single_word"]:
+        return f"its token '{token['content']}' takes in spaces or needs word borders beside it"
+    return None
 
 
 def last_cut(text: str) -> int:

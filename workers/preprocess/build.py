@@ -184,7 +184,7 @@ def _build_missing(
         note(f"continues an unfinished build: {len(tasks) - len(missing)} of {plural(len(tasks), 'part')} are there")
     if missing:
         report = _reporter("encoding", [task.part for task in missing], progress)
-        build_parts(out, partial, options, missing, request.workers or _cpus(), report)
+        build_parts(out, partial, options, missing, request.workers or _cpus(), report, note)
 
 
 def _reporter(phase: str, parts: Iterable[SourceFile | Part], progress: Show) -> Callable[[Done], None]:

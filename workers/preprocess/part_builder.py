@@ -47,13 +47,13 @@ class Options:
 class PartBuilder:
     """Builds parts below the folder `partial` of the corpus `out`; one object for many parts keeps what it learned."""
 
-    def __init__(self, out: Path, partial: Path, options: Options) -> None:
+    def __init__(self, out: Path, partial: Path, options: Options, note: Callable[[str], None]) -> None:
         self.out, self.partial, self.options = out, partial, options
         tokenizer = parse_tokenizer(options.tokenizer)
         self.file = TokenizerFile(TOKENIZER_FILE, hashlib.sha256(options.tokenizer.encode()).hexdigest())
         self.vocab = vocab_size(tokenizer)
         self.chat = ChatEncoder(tokenizer, options.template) if options.template else None
-        self.text = None if options.end is None else Encoder(tokenizer, options.end)
+        self.text = None if options.end is None else Encoder(tokenizer, options.end, note)
 
     def build(self, part: Part, key: str, report: Callable[[int], None]) -> None:
         """Writes the folder `key`, complete or not at all; tells `report` the characters read since it was last told.

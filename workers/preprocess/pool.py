@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,21 +31,34 @@ class Done(NamedTuple):
     part: Part | None = None
 
 
+Note = Callable[[str], None]
+
+
 def build_parts(
-    out: Path, partial: Path, options: Options, tasks: list[Task], workers: int, report: Callable[[Done], None]
+    out: Path,
+    partial: Path,
+    options: Options,
+    tasks: list[Task],
+    workers: int,
+    report: Callable[[Done], None],
+    note: Note,
 ) -> None:
-    """Builds all `tasks`, in this process if one is enough. Raises the first PentadError of any."""
+    """Builds all `tasks`, in this process if one is enough. Tells `note` each line once, however many processes say it.
+    Raises the first PentadError of any."""
+    note = cache(note)
     if min(workers, len(tasks)) > 1:
         with _started(min(workers, len(tasks)), out, partial, options) as processes:
-            _hand_out(processes, iter(tasks), report)
+            _hand_out(processes, iter(tasks), report, note)
         return
-    builder = PartBuilder(out, partial, options)
+    builder = PartBuilder(out, partial, options, note)
     for part, key in tasks:
         builder.build(part, key, lambda characters: report(Done(characters)))
         report(Done(0, part))
 
 
-def _hand_out(processes: dict[Connection, BaseProcess], tasks: Iterator[Task], report: Callable[[Done], None]) -> None:
+def _hand_out(
+    processes: dict[Connection, BaseProcess], tasks: Iterator[Task], report: Callable[[Done], None], note: Note
+) -> None:
     busy = set[Connection]()
     for connection, task in zip(processes, tasks, strict=False):
         connection.send(task)
@@ -52,7 +66,7 @@ def _hand_out(processes: dict[Connection, BaseProcess], tasks: Iterator[Task], r
     while busy:
         for connection in cast(list[Connection], wait(busy)):
             try:
-                answer: Done | PentadError = connection.recv()
+                answer: Done | str | PentadError = connection.recv()
             except (EOFError, ConnectionError):
                 process = processes[connection]
                 process.join()
@@ -60,6 +74,9 @@ def _hand_out(processes: dict[Connection, BaseProcess], tasks: Iterator[Task], r
                 raise PentadError(f"a process of the build has exit code {process.exitcode}: {expected}") from None
             if isinstance(answer, PentadError):
                 raise answer
+            if isinstance(answer, str):
+                note(answer)
+                continue
             report(answer)
             if answer.part:
                 busy.discard(connection)
@@ -93,7 +110,7 @@ def _work(connection: Connection, out: Path, partial: Path, options: Options) ->
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "FASTOKENS_BPE_THREADS": "1", "RAYON_NUM_THREADS": "1"}
-    builder = PartBuilder(out, partial, options)
+    builder = PartBuilder(out, partial, options, connection.send)
     while True:
         part, key = connection.recv()
         try:

@@ -7,7 +7,9 @@ import random
 import sys
 from functools import cache
 from itertools import product
+from types import ModuleType
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -184,9 +186,19 @@ def test_a_long_document_is_cut_into_groups_and_not_elsewhere(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    "name", ["dropout", "prefix", "unknown expression", "digits left", "no expression", "lowercase", "space added"]
+    ("name", "reason"),
+    [
+        ("dropout", "its model has dropout 0.5"),
+        ("prefix", "its pre-tokenizer is not one of those in docs/data-build.md"),
+        ("unknown expression", "its pre-tokenizer is not one of those in docs/data-build.md"),
+        ("digits left", "its pre-tokenizer is not one of those in docs/data-build.md"),
+        ("no expression", "its pre-tokenizer is not one of those in docs/data-build.md"),
+        ("lowercase", "its normalizer is Lowercase, not NFC"),
+        ("space added", "its token 'a b' has spaces inside"),
+        ("stripping", "its token 'ab' takes in spaces or needs word borders beside it"),
+    ],
 )
-def test_a_tokenizer_that_is_not_known_encodes_whole_documents(name: str) -> None:
+def test_a_tokenizer_that_is_not_known_encodes_whole_documents(name: str, reason: str) -> None:
     tokenizer = Tokenizer.from_str(tokenizer_of("GPT-2").to_str())
     if name == "dropout":
         tokenizer.model.dropout = 0.5
@@ -202,17 +214,87 @@ def test_a_tokenizer_that_is_not_known_encodes_whole_documents(name: str) -> Non
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     elif name == "lowercase":
         tokenizer.normalizer = normalizers.Lowercase()
+    elif name == "stripping":
+        tokenizer.add_tokens([AddedToken("ab", lstrip=True)])
     else:
         tokenizer.add_tokens(["a b"])
-    assert Encoder(tokenizer, 0).fast is None
+    notes: list[str] = []
+    assert Encoder(tokenizer, 0, notes.append).fast is None
+    assert notes == [f"`tokenizers` encodes the text, 15 to 200 times slower: {reason}"]
     if name != "dropout":
         chunks = [TextChunk("a b's ", False), TextChunk("12 l.", True), TextChunk("T", True)]
         found = [document.tokens.tolist() for document in Encoder(tokenizer, 0).documents(chunks)]
         assert found == [[*reference(tokenizer, text), 0] for text in ("a b's 12 l.", "T")]
 
 
-def test_without_fastokens_the_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_fastokens_the_tokens_are_the_same_and_a_note_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fastokens", None)
-    encoder = Encoder(tokenizer_of("GPT-2"), 0)
+    notes: list[str] = []
+    encoder = Encoder(tokenizer_of("GPT-2"), 0, notes.append)
     assert encoder.fast is None
     assert encoder.encode(["aTt's 12\n"])[0].tolist() == reference(tokenizer_of("GPT-2"), "aTt's 12\n")
+    (note,) = notes
+    assert note.startswith("`tokenizers` encodes the text, 15 to 200 times slower: fastokens cannot be imported (")
+
+
+def test_a_fastokens_with_other_tokens_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_module._Fast, "encode", lambda *_: [np.array([7])] * len(encoder_module._SAMPLES))
+    notes: list[str] = []
+    assert Encoder(tokenizer_of("GPT-2"), 0, notes.append).fast is None
+    assert [note.rpartition(": ")[2] for note in notes] == ["fastokens has other tokens for the samples"]
+
+
+def test_fastokens_is_used_without_a_word() -> None:
+    notes: list[str] = []
+    assert Encoder(tokenizer_of("GPT-2"), 0, notes.append).fast and not notes
+
+
+class Panic(BaseException):
+    """What pyo3 makes of a panic in Rust: no Exception."""
+
+
+def failing(error: BaseException, where: str) -> ModuleType:
+    """A fastokens that raises when it is made, with its first texts, or with a text that has a `!`."""
+    import fastokens
+
+    class Failing:
+        def __init__(self, content: str) -> None:
+            self.inner = fastokens.Tokenizer.from_json_str(content)
+
+        @classmethod
+        def from_json_str(cls, content: str) -> Failing:
+            if where == "made":
+                raise error
+            return cls(content)
+
+        def encode_batch_flat(self, texts: list[str], **options: bool) -> tuple[bytes, bytes]:
+            if where == "first texts" or any("!" in text for text in texts):
+                raise error
+            ids, offsets = self.inner.encode_batch_flat(texts, **options)
+            return ids, offsets
+
+    module = ModuleType("fastokens")
+    module.__dict__["Tokenizer"] = Failing
+    return module
+
+
+@pytest.mark.parametrize("where", ["made", "first texts", "some text"])
+@pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("no\nreason"), Panic("index"), TypeError("split_")])
+def test_a_fastokens_that_raises_changes_no_token_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, where: str, error: BaseException
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastokens", failing(error, where))
+    notes: list[str] = []
+    encoder = Encoder(tokenizer_of("GPT-2"), 0, notes.append)
+    for texts in (["a 12"], ["It's! 12", "", "b"], ["! \n", "t'l"], ["s12 b"]):
+        assert [ids.tolist() for ids in encoder.encode(texts)] == [reference(encoder.tokenizer, text) for text in texts]
+    (note,) = notes
+    assert f"fastokens has failed ({type(error).__name__}: {' '.join(str(error).split())})" in note
+    assert ("some text" in note) == (where == "some text") == (encoder.fast is not None)
+
+
+def test_an_interrupt_inside_of_fastokens_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastokens", failing(KeyboardInterrupt(), "some text"))
+    encoder = Encoder(tokenizer_of("GPT-2"), 0)
+    with pytest.raises(KeyboardInterrupt):
+        encoder.encode(["!"])

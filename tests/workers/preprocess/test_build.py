@@ -116,6 +116,27 @@ def test_the_number_of_processes_changes_nothing(many: Path, tmp_path: Path, tok
     assert content(build(many, tokenizer=path, out=tmp_path / "three", workers=3).path) == expected
 
 
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_fastokens_that_raises_costs_one_line_and_no_token(
+    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    notes: list[str] = []
+    expected = content(build(many, tokenizer=tmp_path / "t.json", note=notes.append).path)
+    assert len(notes) == 1  # how many files there are
+    broken = tmp_path / "broken" / "fastokens"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("class Tokenizer:\n    def from_json_str(text): raise RuntimeError('odd')\n")
+    monkeypatch.syspath_prepend(broken.parent)
+    monkeypatch.delitem(sys.modules, "fastokens")
+    out = tmp_path / "slow"
+    assert (
+        content(build(many, tokenizer=tmp_path / "t.json", out=out, workers=workers, note=notes.append).path)
+        == expected
+    )
+    line = "`tokenizers` encodes the text, 15 to 200 times slower: fastokens has failed (RuntimeError: odd)"
+    assert notes == [notes[0], notes[0], line]
+
+
 @pytest.mark.slow
 def test_a_build_of_several_processes_that_is_killed_leaves_none_and_continues(many: Path, tmp_path: Path) -> None:
     expected = content(build(many, tokenizer=tmp_path / "t.json", out=tmp_path / "expected").path)
