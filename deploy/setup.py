@@ -1,4 +1,5 @@
-"""Creates .venv and installs pentad into it: `python3 deploy/setup.py run`, or `test` to add the test tools.
+"""Creates .venv and installs pentad into it: `python3 deploy/setup.py run`. `test` adds the test tools, and `test-all` the
+servers and libraries that slow tests talk to.
 
 Needs only Python 3.11 and a package index. Installs torch first, because the resolver must not choose the build: a
 plain `torch` brings gigabytes of CUDA to a machine without a GPU, or replaces the build that a GPU image is made for.
@@ -40,6 +41,7 @@ NO_INDEX_SIGNS = (
     "error sending request",
     "dns error",
 )
+PURPOSES = ("run", "test", "test-all")  # each includes those before it
 STARTED = time.monotonic()
 
 
@@ -202,9 +204,9 @@ def install_pentad(purpose: str) -> None:
     """Installs this checkout in place, with its dependencies at the versions in constraints.txt."""
     install("setuptools")  # builds pentad with the pinned one; pip's build isolation would take the newest
     extra = []
-    if purpose == "test" and version(str(PYTHON), "triton") is None and platform.system() == "Linux":
+    if purpose != "run" and version(str(PYTHON), "triton") is None and platform.system() == "Linux":
         extra = [TRITON] if platform.machine() == "x86_64" else []
-    install("--no-build-isolation", "-e", ".[test]" if purpose == "test" else ".", *extra)
+    install("--no-build-isolation", "-e", "." if purpose == "run" else f".[{purpose}]", *extra)
 
 
 def main(purpose: str) -> None:
@@ -212,11 +214,11 @@ def main(purpose: str) -> None:
     LOG.write_text("")
     install_torch()
     compiling = compile_modules("torch")  # while pip finds and unpacks the rest
-    say("installing pentad" + (" and its test tools" if purpose == "test" else ""))
+    say("installing pentad" + (" and its test tools" if purpose != "run" else ""))
     install_pentad(purpose)
     compiling.wait()
     compile_modules("").wait()
-    for ready in ("run", "test") if purpose == "test" else ("run",):
+    for ready in PURPOSES[: PURPOSES.index(purpose) + 1]:
         (VENV / f"ready-to-{ready}").touch()
     say("done")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow_server import mlflow_server
 from paths import ROOT
 from wandb_files import history
 
@@ -17,6 +18,7 @@ from pentad.orchestrator.loggers.process import serve
 pytestmark = pytest.mark.slow
 CONFIG = {"run": {"name": "trial", "steps": 4}, "loggers": {"use": ["wandb"]}}
 NOT_LISTENING = "http://127.0.0.1:9"
+MLFLOW_PORT = 21_390
 
 
 def row(step: int, loss: float | None) -> dict[str, Any]:
@@ -90,21 +92,39 @@ def test_wandb_without_a_key_logs_offline(tmp_path: Path, monkeypatch: pytest.Mo
     assert [each["train/loss"] for each in history(tmp_path / "wandb") if "train/loss" in each] == [1.0]
 
 
-def test_mlflow_has_one_run_with_parameters_metrics_and_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tracking = pytest.importorskip("mlflow.tracking")
+def test_mlflow_has_one_run_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    folder = tmp_path / "trial"
-    folder.mkdir()
-    assert session("mlflow", folder, {"tracking_uri": None, "experiment": "pentad"}) == []
-    client = tracking.MlflowClient((tmp_path / "mlruns").as_uri())
+    check_mlflow(tmp_path, None, (tmp_path / "mlruns").as_uri())
+
+
+@pytest.mark.timeout(180)
+def test_mlflow_has_one_run_on_a_server(tmp_path: Path) -> None:
+    for package in ("mlflow", "flask", "flask_cors", "sqlalchemy", "alembic", "pandas"):
+        pytest.importorskip(package)
+    with mlflow_server(tmp_path, MLFLOW_PORT) as address:
+        check_mlflow(tmp_path, address, address)
+    assert not (tmp_path / "mlruns").exists()
+
+
+def check_mlflow(folder: Path, tracking_uri: str | None, found_at: str) -> None:
+    """All of a session is one run: its parameters, metrics, tags and pages."""
+    from mlflow.tracking import MlflowClient
+
+    (folder / "trial").mkdir()
+    assert session("mlflow", folder / "trial", {"tracking_uri": tracking_uri, "experiment": "pentad"}) == []
+    client = MlflowClient(found_at)
     (run,) = client.search_runs([client.get_experiment_by_name("pentad").experiment_id])
-    losses = client.get_metric_history(run.info.run_id, "train/loss")
-    assert [(each.step, each.value) for each in losses] == [(0, 9), (1, 8), (1, 6), (2, 5), (2, 3), (3, 2)]
-    assert [each.timestamp for each in losses[:2]] == [10**12, 10**12 + 1000]
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    losses = sorted((each.step, each.timestamp, each.value) for each in history)
+    expected = [(0, 9), (1, 6), (1, 8), (2, 3), (2, 5), (3, 2)]
+    assert losses == [(step, 10**12 + 1000 * step, loss) for step, loss in expected]
     assert run.data.params["run.steps"] == "4"
     assert run.data.tags["checkpoint"] == "checkpoints/step-00000002"
-    assert run.info.status == "FINISHED"
+    assert run.info.status == "FINISHED" and run.info.run_name == "trial"
     assert [each.path for each in client.list_artifacts(run.info.run_id)] == ["timeline.html"]
+    page = client.download_artifacts(run.info.run_id, "timeline.html", str(folder))
+    assert Path(page).read_bytes() == (ROOT / "README.md").read_bytes()
 
 
 def test_mlflow_without_a_server_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -26,7 +28,15 @@ FORM = re.compile(r"Topic: .+\. In short: .+ \[Python reference\]", re.DOTALL)
 OVERRIDES = ["run.steps=40", "batch.global_batch_size=4", "batch.sequence_length=128", "precision.compute=float32",
              "cluster.device=cpu", "cluster.dashboard=false", "elastic.hang_seconds=120.0"]  # fmt: skip
 
-pytestmark = [pytest.mark.realmodel, pytest.mark.timeout(1800)]
+SECONDS = 3000  # 600 on two quiet cores
+
+pytestmark = [pytest.mark.realmodel, pytest.mark.timeout(SECONDS)]
+
+
+@pytest.fixture(autouse=True)
+def more_time_than_other_tests() -> None:
+    """pytest's own watchdog, which it stops after the test, ends the run after `faulthandler_timeout`."""
+    faulthandler.dump_traceback_later(SECONDS + 60, exit=True, file=sys.__stderr__)
 
 
 def conversation(topic: str) -> dict:

@@ -70,6 +70,22 @@ def test_what_was_built_in_the_store_is_the_local_corpus(uri: str, local: Corpus
     assert np.array_equal(corpus.read(0, corpus.tokens), local.read(0, local.tokens))
 
 
+def test_sources_in_the_store_are_those_of_a_folder(store: ObjectStore, source: Path, tmp_path: Path) -> None:
+    system, rows = store.filesystem(), (source / "rows.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "crawl").mkdir()
+    for name, some in ("a.jsonl", rows[:9]), ("b.jsonl", rows[9:20]), ("c.txt", rows[20:21]):
+        (tmp_path / "crawl" / name).write_bytes(b"".join(some))
+        with system.open_output_stream(f"{BUCKET}/crawl/{name}") as sink:
+            sink.write(b"".join(some))
+    for pattern, documents in ("", 21), ("/*.jsonl", 20):
+        sources = f"{tmp_path}/crawl{pattern}", store.uri(f"{BUCKET}/crawl{pattern}")
+        both = [
+            build(path, tokenizer=source / "t.json", out=tmp_path / f"{documents}-{number}")
+            for number, path in enumerate(sources)
+        ]
+        assert both[0].fingerprint == both[1].fingerprint and both[0].documents == documents
+
+
 def test_a_build_that_is_killed_while_it_uploads_continues(store: ObjectStore, source: Path, local: Corpus) -> None:
     uri, path = store.uri(f"{BUCKET}/killed"), f"{BUCKET}/killed"
     code = f"from corpora import build; from pathlib import Path; build(**{options(source, uri)!r})".replace(
