@@ -1,5 +1,5 @@
-"""Creates .venv and installs pentad into it: `python3 deploy/setup.py run`. `test` adds the test tools, and `test-all` the
-servers and libraries that slow tests talk to.
+"""Creates .venv and installs pentad into it: `python3 deploy/setup.py run`. `test` adds the test tools, and
+`test-all` the servers and libraries that slow tests talk to.
 
 Needs only Python 3.11 and a package index. Installs torch first, because the resolver must not choose the build: a
 plain `torch` brings gigabytes of CUDA to a machine without a GPU, or replaces the build that a GPU image is made for.

@@ -6,7 +6,6 @@ import faulthandler
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -36,7 +35,7 @@ pytestmark = [pytest.mark.realmodel, pytest.mark.timeout(SECONDS)]
 @pytest.fixture(autouse=True)
 def more_time_than_other_tests() -> None:
     """pytest's own watchdog, which it stops after the test, ends the run after `faulthandler_timeout`."""
-    faulthandler.dump_traceback_later(SECONDS + 60, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(SECONDS + 60, exit=True, file=2)
 
 
 def conversation(topic: str) -> dict:
