@@ -34,7 +34,8 @@ def files() -> Iterator[tuple[Path, str]]:
     yield schedules, _filled(schedules, catalogue=_catalogue(), pictures=_pictures())
     yield observability, _filled(observability, metrics=_metrics())
     yield DOCS / "images" / "learning-rates.svg", svg_learning_rates(learning_rates())
-    yield DOCS / "images" / "mixture-losses.svg", measured_curves(RESULTS / "mixture-cpu.json").svg()
+    for name in ("mixture", "fine-tuning"):
+        yield DOCS / "images" / f"{name}-losses.svg", measured_curves(RESULTS / f"{name}-cpu.json").svg()
     for name in CATALOGUE:
         program = compile_program(name, RANKS, MICROBATCHES)
         timeline = simulate(program, Costs.uniform(program.stages))
