@@ -15,7 +15,7 @@ from wandb_files import history
 from pentad.orchestrator.loggers.logger import LoggedRun
 from pentad.orchestrator.loggers.process import serve
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CONFIG = {"run": {"name": "trial", "steps": 4}, "loggers": {"use": ["wandb"]}}
 NOT_LISTENING = "http://127.0.0.1:9"
 MLFLOW_PORT = 21_390
@@ -98,7 +98,6 @@ def test_mlflow_has_one_run_in_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
     check_mlflow(tmp_path, None, (tmp_path / "mlruns").as_uri())
 
 
-@pytest.mark.timeout(180)
 def test_mlflow_has_one_run_on_a_server(tmp_path: Path) -> None:
     for package in ("mlflow", "flask", "flask_cors", "sqlalchemy", "alembic", "pandas"):
         pytest.importorskip(package)
