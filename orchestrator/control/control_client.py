@@ -167,10 +167,10 @@ def _endpoint(folder: Path) -> dict[str, Any] | None:
     path = folder / ENDPOINT
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        address, _ = found["address"], found["token"].encode("ascii")
+        address, _ = (found[key].encode("ascii").decode() for key in ("address", "token"))
     except FileNotFoundError:
         return None
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise PentadError(f"{path} is damaged: expected address and token; remove it if the run has ended") from None
     home = found.get("host", "")
     if home and home != socket.gethostname() and address.startswith(("127.", "localhost:", "[::1]:")):

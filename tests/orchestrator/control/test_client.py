@@ -225,7 +225,14 @@ def test_a_port_now_used_by_another_run_is_reported(folder: Path, tmp_path: Path
             client.status()
 
 
-@pytest.mark.parametrize("text", ["", "{", "5", "{}", '{"address": 1}', '{"address": "a", "token": null}', '"x"'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "5", "{}", '{"address": 1}', '{"address": "a", "token": null}', '"x"', "[" * 100_000),
+        '{"address": NaN, "token": "x"}',
+    ],
+    ids=range(9),
+)
 def test_a_damaged_endpoint_is_reported_in_one_sentence(folder: Path, text: str) -> None:
     (folder / "control.json").write_text(text)
     with pytest.raises(PentadError, match=r"control.json is damaged: expected address and token; remove it"):
