@@ -14,6 +14,7 @@ from plans import MODEL, plan_of
 from pentad.orchestrator.planning.estimate import memory
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.checkpoint.manifest import Shard, pieces_by_tensor
 from pentad.workers.model.stage import Stage
 from pentad.workers.params.param_buffers import make_param_buffers
 from pentad.workers.params.parameters import create_parameters
@@ -94,8 +95,8 @@ def test_an_optimistic_step_has_the_bits_of_one_with_a_barrier(gpus, corpus, zer
 def test_a_checkpoint_of_shards_has_every_tensor(gpus, corpus, tmp_path):
     plan = gpu_plan("1f1b", 2, 1, 3, None, 3, corpus, "bfloat16")
     outcomes = gpus.run(plan, [(0, 1)], save=str(tmp_path / "step-00000001"))
-    names = {name for outcome in outcomes for shard in outcome.shards for name in shard["tensors"]}
-    assert names == {key.partition("@")[0] for outcome in outcomes for key in outcome.state}
+    pieces = pieces_by_tensor([Shard.from_plain(shard) for outcome in outcomes for shard in outcome.shards])
+    assert pieces.keys() == {key.partition("@")[0] for outcome in outcomes for key in outcome.state}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -169,3 +169,4 @@ def test_a_submitted_run_is_paused_resumed_stopped_and_resubmitted_without_loss(
 
     assert steps(parts) == steps(runs / "whole")
     assert len(steps(parts)) == STEPS
+    assert user.query("verify", str(parts))["steps"] == STEPS

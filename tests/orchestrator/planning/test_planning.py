@@ -11,7 +11,15 @@ import pytest
 from pentad.orchestrator.cli.cli import main
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning import planning
-from pentad.orchestrator.planning.estimate import costs_of, flops_per_token, memory, mfu, peak_flops, read_costs
+from pentad.orchestrator.planning.estimate import (
+    ON_HOST,
+    costs_of,
+    flops_per_token,
+    memory,
+    mfu,
+    peak_flops,
+    read_costs,
+)
 from pentad.orchestrator.planning.planning import first_plan, make_plan, plan_on, shrunk_plan, to_mesh_ranks
 from pentad.schedules import compiler
 from pentad.schedules.catalogue import CATALOGUE
@@ -162,7 +170,7 @@ def test_memory_adds_up_and_counts_master_weights_once() -> None:
     plan, on_gpu = plan_of(), plan_of(device="cuda")
     for rank in range(4):
         parts = memory(plan, rank)
-        assert parts["total"] == sum(value for name, value in parts.items() if name not in ("total", "host"))
+        assert parts["total"] == sum(value for name, value in parts.items() if name not in ("total", *ON_HOST))
     full = sum(memory(plan, rank)["parameters"] for rank in range(4))
     assert full == 4 * num_parameters(plan.model)
     assert memory(plan, 0)["master"] == 0

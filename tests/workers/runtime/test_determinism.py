@@ -8,6 +8,7 @@ from plans import is_close, plan_of
 from resume import assert_repeatable
 
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.checkpoint.manifest import Shard, pieces_by_tensor
 
 slow = pytest.mark.slow
 CASES = [
@@ -45,9 +46,8 @@ def test_runs_under_zero_repeat_and_resume_bit_identically(
 def test_every_tensor_is_saved_once(fleet, corpus, tmp_path):
     plan = plan_of("dualpipe", 1, 4, 8, corpus)
     outcomes = fleet.run(plan, [(0, 1)], save=str(tmp_path / "step-00000001"))
-    names = [name for outcome in outcomes for shard in outcome.shards for name in shard["tensors"]]
-    assert len(names) == len(set(names))
-    assert {name for outcome in outcomes for name in outcome.state} == set(names)
+    pieces = pieces_by_tensor([Shard.from_plain(shard) for outcome in outcomes for shard in outcome.shards])
+    assert pieces.keys() == {name for outcome in outcomes for name in outcome.state}
 
 
 @pytest.mark.parametrize(
