@@ -15,9 +15,8 @@ from typing import Any
 from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, Best, best_of
-from pentad.orchestrator.records.chain import AUDIT, last_hash, linked
+from pentad.orchestrator.records.hash_chain import AUDIT, hash_of, linked
 from pentad.orchestrator.records.json_lines import append, line_of, read_lines, reported, trim
-from pentad.orchestrator.records.verify import manifest_hash
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
@@ -70,9 +69,9 @@ class RunFolder:
             text = f"run.folder is '{config.run.folder}', where {self.path} cannot be written ({error.strerror})"
             raise PentadError(f"{text}: expected a folder of your own") from None
         try:
-            for name in (METRICS, EVALUATIONS, JOURNAL, AUDIT):
+            for name in (METRICS, EVALUATIONS, JOURNAL):
                 trim(self.path / name)
-            self.audit_hash = last_hash(self.path / AUDIT)
+            self.audit_hash = hash_of(trim(self.path / AUDIT), str(self.path / AUDIT))
             if not self.resumed:
                 self.begin(config)
         except BaseException:
@@ -94,10 +93,6 @@ class RunFolder:
     def checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint after `step` steps, named as in workers/checkpoint/checkpoint.py."""
         return self.checkpoints / f"step-{step:08d}"
-
-    def manifest_hash(self, step: int) -> str:
-        """Of the committed checkpoint after `step` steps, for its event: so it cannot be exchanged unnoticed."""
-        return manifest_hash(self.checkpoint(step))
 
     def saved(self) -> list[int]:
         """Steps of the checkpoints that count, lowest first."""

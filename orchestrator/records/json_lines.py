@@ -40,12 +40,15 @@ def append(path: Path, row: dict[str, Any]) -> None:
             raise
 
 
-def trim(path: Path) -> None:
-    """Cuts off an incomplete last line, left by a crash."""
+def trim(path: Path) -> bytes:
+    """Cuts off an incomplete last line, left by a crash. Returns the last complete one, b'' if there is none."""
     with reported(path):
-        if path.exists():
-            text = path.read_bytes()
-            os.truncate(path, text.rfind(b"\n") + 1)
+        if not path.exists():
+            return b""
+        text = path.read_bytes()
+        end = text.rfind(b"\n") + 1
+        os.truncate(path, end)
+        return text[text.rfind(b"\n", 0, max(0, end - 1)) + 1 : end]
 
 
 def line_of(row: dict[str, Any]) -> str:

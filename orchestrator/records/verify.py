@@ -3,7 +3,6 @@ faults, or names the first thing that contradicts it."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.config.yaml_text import load_yaml
-from pentad.orchestrator.records.chain import AUDIT, Entry, read_chain
+from pentad.orchestrator.records.hash_chain import AUDIT, Entry, read_chain
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import BatchSpec
-from pentad.workers.checkpoint.checkpoint import MANIFEST
+from pentad.workers.checkpoint.checkpoint import MANIFEST, fingerprint
 from pentad.workers.data.samples import Dataset
 from pentad.workers.data.sources import open_dataset
 
@@ -103,11 +102,6 @@ def replay(entries: Iterable[Entry], where: str) -> History:
     return history
 
 
-def manifest_hash(checkpoint: Path) -> str:
-    """SHA-256 of a committed checkpoint's manifest, which has the checksums of all its files."""
-    return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
-
-
 def _rewind(history: History, following: int, step: int, at: str) -> int:
     """The steps from `step` on no longer count. The first steps of a run may be another run's."""
     if step > following and history.steps:
@@ -137,7 +131,7 @@ def _compare_checkpoints(history: History, run: Path) -> int:
         folder = run / "checkpoints" / f"step-{step:08d}"
         if (folder / MANIFEST).exists():
             count += 1
-            if (found := manifest_hash(folder)) != expected:
+            if (found := fingerprint(folder)) != expected:
                 text = f"{folder / MANIFEST} has the SHA-256 {found[:12]}"
                 raise PentadError(f"{text}: expected {expected[:12]}, with which it was committed")
     return count

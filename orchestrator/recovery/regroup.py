@@ -17,7 +17,7 @@ from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, is_
 from pentad.orchestrator.recovery.hang_detection import check_answers
 from pentad.orchestrator.recovery.retention import pinned_checkpoints
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.checkpoint.checkpoint import Checkpoint, Start, recover
+from pentad.workers.checkpoint.checkpoint import Checkpoint, Start, fingerprint, recover
 
 CREATE_SECONDS = 30.0
 RETRY_SECONDS = 0.2
@@ -160,5 +160,5 @@ class Regroup:
         commit = group.submit_commit(path, state.version, shards, keep, pinned, min(owned))
         group.collect(commit)
         seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
-        facts = {"seconds": seconds, "manifest": self.bus.folder.manifest_hash(state.version), "bytes": size}
+        facts = {"seconds": seconds, "manifest": fingerprint(path), "bytes": size}
         self.bus.record("checkpoint", generation=group.generation, step=state.version, **facts)

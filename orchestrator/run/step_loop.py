@@ -22,6 +22,7 @@ from pentad.orchestrator.recovery.spikes import SpikeWatch
 from pentad.orchestrator.run.measure import History
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.spikes import batch_of
+from pentad.workers.checkpoint.checkpoint import fingerprint
 from pentad.workers.checkpoint.retention import delete_checkpoint
 from pentad.workers.data.mixture import Mixture
 from pentad.workers.runtime.results import StepResult
@@ -276,7 +277,7 @@ class StepLoop:
 
     def _record_checkpoint(self, save: Save) -> None:
         seconds, generation = round(time.monotonic() - save.began, 3), self.group.generation
-        facts = {"seconds": seconds, "manifest": self.bus.folder.manifest_hash(save.step), **save.facts}
+        facts = {"seconds": seconds, "manifest": fingerprint(self.bus.folder.checkpoint(save.step)), **save.facts}
         self.bus.record("checkpoint", generation=generation, step=save.step, **facts)
         self.durable = save.step
         if (best := save.best) and best.step == save.step:

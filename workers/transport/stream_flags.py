@@ -31,7 +31,7 @@ class StreamFlags:
     makes the file and it is unlinked once every rank has opened it.
 
     `cancelled`, a float64 scalar of all ranks that a GPU can read, is nan from the first `release` on: what a GPU
-    computes after a wait that was ended early is wrong, also where nobody has told its rank of the abort yet.
+    computes after a wait that was ended early is wrong, also where its rank is not fenced yet.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, names: Sequence[Hashable], generation: int) -> None:

@@ -16,10 +16,10 @@ from small_checkpoint import save_small
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.records.chain import linked
+from pentad.orchestrator.records.hash_chain import linked
 from pentad.orchestrator.records.verify import replay
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import MANIFEST
+from pentad.workers.checkpoint.checkpoint import MANIFEST, fingerprint
 from pentad.workers.data.samples import Dataset, digest_of
 from pentad.workers.data.sources import open_dataset
 
@@ -86,7 +86,7 @@ class Run:
 
     def save(self, step: int) -> None:
         save_small(self.folder.checkpoint(step), step)
-        self.folder.event("checkpoint", step=step, manifest=self.folder.manifest_hash(step))
+        self.folder.event("checkpoint", step=step, manifest=fingerprint(self.folder.checkpoint(step)))
 
 
 @pytest.fixture

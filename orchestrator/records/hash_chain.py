@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from pentad.orchestrator.records.json_rows import checked_row
@@ -37,12 +36,10 @@ def read_chain(lines: Iterable[bytes], where: str) -> Iterator[Entry]:
         yield checked_row(entry, f"{where} line {number}")
 
 
-def last_hash(path: Path) -> str:
-    """That of the last line, which is complete; '' for a run that has no chain yet. Raises PentadError for a line that
-    is none of a chain."""
-    if not path.exists() or not (lines := path.read_bytes().splitlines()):
-        return ""
-    return str(_entry(lines[-1], f"{path} line {len(lines)}")["hash"])
+def hash_of(last: bytes, where: str) -> str:
+    """That of the last line of a chain; '' where there is none yet. Raises PentadError for a line that is none of a
+    chain."""
+    return str(_entry(last, f"the last line of {where}")["hash"]) if last else ""
 
 
 def _hash(entry: Entry, previous: str) -> str:

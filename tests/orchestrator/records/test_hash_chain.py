@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentad.orchestrator.records.chain import linked, read_chain
+from pentad.orchestrator.records.hash_chain import linked, read_chain
 from pentad.schedules.ir.errors import PentadError
 
 ENTRIES = [{"event": "step", "step": step, "loss": 1 / (1 + step), "samples": 2**39 + step} for step in range(5)]
