@@ -1,6 +1,7 @@
 """Which tests run, and which of them in one process: those marked gpu only where CUDA is, those marked slow or
 realmodel only when asked for."""
 
+import gc
 import os
 import signal
 import sys
@@ -54,18 +55,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         leave_out(config, items, "slow")
     if "realmodel" not in config.getoption("markexpr"):
         leave_out(config, items, "realmodel")
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu and not has_cuda():
-        for item in gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not has_cuda():
+        leave_out(config, items, "gpu")
+
+
+def pytest_sessionstart() -> None:
+    """What is collected lives as long as the process: garbage collection need not look at it, then or later."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
     """Deselects marked tests: to skip thousands of them, each with its set-up and report, would take seconds."""
-    marked = [item for item in items if item.get_closest_marker(marker)]
-    items[:] = [item for item in items if item not in set(marked)]
+    marked = {item for item in items if item.get_closest_marker(marker)}
+    items[:] = [item for item in items if item not in marked]
     if marked:
-        config.hook.pytest_deselected(items=marked)
+        config.hook.pytest_deselected(items=list(marked))
 
 
 def has_cuda() -> bool:

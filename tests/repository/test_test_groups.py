@@ -1,11 +1,11 @@
-"""What two processes share out between them: each group of tests is one process's."""
+"""What the processes of a run share out between them: each group of tests is one process's."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
-from sharing import CLUSTERS, FILES, group_of, position
+from sharing import FILES, ORDER, group_of, position
 
 
 class Process:
@@ -23,11 +23,11 @@ class Process:
 
 
 def test_the_tests_of_a_group_run_in_one_process(pytestconfig: pytest.Config) -> None:
-    """All files with two tests each, in the order of collection, shared out between two processes."""
+    """All files with two tests each, in the order of collection, shared out between three processes."""
     tests = sorted((f"{file}::test_{number}" for file in FILES for number in "ab"), key=position)
-    config = SimpleNamespace(getvalue=lambda name: ["2*popen"], option=pytestconfig.option, hook=pytestconfig.hook)
+    config = SimpleNamespace(getvalue=lambda name: ["3*popen"], option=pytestconfig.option, hook=pytestconfig.hook)
     scheduler = pytestconfig.hook.pytest_xdist_make_scheduler(config=config, log=None)
-    processes = [Process("gw0"), Process("gw1")]
+    processes = [Process(f"gw{number}") for number in range(3)]
     for process in processes:
         scheduler.add_node(process)
         scheduler.add_node_collection(process, tests)
@@ -40,13 +40,18 @@ def test_the_tests_of_a_group_run_in_one_process(pytestconfig: pytest.Config) ->
         done += 1
     ran = [{group_of(tests[index]) for index in process.assigned} for process in processes]
     assert sorted(index for process in processes for index in process.assigned) == list(range(len(tests)))
-    assert ran[0] and ran[1] and not ran[0] & ran[1]
+    assert all(ran) and sum(map(len, ran)) == len(set.union(*ran))
+    assert [process.assigned[0] for process in processes] == [
+        next(index for index, test in enumerate(tests) if group_of(test) == group)
+        for group in ("shared cluster", "own clusters", "fleet")
+    ]
 
 
-def test_clusters_are_a_group_and_so_are_the_files_that_share_the_fleet() -> None:
+def test_files_that_share_a_cluster_or_the_fleet_or_start_clusters_are_groups() -> None:
     groups = {file: group_of(f"{file}::test[a::b]") for file in FILES}
     run, runtime = "tests/orchestrator/run", "tests/workers/runtime"
-    assert {groups[f"{run}/test_{name}.py"] for name in ("elastic", "training", "driver")} == {"clusters"}
+    assert {groups[f"{run}/test_{name}.py"] for name in ("training", "driver")} == {"shared cluster"}
+    assert groups[f"{run}/test_elastic.py"] == "own clusters"
     assert {groups[f"{runtime}/test_{name}.py"] for name in ("exactness", "zero", "axes")} == {"fleet"}
     assert groups["tests/schedules/spec/test_mesh.py"] == "tests/schedules/spec/test_mesh.py"
-    assert groups.keys() >= set(CLUSTERS)
+    assert groups.keys() >= set(ORDER)

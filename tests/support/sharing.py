@@ -2,7 +2,7 @@
 
 from paths import TESTS
 
-# Files whose tests share one Ray cluster (see shared_cluster), and all that start one, in the order in which they run.
+# Files whose tests share one Ray cluster (see shared_cluster), and those that start others, in the order in which they run.
 SHARED_CLUSTER = (
     "tests/orchestrator/cluster/test_group.py",
     "tests/orchestrator/run/test_driver.py",
@@ -15,8 +15,7 @@ SHARED_CLUSTER = (
     "tests/orchestrator/run/test_spiky_runs.py",
     "tests/orchestrator/jobs/test_jobs.py",
 )
-CLUSTERS = (
-    *SHARED_CLUSTER,
+OWN_CLUSTERS = (
     "tests/docs/test_pages.py",
     "tests/orchestrator/api/test_train.py",
     "tests/orchestrator/cluster/test_cluster.py",
@@ -28,13 +27,16 @@ CLUSTERS = (
 )
 FILES = [path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")]
 FLEET = {name for name in FILES if "fleet" in (TESTS.parent / name).read_text("utf-8")}
+ORDER = (*SHARED_CLUSTER, *OWN_CLUSTERS)
 
 
 def group_of(test: str) -> str:
-    """The group of a test by its node ID. A group runs in one process, in order: all files that start clusters, all
-    files that share the fleet, and each other file by itself. So at most one process has a cluster, and one a fleet."""
+    """The group of a test by its node ID. A group runs in one process, in order: all files that share the cluster, all
+    that start others, all that share the fleet, and each other file by itself."""
     file = file_of(test)
-    return "clusters" if file in CLUSTERS else "fleet" if file in FLEET else file
+    if file in SHARED_CLUSTER:
+        return "shared cluster"
+    return "own clusters" if file in OWN_CLUSTERS else "fleet" if file in FLEET else file
 
 
 def file_of(test: str) -> str:
@@ -42,6 +44,6 @@ def file_of(test: str) -> str:
 
 
 def position(test: str) -> int:
-    """Sorts tests: the two long groups first, that of clusters and that of the fleet, so that short ones fill up."""
+    """Sorts tests: the three long groups first, so that short ones fill up."""
     file = file_of(test)
-    return CLUSTERS.index(file) if file in CLUSTERS else len(CLUSTERS) + (file not in FLEET)
+    return ORDER.index(file) if file in ORDER else len(ORDER) + (file not in FLEET)
