@@ -1,0 +1,29 @@
+"""Casts to 8 bits, of both forms in one pass."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pentad.kernels.backend import triton_on_gpu
+from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Recipe, Role, quantize
+
+
+@triton_on_gpu
+def fp8_cast(
+    x: Tensor, recipe: Recipe, role: Role, amax: Tensor | None = None, *, rows: bool = True, columns: bool = True
+) -> Fp8Forms:
+    """The forms of x [T, K] that are asked for. Other scales than those of tiles need `amax`, [1, 1] of a tensor.
+
+    T and K are multiples of 128, and x is contiguous.
+    """
+    return forms_of(x, recipe, role, amax, rows=rows, columns=columns)
+
+
+def forms_of(
+    x: Tensor, recipe: Recipe, role: Role, amax: Tensor | None = None, *, rows: bool = True, columns: bool = True
+) -> Fp8Forms:
+    """The forms of x [T, K] by the reference."""
+    return Fp8Forms(
+        quantize(x, recipe, role, amax) if rows else None,
+        quantize(x.t(), recipe, role, amax) if columns else None,
+    )

@@ -1,0 +1,47 @@
+"""RMSNorm that writes its result in 8 bits, and never in 16."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pentad.kernels.backend import accumulation_dtype, triton_on_gpu
+from pentad.kernels.fp8.fp8_cast import forms_of
+from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe, quantize
+from pentad.kernels.rms_norm import rms_norm
+
+
+@triton_on_gpu
+def fp8_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    recipe: Recipe,
+    amax: Tensor | None = None,
+    residual: Tensor | None = None,
+    offset: float = 0.0,
+) -> tuple[Fp8Tensor, Tensor, Tensor]:
+    """(the normed rows [T, H] for products over H, summed, rstd) as of `rms_norm`; amax as of `fp8_cast`."""
+    wide = accumulation_dtype(x.dtype)
+    _, summed, rstd = rms_norm(x, weight, eps, residual, offset)
+    return quantize(_normed(summed.to(wide), weight, rstd, offset), recipe, "activation", amax), summed, rstd
+
+
+@triton_on_gpu
+def fp8_normed(
+    summed: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    recipe: Recipe,
+    amax: Tensor | None = None,
+    offset: float = 0.0,
+    *,
+    rows: bool = True,
+    columns: bool = True,
+) -> Fp8Forms:
+    """The normed rows again, from what `fp8_rms_norm` returned, in the forms [T, H] and [H, T] that are asked for."""
+    normed = _normed(summed.to(rstd.dtype), weight, rstd, offset)
+    return forms_of(normed, recipe, "activation", amax, rows=rows, columns=columns)
+
+
+def _normed(summed: Tensor, weight: Tensor, rstd: Tensor, offset: float) -> Tensor:
+    return summed * rstd[:, None] * (weight.to(summed.dtype) + offset)
