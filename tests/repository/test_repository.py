@@ -45,7 +45,7 @@ MAY_IMPORT = {
 # Sub-folders, upper ones first: each imports only from those below it. "" is the package's own folder.
 LAYERS = {
     "schedules": ("search", "", "verify", "draw", "passes", "generators", "spec", "simulate", "ir"),
-    "kernels": ("attention", "moe", "optimizer", ""),
+    "kernels": ("attention", "fp8", "moe", "optimizer", ""),
     "workers": (
         "runtime",
         "evaluation",

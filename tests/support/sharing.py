@@ -2,7 +2,7 @@
 
 from paths import TESTS
 
-# Files whose tests share one Ray cluster (see shared_cluster), and those that start others, in the order in which they run.
+# Files whose tests share one Ray cluster (see shared_cluster), and those that start others, in the order they run in.
 SHARED_CLUSTER = (
     "tests/orchestrator/cluster/test_group.py",
     "tests/orchestrator/run/test_driver.py",
