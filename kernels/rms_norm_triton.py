@@ -76,7 +76,7 @@ def _sum_rows(partial, out, count, H, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + columns, tl.sum(total, axis=0), mask=columns < H)
 
 
-def _shape(width: int, per_thread: int) -> tuple[int, int, int]:
+def shape_of(width: int, per_thread: int) -> tuple[int, int, int]:
     """(rows, columns, warps) of a program for rows of `width` elements, `per_thread` of them a thread if they fit."""
     assert width <= WIDEST_ROW, f"a row of {width} elements does not fit one program, at most {WIDEST_ROW} do"
     block = max(16, triton.next_power_of_2(width))
@@ -90,7 +90,7 @@ def rms_norm(
     """Launches the forward kernel; see `pentad.kernels.rms_norm.rms_norm`."""
     assert x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     tokens, width = x.shape
-    rows, block, warps = _shape(width, PER_THREAD)
+    rows, block, warps = shape_of(width, PER_THREAD)
     y = torch.empty_like(x)
     summed = x if residual is None else torch.empty_like(x)
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
@@ -108,7 +108,7 @@ def rms_norm_backward(
     assert dy.is_contiguous() and summed.is_contiguous() and weight.is_contiguous()
     assert dresidual is None or dresidual.is_contiguous()
     tokens, width = dy.shape
-    rows, block, warps = _shape(width, PER_THREAD_BACKWARD)
+    rows, block, warps = shape_of(width, PER_THREAD_BACKWARD)
     programs = min(PROGRAMS, triton.cdiv(tokens, rows))
     stages = 2 if rows * block * dy.element_size() <= PREFETCHED_BYTES else 1
     dx = torch.empty_like(summed)

@@ -1,0 +1,113 @@
+"""RMSNorm into 8 bits in Triton: forward a program holds full rows; what is normed again is cut into tiles."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pentad.kernels import rms_norm_triton
+from pentad.kernels.fp8 import fp8_cast_triton, fp8_tensor
+from pentad.kernels.fp8.fp8_cast_triton import WARPS, Out, saturate, scale_of, store_forms
+from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe
+
+TILE = tl.constexpr(fp8_tensor.TILE)
+
+
+@triton.jit
+def _forward(
+    x, residual, weight, values, scales, amax, summed, rstd, T, eps,
+    H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
+    GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    mask = (rows < T)[:, None] & (columns < H)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * H + columns[None, :]
+    s = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        s += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+        rounded = s.to(summed.dtype.element_ty)
+        tl.store(summed + offsets, rounded, mask=mask)
+        s = rounded.to(tl.float32)
+    w = tl.load(weight + columns, mask=columns < H, other=0.0).to(tl.float32) + OFFSET
+    r = tl.rsqrt(tl.sum(s * s, axis=1) / H + eps)
+    tl.store(rstd + rows, r, mask=rows < T)
+    y = s * r[:, None] * w[None, :]
+    if GIVEN:
+        _, inverse = scale_of(tl.load(amax), LIMIT, POWER)
+        y = saturate(y * inverse, LIMIT)
+    else:
+        by_tile = tl.reshape(y, (ROWS, BLOCK // TILE, TILE))
+        scale, inverse = scale_of(tl.max(tl.abs(by_tile), axis=2), LIMIT, POWER)
+        tile = tl.arange(0, BLOCK // TILE)
+        tl.store(
+            scales + tile[None, :] * T + rows[:, None], scale, mask=(rows < T)[:, None] & (tile < H // TILE)[None, :]
+        )
+        y = tl.reshape(by_tile * inverse[:, :, None], (ROWS, BLOCK))
+    tl.store(values + offsets, y.to(values.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _again(
+    summed, weight, rstd, rows, row_scales, columns, column_scales, amax, T, H, OFFSET: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
+    SQUARE: tl.constexpr,
+):  # fmt: skip
+    across = H // TILE
+    first_row, first_column = tl.program_id(0) // across * TILE, tl.program_id(0) % across * TILE
+    row, column = first_row + tl.arange(0, TILE), first_column + tl.arange(0, TILE)
+    s = tl.load(summed + row.to(tl.int64)[:, None] * H + column[None, :]).to(tl.float32)
+    w = tl.load(weight + column).to(tl.float32) + OFFSET
+    y = s * tl.load(rstd + row)[:, None] * w[None, :]
+    store_forms(
+        y, rows, row_scales, columns, column_scales, first_row, first_column, T, H, amax,
+        ROWS, COLUMNS, GIVEN, LIMIT, POWER, SQUARE,
+    )  # fmt: skip
+
+
+def fp8_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    recipe: Recipe,
+    amax: Tensor | None = None,
+    residual: Tensor | None = None,
+    offset: float = 0.0,
+) -> tuple[Fp8Tensor, Tensor, Tensor]:
+    """Launches the forward kernel; see `pentad.kernels.fp8.fp8_norm.fp8_rms_norm`."""
+    assert x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
+    tokens, width = x.shape
+    rows, block, warps = rms_norm_triton.shape_of(width, rms_norm_triton.PER_THREAD)
+    out = Out((tokens, width), recipe, "activation", amax, x, True, False)
+    assert out.rows is not None
+    summed = x if residual is None else torch.empty_like(x)
+    rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    constants = {name: out.constants[name] for name in ("GIVEN", "LIMIT", "POWER")}
+    _forward[(triton.cdiv(tokens, rows),)](
+        x, residual, weight, *out.rows, amax, summed, rstd, tokens, eps,
+        H=width, ROWS=rows, BLOCK=block, ADD=residual is not None, OFFSET=offset, **constants, num_warps=warps,
+    )  # fmt: skip
+    return out.rows, summed, rstd
+
+
+def fp8_normed(
+    summed: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    recipe: Recipe,
+    amax: Tensor | None = None,
+    offset: float = 0.0,
+    *,
+    rows: bool = True,
+    columns: bool = True,
+) -> Fp8Forms:
+    """Launches the kernel; see `pentad.kernels.fp8.fp8_norm.fp8_normed`."""
+    assert summed.is_contiguous() and weight.is_contiguous()
+    tokens, width = summed.shape
+    out = Out((tokens, width), recipe, "activation", amax, summed, rows, columns)
+    _again[fp8_cast_triton.tiles(tokens, width)](
+        summed, weight, rstd, *out.pointers, tokens, width, OFFSET=offset, **out.constants, num_warps=WARPS
+    )
+    return out.forms

@@ -1,0 +1,132 @@
+"""Casts to 8 bits and scaled products: laws of the reference, and on a GPU the kernels against it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from closeness import relative_error
+from fp8_recipes import RECIPES, amax_for, assert_nearly_equal
+
+from pentad.kernels.fp8.fp8_cast import forms_of, fp8_cast
+from pentad.kernels.fp8.fp8_gemm import accumulate_fp8_gradient_, fp8_gemm
+from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward
+from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm
+from pentad.kernels.fp8.fp8_tensor import Fp8Tensor, Recipe, Role, Scaling, quantize
+
+pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan")
+SCALINGS: list[Scaling] = ["tensor", "row", "block"]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("role", ["activation", "gradient", "weight"])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_a_cast_is_off_by_at_most_half_a_step_of_its_tile(scaling: Scaling, role: Role, power_of_two: bool) -> None:
+    """E4M3 has 3 bits after the point, E5M2 2; below the least normal number steps are equal."""
+    recipe = Recipe(scaling, "e5m2", power_of_two=power_of_two)
+    x = torch.randn(256, 384) * torch.logspace(-6, 3, 384)
+    found = quantize(x, recipe, role)
+    info = torch.finfo(found.values.dtype)
+    scales = found._replace(values=torch.ones_like(x)).dequantize(torch.float32)
+    bound = torch.maximum(x.abs(), info.smallest_normal * scales) * info.eps / 2
+    assert ((found.dequantize(torch.float32) - x).abs() <= bound * (1 + 1e-5)).all()
+    assert found.values.float().abs().amax() > info.max / 2 - 1
+    if power_of_two:
+        assert torch.equal(torch.frexp(found.scales)[0], torch.full_like(found.scales, 0.5))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_zeros_stay_zeros_and_what_is_not_finite_is_seen(scaling: Scaling) -> None:
+    x = torch.zeros(128, 256)
+    assert torch.equal(quantize(x, Recipe(scaling), "activation").dequantize(torch.float32), x)
+    for bad in (torch.nan, torch.inf):
+        x[3, 5] = bad
+        assert not quantize(x, Recipe(scaling), "activation").dequantize(torch.float32)[3, 5].isfinite()
+
+
+def test_what_exceeds_a_given_maximum_saturates() -> None:
+    x = torch.tensor([[1.0, 2.0, -8.0, 0.5] * 32] * 128)
+    found = quantize(x, Recipe("tensor"), "activation", torch.full((1, 1), 2.0)).dequantize(torch.float32)
+    assert torch.allclose(found, x.clamp(-2, 2))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_products_are_those_of_the_numbers_that_the_operands_stand_for(scaling: Scaling) -> None:
+    recipe, wide = Recipe(scaling), torch.float64
+    x, dy, weight = torch.randn(256, 384).double(), torch.randn(256, 128).double(), torch.randn(128, 384).double()
+    (x_rows, x_columns), (dy_rows, dy_columns) = forms_of(x, recipe, "activation"), forms_of(dy, recipe, "gradient")
+    w_rows, w_columns = forms_of(weight, recipe, "weight")
+    assert x_rows and x_columns and dy_rows and dy_columns and w_rows and w_columns
+    main = torch.ones(128, 384, dtype=wide)
+    accumulate_fp8_gradient_(main, dy_columns, x_columns)
+    products = [(fp8_gemm(x_rows, w_rows, wide), x @ weight.t()), (fp8_gemm(dy_rows, w_columns, wide), dy @ weight)]
+    for found, exact in [*products, (main - 1, dy.t() @ x)]:
+        assert 0.01 < relative_error(found, exact) < 0.05
+    operands = [(x_rows, w_rows), (dy_rows, w_columns), (dy_columns, x_columns)]
+    for (a, b), (found, _) in zip(operands, [*products, (main - 1, None)], strict=True):
+        assert relative_error(found, a.dequantize(wide) @ b.dequantize(wide).t()) < 1e-12
+
+
+def on_cpu(found: Fp8Tensor | None) -> Fp8Tensor | None:
+    return found and Fp8Tensor(found.values.cpu(), found.scales.cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("role", ["activation", "gradient", "weight"])
+@pytest.mark.parametrize("shape", [(128, 128), (256, 5120), (4096, 384)])
+def test_triton_casts_with_the_bits_of_the_reference(recipe: Recipe, role: Role, shape: tuple[int, int]) -> None:
+    x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    amax = amax_for(recipe, x)
+    want = forms_of(x.float().cpu(), recipe, role, amax if amax is None else amax.cpu())
+    for a, b in zip(fp8_cast(x, recipe, role, amax), want, strict=True):
+        assert_nearly_equal(on_cpu(a), b, differing=0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("width", [128, 1152, 4096, 14336])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_fuses_casts_as_the_reference_does(recipe: Recipe, width: int, dtype: torch.dtype) -> None:
+    x, residual, dy = torch.randn(3, 256, width, device="cuda", dtype=dtype)
+    gate_up, weight = torch.cat((x, residual), 1), torch.randn(width, device="cuda", dtype=dtype)
+    amax = amax_for(recipe, 4 * x)
+    both = None if amax is None else (amax, 2 * amax)
+
+    def results(convert: object) -> list[Fp8Tensor | None]:
+        def to(t: torch.Tensor) -> torch.Tensor:
+            return t if convert is None else t.float().cpu()
+
+        a = None if amax is None else to(amax)
+        b = both and (to(both[0]), to(both[1]))
+        normed, summed, rstd = fp8_rms_norm(to(x), to(weight), 1e-5, recipe, a, to(residual), 1.0)
+        if convert is not None:  # the sum that the kernel rounded
+            summed = to((x.float() + residual.float()).to(dtype))
+            normed, _, rstd = fp8_rms_norm(summed, to(weight), 1e-5, recipe, a, None, 1.0)
+        dgate_up, y = fp8_glu_backward(to(dy), to(gate_up), recipe, "silu", b)
+        again = fp8_normed(summed, to(weight), rstd, recipe, a, 1.0)
+        return [normed, *again, fp8_glu(to(gate_up), recipe, "silu", a), *dgate_up, y]
+
+    for found, want in zip(results(None), results("cpu"), strict=True):
+        assert_nearly_equal(on_cpu(found), want, differing=5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize(("t", "n", "k"), [(128, 128, 128), (256, 384, 640), (1024, 512, 4096)])
+def test_cublas_multiplies_as_the_reference_does(scaling: Scaling, t: int, n: int, k: int) -> None:
+    recipe, wide = Recipe(scaling), torch.float64
+    x, dy, weight = (torch.randn(*shape, device="cuda") for shape in ((t, k), (t, n), (n, k)))
+    (x_rows, x_columns), (dy_rows, dy_columns) = forms_of(x, recipe, "activation"), forms_of(dy, recipe, "gradient")
+    w_rows, w_columns = forms_of(weight, recipe, "weight")
+    assert x_rows and x_columns and dy_rows and dy_columns and w_rows and w_columns
+    main = torch.ones(n, k, device="cuda")
+    accumulate_fp8_gradient_(main, dy_columns, x_columns, overwrite=True)
+    accumulate_fp8_gradient_(main, dy_columns, x_columns)
+    forward, backward = fp8_gemm(x_rows, w_rows, torch.bfloat16), fp8_gemm(dy_rows, w_columns, torch.bfloat16)
+    pairs = [
+        (forward, x_rows, w_rows, 4e-3),
+        (backward, dy_rows, w_columns, 4e-3),
+        (main / 2, dy_columns, x_columns, 1e-3),
+    ]
+    for found, a, b, bound in pairs:
+        assert relative_error(found, a.dequantize(wide) @ b.dequantize(wide).t()) < bound

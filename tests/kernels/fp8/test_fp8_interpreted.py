@@ -1,0 +1,77 @@
+"""The Triton kernels of 8-bit casts on a machine without a GPU, in Triton's interpreter; see test_interpreted.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("runs without a GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+from fp8_recipes import RECIPES, amax_for, assert_nearly_equal
+
+from pentad.kernels.fp8 import fp8_cast_triton, fp8_glu_triton, fp8_norm_triton
+from pentad.kernels.fp8.fp8_cast import fp8_cast
+from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward
+from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm
+from pentad.kernels.fp8.fp8_tensor import Recipe, Role
+
+pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter", "nearest_8_bit_numbers")
+DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+
+
+@pytest.fixture
+def nearest_8_bit_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter forgets to carry from the significand to the exponent when it rounds."""
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(x: Any, source: Any, target: Any, mode: Any) -> Any:
+        if target.name not in DTYPES:
+            return convert(x, source, target, mode)
+        assert x.dtype == np.float32
+        return torch.from_numpy(x.copy()).to(DTYPES[target.name]).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("role", ["activation", "gradient", "weight"])
+def test_cast(recipe: Recipe, role: Role) -> None:
+    x = torch.randn(256, 384)
+    x[3:140, 128:256] = 0
+    found = fp8_cast_triton.fp8_cast(x, recipe, role, amax_for(recipe, x))
+    for a, b in zip(found, fp8_cast(x, recipe, role, amax_for(recipe, x)), strict=True):
+        assert_nearly_equal(a, b, differing=0.0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+def test_rms_norm(recipe: Recipe, fused: bool) -> None:
+    x, residual = torch.randn(2, 128, 384)
+    weight, amax, r = torch.randn(384), amax_for(recipe, x * 3), residual if fused else None
+    found = fp8_norm_triton.fp8_rms_norm(x, weight, 1e-5, recipe, amax, r, 1.0)
+    want = fp8_rms_norm(x, weight, 1e-5, recipe, amax, r, 1.0)
+    assert_nearly_equal(found[0], want[0])
+    for a, b in zip(found[1:], want[1:], strict=True):
+        torch.testing.assert_close(a, b)
+    again = fp8_norm_triton.fp8_normed(found[1], weight, found[2], recipe, amax, 1.0)
+    assert_nearly_equal(again.rows, found[0], differing=0.0)
+    assert_nearly_equal(again.columns, fp8_normed(found[1], weight, found[2], recipe, amax, 1.0).columns)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_glu(recipe: Recipe) -> None:
+    gate_up, dy = torch.randn(128, 512), torch.randn(128, 256)
+    amax = amax_for(recipe, 4 * gate_up)
+    assert_nearly_equal(fp8_glu_triton.fp8_glu(gate_up, recipe, "silu", amax), fp8_glu(gate_up, recipe, "silu", amax))
+    both = None if amax is None else (amax, 2 * amax)
+    (rows, columns), y = fp8_glu_triton.fp8_glu_backward(dy, gate_up, recipe, "silu", both)
+    want, want_y = fp8_glu_backward(dy, gate_up, recipe, "silu", both)
+    for a, b in ((rows, want.rows), (columns, want.columns), (y, want_y)):
+        assert_nearly_equal(a, b)

@@ -1,0 +1,30 @@
+"""Recipes of 8-bit products that have kernels, and how near their results are."""
+
+from __future__ import annotations
+
+import torch
+
+from pentad.kernels.fp8.fp8_tensor import Fp8Tensor, Recipe
+
+RECIPES = [
+    Recipe("block"),
+    Recipe("block", "e5m2", power_of_two=True),
+    Recipe("tensor"),
+    Recipe("tensor", "e5m2", power_of_two=True),
+]
+
+
+def amax_for(recipe: Recipe, x: torch.Tensor) -> torch.Tensor | None:
+    """The maximum that the recipe needs; a little less than that of x, so that some values saturate."""
+    return 0.9 * x.abs().amax().float().view(1, 1) if recipe.scaling == "tensor" else None
+
+
+def assert_nearly_equal(found: Fp8Tensor | None, want: Fp8Tensor | None, differing: float = 1e-3) -> None:
+    """Equal scales up to rounding in float32; of the values at most a share is rounded to another neighbour."""
+    assert found is not None and want is not None
+    assert found.values.dtype == want.values.dtype and found.values.shape == want.values.shape
+    assert found.scales.shape == want.scales.shape
+    torch.testing.assert_close(found.scales, want.scales, rtol=1e-5 if differing else 0, atol=0)
+    unequal = found.values.float() != want.values.float()
+    assert unequal.float().mean().item() <= differing
+    torch.testing.assert_close(found.dequantize(torch.float32), want.dequantize(torch.float32), rtol=0.3, atol=1e-6)
