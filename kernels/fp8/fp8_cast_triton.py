@@ -1,6 +1,9 @@
-"""Casts to 8 bits in Triton: a program takes a tile of 128 x 128, which has whole scales in both forms.
+"""Casts to 8 bits in Triton.
 
-`store_forms` is shared by the kernels that compute what they cast.
+A program casts a part of a tile of 128 x 128 in one form: CHUNK whole rows of it, or CHUNK whole columns, which it
+transposes. So it holds few numbers, an SM runs many programs, and those of a tile follow each other: its second form is
+made of what the cache still has. `part_of` says what a program has to do, `store_rows` and `store_columns` are shared
+by the kernels that compute what they cast.
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe, Role
 
 TILE = tl.constexpr(fp8_tensor.TILE)
 TINY = tl.constexpr(fp8_tensor.TINY)
-WARPS = 8
+CHUNK = tl.constexpr(32)
+PARTS = tl.constexpr(fp8_tensor.TILE // CHUNK.value)  # programs of a tile and a form
+WARPS, SQUARE_WARPS = 4, 8
 
 
 @triton.jit
 def scale_of(amax, LIMIT: tl.constexpr, POWER: tl.constexpr):
     """(the scale, by what values are multiplied to be cast)"""
-    scale = tl.div_rn(tl.maximum(amax, TINY), LIMIT)
+    scale = tl.maximum(amax, TINY) * (1.0 / LIMIT)
     if POWER:
         bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
         scale = bits.to(tl.float32, bitcast=True)
@@ -35,56 +40,79 @@ def saturate(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def store_rows(
-    x, values, scales, first_row, first_column, T, K, amax, GIVEN: tl.constexpr,
-    LIMIT: tl.constexpr, POWER: tl.constexpr,
-    SQUARE: tl.constexpr,
-):  # fmt: skip
-    """Casts a tile x of a matrix [T, K] for products over K; SQUARE: with one scale for all of it."""
-    row, column = first_row + tl.arange(0, TILE), first_column + tl.arange(0, TILE)
-    if GIVEN:
-        _, inverse = scale_of(tl.load(amax), LIMIT, POWER)
-        y = saturate(x * inverse, LIMIT)
-    elif SQUARE:
-        scale, inverse = scale_of(tl.max(tl.max(tl.abs(x), axis=1), axis=0), LIMIT, POWER)
-        tl.store(scales + first_column // TILE * (T // TILE) + first_row // TILE, scale)
-        y = x * inverse
-    else:
-        scale, inverse = scale_of(tl.max(tl.abs(x), axis=1), LIMIT, POWER)
-        tl.store(scales + first_column // TILE * T + row, scale)
-        y = x * inverse[:, None]
-    y = y.to(values.dtype.element_ty)
-    tl.store(values + row.to(tl.int64)[:, None] * K + column[None, :], y)
+def part_of(program, K, FORMS: tl.constexpr):
+    """(first row, first column, chunk) of a program in a matrix of K columns: the tile that it works on, and where its
+    part of this begins; from TILE on parts are of the second form."""
+    tile, part = program // (PARTS * FORMS), program % (PARTS * FORMS)
+    return tile // (K // TILE) * TILE, tile % (K // TILE) * TILE, part * CHUNK
 
 
 @triton.jit
-def store_forms(
-    x, rows, row_scales, columns, column_scales, first_row, first_column, T, K, amax,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
-    SQUARE: tl.constexpr,
-):  # fmt: skip
-    """Casts a tile x of a matrix [T, K] in the forms that are asked for."""
-    if ROWS:
-        store_rows(x, rows, row_scales, first_row, first_column, T, K, amax, GIVEN, LIMIT, POWER, SQUARE)
-    if COLUMNS:
-        turned = tl.trans(x)
-        store_rows(turned, columns, column_scales, first_column, first_row, K, T, amax, GIVEN, LIMIT, POWER, SQUARE)
+def store_rows(
+    x, values, scales, first, row, column, T, K, amax, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr
+):
+    """Casts the chunk x of a matrix [T, K], 128 columns wide from `first`, for products over K."""
+    if GIVEN:
+        _, inverse = scale_of(tl.load(amax), LIMIT, POWER)
+        y = saturate(x * inverse, LIMIT)
+    else:
+        scale, inverse = scale_of(tl.max(tl.abs(x), axis=1), LIMIT, POWER)
+        tl.store(scales + first // TILE * T + row, scale)
+        y = x * inverse[:, None]
+    tl.store(values + row.to(tl.int64)[:, None] * K + column[None, :], y.to(values.dtype.element_ty))
+
+
+@triton.jit
+def store_columns(
+    x, values, scales, first, row, column, T, K, amax, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr
+):
+    """Casts the chunk x of a matrix [T, K], 128 rows high from `first`, for products over T, to values [K, T]."""
+    if GIVEN:
+        _, inverse = scale_of(tl.load(amax), LIMIT, POWER)
+        y = saturate(x * inverse, LIMIT)
+    else:
+        scale, inverse = scale_of(tl.max(tl.abs(x), axis=0), LIMIT, POWER)
+        tl.store(scales + first // TILE * K + column, scale)
+        y = x * inverse[None, :]
+    turned = tl.trans(y.to(values.dtype.element_ty))
+    tl.store(values + column.to(tl.int64)[:, None] * T + row[None, :], turned)
 
 
 @triton.jit
 def _cast(
     x, rows, row_scales, columns, column_scales, amax, T, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
-    SQUARE: tl.constexpr,
 ):  # fmt: skip
-    across = K // TILE
-    first_row, first_column = tl.program_id(0) // across * TILE, tl.program_id(0) % across * TILE
-    row, column = first_row + tl.arange(0, TILE), first_column + tl.arange(0, TILE)
-    tile = tl.load(x + row.to(tl.int64)[:, None] * K + column[None, :]).to(tl.float32)
-    store_forms(
-        tile, rows, row_scales, columns, column_scales, first_row, first_column, T, K, amax,
-        ROWS, COLUMNS, GIVEN, LIMIT, POWER, SQUARE,
-    )  # fmt: skip
+    first_row, first_column, chunk = part_of(tl.program_id(0), K, ROWS + COLUMNS)
+    if ROWS:  # noqa: SIM102 - decides what is compiled
+        if chunk < TILE:
+            row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
+            part = tl.load(x + row.to(tl.int64)[:, None] * K + column[None, :]).to(tl.float32)
+            store_rows(part, rows, row_scales, first_column, row, column, T, K, amax, GIVEN, LIMIT, POWER)
+    if COLUMNS:  # noqa: SIM102 - decides what is compiled
+        if chunk >= TILE * ROWS:
+            row, column = first_row + tl.arange(0, TILE), first_column + chunk % TILE + tl.arange(0, CHUNK)
+            part = tl.load(x + row.to(tl.int64)[:, None] * K + column[None, :]).to(tl.float32)
+            store_columns(part, columns, column_scales, first_row, row, column, T, K, amax, GIVEN, LIMIT, POWER)
+
+
+@triton.jit
+def _cast_square(
+    x, rows, row_scales, columns, column_scales, T, K,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
+):  # fmt: skip
+    """A program casts a tile that has one scale, in both forms."""
+    down, across = tl.program_id(0) // (K // TILE), tl.program_id(0) % (K // TILE)
+    row, column = (down * TILE + tl.arange(0, TILE)).to(tl.int64), (across * TILE + tl.arange(0, TILE)).to(tl.int64)
+    tile = tl.load(x + row[:, None] * K + column[None, :]).to(tl.float32)
+    scale, inverse = scale_of(tl.max(tl.max(tl.abs(tile), axis=1), axis=0), LIMIT, POWER)
+    if ROWS:
+        tl.store(row_scales + across * (T // TILE) + down, scale)
+        tl.store(rows + row[:, None] * K + column[None, :], (tile * inverse).to(rows.dtype.element_ty))
+    if COLUMNS:
+        tl.store(column_scales + down * (K // TILE) + across, scale)
+        turned = tl.trans((tile * inverse).to(columns.dtype.element_ty))
+        tl.store(columns + column[:, None] * T + row[None, :], turned)
 
 
 class Out:
@@ -119,23 +147,24 @@ class Out:
         return (*(self.rows or (None, None)), *(self.columns or (None, None)), self.amax)
 
     @property
-    def constants(self) -> dict[str, object]:
-        return {
-            "ROWS": self.rows is not None,
-            "COLUMNS": self.columns is not None,
-            "GIVEN": self.amax is not None,
-            "LIMIT": torch.finfo(self.recipe.dtype(self.role)).max,
-            "POWER": self.recipe.power_of_two,
-            "SQUARE": self.role == "weight",
-        }
+    def common(self) -> dict[str, object]:
+        """Constants of all kernels."""
+        limit = torch.finfo(self.recipe.dtype(self.role)).max
+        return {"GIVEN": self.amax is not None, "LIMIT": limit, "POWER": self.recipe.power_of_two}
+
+    @property
+    def chosen(self) -> dict[str, object]:
+        """Constants of kernels that make the forms asked for."""
+        return {"ROWS": self.rows is not None, "COLUMNS": self.columns is not None}
 
     @property
     def forms(self) -> Fp8Forms:
         return Fp8Forms(self.rows, self.columns)
 
 
-def tiles(t: int, k: int) -> tuple[int]:
-    return ((t // fp8_tensor.TILE) * (k // fp8_tensor.TILE),)
+def parts(t: int, k: int, forms: int = 1) -> tuple[int]:
+    """Programs for so many forms of a matrix [t, k]."""
+    return ((t // fp8_tensor.TILE) * (k // fp8_tensor.TILE) * PARTS.value * forms,)
 
 
 def fp8_cast(
@@ -145,5 +174,11 @@ def fp8_cast(
     assert x.is_contiguous()
     t, k = x.shape
     out = Out((t, k), recipe, role, amax, x, rows, columns)
-    _cast[tiles(t, k)](x, *out.pointers, t, k, **out.constants, num_warps=WARPS)
+    constants = out.common | out.chosen
+    if role == "weight" and amax is None:
+        del constants["GIVEN"]
+        grid = (t // fp8_tensor.TILE * (k // fp8_tensor.TILE),)
+        _cast_square[grid](x, *out.pointers[:4], t, k, **constants, num_warps=SQUARE_WARPS)
+    else:
+        _cast[parts(t, k, rows + columns)](x, *out.pointers, t, k, **constants, num_warps=WARPS)
     return out.forms

@@ -1,4 +1,4 @@
-"""Gated linear units into 8 bits in Triton: a program takes a tile of 128 x 128 of the gate, and the same of up."""
+"""Gated linear units into 8 bits in Triton: a program takes a chunk of the gate, and the same of up."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.kernels.fp8 import fp8_tensor
-from pentad.kernels.fp8.fp8_cast_triton import WARPS, Out, store_forms, store_rows, tiles
+from pentad.kernels.fp8.fp8_cast_triton import CHUNK, WARPS, Out, part_of, parts, store_columns, store_rows
 from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe
 from pentad.kernels.glu import Activation
 from pentad.kernels.glu_triton import activate
 
 TILE = tl.constexpr(fp8_tensor.TILE)
-BACKWARD_WARPS = 16  # three tiles in registers
 
 
 @triton.jit
@@ -21,42 +20,45 @@ def _forward(
     gate_up, values, scales, amax, T, I, ACT: tl.constexpr,  # noqa: E741
     GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
-    across = I // TILE
-    first_row, first_column = tl.program_id(0) // across * TILE, tl.program_id(0) % across * TILE
-    row, column = first_row + tl.arange(0, TILE), first_column + tl.arange(0, TILE)
+    first_row, first_column, chunk = part_of(tl.program_id(0), I, 1)
+    row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
     offsets = row.to(tl.int64)[:, None] * (2 * I) + column[None, :]
     gate = tl.load(gate_up + offsets).to(tl.float32)
     up = tl.load(gate_up + I + offsets).to(tl.float32)
     activated, _, factor, _ = activate(gate, up, ACT)
-    store_rows(activated * factor, values, scales, first_row, first_column, T, I, amax, GIVEN, LIMIT, POWER, False)
+    store_rows(activated * factor, values, scales, first_column, row, column, T, I, amax, GIVEN, LIMIT, POWER)
+
+
+@triton.jit
+def _gradients(dy, gate_up, row, column, I, ACT: tl.constexpr):  # noqa: E741
+    """(y, dgate, dup)"""
+    offsets = row.to(tl.int64)[:, None] * (2 * I) + column[None, :]
+    gate = tl.load(gate_up + offsets).to(tl.float32)
+    up = tl.load(gate_up + I + offsets).to(tl.float32)
+    d = tl.load(dy + row.to(tl.int64)[:, None] * I + column[None, :]).to(tl.float32)
+    activated, slope, factor, factor_slope = activate(gate, up, ACT)
+    return activated * factor, d * factor * slope, d * activated * factor_slope
 
 
 @triton.jit
 def _backward(
     dy, gate_up, rows, row_scales, columns, column_scales, amax, y, y_scales, y_amax, T, I,  # noqa: E741
     ACT: tl.constexpr, Y_LIMIT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
-    SQUARE: tl.constexpr,
+    GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
-    across = I // TILE
-    first_row, first_column = tl.program_id(0) // across * TILE, tl.program_id(0) % across * TILE
-    row, column = first_row + tl.arange(0, TILE), first_column + tl.arange(0, TILE)
-    offsets = row.to(tl.int64)[:, None] * (2 * I) + column[None, :]
-    gate = tl.load(gate_up + offsets).to(tl.float32)
-    up = tl.load(gate_up + I + offsets).to(tl.float32)
-    activated, slope, factor, factor_slope = activate(gate, up, ACT)
-    store_rows(
-        tl.trans(activated * factor), y, y_scales, first_column, first_row, I, T, y_amax, GIVEN, Y_LIMIT, POWER, False
-    )
-    d = tl.load(dy + row.to(tl.int64)[:, None] * I + column[None, :]).to(tl.float32)
-    store_forms(
-        d * factor * slope, rows, row_scales, columns, column_scales, first_row, first_column, T, 2 * I, amax,
-        ROWS, COLUMNS, GIVEN, LIMIT, POWER, SQUARE,
-    )  # fmt: skip
-    store_forms(
-        d * activated * factor_slope, rows, row_scales, columns, column_scales, first_row, I + first_column, T, 2 * I,
-        amax, ROWS, COLUMNS, GIVEN, LIMIT, POWER, SQUARE,
-    )  # fmt: skip
+    first_row, first_column, chunk = part_of(tl.program_id(0), I, 2)
+    if chunk < TILE:
+        row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
+        _, dgate, dup = _gradients(dy, gate_up, row, column, I, ACT)
+        store_rows(dgate, rows, row_scales, first_column, row, column, T, 2 * I, amax, GIVEN, LIMIT, POWER)
+        first = I + first_column
+        store_rows(dup, rows, row_scales, first, row, I + column, T, 2 * I, amax, GIVEN, LIMIT, POWER)
+    else:
+        row, column = first_row + tl.arange(0, TILE), first_column + chunk % TILE + tl.arange(0, CHUNK)
+        product, dgate, dup = _gradients(dy, gate_up, row, column, I, ACT)
+        store_columns(product, y, y_scales, first_row, row, column, T, I, y_amax, GIVEN, Y_LIMIT, POWER)
+        store_columns(dgate, columns, column_scales, first_row, row, column, T, 2 * I, amax, GIVEN, LIMIT, POWER)
+        store_columns(dup, columns, column_scales, first_row, row, I + column, T, 2 * I, amax, GIVEN, LIMIT, POWER)
 
 
 def fp8_glu(gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: Tensor | None = None) -> Fp8Tensor:
@@ -65,8 +67,7 @@ def fp8_glu(gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: Ten
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = Out((tokens, width), recipe, "activation", amax, gate_up, True, False)
     assert out.rows is not None
-    constants = {name: out.constants[name] for name in ("GIVEN", "LIMIT", "POWER")}
-    _forward[tiles(tokens, width)](gate_up, *out.rows, amax, tokens, width, ACT=act, **constants, num_warps=WARPS)
+    _forward[parts(tokens, width)](gate_up, *out.rows, amax, tokens, width, ACT=act, **out.common, num_warps=WARPS)
     return out.rows
 
 
@@ -83,8 +84,8 @@ def fp8_glu_backward(
     out = Out((tokens, 2 * width), recipe, "gradient", of_gradient, dy, True, True)
     y = Out((tokens, width), recipe, "activation", of_y, dy, False, True)
     assert y.columns is not None
-    _backward[tiles(tokens, width)](
+    _backward[parts(tokens, width, 2)](
         dy, gate_up, *out.pointers, *y.columns, of_y, tokens, width,
-        ACT=act, Y_LIMIT=y.constants["LIMIT"], **out.constants, num_warps=BACKWARD_WARPS,
+        ACT=act, Y_LIMIT=y.common["LIMIT"], **out.common, num_warps=WARPS,
     )  # fmt: skip
     return out.forms, y.columns

@@ -8,8 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.kernels import rms_norm_triton
-from pentad.kernels.fp8 import fp8_cast_triton, fp8_tensor
-from pentad.kernels.fp8.fp8_cast_triton import WARPS, Out, saturate, scale_of, store_forms
+from pentad.kernels.fp8 import fp8_tensor
+from pentad.kernels.fp8.fp8_cast_triton import (
+    CHUNK,
+    WARPS,
+    Out,
+    part_of,
+    parts,
+    saturate,
+    scale_of,
+    store_columns,
+    store_rows,
+)
 from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe
 
 TILE = tl.constexpr(fp8_tensor.TILE)
@@ -50,21 +60,28 @@ def _forward(
 
 
 @triton.jit
+def _normed(summed, weight, rstd, row, column, H, OFFSET: tl.constexpr):
+    s = tl.load(summed + row.to(tl.int64)[:, None] * H + column[None, :]).to(tl.float32)
+    w = tl.load(weight + column).to(tl.float32) + OFFSET
+    return s * tl.load(rstd + row)[:, None] * w[None, :]
+
+
+@triton.jit
 def _again(
     summed, weight, rstd, rows, row_scales, columns, column_scales, amax, T, H, OFFSET: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
-    SQUARE: tl.constexpr,
 ):  # fmt: skip
-    across = H // TILE
-    first_row, first_column = tl.program_id(0) // across * TILE, tl.program_id(0) % across * TILE
-    row, column = first_row + tl.arange(0, TILE), first_column + tl.arange(0, TILE)
-    s = tl.load(summed + row.to(tl.int64)[:, None] * H + column[None, :]).to(tl.float32)
-    w = tl.load(weight + column).to(tl.float32) + OFFSET
-    y = s * tl.load(rstd + row)[:, None] * w[None, :]
-    store_forms(
-        y, rows, row_scales, columns, column_scales, first_row, first_column, T, H, amax,
-        ROWS, COLUMNS, GIVEN, LIMIT, POWER, SQUARE,
-    )  # fmt: skip
+    first_row, first_column, chunk = part_of(tl.program_id(0), H, ROWS + COLUMNS)
+    if ROWS:  # noqa: SIM102 - decides what is compiled
+        if chunk < TILE:
+            row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
+            y = _normed(summed, weight, rstd, row, column, H, OFFSET)
+            store_rows(y, rows, row_scales, first_column, row, column, T, H, amax, GIVEN, LIMIT, POWER)
+    if COLUMNS:  # noqa: SIM102 - decides what is compiled
+        if chunk >= TILE * ROWS:
+            row, column = first_row + tl.arange(0, TILE), first_column + chunk % TILE + tl.arange(0, CHUNK)
+            y = _normed(summed, weight, rstd, row, column, H, OFFSET)
+            store_columns(y, columns, column_scales, first_row, row, column, T, H, amax, GIVEN, LIMIT, POWER)
 
 
 def fp8_rms_norm(
@@ -84,10 +101,9 @@ def fp8_rms_norm(
     assert out.rows is not None
     summed = x if residual is None else torch.empty_like(x)
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    constants = {name: out.constants[name] for name in ("GIVEN", "LIMIT", "POWER")}
     _forward[(triton.cdiv(tokens, rows),)](
         x, residual, weight, *out.rows, amax, summed, rstd, tokens, eps,
-        H=width, ROWS=rows, BLOCK=block, ADD=residual is not None, OFFSET=offset, **constants, num_warps=warps,
+        H=width, ROWS=rows, BLOCK=block, ADD=residual is not None, OFFSET=offset, **out.common, num_warps=warps,
     )  # fmt: skip
     return out.rows, summed, rstd
 
@@ -107,7 +123,7 @@ def fp8_normed(
     assert summed.is_contiguous() and weight.is_contiguous()
     tokens, width = summed.shape
     out = Out((tokens, width), recipe, "activation", amax, summed, rows, columns)
-    _again[fp8_cast_triton.tiles(tokens, width)](
-        summed, weight, rstd, *out.pointers, tokens, width, OFFSET=offset, **out.constants, num_warps=WARPS
-    )
+    grid = parts(tokens, width, rows + columns)
+    constants = out.common | out.chosen
+    _again[grid](summed, weight, rstd, *out.pointers, tokens, width, OFFSET=offset, **constants, num_warps=WARPS)
     return out.forms

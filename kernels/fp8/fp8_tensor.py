@@ -68,7 +68,7 @@ class Fp8Forms(NamedTuple):
 
 def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
     """The scales, float32, that map absolute maxima `amax` to the largest number of an 8-bit dtype."""
-    scale = amax.float().clamp(min=TINY) / torch.finfo(dtype).max
+    scale = amax.float().clamp(min=TINY) * (1 / torch.finfo(dtype).max)
     if power_of_two:
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     return scale
@@ -86,4 +86,5 @@ def quantize(x: Tensor, recipe: Recipe, role: Role, amax: Tensor | None = None) 
     scales = scale_of(found, dtype, power_of_two=recipe.power_of_two)
     largest = torch.finfo(dtype).max
     scaled = tiles * (1 / scales).to(x.dtype)[:, None, :, None]
-    return Fp8Tensor(scaled.clamp(-largest, largest).to(dtype).view(m, k), scales.t().contiguous().t())
+    values = scaled.clamp(-largest, largest).to(dtype).view(m, k)
+    return Fp8Tensor(values.contiguous(), scales.t().contiguous().t())

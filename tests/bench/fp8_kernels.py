@@ -126,7 +126,7 @@ def results(recipe: Recipe, x: Tensor, weight: Tensor, gate_up: Tensor, dy: Tens
     """Of all casts."""
     amax = amax_for(recipe, x)
     both = None if amax is None else (amax, amax)
-    normed, summed, rstd = fp8_norm.fp8_rms_norm(x, weight, EPS, recipe, amax, x.flip(0))
+    normed, summed, rstd = fp8_norm.fp8_rms_norm(x, weight, EPS, recipe, amax)
     dgate_up, y = fp8_glu.fp8_glu_backward(dy, gate_up, recipe, "silu", both)
     return [
         *fp8_cast.fp8_cast(x, recipe, "gradient", amax),
