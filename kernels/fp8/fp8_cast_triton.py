@@ -18,9 +18,8 @@ from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe, Role
 
 TILE = tl.constexpr(fp8_tensor.TILE)
 TINY = tl.constexpr(fp8_tensor.TINY)
-CHUNK = tl.constexpr(32)
-PARTS = tl.constexpr(fp8_tensor.TILE // CHUNK.value)  # programs of a tile and a form
-WARPS, SQUARE_WARPS = 4, 8
+CHUNK, WARPS = 32, 2  # rows or columns, and warps, of a program
+SQUARE_WARPS = 8
 
 
 @triton.jit
@@ -40,10 +39,11 @@ def saturate(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def part_of(program, K, FORMS: tl.constexpr):
+def part_of(program, K, FORMS: tl.constexpr, CHUNK: tl.constexpr):
     """(first row, first column, chunk) of a program in a matrix of K columns: the tile that it works on, and where its
     part of this begins; from TILE on parts are of the second form."""
-    tile, part = program // (PARTS * FORMS), program % (PARTS * FORMS)
+    parts = TILE // CHUNK * FORMS
+    tile, part = program // parts, program % parts
     return tile // (K // TILE) * TILE, tile % (K // TILE) * TILE, part * CHUNK
 
 
@@ -82,8 +82,9 @@ def store_columns(
 def _cast(
     x, rows, row_scales, columns, column_scales, amax, T, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    first_row, first_column, chunk = part_of(tl.program_id(0), K, ROWS + COLUMNS)
+    first_row, first_column, chunk = part_of(tl.program_id(0), K, ROWS + COLUMNS, CHUNK)
     if ROWS:  # noqa: SIM102 - decides what is compiled
         if chunk < TILE:
             row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
@@ -164,7 +165,7 @@ class Out:
 
 def parts(t: int, k: int, forms: int = 1) -> tuple[int]:
     """Programs for so many forms of a matrix [t, k]."""
-    return ((t // fp8_tensor.TILE) * (k // fp8_tensor.TILE) * PARTS.value * forms,)
+    return ((t // fp8_tensor.TILE) * (k // CHUNK) * forms,)
 
 
 def fp8_cast(
@@ -180,5 +181,5 @@ def fp8_cast(
         grid = (t // fp8_tensor.TILE * (k // fp8_tensor.TILE),)
         _cast_square[grid](x, *out.pointers[:4], t, k, **constants, num_warps=SQUARE_WARPS)
     else:
-        _cast[parts(t, k, rows + columns)](x, *out.pointers, t, k, **constants, num_warps=WARPS)
+        _cast[parts(t, k, rows + columns)](x, *out.pointers, t, k, **constants, CHUNK=CHUNK, num_warps=WARPS)
     return out.forms

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentad.kernels.fp8 import fp8_tensor
-from pentad.kernels.fp8.fp8_cast_triton import CHUNK, WARPS, Out, part_of, parts, store_columns, store_rows
+from pentad.kernels.fp8 import fp8_cast_triton, fp8_tensor
+from pentad.kernels.fp8.fp8_cast_triton import Out, part_of, parts, store_columns, store_rows
 from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe
 from pentad.kernels.glu import Activation
 from pentad.kernels.glu_triton import activate
@@ -18,9 +18,9 @@ TILE = tl.constexpr(fp8_tensor.TILE)
 @triton.jit
 def _forward(
     gate_up, values, scales, amax, T, I, ACT: tl.constexpr,  # noqa: E741
-    GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
+    GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    first_row, first_column, chunk = part_of(tl.program_id(0), I, 1)
+    first_row, first_column, chunk = part_of(tl.program_id(0), I, 1, CHUNK)
     row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
     offsets = row.to(tl.int64)[:, None] * (2 * I) + column[None, :]
     gate = tl.load(gate_up + offsets).to(tl.float32)
@@ -44,16 +44,16 @@ def _gradients(dy, gate_up, row, column, I, ACT: tl.constexpr):  # noqa: E741
 def _backward(
     dy, gate_up, rows, row_scales, columns, column_scales, amax, y, y_scales, y_amax, T, I,  # noqa: E741
     ACT: tl.constexpr, Y_LIMIT: tl.constexpr,
-    GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
+    GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    first_row, first_column, chunk = part_of(tl.program_id(0), I, 2)
+    first_row, first_column, chunk = part_of(tl.program_id(0), I, 2, CHUNK)
     if chunk < TILE:
         row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
         _, dgate, dup = _gradients(dy, gate_up, row, column, I, ACT)
         store_rows(dgate, rows, row_scales, first_column, row, column, T, 2 * I, amax, GIVEN, LIMIT, POWER)
         first = I + first_column
         store_rows(dup, rows, row_scales, first, row, I + column, T, 2 * I, amax, GIVEN, LIMIT, POWER)
-    else:
+    if chunk >= TILE:
         row, column = first_row + tl.arange(0, TILE), first_column + chunk % TILE + tl.arange(0, CHUNK)
         product, dgate, dup = _gradients(dy, gate_up, row, column, I, ACT)
         store_columns(product, y, y_scales, first_row, row, column, T, I, y_amax, GIVEN, Y_LIMIT, POWER)
@@ -67,7 +67,17 @@ def fp8_glu(gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: Ten
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = Out((tokens, width), recipe, "activation", amax, gate_up, True, False)
     assert out.rows is not None
-    _forward[parts(tokens, width)](gate_up, *out.rows, amax, tokens, width, ACT=act, **out.common, num_warps=WARPS)
+    _forward[parts(tokens, width)](
+        gate_up,
+        *out.rows,
+        amax,
+        tokens,
+        width,
+        ACT=act,
+        **out.common,
+        CHUNK=fp8_cast_triton.CHUNK,
+        num_warps=fp8_cast_triton.WARPS,
+    )
     return out.rows
 
 
@@ -86,6 +96,6 @@ def fp8_glu_backward(
     assert y.columns is not None
     _backward[parts(tokens, width, 2)](
         dy, gate_up, *out.pointers, *y.columns, of_y, tokens, width,
-        ACT=act, Y_LIMIT=y.common["LIMIT"], **out.common, num_warps=WARPS,
+        ACT=act, Y_LIMIT=y.common["LIMIT"], **out.common, CHUNK=fp8_cast_triton.CHUNK, num_warps=fp8_cast_triton.WARPS,
     )  # fmt: skip
     return out.forms, y.columns

@@ -8,10 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.kernels import rms_norm_triton
-from pentad.kernels.fp8 import fp8_tensor
+from pentad.kernels.fp8 import fp8_cast_triton, fp8_tensor
 from pentad.kernels.fp8.fp8_cast_triton import (
-    CHUNK,
-    WARPS,
     Out,
     part_of,
     parts,
@@ -70,8 +68,9 @@ def _normed(summed, weight, rstd, row, column, H, OFFSET: tl.constexpr):
 def _again(
     summed, weight, rstd, rows, row_scales, columns, column_scales, amax, T, H, OFFSET: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    first_row, first_column, chunk = part_of(tl.program_id(0), H, ROWS + COLUMNS)
+    first_row, first_column, chunk = part_of(tl.program_id(0), H, ROWS + COLUMNS, CHUNK)
     if ROWS:  # noqa: SIM102 - decides what is compiled
         if chunk < TILE:
             row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
@@ -125,5 +124,16 @@ def fp8_normed(
     out = Out((tokens, width), recipe, "activation", amax, summed, rows, columns)
     grid = parts(tokens, width, rows + columns)
     constants = out.common | out.chosen
-    _again[grid](summed, weight, rstd, *out.pointers, tokens, width, OFFSET=offset, **constants, num_warps=WARPS)
+    _again[grid](
+        summed,
+        weight,
+        rstd,
+        *out.pointers,
+        tokens,
+        width,
+        OFFSET=offset,
+        **constants,
+        CHUNK=fp8_cast_triton.CHUNK,
+        num_warps=fp8_cast_triton.WARPS,
+    )
     return out.forms
