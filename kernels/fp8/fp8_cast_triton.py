@@ -8,6 +8,8 @@ by the kernels that compute what they cast.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,6 +22,7 @@ TILE = tl.constexpr(fp8_tensor.TILE)
 TINY = tl.constexpr(fp8_tensor.TINY)
 CHUNK, WARPS = 32, 2  # rows or columns, and warps, of a program
 SQUARE_WARPS = 8
+MAXIMA = tl.constexpr(64)  # places for the maxima of programs, which would wait for each other at a single one
 
 
 @triton.jit
@@ -79,6 +82,12 @@ def store_columns(
 
 
 @triton.jit
+def store_maximum(maxima, out):
+    """Raises one of the places `out` to the largest of a program's `maxima`."""
+    tl.atomic_max(out + tl.program_id(0) % MAXIMA, tl.max(maxima, axis=0), sem="relaxed")
+
+
+@triton.jit
 def _cast(
     x, rows, row_scales, columns, column_scales, amax, T, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
@@ -116,6 +125,15 @@ def _cast_square(
         tl.store(columns + column[:, None] * T + row[None, :], turned)
 
 
+def new_maxima(like: Tensor) -> Tensor:
+    return torch.zeros(MAXIMA.value, dtype=torch.float32, device=like.device)
+
+
+def maximum_of(maxima: Tensor) -> Tensor:
+    """[1, 1]"""
+    return maxima.amax().view(1, 1)
+
+
 class Out:
     """Memory for the forms of a matrix [T, K], and what their kernels are told."""
 
@@ -148,13 +166,13 @@ class Out:
         return (*(self.rows or (None, None)), *(self.columns or (None, None)), self.amax)
 
     @property
-    def common(self) -> dict[str, object]:
+    def common(self) -> dict[str, Any]:
         """Constants of all kernels."""
         limit = torch.finfo(self.recipe.dtype(self.role)).max
         return {"GIVEN": self.amax is not None, "LIMIT": limit, "POWER": self.recipe.power_of_two}
 
     @property
-    def chosen(self) -> dict[str, object]:
+    def chosen(self) -> dict[str, Any]:
         """Constants of kernels that make the forms asked for."""
         return {"ROWS": self.rows is not None, "COLUMNS": self.columns is not None}
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype, triton_on_gpu
 from pentad.kernels.fp8.fp8_cast import forms_of
-from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe, quantize
+from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe, absolute_maximum, quantize
 from pentad.kernels.glu import Activation, glu, glu_backward
 
 
@@ -28,6 +28,19 @@ def fp8_glu_backward(
     of_gradient, of_y = (None, None) if amax is None else amax
     dgate_up, y = glu_backward(_wide(dy), _wide(gate_up), act)
     return forms_of(dgate_up, recipe, "gradient", of_gradient), quantize(y.t(), recipe, "activation", of_y)
+
+
+@triton_on_gpu
+def glu_amax(gate_up: Tensor, act: Activation = "silu") -> Tensor:
+    """The absolute maximum [1, 1] of `glu`, which is not written."""
+    return absolute_maximum(glu(_wide(gate_up), act))
+
+
+@triton_on_gpu
+def glu_backward_amax(dy: Tensor, gate_up: Tensor, act: Activation = "silu") -> tuple[Tensor, Tensor]:
+    """The absolute maxima [1, 1] of both results of `glu_backward`, which are not written."""
+    dgate_up, y = glu_backward(_wide(dy), _wide(gate_up), act)
+    return absolute_maximum(dgate_up), absolute_maximum(y)
 
 
 def _wide(x: Tensor) -> Tensor:

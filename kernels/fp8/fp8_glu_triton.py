@@ -7,12 +7,30 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.kernels.fp8 import fp8_cast_triton, fp8_tensor
-from pentad.kernels.fp8.fp8_cast_triton import Out, part_of, parts, store_columns, store_rows
+from pentad.kernels.fp8.fp8_cast_triton import (
+    Out,
+    maximum_of,
+    new_maxima,
+    part_of,
+    parts,
+    store_columns,
+    store_maximum,
+    store_rows,
+)
 from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe
 from pentad.kernels.glu import Activation
 from pentad.kernels.glu_triton import activate
 
 TILE = tl.constexpr(fp8_tensor.TILE)
+
+
+@triton.jit
+def _product(gate_up, row, column, I, ACT: tl.constexpr):  # noqa: E741
+    offsets = row.to(tl.int64)[:, None] * (2 * I) + column[None, :]
+    gate = tl.load(gate_up + offsets).to(tl.float32)
+    up = tl.load(gate_up + I + offsets).to(tl.float32)
+    activated, _, factor, _ = activate(gate, up, ACT)
+    return activated * factor
 
 
 @triton.jit
@@ -22,11 +40,27 @@ def _forward(
 ):  # fmt: skip
     first_row, first_column, chunk = part_of(tl.program_id(0), I, 1, CHUNK)
     row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
-    offsets = row.to(tl.int64)[:, None] * (2 * I) + column[None, :]
-    gate = tl.load(gate_up + offsets).to(tl.float32)
-    up = tl.load(gate_up + I + offsets).to(tl.float32)
-    activated, _, factor, _ = activate(gate, up, ACT)
-    store_rows(activated * factor, values, scales, first_column, row, column, T, I, amax, GIVEN, LIMIT, POWER)
+    store_rows(
+        _product(gate_up, row, column, I, ACT),
+        values,
+        scales,
+        first_column,
+        row,
+        column,
+        T,
+        I,
+        amax,
+        GIVEN,
+        LIMIT,
+        POWER,
+    )
+
+
+@triton.jit
+def _forward_maximum(gate_up, amax, I, ACT: tl.constexpr, CHUNK: tl.constexpr):  # noqa: E741
+    first_row, first_column, chunk = part_of(tl.program_id(0), I, 1, CHUNK)
+    row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
+    store_maximum(tl.max(tl.abs(_product(gate_up, row, column, I, ACT)), axis=1), amax)
 
 
 @triton.jit
@@ -59,6 +93,15 @@ def _backward(
         store_columns(product, y, y_scales, first_row, row, column, T, I, y_amax, GIVEN, Y_LIMIT, POWER)
         store_columns(dgate, columns, column_scales, first_row, row, column, T, 2 * I, amax, GIVEN, LIMIT, POWER)
         store_columns(dup, columns, column_scales, first_row, row, I + column, T, 2 * I, amax, GIVEN, LIMIT, POWER)
+
+
+@triton.jit
+def _backward_maximum(dy, gate_up, amax, y_amax, I, ACT: tl.constexpr, CHUNK: tl.constexpr):  # noqa: E741
+    first_row, first_column, chunk = part_of(tl.program_id(0), I, 1, CHUNK)
+    row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
+    product, dgate, dup = _gradients(dy, gate_up, row, column, I, ACT)
+    store_maximum(tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), axis=1), amax)
+    store_maximum(tl.max(tl.abs(product), axis=1), y_amax)
 
 
 def fp8_glu(gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: Tensor | None = None) -> Fp8Tensor:
@@ -99,3 +142,21 @@ def fp8_glu_backward(
         ACT=act, Y_LIMIT=y.common["LIMIT"], **out.common, CHUNK=fp8_cast_triton.CHUNK, num_warps=fp8_cast_triton.WARPS,
     )  # fmt: skip
     return out.forms, y.columns
+
+
+def glu_amax(gate_up: Tensor, act: Activation = "silu") -> Tensor:
+    """Launches the kernel; see `pentad.kernels.fp8.fp8_glu.glu_amax`."""
+    assert gate_up.is_contiguous()
+    (tokens, width), maxima = gate_up.shape, new_maxima(gate_up)
+    chunk, warps = fp8_cast_triton.CHUNK, fp8_cast_triton.WARPS
+    _forward_maximum[parts(tokens, width // 2)](gate_up, maxima, width // 2, ACT=act, CHUNK=chunk, num_warps=warps)
+    return maximum_of(maxima)
+
+
+def glu_backward_amax(dy: Tensor, gate_up: Tensor, act: Activation = "silu") -> tuple[Tensor, Tensor]:
+    """Launches the kernel; see `pentad.kernels.fp8.fp8_glu.glu_backward_amax`."""
+    assert gate_up.is_contiguous() and dy.is_contiguous() and gate_up.shape[1] == 2 * dy.shape[1]
+    (tokens, width), maxima = dy.shape, [new_maxima(dy), new_maxima(dy)]
+    chunk, warps = fp8_cast_triton.CHUNK, fp8_cast_triton.WARPS
+    _backward_maximum[parts(tokens, width)](dy, gate_up, *maxima, width, ACT=act, CHUNK=chunk, num_warps=warps)
+    return maximum_of(maxima[0]), maximum_of(maxima[1])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype, triton_on_gpu
 from pentad.kernels.fp8.fp8_cast import forms_of
-from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe, quantize
+from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe, absolute_maximum, quantize
 from pentad.kernels.rms_norm import rms_norm
 
 
@@ -24,6 +24,16 @@ def fp8_rms_norm(
     wide = accumulation_dtype(x.dtype)
     _, summed, rstd = rms_norm(x, weight, eps, residual, offset)
     return quantize(_normed(summed.to(wide), weight, rstd, offset), recipe, "activation", amax), summed, rstd
+
+
+@triton_on_gpu
+def rms_norm_amax(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the absolute maximum [1, 1] of the normed rows, summed [T, H], rstd [T]): all but the rows, which `fp8_normed`
+    casts when the maximum of the whole tensor is known."""
+    _, summed, rstd = rms_norm(x, weight, eps, residual, offset)
+    return absolute_maximum(_normed(summed.to(rstd.dtype), weight, rstd, offset)), summed, rstd
 
 
 @triton_on_gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -11,11 +13,14 @@ from pentad.kernels import rms_norm_triton
 from pentad.kernels.fp8 import fp8_cast_triton, fp8_tensor
 from pentad.kernels.fp8.fp8_cast_triton import (
     Out,
+    maximum_of,
+    new_maxima,
     part_of,
     parts,
     saturate,
     scale_of,
     store_columns,
+    store_maximum,
     store_rows,
 )
 from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe
@@ -27,8 +32,9 @@ TILE = tl.constexpr(fp8_tensor.TILE)
 def _forward(
     x, residual, weight, values, scales, amax, summed, rstd, T, eps,
     H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
-    GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
+    CAST: tl.constexpr, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
+    """Without CAST the maximum of the normed rows is added to those of `amax`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < T)[:, None] & (columns < H)[None, :]
@@ -43,18 +49,20 @@ def _forward(
     r = tl.rsqrt(tl.sum(s * s, axis=1) / H + eps)
     tl.store(rstd + rows, r, mask=rows < T)
     y = s * r[:, None] * w[None, :]
-    if GIVEN:
-        _, inverse = scale_of(tl.load(amax), LIMIT, POWER)
-        y = saturate(y * inverse, LIMIT)
+    if not CAST:
+        store_maximum(tl.max(tl.abs(y), axis=1), amax)
     else:
-        by_tile = tl.reshape(y, (ROWS, BLOCK // TILE, TILE))
-        scale, inverse = scale_of(tl.max(tl.abs(by_tile), axis=2), LIMIT, POWER)
-        tile = tl.arange(0, BLOCK // TILE)
-        tl.store(
-            scales + tile[None, :] * T + rows[:, None], scale, mask=(rows < T)[:, None] & (tile < H // TILE)[None, :]
-        )
-        y = tl.reshape(by_tile * inverse[:, :, None], (ROWS, BLOCK))
-    tl.store(values + offsets, y.to(values.dtype.element_ty), mask=mask)
+        if GIVEN:
+            _, inverse = scale_of(tl.load(amax), LIMIT, POWER)
+            y = saturate(y * inverse, LIMIT)
+        else:
+            by_tile = tl.reshape(y, (ROWS, BLOCK // TILE, TILE))
+            scale, inverse = scale_of(tl.max(tl.abs(by_tile), axis=2), LIMIT, POWER)
+            tile = tl.arange(0, BLOCK // TILE)
+            inside = (rows < T)[:, None] & (tile < H // TILE)[None, :]
+            tl.store(scales + tile[None, :] * T + rows[:, None], scale, mask=inside)
+            y = tl.reshape(by_tile * inverse[:, :, None], (ROWS, BLOCK))
+        tl.store(values + offsets, y.to(values.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -93,18 +101,44 @@ def fp8_rms_norm(
     offset: float = 0.0,
 ) -> tuple[Fp8Tensor, Tensor, Tensor]:
     """Launches the forward kernel; see `pentad.kernels.fp8.fp8_norm.fp8_rms_norm`."""
+    out = Out((x.shape[0], x.shape[1]), recipe, "activation", amax, x, True, False)
+    assert out.rows is not None
+    summed, rstd = _launch(x, weight, eps, residual, offset, *out.rows, amax, CAST=True, **out.common)
+    return out.rows, summed, rstd
+
+
+def rms_norm_amax(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launches the forward kernel; see `pentad.kernels.fp8.fp8_norm.rms_norm_amax`."""
+    maxima = new_maxima(x)
+    none: dict[str, Any] = {"GIVEN": False, "LIMIT": 1.0, "POWER": False}
+    summed, rstd = _launch(x, weight, eps, residual, offset, None, None, maxima, CAST=False, **none)
+    return maximum_of(maxima), summed, rstd
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    offset: float,
+    values: Tensor | None,
+    scales: Tensor | None,
+    amax: Tensor | None,
+    **constants: Any,
+) -> tuple[Tensor, Tensor]:
+    """(summed, rstd)"""
     assert x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     tokens, width = x.shape
     rows, block, warps = rms_norm_triton.shape_of(width, rms_norm_triton.PER_THREAD)
-    out = Out((tokens, width), recipe, "activation", amax, x, True, False)
-    assert out.rows is not None
     summed = x if residual is None else torch.empty_like(x)
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
     _forward[(triton.cdiv(tokens, rows),)](
-        x, residual, weight, *out.rows, amax, summed, rstd, tokens, eps,
-        H=width, ROWS=rows, BLOCK=block, ADD=residual is not None, OFFSET=offset, **out.common, num_warps=warps,
+        x, residual, weight, values, scales, amax, summed, rstd, tokens, eps,
+        H=width, ROWS=rows, BLOCK=block, ADD=residual is not None, OFFSET=offset, **constants, num_warps=warps,
     )  # fmt: skip
-    return out.rows, summed, rstd
+    return summed, rstd
 
 
 def fp8_normed(

@@ -18,6 +18,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from pentad.kernels.backend import accumulation_dtype
+
 Scaling = Literal["tensor", "row", "block"]
 Role = Literal["activation", "gradient", "weight"]
 TILE = 128
@@ -88,3 +90,8 @@ def quantize(x: Tensor, recipe: Recipe, role: Role, amax: Tensor | None = None) 
     scaled = tiles * (1 / scales).to(x.dtype)[:, None, :, None]
     values = scaled.clamp(-largest, largest).to(dtype).view(m, k)
     return Fp8Tensor(values.contiguous(), scales.t().contiguous().t())
+
+
+def absolute_maximum(x: Tensor) -> Tensor:
+    """[1, 1], float32, in one pass over x."""
+    return torch.linalg.vector_norm(x, torch.inf, dtype=accumulation_dtype(x.dtype)).float().view(1, 1)

@@ -9,8 +9,8 @@ from fp8_recipes import RECIPES, amax_for, assert_nearly_equal
 
 from pentad.kernels.fp8.fp8_cast import forms_of, fp8_cast
 from pentad.kernels.fp8.fp8_gemm import accumulate_fp8_gradient_, fp8_gemm
-from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward
-from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm
+from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward, glu_amax, glu_backward_amax
+from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm, rms_norm_amax
 from pentad.kernels.fp8.fp8_tensor import Fp8Tensor, Recipe, Role, Scaling, quantize
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan")
@@ -130,3 +130,15 @@ def test_cublas_multiplies_as_the_reference_does(scaling: Scaling, t: int, n: in
     ]
     for found, a, b, bound in pairs:
         assert relative_error(found, a.dequantize(wide) @ b.dequantize(wide).t()) < bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [128, 4096, 14336])
+def test_triton_finds_the_maxima_of_what_is_not_written(width: int) -> None:
+    x, residual, dy = torch.randn(3, 512, width, device="cuda", dtype=torch.bfloat16)
+    weight, gate_up = torch.randn(width, device="cuda", dtype=torch.bfloat16), torch.cat((x, residual), 1)
+    found = [rms_norm_amax(x, weight, 1e-5, None, 1.0)[0], glu_amax(gate_up), *glu_backward_amax(dy, gate_up)]
+    x, weight, gate_up, dy = (t.float().cpu() for t in (x, weight, gate_up, dy))
+    want = [rms_norm_amax(x, weight, 1e-5, None, 1.0)[0], glu_amax(gate_up), *glu_backward_amax(dy, gate_up)]
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=0)

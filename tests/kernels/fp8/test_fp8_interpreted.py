@@ -16,8 +16,8 @@ from fp8_recipes import RECIPES, amax_for, assert_nearly_equal
 
 from pentad.kernels.fp8 import fp8_cast_triton, fp8_glu_triton, fp8_norm_triton
 from pentad.kernels.fp8.fp8_cast import fp8_cast
-from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward
-from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm
+from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward, glu_amax, glu_backward_amax
+from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm, rms_norm_amax
 from pentad.kernels.fp8.fp8_tensor import Recipe, Role
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter", "nearest_8_bit_numbers")
@@ -75,3 +75,14 @@ def test_glu(recipe: Recipe) -> None:
     want, want_y = fp8_glu_backward(dy, gate_up, recipe, "silu", both)
     for a, b in ((rows, want.rows), (columns, want.columns), (y, want_y)):
         assert_nearly_equal(a, b)
+
+
+def test_maxima() -> None:
+    x, residual, dy = torch.randn(3, 256, 384)
+    weight, gate_up = torch.randn(384), torch.cat((x, residual), 1)
+    found = fp8_norm_triton.rms_norm_amax(x, weight, 1e-5, residual, 1.0)
+    pairs = [*zip(found, rms_norm_amax(x, weight, 1e-5, residual, 1.0), strict=True)]
+    pairs += [(fp8_glu_triton.glu_amax(gate_up), glu_amax(gate_up))]
+    pairs += zip(fp8_glu_triton.glu_backward_amax(dy, gate_up), glu_backward_amax(dy, gate_up), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b)
