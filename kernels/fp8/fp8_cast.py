@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from pentad.kernels.backend import triton_on_gpu
-from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Recipe, Role, quantize
+from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Recipe, Role, quantize
 
 
 @triton_on_gpu
 def fp8_cast(
-    x: Tensor, recipe: Recipe, role: Role, amax: Tensor | None = None, *, rows: bool = True, columns: bool = True
+    x: Tensor, recipe: Recipe, role: Role, amax: Amax | None = None, *, rows: bool = True, columns: bool = True
 ) -> Fp8Forms:
-    """The forms of x [T, K] that are asked for. Other scales than those of tiles need `amax`, [1, 1] of a tensor.
+    """The forms of x [T, K] that are asked for. Other scales than those of blocks need `amax`.
 
     T and K are multiples of 128, and x is contiguous.
     """
@@ -20,10 +20,10 @@ def fp8_cast(
 
 
 def forms_of(
-    x: Tensor, recipe: Recipe, role: Role, amax: Tensor | None = None, *, rows: bool = True, columns: bool = True
+    x: Tensor, recipe: Recipe, role: Role, amax: Amax | None = None, *, rows: bool = True, columns: bool = True
 ) -> Fp8Forms:
     """The forms of x [T, K] by the reference."""
     return Fp8Forms(
-        quantize(x, recipe, role, amax) if rows else None,
-        quantize(x.t(), recipe, role, amax) if columns else None,
+        quantize(x, recipe, role, amax and amax.rows) if rows else None,
+        quantize(x.t(), recipe, role, amax and amax.columns) if columns else None,
     )

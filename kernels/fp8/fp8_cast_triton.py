@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.kernels.fp8 import fp8_tensor
-from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe, Role
+from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe, Role
 
 TILE = tl.constexpr(fp8_tensor.TILE)
 TINY = tl.constexpr(fp8_tensor.TINY)
@@ -52,12 +52,12 @@ def part_of(program, K, FORMS: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def store_rows(
-    x, values, scales, first, row, column, T, K, amax, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr
-):
+    x, values, scales, first, row, column, T, K, GIVEN: tl.constexpr, STRIDE: tl.constexpr,
+    LIMIT: tl.constexpr, POWER: tl.constexpr,
+):  # fmt: skip
     """Casts the chunk x of a matrix [T, K], 128 columns wide from `first`, for products over K."""
     if GIVEN:
-        _, inverse = scale_of(tl.load(amax), LIMIT, POWER)
-        y = saturate(x * inverse, LIMIT)
+        y = saturate(x * tl.div_rn(1.0, tl.load(scales + row * STRIDE))[:, None], LIMIT)
     else:
         scale, inverse = scale_of(tl.max(tl.abs(x), axis=1), LIMIT, POWER)
         tl.store(scales + first // TILE * T + row, scale)
@@ -67,12 +67,12 @@ def store_rows(
 
 @triton.jit
 def store_columns(
-    x, values, scales, first, row, column, T, K, amax, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr
-):
+    x, values, scales, first, row, column, T, K, GIVEN: tl.constexpr, STRIDE: tl.constexpr,
+    LIMIT: tl.constexpr, POWER: tl.constexpr,
+):  # fmt: skip
     """Casts the chunk x of a matrix [T, K], 128 rows high from `first`, for products over T, to values [K, T]."""
     if GIVEN:
-        _, inverse = scale_of(tl.load(amax), LIMIT, POWER)
-        y = saturate(x * inverse, LIMIT)
+        y = saturate(x * tl.div_rn(1.0, tl.load(scales + column * STRIDE))[None, :], LIMIT)
     else:
         scale, inverse = scale_of(tl.max(tl.abs(x), axis=0), LIMIT, POWER)
         tl.store(scales + first // TILE * K + column, scale)
@@ -89,21 +89,21 @@ def store_maximum(maxima, out):
 
 @triton.jit
 def _cast(
-    x, rows, row_scales, columns, column_scales, amax, T, K,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
-    CHUNK: tl.constexpr,
+    x, rows, row_scales, columns, column_scales, T, K,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GIVEN: tl.constexpr, STRIDE: tl.constexpr,
+    LIMIT: tl.constexpr, POWER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     first_row, first_column, chunk = part_of(tl.program_id(0), K, ROWS + COLUMNS, CHUNK)
     if ROWS:  # noqa: SIM102 - decides what is compiled
         if chunk < TILE:
             row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
             part = tl.load(x + row.to(tl.int64)[:, None] * K + column[None, :]).to(tl.float32)
-            store_rows(part, rows, row_scales, first_column, row, column, T, K, amax, GIVEN, LIMIT, POWER)
+            store_rows(part, rows, row_scales, first_column, row, column, T, K, GIVEN, STRIDE, LIMIT, POWER)
     if COLUMNS:  # noqa: SIM102 - decides what is compiled
         if chunk >= TILE * ROWS:
             row, column = first_row + tl.arange(0, TILE), first_column + chunk % TILE + tl.arange(0, CHUNK)
             part = tl.load(x + row.to(tl.int64)[:, None] * K + column[None, :]).to(tl.float32)
-            store_columns(part, columns, column_scales, first_row, row, column, T, K, amax, GIVEN, LIMIT, POWER)
+            store_columns(part, columns, column_scales, first_row, row, column, T, K, GIVEN, STRIDE, LIMIT, POWER)
 
 
 @triton.jit
@@ -134,42 +134,42 @@ def maximum_of(maxima: Tensor) -> Tensor:
     return maxima.amax().view(1, 1)
 
 
+def twice(amax: Tensor | None) -> Amax | None:
+    """For the one form that is asked for."""
+    return None if amax is None else Amax(amax, amax)
+
+
 class Out:
     """Memory for the forms of a matrix [T, K], and what their kernels are told."""
 
     def __init__(
-        self, shape: tuple[int, int], recipe: Recipe, role: Role, amax: Tensor | None, like: Tensor, *forms: bool
+        self, shape: tuple[int, int], recipe: Recipe, role: Role, amax: Amax | None, like: Tensor, *forms: bool
     ) -> None:
         assert all(size % fp8_tensor.TILE == 0 for size in shape)
         assert (amax is None) == (recipe.scaling == "block")
-        assert recipe.scaling != "row", "rows are cast by the reference"
-        self.recipe, self.role, self.amax, self.device = recipe, role, amax, like.device
-        sides = shape, shape[::-1]
-        self.rows, self.columns = (
-            self._empty(*side) if form else None for side, form in zip(sides, forms, strict=True)
-        )
-        if amax is not None:
-            scales = fp8_tensor.scale_of(amax, recipe.dtype(role), power_of_two=recipe.power_of_two)
-            self.rows, self.columns = (each and each._replace(scales=scales) for each in (self.rows, self.columns))
+        self.recipe, self.role, self.is_given, self.device = recipe, role, amax is not None, like.device
+        sides = zip((shape, shape[::-1]), amax or (None, None), forms, strict=True)
+        self.rows, self.columns = (self._empty(*side, maxima) if form else None for side, maxima, form in sides)
 
-    def _empty(self, m: int, k: int) -> Fp8Tensor:
+    def _empty(self, m: int, k: int, amax: Tensor | None) -> Fp8Tensor:
         dtype = self.recipe.dtype(self.role)
         values = torch.empty(m, k, dtype=dtype, device=self.device)
-        if self.amax is not None:
-            return Fp8Tensor(values, self.amax)
+        if amax is not None:
+            return Fp8Tensor(values, fp8_tensor.scale_of(amax, dtype, power_of_two=self.recipe.power_of_two))
         down, across = self.recipe.tile((m, k), self.role)
         return Fp8Tensor(values, torch.empty(k // across, m // down, dtype=torch.float32, device=self.device).t())
 
     @property
     def pointers(self) -> tuple[Tensor | None, ...]:
-        """rows, row_scales, columns, column_scales, amax"""
-        return (*(self.rows or (None, None)), *(self.columns or (None, None)), self.amax)
+        """rows, row_scales, columns, column_scales"""
+        return (*(self.rows or (None, None)), *(self.columns or (None, None)))
 
     @property
     def common(self) -> dict[str, Any]:
         """Constants of all kernels."""
         limit = torch.finfo(self.recipe.dtype(self.role)).max
-        return {"GIVEN": self.amax is not None, "LIMIT": limit, "POWER": self.recipe.power_of_two}
+        stride = int(self.recipe.scaling == "row")
+        return {"GIVEN": self.is_given, "STRIDE": stride, "LIMIT": limit, "POWER": self.recipe.power_of_two}
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def parts(t: int, k: int, forms: int = 1) -> tuple[int]:
 
 
 def fp8_cast(
-    x: Tensor, recipe: Recipe, role: Role, amax: Tensor | None = None, *, rows: bool = True, columns: bool = True
+    x: Tensor, recipe: Recipe, role: Role, amax: Amax | None = None, *, rows: bool = True, columns: bool = True
 ) -> Fp8Forms:
     """Launches the kernel; see `pentad.kernels.fp8.fp8_cast.fp8_cast`."""
     assert x.is_contiguous()
@@ -195,9 +195,9 @@ def fp8_cast(
     out = Out((t, k), recipe, role, amax, x, rows, columns)
     constants = out.common | out.chosen
     if role == "weight" and amax is None:
-        del constants["GIVEN"]
+        del constants["GIVEN"], constants["STRIDE"]
         grid = (t // fp8_tensor.TILE * (k // fp8_tensor.TILE),)
-        _cast_square[grid](x, *out.pointers[:4], t, k, **constants, num_warps=SQUARE_WARPS)
+        _cast_square[grid](x, *out.pointers, t, k, **constants, num_warps=SQUARE_WARPS)
     else:
         _cast[parts(t, k, rows + columns)](x, *out.pointers, t, k, **constants, CHUNK=CHUNK, num_warps=WARPS)
     return out.forms

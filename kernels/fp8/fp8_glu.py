@@ -6,13 +6,13 @@ from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype, triton_on_gpu
 from pentad.kernels.fp8.fp8_cast import forms_of
-from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe, absolute_maximum, quantize
+from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe, absolute_maximum, quantize
 from pentad.kernels.glu import Activation, glu, glu_backward
 
 
 @triton_on_gpu
 def fp8_glu(gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: Tensor | None = None) -> Fp8Tensor:
-    """`glu` of gate_up [T, 2I] for products over I; amax as of `fp8_cast`."""
+    """`glu` of gate_up [T, 2I] for products over I, with the `amax` of its rows."""
     return quantize(glu(_wide(gate_up), act), recipe, "activation", amax)
 
 
@@ -22,9 +22,10 @@ def fp8_glu_backward(
     gate_up: Tensor,
     recipe: Recipe,
     act: Activation = "silu",
-    amax: tuple[Tensor, Tensor] | None = None,
+    amax: tuple[Amax, Tensor] | None = None,
 ) -> tuple[Fp8Forms, Fp8Tensor]:
-    """(both forms of dgate_up [T, 2I], the transposed one [I, T] of y) of `glu_backward`; the amax of both."""
+    """(both forms of dgate_up [T, 2I], the transposed one [I, T] of y) of `glu_backward`, with
+    the `amax` of dgate_up and of the columns of y."""
     of_gradient, of_y = (None, None) if amax is None else amax
     dgate_up, y = glu_backward(_wide(dy), _wide(gate_up), act)
     return forms_of(dgate_up, recipe, "gradient", of_gradient), quantize(y.t(), recipe, "activation", of_y)

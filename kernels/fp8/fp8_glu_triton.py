@@ -16,8 +16,9 @@ from pentad.kernels.fp8.fp8_cast_triton import (
     store_columns,
     store_maximum,
     store_rows,
+    twice,
 )
-from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe
+from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe
 from pentad.kernels.glu import Activation
 from pentad.kernels.glu_triton import activate
 
@@ -35,8 +36,8 @@ def _product(gate_up, row, column, I, ACT: tl.constexpr):  # noqa: E741
 
 @triton.jit
 def _forward(
-    gate_up, values, scales, amax, T, I, ACT: tl.constexpr,  # noqa: E741
-    GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr, CHUNK: tl.constexpr,
+    gate_up, values, scales, T, I, ACT: tl.constexpr,  # noqa: E741
+    GIVEN: tl.constexpr, STRIDE: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     first_row, first_column, chunk = part_of(tl.program_id(0), I, 1, CHUNK)
     row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
@@ -49,8 +50,8 @@ def _forward(
         column,
         T,
         I,
-        amax,
         GIVEN,
+        STRIDE,
         LIMIT,
         POWER,
     )
@@ -76,23 +77,23 @@ def _gradients(dy, gate_up, row, column, I, ACT: tl.constexpr):  # noqa: E741
 
 @triton.jit
 def _backward(
-    dy, gate_up, rows, row_scales, columns, column_scales, amax, y, y_scales, y_amax, T, I,  # noqa: E741
+    dy, gate_up, rows, row_scales, columns, column_scales, y, y_scales, T, I,  # noqa: E741
     ACT: tl.constexpr, Y_LIMIT: tl.constexpr,
-    GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr, CHUNK: tl.constexpr,
+    GIVEN: tl.constexpr, STRIDE: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     first_row, first_column, chunk = part_of(tl.program_id(0), I, 2, CHUNK)
     if chunk < TILE:
         row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
         _, dgate, dup = _gradients(dy, gate_up, row, column, I, ACT)
-        store_rows(dgate, rows, row_scales, first_column, row, column, T, 2 * I, amax, GIVEN, LIMIT, POWER)
+        store_rows(dgate, rows, row_scales, first_column, row, column, T, 2 * I, GIVEN, STRIDE, LIMIT, POWER)
         first = I + first_column
-        store_rows(dup, rows, row_scales, first, row, I + column, T, 2 * I, amax, GIVEN, LIMIT, POWER)
+        store_rows(dup, rows, row_scales, first, row, I + column, T, 2 * I, GIVEN, STRIDE, LIMIT, POWER)
     if chunk >= TILE:
         row, column = first_row + tl.arange(0, TILE), first_column + chunk % TILE + tl.arange(0, CHUNK)
         product, dgate, dup = _gradients(dy, gate_up, row, column, I, ACT)
-        store_columns(product, y, y_scales, first_row, row, column, T, I, y_amax, GIVEN, Y_LIMIT, POWER)
-        store_columns(dgate, columns, column_scales, first_row, row, column, T, 2 * I, amax, GIVEN, LIMIT, POWER)
-        store_columns(dup, columns, column_scales, first_row, row, I + column, T, 2 * I, amax, GIVEN, LIMIT, POWER)
+        store_columns(product, y, y_scales, first_row, row, column, T, I, GIVEN, STRIDE, Y_LIMIT, POWER)
+        store_columns(dgate, columns, column_scales, first_row, row, column, T, 2 * I, GIVEN, STRIDE, LIMIT, POWER)
+        store_columns(dup, columns, column_scales, first_row, row, I + column, T, 2 * I, GIVEN, STRIDE, LIMIT, POWER)
 
 
 @triton.jit
@@ -108,12 +109,11 @@ def fp8_glu(gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: Ten
     """Launches the forward kernel; see `pentad.kernels.fp8.fp8_glu.fp8_glu`."""
     assert gate_up.is_contiguous()
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = Out((tokens, width), recipe, "activation", amax, gate_up, True, False)
+    out = Out((tokens, width), recipe, "activation", twice(amax), gate_up, True, False)
     assert out.rows is not None
     _forward[parts(tokens, width)](
         gate_up,
         *out.rows,
-        amax,
         tokens,
         width,
         ACT=act,
@@ -129,16 +129,16 @@ def fp8_glu_backward(
     gate_up: Tensor,
     recipe: Recipe,
     act: Activation = "silu",
-    amax: tuple[Tensor, Tensor] | None = None,
+    amax: tuple[Amax, Tensor] | None = None,
 ) -> tuple[Fp8Forms, Fp8Tensor]:
     """Launches the backward kernel; see `pentad.kernels.fp8.fp8_glu.fp8_glu_backward`."""
     assert gate_up.is_contiguous() and dy.is_contiguous() and gate_up.shape[1] == 2 * dy.shape[1]
     (tokens, width), (of_gradient, of_y) = dy.shape, amax or (None, None)
     out = Out((tokens, 2 * width), recipe, "gradient", of_gradient, dy, True, True)
-    y = Out((tokens, width), recipe, "activation", of_y, dy, False, True)
+    y = Out((tokens, width), recipe, "activation", twice(of_y), dy, False, True)
     assert y.columns is not None
     _backward[parts(tokens, width, 2)](
-        dy, gate_up, *out.pointers, *y.columns, of_y, tokens, width,
+        dy, gate_up, *out.pointers, *y.columns, tokens, width,
         ACT=act, Y_LIMIT=y.common["LIMIT"], **out.common, CHUNK=fp8_cast_triton.CHUNK, num_warps=fp8_cast_triton.WARPS,
     )  # fmt: skip
     return out.forms, y.columns

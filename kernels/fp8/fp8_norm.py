@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype, triton_on_gpu
 from pentad.kernels.fp8.fp8_cast import forms_of
-from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe, absolute_maximum, quantize
+from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe, absolute_maximum, quantize
 from pentad.kernels.rms_norm import rms_norm
 
 
@@ -20,7 +20,7 @@ def fp8_rms_norm(
     residual: Tensor | None = None,
     offset: float = 0.0,
 ) -> tuple[Fp8Tensor, Tensor, Tensor]:
-    """(the normed rows [T, H] for products over H, summed, rstd) as of `rms_norm`; amax as of `fp8_cast`."""
+    """(the normed rows [T, H] for products over H, summed, rstd) as of `rms_norm`, with the `amax` of the rows."""
     wide = accumulation_dtype(x.dtype)
     _, summed, rstd = rms_norm(x, weight, eps, residual, offset)
     return quantize(_normed(summed.to(wide), weight, rstd, offset), recipe, "activation", amax), summed, rstd
@@ -42,7 +42,7 @@ def fp8_normed(
     weight: Tensor,
     rstd: Tensor,
     recipe: Recipe,
-    amax: Tensor | None = None,
+    amax: Amax | None = None,
     offset: float = 0.0,
     *,
     rows: bool = True,

@@ -22,19 +22,20 @@ from pentad.kernels.fp8.fp8_cast_triton import (
     store_columns,
     store_maximum,
     store_rows,
+    twice,
 )
-from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe
+from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe
 
 TILE = tl.constexpr(fp8_tensor.TILE)
 
 
 @triton.jit
 def _forward(
-    x, residual, weight, values, scales, amax, summed, rstd, T, eps,
+    x, residual, weight, values, scales, maxima, summed, rstd, T, eps,
     H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
-    CAST: tl.constexpr, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
+    CAST: tl.constexpr, GIVEN: tl.constexpr, STRIDE: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
-    """Without CAST the maximum of the normed rows is added to those of `amax`."""
+    """Without CAST the maximum of the normed rows is added to `maxima`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < T)[:, None] & (columns < H)[None, :]
@@ -50,11 +51,11 @@ def _forward(
     tl.store(rstd + rows, r, mask=rows < T)
     y = s * r[:, None] * w[None, :]
     if not CAST:
-        store_maximum(tl.max(tl.abs(y), axis=1), amax)
+        store_maximum(tl.max(tl.abs(y), axis=1), maxima)
     else:
         if GIVEN:
-            _, inverse = scale_of(tl.load(amax), LIMIT, POWER)
-            y = saturate(y * inverse, LIMIT)
+            at = scales + rows * STRIDE
+            y = saturate(y * tl.div_rn(1.0, tl.load(at, mask=rows < T, other=1.0))[:, None], LIMIT)
         else:
             by_tile = tl.reshape(y, (ROWS, BLOCK // TILE, TILE))
             scale, inverse = scale_of(tl.max(tl.abs(by_tile), axis=2), LIMIT, POWER)
@@ -74,21 +75,21 @@ def _normed(summed, weight, rstd, row, column, H, OFFSET: tl.constexpr):
 
 @triton.jit
 def _again(
-    summed, weight, rstd, rows, row_scales, columns, column_scales, amax, T, H, OFFSET: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GIVEN: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
-    CHUNK: tl.constexpr,
+    summed, weight, rstd, rows, row_scales, columns, column_scales, T, H, OFFSET: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GIVEN: tl.constexpr, STRIDE: tl.constexpr,
+    LIMIT: tl.constexpr, POWER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     first_row, first_column, chunk = part_of(tl.program_id(0), H, ROWS + COLUMNS, CHUNK)
     if ROWS:  # noqa: SIM102 - decides what is compiled
         if chunk < TILE:
             row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
             y = _normed(summed, weight, rstd, row, column, H, OFFSET)
-            store_rows(y, rows, row_scales, first_column, row, column, T, H, amax, GIVEN, LIMIT, POWER)
+            store_rows(y, rows, row_scales, first_column, row, column, T, H, GIVEN, STRIDE, LIMIT, POWER)
     if COLUMNS:  # noqa: SIM102 - decides what is compiled
         if chunk >= TILE * ROWS:
             row, column = first_row + tl.arange(0, TILE), first_column + chunk % TILE + tl.arange(0, CHUNK)
             y = _normed(summed, weight, rstd, row, column, H, OFFSET)
-            store_columns(y, columns, column_scales, first_row, row, column, T, H, amax, GIVEN, LIMIT, POWER)
+            store_columns(y, columns, column_scales, first_row, row, column, T, H, GIVEN, STRIDE, LIMIT, POWER)
 
 
 def fp8_rms_norm(
@@ -101,9 +102,9 @@ def fp8_rms_norm(
     offset: float = 0.0,
 ) -> tuple[Fp8Tensor, Tensor, Tensor]:
     """Launches the forward kernel; see `pentad.kernels.fp8.fp8_norm.fp8_rms_norm`."""
-    out = Out((x.shape[0], x.shape[1]), recipe, "activation", amax, x, True, False)
+    out = Out((x.shape[0], x.shape[1]), recipe, "activation", twice(amax), x, True, False)
     assert out.rows is not None
-    summed, rstd = _launch(x, weight, eps, residual, offset, *out.rows, amax, CAST=True, **out.common)
+    summed, rstd = _launch(x, weight, eps, residual, offset, *out.rows, None, CAST=True, **out.common)
     return out.rows, summed, rstd
 
 
@@ -112,7 +113,7 @@ def rms_norm_amax(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the forward kernel; see `pentad.kernels.fp8.fp8_norm.rms_norm_amax`."""
     maxima = new_maxima(x)
-    none: dict[str, Any] = {"GIVEN": False, "LIMIT": 1.0, "POWER": False}
+    none: dict[str, Any] = {"GIVEN": False, "STRIDE": 0, "LIMIT": 1.0, "POWER": False}
     summed, rstd = _launch(x, weight, eps, residual, offset, None, None, maxima, CAST=False, **none)
     return maximum_of(maxima), summed, rstd
 
@@ -125,7 +126,7 @@ def _launch(
     offset: float,
     values: Tensor | None,
     scales: Tensor | None,
-    amax: Tensor | None,
+    maxima: Tensor | None,
     **constants: Any,
 ) -> tuple[Tensor, Tensor]:
     """(summed, rstd)"""
@@ -135,7 +136,7 @@ def _launch(
     summed = x if residual is None else torch.empty_like(x)
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
     _forward[(triton.cdiv(tokens, rows),)](
-        x, residual, weight, values, scales, amax, summed, rstd, tokens, eps,
+        x, residual, weight, values, scales, maxima, summed, rstd, tokens, eps,
         H=width, ROWS=rows, BLOCK=block, ADD=residual is not None, OFFSET=offset, **constants, num_warps=warps,
     )  # fmt: skip
     return summed, rstd
@@ -146,7 +147,7 @@ def fp8_normed(
     weight: Tensor,
     rstd: Tensor,
     recipe: Recipe,
-    amax: Tensor | None = None,
+    amax: Amax | None = None,
     offset: float = 0.0,
     *,
     rows: bool = True,

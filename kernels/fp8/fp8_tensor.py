@@ -68,6 +68,14 @@ class Fp8Forms(NamedTuple):
     columns: Fp8Tensor | None
 
 
+class Amax(NamedTuple):
+    """Absolute maxima of a matrix [T, K] to scale its forms by: of each row [T, 1] and each column [K, 1], or of all of
+    it [1, 1], twice."""
+
+    rows: Tensor
+    columns: Tensor
+
+
 def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
     """The scales, float32, that map absolute maxima `amax` to the largest number of an 8-bit dtype."""
     scale = amax.float().clamp(min=TINY) * (1 / torch.finfo(dtype).max)

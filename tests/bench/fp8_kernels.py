@@ -24,7 +24,7 @@ from torch import Tensor
 from pentad.kernels import wgrad_gemm
 from pentad.kernels.fp8 import fp8_cast, fp8_glu, fp8_norm
 from pentad.kernels.fp8.fp8_gemm import accumulate_fp8_gradient_, fp8_gemm
-from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe, quantize
+from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Recipe
 
 TOKENS, HIDDEN, FFN = 16384, 4096, 14336
 LINEARS = {"qkv": (6144, HIDDEN), "out": (HIDDEN, HIDDEN), "gate_up": (2 * FFN, HIDDEN), "down": (HIDDEN, FFN)}
@@ -32,8 +32,6 @@ RECIPES = {"tensor": Recipe("tensor"), "row": Recipe("row"), "block": Recipe("bl
 
 
 def forms(x: Tensor, recipe: Recipe, role: Any) -> Fp8Forms:
-    if recipe.scaling == "row":
-        return Fp8Forms(quantize(x.float(), recipe, role), quantize(x.t().float(), recipe, role))
     return fp8_cast.fp8_cast(x, recipe, role, amax_for(recipe, x))
 
 
@@ -87,14 +85,15 @@ def casts(recipe: Recipe) -> dict[str, tuple[float, Calls]]:
     narrow = sets(lambda: (random(TOKENS, HIDDEN), random(TOKENS, HIDDEN)))
     wide = sets(lambda: (random(TOKENS, 2 * FFN), random(TOKENS, FFN)))
     amax, elements = amax_for(recipe, narrow[0][0]), TOKENS * HIDDEN
-    both = None if amax is None else (amax, amax)
+    rows = amax and amax.rows
+    both = None if amax is None else (amax, amax.columns)
     rstd = torch.rsqrt(narrow[0][0].float().square().mean(1) + EPS)
 
     def cast(x: Tensor, _: Tensor, *, rows: bool = True, columns: bool = True) -> object:
         return fp8_cast.fp8_cast(x, recipe, "gradient", amax, rows=rows, columns=columns)
 
     def norm(x: Tensor, residual: Tensor) -> object:
-        return fp8_norm.fp8_rms_norm(x, weight, EPS, recipe, amax, residual)
+        return fp8_norm.fp8_rms_norm(x, weight, EPS, recipe, rows, residual)
 
     def normed(x: Tensor, _: Tensor) -> object:
         return fp8_norm.fp8_normed(x, weight, rstd, recipe, amax, rows=False)
@@ -106,7 +105,7 @@ def casts(recipe: Recipe) -> dict[str, tuple[float, Calls]]:
         "weight, both forms": (4 * big.numel(), [lambda: fp8_cast.fp8_cast(big, recipe, "weight", amax)] * SETS),
         "RMSNorm + residual, rows": (7 * elements, each(norm, narrow)),
         "normed again, columns": (3 * elements, each(normed, narrow)),
-        "SwiGLU, rows": (5 * TOKENS * FFN, each(lambda x, _: fp8_glu.fp8_glu(x, recipe, "silu", amax), wide)),
+        "SwiGLU, rows": (5 * TOKENS * FFN, each(lambda x, _: fp8_glu.fp8_glu(x, recipe, "silu", rows), wide)),
         "dSwiGLU, both forms, y columns": (
             11 * TOKENS * FFN,
             each(lambda x, dy: fp8_glu.fp8_glu_backward(dy, x, recipe, "silu", both), wide),
@@ -125,13 +124,14 @@ def cast_rows() -> Iterator[dict[str, Any]]:
 def results(recipe: Recipe, x: Tensor, weight: Tensor, gate_up: Tensor, dy: Tensor) -> list[Fp8Tensor | None]:
     """Of all casts."""
     amax = amax_for(recipe, x)
-    both = None if amax is None else (amax, amax)
-    normed, summed, rstd = fp8_norm.fp8_rms_norm(x, weight, EPS, recipe, amax)
+    rows = amax and amax.rows
+    both = None if amax is None else (amax, amax.columns)
+    normed, summed, rstd = fp8_norm.fp8_rms_norm(x, weight, EPS, recipe, rows)
     dgate_up, y = fp8_glu.fp8_glu_backward(dy, gate_up, recipe, "silu", both)
     return [
         *fp8_cast.fp8_cast(x, recipe, "gradient", amax),
         *(normed, *fp8_norm.fp8_normed(summed, weight, rstd, recipe, amax)),
-        *(fp8_glu.fp8_glu(gate_up, recipe, "silu", amax), *dgate_up, y),
+        *(fp8_glu.fp8_glu(gate_up, recipe, "silu", rows), *dgate_up, y),
     ]
 
 

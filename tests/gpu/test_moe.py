@@ -24,7 +24,7 @@ from pentad.kernels.moe.moe_permute import (
     weighted_glu_backward,
 )
 from pentad.schedules.spec.model import Experts
-from pentad.workers.model.weight_grad import accumulate_wgrads
+from pentad.workers.linear.weight_grad import accumulate_wgrads
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
 from pentad.workers.params.router_bias import updated_bias

@@ -55,6 +55,7 @@ LAYERS = {
         "data",
         "custom",
         "model",
+        "linear",
         "transport",
         "parallel",
         "params",

@@ -18,10 +18,10 @@ from plans import MODEL
 from pool import Pool, answer_orders
 
 from pentad.schedules.spec.model import Experts
+from pentad.workers.linear.weight_grad import Param, accumulate_wgrads
 from pentad.workers.model.layer_context import LayerContext
 from pentad.workers.model.mlp import MLP
 from pentad.workers.model.moe import MoE
-from pentad.workers.model.weight_grad import Param, accumulate_wgrads
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.parallel.expert_parallel import DispatchMode, ExpertParallelGroup
 from pentad.workers.params.unwritten import Unwritten

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from pentad.kernels.fp8.fp8_tensor import Fp8Tensor, Recipe
+from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Tensor, Recipe
 
 RECIPES = [
     Recipe("block"),
     Recipe("block", "e5m2", power_of_two=True),
+    Recipe("row", power_of_two=True),
     Recipe("tensor"),
     Recipe("tensor", "e5m2", power_of_two=True),
 ]
 
 
-def amax_for(recipe: Recipe, x: torch.Tensor) -> torch.Tensor | None:
-    """The maximum that the recipe needs; a little less than that of x, so that some values saturate."""
-    return 0.9 * x.abs().amax().float().view(1, 1) if recipe.scaling == "tensor" else None
+def amax_for(recipe: Recipe, x: torch.Tensor) -> Amax | None:
+    """The maxima that the recipe needs; a little less than those of x, so that some values saturate."""
+    x = 0.9 * x.abs().float()
+    if recipe.scaling == "row":
+        return Amax(x.amax(1, keepdim=True), x.amax(0)[:, None].contiguous())
+    return Amax(x.amax().view(1, 1), x.amax().view(1, 1)) if recipe.scaling == "tensor" else None
 
 
 def assert_nearly_equal(found: Fp8Tensor | None, want: Fp8Tensor | None, differing: float = 1e-3) -> None:

@@ -18,8 +18,8 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from pentad.workers.linear.weight_grad import AddWgrad, EmbeddingWgrad, LinearWgrad, Params, Wgrad
 from pentad.workers.model.base_stage import storage_id
-from pentad.workers.model.weight_grad import AddWgrad, EmbeddingWgrad, LinearWgrad, Params, Wgrad
 
 
 class BoundParameters(NamedTuple):

@@ -33,8 +33,8 @@ from pentad.workers.custom.loader import (
     parameter_slots,
     set_parameters,
 )
+from pentad.workers.linear.weight_grad import Param
 from pentad.workers.model.base_stage import activation_storages, storage_id
-from pentad.workers.model.weight_grad import Param
 
 CPU = torch.device("cpu")
 ROWS = 2  # sequences of the trial run

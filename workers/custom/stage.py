@@ -24,8 +24,8 @@ from pentad.workers.custom.autograd import (
     graph_output,
 )
 from pentad.workers.custom.loader import build_layers, cast_layer, model_error, parameter_slots, set_parameters
+from pentad.workers.linear.weight_grad import Params
 from pentad.workers.model.base_stage import Activation, BaseStage, activation_storages, storage_id
-from pentad.workers.model.weight_grad import Params
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.params.param_buffers import ParamBuffers
 from pentad.workers.params.param_init import derive_seed

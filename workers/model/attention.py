@@ -15,10 +15,10 @@ from pentad.kernels.attention.attention_partial import QKVGrads
 from pentad.kernels.attention.attention_reference import AttentionOptions
 from pentad.kernels.attention.rope import rope_
 from pentad.schedules.spec.model import ModelSpec
+from pentad.workers.linear.weight_grad import AddWgrad, LinearWgrad, Param, Params, Wgrad, bias_wgrad
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.lora import Adapter, ColumnAdapters, RowAdapter
 from pentad.workers.model.norm import QKNorm, QKNormSaved
-from pentad.workers.model.weight_grad import AddWgrad, LinearWgrad, Param, Params, Wgrad, bias_wgrad
 from pentad.workers.parallel.async_ops import Task, gather2, ready
 from pentad.workers.parallel.context_parallel import KeptAttention, SavedContext, keep
 

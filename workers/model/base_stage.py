@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.linear.weight_grad import Param, Params, Wgrad, accumulate_wgrads
 from pentad.workers.model.layer_context import LayerContext
-from pentad.workers.model.weight_grad import Param, Params, Wgrad, accumulate_wgrads
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.process_groups import LayerGroups
 from pentad.workers.params.param_buffers import BoundBuffers, NamedBuffer, ParamBuffers, WeightBuffer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.moe.moe_permute import ExpertRows
-from pentad.workers.model.weight_grad import GroupedWgrad, Param, Params, Wgrad
+from pentad.workers.linear.weight_grad import GroupedWgrad, Param, Params, Wgrad
 
 
 class ExpertBiases(NamedTuple):

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pentad.schedules.spec.model import ModelSpec
+from pentad.workers.linear.weight_grad import Params, Wgrad
 from pentad.workers.model.attention import Attention
 from pentad.workers.model.layer_context import LayerContext, SequenceContext, Sublayer
 from pentad.workers.model.mla import MLA
 from pentad.workers.model.mlp import MLP
 from pentad.workers.model.moe import MoE
 from pentad.workers.model.norm import Norm, SavedNorm
-from pentad.workers.model.weight_grad import Params, Wgrad
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.context_parallel import KeptAttention
 

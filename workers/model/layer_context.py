@@ -11,7 +11,7 @@ from pentad.kernels.attention.rope_tables import rope_tables
 from pentad.schedules.spec.cp_layout import CP_LAYOUTS, positions
 from pentad.schedules.spec.model import LayerKind, ModelSpec
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.model.weight_grad import Wgrad
+from pentad.workers.linear.weight_grad import Wgrad
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.document_mask import DocumentMask

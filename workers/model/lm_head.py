@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
-from pentad.workers.model.weight_grad import EmbeddingWgrad, LinearWgrad, Param
+from pentad.workers.linear.weight_grad import EmbeddingWgrad, LinearWgrad, Param
 from pentad.workers.parallel.async_ops import gather2
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from pentad.kernels.attention.rope import rope_
 from pentad.schedules.spec import model
 from pentad.schedules.spec.model import ModelSpec
+from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.model.attention import attend, attend_backward
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.norm import Norm, SavedNorm
-from pentad.workers.model.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import Task, gather2
 from pentad.workers.parallel.context_parallel import KeptAttention, SavedContext, keep
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from pentad.kernels.glu import Activation, glu, glu_backward
 from pentad.schedules.spec.model import ModelSpec
+from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.lora import Adapter, ColumnAdapters, RowAdapter
-from pentad.workers.model.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import Task, gather2, ready, run_to_completion
 
 

@@ -26,12 +26,12 @@ from pentad.kernels.moe.moe_permute import (
     weighted_glu_backward,
 )
 from pentad.schedules.spec.model import Experts, ModelSpec
+from pentad.workers.linear.weight_grad import GroupedWgrad, LinearWgrad, Param, Params, Wgrad, bias_wgrad
 from pentad.workers.model import router
 from pentad.workers.model.expert_biases import ExpertBiases
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.mlp import MLP
 from pentad.workers.model.router import Routing
-from pentad.workers.model.weight_grad import GroupedWgrad, LinearWgrad, Param, Params, Wgrad, bias_wgrad
 from pentad.workers.parallel.async_ops import AsyncResult, Task, gather2, ready
 from pentad.workers.parallel.expert_parallel import (
     Dispatcher,

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from pentad.schedules.spec.model import ModelSpec
+from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.model import lm_head
 from pentad.workers.model.layer import Layer, LayerRecomputable, LayerSaved
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.norm import Norm, SavedNorm
-from pentad.workers.model.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import run_to_completion
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from pentad.kernels.backend import accumulation_dtype
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.schedules.spec.model import ModelSpec
-from pentad.workers.model.weight_grad import AddWgrad, Param, Params, Wgrad
+from pentad.workers.linear.weight_grad import AddWgrad, Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.linear.weight_grad import Param, Params, Wgrad
 from pentad.workers.model import lm_head
 from pentad.workers.model.base_stage import Activation, BaseStage, activation_storages, storage_id
 from pentad.workers.model.layer import Layer, LayerKept, LayerRecomputable, LayerSaved
 from pentad.workers.model.layer_context import LayerContext, SequenceContext, rotary_tables
 from pentad.workers.model.mtp import MTPLayer, MTPSaved
 from pentad.workers.model.norm import Norm, SavedNorm
-from pentad.workers.model.weight_grad import Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import Task, run_to_completion
 from pentad.workers.parallel.document_mask import DocumentMask
 from pentad.workers.parallel.sliced_kv_cache import SlicedKVCache

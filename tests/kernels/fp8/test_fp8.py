@@ -11,7 +11,7 @@ from pentad.kernels.fp8.fp8_cast import forms_of, fp8_cast
 from pentad.kernels.fp8.fp8_gemm import accumulate_fp8_gradient_, fp8_gemm
 from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward, glu_amax, glu_backward_amax
 from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm, rms_norm_amax
-from pentad.kernels.fp8.fp8_tensor import Fp8Tensor, Recipe, Role, Scaling, quantize
+from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Tensor, Recipe, Role, Scaling, quantize
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan")
 SCALINGS: list[Scaling] = ["tensor", "row", "block"]
@@ -77,7 +77,8 @@ def on_cpu(found: Fp8Tensor | None) -> Fp8Tensor | None:
 def test_triton_casts_with_the_bits_of_the_reference(recipe: Recipe, role: Role, shape: tuple[int, int]) -> None:
     x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     amax = amax_for(recipe, x)
-    want = forms_of(x.float().cpu(), recipe, role, amax if amax is None else amax.cpu())
+    on_host = amax and Amax(*(each.cpu() for each in amax))
+    want = forms_of(x.float().cpu(), recipe, role, on_host)
     for a, b in zip(fp8_cast(x, recipe, role, amax), want, strict=True):
         assert_nearly_equal(on_cpu(a), b, differing=0.0)
 
@@ -89,22 +90,22 @@ def test_triton_casts_with_the_bits_of_the_reference(recipe: Recipe, role: Role,
 def test_triton_fuses_casts_as_the_reference_does(recipe: Recipe, width: int, dtype: torch.dtype) -> None:
     x, residual, dy = torch.randn(3, 256, width, device="cuda", dtype=dtype)
     gate_up, weight = torch.cat((x, residual), 1), torch.randn(width, device="cuda", dtype=dtype)
-    amax = amax_for(recipe, 4 * x)
-    both = None if amax is None else (amax, 2 * amax)
+    amax, of_gradients = amax_for(recipe, 4 * x), amax_for(recipe, 4 * gate_up)
 
     def results(convert: object) -> list[Fp8Tensor | None]:
         def to(t: torch.Tensor) -> torch.Tensor:
             return t if convert is None else t.float().cpu()
 
-        a = None if amax is None else to(amax)
-        b = both and (to(both[0]), to(both[1]))
-        normed, summed, rstd = fp8_rms_norm(to(x), to(weight), 1e-5, recipe, a, to(residual), 1.0)
+        a = amax and Amax(*map(to, amax))
+        rows = a and a.rows
+        b = None if a is None or of_gradients is None else (Amax(*map(to, of_gradients)), a.columns)
+        normed, summed, rstd = fp8_rms_norm(to(x), to(weight), 1e-5, recipe, rows, to(residual), 1.0)
         if convert is not None:  # the sum that the kernel rounded
             summed = to((x.float() + residual.float()).to(dtype))
-            normed, _, rstd = fp8_rms_norm(summed, to(weight), 1e-5, recipe, a, None, 1.0)
+            normed, _, rstd = fp8_rms_norm(summed, to(weight), 1e-5, recipe, rows, None, 1.0)
         dgate_up, y = fp8_glu_backward(to(dy), to(gate_up), recipe, "silu", b)
         again = fp8_normed(summed, to(weight), rstd, recipe, a, 1.0)
-        return [normed, *again, fp8_glu(to(gate_up), recipe, "silu", a), *dgate_up, y]
+        return [normed, *again, fp8_glu(to(gate_up), recipe, "silu", rows), *dgate_up, y]
 
     for found, want in zip(results(None), results("cpu"), strict=True):
         assert_nearly_equal(on_cpu(found), want, differing=5e-3)

@@ -17,7 +17,7 @@ from pentad.kernels.moe.moe_permute import (
     weighted_glu,
     weighted_glu_backward,
 )
-from pentad.workers.model.weight_grad import GroupedWgrad, accumulate_wgrads
+from pentad.workers.linear.weight_grad import GroupedWgrad, accumulate_wgrads
 from pentad.workers.params.unwritten import Unwritten
 
 COUNTS = [(3, 0, 5), (0, 0, 0), (0, 9, 0), (1, 70, 2), (4,)]

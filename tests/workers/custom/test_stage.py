@@ -14,8 +14,8 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.custom.autograd import operands
 from pentad.workers.custom.loader import initial_values
 from pentad.workers.custom.stage import CustomStage
+from pentad.workers.linear.weight_grad import AddWgrad, EmbeddingWgrad, LinearWgrad
 from pentad.workers.model.base_stage import storage_id
-from pentad.workers.model.weight_grad import AddWgrad, EmbeddingWgrad, LinearWgrad
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.param_buffers import make_param_buffers
 from pentad.workers.params.parameters import Parameters, create_parameters

@@ -16,8 +16,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, 
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from pentad.schedules.spec.model import Experts
+from pentad.workers.linear.weight_grad import accumulate_wgrads
 from pentad.workers.model import router
-from pentad.workers.model.weight_grad import accumulate_wgrads
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.router_bias import updated_bias
 from pentad.workers.params.unwritten import Unwritten
