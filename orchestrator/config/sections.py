@@ -167,6 +167,20 @@ class PrecisionSection(Section):
     float32 (float64 if compute is)"""
     optimizer_state: Literal["auto", "bfloat16"] = "auto"
     """dtype of moments and momentum; auto: that of the master weights"""
+    matmul: Literal["compute", "fp8-tensor", "fp8-row", "fp8-block"] = "compute"
+    """numbers that the projections of decoder layers multiply, forward and backward. compute: those of
+    precision.compute. fp8-...: 8-bit floating point, with one scale a tensor, one a row, or one for every 128 values of
+    activations and 128 x 128 of weights as in DeepSeek-V3; on CPUs emulated. Embedding, head, norms, routers, routed
+    experts and the core of attention stay in precision.compute"""
+    fp8_gradients: Literal["e4m3", "e5m2"] = "e4m3"
+    """8-bit format of the gradients of activations: e5m2 has more range and less precision; weights and activations are
+    e4m3"""
+    fp8_power_of_two_scales: bool = False
+    """round scales up to powers of two, so that a cast changes the exponent alone"""
+    fp8_skip_first_layers: NonNegativeInt = 0
+    """decoder layers at the start of the model that multiply in precision.compute"""
+    fp8_skip_last_layers: NonNegativeInt = 0
+    """decoder layers at the end of the model that multiply in precision.compute"""
     deterministic: bool = True
     """use kernels whose results are bit-identical in every run, at some cost in speed"""
 

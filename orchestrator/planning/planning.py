@@ -16,7 +16,7 @@ from pentad.orchestrator.planning.allocations import Piece, wide_bytes
 from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
 from pentad.orchestrator.planning.fit import device_memory, fit_of
 from pentad.orchestrator.planning.hardware import DEVICES, NODE_GPUS, gpu_name, local_device
-from pentad.orchestrator.planning.optimizer_spec import optimizer_spec
+from pentad.orchestrator.planning.numerics import fp8_spec, optimizer_spec, require_fp8
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_forward_only, compile_program
 from pentad.schedules.ir.errors import PentadError
@@ -150,7 +150,7 @@ def draft(
     zero: int = 0,
 ) -> Plan:
     """A plan with a given program."""
-    return Plan(
+    plan = Plan(
         name=config.run.name,
         mesh=config.mesh.mesh,
         program=program,
@@ -170,7 +170,10 @@ def draft(
         lora=config.lora.spec,
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.units or (1,) * program.stages, layers),
+        fp8=fp8_spec(config, model),
     )
+    require_fp8(plan, gpu_name())
+    return plan
 
 
 def _eval(config: RunConfig, program: Program, costs: Costs, transport: str, options: MemoryOptions) -> EvalSpec | None:

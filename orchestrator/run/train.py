@@ -20,7 +20,7 @@ from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
 from pentad.orchestrator.monitoring.runfolder import check_not_live, has_checkpoint, path_of, resumed_config
-from pentad.orchestrator.planning.optimizer_spec import optimizer_spec
+from pentad.orchestrator.planning.numerics import optimizer_spec
 from pentad.orchestrator.planning.planning import first_plan
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.init_from import origin_of, with_base

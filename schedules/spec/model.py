@@ -11,6 +11,7 @@ NormPlacement = Literal["before", "after", "both"]
 HiddenAct = Literal["silu", "gelu_pytorch_tanh", "clamped_silu"]
 MAX_LAYERS = 10_000
 LayerType = Literal["full_attention", "sliding_attention"]
+Scaling = Literal["tensor", "row", "block"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,23 @@ class CustomModel:
     length: int
     sizes: tuple[tuple[str, int], ...]
     layers: tuple[CustomLayer, ...]
+
+
+@dataclass(frozen=True)
+class Fp8Spec:
+    """Products of decoder layers in 8 bits: the projections of attention and of dense feed-forward networks, in F, B
+    and W. `scaling` and the other two are the recipe's (kernels/fp8/fp8_tensor.py). The first and last layers of the
+    model, so many each, stay in the compute dtype."""
+
+    scaling: Scaling
+    gradients: Literal["e4m3", "e5m2"] = "e4m3"
+    power_of_two: bool = False
+    skip_first: int = 0
+    skip_last: int = 0
+
+    def covers(self, layer: int, layers: int) -> bool:
+        """Whether layer number `layer` of so many has products in 8 bits."""
+        return self.skip_first <= layer < layers - self.skip_last
 
 
 @dataclass(frozen=True)

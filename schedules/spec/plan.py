@@ -16,7 +16,7 @@ from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalSpec
 from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Coordinates, Mesh
-from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.schedules.spec.spikes import SpikeSpec
 from pentad.schedules.spec.tensors import LayerRange, Tensor
@@ -57,7 +57,7 @@ class Plan:
     with 3 its compute weights.
     `cp_method` is how context ranks attend to each other's tokens. Tensor ranks share a node unless `tp_across_nodes`.
     Steps that are `spikes` change no weight (None: only those with a norm that is not finite). With `lora` the model is
-    frozen, and its adapters are the parameters.
+    frozen, and its adapters are the parameters. `fp8` says which products are in 8 bits (None: none).
     """
 
     name: str
@@ -80,6 +80,7 @@ class Plan:
     eval: EvalSpec | None = None
     spikes: SpikeSpec | None = None
     lora: LoraSpec | None = None
+    fp8: Fp8Spec | None = None
     rampup_programs: tuple[Program, ...] = ()
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from reference_model import GlobalBatch, Trained, is_balanced, train
+from reference_model import GlobalBatch, Trained, is_by_microbatch, train
 
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import NO_MEMORY_OPTIONS, compile_program
@@ -20,7 +20,7 @@ from pentad.schedules.spec.data import DataSpec, SourceSpec
 from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.lora import LoraSpec
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.schedules.spec.plan import Plan, num_units, split_layers, split_layers_into_units
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
@@ -129,8 +129,9 @@ def with_rampup(plan: Plan, stages: dict[int, int], compiled: Callable[[int], Pl
 
 def reference(plan: Plan) -> Trained:
     """STEPS steps of the plan in a single process, independent of how the mesh divides the batch."""
-    rows = plan.batch.micro_batch_size if is_balanced(plan) else 2
-    return _reference(plan.data, plan.batch.sizes, plan.model, rows, plan.optimizer, plan.lora)
+    rows = plan.batch.micro_batch_size if is_by_microbatch(plan) else 2
+    given = plan.model, rows, plan.batch.sequence_length, plan.optimizer, plan.lora, plan.fp8
+    return _reference(plan.data, plan.batch.sizes, *given)
 
 
 @functools.cache
@@ -139,11 +140,14 @@ def _reference(
     sizes: BatchSizes,
     model: ModelSpec,
     micro_batch_size: int,
+    sequence_length: int,
     optimizer: OptimizerSpec,
     lora: LoraSpec | None,
+    fp8: Fp8Spec | None,
 ) -> Trained:
     plan = plan_of("gpipe", 1, 1, sizes.global_batch_size // 2, data, model=model)
-    plan = replace(plan, optimizer=optimizer, lora=lora, batch=replace(plan.batch, rampup=sizes.rampup))
+    batch = replace(plan.batch, rampup=sizes.rampup, sequence_length=sequence_length)
+    plan = replace(plan, optimizer=optimizer, lora=lora, fp8=fp8, batch=batch)
     assert plan.batch.micro_batch_size == micro_batch_size
     return train(plan, global_batches(plan))
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import reference_families
 import torch
+from fp8_reference import in_8_bits
 from reference_muon import ReferenceMuon, is_muons
 
 from pentad.schedules.spec.lora import LoraSpec, adapter_tensors
@@ -138,17 +139,19 @@ def _weight_decay(spec: OptimizerSpec, name: str, tensor: torch.Tensor) -> float
 def _mean_losses(plan: Plan, p: State, batch: GlobalBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss of the next token, sum of all losses): means over target tokens; experts are balanced in each microbatch,
     and its loss is a mean over these."""
-    rows = plan.batch.micro_batch_size if is_balanced(plan) else len(batch.inputs)
+    rows = plan.batch.micro_batch_size if is_by_microbatch(plan) else len(batch.inputs)
+    weights = p if plan.fp8 is None else in_8_bits(p, plan.fp8, plan.model.layers)
     parts = [
-        torch.stack(reference_families.losses(plan.model, p, x, y, mask, documents, int(batch.is_target.sum())))
+        torch.stack(reference_families.losses(plan.model, weights, x, y, mask, documents, int(batch.is_target.sum())))
         for x, y, mask, documents in zip(*(tensor.split(rows) for tensor in batch), strict=True)
     ]
     main, routers, mtp, squares = torch.stack(parts).sum(0)
     return main, main + routers / len(parts) + mtp + plan.optimizer.z_loss * squares
 
 
-def is_balanced(plan: Plan) -> bool:
-    return plan.model.experts is not None and plan.model.experts.aux_loss_coef > 0
+def is_by_microbatch(plan: Plan) -> bool:
+    """Whether results depend on what is in a microbatch."""
+    return plan.fp8 is not None or (plan.model.experts is not None and plan.model.experts.aux_loss_coef > 0)
 
 
 def zero_biases(plan: Plan) -> State:

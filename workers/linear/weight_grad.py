@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype
+from pentad.kernels.fp8.fp8_gemm import accumulate_fp8_gradient_
+from pentad.kernels.fp8.fp8_tensor import Fp8Tensor
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_
 from pentad.kernels.moe.moe_permute import gather_rows
 from pentad.kernels.wgrad_gemm import accumulate_gradient_
@@ -23,11 +25,11 @@ Params = dict[str, Param]  # by name
 
 
 class LinearWgrad(NamedTuple):
-    """gradient [N, K] += dy [T, N]^T @ x [T, K]"""
+    """gradient [N, K] += dy [T, N]^T @ x [T, K]; in 8 bits dy and x are transposed."""
 
     gradient: Tensor | None
-    dy: Tensor
-    x: Tensor
+    dy: Tensor | Fp8Tensor
+    x: Tensor | Fp8Tensor
 
 
 class AddWgrad(NamedTuple):
@@ -74,8 +76,10 @@ def accumulate_wgrads(work: list[Wgrad], unwritten: Unwritten) -> None:
     """
     for item in work:
         match item:
-            case LinearWgrad(Tensor() as gradient, dy, x):
+            case LinearWgrad(Tensor() as gradient, Tensor() as dy, Tensor() as x):
                 accumulate_gradient_(gradient, dy, x, overwrite=unwritten.take(gradient))
+            case LinearWgrad(Tensor() as gradient, Fp8Tensor() as dy, Fp8Tensor() as x):
+                accumulate_fp8_gradient_(gradient, dy, x, overwrite=unwritten.take(gradient))
             case AddWgrad(Tensor() as gradient, dy):
                 _add(gradient, dy, overwrite=unwritten.take(gradient))
             case EmbeddingWgrad(Tensor() as gradient, dy, tokens):

@@ -15,7 +15,9 @@ from pentad.kernels.attention.attention_partial import QKVGrads
 from pentad.kernels.attention.attention_reference import AttentionOptions
 from pentad.kernels.attention.rope import rope_
 from pentad.schedules.spec.model import ModelSpec
-from pentad.workers.linear.weight_grad import AddWgrad, LinearWgrad, Param, Params, Wgrad, bias_wgrad
+from pentad.workers.linear.casts import Casts, Operand
+from pentad.workers.linear.linear import Linear, gather
+from pentad.workers.linear.weight_grad import AddWgrad, Param, Params, Wgrad, bias_wgrad
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.lora import Adapter, ColumnAdapters, RowAdapter
 from pentad.workers.model.norm import QKNorm, QKNormSaved
@@ -30,8 +32,8 @@ class AttentionSaved(NamedTuple):
 
 
 class Attention(NamedTuple):
-    qkv: Param  # [(N + 2M) D, H]
-    out: Param  # [H, N D]
+    qkv: Linear  # [(N + 2M) D, H]
+    out: Linear  # [H, N D]
     qkv_bias: Param | None  # [(N + 2M) D]
     out_bias: Param | None  # [H]
     sinks: Param | None  # [N]
@@ -40,7 +42,7 @@ class Attention(NamedTuple):
     out_adapter: RowAdapter
 
     @classmethod
-    def bind(cls, params: Params, prefix: str, model: ModelSpec) -> Attention:
+    def bind(cls, params: Params, prefix: str, model: ModelSpec, casts: Casts | None = None) -> Attention:
         at = f"{prefix}.attention"
         qk_norm = QKNorm.bind(params, at, model) if model.qk_norm else None
         qkv_bias, out_bias, sinks = (params.get(f"{at}.{name}") for name in ("qkv_bias", "out_bias", "sinks"))
@@ -50,23 +52,29 @@ class Attention(NamedTuple):
         widths = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
         adapters = ColumnAdapters(Adapter.bind_all(params, at, widths))
         out_adapter = RowAdapter.bind(params, f"{at}.o_proj", hidden)
-        return cls(qkv, out, qkv_bias, out_bias, sinks, qk_norm, adapters, out_adapter)
+        linears = Linear(qkv, casts), Linear(out, casts, row_parallel=True)
+        return cls(*linears, qkv_bias, out_bias, sinks, qk_norm, adapters, out_adapter)
+
+    @property
+    def input_casts(self) -> Casts | None:
+        return self.qkv.casts
 
     def forward(
-        self, context: LayerContext, sequence: SequenceContext, x: Tensor, kept: KeptAttention | None = None
+        self, context: LayerContext, sequence: SequenceContext, x: Operand, kept: KeptAttention | None = None
     ) -> Task[tuple[Tensor, AttentionSaved, None]]:
-        rotary, heads, kv_heads = sequence.rotary, *self._head_counts(context)
-        full = yield from context.tp.all_gather(x)
-        qkv = self._project(full)
+        axes, rotary, heads, kv_heads = context.axes, sequence.rotary, *self._head_counts(context)
+        full = yield from gather(axes, x)
+        bias = self.qkv_bias and self.qkv_bias.weight
+        qkv = self.qkv.forward(axes, self.qkv.input(axes, full, rows=True), bias)
         yield from self.qkv_adapters.add_(context, x, qkv)
-        qkv = qkv.view(full.shape[0], -1, context.model.qk_head_dim)  # [T, N + 2M, D]
+        qkv = qkv.view(qkv.shape[0], -1, context.model.qk_head_dim)  # [T, N + 2M, D]
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         qk_norm = None
         if self.qk_norm is not None:
             qk_norm = yield from self.qk_norm.forward_(context.tp, q, k)
         rope_(qkv[:, : heads + kv_heads], rotary.cos, rotary.sin)
         out, saved = yield from attend(context, sequence, q, k, v, self.sinks and self.sinks.weight, kept)
-        y = yield from context.tp.matmul_reduce_scatter(out, self.out.weight.t())
+        y = yield from self.out.forward_scattered(axes, self.out.input(axes, out, rows=True))
         yield from self.out_adapter.add_(context, out, y)
         if self.out_bias is not None:
             y += self.out_bias.weight
@@ -75,26 +83,28 @@ class Attention(NamedTuple):
     def keep(self, saved: AttentionSaved) -> KeptAttention | None:
         return keep(saved.context)
 
-    def recompute(self, context: LayerContext, x: Tensor, saved: AttentionSaved) -> None:
+    def recompute(self, context: LayerContext, x: Operand, saved: AttentionSaved) -> None:
         """Nothing: none of the activations is cheap to recompute."""
 
     def backward(
         self,
         context: LayerContext,
         sequence: SequenceContext,
-        x: Tensor,
+        x: Operand,
         saved: AttentionSaved,
         recomputable: None,
         dy: Tensor,
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
-        rotary, heads, kv_heads = sequence.rotary, *self._head_counts(context)
+        axes, rotary, heads, kv_heads = context.axes, sequence.rotary, *self._head_counts(context)
         vectors = list[Wgrad]()
         if self.out_bias is not None:
             vectors.append(bias_wgrad(self.out_bias, dy))
         dnarrow = yield from self.out_adapter.narrow_grad(context, dy)
         vectors += yield from self.out_adapter.wgrads(context, saved.out, dy, dnarrow)
-        dy = yield from context.tp.all_gather(dy)
-        dout = torch.mm(dy, self.out.weight)
+        dy = yield from axes.tp.all_gather(dy)
+        doutput = self.out.output_grad(axes, dy)
+        del dy
+        dout = self.out.input_grad(axes, doutput)
         self.out_adapter.input_grad_(dnarrow, dout)
         grads, dsinks = yield from attend_backward(
             context,
@@ -108,24 +118,20 @@ class Attention(NamedTuple):
         dqkv = torch.cat(grads, dim=2).flatten(0, 1)  # [T, N + 2M, D]
         del grads  # free before the products
         rope_(dqkv[:, : heads + kv_heads], rotary.cos, rotary.sin, inverse=True)
-        tp = context.tp
         if self.qk_norm is not None and saved.qk_norm is not None:
             dq, dk, _ = dqkv.split((heads, kv_heads, kv_heads), dim=1)
-            vectors += yield from self.qk_norm.backward_(tp, dq, dk, saved.qk_norm)
+            vectors += yield from self.qk_norm.backward_(axes.tp, dq, dk, saved.qk_norm)
         dqkv = dqkv.view(dqkv.shape[0], -1)
         if self.qkv_bias is not None:
             vectors.append(bias_wgrad(self.qkv_bias, dqkv))
         if self.sinks is not None and dsinks is not None:
             vectors.append(AddWgrad(self.sinks.gradient, dsinks))
-        local = x
-        gather = tp.all_gather(x) if self.qkv.gradient is not None else ready(x)  # only W needs all rows
-        x, dx = yield from gather2(gather, tp.matmul_reduce_scatter(dqkv, self.qkv.weight))
+        local, dprojected = x, self.qkv.output_grad(axes, dqkv)
+        rows = gather(axes, x) if self.qkv.gradient is not None else ready(x)  # only W needs all rows
+        x, dx = yield from gather2(rows, self.qkv.input_grad_scattered(axes, dprojected))
         vectors += yield from self.qkv_adapters.backward_(context, local, dqkv, dx)
-        return dx, [LinearWgrad(self.out.gradient, dy, saved.out), LinearWgrad(self.qkv.gradient, dqkv, x), *vectors]
-
-    def _project(self, x: Tensor) -> Tensor:
-        weight = self.qkv.weight.t()
-        return torch.mm(x, weight) if self.qkv_bias is None else torch.addmm(self.qkv_bias.weight, x, weight)
+        x, out = self.qkv.input(axes, x, columns=True), self.out.input(axes, saved.out, columns=True)
+        return dx, [self.out.wgrad(doutput, out), self.qkv.wgrad(dprojected, x), *vectors]
 
     def _head_counts(self, context: LayerContext) -> tuple[int, int]:
         """Query heads and key-value heads of this rank."""

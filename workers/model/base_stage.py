@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.linear.casts import Casts
 from pentad.workers.linear.weight_grad import Param, Params, Wgrad, accumulate_wgrads
 from pentad.workers.model.layer_context import LayerContext
 from pentad.workers.parallel.async_ops import Task
@@ -42,6 +43,7 @@ class BaseStage(ABC):
     """
 
     load_balancer: LoadBalancer | None = None
+    casts: Casts | None = None  # of products in 8 bits
     bound: Any
 
     def __init__(
@@ -81,6 +83,12 @@ class BaseStage(ABC):
         if buffers not in self._bound:
             self._bound[buffers] = self._bind(self._params())
         self.bound = self._bound[buffers]
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Drops what was derived from the weights: a step begins, or they have come or gone."""
+        if self.casts is not None:
+            self.casts.weights_changed()
 
     def _params(self) -> Params:
         """By name; empty where some weights are not gathered."""
@@ -112,11 +120,13 @@ class BaseStage(ABC):
         )
         for buffers in self.param_buffers:
             buffers.begin_step()
+        self.weights_changed()
 
     def begin_evaluation(self) -> None:
         """Starts a round of an evaluation, while no step is open: its loss sums are zero."""
         self.microbatches = self.plan.batch.microbatches
         self.loss_sums.zero_()
+        self.weights_changed()
 
     @abstractmethod
     def forward(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pentad.schedules.spec.model import ModelSpec
+from pentad.workers.linear.casts import Casts, NormedSaved, Operand, SplitOver
 from pentad.workers.linear.weight_grad import Params, Wgrad
 from pentad.workers.model.attention import Attention
 from pentad.workers.model.layer_context import LayerContext, SequenceContext, Sublayer
@@ -27,6 +28,7 @@ class ResidualSaved(NamedTuple):
 
     stream: Tensor  # [T, H], the residual stream before the sublayer
     rstd: Tensor | None  # [T], of the norm before it
+    amax: Tensor | None  # [1, 1], of what it wrote in 8 bits with a scale of the tensor
     sublayer: Any
     post_norm: SavedNorm | None  # of rows [T, H]
 
@@ -38,37 +40,59 @@ class Residual(NamedTuple):
     sublayer: Sublayer
     post_norm: Norm | None
 
-    def read(self, branch: Tensor, stream: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(what the sublayer reads, residual stream, scale [T] of the norm) from the terms of the residual stream.
+    def read(
+        self, context: LayerContext, branch: Tensor, stream: Tensor | None
+    ) -> tuple[Operand, Tensor, Tensor | None, Tensor | None]:
+        """(what the sublayer reads, residual stream, scale [T] of the norm, absolute maximum of what it cast) from the
+        terms of the residual stream.
 
-        A norm adds them, since it reads both anyway.
+        A norm adds them, since it reads both anyway, and casts where the sublayer needs nothing but 8 bits.
         """
-        if self.norm is not None:
+        if self.norm is None:
+            # W reads x, when the buffer of a stage's input may hold the next one.
+            x = branch.clone() if stream is None else branch + stream
+            return x, x, None, None
+        casts = self._casts(context)
+        if casts is None:
             x, (stream, rstd) = self.norm.forward(branch, stream)
-            return x, stream, rstd
-        # W reads x, when the buffer of a stage's input may hold the next one.
-        x = branch.clone() if stream is None else branch + stream
-        return x, x, None
+            return x, stream, rstd, None
+        weight, eps, offset = self.norm.param.weight, self.norm.eps, self.norm.offset
+        forms, saved = casts.norm(branch, stream, weight, eps, offset, SplitOver(context.cp.group, None))
+        return forms, *saved
+
+    def _casts(self, context: LayerContext) -> Casts | None:
+        """How the norm casts; not before tp ranks gather what it wrote, nor rows with scales of their own."""
+        casts = self.sublayer.input_casts
+        return casts if casts is not None and context.tp.size == 1 and casts.recipe.scaling != "row" else None
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, branch: Tensor, stream: Tensor | None, *kept: Any
     ) -> Task[tuple[Tensor, Tensor, ResidualSaved, Any]]:
         """(branch, stream, saved, recomputable); the residual stream is `branch` + `stream`, both [T, H], before and
         after. What attention has `kept` it does not compute again."""
-        x, stream, rstd = self.read(branch, stream)
+        x, stream, rstd, amax = self.read(context, branch, stream)
         branch, saved, recomputable = yield from self.sublayer.forward(context, sequence, x, *kept)
         post_norm = None
         if self.post_norm is not None:
             branch, post_norm = self.post_norm.forward(branch)
-        return branch, stream, ResidualSaved(stream, rstd, saved, post_norm), recomputable
+        return branch, stream, ResidualSaved(stream, rstd, amax, saved, post_norm), recomputable
 
-    def read_again(self, stream: Tensor) -> Tensor:
-        """What the sublayer read, from the residual stream, with the same bits: nobody saves the result of a norm."""
-        return stream if self.norm is None else self.norm.forward(stream)[0]
+    def read_again(
+        self, context: LayerContext, saved: ResidualSaved, *, rows: bool = False, columns: bool = False
+    ) -> Operand:
+        """What the sublayer read, from the residual stream, with the same bits: nobody saves the result of a norm. In 8
+        bits in the form that is asked for, rows of F or columns of W."""
+        if self.norm is None or saved.rstd is None:
+            return saved.stream
+        casts = self._casts(context)
+        if casts is None:
+            return self.norm.forward(saved.stream)[0]
+        normed = NormedSaved(saved.stream, saved.rstd, saved.amax)
+        return casts.normed_again(normed, self.norm.param.weight, self.norm.offset, rows=rows, columns=columns)
 
     def recompute(self, context: LayerContext, saved: ResidualSaved) -> Any:
         """RECOMPUTE, by the kernels of the forward."""
-        return self.sublayer.recompute(context, self.read_again(saved.stream), saved.sublayer)
+        return self.sublayer.recompute(context, self.read_again(context, saved, rows=True), saved.sublayer)
 
     def backward(
         self, context: LayerContext, sequence: SequenceContext, saved: ResidualSaved, recomputable: Any, dy: Tensor
@@ -78,7 +102,7 @@ class Residual(NamedTuple):
         if self.post_norm is not None and saved.post_norm is not None:
             dbranch, work = self.post_norm.backward(dy, saved.post_norm)
             norm_work.append(work)
-        x = self.read_again(saved.stream)
+        x = self.read_again(context, saved, columns=True)
         dx, sublayer_work = yield from self.sublayer.backward(
             context, sequence, x, saved.sublayer, recomputable, dbranch
         )
@@ -116,8 +140,8 @@ class Layer(NamedTuple):
     mlp: Residual
 
     @classmethod
-    def bind(cls, params: Params, model: ModelSpec, number: int) -> Layer:
-        """Layer `number` of a model, with its part of the parameters."""
+    def bind(cls, params: Params, model: ModelSpec, number: int, casts: Casts | None = None) -> Layer:
+        """Layer `number` of a model, with its part of the parameters; its products are in 8 bits with `casts`."""
         prefix = f"layers.{number}"
 
         def residual(name: str, sublayer: Sublayer) -> Residual:
@@ -126,9 +150,13 @@ class Layer(NamedTuple):
             return Residual(before, sublayer, after)
 
         has_experts = model.experts is not None and number >= model.experts.first_k_dense
-        attention = Attention if model.mla is None else MLA
-        mlp = MoE.bind(params, prefix, model) if has_experts else MLP.bind(params, f"{prefix}.mlp", model)
-        return cls(residual("attention", attention.bind(params, prefix, model)), residual("mlp", mlp))
+        attention: Sublayer
+        if model.mla is None:
+            attention = Attention.bind(params, prefix, model, casts)
+        else:
+            attention = MLA.bind(params, prefix, model)
+        mlp = MoE.bind(params, prefix, model) if has_experts else MLP.bind(params, f"{prefix}.mlp", model, casts)
+        return cls(residual("attention", attention), residual("mlp", mlp))
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, branch: Tensor, stream: Tensor | None
@@ -150,9 +178,9 @@ class Layer(NamedTuple):
         branch, stream, *attention = yield from self.attention.forward(
             context, sequence, kept.stream, None, kept.attention
         )
-        x, stream, rstd = self.mlp.read(branch, stream)
+        x, stream, rstd, amax = self.mlp.read(context, branch, stream)
         recomputable = self.mlp.sublayer.recompute(context, x, kept.mlp)
-        mlp = ResidualSaved(stream, rstd, kept.mlp, kept.post_norm)
+        mlp = ResidualSaved(stream, rstd, amax, kept.mlp, kept.post_norm)
         return LayerSaved(attention[0], mlp), LayerRecomputable(attention[1], recomputable)
 
     def recompute(self, context: LayerContext, saved: LayerSaved) -> LayerRecomputable:

@@ -11,6 +11,8 @@ from pentad.kernels.attention.rope_tables import rope_tables
 from pentad.schedules.spec.cp_layout import CP_LAYOUTS, positions
 from pentad.schedules.spec.model import LayerKind, ModelSpec
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.linear.casts import Casts
+from pentad.workers.linear.linear import Axes
 from pentad.workers.linear.weight_grad import Wgrad
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
@@ -33,6 +35,10 @@ class LayerContext(NamedTuple):
     lora_scale: float = 0.0  # alpha / rank
     router_squared_lse: Tensor | None = None  # a float64 scalar: what routers add to in F, for their z-loss
     count_load: bool = True  # False while RECOMPUTE runs a forward again: its tokens are in the experts' load already
+
+    @property
+    def axes(self) -> Axes:
+        return Axes(self.tp, self.cp)
 
 
 class RotaryTable(NamedTuple):
@@ -60,14 +66,18 @@ class Sublayer(Protocol):
     yield while they wait for other ranks.
     """
 
-    def forward(self, context: LayerContext, sequence: SequenceContext, x: Tensor) -> Task[tuple[Tensor, Any, Any]]:
+    @property
+    def input_casts(self) -> Casts | None:
+        """How the normed stream may be cast before it comes; None: the sublayer reads it in the compute dtype."""
+
+    def forward(self, context: LayerContext, sequence: SequenceContext, x: Any) -> Task[tuple[Tensor, Any, Any]]:
         """(result, saved, recomputable) of the normed stream x; result and x are [T / tp, H]."""
 
-    def recompute(self, context: LayerContext, x: Tensor, saved: Any) -> Any:
+    def recompute(self, context: LayerContext, x: Any, saved: Any) -> Any:
         """The recomputable activations, for RECOMPUTE."""
 
     def backward(
-        self, context: LayerContext, sequence: SequenceContext, x: Tensor, saved: Any, recomputable: Any, dy: Tensor
+        self, context: LayerContext, sequence: SequenceContext, x: Any, saved: Any, recomputable: Any, dy: Tensor
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
         """(gradient of x, work for W) from the gradient of the result."""
 

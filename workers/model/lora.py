@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pentad.workers.linear.casts import Operand
+from pentad.workers.linear.linear import plain
 from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.model.layer_context import LayerContext
 from pentad.workers.parallel.async_ops import Task, gather2
@@ -41,20 +43,21 @@ class ColumnAdapters(NamedTuple):
 
     adapters: tuple[Adapter, ...] = ()
 
-    def add_(self, context: LayerContext, x: Tensor, out: Tensor) -> Task[None]:
+    def add_(self, context: LayerContext, x: Operand, out: Tensor) -> Task[None]:
         """Adds to the product [T, N] of the input whose local rows are x [T / tp, K]."""
         if not self.adapters:
             return
-        narrow = yield from context.tp.all_gather(torch.mm(x, self._a.t()))  # [T, r of all]
+        narrow = yield from context.tp.all_gather(torch.mm(plain(x), self._a.t()))  # [T, r of all]
         for adapter, part in zip(self.adapters, self._by_adapter(narrow), strict=True):
             out[:, adapter.outputs].addmm_(part, adapter.b.weight.t(), alpha=context.lora_scale)
 
-    def backward_(self, context: LayerContext, x: Tensor, dout: Tensor, dx: Tensor) -> Task[list[Wgrad]]:
+    def backward_(self, context: LayerContext, x: Operand, dout: Operand, dx: Tensor) -> Task[list[Wgrad]]:
         """The work for W, from the gradient [T, N] of the product; adds to the gradient dx [T / tp, K] of x."""
         if not self.adapters:
             return []
+        x, dout = plain(x), plain(dout)
         parts = [torch.mm(dout[:, each.outputs], each.b.weight).mul_(context.lora_scale) for each in self.adapters]
-        gather = context.tp.all_gather(torch.mm(x, self._a.t()))
+        gather = context.tp.all_gather(torch.mm(plain(x), self._a.t()))
         narrow, dnarrow = yield from gather2(gather, context.tp.reduce_scatter(torch.cat(parts, dim=1)))
         dx.addmm_(dnarrow, self._a)
         work = list[Wgrad]()
@@ -82,11 +85,11 @@ class RowAdapter(NamedTuple):
         prefix, _, module = name.rpartition(".")
         return cls(next(iter(Adapter.bind_all(params, prefix, {module: width})), None))
 
-    def add_(self, context: LayerContext, x: Tensor, out: Tensor) -> Task[None]:
+    def add_(self, context: LayerContext, x: Operand, out: Tensor) -> Task[None]:
         """Adds to the local rows [T / tp, N] of the product with x [T, K]."""
         if self.adapter is None:
             return
-        narrow = yield from context.tp.reduce_scatter(torch.mm(x, self.adapter.a.weight.t()))  # [T / tp, r]
+        narrow = yield from context.tp.reduce_scatter(torch.mm(plain(x), self.adapter.a.weight.t()))  # [T / tp, r]
         out.addmm_(narrow, self.adapter.b.weight.t(), alpha=context.lora_scale)
 
     def narrow_grad(self, context: LayerContext, dout: Tensor) -> Task[Tensor | None]:
@@ -100,12 +103,12 @@ class RowAdapter(NamedTuple):
         if self.adapter is not None and dnarrow is not None:
             dx.addmm_(dnarrow, self.adapter.a.weight)
 
-    def wgrads(self, context: LayerContext, x: Tensor, dout: Tensor, dnarrow: Tensor | None) -> Task[list[Wgrad]]:
+    def wgrads(self, context: LayerContext, x: Operand, dout: Tensor, dnarrow: Tensor | None) -> Task[list[Wgrad]]:
         """The work for W."""
         if self.adapter is None or dnarrow is None:
             return []
-        narrow = yield from context.tp.reduce_scatter(torch.mm(x, self.adapter.a.weight.t()))
+        narrow = yield from context.tp.reduce_scatter(torch.mm(plain(x), self.adapter.a.weight.t()))
         return [
             LinearWgrad(self.adapter.b.gradient, dout, narrow * context.lora_scale),
-            LinearWgrad(self.adapter.a.gradient, dnarrow, x),
+            LinearWgrad(self.adapter.a.gradient, dnarrow, plain(x)),
         ]

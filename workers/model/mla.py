@@ -57,6 +57,10 @@ class MLA(NamedTuple):
         query, latent, keys_values, out = (params[f"{at}.{name}"] for name in ("query", "latent", "keys_values", "out"))
         return cls(query_latent, query, latent, Norm.bind(params, f"{at}.latent_norm", model), keys_values, out)
 
+    @property
+    def input_casts(self) -> None:
+        """Products are in the compute dtype."""
+
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor, kept: KeptAttention | None = None
     ) -> Task[tuple[Tensor, MLASaved, None]]:

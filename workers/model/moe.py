@@ -78,6 +78,10 @@ class MoE(NamedTuple):
         biases = ExpertBiases.bind(params, prefix)
         return cls(router, gate_up, down, shared, model.hidden_act, biases, params.get(f"{prefix}.experts.bias"))
 
+    @property
+    def input_casts(self) -> None:
+        """Products are in the compute dtype."""
+
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor
     ) -> Task[tuple[Tensor, MoESaved, MoERecomputable]]:

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pentad.kernels.fp8.fp8_tensor import Recipe
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.linear.casts import Casts
 from pentad.workers.linear.weight_grad import Param, Params, Wgrad
 from pentad.workers.model import lm_head
 from pentad.workers.model.base_stage import Activation, BaseStage, activation_storages, storage_id
@@ -88,7 +90,9 @@ class Stage(BaseStage):
         stage_of = plan.program.stage_of
         self.ends_stage = self.last or stage_of[index + 1] != stage_of[index]
         self.length, self.slices = plan.batch.sequence_length // plan.mesh.cp, plan.program.slices
-        parameters, experts = param_buffers[0].parameters, plan.model.experts
+        parameters, experts, fp8 = param_buffers[0].parameters, plan.model.experts, plan.fp8
+        if fp8 is not None:
+            self.casts = Casts(Recipe(fp8.scaling, fp8.gradients, fp8.power_of_two))
         mtp_layers = range(plan.model.layers, plan.model.layers + plan.model.mtp_layers if self.last else 0)
         self.layer_kinds = {number: plan.model.layer_kind(number) for number in (*self.layer_numbers, *mtp_layers)}
         self.rotary_tables = {
@@ -116,10 +120,13 @@ class Stage(BaseStage):
         ends = self.embedding_name, self.head_name
         return BoundParams(
             params,
-            [Layer.bind(params, self.model, number) for number in self.layer_numbers],
+            [Layer.bind(params, self.model, number, self._casts_of(number)) for number in self.layer_numbers],
             Norm.bind_optional(params, "norm", self.model),
             [MTPLayer.bind(params, self.model, index, *ends) for index in mtp_layers],
         )
+
+    def _casts_of(self, layer: int) -> Casts | None:
+        return self.casts if self.plan.fp8 is not None and self.plan.fp8.covers(layer, self.model.layers) else None
 
     def forward(
         self,

@@ -8,7 +8,7 @@ import pytest
 from custom_models import custom_model
 
 from pentad.orchestrator.config.config import Layout, dump, load
-from pentad.orchestrator.planning.optimizer_spec import optimizer_spec
+from pentad.orchestrator.planning.numerics import optimizer_spec
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.optimizer import ParamGroup
 

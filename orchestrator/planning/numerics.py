@@ -1,0 +1,74 @@
+"""From the sections on optimizer and precision to what the ranks run."""
+
+from __future__ import annotations
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling
+from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
+from pentad.schedules.spec.plan import Plan
+
+SCALINGS: dict[str, Scaling] = {"fp8-tensor": "tensor", "fp8-row": "row", "fp8-block": "block"}
+FP8_TILE = 128  # rows and columns of every matrix come in so many
+WITHOUT_FP8 = ("A100", "A800", "V100")  # parts of the names of GPUs that cannot multiply in 8 bits
+
+
+def optimizer_spec(config: RunConfig) -> OptimizerSpec:
+    given = config.optimizer
+    return OptimizerSpec(
+        learning_rate=given.curve(config.run.steps),
+        beta1=given.beta1,
+        beta2=given.beta2,
+        eps=given.eps,
+        weight_decay=given.weight_decay,
+        clip_norm=given.clip_norm,
+        name=given.name,
+        groups=tuple(ParamGroup(**group.model_dump()) for group in given.groups or ()),
+        bf16_state=config.precision.optimizer_state == "bfloat16",
+        momentum=given.momentum,
+        nesterov=given.nesterov,
+        adjust_lr_fn=given.adjust_lr_fn,
+        z_loss=given.z_loss,
+    )
+
+
+def fp8_spec(config: RunConfig, model: ModelSpec) -> Fp8Spec | None:
+    """Raises PentadError for models whose products have no form in 8 bits yet."""
+    given = config.precision
+    if given.matmul == "compute":
+        return None
+    kinds = {
+        "lora.rank": config.lora.rank is not None,
+        "a custom model": model.custom is not None,
+        "multi-head latent attention": model.mla is not None,
+        "experts": model.experts is not None,
+    }
+    if found := [kind for kind, is_used in kinds.items() if is_used]:
+        expected = "compute, or a dense model with grouped-query attention and all weights trained"
+        raise PentadError(f"precision.matmul is {given.matmul} with {found[0]}: expected {expected}")
+    skipped = given.fp8_skip_first_layers, given.fp8_skip_last_layers
+    if sum(skipped) >= model.layers:
+        keys = f"precision.fp8_skip_first_layers + precision.fp8_skip_last_layers is {sum(skipped)}"
+        raise PentadError(f"{keys}: expected fewer than model.layers = {model.layers}, or precision.matmul = compute")
+    scaling = SCALINGS[given.matmul]
+    return Fp8Spec(scaling, given.fp8_gradients, given.fp8_power_of_two_scales, *skipped)
+
+
+def require_fp8(plan: Plan, gpu: str) -> None:
+    """Raises PentadError if products in 8 bits do not fit the plan's shapes, or the GPU of this name ('': unknown)."""
+    if plan.fp8 is None:
+        return
+    matmul, model, tp = f"precision.matmul is fp8-{plan.fp8.scaling}", plan.model, plan.mesh.tp
+    if plan.device == "cuda" and any(name in gpu for name in WITHOUT_FP8):
+        raise PentadError(f"{matmul} on {gpu}, which multiplies no 8-bit numbers: expected precision.matmul = compute")
+    rank = f" on each of {tp} tensor ranks (mesh.tp)" if tp > 1 else ""
+    sizes = {
+        "model.hidden": model.hidden,
+        f"queries' width (model.heads x head_dim){rank}": model.heads * model.qk_head_dim // tp,
+        f"keys' width (model.kv_heads x head_dim){rank}": max(1, model.kv_heads // tp) * model.qk_head_dim,
+        f"model.ffn{rank}": model.ffn // tp,
+        "tokens of a microbatch that a rank holds at once": plan.slice_tokens,
+    }
+    for what, size in sizes.items():
+        if size % FP8_TILE:
+            raise PentadError(f"{matmul}, but {what} is {size}: expected a multiple of {FP8_TILE}, or matmul = compute")

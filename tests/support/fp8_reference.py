@@ -1,0 +1,68 @@
+"""Products in 8 bits by the definition, with autograd: what a recipe means, in a few lines of torch in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pentad.schedules.spec.model import Fp8Spec
+
+PROJECTIONS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+class Fp8Weight:
+    """A weight [N, K] that `x @ weight.T` multiplies in 8 bits."""
+
+    def __init__(self, weight: Tensor, spec: Fp8Spec) -> None:
+        self.weight, self.spec = weight, spec
+
+    @property
+    def T(self) -> Fp8Weight:
+        return self
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        x, found = args
+        y: Tensor = _Product.apply(x.flatten(0, -2), found.weight, found.spec)  # type: ignore[no-untyped-call]
+        return y.unflatten(0, x.shape[:-1])
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, spec: Fp8Spec) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.spec = spec
+        return rounded(x, spec, "e4m3", 1) @ rounded(weight, spec, "e4m3", 128).T
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, weight), spec = ctx.saved_tensors, ctx.spec
+        dx = rounded(dy, spec, spec.gradients, 1) @ rounded(weight.T, spec, "e4m3", 128).T
+        dweight = rounded(dy.T, spec, spec.gradients, 1) @ rounded(x.T, spec, "e4m3", 1).T
+        return dx, dweight, None
+
+
+def rounded(x: Tensor, spec: Fp8Spec, name: str, block_rows: int) -> Tensor:
+    """The numbers that a matrix [M, K] stands for after the cast for a product over K."""
+    dtype = DTYPES[name]
+    rows, columns = {"tensor": x.shape, "row": (1, x.shape[1]), "block": (block_rows, 128)}[spec.scaling]
+    tiles = x.unfold(0, rows, rows).unfold(1, columns, columns)  # [M / rows, K / columns, rows, columns]
+    scale = tiles.abs().amax((2, 3), keepdim=True).float() * torch.tensor(1 / torch.finfo(dtype).max)
+    scale = torch.where(scale == 0, 1, scale)
+    if spec.power_of_two:
+        scale = 2 ** torch.ceil(torch.log2(scale.double())).float()
+    numbers = (tiles * (1 / scale).double()).to(dtype).double() * scale.double()
+    return numbers.transpose(1, 2).reshape(x.shape)
+
+
+def in_8_bits(weights: dict[str, Tensor], spec: Fp8Spec, layers: int) -> dict[str, Any]:
+    """The weights of a model, of which projections multiply in 8 bits."""
+    found: dict[str, Any] = dict(weights)
+    for name, weight in weights.items():
+        prefix, _, rest = name.removeprefix("layers.").partition(".")
+        if rest in PROJECTIONS and spec.covers(int(prefix), layers):
+            found[name] = Fp8Weight(weight, spec)
+    return found

@@ -1,0 +1,49 @@
+"""Products in 8 bits, emulated: any mesh and schedule gives what one process gives under the same recipe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from exactness import assert_equals_one_process
+from plans import plan_of
+
+from pentad.schedules.spec.model import Fp8Spec, ModelSpec
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.schedule_spec import MemoryOptions
+
+# Whole tiles of 128 on two tensor ranks.
+MODEL = ModelSpec(layers=4, hidden=128, heads=2, kv_heads=2, head_dim=128, ffn=256, vocab=300)
+LENGTH = 128  # tokens of a sequence; twice as many for both chunks of a context rank
+BLOCK, TENSOR, ROW = Fp8Spec("block"), Fp8Spec("tensor", "e5m2"), Fp8Spec("row", power_of_two=True)
+ZERO_3 = {"memory_options": MemoryOptions(zero=3)}
+CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
+    (BLOCK, "zb-h2", {"pp": 2}),
+    (TENSOR, "1f1b", {"tp": 2}),
+    (TENSOR, "1f1b", {"tp": 2, "cp": 2}),
+    *((spec, "dualpipev", {"pp": 2, "tp": 2}) for spec in (BLOCK, TENSOR, ROW)),
+    *((spec, "1f1b", {"cp": 2, "tp": 2}) for spec in (BLOCK, ROW)),
+    *(
+        (spec, "zb-v", {"pp": 2, "recompute": recompute})
+        for spec, recompute in ((BLOCK, "selective"), (TENSOR, "full"))
+    ),
+    *((spec, "zb-h1", {"pp": 2, "recompute": "attention"}) for spec in (BLOCK, TENSOR, ROW)),
+    *((spec, "1f1b", {"pp": 2, "dp": 2, **ZERO_3}) for spec in (BLOCK, TENSOR)),
+    (replace(BLOCK, skip_first=1, skip_last=1), "interleaved", {"pp": 2}),
+    (replace(BLOCK, power_of_two=True, gradients="e5m2"), "zb-h2", {"pp": 2, "post_validation": True}),
+]
+
+
+def fp8_plan(spec: Fp8Spec, name: str, sizes: dict[str, Any], corpus: str) -> Plan:
+    sizes = {"dp": 1, "pp": 1, **sizes}
+    plan = plan_of(name, microbatches=4, data=corpus, model=MODEL, **sizes)
+    length = LENGTH if plan.mesh.cp == 1 else 2 * plan.mesh.cp * LENGTH
+    return replace(plan, fp8=spec, batch=replace(plan.batch, sequence_length=length))
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "sizes"), [pytest.param(*case, marks=[pytest.mark.slow] * (i > 1)) for i, case in enumerate(CASES)]
+)
+def test_any_mesh_equals_one_process_in_8_bits(fleet, corpus, spec, name, sizes):
+    assert_equals_one_process(fleet, fp8_plan(spec, name, sizes, corpus))

@@ -1,0 +1,127 @@
+"""A linear layer's matrix and its three products: F, the gradient for the input in B, and what it leaves to W.
+
+Tensor parallelism cuts a matrix [N, K] along its outputs (column-parallel) or its inputs (row-parallel; Megatron-LM,
+arXiv 1909.08053, section 3). T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pentad.kernels.fp8.fp8_gemm import fp8_gemm
+from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor
+from pentad.kernels.glu import Activation, glu, glu_backward
+from pentad.workers.linear.casts import Casts, Operand, SplitOver
+from pentad.workers.linear.weight_grad import LinearWgrad, Param
+from pentad.workers.parallel.async_ops import AsyncResult, ready
+from pentad.workers.parallel.context_parallel import ContextParallelGroup
+from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
+
+
+class Axes(NamedTuple):
+    """The groups of a rank that share a layer's products."""
+
+    tp: TensorParallelGroup
+    cp: ContextParallelGroup
+
+
+class Linear(NamedTuple):
+    """Operands are tensors in the compute dtype, or with `casts` forms in 8 bits."""
+
+    param: Param  # [N, K]
+    casts: Casts | None = None
+    row_parallel: bool = False
+
+    @property
+    def weight(self) -> Tensor:
+        return self.param.weight
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return self.param.gradient
+
+    def input(self, axes: Axes, x: Operand, *, rows: bool = False, columns: bool = False) -> Operand:
+        """x [T, K] as an operand: rows of F, columns of W."""
+        if self.casts is None or not isinstance(x, Tensor):
+            return x
+        return self.casts.cast(x, "activation", self._input_split(axes), rows=rows, columns=columns)
+
+    def output_grad(self, axes: Axes, dy: Tensor) -> Operand:
+        """The gradient dy [T, N] of the result as an operand of B and of W."""
+        return dy if self.casts is None else self.casts.cast(dy, "gradient", self._output_split(axes))
+
+    def glu(self, axes: Axes, gate_up: Tensor, act: Activation) -> Operand:
+        """A gated linear unit's result [T, K] as the operand of F."""
+        return glu(gate_up, act) if self.casts is None else self.casts.glu(gate_up, act, self._input_split(axes))
+
+    def glu_backward(self, axes: Axes, dy: Tensor, gate_up: Tensor, act: Activation) -> tuple[Operand, Operand]:
+        """(the gradient of gate_up [T, 2K] as an operand of the product before, its result [T, K] as one of W)."""
+        if self.casts is None:
+            return glu_backward(dy, gate_up, act)
+        return self.casts.glu_backward(dy, gate_up, act, self._input_split(axes))
+
+    def forward(self, axes: Axes, x: Operand, bias: Tensor | None = None) -> Tensor:
+        """[T, N]"""
+        if isinstance(x, Fp8Forms):
+            y = fp8_gemm(_given(x.rows), _given(self._forms(axes).rows), self.weight.dtype)
+            return y if bias is None else y.add_(bias)
+        weight = self.weight.t()
+        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+    def input_grad(self, axes: Axes, dy: Operand) -> Tensor:
+        """[T, K]"""
+        if isinstance(dy, Fp8Forms):
+            return fp8_gemm(_given(dy.rows), _given(self._forms(axes).columns), self.weight.dtype)
+        return torch.mm(dy, self.weight)
+
+    def forward_scattered(self, axes: Axes, x: Operand) -> AsyncResult[Tensor]:
+        """This rank's rows [T / tp, N] of the sum over the tp ranks, of a row-parallel product."""
+        if isinstance(x, Fp8Forms):
+            return axes.tp.reduce_scatter(self.forward(axes, x))
+        return axes.tp.matmul_reduce_scatter(x, self.weight.t())
+
+    def input_grad_scattered(self, axes: Axes, dy: Operand) -> AsyncResult[Tensor]:
+        """This rank's rows [T / tp, K] of the sum over the tp ranks, of a column-parallel product."""
+        if isinstance(dy, Fp8Forms):
+            return axes.tp.reduce_scatter(self.input_grad(axes, dy))
+        return axes.tp.matmul_reduce_scatter(dy, self.weight)
+
+    def wgrad(self, dy: Operand, x: Operand) -> LinearWgrad:
+        if isinstance(dy, Fp8Forms) and isinstance(x, Fp8Forms):
+            return LinearWgrad(self.gradient, _given(dy.columns), _given(x.columns))
+        assert isinstance(dy, Tensor) and isinstance(x, Tensor)
+        return LinearWgrad(self.gradient, dy, x)
+
+    def _input_split(self, axes: Axes) -> SplitOver:
+        return SplitOver(axes.cp.group, axes.tp.group if self.row_parallel else None)
+
+    def _output_split(self, axes: Axes) -> SplitOver:
+        return SplitOver(axes.cp.group, None if self.row_parallel else axes.tp.group)
+
+    def _forms(self, axes: Axes) -> Fp8Forms:
+        assert self.casts is not None
+        group = axes.tp.group
+        return self.casts.weight(self.weight, SplitOver(None, group) if self.row_parallel else SplitOver(group, None))
+
+
+def gather(axes: Axes, x: Operand) -> AsyncResult[Operand]:
+    """All rows of what tp ranks have parts of; forms in 8 bits are whole already."""
+    return ready(x) if isinstance(x, Fp8Forms) else axes.tp.all_gather(x).then(_operand)
+
+
+def plain(x: Operand) -> Tensor:
+    """An operand of a product that is never in 8 bits."""
+    assert isinstance(x, Tensor)
+    return x
+
+
+def _operand(x: Tensor) -> Operand:
+    return x
+
+
+def _given(form: Fp8Tensor | None) -> Fp8Tensor:
+    assert form is not None
+    return form
