@@ -23,6 +23,7 @@ from pentad.kernels.glu import Activation
 from pentad.kernels.glu_triton import activate
 
 TILE = tl.constexpr(fp8_tensor.TILE)
+BACKWARD_WARPS = 8  # a program holds six chunks of numbers, which would spill in fewer
 
 
 @triton.jit
@@ -139,7 +140,7 @@ def fp8_glu_backward(
     assert y.columns is not None
     _backward[parts(tokens, width, 2)](
         dy, gate_up, *out.pointers, *y.columns, tokens, width,
-        ACT=act, Y_LIMIT=y.common["LIMIT"], **out.common, CHUNK=fp8_cast_triton.CHUNK, num_warps=fp8_cast_triton.WARPS,
+        ACT=act, Y_LIMIT=y.common["LIMIT"], **out.common, CHUNK=fp8_cast_triton.CHUNK, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
     return out.forms, y.columns
 
@@ -157,6 +158,6 @@ def glu_backward_amax(dy: Tensor, gate_up: Tensor, act: Activation = "silu") -> 
     """Launches the kernel; see `pentad.kernels.fp8.fp8_glu.glu_backward_amax`."""
     assert gate_up.is_contiguous() and dy.is_contiguous() and gate_up.shape[1] == 2 * dy.shape[1]
     (tokens, width), maxima = dy.shape, [new_maxima(dy), new_maxima(dy)]
-    chunk, warps = fp8_cast_triton.CHUNK, fp8_cast_triton.WARPS
+    chunk, warps = fp8_cast_triton.CHUNK, BACKWARD_WARPS
     _backward_maximum[parts(tokens, width)](dy, gate_up, *maxima, width, ACT=act, CHUNK=chunk, num_warps=warps)
     return maximum_of(maxima[0]), maximum_of(maxima[1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from pentad.orchestrator.planning.allocations import INDEX, Allocation, Piece
+from pentad.orchestrator.planning.allocations import BYTES, INDEX, Allocation, Piece
 from pentad.orchestrator.planning.attention_memory import AttentionShape, attention_core, attention_shape
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 
@@ -23,9 +23,9 @@ def sublayers(model: ModelSpec, has_experts: bool, has_window: bool, piece: Piec
         network = moe(model.hidden, model.experts, piece, has_biases=model.expert_biases)
     else:
         network = mlp(model.hidden, model.ffn, piece)
-    before, own, after = _residual(model, mixer, piece, reused=model.mla is not None or not piece.is_gathered)
+    before, own, after = _residual(model, mixer, piece, reused=model.mla is not None or piece.keeps_operands)
     attention_part = [[*before[:1], *_rebuilt(before[1:])], own, _rebuilt(after)]
-    before, own, after = _residual(model, network, piece, reused=not piece.is_gathered)
+    before, own, after = _residual(model, network, piece, reused=piece.keeps_operands)
     return [attention_part, [_rebuilt(before), own, after]]
 
 
@@ -40,16 +40,23 @@ def _rebuilt(allocations: Iterable[Allocation]) -> list[Allocation]:
 def _residual(
     model: ModelSpec, sublayer: Iterable[Allocation], piece: Piece, *, reused: bool
 ) -> list[list[Allocation]]:
-    """`reused`: W reads the sublayer's input as it is; otherwise it reads a gathered copy."""
-    before, own, after = residual_stream(model.hidden, piece, reused=reused), list(sublayer), list[Allocation]()
+    """`reused`: W reads the sublayer's input as it is; otherwise it reads a gathered copy, or a cast."""
+    before, own, after = list(residual_stream(model.hidden, piece, reused=reused)), list(sublayer), list[Allocation]()
     if model.norms != "after":
-        before, stream = norm(model.hidden, piece), piece.stream(model.hidden)
+        stream, maximum = piece.stream(model.hidden), Allocation("absolute maximum", "F-B", _amax(piece))
+        before = [*norm(model.hidden, piece), maximum]
         own = [each._replace(bytes=each.bytes + stream) if each.life == "B" and not reused else each for each in own]
         own.append(Allocation("normed stream", "B-W", reused * stream))
     if model.norms != "before":
         after = list(post_norm(model.hidden, piece))
         own = [each._replace(what=POST_NORM_GRADIENT) if each.what == OUTPUT_GRADIENT else each for each in own]
-    return [list(before), own, after]
+    return [before, own, after]
+
+
+def _amax(piece: Piece) -> int:
+    """Bytes of the maximum that a norm scaled its cast by."""
+    is_saved = piece.fp8 is not None and piece.fp8.scaling == "tensor" and not piece.is_gathered
+    return BYTES["float32"] * is_saved
 
 
 def residual_stream(hidden: int, piece: Piece, *, reused: bool) -> Iterator[Allocation]:
@@ -76,20 +83,24 @@ def attention(model: ModelSpec, has_window: bool, piece: Piece) -> Iterator[Allo
     shape = attention_shape(model, piece)
     is_plain = not (has_window or model.attn_logit_softcapping or model.attention_sinks)
     saved, forward, backward = attention_core(shape, is_plain=is_plain, has_softcap=model.attn_logit_softcapping > 0)
-    out, qkv = shape.output, shape.inputs
+    out, qkv, width = shape.output, shape.inputs, shape.heads * shape.value
     stream, copy = piece.full_stream(model.hidden), piece.copy(model.hidden)
+    projected = (shape.heads + 2 * shape.kv_heads) * shape.query
     yield from saved
     yield from _rebuilt(_head_norms(model, shape))
     biases = model.qkv_bias * (shape.heads + 2 * shape.kv_heads) * shape.query + model.out_bias * model.hidden
     yield Allocation(
         "gradients of biases and sinks", "B-W", (biases + model.attention_sinks * shape.heads) * piece.wide
     )
-    yield Allocation(OUTPUT_GRADIENT, "B-W", stream)
-    yield Allocation("gradients of queries, keys and values", "B-W", qkv)
-    yield Allocation("gathered input", "B-W", copy)
+    yield Allocation(OUTPUT_GRADIENT, "B-W", piece.operand(model.hidden))
+    yield Allocation("gradients of queries, keys and values", "B-W", piece.operand(projected))
+    yield Allocation("gathered input", "B-W", piece.cast(model.hidden) or copy)
+    yield Allocation("heads' output, cast", "B-W", piece.cast(width))
     yield Allocation("attention", "F", copy + forward)
-    yield Allocation("product with the output weight", "F", 2 * copy + stream)
-    yield Allocation("attention, gradients of heads and of their parts", "B", backward + out + qkv)
+    yield Allocation("product with the output weight", "F", 2 * copy + stream + piece.cast(width))
+    yield Allocation(
+        "attention, gradients of heads and of their parts", "B", backward + out + qkv * (1 if piece.fp8 is None else 2)
+    )
     yield Allocation("gradient of the input", "B", copy + piece.stream(model.hidden))
 
 
@@ -135,14 +146,15 @@ def latent_attention(model: ModelSpec, mla: MLA, piece: Piece) -> Iterator[Alloc
 
 def mlp(hidden: int, width: int, piece: Piece) -> Iterator[Allocation]:
     """Gated feed-forward network (SwiGLU) of a width that tp ranks split."""
-    inner, copy = piece.tokens * (width // piece.mesh.tp) * piece.itemsize, piece.copy(hidden)
+    width //= piece.mesh.tp
+    inner, copy = piece.tokens * width * piece.itemsize, piece.copy(hidden)
     yield Allocation("gate and up", "F-B", 2 * inner, recompute="selective")
-    yield Allocation(OUTPUT_GRADIENT, "B-W", piece.full_stream(hidden))
-    yield Allocation("gated", "B-W", inner)
-    yield Allocation("gradients of gate and up", "B-W", 2 * inner)
-    yield Allocation("gathered input", "B-W", copy)
-    yield Allocation("gated and the result", "F", inner + piece.stream(hidden) + copy)
-    yield Allocation("gradient of gated", "B", inner)
+    yield Allocation(OUTPUT_GRADIENT, "B-W", piece.operand(hidden))
+    yield Allocation("gated", "B-W", piece.operand(width))
+    yield Allocation("gradients of gate and up", "B-W", piece.operand(2 * width))
+    yield Allocation("gathered input", "B-W", piece.cast(hidden) or copy)
+    yield Allocation("gated and the result", "F", piece.operand(width) + piece.stream(hidden) + copy)
+    yield Allocation("gradient of gated, casts for B", "B", inner + piece.cast(2 * width) + piece.cast(hidden))
     yield Allocation("gradient of the input", "B", piece.stream(hidden) + copy)
 
 

@@ -108,7 +108,7 @@ def layer_effects(model: ModelSpec, has_experts: bool, has_window: bool, piece: 
     gradient = allocate(stream)  # of the stream between the sublayers
     freed = allocate(totals.reused - totals.saved - stream)
     backward = sequence(*network, gradient, *mixer, freed)
-    return LayerEffects(totals, 0 if piece.is_gathered else received, forward, backward)
+    return LayerEffects(totals, received if piece.keeps_operands else 0, forward, backward)
 
 
 def stage_activations(model: ModelSpec, layers: Sequence[LayerRange], stage: int, piece: Piece) -> StageActivations:
@@ -121,7 +121,12 @@ def stage_activations(model: ModelSpec, layers: Sequence[LayerRange], stage: int
 def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations:
     dense = 0 if model.experts is None else model.experts.first_k_dense
     layers = [
-        layer_effects(model, model.experts is not None and number >= dense, model.layer_kind(number).window > 0, piece)
+        layer_effects(
+            model,
+            model.experts is not None and number >= dense,
+            model.layer_kind(number).window > 0,
+            piece.of_layer(number, model.layers),
+        )
         for number in held.numbers
     ]
     first, last, stream = held.has_embedding, held.has_head, piece.stream(model.hidden)

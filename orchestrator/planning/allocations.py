@@ -7,10 +7,12 @@ from typing import Literal, NamedTuple
 
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.model import Fp8Spec
 from pentad.schedules.spec.plan import Plan
 
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 INDEX = 8  # bytes of an int64
+FP8_TILE = 128
 
 # The operation that a workspace exists in, or the ones that allocate and free a tensor.
 Life = Literal["F", "B", "W", "F-B", "F-W", "B-W"]
@@ -22,7 +24,8 @@ def wide_bytes(dtype: str) -> int:
 
 
 class Piece(NamedTuple):
-    """`rows` sequences with `length` positions each on a cp rank, one of `slices` of a microbatch."""
+    """`rows` sequences with `length` positions each on a cp rank, one of `slices` of a microbatch; `fp8` says which
+    products are in 8 bits (None: none)."""
 
     rows: int
     length: int
@@ -33,6 +36,7 @@ class Piece(NamedTuple):
     cp_method: CpMethod = "ring"
     document_mask: bool = False
     deterministic: bool = True
+    fp8: Fp8Spec | None = None
 
     @property
     def tokens(self) -> int:
@@ -62,6 +66,26 @@ class Piece(NamedTuple):
 
     def full_stream(self, hidden: int) -> int:
         return self.tokens * hidden * self.itemsize
+
+    def of_layer(self, layer: int, layers: int) -> Piece:
+        """Of layer number `layer` of so many: with its own products in 8 bits, or none."""
+        return self if self.fp8 is None or self.fp8.covers(layer, layers) else self._replace(fp8=None)
+
+    @property
+    def keeps_operands(self) -> bool:
+        """Whether W reads the tensors of F and B as they are, neither gathered copies nor casts."""
+        return not self.is_gathered and self.fp8 is None
+
+    def cast(self, width: int) -> int:
+        """Bytes of an operand of W [width, T] in 8 bits and its scales; 0 without."""
+        if self.fp8 is None:
+            return 0
+        scales = {"tensor": 1, "row": width, "block": width * self.tokens // FP8_TILE}[self.fp8.scaling]
+        return self.tokens * width + scales * BYTES["float32"]
+
+    def operand(self, width: int) -> int:
+        """Bytes of what W reads of a tensor [T, width]."""
+        return self.cast(width) or self.tokens * width * self.itemsize
 
     def copy(self, hidden: int) -> int:
         """Bytes of a gathered stream, 0 without other tp ranks."""
@@ -115,4 +139,4 @@ def total(allocations: Iterable[Allocation]) -> Totals:
 def piece_of(plan: Plan) -> Piece:
     length = plan.batch.sequence_length // plan.program.slices // plan.mesh.cp
     sizes = plan.batch.micro_batch_size, length, plan.dtype, plan.device, plan.program.slices
-    return Piece(*sizes, plan.mesh, plan.cp_method, plan.data.document_mask, plan.deterministic)
+    return Piece(*sizes, plan.mesh, plan.cp_method, plan.data.document_mask, plan.deterministic, plan.fp8)

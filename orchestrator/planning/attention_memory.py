@@ -96,7 +96,12 @@ def attention_core(
         Allocation("queries, keys and values", "F-B", inputs, recompute="attention"),
         other._replace(recompute=again),
         Allocation("output", "F-B", shape.output * is_apart, recompute=again),
-        Allocation("heads' output", "F-W", shape.output, recompute="attention" if is_apart else again),
+        Allocation(
+            "heads' output",
+            "F-W" if piece.fp8 is None else "F-B",
+            shape.output,
+            recompute="attention" if is_apart else again,
+        ),
     ]
     return saved, forward, backward
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pentad.orchestrator.planning.activation_peaks import stage_activations
 from pentad.orchestrator.planning.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import Phase, stage_volume
-from pentad.orchestrator.planning.hardware import ASSUMED_RATES, Rates, link_of, spans_hosts
+from pentad.orchestrator.planning.hardware import ASSUMED_RATES, FP8_SPEEDUPS, Rates, link_of, spans_hosts
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.lora import LoraSpec, adapter_tensors, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Axis, Mesh
@@ -130,11 +130,14 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
         routed = max(0, end - max(first, experts.first_k_dense)) * experts.top_k
         grouped = 3 * model.hidden * experts.intermediate_size * routed
         linear += 2 * tokens * grouped * (1 / GROUPED_EFFICIENCY - 1) / flops
+    if piece.fp8 is not None and piece.device == "cuda":
+        covered = sum(piece.fp8.covers(layer, model.layers) for layer in range(first, end)) / max(1, count)
+        linear *= 1 - covered * (1 - 1 / FP8_SPEEDUPS[piece.fp8.scaling])
     head = 2 * tokens * model.vocab * model.hidden * (1 + mtp_layers) / flops if is_last else 0.0
     linear += 2 * tokens * 2 * model.hidden**2 * mtp_layers / flops  # joins streams and embeddings
     # memory traffic of norms, residual sums and activations
     elementwise = count * tokens * piece.itemsize * (8 * model.hidden + 3 * width) / piece.mesh.tp / rates.memory
-    wide_product = 4 * tokens * count * model.hidden * width / flops
+    wide_product = 4 * tokens * count * model.hidden * width / flops  # at most: in 8 bits it takes less
     return StageSeconds(
         forward=linear + attention + head + elementwise,
         backward=linear + 2.5 * attention + head + 1.5 * elementwise,  # five products of scores instead of two

@@ -126,9 +126,11 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
     shards = sum(map(plan.zero_shard_size, trained))
     gradients = sum(padded_elements(plan, shard) for shard in trained)
     weights = gradients + sum(padded_elements(plan, shard) for shard in frozen)
+    share = 1.0
     if plan.zero == 3:
         sharded = sharded_stages(plan.program, pp)
         pools = [weight_pool(program, pp, sharded) for program in plan.programs]
+        share = min(1.0, sum(longest(pools)) / weights)
         weights = shards + sum(map(plan.zero_shard_size, frozen)) + sum(longest(pools))
     if plan.zero > 1:
         gradients = shards + sum(longest([gradient_pool(program, pp) for program in plan.trained_programs]))
@@ -136,7 +138,7 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
     streams = chain.from_iterable(instructions_of(program.streams[pp]) for program in plan.programs)
     received = len({(part.op, part.slot) for part in streams if part.op in RECEIVES})
     found = {
-        "parameters": weights * compute,
+        "parameters": weights * compute + fp8_weights(plan, rank, share),
         "master": shards * wide if wide != compute or has_post_validation(plan.program) else 0,
         "gradients": gradients * wide,
         "optimizer": sum(optimizer_bytes(plan, shard, rank) for shard in plan.param_shards_of(rank)),
@@ -146,6 +148,18 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
         "tables": _tables(plan, rank),
     }
     return {**found, "total": sum(found.values()), "host": host, "snapshot": snapshot_bytes(plan, rank)}
+
+
+def fp8_weights(plan: Plan, rank: int, share: float) -> int:
+    """Bytes of a rank's weights in 8 bits, in both forms: of a `share` of its layers, as with ZeRO-3 they come and go
+    with the weights."""
+    if plan.fp8 is None:
+        return 0
+    model, tp = plan.model, plan.mesh.tp
+    heads = model.heads // tp + 2 * max(1, model.kv_heads // tp)
+    layer = model.hidden * (heads + model.heads // tp) * model.qk_head_dim + 3 * model.hidden * model.ffn // tp
+    held = (number for stage in plan.stages_of(rank) for number in plan.layers[stage].numbers)
+    return int(share * 2 * layer * sum(plan.fp8.covers(number, model.layers) for number in held))
 
 
 def memories(plan: Plan) -> list[dict[str, int]]:

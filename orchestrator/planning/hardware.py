@@ -11,6 +11,7 @@ from pathlib import Path
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Axis, Mesh
+from pentad.schedules.spec.model import Scaling
 
 NODE_GPUS = 8  # of a host, with fast links among them
 GB = 10**9
@@ -76,6 +77,8 @@ ASSUMED_RATES = {
         issue=0.0,
     ),
 }
+# How many times faster products in 8 bits are on a Hopper GPU, by what has a scale (tests/bench/results/fp8-h200.json).
+FP8_SPEEDUPS: dict[Scaling, float] = {"tensor": 1.8, "row": 1.75, "block": 1.5}
 # Axes in the order in which ranks fill hosts, outermost first: replicas communicate once a step only.
 HOST_ORDER: tuple[Axis, ...] = ("dp", "pp", "ep", "cp", "tp")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.planning.allocations import FP8_TILE
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling
 from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
 from pentad.schedules.spec.plan import Plan
 
 SCALINGS: dict[str, Scaling] = {"fp8-tensor": "tensor", "fp8-row": "row", "fp8-block": "block"}
-FP8_TILE = 128  # rows and columns of every matrix come in so many
 WITHOUT_FP8 = ("A100", "A800", "V100")  # parts of the names of GPUs that cannot multiply in 8 bits
 
 

@@ -30,7 +30,7 @@ from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalData, EvalSpec
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import Plan, num_units, split_layers, split_layers_by_cost, split_layers_into_units
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import LayerRange, head_in_layers
@@ -68,7 +68,10 @@ def make_plan(
     layers = split_layers_into_units(stages, units)
     recompute = config.memory.modes(units, layers)
     options = _memory_options(config, units, layout, model, layers)
-    placement, piece = place_units(layout.placement, units), _piece(config, device, layout.slices)
+    placement, piece = (
+        place_units(layout.placement, units),
+        _piece(config, device, layout.slices, fp8_spec(config, model)),
+    )
     costs = guess_costs(model, layers, placement, piece, recompute, options.zero, config.lora.spec)
 
     def compiled(microbatches: int, order: Program | None) -> Program:
@@ -259,7 +262,7 @@ def _order(config: RunConfig, model: ModelSpec, device: str, microbatches: int) 
         if model.layers < placed.stages:
             return None
         layers = split(model, placed.placement, config.batch.sequence_length)
-        piece = _piece(config, device, placed.slices)._replace(cp_method="ring")
+        piece = _piece(config, device, placed.slices, fp8_spec(config, model))._replace(cp_method="ring")
         return guess_costs(model, layers, placed.placement, piece, lora=config.lora.spec)
 
     objective: Objective = "longest" if section.post_validation else "makespan"
@@ -280,11 +283,11 @@ def batch_spec(config: RunConfig) -> BatchSpec:
     return BatchSpec(*sizes, replicas, section.sizes.rampup)
 
 
-def _piece(config: RunConfig, device: str, slices: int) -> Piece:
+def _piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None) -> Piece:
     batch, mesh = batch_spec(config), config.mesh.mesh
     length = batch.sequence_length // slices // mesh.cp
     sizes = batch.micro_batch_size, length, _dtype(config, device), device, slices
-    return Piece(*sizes, mesh, config.mesh.cp_method)
+    return Piece(*sizes, mesh, config.mesh.cp_method, fp8=fp8)
 
 
 def shrunk_plan(config: RunConfig, full: Plan, ranks: int) -> Plan | None:

@@ -105,7 +105,7 @@ def fake_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_collectives(monkeypatch, all_gather, reduce_scatter)
     monkeypatch.setattr(cp_ulysses, "_exchange", exchange)
     monkeypatch.setattr(moe, "make_dispatcher", make_dispatcher)
-    monkeypatch.setattr(moe.dist, "all_reduce", lambda load, group, async_op=False: None)
+    monkeypatch.setattr(moe.dist, "all_reduce", lambda load, group, async_op=False, op=None: None)
 
 
 def replace_collectives(monkeypatch: pytest.MonkeyPatch, all_gather: Any, reduce_scatter: Any) -> None:

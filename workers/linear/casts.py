@@ -114,5 +114,5 @@ class Casts:
 def _largest(amax: Tensor, groups: Sequence[Group]) -> Tensor:
     for group in groups:
         if group is not None:
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     return amax

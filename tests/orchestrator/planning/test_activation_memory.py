@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from fake_groups import FAMILIES, make_stage, nbytes, stage_plan
+from plans import plan_of
 
 from pentad.orchestrator.planning.activation_peaks import activations_of
+from pentad.schedules.spec.model import Fp8Spec, Scaling
 from pentad.schedules.spec.plan import RECOMPUTE_MODES as MODES
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.parallel.async_ops import run_to_completion
@@ -43,6 +47,7 @@ def check(plan: Plan, index: int) -> None:
 
 CASES: list[tuple[str, dict[str, Any]]] = [*((mode, {}) for mode in MODES), *((mode, {"tp": 2}) for mode in MODES)]
 CASES.append(("none", {"tp": 4}))
+SCALINGS: list[Scaling] = ["tensor", "row", "block"]
 CONTEXT_PARALLEL: list[dict[str, Any]] = [
     {"cp": 2, "cp_method": method} for method in ("ring", "all_gather", "ulysses")
 ]
@@ -80,3 +85,19 @@ def test_expert_parallel_stages(one_rank, corpus, family, mode, axes):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages_in_narrow_dtypes(one_rank, corpus, family, dtype):
     check(stage_plan(corpus, family, "none", dtype=dtype), 1)
+
+
+def cases_in_8_bits() -> list[Any]:
+    always = [("llama", "block", "none", {}), ("gemma2", "tensor", "attention", {"tp": 2})]
+    sizes = product(["llama", "qwen3", "olmo2", "gemma2"], SCALINGS, ["none", "attention"], [{}, {"tp": 2}])
+    return [pytest.param(*case, marks=[] if case in always else [pytest.mark.slow]) for case in sizes]
+
+
+@pytest.mark.parametrize(("family", "scaling", "mode", "axes"), cases_in_8_bits())
+def test_stages_in_8_bits(one_rank, corpus, family, scaling, mode, axes):
+    """Of four layers the first stays in the compute dtype."""
+    tiles = {"hidden": 128, "heads": 4, "kv_heads": 4, "head_dim": 128, "ffn": 256}
+    plan = plan_of("gpipe", 1, 2, 1, corpus, model=replace(FAMILIES[family], **tiles), recompute=mode, **axes)
+    plan = replace(plan, fp8=Fp8Spec(scaling, skip_first=1), batch=replace(plan.batch, sequence_length=128))
+    for index in range(2):
+        check(plan, index)

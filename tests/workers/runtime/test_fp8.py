@@ -38,7 +38,7 @@ CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
 def fp8_plan(spec: Fp8Spec, name: str, sizes: dict[str, Any], corpus: str) -> Plan:
     sizes = {"dp": 1, "pp": 1, **sizes}
     plan = plan_of(name, microbatches=4, data=corpus, model=MODEL, **sizes)
-    length = LENGTH if plan.mesh.cp == 1 else 2 * plan.mesh.cp * LENGTH
+    length = LENGTH * plan.mesh.cp * (2 if plan.mesh.cp > 1 and spec.scaling == "block" else 1)
     return replace(plan, fp8=spec, batch=replace(plan.batch, sequence_length=length))
 
 
