@@ -68,6 +68,11 @@ def facts_table(plan: Plan) -> Table:
         count = sum(math.prod(tensor.shape) for tensor in trained_tensors(model, plan.lora))
         adapters = f"rank {plan.lora.rank}, alpha {plan.lora.alpha:g}, of {', '.join(plan.lora.targets)}"
         facts["lora"] = f"{format_count(count)} trained parameters: {adapters}"
+    if plan.fp8 is not None:
+        first, end = plan.fp8.skip_first, model.layers - plan.fp8.skip_last
+        layers = "all layers" if end - first == model.layers else f"layers {first} to {end - 1}"
+        scales = {"tensor": "a scale per tensor", "row": "a scale per row", "block": "scales per 1 x 128 and 128 x 128"}
+        facts["matmul"] = f"FP8 in {layers}, {scales[plan.fp8.scaling]}, gradients {plan.fp8.gradients}"
     if plan.zero:
         shards = max(map(plan.num_zero_shards, plan.param_shards))
         facts["zero"] = f"stage {plan.zero}, {shards} shards of a pipeline stage"

@@ -18,6 +18,7 @@ from plans import MODEL
 from pool import Pool, answer_orders
 
 from pentad.schedules.spec.model import Experts
+from pentad.workers.linear.linear import Linear
 from pentad.workers.linear.weight_grad import Param, accumulate_wgrads
 from pentad.workers.model.layer_context import LayerContext
 from pentad.workers.model.mlp import MLP
@@ -98,7 +99,9 @@ def bind(state: State) -> MoE:
         name: Param(each.detach(), torch.zeros_like(each, dtype=torch.int64 if name == "bias" else wide))
         for name, each in state.items()
     }
-    shared = MLP(params["shared_gate_up"], params["shared_down"], "silu") if "shared_down" in params else None
+    shared = None
+    if "shared_down" in params:
+        shared = MLP(Linear(params["shared_gate_up"]), Linear(params["shared_down"]), "silu")
     return MoE(params["router"], params["gate_up"], params["down"], shared, "silu", None, params.get("bias"))
 
 
@@ -106,7 +109,7 @@ def gradients_of(sublayer: MoE) -> State:
     """Main gradients by name."""
     params = {"router": sublayer.router, "gate_up": sublayer.gate_up, "down": sublayer.down}
     if sublayer.shared is not None:
-        params |= {"shared_gate_up": sublayer.shared.gate_up, "shared_down": sublayer.shared.down}
+        params |= {"shared_gate_up": sublayer.shared.gate_up.param, "shared_down": sublayer.shared.down.param}
     return {name: param.gradient for name, param in params.items() if param.gradient is not None}
 
 

@@ -26,7 +26,7 @@ class Fp8Weight:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
         x, found = args
-        y: Tensor = _Product.apply(x.flatten(0, -2), found.weight, found.spec)  # type: ignore[no-untyped-call]
+        y: Tensor = _Product.apply(x.flatten(0, -2), found.weight, found.spec)
         return y.unflatten(0, x.shape[:-1])
 
 

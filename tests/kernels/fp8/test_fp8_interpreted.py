@@ -21,6 +21,8 @@ from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm, rms_norm_amax
 from pentad.kernels.fp8.fp8_tensor import Recipe, Role
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter", "nearest_8_bit_numbers")
+# Slow but for two.
+SLOWLY = [pytest.param(each, marks=[] if each in (RECIPES[0], RECIPES[-1]) else [pytest.mark.slow]) for each in RECIPES]
 DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
 
@@ -40,7 +42,7 @@ def nearest_8_bit_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", SLOWLY, ids=str)
 @pytest.mark.parametrize("role", ["activation", "gradient", "weight"])
 def test_cast(recipe: Recipe, role: Role) -> None:
     x = torch.randn(256, 384)
@@ -50,7 +52,7 @@ def test_cast(recipe: Recipe, role: Role) -> None:
         assert_nearly_equal(a, b, differing=0.0)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", SLOWLY, ids=str)
 @pytest.mark.parametrize("fused", [False, True])
 def test_rms_norm(recipe: Recipe, fused: bool) -> None:
     x, residual = torch.randn(2, 128, 384)
@@ -66,7 +68,7 @@ def test_rms_norm(recipe: Recipe, fused: bool) -> None:
     assert_nearly_equal(again.columns, fp8_normed(found[1], weight, found[2], recipe, amax, 1.0).columns)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", SLOWLY, ids=str)
 def test_glu(recipe: Recipe) -> None:
     gate_up, dy = torch.randn(128, 512), torch.randn(128, 256)
     amax, of_gradients = amax_for(recipe, 4 * dy), amax_for(recipe, 4 * gate_up)

@@ -96,7 +96,7 @@ def cases_in_8_bits() -> list[Any]:
 @pytest.mark.parametrize(("family", "scaling", "mode", "axes"), cases_in_8_bits())
 def test_stages_in_8_bits(one_rank, corpus, family, scaling, mode, axes):
     """Of four layers the first stays in the compute dtype."""
-    tiles = {"hidden": 128, "heads": 4, "kv_heads": 4, "head_dim": 128, "ffn": 256}
+    tiles: dict[str, Any] = {"hidden": 128, "heads": 4, "kv_heads": 4, "head_dim": 128, "ffn": 256}
     plan = plan_of("gpipe", 1, 2, 1, corpus, model=replace(FAMILIES[family], **tiles), recompute=mode, **axes)
     plan = replace(plan, fp8=Fp8Spec(scaling, skip_first=1), batch=replace(plan.batch, sequence_length=128))
     for index in range(2):

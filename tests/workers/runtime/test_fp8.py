@@ -15,7 +15,7 @@ from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 # Whole tiles of 128 on two tensor ranks.
 MODEL = ModelSpec(layers=4, hidden=128, heads=2, kv_heads=2, head_dim=128, ffn=256, vocab=300)
-LENGTH = 128  # tokens of a sequence; twice as many for both chunks of a context rank
+LENGTH = 128  # tokens of a sequence on a context rank, at least
 BLOCK, TENSOR, ROW = Fp8Spec("block"), Fp8Spec("tensor", "e5m2"), Fp8Spec("row", power_of_two=True)
 ZERO_3 = {"memory_options": MemoryOptions(zero=3)}
 CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
