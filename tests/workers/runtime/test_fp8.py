@@ -19,8 +19,8 @@ LENGTH = 128  # tokens of a sequence on a context rank, at least
 BLOCK, TENSOR, ROW = Fp8Spec("block"), Fp8Spec("tensor", "e5m2"), Fp8Spec("row", power_of_two=True)
 ZERO_3 = {"memory_options": MemoryOptions(zero=3)}
 CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
-    (BLOCK, "zb-h2", {"pp": 2}),
-    (TENSOR, "1f1b", {"tp": 2}),
+    (BLOCK, "zb-h2", {"pp": 2, "layers": 2}),
+    (TENSOR, "1f1b", {"tp": 2, "layers": 1}),
     (TENSOR, "1f1b", {"tp": 2, "cp": 2}),
     *((spec, "dualpipev", {"pp": 2, "tp": 2}) for spec in (BLOCK, TENSOR, ROW)),
     *((spec, "1f1b", {"cp": 2, "tp": 2}) for spec in (BLOCK, ROW)),
@@ -37,7 +37,8 @@ CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
 
 def fp8_plan(spec: Fp8Spec, name: str, sizes: dict[str, Any], corpus: str) -> Plan:
     sizes = {"dp": 1, "pp": 1, **sizes}
-    plan = plan_of(name, microbatches=4, data=corpus, model=MODEL, **sizes)
+    model = replace(MODEL, layers=sizes.pop("layers", MODEL.layers))
+    plan = plan_of(name, microbatches=3 if model.layers < MODEL.layers else 4, data=corpus, model=model, **sizes)
     length = LENGTH * plan.mesh.cp * (2 if plan.mesh.cp > 1 and spec.scaling == "block" else 1)
     return replace(plan, fp8=spec, batch=replace(plan.batch, sequence_length=length))
 
