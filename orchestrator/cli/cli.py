@@ -321,7 +321,10 @@ def import_hf(
 def export_hf(
     checkpoint: Annotated[str, Argument(help="A checkpoint's folder, or a run: its newest one.")],
     out: Annotated[Path, Argument(help="A new or empty folder.")],
-    dtype: Annotated[Literal["bfloat16", "float32"], Option(help="Dtype of the weights.")] = "float32",
+    dtype: Annotated[
+        Literal["bfloat16", "float32", "fp8"],
+        Option(help="Dtype of the weights; fp8: projections in 8 bits with scales, as in DeepSeek-V3's files."),
+    ] = "float32",
     max_shard_size: Annotated[float, Option(min=0.000001, help="Largest file, in GB.")] = 5.0,
     optimizer: Annotated[bool, Option("--optimizer", help="With the optimizer's state.")] = False,
     adapter: Annotated[bool, Option("--adapter", help="Only the adapters of a LoRA run, for PEFT.")] = False,

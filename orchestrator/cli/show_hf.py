@@ -103,8 +103,12 @@ def _check(output: Output) -> None:
     require_empty(output.out)
     if output.to == "peft" and output.optimizer:
         raise PentadError("--optimizer is set: expected it without --adapter, as PEFT stores weights alone")
-    if output.optimizer and output.dtype == "bfloat16":
-        raise PentadError("--dtype is bfloat16: expected float32 with --optimizer, as training continues from both")
+    if output.optimizer and output.dtype not in ("float32", None):
+        raise PentadError(
+            f"--dtype is {output.dtype}: expected float32 with --optimizer, as training continues from both"
+        )
+    if output.to == "peft" and output.dtype == "fp8":
+        raise PentadError("--dtype is fp8: expected bfloat16 or float32 with --adapter")
 
 
 def _print_imported(done: Imported, out: Path, *, as_json: bool) -> None:

@@ -23,6 +23,7 @@ DTYPES = {
     torch.int32: "I32",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
 _SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}

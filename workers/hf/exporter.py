@@ -18,20 +18,29 @@ from pentad.workers.checkpoint.manifest import Spec
 from pentad.workers.checkpoint.safetensors_io import DTYPES, Progress, num_bytes, write_files
 from pentad.workers.hf.config import is_interleaved, make_config
 from pentad.workers.hf.config_update import DEFAULT_POSITIONS, update_config
-from pentad.workers.hf.file_tensors import FileTensors
+from pentad.workers.hf.file_tensors import FileTensors, QuantizedTensors
 from pentad.workers.hf.kept_files import write_files as write_kept
+from pentad.workers.hf.layout import FP8_BLOCK
 from pentad.workers.hf.names import CONFIG, INDEX, OPTIMIZER, SINGLE, STATE, Layout, TensorTable, tensor_table
 from pentad.workers.hf.stored_tensors import StoredTensors
 from pentad.workers.params.sharded_state import optimizer_kinds
 
-Dtype = Literal["bfloat16", "float32"]
+Dtype = Literal["bfloat16", "float32", "fp8"]
+Weights = FileTensors | QuantizedTensors
 FILE_BYTES = 5 * 10**9
 GENERATION_CONFIG, HEAD = "generation_config.json", "lm_head.weight"
+QUANTIZATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": list(FP8_BLOCK),
+}
 METADATA = {"format": "pt"}  # transformers refuses files without it
 
 
 class Request(NamedTuple):
     """What to export: files of at most `limit` bytes of tensors in `dtype`, and the state of the optimizer if asked.
+    With fp8 the projections of layers are in 8 bits and all else in bfloat16.
 
     `positions` is the length of sequences in training (0: unknown). `kept` are further files by name; config.json and
     generation_config.json among them are those of the import, and only updated. `special_tokens` are ids by their keys.
@@ -79,12 +88,18 @@ def export_checkpoint(source: Checkpoint, out: Path, request: Request, progress:
     return Exported(files, request.dtype, len(weights.dtypes), num_bytes(_specs(weights).values()))
 
 
-def model_tensors(source: Checkpoint, request: Request, files: Mapping[str, bytes]) -> tuple[TensorTable, FileTensors]:
+def model_tensors(source: Checkpoint, request: Request, files: Mapping[str, bytes]) -> tuple[TensorTable, Weights]:
     """The tensors of an export with these files (see `make_files`), and the table they are made by."""
     table = tensor_table(request.family, request.model, Layout(interleaved=interleaves(files)))
-    weights = FileTensors(StoredTensors(source, "model", request.model), table, getattr(torch, request.dtype))
+    dtype = getattr(torch, _written_dtype(request.dtype))
+    weights = FileTensors(StoredTensors(source, "model", request.model), table, dtype)
     weights.dtypes.pop(HEAD if HEAD in table.copies else "", None)  # transformers leaves out a tied head, too
-    return table, weights
+    return table, QuantizedTensors(weights) if request.dtype == "fp8" else weights
+
+
+def _written_dtype(dtype: str) -> str:
+    """That of config.json, and of what is not in 8 bits."""
+    return "bfloat16" if dtype == "fp8" else dtype
 
 
 def _optimizer_state(source: Checkpoint, request: Request, table: TensorTable) -> dict[str, FileTensors]:
@@ -98,14 +113,14 @@ def _optimizer_state(source: Checkpoint, request: Request, table: TensorTable) -
     }
 
 
-def _specs(tensors: FileTensors) -> dict[str, Spec]:
+def _specs(tensors: Weights) -> dict[str, Spec]:
     """Wide dtypes first, so that all are aligned."""
     names = sorted(tensors.dtypes, key=lambda name: -tensors.dtypes[name].itemsize)
     return {name: Spec(dtype=DTYPES[tensors.dtypes[name]], shape=list(tensors.shapes[name])) for name in names}
 
 
 def _write_files(
-    folder: Path, tensors: FileTensors, limit: int, progress: Progress, total: int, before: int
+    folder: Path, tensors: Weights, limit: int, progress: Progress, total: int, before: int
 ) -> tuple[str, ...]:
     """Writes one file, or several with an index, and returns their names; `before` of `total` bytes are written."""
     specs = _specs(tensors)
@@ -130,11 +145,14 @@ def make_files(request: Request, dtype: str) -> dict[str, bytes]:
     Raises PentadError for a model that the family's config.json cannot express.
     """
     family, model, positions, files = request.family, request.model, request.positions, dict(request.kept)
+    is_quantized, dtype = dtype == "fp8", _written_dtype(dtype)
     if CONFIG in files:
         config = update_config(json.loads(files[CONFIG]), family, model, positions=positions, dtype=dtype)
     else:
         config = make_config(family, model, positions=positions or DEFAULT_POSITIONS, dtype=dtype)
         config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    if is_quantized:
+        config["quantization_config"] = QUANTIZATION
     files[CONFIG] = _json_bytes({**config, **request.special_tokens})
     if request.special_tokens and GENERATION_CONFIG in files:
         files[GENERATION_CONFIG] = _json_bytes({**json.loads(files[GENERATION_CONFIG]), **request.special_tokens})

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
-from pentad.workers.hf.layout import to_file
+from pentad.workers.hf.layout import FP8_BLOCK, SCALE_SUFFIX, quantized, scales_shape, to_file
 from pentad.workers.hf.names import Entry, FileTensor, TensorTable
 from pentad.workers.hf.stored_tensors import StoredTensors
 
 BIAS = "experts.bias"
+PROJECTIONS = re.compile(r".*\.layers\.\d+\..*(?<!eh)_proj(_with_mqa)?\.weight")
 
 
 class FileTensors:
@@ -50,3 +53,23 @@ class FileTensors:
             self._tensor, self._entry = self.source.read(entry.name, entry.shape), entry
         end = offset + torch.Size(part.shape).numel()
         return to_file(self._tensor.view(-1)[offset:end], part).to(self.dtypes[name])
+
+
+class QuantizedTensors:
+    """The same tensors with the projections of layers in 8 bits, in blocks of 128 x 128, and their scales, as in
+    DeepSeek-V3's files."""
+
+    def __init__(self, tensors: FileTensors) -> None:
+        self.tensors, self.dtypes, self.shapes = tensors, dict(tensors.dtypes), dict(tensors.shapes)
+        for name in filter(PROJECTIONS.fullmatch, tensors.dtypes):
+            if len(shape := tensors.shapes[name]) == 2:
+                self.dtypes[name], self.dtypes[name + SCALE_SUFFIX] = torch.float8_e4m3fn, torch.float32
+                self.shapes[name + SCALE_SUFFIX] = scales_shape(shape, FP8_BLOCK)
+
+    def read(self, name: str) -> torch.Tensor:
+        """[shapes[name]] in dtypes[name]."""
+        if self.dtypes[name] == torch.float8_e4m3fn:
+            return quantized(self.tensors.read(name))[0]
+        if name not in self.tensors.dtypes:
+            return quantized(self.tensors.read(name.removesuffix(SCALE_SUFFIX)))[1]
+        return self.tensors.read(name)

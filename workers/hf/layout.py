@@ -1,6 +1,6 @@
 """How files store weights differently from pentad: the row order of rotary parts, and 8-bit blocks with scales.
 
-Weights in 8 bits (fp8 E4M3 with one scale per block, as DeepSeek-V3 was released) are read, never written.
+Weights in 8 bits are fp8 E4M3 with one scale per block, as DeepSeek-V3 was released.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from pentad.kernels.fp8.fp8_tensor import TILE, Recipe, quantize
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.hf.names import FileTensor, Rotary
 
+FP8_BLOCK = (TILE, TILE)  # of what is written
 FP8_DTYPE = "F8_E4M3"  # in safetensors
 SCALE_SUFFIX = "_scale_inv"  # a weight's name + this: the name of its scales
 
@@ -83,3 +85,11 @@ def dequantized(weight: torch.Tensor, scales: torch.Tensor, block: BlockSize) ->
     for number, row in enumerate(scales):  # one row of blocks at a time: all scales expanded are a second matrix
         wide[number * rows : (number + 1) * rows] *= row.repeat_interleave(columns)[: wide.shape[1]]
     return wide
+
+
+def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values in 8 bits, scales) of a matrix, in blocks of FP8_BLOCK, of which those at the edges may be partial."""
+    rows, columns = (-size % length for size, length in zip(weight.shape, FP8_BLOCK, strict=True))
+    padded = torch.nn.functional.pad(weight.to(torch.float32), (0, columns, 0, rows))
+    values, scales = quantize(padded, Recipe("block"), "weight")
+    return values[: weight.shape[0], : weight.shape[1]].contiguous(), scales.contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,27 @@ def test_fp8_blocks_are_read_with_their_scales(saved, tmp_path: Path) -> None:
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     change(source, model__layers__0__mlp__down_proj__weight_scale_inv=torch.ones(1, 1))
     refused(source, tmp_path, "down_proj.weight_scale_inv", "[1, 1]")
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_what_is_written_in_8_bits_is_read_back(saved, tmp_path: Path, name: str) -> None:
+    """Each projection to half a step of its block's scale, all else as in bfloat16."""
+    done = take(saved(name), tmp_path / "checkpoint")
+    give(done.folder, tmp_path / "wide", done.family, done.model, dtype="bfloat16")
+    give(done.folder, tmp_path / "eight", done.family, done.model, dtype="fp8")
+    wide, eight = (load_file(tmp_path / each / SINGLE) for each in ("wide", "eight"))
+    config = json.loads((tmp_path / "eight" / "config.json").read_text())
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+    scaled = {each.removesuffix("_scale_inv") for each in eight if each.endswith("_scale_inv")}
+    assert scaled == {each for each in wide if each.endswith(("_proj.weight", "_with_mqa.weight"))}
+    for each, tensor in wide.items():
+        assert eight[each].dtype == (torch.float8_e4m3fn if each in scaled else tensor.dtype), each
+        if each not in scaled:
+            assert torch.equal(eight[each], tensor), each
+    again = tensors_of(take(tmp_path / "eight", tmp_path / "again"))
+    for each, tensor in tensors_of(done).items():
+        error = (again[each] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-9)
+        assert error < 1 / 16, each
 
 
 def test_mtp_layers_that_transformers_did_not_save_are_left_out(saved, tmp_path: Path) -> None:
