@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.orchestrator.config.yaml_text import load_yaml
-from pentad.orchestrator.monitoring.runfolder import CONFIG, home_of
+from pentad.orchestrator.records.checkpoint_places import CONFIG, home_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.data.corpus_index import INDEX_FILE, parse_index

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pentad.orchestrator.config.config import RunConfig
@@ -12,9 +11,11 @@ from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS
 from pentad.orchestrator.monitoring.runfolder import resolve_run, saved_config
 from pentad.orchestrator.planning.formatting import format_number
+from pentad.orchestrator.records.checkpoint_places import checkpoints_in
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import committed
+from pentad.workers.checkpoint.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -93,9 +94,9 @@ class Run:
 
         return curves_of(self.folder)
 
-    def checkpoints(self) -> dict[int, Path]:
+    def checkpoints(self) -> dict[int, Location]:
         """The folders of the committed checkpoints, by their number of steps, oldest first; without damaged ones."""
-        return committed(self.folder / runfolder.CHECKPOINTS)
+        return committed(checkpoints_in(self.folder))
 
     def __repr__(self) -> str:
         try:

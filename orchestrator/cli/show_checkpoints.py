@@ -11,25 +11,33 @@ from rich.console import Console
 
 from pentad.orchestrator.cli.show_lists import clock, print_table
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
-from pentad.orchestrator.monitoring.runfolder import CHECKPOINTS, CONFIG, EVALUATIONS, locked, resolve_run, saved_config
+from pentad.orchestrator.monitoring.runfolder import (
+    EVALUATIONS,
+    find_checkpoints,
+    is_checkpoint,
+    locked,
+    resolve_run,
+)
 from pentad.orchestrator.planning.formatting import format_bytes
+from pentad.orchestrator.records.checkpoint_places import CONFIG, checkpoints_in, home_of, saved_config
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.retention import kept_steps
 from pentad.schedules.ir.errors import PentadError, printable
-from pentad.workers.checkpoint.checkpoint import MANIFEST
+from pentad.workers.checkpoint.checkpoint import has_manifest
+from pentad.workers.checkpoint.location import Location, location
 from pentad.workers.checkpoint.retention import Entry, delete_checkpoint, listed, superseded, verified
 
 
 def show_list(run: str, console: Console, *, as_json: bool) -> None:
     """Lists the checkpoints of a run, oldest first."""
-    home = _home(run)
-    entries = listed(home / CHECKPOINTS)
-    notes = _notes(home, [entry.step for entry in entries if entry.state == "complete"])
+    root = find_checkpoints(run, "RUN")
+    home, entries = root.parent, listed(root)
+    notes = _notes(_folder(run, root), [entry.step for entry in entries if entry.state == "complete"])
     rows = [_row(entry, notes.get(entry.step, ()) if entry.state == "complete" else ()) for entry in entries]
     if as_json:
-        print(json.dumps({"run": home.name, "folder": str(home / CHECKPOINTS), "checkpoints": rows}))
+        print(json.dumps({"run": home.name, "folder": str(root), "checkpoints": rows}))
     elif not rows:
-        print(f"no checkpoints in {home / CHECKPOINTS}")
+        print(f"no checkpoints in {root}")
     else:
         heads = ("step>", "saved", "size>", "state", "kept as", "problem")
         keys = ("step", "time", "bytes", "state", "kept_as", "problem")
@@ -40,17 +48,17 @@ def show_list(run: str, console: Console, *, as_json: bool) -> None:
 
 def show_verify(run: str, *, as_json: bool) -> int:
     """Verifies the checkpoints of a run, or one, and prints a line for each; returns 1 if one is not intact."""
-    folder = Path(run).expanduser()
-    if (folder / MANIFEST).exists() or folder.name.startswith("step-"):
+    folder = location(run)
+    if is_checkpoint(folder):
         home, entries = folder.absolute().parent.parent, [e for e in listed(folder.parent) if e.folder == folder]
     else:
-        home = _home(run)
-        entries = [entry for entry in listed(home / CHECKPOINTS) if entry.state not in ("incomplete", "refused")]
+        root = find_checkpoints(run, "RUN")
+        home, entries = root.parent, [each for each in listed(root) if each.state not in ("incomplete", "refused")]
     if not entries:
         raise PentadError(f"RUN is '{run}', which has no checkpoint: expected at least one")
     rows = []
     for entry in map(verified, entries):
-        if not entry.folder.exists():  # a live run has deleted it meanwhile
+        if entry.state == "damaged" and not has_manifest(entry.folder):  # a live run has deleted it meanwhile
             continue
         rows.append(_row(entry))
         if not as_json:
@@ -66,7 +74,7 @@ def show_prune(run: str, *, dry_run: bool, as_json: bool) -> None:
     home = resolve_run(run)
     with locked(home, f"RUN is '{run}', which is running (process {{holder}}) and deletes them itself"):
         config, rows = saved_config(home), read_lines(home / EVALUATIONS, EVAL_KEYS)
-        root = home / CHECKPOINTS
+        root = checkpoints_in(home)
         gone = superseded(root, config.checkpoint.keep, lambda saved: kept_steps(config, saved, rows))
         for entry in gone if not dry_run else ():
             delete_checkpoint(entry.folder)
@@ -80,10 +88,10 @@ def show_prune(run: str, *, dry_run: bool, as_json: bool) -> None:
     print(f"{len(gone)} checkpoint{'s' * (len(gone) != 1)}, {format_bytes(size)}")
 
 
-def _home(text: str) -> Path:
-    """The folder of a run or of an imported model."""
-    found = (path for path in (Path(text).expanduser(), Path("runs") / text) if (path / CHECKPOINTS).is_dir())
-    return next(found, None) or resolve_run(text)
+def _folder(run: str, root: Location) -> Path:
+    """The folder of a run, or what describes the checkpoints under `root`."""
+    found = (path for path in (Path(run).expanduser(), Path("runs") / run) if (path / CONFIG).is_file())
+    return next(found, None) or home_of(root / "any")
 
 
 def _row(entry: Entry, kept_as: Iterable[str] = ()) -> dict[str, Any]:

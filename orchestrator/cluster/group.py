@@ -22,6 +22,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import Start
+from pentad.workers.checkpoint.location import Location
 from pentad.workers.data.mixture import drawn_by
 
 Refs = dict[int, Any]  # pending answers by rank
@@ -90,13 +91,13 @@ class WorkerGroup:
         (address,) = self.collect({0: self.call_runner(0, "serve", self.places[0].ip, left)}, deadline=deadline)
         self.collect(self._call_runners("connect", address, left), deadline=deadline)
 
-    def check_folder(self, folder: Path) -> None:
-        """Raises PentadError unless every rank's node has the run's folder: all ranks write and read there."""
-        for rank, found in enumerate(self.collect(self._call("has_folder", str(folder)))):
-            if not found:
-                raise PentadError(
-                    f"run.folder has {folder}, which {self.label(rank)} does not see: expected storage that all share"
-                )
+    def check_folder(self, folder: Location, key: str) -> None:
+        """Raises PentadError, which names the `key` of the configuration, unless every rank can read the folder with
+        the run's checkpoints: all ranks write and read there."""
+        for rank, problem in enumerate(self.collect(self._call("folder_problem", str(folder)))):
+            if problem is not None:
+                where = f"{key} has {folder}, which {self.label(rank)} does not see ({problem})"
+                raise PentadError(f"{where}: expected storage that all ranks share")
 
     def restore(self, start: Start, tick: Tick | None = None) -> None:
         """Loads the state that training starts from on every rank."""
@@ -120,13 +121,13 @@ class WorkerGroup:
         """
         return self._call_runners("run", first_step, count, more, self.skipped_batches)
 
-    def submit_save(self, folder: Path, step: int) -> Refs:
+    def submit_save(self, folder: Location, step: int) -> Refs:
         """Has every rank copy its part of a checkpoint after `step` steps, the last of which may be open, and write it
         while it trains on. The answers are of type WrittenShards, or say why a rank could not write."""
         self._call_runners("snapshot", step)  # `write` raises what goes wrong there
         return self._call("write", self.generation, str(folder), step)
 
-    def submit_save_of(self, shards: dict[int, tuple[ParamShard, ...]], folder: Path, step: int) -> Refs:
+    def submit_save_of(self, shards: dict[int, tuple[ParamShard, ...]], folder: Location, step: int) -> Refs:
         """In a generation that not all ranks have survived, has each rank in `shards` write what it has of those."""
         return {rank: self.call_runner(rank, "save", str(folder), step, its) for rank, its in shards.items()}
 
@@ -137,7 +138,7 @@ class WorkerGroup:
 
     def submit_commit(
         self,
-        folder: Path,
+        folder: Location,
         step: int,
         shards: list[dict[str, Any]],
         keep: int,

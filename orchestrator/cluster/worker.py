@@ -12,7 +12,9 @@ import pkgutil
 import signal
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,9 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Action
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.retention import delete_older
+from pentad.workers.checkpoint.storage import access_problem
 from pentad.workers.runtime.progress_file import Progress, read_progress
 from pentad.workers.runtime.results import RankSnapshot, WrittenShards
 from pentad.workers.runtime.telemetry import GpuState, read_gpu
@@ -158,12 +162,9 @@ class Worker:
     ) -> None:
         """Commits a checkpoint and deletes older ones but those of `pinned` steps, beside training. After a fence
         nothing is committed."""
-        path = Path(folder)
+        path = location(folder)
         found = [checkpoint.Shard.from_plain(shard) for shard in shards]
-        with self.changing:
-            if generation != self.generation:
-                raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
-            checkpoint.commit(path, step=step, shards=found, meta=meta)
+        checkpoint.commit(path, step=step, shards=found, meta=meta, publishing=partial(self._publishing, generation))
         delete_older(path.parent, keep, pinned)
         checkpoint.read_manifest(path)  # raises if it was damaged when it was read again
 
@@ -181,8 +182,9 @@ class Worker:
         return WorkerPlace(node, ip, gpu, os.getpid(), str(self.progress_file))
 
     @ray.method(concurrency_group="control")
-    def has_folder(self, folder: str) -> bool:
-        return os.path.isdir(folder)
+    def folder_problem(self, folder: str) -> str | None:
+        """Why the folder of a run's checkpoints cannot be read from here; None if it can."""
+        return access_problem(location(folder))
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
@@ -196,6 +198,14 @@ class Worker:
     def clock(self) -> float:
         """Monotonic seconds of this node."""
         return time.monotonic()
+
+    @contextmanager
+    def _publishing(self, generation: int) -> Iterator[None]:
+        """The generation does not end meanwhile. Raises StaleGeneration if it has."""
+        with self.changing:
+            if generation != self.generation:
+                raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
+            yield
 
     def _preload(self) -> None:
         with suppress(Exception):  # which `start` raises again

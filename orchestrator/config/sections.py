@@ -24,6 +24,7 @@ from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.spikes import SpikeSpec
 from pentad.schedules.spec.tensors import LayerRange
+from pentad.workers.checkpoint.location import has_credentials
 
 MAX_RANKS = 2**16
 MOST = 2**31 - 1  # of whatever is counted: more does not fit into 32 bits
@@ -271,8 +272,11 @@ class ZeroSection(Section):
 
 
 class CheckpointSection(Section):
-    """When checkpoints are saved (docs/recovery.md)."""
+    """When checkpoints are saved, and where (docs/recovery.md)."""
 
+    path: Text | None = None
+    """folder, or URI of a store (s3://bucket/prefix, gs://, hdfs://, file://), that holds the checkpoints of runs under
+    their names; null: run.folder. Credentials come from the environment"""
     every: NonNegativeInt = 0
     """steps between checkpoints; 0: none by steps"""
     every_seconds: NonNegativeFloat = 600.0
@@ -286,6 +290,10 @@ class CheckpointSection(Section):
     keep_best: bool | Text = False
     """besides those, keep the checkpoint with the lowest evaluation loss: of the data set of this name, or with true
     their mean"""
+
+    def rules(self) -> Iterator[Broken | str]:
+        if self.path is not None and has_credentials(self.path):
+            yield "checkpoint.path has a user or password, which would get into files: expected it in the environment"
 
 
 class ElasticSection(Section):

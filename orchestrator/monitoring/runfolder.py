@@ -12,9 +12,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pentad.orchestrator.config.config import RunConfig, dump, load
+from pentad.orchestrator.config.config import RunConfig, dump
 from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, Best, best_of
+from pentad.orchestrator.records.checkpoint_places import (
+    CHECKPOINTS,
+    CONFIG,
+    are_elsewhere,
+    checkpoints_in,
+    checkpoints_of,
+    home_of,
+    path_of,
+    saved_config,
+    store_files,
+    stored_config,
+)
 from pentad.orchestrator.records.hash_chain import AUDIT, hash_of, linked
 from pentad.orchestrator.records.json_lines import append, line_of, read_lines, reported, trim
 from pentad.schedules.draw.trace import write_trace
@@ -23,25 +35,28 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import (
-    MANIFEST,
     Checkpoint,
     committed,
+    folder_of,
+    has_manifest,
     has_manifests,
     newest,
     open_checkpoint,
 )
+from pentad.workers.checkpoint.location import Location, location
 from pentad.workers.hf import kept_files
 from pentad.workers.hf.names import MODEL_FILE
 
-CONFIG, PROGRAM, METRICS, JOURNAL = "config.yaml", "program.arrow", "metrics.jsonl", "journal.jsonl"
+PROGRAM, METRICS, JOURNAL = "program.arrow", "metrics.jsonl", "journal.jsonl"
 EVALUATIONS, EVAL_PROGRAM, EVAL_TIMELINE = "eval.jsonl", "eval-program.arrow", "eval-timeline.arrow"
-TIMELINE, TRACE, PAGE, CHECKPOINTS = "timeline.arrow", "trace.json.gz", "timeline.html", "checkpoints"
+TIMELINE, TRACE, PAGE = "timeline.arrow", "trace.json.gz", "timeline.html"
 # Keys of every line of metrics.jsonl; bubbles are shares of the makespan, null where a step was not measured.
 METRIC_KEYS = (
     *("step", "time", "loss", "grad_norm", "lr", "tokens", "total_tokens", "step_seconds", "tokens_per_second"),
     *("mfu", "bubble_planned", "bubble_measured", "generation"),
 )
-_FIXED = ("model.", "batch.", "lora.", "data.packing", "data.holdout", "run.seed")  # what a resumed run may not change
+# What a resumed run may not change.
+_FIXED = ("model.", "batch.", "lora.", "data.packing", "data.holdout", "run.seed", "checkpoint.path")
 _OWN = ("run.name", "run.folder")
 Changes = dict[str, tuple[Any, Any]]  # the values before and now, by key
 
@@ -57,13 +72,14 @@ class RunFolder:
 
         Raises PentadError when another live run has locked it, or it holds a run that cannot resume with `config`.
         """
-        self.path = path_of(config)
+        self.path, self.config = path_of(config), config
+        self.checkpoints = checkpoints_of(config)
         self.plan, self.keep_best = plan, config.checkpoint.keep_best
         self.total_tokens = 0  # of the steps in metrics.jsonl, once `rewind` has been called
         saved = resumed_config(config)
         self.resumed, self.changes = saved is not None, changed_keys(saved, config) if saved else {}
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            (self.path if are_elsewhere(config) else self.path / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             self.lock = _lock(self.path, _running(config.run.name))
         except OSError as error:
             text = f"run.folder is '{config.run.folder}', where {self.path} cannot be written ({error.strerror})"
@@ -82,17 +98,13 @@ class RunFolder:
         """Writes `config.yaml` and the programs, which hold for the steps from now on."""
         text = dump(config)
         _replace(self.path / CONFIG, text)
+        store_files(config, {CONFIG: text.encode()})
         self._audit({"event": "configuration", "yaml": text})
         self.replan(self.plan)
 
-    @property
-    def checkpoints(self) -> Path:
-        """Absolute: ranks that read and write there may have another working directory."""
-        return (self.path / CHECKPOINTS).absolute()
-
-    def checkpoint(self, step: int) -> Path:
-        """The folder of the checkpoint after `step` steps, named as in workers/checkpoint/checkpoint.py."""
-        return self.checkpoints / f"step-{step:08d}"
+    def checkpoint(self, step: int) -> Location:
+        """The folder of the checkpoint after `step` steps."""
+        return folder_of(self.checkpoints, step)
 
     def saved(self) -> list[int]:
         """Steps of the checkpoints that count, lowest first."""
@@ -132,12 +144,12 @@ class RunFolder:
         self._audit(entry)
         return entry
 
-    def keep_files(self, checkpoint: Path) -> None:
+    def keep_files(self, checkpoint: Location) -> None:
         """Keeps the files beside the weights of an imported model that the run starts from, for an export."""
+        files = kept_files.read_files(home_of(checkpoint) / kept_files.FOLDER)
         with reported(self.path / kept_files.FOLDER):
-            kept_files.write_files(
-                self.path / kept_files.FOLDER, kept_files.read_files(home_of(checkpoint) / kept_files.FOLDER)
-            )
+            kept_files.write_files(self.path / kept_files.FOLDER, files)
+        store_files(self.config, {f"{kept_files.FOLDER}/{name}": content for name, content in files.items()})
 
     def replan(self, plan: Plan) -> None:
         """Steps from now on follow this plan, perhaps on another mesh."""
@@ -197,13 +209,9 @@ class RunFolder:
         self.close()
 
 
-def path_of(config: RunConfig) -> Path:
-    return Path(config.run.folder).expanduser() / config.run.name
-
-
 def has_checkpoint(config: RunConfig) -> bool:
     """Whether the run has committed a checkpoint, intact or not."""
-    return has_manifests(path_of(config) / CHECKPOINTS)
+    return has_manifests(checkpoints_of(config))
 
 
 def check_not_live(config: RunConfig) -> None:
@@ -232,33 +240,33 @@ def resolve_run(name: str, folder: Path = Path("runs"), argument: str = "RUN") -
 
 
 def find_checkpoint(text: str, argument: str, runs: Path = Path("runs")) -> Checkpoint:
-    """A verified checkpoint by its folder, or the newest one of a run (a folder, or a name below `runs`) or an import.
+    """A verified checkpoint by its folder, or the newest one of a run (a folder, or a name below `runs`) or an import;
+    a folder may be in a store.
 
     Raises PentadError, which names `argument`, if there is none.
     """
-    folder = Path(text).expanduser()
-    if (folder / MANIFEST).exists() or folder.name.startswith("step-"):
+    folder = location(text)
+    if is_checkpoint(folder):
         return open_checkpoint(folder)
-    home = next((path for path in (folder, runs / text) if (path / CHECKPOINTS).is_dir()), None)
-    checkpoint = newest((home or resolve_run(text, runs, argument)) / CHECKPOINTS).checkpoint
+    checkpoint = newest(find_checkpoints(text, argument, runs)).checkpoint
     if checkpoint is None:
         raise PentadError(f"{argument} is '{text}', which has no valid checkpoint: expected at least one")
     return checkpoint
 
 
-def home_of(checkpoint: Path) -> Path:
-    """The folder of the run or import that a checkpoint is part of."""
-    return checkpoint.absolute().parent.parent
+def is_checkpoint(folder: Location) -> bool:
+    """Whether this is the folder of one checkpoint, rather than of a run."""
+    is_folder = not isinstance(folder, Path) or folder.is_dir()
+    return folder.name.startswith("step-") or (is_folder and has_manifest(folder))
 
 
-def saved_config(path: Path) -> RunConfig:
-    """The configuration of the last run in a folder. Raises PentadError when another version of pentad wrote it."""
-    try:
-        return load(path / CONFIG, [])
-    except PentadError as error:
-        problem = str(error).splitlines()[0]
-        fault = f"is of another version of pentad ({problem})"
-        raise PentadError(f"{path / CONFIG} {fault}: expected a run folder of this one") from None
+def find_checkpoints(text: str, argument: str, runs: Path = Path("runs")) -> Location:
+    """The folder of all checkpoints of a run (a folder, or a name below `runs`) or an import. Raises PentadError."""
+    folder = location(text)
+    if not isinstance(folder, Path):
+        return folder / CHECKPOINTS
+    home = next((path for path in (folder, runs / text) if (path / CHECKPOINTS).is_dir()), None)
+    return checkpoints_in(home or resolve_run(text, runs, argument))
 
 
 def process_names(plan: Plan | DrawnRun) -> dict[int, str]:
@@ -276,12 +284,11 @@ def resumed_config(config: RunConfig) -> RunConfig | None:
         known = {".lock", CHECKPOINTS, MODEL_FILE, kept_files.FOLDER}  # the latter two from import-hf
         if path.exists() and (not path.is_dir() or {inside.name for inside in path.iterdir()} - known):
             raise PentadError(f"{path} exists and is not a run's folder: expected a new one: {advice}")
-        return None
     try:
-        saved = saved_config(path)
+        saved = saved_config(path) if (path / CONFIG).exists() else stored_config(config)
     except PentadError as error:
         raise PentadError(f"the run in {path} cannot be resumed: {error}: {advice}") from None
-    for key, (before, now) in changed_keys(saved, config).items():
+    for key, (before, now) in changed_keys(saved, config).items() if saved else ():
         if key.startswith(_FIXED):
             hint = f"run.init_from={config.run.name} starts a new run from its weights"
             raise PentadError(f"{key} is {now}, but the run in {path} has {before}: {advice} ({hint})")

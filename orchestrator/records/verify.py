@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.config.yaml_text import load_yaml
+from pentad.orchestrator.records.checkpoint_places import checkpoints_in
 from pentad.orchestrator.records.hash_chain import AUDIT, Entry, read_chain
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import BatchSpec
-from pentad.workers.checkpoint.checkpoint import MANIFEST, fingerprint
+from pentad.workers.checkpoint.checkpoint import MANIFEST, fingerprint, folder_of, has_manifest
+from pentad.workers.checkpoint.location import Location
 from pentad.workers.data.samples import Dataset
 from pentad.workers.data.sources import open_dataset
 
@@ -70,7 +72,7 @@ def verify(run: Path, metrics: Sequence[Entry], *, data: bool, on_progress: OnPr
         raise PentadError(f"{run} has no {AUDIT}: expected a run of this version of pentad")
     history = replay(read_chain(path.read_bytes().split(b"\n")[:-1], str(path)), str(path))
     _compare_metrics(history, metrics, run)
-    checkpoints = _compare_checkpoints(history, run)
+    checkpoints = _compare_checkpoints(history, checkpoints_in(run))
     samples = _compare_samples(history, str(path), on_progress) if data else None
     return Verdict(len(history.steps), samples, history.rewinds, history.undone, len(history.generations), checkpoints)
 
@@ -125,11 +127,11 @@ def _compare_metrics(history: History, metrics: Sequence[Entry], run: Path) -> N
             raise PentadError(f"{text}: expected {committed}, as {AUDIT} has it")
 
 
-def _compare_checkpoints(history: History, run: Path) -> int:
+def _compare_checkpoints(history: History, root: Location) -> int:
     count = 0
     for step, expected in history.manifests.items():
-        folder = run / "checkpoints" / f"step-{step:08d}"
-        if (folder / MANIFEST).exists():
+        folder = folder_of(root, step)
+        if has_manifest(folder):
             count += 1
             if (found := fingerprint(folder)) != expected:
                 text = f"{folder / MANIFEST} has the SHA-256 {found[:12]}"

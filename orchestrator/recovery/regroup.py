@@ -17,7 +17,7 @@ from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, is_
 from pentad.orchestrator.recovery.hang_detection import check_answers
 from pentad.orchestrator.recovery.retention import pinned_checkpoints
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.checkpoint.checkpoint import Checkpoint, Start, fingerprint, recover
+from pentad.workers.checkpoint.checkpoint import Checkpoint, Start, fingerprint, has_manifest, recover
 
 CREATE_SECONDS = 30.0
 RETRY_SECONDS = 0.2
@@ -147,7 +147,7 @@ class Regroup:
         """Writes a checkpoint of the newest state, unless there is an intact one, each parameter shard by one of its
         current holders."""
         began, group, path = time.monotonic(), self.group, self.bus.folder.checkpoint(state.version)
-        if path.exists() and (found := self._newest(restart=True)) and found.step == state.version:
+        if has_manifest(path) and (found := self._newest(restart=True)) and found.step == state.version:
             return
         plan, current = group.plan, set(state.current)
         owned: dict[int, tuple[ParamShard, ...]] = {}

@@ -13,8 +13,7 @@ from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.retention import rollback_target
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import MANIFEST, Start, recover
-from pentad.workers.checkpoint.manifest import decode
+from pentad.workers.checkpoint.checkpoint import Start, read_manifest, recover
 from pentad.workers.checkpoint.retention import delete_checkpoint
 
 Skipped = tuple[tuple[int, int], ...]  # batches left out, as for `batch_of`
@@ -85,6 +84,5 @@ def skipped_batches(folder: RunFolder, start: Start) -> Skipped:
     events = read_lines(folder.path / JOURNAL, ["event"])
     found = [event["skipped_batches"] for event in events if event["event"] == "rollback"]
     if start.folder is not None and start.folder.parent == folder.checkpoints:
-        manifest = decode((start.folder / MANIFEST).read_bytes())  # which has been verified
-        found.append(manifest.meta.get("skipped_batches", []))
+        found.append(read_manifest(start.folder).meta.get("skipped_batches", []))
     return tuple((first, count) for first, count in max(found, key=len, default=()))

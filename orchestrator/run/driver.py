@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup
@@ -41,7 +40,8 @@ from pentad.orchestrator.run.start_monitoring import monitored
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.checkpoint.checkpoint import Start, recover
+from pentad.workers.checkpoint.checkpoint import Start, Unreadable, recover
+from pentad.workers.checkpoint.location import location
 
 FAILURE = "failure.txt"
 
@@ -77,7 +77,8 @@ def drive(
             )
             bus.on_first_step = cluster.start_dashboard  # later, because ranks need the CPU while they start
             bus.record("place", generation=generation, ranks=_ranks(group))
-            group.check_folder(folder.path.resolve())
+            key = "run.folder" if config.checkpoint.path is None else "checkpoint.path"
+            group.check_folder(folder.checkpoints, key)
             group.restore(start)
             group.skipped_batches = skipped_batches(folder, start)
             interrupts.stop = requests.stop
@@ -164,7 +165,14 @@ def _run_generations(
         if state.version < steps.done:
             bus.rewind(state.version)
         first, saved_at = state.version, steps.saved_at
-        saved = max(s for s in (steps.durable, *bus.folder.saved()) if s <= state.version)
+        saved = max((s for s in (steps.durable, *_saved(bus)) if s <= state.version), default=-1)
+
+
+def _saved(bus: EventBus) -> list[int]:
+    """Steps of checkpoints; none while they cannot be read, which is no reason to end a run that does without."""
+    with suppress(Unreadable):
+        return bus.folder.saved()
+    return []
 
 
 def _write_timelines(bus: EventBus, history: History) -> None:
@@ -193,8 +201,11 @@ def _resume(
     Newer checkpoints that are damaged are renamed, and their steps run again. Raises PentadError if all are damaged,
     unless checkpoint.restart_if_damaged, and if one cannot be read.
     """
-    generation = 1 + max((row.get("generation", 0) for row in read_lines(folder.path / JOURNAL, ["event"])), default=0)
     found = recover(folder.checkpoints, restart=config.checkpoint.restart_if_damaged)
+    known = [row.get("generation", 0) for row in read_lines(folder.path / JOURNAL, ["event"])]
+    if found.checkpoint:  # perhaps of a run whose folder is gone
+        known.append(found.checkpoint.meta.get("generation", 0))
+    generation = 1 + max(known, default=0)
     for aside, reason in found.refused:
         display.note(f"checkpoint refused and renamed to {aside.name}: {reason}")
     if found.checkpoint:
@@ -208,7 +219,7 @@ def _resume(
             display.note(f"starting from {start.folder or 'the initial weights'} at step {start.step}")
         if base is not None:
             display.note(f"the adapters of lora are trained beside the weights of {base.folder}")
-        origin_folder = start.folder if base is None else Path(base.folder)
+        origin_folder = start.folder if base is None else location(base.folder)
         if origin_folder is not None:
             folder.keep_files(origin_folder)
         if adapter is not None and folder.plan.lora is not None:

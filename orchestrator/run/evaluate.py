@@ -11,8 +11,8 @@ from pentad.orchestrator.cluster.local_head import launch
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.config.includes import read_file
 from pentad.orchestrator.monitoring.display import Display
-from pentad.orchestrator.monitoring.runfolder import CONFIG, home_of
 from pentad.orchestrator.planning.planning import first_plan
+from pentad.orchestrator.records.checkpoint_places import CONFIG, home_of
 from pentad.orchestrator.run.init_from import with_base
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.train import RUNNER, with_eval_fingerprints

@@ -12,14 +12,8 @@ from typing import Any, NamedTuple
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.config.yaml_text import load_yaml
-from pentad.orchestrator.monitoring.runfolder import (
-    CONFIG,
-    Changes,
-    changed_keys,
-    find_checkpoint,
-    home_of,
-    saved_config,
-)
+from pentad.orchestrator.monitoring.runfolder import Changes, changed_keys, find_checkpoint
+from pentad.orchestrator.records.checkpoint_places import CONFIG, home_of, saved_config
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import LoraBase, LoraSpec, lora_of
 from pentad.schedules.spec.plan import Plan

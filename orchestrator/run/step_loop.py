@@ -23,7 +23,7 @@ from pentad.orchestrator.run.measure import History
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import fingerprint
-from pentad.workers.checkpoint.retention import delete_checkpoint
+from pentad.workers.checkpoint.retention import discard
 from pentad.workers.data.mixture import Mixture
 from pentad.workers.runtime.results import StepResult
 
@@ -253,8 +253,8 @@ class StepLoop:
         save = self.saving
         if save is not None and save.commits and self._is_over(save, wait=wait):
             self.saving, self.saved_at = None, time.monotonic()
-            if self._or_note(save, partial(self.group.collect, save.refs, tick=self._tick)) is not None:
-                self._record_checkpoint(save)
+            if (manifest := self._or_note(save, partial(self._manifest, save))) is not None:
+                self._record_checkpoint(save, manifest)
 
     def _is_over(self, save: Save, *, wait: bool) -> bool:
         return wait or (self.done >= save.step and self.group.is_ready(save.refs))
@@ -275,9 +275,14 @@ class StepLoop:
         facts = {"bytes": sum(entry["bytes"] for entry in entries), "snapshot_seconds": snapshot, **save.facts}
         return save._replace(refs=refs, commits=True, facts=facts, best=self.bus.folder.best(save.step))
 
-    def _record_checkpoint(self, save: Save) -> None:
+    def _manifest(self, save: Save) -> str:
+        """Waits for the commit; returns the hash of what has been committed."""
+        self.group.collect(save.refs, tick=self._tick)
+        return fingerprint(self.bus.folder.checkpoint(save.step))
+
+    def _record_checkpoint(self, save: Save, manifest: str) -> None:
         seconds, generation = round(time.monotonic() - save.began, 3), self.group.generation
-        facts = {"seconds": seconds, "manifest": fingerprint(self.bus.folder.checkpoint(save.step)), **save.facts}
+        facts = {"seconds": seconds, "manifest": manifest, **save.facts}
         self.bus.record("checkpoint", generation=generation, step=save.step, **facts)
         self.durable = save.step
         if (best := save.best) and best.step == save.step:
@@ -286,15 +291,17 @@ class StepLoop:
         self.requests.checkpoint_saved(save.step)
 
     def _or_note(self, save: Save, action: Callable[[], T]) -> T | None:
-        """What the action returns; None when the disk is full or cannot be read, which is fatal only for a run's last
-        checkpoint."""
+        """What the action returns; None when the storage is full, away or cannot be read, which is fatal only for a
+        run's last checkpoint."""
         try:
             return action()
         except WorkerError:
             raise
         except PentadError as error:
-            if self.requests.aborted or (self.ending and save.step == self.submitted):
+            if self.requests.aborted:
                 raise
+            if self.ending and save.step == self.submitted:
+                raise PentadError(f"the last state, after step {save.step}, was not saved: {error}") from error
             if not save.commits:
                 self._discard(save)
             self._note_failure(save, str(error))
@@ -307,7 +314,7 @@ class StepLoop:
     def _discard(self, save: Save) -> None:
         """Deletes what has been written of a checkpoint that will not be: the next one needs the room."""
         with suppress(PentadError):
-            delete_checkpoint(self.bus.folder.checkpoint(save.step))
+            discard(self.bus.folder.checkpoint(save.step))
 
     def _pause(self) -> None:
         """The ranks wait between two steps; called again and again until a resume is requested."""

@@ -19,9 +19,10 @@ from pentad.orchestrator.loggers.loggers import check_loggers
 from pentad.orchestrator.monitoring import runfolder
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
-from pentad.orchestrator.monitoring.runfolder import check_not_live, has_checkpoint, path_of, resumed_config
+from pentad.orchestrator.monitoring.runfolder import check_not_live, has_checkpoint, resumed_config
 from pentad.orchestrator.planning.numerics import optimizer_spec
 from pentad.orchestrator.planning.planning import first_plan
+from pentad.orchestrator.records.checkpoint_places import check_store, checkpoints_of, path_of
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.init_from import origin_of, with_base
 from pentad.orchestrator.run.interrupts import Interrupts, OnStep, StepCallback
@@ -32,6 +33,7 @@ from pentad.schedules.spec.lora import LoraBase, lora_of
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import committed, newest, read_manifest
+from pentad.workers.checkpoint.location import Location
 from pentad.workers.data.mixture import require_lasting, require_resumable
 from pentad.workers.data.sources import check_data, described, open_eval_data, open_sources
 
@@ -95,6 +97,8 @@ def train(
     display = display or Display(Console(quiet=True), config.run.name, config.run.steps)
     plan = plan or first_plan(config)
     check_not_live(config)
+    if note := check_store(config):
+        display.note(note)
     saved = resumed_config(config)
     if _is_finished(config, plan):
         display.note(f"the run has all of its run.steps = {config.run.steps} already")
@@ -150,7 +154,7 @@ def _last_evaluation(folder: Path) -> list[dict[str, Any]]:
 
 def _best(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     """The checkpoint that checkpoint.keep_best has kept."""
-    by_step = committed(folder / runfolder.CHECKPOINTS)
+    by_step = committed(checkpoints_of(config))
     best = best_of(read_lines(folder / runfolder.EVALUATIONS, EVAL_KEYS), config.checkpoint.keep_best, by_step)
     return best and {**best._asdict(), "checkpoint": str(by_step[best.step])}
 
@@ -162,7 +166,7 @@ def _is_finished(config: RunConfig, plan: Plan) -> bool:
     """
     free_port("metrics.port", config.metrics.host, config.metrics.port)
     free_port("metrics.control_port", config.metrics.host, config.metrics.control_port)
-    checkpoints = path_of(config) / runfolder.CHECKPOINTS
+    checkpoints = checkpoints_of(config)
     step, meta = _newest_manifest(checkpoints)
     if meta.get("data"):
         batches = batch_of(step, meta["skipped_batches"])
@@ -178,7 +182,7 @@ def _base(config: RunConfig) -> LoraBase | None:
     all parameters."""
     if config.lora.rank is None:
         return None
-    _, meta = _newest_manifest(path_of(config) / runfolder.CHECKPOINTS)
+    _, meta = _newest_manifest(checkpoints_of(config))
     if not meta:
         return origin_of(config).base
     lora = lora_of(meta)
@@ -188,7 +192,7 @@ def _base(config: RunConfig) -> LoraBase | None:
     return lora.base
 
 
-def _newest_manifest(checkpoints: Path) -> tuple[int, dict[str, Any]]:
+def _newest_manifest(checkpoints: Location) -> tuple[int, dict[str, Any]]:
     """Steps and metadata of the newest checkpoint that counts; its tensors are not read."""
     folders = list(committed(checkpoints).values())
     if not folders:

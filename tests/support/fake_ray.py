@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +27,7 @@ from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import Start
+from pentad.workers.checkpoint.location import location
 from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult, WrittenShards
 
 DRIVER_NODE = "node0"
@@ -58,9 +58,6 @@ class Rank:
     def clock(self) -> float:
         return self.fake.now
 
-    def has_folder(self, folder: str) -> bool:
-        return True
-
     def start(self, generation: int, plan: Plan, number: int, keep: bool) -> str:
         self.generation, self.plan, self.number, self.ready = generation, plan, number, False
         self.results, self.open = [], []
@@ -79,7 +76,7 @@ class Rank:
         assert {rank.generation for rank in self.fake.ranks if rank.is_alive} == {self.generation}
 
     def restore(self, folder: str | None, step: int, optimizer: bool) -> None:
-        assert (int(Path(folder).name[5:]) if folder else 0) == step
+        assert (int(location(folder).name[5:]) if folder else 0) == step
         self.version = step
 
     def receive(self, sources: dict[Any, int], step: int) -> None:
@@ -138,7 +135,7 @@ class Rank:
         self, generation: int, folder: str, step: int, shards: Any, meta: Any, keep: int, pinned: tuple[int, ...]
     ) -> None:
         assert generation == self.generation
-        save_small(Path(folder), step)
+        save_small(location(folder), step)
 
     def fence(self, generation: int) -> None:
         assert generation > self.generation

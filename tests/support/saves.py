@@ -12,12 +12,13 @@ from worker_processes import WorkerProcess, call_all, losses_and_state, start_ru
 
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint.location import Location
 from pentad.workers.checkpoint.shards import read
 
 Order = tuple[Any, ...]  # a method of a Runner and its arguments
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+def tensors_of(folder: Location) -> dict[str, torch.Tensor]:
     found = checkpoint.open_checkpoint(folder)
     return read(found, found.tensors)
 

@@ -80,11 +80,16 @@ def require_empty(out: Path, argument: str = "OUT") -> None:
 
 
 def write_file(
-    path: Path, parts: Iterable[memoryview], publishing: Callable[[], AbstractContextManager[None]] = nullcontext
+    path: Path,
+    parts: Iterable[memoryview],
+    publishing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    *,
+    replace: bool = True,
 ) -> tuple[int, str]:
     """Writes `parts` to `path`, atomically and durably; returns the number of bytes and their sha256.
 
-    The file gets its name within `publishing()`, which may raise to prevent that.
+    The file gets its name within `publishing()`, which may raise to prevent that. Without `replace` raises
+    FileExistsError if `path` exists, where the file system has hard links.
 
     The hash is of the bytes on their way to disk, not of a re-read: a re-read right after the write comes from the page
     cache and says nothing about the disk. Raises OSError, with the temporary file removed; if only the last fsync
@@ -102,12 +107,23 @@ def write_file(
             file.flush()
             os.fsync(file.fileno())
         with publishing():
-            os.replace(partial, path)
+            (os.replace if replace else _rename_new)(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
     return size, digest.hexdigest()
+
+
+def _rename_new(partial: Path, path: Path) -> None:
+    try:
+        os.link(partial, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        os.replace(partial, path)
+    else:
+        partial.unlink()
 
 
 def free_bytes(folder: Path) -> int:
@@ -118,15 +134,3 @@ def free_bytes(folder: Path) -> int:
         except OSError:
             continue
     return 0
-
-
-@contextmanager
-def storage_errors(folder: Path, required: int) -> Iterator[None]:
-    """Turns a storage failure under `folder` (full, read-only, gone, I/O error) into one PentadError."""
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise PentadError(
-            f"folder {folder} cannot be written ({why}): expected room for {required} bytes ({free_bytes(folder)} free)"
-        ) from error

@@ -1,8 +1,12 @@
 """Checkpoints: each rank writes its shards (see shards), a manifest commits them, and opening verifies everything.
 
-A checkpoint is a folder `step-00000020` of safetensors files and a `manifest.json`, written last. A folder without a
-manifest is incomplete and ignored. Tensor names are global, so any mesh can read what another one wrote. Nothing here
-unpickles: safetensors and JSON only. A storage failure raises PentadError, so that the driver can keep training.
+A checkpoint is a folder `step-00000020` of safetensors files and a `manifest.json`, written last, on a disk or in a
+store. A folder without a manifest is incomplete and ignored. Tensor names are global, so any mesh can read what another
+one wrote. Nothing here unpickles: safetensors and JSON only. A storage failure raises PentadError, so that the driver
+can keep training.
+
+Of two writers of the same step one wins, whose manifest comes first. Where a store would let the second one replace it,
+manifests have the generation of their run in their names, and the highest one counts.
 
 A checkpoint of a run counts if `committed` lists it. One whose content turns out to be damaged is renamed by whoever
 may write to the run (`recover`, retention.delete_older), so that it counts nowhere and its step can be saved again.
@@ -12,23 +16,18 @@ Needs no torch: a driver resumes and recovers without it.
 
 import errno
 import hashlib
-import os
 import re
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from safetensors import SafetensorError, safe_open
-
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.atomic_io import storage_errors, write_file
+from pentad.workers.checkpoint.local_storage import File, L, Publishing, missing, sha256_of
+from pentad.workers.checkpoint.location import Location
 from pentad.workers.checkpoint.manifest import (
     MAX_BYTES,
     Manifest,
@@ -39,13 +38,15 @@ from pentad.workers.checkpoint.manifest import (
     encode,
     pieces_by_tensor,
 )
+from pentad.workers.checkpoint.safetensors_header import Stored, read_header
+from pentad.workers.checkpoint.storage import storage_errors, storage_of
 
 MANIFEST = "manifest.json"
 RETRY_SECONDS = (0.1, 0.5, 2.0)  # between attempts to read: a file server may be away for a moment
 _SHOWS_DAMAGE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)  # the file is not there, or is none
 _T = TypeVar("_T")
-_FileState = tuple[int, int, int]  # inode, bytes, nanosecond of the last change
-_verified: dict[Path, tuple[_FileState, ...]] = {}  # the files of checkpoints that this process has read and verified
+_OF_GENERATION = re.compile(r"manifest-[0-9]{8,18}\.json")
+_verified: dict[Location, dict[str, File]] = {}  # the files of checkpoints that this process has read and verified
 
 
 class Unreadable(PentadError):
@@ -56,17 +57,18 @@ class Unreadable(PentadError):
 class Checkpoint:
     """A checkpoint: its folder, the number of steps done, the driver's metadata, and where each tensor is."""
 
-    folder: Path
+    folder: Location
     step: int
     meta: dict[str, Any]
     tensors: dict[str, tuple[Piece, ...]]
+    headers: dict[str, dict[str, Stored]] = field(default_factory=dict, compare=False, repr=False)  # of files read from
 
 
 class Start(NamedTuple):
     """What training starts from: a checkpoint (None: the initial values) whose `step` steps count as done, with its
     `optimizer` state or without."""
 
-    folder: Path | None = None
+    folder: Location | None = None
     step: int = 0
     optimizer: bool = True
 
@@ -75,40 +77,51 @@ class Found(NamedTuple):
     """The newest valid checkpoint, if any, and each newer one that is damaged, newest first, with the reason."""
 
     checkpoint: Checkpoint | None
-    refused: tuple[tuple[Path, str], ...]
+    refused: tuple[tuple[Location, str], ...]
 
 
-def folder_of(root: Path, step: int) -> Path:
+def folder_of(root: L, step: int) -> L:
     """The folder of the checkpoint after `step` steps."""
     return root / f"step-{step:08d}"
 
 
-def commit(folder: Path, *, step: int, shards: Sequence[Shard], meta: dict[str, Any]) -> Path:
-    """Makes the checkpoint visible by writing its manifest; returns the manifest's path.
+def commit(
+    folder: L,
+    *,
+    step: int,
+    shards: Sequence[Shard],
+    meta: dict[str, Any],
+    publishing: Publishing = nullcontext,
+) -> L:
+    """Makes the checkpoint visible by writing its manifest, within `publishing()`; returns where that is.
 
     Call it after every rank's `write_shard` has returned; a second call with the same arguments changes nothing. Raises
     PentadError for a tensor or file that occurs twice, a shard that is missing or of another size, a `step` that is not
-    the folder's, a `meta` that is not plain JSON, and a storage failure (the checkpoint may be visible after that, and
-    is complete if it is).
+    the folder's, a `meta` that is not plain JSON, a checkpoint that another writer has committed meanwhile, and a
+    storage failure (the checkpoint may be visible after that, and is complete if it is).
     """
     with _naming(folder):
         data = encode(Manifest(step, meta, tuple(shards)))
         _check_step(folder, step)
-        _check_sizes(folder, shards)
+        _check_sizes(retried(lambda: _files(folder)), shards)
     with storage_errors(folder, len(data)):
-        write_file(folder / MANIFEST, [memoryview(data)])
-    return folder / MANIFEST
+        storage = storage_of(folder)
+        name = MANIFEST if storage.is_exclusive(folder.parent) else f"manifest-{meta.get('generation', 0):08d}.json"
+        try:
+            storage.write_new(folder / name, data, publishing)
+        except FileExistsError:
+            raise PentadError(f"checkpoint {folder}: another writer has committed it: expected one writer") from None
+    return folder / name
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def open_checkpoint(folder: Location) -> Checkpoint:
     """Reads every byte of the checkpoint in `folder` and verifies it, several shards at a time.
 
     Checks the manifest's checksum, then each shard's presence, size, sha256 and header. Raises PentadError, which names
     the file at fault, UnknownVersion for a checkpoint of another version of pentad, and Unreadable, after some
     attempts, when the system cannot read it.
     """
-    manifest = read_manifest(folder)
-    before = _file_states(folder, manifest)
+    manifest, before = _read_manifest(folder)
     with _naming(folder), ThreadPoolExecutor() as pool:  # hashing releases the GIL
         for _ in pool.map(lambda shard: retried(lambda: _check_content(folder, shard)), manifest.shards):
             pass
@@ -116,37 +129,75 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return _checkpoint(folder, manifest)
 
 
-def open_verified(folder: Path) -> Checkpoint:
+def open_verified(folder: Location) -> Checkpoint:
     """The checkpoint in `folder`, whose content has been verified elsewhere: by the driver, for all ranks. Raises as
     `read_manifest` does."""
     return _checkpoint(folder, read_manifest(folder))
 
 
-def _checkpoint(folder: Path, manifest: Manifest) -> Checkpoint:
+def open_saved(folder: Location) -> Checkpoint:
+    """A checkpoint that has been saved, valid as far as its storage leaves room for doubt: the content is read where
+    bytes may rot, unless this process has verified the same files. Raises as `open_checkpoint` does."""
+    manifest, files = _read_manifest(folder)
+    if _may_rot(folder) and files != _verified.get(folder):
+        return open_checkpoint(folder)
+    return _checkpoint(folder, manifest)
+
+
+def _may_rot(folder: Location) -> bool:
+    try:
+        return storage_of(folder).may_rot
+    except OSError as error:
+        raise unreadable(str(folder), error) from error
+
+
+def _checkpoint(folder: Location, manifest: Manifest) -> Checkpoint:
     return Checkpoint(folder, manifest.step, manifest.meta, pieces_by_tensor(manifest.shards))
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Location) -> Manifest:
     """The manifest of a checkpoint, intact, whose shards are there and have their sizes; their content is not read.
     Raises as `open_checkpoint` does."""
+    return _read_manifest(folder)[0]
 
-    def read() -> Manifest:
-        manifest = decode(_manifest_bytes(folder))
+
+def _read_manifest(folder: Location) -> tuple[Manifest, dict[str, File]]:
+    """With its file and those of its shards."""
+
+    def read() -> tuple[Manifest, dict[str, File]]:
+        files = _files(folder)
+        name = manifest_name(files) or MANIFEST
+        manifest = decode(_manifest_bytes(folder, name, files))
         _check_step(folder, manifest.step)
-        _check_sizes(folder, manifest.shards)
-        return manifest
+        _check_sizes(files, manifest.shards)
+        return manifest, {each: files[each] for each in (name, *(shard.file for shard in manifest.shards))}
 
     with _naming(folder):
         return retried(read)
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Location) -> str:
     """The sha256 of a checkpoint's manifest, which has those of all its files."""
+
+    def read() -> str:
+        files = _files(folder)
+        return hashlib.sha256(_manifest_bytes(folder, manifest_name(files) or MANIFEST, files)).hexdigest()
+
     with _naming(folder):
-        return hashlib.sha256(_manifest_bytes(folder)).hexdigest()
+        return retried(read)
 
 
-def committed(root: Path) -> dict[int, Path]:
+def manifest_name(files: Iterable[str]) -> str | None:
+    """The manifest that counts, of the names of the files in a folder."""
+    names = set(files)
+    return MANIFEST if MANIFEST in names else max(filter(_OF_GENERATION.fullmatch, names), key=_by_number, default=None)
+
+
+def _by_number(name: str) -> int:
+    return int(name[len("manifest-") : -len(".json")])
+
+
+def committed(root: L) -> dict[int, L]:
     """The folders of the checkpoints under `root` that count, by step, lowest first: `read_manifest` accepts them.
 
     Raises UnknownVersion and Unreadable: to leave out such a checkpoint would silently lose its steps.
@@ -163,20 +214,21 @@ def committed(root: Path) -> dict[int, Path]:
     return found
 
 
-def has_manifests(root: Path) -> bool:
+def has_manifests(root: Location) -> bool:
     """Whether there is a checkpoint under `root`, intact or not. Raises Unreadable."""
     return bool(complete_folders(root))
 
 
-def newest(root: Path) -> Found:
+def newest(root: Location, open_: Callable[[Location], Checkpoint] = open_checkpoint) -> Found:
     """The valid checkpoint of the highest step under `root`, and newer damaged ones; incomplete ones do not count.
+    Valid is what `open_` does not refuse.
 
     Raises UnknownVersion and Unreadable at such a checkpoint: to skip it would silently lose its steps.
     """
-    refused: list[tuple[Path, str]] = []
+    refused: list[tuple[Location, str]] = []
     for folder in reversed(complete_folders(root).values()):
         try:
-            return Found(open_checkpoint(folder), tuple(refused))
+            return Found(open_(folder), tuple(refused))
         except (UnknownVersion, Unreadable):
             raise
         except PentadError as error:
@@ -184,7 +236,7 @@ def newest(root: Path) -> Found:
     return Found(None, tuple(refused))
 
 
-def recover(root: Path, *, restart: bool = False) -> Found:
+def recover(root: Location, *, restart: bool = False) -> Found:
     """`newest`, with the damaged ones renamed, so that they no longer count.
 
     Raises PentadError, with nothing renamed, if there are checkpoints and all are damaged, unless `restart`.
@@ -197,7 +249,7 @@ def recover(root: Path, *, restart: bool = False) -> Found:
 
 
 @contextmanager
-def _naming(folder: Path) -> Iterator[None]:
+def _naming(folder: Location) -> Iterator[None]:
     """Errors of the block begin with the checkpoint's folder."""
     try:
         yield
@@ -205,10 +257,9 @@ def _naming(folder: Path) -> Iterator[None]:
         raise type(error)(f"checkpoint {folder}: {error}") from error.__cause__
 
 
-def unreadable(file: str, error: OSError | SafetensorError) -> PentadError:
+def unreadable(file: str, error: OSError) -> PentadError:
     """Unreadable, unless the error shows that the file is damaged or missing."""
-    is_passing = isinstance(error, OSError) and error.errno not in _SHOWS_DAMAGE
-    reason = getattr(error, "strerror", None) or error
+    is_passing, reason = error.errno not in _SHOWS_DAMAGE, error.strerror or error
     return (Unreadable if is_passing else PentadError)(f"{file} cannot be read ({reason}): expected a readable file")
 
 
@@ -221,21 +272,22 @@ def retried(read: Callable[[], _T]) -> _T:
     return read()
 
 
-def set_aside(folder: Path) -> Path:
-    """Renames a damaged checkpoint to the first free name of the form step-00000020.refused-1."""
-    names = (folder.with_name(f"{folder.name}.refused-{number}") for number in count(1))
-    aside = next(path for path in names if not os.path.lexists(path))
+def set_aside(folder: L) -> L:
+    """Renames a damaged checkpoint, or in a store its manifest, so that it no longer counts: to the first free name of
+    the form step-00000020.refused-1."""
     try:
-        return folder.rename(aside)
+        storage = storage_of(folder)
+        aside: L = storage.set_aside(folder, manifest_name(storage.files(folder)) or MANIFEST)
+        return aside
     except OSError as error:
-        raise PentadError(f"{folder} cannot be renamed ({error.strerror}): expected writable storage") from error
+        text = f"{folder} cannot be renamed ({error.strerror or error})"
+        raise PentadError(f"{text}: expected writable storage") from error
 
 
-def is_intact(folder: Path) -> bool:
-    """Whether the checkpoint is valid; its content is not read again while its files have not changed."""
+def is_intact(folder: Location) -> bool:
+    """Whether `open_saved` accepts the checkpoint."""
     try:
-        if _file_states(folder, read_manifest(folder)) != _verified.get(folder):
-            open_checkpoint(folder)
+        open_saved(folder)
     except (UnknownVersion, Unreadable):
         raise
     except PentadError:
@@ -243,94 +295,88 @@ def is_intact(folder: Path) -> bool:
     return True
 
 
-def _manifest_bytes(folder: Path) -> bytes:
+def _files(folder: Location) -> dict[str, File]:
     try:
-        with open(folder / MANIFEST, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_BYTES:
-                raise PentadError(f"{MANIFEST} has {size} bytes: expected at most {MAX_BYTES}")
-            return file.read()
+        return storage_of(folder).files(folder)
     except OSError as error:
-        raise unreadable(MANIFEST, error) from error
+        raise unreadable("the folder", error) from error
 
 
-def _check_sizes(folder: Path, shards: Iterable[Shard]) -> None:
-    for shard in shards:
-        try:
-            status = os.lstat(folder / shard.file)
-        except OSError as error:
-            raise unreadable(shard.file, error) from error
-        if not stat.S_ISREG(status.st_mode):  # a link could lead out of the folder
-            raise PentadError(f"{shard.file} is a link or device: expected a regular file")
-        if status.st_size != shard.bytes:
-            raise PentadError(f"{shard.file} has {status.st_size} bytes: expected {shard.bytes}")
-
-
-def _file_states(folder: Path, manifest: Manifest) -> tuple[_FileState, ...]:
-    def read() -> tuple[_FileState, ...]:
-        try:
-            found = [os.lstat(folder / file) for file in (MANIFEST, *(shard.file for shard in manifest.shards))]
-        except OSError as error:
-            raise unreadable("a file", error) from error
-        return tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in found)
-
-    with _naming(folder):
-        return retried(read)
-
-
-def _check_content(folder: Path, shard: Shard) -> None:
-    path = folder / shard.file
+def _manifest_bytes(folder: Location, name: str, files: dict[str, File]) -> bytes:
     try:
-        with open(path, "rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        if sha256 != shard.sha256:
-            raise PentadError(f"{shard.file} has sha256 {sha256}: expected {shard.sha256}")
-        with safe_open(path, framework="np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
-            specs = {name: {"dtype": it.get_dtype(), "shape": list(it.get_shape())} for name, it in slices.items()}
-    except (OSError, SafetensorError) as error:
+        if name not in files:
+            raise missing(name)
+        with storage_of(folder).opened(folder / name) as file:
+            if files[name].bytes > MAX_BYTES:
+                raise PentadError(f"{name} has {files[name].bytes} bytes: expected at most {MAX_BYTES}")
+            return bytes(file.read())
+    except OSError as error:
+        raise unreadable(name, error) from error
+
+
+def _check_sizes(files: dict[str, File], shards: Iterable[Shard]) -> None:
+    for shard in shards:
+        found = files.get(shard.file)
+        if found is None:
+            raise unreadable(shard.file, missing(shard.file))
+        if not found.is_regular:  # a link could lead out of the folder
+            raise PentadError(f"{shard.file} is a link or device: expected a regular file")
+        if found.bytes != shard.bytes:
+            raise PentadError(f"{shard.file} has {found.bytes} bytes: expected {shard.bytes}")
+
+
+def _check_content(folder: Location, shard: Shard) -> None:
+    try:
+        with storage_of(folder).opened(folder / shard.file) as file:
+            sha256 = sha256_of(file)
+            if sha256 != shard.sha256:
+                raise PentadError(f"{shard.file} has sha256 {sha256}: expected {shard.sha256}")
+            file.seek(0)
+            specs = {name: stored.spec for name, stored in stored_tensors(file, shard.file, shard.bytes).items()}
+    except OSError as error:
         raise unreadable(shard.file, error) from error
     if specs != shard.tensors:
         raise PentadError(f"{shard.file} has tensors that differ from {MANIFEST}: expected the same names and shapes")
 
 
-def _check_step(folder: Path, step: int) -> None:
+def stored_tensors(file: Any, name: str, size: int) -> dict[str, Stored]:
+    """Those of an open shard of this name. Raises PentadError for another kind of file."""
+    try:
+        return read_header(file, size)
+    except PentadError as error:
+        raise PentadError(f"{name} cannot be read ({error}): expected a safetensors file") from None
+
+
+def _check_step(folder: Location, step: int) -> None:
     if step_of(folder) not in (None, step):
         raise PentadError(f"step is {step}: expected {step_of(folder)}, as in the folder's name")
 
 
-def step_of(folder: Path) -> int | None:
+def step_of(folder: Location) -> int | None:
     """The step in a folder's name; None if it is not the name of a checkpoint."""
     match = re.fullmatch(r"step-([0-9]{8,18})", folder.name)
     return int(match[1]) if match and folder == folder_of(folder.parent, int(match[1])) else None
 
 
-def folders(root: Path) -> dict[int, Path]:
+def folders(root: L) -> dict[int, L]:
     """Checkpoint folders under `root` by step, lowest first, including incomplete ones; links are ignored."""
 
-    def read() -> list[Path]:
+    def read() -> list[str]:
         try:
-            with os.scandir(root) as entries:
-                return [root / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        except FileNotFoundError:
-            return []
+            return storage_of(root).folders(root)
         except OSError as error:
             raise unreadable(f"folder {root}", error) from error
 
-    steps = {step: path for path in retried(read) if (step := step_of(path)) is not None}
+    steps = {step: root / name for name in retried(read) if (step := step_of(root / name)) is not None}
     return dict(sorted(steps.items()))
 
 
-def complete_folders(root: Path) -> dict[int, Path]:
+def complete_folders(root: L) -> dict[int, L]:
     """Those with a manifest, of `folders`."""
-    return {step: folder for step, folder in folders(root).items() if retried(partial(_has_manifest, folder))}
+    return {step: folder for step, folder in folders(root).items() if has_manifest(folder)}
 
 
-def _has_manifest(folder: Path) -> bool:
-    try:
-        os.lstat(folder / MANIFEST)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise unreadable(f"checkpoint {folder}: {MANIFEST}", error) from error
-    return True
+def has_manifest(folder: Location) -> bool:
+    """Whether there is a checkpoint in the folder, intact or not. Raises Unreadable."""
+    with _naming(folder):
+        return manifest_name(retried(partial(_files, folder))) is not None

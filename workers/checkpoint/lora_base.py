@@ -1,15 +1,14 @@
 """The checkpoint with the frozen weights that adapters belong to."""
 
-from pathlib import Path
-
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import LoraBase
 from pentad.workers.checkpoint.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from pentad.workers.checkpoint.location import location
 
 
 def open_base(base: LoraBase) -> Checkpoint:
     """Reads and verifies it. Raises PentadError if it is gone, damaged, or another one than the adapters began with."""
-    folder = Path(base.folder)
+    folder = location(base.folder)
     try:
         checkpoint, found = open_checkpoint(folder), fingerprint(folder)
     except PentadError as error:

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.atomic_io import sync_folder
 from pentad.workers.checkpoint.checkpoint import (
-    MANIFEST,
     Unreadable,
     committed,
     complete_folders,
     folders,
     is_intact,
+    manifest_name,
     newest,
     open_checkpoint,
+    open_saved,
     read_manifest,
     retried,
     set_aside,
     step_of,
     unreadable,
 )
+from pentad.workers.checkpoint.local_storage import File, L
+from pentad.workers.checkpoint.location import Location
 from pentad.workers.checkpoint.manifest import UnknownVersion
+from pentad.workers.checkpoint.storage import storage_of
 
 _REFUSED = re.compile(r"(step-[0-9]{8,18})\.refused-[0-9]+")
+_MANIFEST = re.compile(r"manifest(-[0-9]+)?\.json")
+_REFUSED_MANIFEST = re.compile(rf"{_MANIFEST.pattern}\.refused-[0-9]+")
+_LEFT = re.compile(rf".*\.(safetensors|partial)|{_REFUSED_MANIFEST.pattern}")  # files that a manifest should list
 
 
 class Entry(NamedTuple):
@@ -37,7 +43,7 @@ class Entry(NamedTuple):
     manifest: a run writes or has abandoned it), damaged, refused (damaged, and renamed because of that) or foreign (of
     another version of pentad); `problem` says what is wrong."""
 
-    folder: Path
+    folder: Location
     step: int
     time: float
     bytes: int
@@ -45,14 +51,20 @@ class Entry(NamedTuple):
     problem: str = ""
 
 
-def listed(root: Path) -> list[Entry]:
+def listed(root: Location) -> list[Entry]:
     """What is under `root`, by step. Reads manifests and sizes, no content. Raises Unreadable."""
-    found = [_entry(folder, step) for step, folder in folders(root).items()]
-    names = sorted(path.name for path in root.iterdir()) if found or root.is_dir() else []
-    for match in filter(None, map(_REFUSED.fullmatch, names)):
-        folder, step = root / match[0], step_of(root / match[1])
-        if step is not None and folder.is_dir() and not folder.is_symlink():
-            found.append(_entry(folder, step)._replace(state="refused"))
+
+    def names() -> list[str]:
+        with _reading(f"folder {root}"):
+            return storage_of(root).folders(root)
+
+    found = []
+    for name in retried(names):
+        refused = _REFUSED.fullmatch(name)
+        step = step_of(root / (refused[1] if refused else name))
+        if step is not None:
+            entry = _entry(root / name, step)
+            found.append(entry._replace(state="refused") if refused else entry)
     return sorted(found, key=lambda entry: (entry.step, entry.folder.name))
 
 
@@ -68,9 +80,10 @@ def verified(entry: Entry) -> Entry:
     return entry
 
 
-def superseded(root: Path, keep: int, pinned: Callable[[Collection[int]], Collection[int]]) -> list[Entry]:
+def superseded(root: Location, keep: int, pinned: Callable[[Collection[int]], Collection[int]]) -> list[Entry]:
     """What can be deleted while no run is live: the checkpoints that `delete_older` would delete with these `pinned`
-    steps, of those saved, and incomplete ones of any step; damaged ones if they are older than an intact one.
+    steps, of those saved, and incomplete ones of any step that nobody writes; damaged ones if they are older than an
+    intact one.
 
     Raises PentadError if there are checkpoints and none is intact, UnknownVersion and Unreadable.
     """
@@ -84,82 +97,132 @@ def superseded(root: Path, keep: int, pinned: Callable[[Collection[int]], Collec
     return [
         entry
         for entry in entries
-        if entry.state == "incomplete"
+        if (entry.state == "incomplete" and entry.time <= _abandoned_before(root))
         or (entry.step <= found.step and entry.state in ("damaged", "refused"))
         or (entry.step < found.step and entry.state == "complete" and entry.step not in kept)
     ]
 
 
-def delete_checkpoint(folder: Path) -> None:
+def delete_checkpoint(folder: Location) -> None:
     """Deletes the checkpoint, complete or not, in `folder`, if it exists; manifest first, in case of a crash."""
-    if (step_of(folder) is None and not _REFUSED.fullmatch(folder.name)) or folder.is_symlink():
+    is_link = isinstance(folder, Path) and folder.is_symlink()
+    if (step_of(folder) is None and not _REFUSED.fullmatch(folder.name)) or is_link:
         raise PentadError(f"folder is {folder}: expected the step-00000000 folder of a checkpoint")
-    if not os.path.lexists(folder):
-        return
     try:
-        (folder / MANIFEST).unlink(missing_ok=True)
-        sync_folder(folder)
-        shutil.rmtree(folder)
-        sync_folder(folder.parent)
+        storage = storage_of(folder)
+        storage.delete(folder, first=list(filter(_MANIFEST.fullmatch, storage.files(folder))))
     except OSError as error:
-        raise PentadError(
-            f"checkpoint {folder} cannot be deleted ({error.strerror}): expected writable storage"
-        ) from error
+        raise _undeletable(folder, error) from error
 
 
-def delete_older(root: Path, keep: int, pinned: Sequence[int] = ()) -> tuple[Path, ...]:
+def discard(folder: Location) -> None:
+    """Deletes what this run has written of a checkpoint that will not be. In a store that is left to `delete_older`,
+    since files of another writer may be there."""
+    try:
+        is_shared = storage_of(folder).grace_seconds > 0
+    except OSError as error:
+        raise _undeletable(folder, error) from error
+    if not is_shared:
+        delete_checkpoint(folder)
+
+
+def delete_older(root: L, keep: int, pinned: Sequence[int] = ()) -> tuple[L, ...]:
     """Keeps the newest valid checkpoint, the `keep` - 1 valid ones before it, anything newer, and those of `pinned`
-    steps; deletes the rest, and renames newer ones that are damaged.
+    steps; deletes the rest, and renames newer ones that are damaged. In a store also deletes what failed saves have
+    left, once nobody can be writing it.
 
-    Returns the deleted folders, oldest first. Deletes nothing unless it has read a newer checkpoint in full and found
-    it valid.
+    Returns the deleted folders, oldest first. Deletes nothing unless it has opened a newer checkpoint with `open_saved`
+    and found it valid.
     """
     if keep < 1:
         raise PentadError(f"checkpoint.keep is {keep}: expected at least 1")
+    deleted = _delete_older(root, keep, pinned)
+    _sweep(root)
+    return deleted
+
+
+def _delete_older(root: L, keep: int, pinned: Sequence[int]) -> tuple[L, ...]:
     by_step, complete = folders(root), list(complete_folders(root))
     incomplete = by_step.keys() - complete
     if not complete or (len(complete) <= keep and not any(step < complete[-1] for step in incomplete)):
         return ()
-    found, refused = newest(root)
-    if found is None:
+    found = newest(root, open_saved)
+    if found.checkpoint is None:
         return ()
-    for folder, _ in refused:
-        set_aside(folder)
-    kept = {*_newest_intact(root, found.step, keep - 1), *pinned}
-    deleted = tuple(folder for step, folder in by_step.items() if step < found.step and step not in kept)
+    for damaged, _ in found.refused:
+        set_aside(damaged)
+    last: int = found.checkpoint.step
+    kept = {*_newest_intact(root, last, keep - 1), *pinned}
+    kept |= {step for step in incomplete if _entry(by_step[step], step).time > _abandoned_before(root)}
+    deleted = tuple(folder for step, folder in by_step.items() if step < last and step not in kept)
     for folder in deleted:
         delete_checkpoint(folder)
     return deleted
 
 
-def _newest_intact(root: Path, before: int, count: int) -> list[int]:
+def _sweep(root: Location) -> None:
+    """Deletes files beside checkpoints that belong to none, and ends uploads that have not been ended, both if nobody
+    can be writing them."""
+    storage, before = storage_of(root), _abandoned_before(root)
+    if not storage.grace_seconds:
+        return
+    for folder in committed(root).values():
+        expected = {shard.file for shard in read_manifest(folder).shards}
+        with _reading(f"checkpoint {folder}"):
+            files = storage.files(folder)
+        old = {name for name, file in files.items() if _LEFT.fullmatch(name) and file.time < before}
+        try:
+            storage.delete_files(folder, old - expected)
+        except OSError as error:
+            raise _undeletable(folder, error) from error
+    with _reading(f"folder {root}"):
+        storage.sweep(root, before)
+
+
+def _abandoned_before(root: Location) -> float:
+    """A file that is older (Unix seconds), and that no manifest lists, is nobody's."""
+    return time.time() - storage_of(root).grace_seconds
+
+
+def _newest_intact(root: Location, before: int, count: int) -> list[int]:
     """Steps of the newest valid checkpoints of fewer steps, at most so many."""
     older = ((step, folder) for step, folder in reversed(complete_folders(root).items()) if step < before)
     return list(islice((step for step, folder in older if is_intact(folder)), count))
 
 
-def _entry(folder: Path, step: int) -> Entry:
-    def state() -> tuple[float, int]:
-        try:
-            with os.scandir(folder) as files:
-                sizes = {file.name: file.stat(follow_symlinks=False) for file in files}
-            found = sizes.get(MANIFEST) or folder.stat()
-        except OSError as error:
-            raise unreadable(f"checkpoint {folder}", error) from error
-        return found.st_mtime, sum(status.st_size for status in sizes.values())
+def _entry(folder: Location, step: int) -> Entry:
+    def read() -> dict[str, File]:
+        with _reading(f"checkpoint {folder}"):
+            return storage_of(folder).files(folder)
 
-    time, size = retried(state)
-    if not os.path.lexists(folder / MANIFEST):
-        return Entry(folder, step, time, size, "incomplete")
+    files = retried(read)
+    manifest, size = manifest_name(files), sum(file.bytes for file in files.values())
+    if manifest is None:
+        state = "refused" if any(map(_REFUSED_MANIFEST.fullmatch, files)) else "incomplete"
+        return Entry(folder, step, max((file.time for file in files.values()), default=0.0), size, state)
+    entry = Entry(folder, step, files[manifest].time, size, "complete")
     try:
         read_manifest(folder)
     except Unreadable:
         raise
     except PentadError as error:
-        name = "foreign" if isinstance(error, UnknownVersion) else "damaged"
-        return Entry(folder, step, time, size, name, _problem(folder, error))
-    return Entry(folder, step, time, size, "complete")
+        state = "foreign" if isinstance(error, UnknownVersion) else "damaged"
+        return entry._replace(state=state, problem=_problem(folder, error))
+    return entry
 
 
-def _problem(folder: Path, error: PentadError) -> str:
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(what, error) from error
+
+
+def _undeletable(folder: Location, error: OSError) -> PentadError:
+    reason = error.strerror or error
+    return PentadError(f"checkpoint {folder} cannot be deleted ({reason}): expected writable storage")
+
+
+def _problem(folder: Location, error: PentadError) -> str:
     return str(error).removeprefix(f"checkpoint {folder}: ")

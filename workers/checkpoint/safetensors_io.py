@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.atomic_io import write_file
+from pentad.workers.checkpoint.local_storage import Publishing
+from pentad.workers.checkpoint.location import Location
 from pentad.workers.checkpoint.manifest import Shard, Spec
+from pentad.workers.checkpoint.storage import storage_of
 
 DTYPES = {
     torch.float64: "F64",
@@ -48,19 +50,19 @@ def header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None)
 
 
 def write_tensors(
-    path: Path,
+    path: Location,
     specs: dict[str, Spec],
     parts: Iterable[torch.Tensor],
     metadata: Mapping[str, str] | None = None,
-    publishing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    publishing: Publishing = nullcontext,
 ) -> Shard:
     """Writes a file durably. `parts`, joined, are the elements of all tensors in the order of `specs`.
 
     A part may be part of a tensor or several; it is on any device, in the tensor's dtype. No reference to it is kept
-    while the next one is produced, except to the memory of the part written last. `publishing` is that of `write_file`.
-    Raises OSError.
+    while the next one is produced, except to the memory of the part written last. `publishing` is that of
+    `Storage.write`. Raises OSError.
     """
-    size, sha256 = write_file(path, _buffers(specs, parts, metadata), publishing)
+    size, sha256 = storage_of(path).write(path, _buffers(specs, parts, metadata), publishing)
     return Shard(path.name, size, sha256, specs)
 
 

@@ -3,29 +3,30 @@
 import errno
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.atomic_io import free_bytes, make_folder, storage_errors
-from pentad.workers.checkpoint.checkpoint import MANIFEST, Checkpoint, unreadable
-from pentad.workers.checkpoint.manifest import Piece, Shard, Spec, is_file_name
+from pentad.workers.checkpoint.checkpoint import MANIFEST, Checkpoint, manifest_name, stored_tensors, unreadable
+from pentad.workers.checkpoint.local_storage import Publishing, missing
+from pentad.workers.checkpoint.location import Location
+from pentad.workers.checkpoint.manifest import Shard, Spec, is_file_name
+from pentad.workers.checkpoint.safetensors_header import Stored
 from pentad.workers.checkpoint.safetensors_io import DTYPES, header, num_bytes, write_tensors
+from pentad.workers.checkpoint.storage import storage_errors, storage_of
 
 CHUNK_ELEMENTS = 2**24  # of a tensor on a device, copied to the host and written at a time
-Publishing = Callable[[], AbstractContextManager[None]]
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def write_shard(
-    folder: Path, file: str, tensors: dict[str, torch.Tensor], publishing: Publishing = nullcontext
+    folder: Location, file: str, tensors: dict[str, torch.Tensor], publishing: Publishing = nullcontext
 ) -> Shard:
-    """Writes `tensors`, of any device and layout, to `folder/file` as safetensors; complete and durable on return.
+    """Writes `tensors`, of any device and layout, to `folder/file` as safetensors; complete and durable on return. In a
+    store the file gets a name that is used once, in which `file` is the first part.
 
     Copies to the host some MiB at a time; the caller must not change them meanwhile. The file gets its name within
     `publishing()`, which may raise to prevent that, as it may between two chunks. Raises PentadError, with nothing left
@@ -45,13 +46,14 @@ def write_shard(
     }
     required = len(header(specs)) + num_bytes(specs.values())
     with storage_errors(folder, required):
-        if os.path.lexists(folder / MANIFEST):
+        storage = storage_of(folder)
+        if manifest_name(storage.files(folder)) is not None:
             raise PentadError(f"folder {folder} holds a committed checkpoint: expected one without {MANIFEST}")
-        if free_bytes(folder) < required:  # fail before filling the disk
+        if storage.free_bytes(folder) < required:  # fail before filling the disk
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        make_folder(folder)
+        storage.make_folder(folder)
         parts = _chunks((tensors[name] for name in order), publishing)
-        return write_tensors(folder / file, specs, parts, publishing=publishing)
+        return write_tensors(folder / storage.new_name(file), specs, parts, publishing=publishing)
 
 
 def stored_order(tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -62,8 +64,8 @@ def stored_order(tensors: dict[str, torch.Tensor]) -> list[str]:
 def dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
     """The dtype of a tensor that the checkpoint has."""
     piece = checkpoint.tensors[name][0]
-    with _opened(checkpoint, piece.file) as shard:
-        return _TORCH[shard.get_slice(piece.stored).get_dtype()]
+    with _opened(checkpoint, piece.file) as (_, stored):
+        return _TORCH[stored[piece.stored].spec["dtype"]]
 
 
 def read(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -78,36 +80,35 @@ def read(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor
 
 def read_elements(checkpoint: Checkpoint, name: str, start: int, end: int) -> torch.Tensor:
     """Elements `start` to `end`, in C order, of a tensor that the checkpoint has: flat, on the CPU in memory of their
-    own. Reads no others, but for the rest of a row."""
+    own. Reads no others."""
     found = None
     for piece in checkpoint.tensors[name]:
         first, last = max(start, piece.start), min(end, piece.end)
         if first < last:
-            with _opened(checkpoint, piece.file) as shard:
-                values = _elements(shard, piece, first - piece.start, last - piece.start)
+            with _opened(checkpoint, piece.file) as (file, stored):
+                spec, at = stored[piece.stored]
                 if found is None:
-                    found = values.new_empty(end - start)
-                found[first - start : last - start] = values
+                    found = torch.empty(end - start, dtype=_TORCH[spec["dtype"]])
+                target = found[first - start : last - start].view(torch.uint8).numpy()
+                file.seek(at + (first - piece.start) * found.element_size())
+                if file.readinto(target) != target.nbytes:
+                    raise missing(piece.file)  # cut off since it was verified
     return torch.empty(0, dtype=dtype_of(checkpoint, name)) if found is None else found
 
 
-def _elements(shard: Any, piece: Piece, first: int, last: int) -> torch.Tensor:
-    stored = shard.get_slice(piece.stored)
-    shape = stored.get_shape()
-    if not shape:
-        return shard.get_tensor(piece.stored).view(1)
-    row = math.prod(shape[1:])
-    begin = first // row
-    return stored[begin : -(-last // row)].reshape(-1)[first - begin * row : last - begin * row]
-
-
 @contextmanager
-def _opened(checkpoint: Checkpoint, file: str) -> Iterator[Any]:
+def _opened(checkpoint: Checkpoint, name: str) -> Iterator[tuple[Any, dict[str, Stored]]]:
+    """A file of a checkpoint, and where its tensors are in it."""
+    path = checkpoint.folder / name
     try:
-        with safe_open(checkpoint.folder / file, framework="pt") as shard:
-            yield shard
-    except (OSError, SafetensorError) as error:
-        raise unreadable(f"checkpoint {checkpoint.folder}: {file}", error) from error
+        with storage_of(path).opened(path) as file:
+            if name not in checkpoint.headers:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(0)
+                checkpoint.headers[name] = stored_tensors(file, name, size)
+            yield file, checkpoint.headers[name]
+    except OSError as error:
+        raise unreadable(f"checkpoint {checkpoint.folder}: {name}", error) from error
 
 
 def _chunks(tensors: Iterable[torch.Tensor], publishing: Publishing) -> Iterator[torch.Tensor]:

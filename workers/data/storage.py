@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import pyarrow as pa
 from pyarrow import fs
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.atomic_io import write_file
+from pentad.workers.checkpoint.location import RemotePath, first_line, unreachable
 
 T = TypeVar("T")
 
@@ -63,27 +63,12 @@ def folder_at(text: str | Path, argument: str) -> Folder:
     """The folder with this path or URI, which the user calls `argument`. Raises PentadError for an unknown scheme."""
     if "://" not in str(text):
         return Folder(str(text), str(text))
+    place = RemotePath.from_uri(str(text))
     try:
-        filesystem, path = fs.FileSystem.from_uri(str(text))
+        filesystem, path = place.open()
     except (pa.ArrowException, OSError, ValueError) as error:
-        reason = first_line(error)
-        expected = "expected a folder, or a URI such as s3://bucket/corpus, gs://, hdfs:// or file://"
-        raise PentadError(
-            f"{argument} is '{_public(str(text))}', which cannot be reached ({reason}): {expected}"
-        ) from None
-    return Folder(_public(str(text)), path.rstrip("/"), filesystem)
-
-
-def _public(uri: str) -> str:
-    """A URI as messages name it: without the credentials and options that it may have."""
-    parts = urlsplit(uri)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
-
-
-def first_line(error: Exception) -> str:
-    """What went wrong, without the names and addresses that libraries add."""
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    return reason.splitlines()[0].partition(" Detail:")[0]
+        raise unreachable(argument, place, error) from None
+    return Folder(place.public, path, filesystem)
 
 
 class LocalCopy:

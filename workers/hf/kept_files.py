@@ -8,7 +8,7 @@ from pathlib import Path
 from pentad.schedules.ir.errors import PentadError
 
 FOLDER = "hf"  # where an import keeps them, beside its checkpoints
-_SUBFOLDERS = ("additional_chat_templates",)
+SUBFOLDERS = ("additional_chat_templates",)
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".gguf", ".h5", ".msgpack", ".onnx"),
     ".index.json",  # of weights in several files
@@ -37,7 +37,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _paths(folder: Path) -> Iterator[Path]:
-    for each in (folder, *(folder / name for name in _SUBFOLDERS)):
+    for each in (folder, *(folder / name for name in SUBFOLDERS)):
         for path in each.iterdir() if each.is_dir() else ():
             if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHTS):
                 yield path

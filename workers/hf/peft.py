@@ -18,6 +18,7 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.checkpoint.checkpoint import Checkpoint
+from pentad.workers.checkpoint.location import Location
 from pentad.workers.checkpoint.manifest import Spec
 from pentad.workers.checkpoint.safetensors_io import DTYPES, Progress, num_bytes, write_files
 from pentad.workers.checkpoint.shards import write_shard
@@ -76,7 +77,7 @@ def _peft_name(name: str) -> str:
     return f"base_model.model.model.{layers}.{number}.{_FOLDERS[part]}.{module}.{matrix}.weight"
 
 
-def import_adapter(source: Path, checkpoints: Path, model: ModelSpec, lora: LoraSpec) -> Path:
+def import_adapter(source: Path, checkpoints: Location, model: ModelSpec, lora: LoraSpec) -> Location:
     """Writes a checkpoint of step 0 with the adapters in `source` and no optimizer state; returns its folder.
 
     Raises PentadError as `read_adapter` does, and if the storage fails.

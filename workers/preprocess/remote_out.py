@@ -16,8 +16,9 @@ import pyarrow as pa
 from pyarrow import fs
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.location import first_line
 from pentad.workers.data.corpus_index import INDEX_FILE
-from pentad.workers.data.storage import Folder, first_line, remote_sizes
+from pentad.workers.data.storage import Folder, remote_sizes
 
 _CLAIM = "building"
 _AT_ONCE = 4  # files

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.zero_layout import zero_layout
 from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint.location import Location
 from pentad.workers.checkpoint.shards import read
 from pentad.workers.custom.loader import initial_values
 from pentad.workers.parallel.process_groups import ProcessGroups
@@ -56,7 +56,7 @@ class RankState:
         for parameters in self.parameters.values():
             parameters.refresh()  # the compute weights may be those of a step that was never committed
 
-    def read(self, folder: Path, *, optimizer: bool = True, shards: Collection[ParamShard] | None = None) -> None:
+    def read(self, folder: Location, *, optimizer: bool = True, shards: Collection[ParamShard] | None = None) -> None:
         """Reads weights and optimizer state, of these parameter shards or of all, from a verified checkpoint of any
         mesh; without `optimizer` that state is zero.
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.spikes import batch_of
+from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.checkpoint.snapshot import Snapshots
 from pentad.workers.data.samples import DIGEST_BITS
@@ -120,7 +121,7 @@ class Runner:
             sent = {s: its[0] for s, its in holders.items() if len(its) > 1 and self.plan.num_zero_shards(s) == 1}
             own = [shard for shard in holders if sent.get(shard, self.rank) == self.rank]
             with self.fence_flag.guard():
-                self.state.read(Path(folder), optimizer=optimizer, shards=own)
+                self.state.read(location(folder), optimizer=optimizer, shards=own)
                 self.state.receive(self._connected.groups, sent)
         self._set_version(step)
 
@@ -196,7 +197,7 @@ class Runner:
         """
         files, seconds = self.snapshots.take(step, self.fence_flag.check)
         try:
-            found = [write_shard(Path(folder), *each, self.fence_flag.publishing) for each in files.items()]
+            found = [write_shard(location(folder), *each, self.fence_flag.publishing) for each in files.items()]
             return WrittenShards([entry.plain() for entry in found], seconds)
         finally:
             self.snapshots.release()
@@ -210,7 +211,7 @@ class Runner:
         if self._connected.lanes.has_unread_steps:
             with self.fence_flag.guard():
                 self._finish_step()
-        return [write_shard(Path(folder), *each).plain() for each in self.state.files(param_shards).items()]
+        return [write_shard(location(folder), *each).plain() for each in self.state.files(param_shards).items()]
 
     def fence(self) -> None:
         """Ends the generation: no further step is committed, and the train thread is freed. From any thread.

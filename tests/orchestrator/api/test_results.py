@@ -97,7 +97,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> api.Run:
         folder.timelines(Timeline("measured", tuple(spans)), costs)
         for step in (4, 2):
             save_small(folder.checkpoint(step), step)
-        (folder.checkpoints / "step-00000003").mkdir()  # not committed
+        (folder.path / "checkpoints" / "step-00000003").mkdir()  # not committed
     return api.Run("trial")
 
 

@@ -193,9 +193,12 @@ def test_a_runner_that_cannot_be_imported_is_reported(cluster: clusters.Cluster)
 
 def test_a_folder_missing_on_a_node_is_reported(cluster: clusters.Cluster, tmp_path: Path) -> None:
     with start(plan_of("fake:", "mesh.pp=2")) as group:
-        group.check_folder(tmp_path)
-        with pytest.raises(PentadError, match=r"which rank 0 \(dp0 pp0, .*\) does not see: expected storage"):
-            group.check_folder(tmp_path / "elsewhere")
+        group.check_folder(tmp_path, "run.folder")
+        with pytest.raises(
+            PentadError,
+            match=r"which rank 0 \(dp0 pp0, .*\) does not see \(No such file or directory\): expected storage",
+        ):
+            group.check_folder(tmp_path / "elsewhere", "run.folder")
 
 
 def test_a_mesh_too_large_for_the_cluster_is_refused_at_once(cluster: clusters.Cluster) -> None:

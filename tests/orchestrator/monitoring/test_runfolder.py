@@ -43,7 +43,7 @@ def test_a_new_run_writes_its_configuration_and_program(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
         assert not run.resumed
         assert run.path == tmp_path / "trial"
-        assert run.checkpoints.is_dir()
+        assert run.checkpoints == run.path / "checkpoints" and (run.path / "checkpoints").is_dir()
         assert saved_config(run.path) == config_in(tmp_path)
         assert Program.load(run.path / "program.arrow").hash == run.plan.program.hash
 

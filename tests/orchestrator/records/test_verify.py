@@ -158,11 +158,12 @@ def test_samples_that_count_twice_or_never_are_found(
 def test_metrics_and_checkpoints_are_those_that_were_committed(run: Run, pentad: Pentad) -> None:
     run.steps(0, 3)
     run.save(2)
-    manifest = run.folder.checkpoint(2) / MANIFEST
+    folder = run.path / "checkpoints" / "step-00000002"
+    manifest = folder / MANIFEST
     manifest.write_bytes(manifest.read_bytes().replace(b"1", b"2", 1))
     status, text = outcome(run, pentad, "--no-data")
     assert status == 1 and "MANIFEST" in text.upper() and "with which it was committed" in text
-    run.folder.checkpoint(2).rename(run.path / "elsewhere")
+    folder.rename(run.path / "elsewhere")
     assert outcome(run, pentad, "--no-data")[0] == 0
     lines = (run.path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run.path / "metrics.jsonl").write_text("".join(lines[:-1]))

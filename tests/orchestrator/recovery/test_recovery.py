@@ -110,7 +110,7 @@ def test_without_room_the_mesh_shrinks_from_a_checkpoint_of_the_surviving_state(
 
 
 def damage(run: FakeRun, step: int) -> None:
-    path = run.folder.checkpoint(step) / FILE
+    path = run.folder.path / "checkpoints" / f"step-{step:08d}" / FILE
     path.write_bytes(bytes(path.stat().st_size))
 
 
@@ -122,7 +122,8 @@ def test_a_damaged_checkpoint_of_the_surviving_state_is_saved_again(start: Start
     run.fake.lose_node("node1")
     run.recovery.recover(fault, 7)
     assert [row["step"] for row in run.events("recovered")] == [7] and run.fake.written[7]
-    assert {path.name for path in run.folder.checkpoints.iterdir()} == {"step-00000007", "step-00000007.refused-1"}
+    names = {path.name for path in (run.folder.path / "checkpoints").iterdir()}
+    assert names == {"step-00000007", "step-00000007.refused-1"}
 
 
 def test_a_recovery_goes_back_past_damaged_checkpoints_but_never_to_the_start(start: StartRun) -> None:

@@ -209,7 +209,9 @@ def test_a_failed_rank_ends_the_run_with_complete_files(train: Train, tmp_path: 
 
 
 def test_a_full_disk_at_the_end_is_a_failure(train: Train, tmp_path: Path) -> None:
-    with pytest.raises(PentadError, match=r"^checkpoint.every finds the disk full$"):
+    with pytest.raises(
+        PentadError, match=r"^the last state, after step 2, was not saved: checkpoint.every finds the disk full$"
+    ):
         train("run.steps=2", behaviour="fake:full=1")
     assert events(tmp_path)[-1] == ("failure", None)
 

@@ -12,7 +12,7 @@ from checkpoints import flip
 from small_checkpoint import FILE, save_small
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint import checkpoint, local_storage
 from pentad.workers.checkpoint.checkpoint import (
     MANIFEST,
     Unreadable,
@@ -49,7 +49,7 @@ def fail_reads(monkeypatch: pytest.MonkeyPatch) -> FailReads:
                 raise OSError(number, os.strerror(number), str(path))
             return open(path, *arguments)
 
-        monkeypatch.setattr(checkpoint, "open", failing, raising=False)
+        monkeypatch.setattr(local_storage, "open", failing, raising=False)
 
     return fail
 
@@ -88,9 +88,10 @@ def test_a_manifest_or_folder_that_cannot_be_looked_at_is_not_a_missing_one(
     def stale(path: Any, *_: Any, **__: Any) -> Any:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
 
-    for name in ("lstat", "scandir"):
+    scandir = os.scandir
+    for folder in (root, folder_of(root, 20)):
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint.os, name, stale)
+            patch.setattr(os, "scandir", lambda path, stale_one=folder: (stale if path == stale_one else scandir)(path))
             for read in (committed, newest):
                 with pytest.raises(Unreadable, match="Stale file handle"):
                     read(root)

@@ -16,7 +16,8 @@ from hf_files import INDEX, SINGLE, change, give, refused, take, tensors_of
 from safetensors.torch import load_file, save_file
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint import atomic_io, safetensors_io
+from pentad.workers.checkpoint import atomic_io
+from pentad.workers.checkpoint.local_storage import LOCAL
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
@@ -143,7 +144,7 @@ def test_a_storage_failure_midway_leaves_nothing(
     out = tmp_path / "a" / "b"
     if existed:
         out.mkdir(parents=True)
-    monkeypatch.setattr(safetensors_io, "write_file", write_file)
+    monkeypatch.setattr(LOCAL, "write", write_file)
     with pytest.raises(PentadError, match="No space left"):
         take(files, out, limit=10_000)
     assert out.exists() == existed and not (existed and any(out.iterdir()))

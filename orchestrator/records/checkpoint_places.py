@@ -1,0 +1,110 @@
+"""Where the checkpoints of a run are, and the small files that describe them: beside them, or in the run's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from pentad.orchestrator.config.config import RunConfig, load
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checkpoint import unreadable
+from pentad.workers.checkpoint.location import Location, RemotePath, location
+from pentad.workers.checkpoint.storage import read_bytes, storage_errors, storage_of
+from pentad.workers.hf import kept_files
+from pentad.workers.hf.names import MODEL_FILE
+
+CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+_copies: list[TemporaryDirectory[str]] = []  # until the process ends
+
+
+def path_of(config: RunConfig) -> Path:
+    return Path(config.run.folder).expanduser() / config.run.name
+
+
+def checkpoints_of(config: RunConfig) -> Location:
+    """Where a run has its checkpoints. Absolute: ranks that read and write there may have another working directory."""
+    given = config.checkpoint.path
+    home = path_of(config) if given is None else location(given) / config.run.name
+    return (home / CHECKPOINTS).absolute()
+
+
+def checkpoints_in(home: Location) -> Location:
+    """Where the run or import in the folder `home` has its checkpoints."""
+    if isinstance(home, Path) and not (home / CHECKPOINTS).is_dir() and (home / CONFIG).is_file():
+        return checkpoints_of(saved_config(home))
+    return home / CHECKPOINTS
+
+
+def home_of(checkpoint: Location) -> Path:
+    """A folder with the files that describe a checkpoint: that of its run or import, or a copy of what is in a store.
+    Raises PentadError."""
+    home = checkpoint.absolute().parent.parent
+    return home if isinstance(home, Path) else _copy(home)
+
+
+def are_elsewhere(config: RunConfig) -> bool:
+    """Whether the checkpoints of a run are not in its folder."""
+    return checkpoints_of(config).parent != path_of(config).absolute()
+
+
+def stored_config(config: RunConfig) -> RunConfig | None:
+    """The configuration beside the checkpoints of a run, if they are elsewhere."""
+    if not are_elsewhere(config):
+        return None
+    folder = home_of(checkpoints_of(config) / "any")
+    return saved_config(folder) if (folder / CONFIG).is_file() else None
+
+
+def store_files(config: RunConfig, files: Mapping[str, bytes]) -> None:
+    """Writes files that describe checkpoints beside them, if they are elsewhere. Raises PentadError."""
+    if not are_elsewhere(config):
+        return
+    root = checkpoints_of(config)
+    with storage_errors(root, sum(map(len, files.values()))):
+        storage = storage_of(root)
+        storage.make_folder(root)
+        for name, content in files.items():
+            storage.make_folder((root.parent / name).parent)
+            storage.write(root.parent / name, [memoryview(content)])
+
+
+def check_store(config: RunConfig) -> str | None:
+    """Raises PentadError unless the checkpoints of a run can be written where checkpoint.path says. Returns a note on a
+    store that does not tell two writers apart."""
+    root = checkpoints_of(config)
+    try:
+        is_exclusive = storage_of(root).is_exclusive(root)
+    except OSError as error:
+        reason = f"which cannot be written ({error.strerror or error})"
+        expected = "expected a store that can be reached, with the credentials in the environment"
+        raise PentadError(f"checkpoint.path is '{config.checkpoint.path}', {reason}: {expected}") from None
+    if is_exclusive:
+        return None
+    return f"{config.checkpoint.path} cannot refuse a second writer of a checkpoint: no other run may write there"
+
+
+def saved_config(path: Path) -> RunConfig:
+    """The configuration of the last run in a folder. Raises PentadError when another version of pentad wrote it."""
+    try:
+        return load(path / CONFIG, [])
+    except PentadError as error:
+        problem = str(error).splitlines()[0]
+        fault = f"is of another version of pentad ({problem})"
+        raise PentadError(f"{path / CONFIG} {fault}: expected a run folder of this one") from None
+
+
+def _copy(home: RemotePath) -> Path:
+    """A temporary folder with what describes the checkpoints in a store."""
+    _copies.append(TemporaryDirectory(prefix="pentad-"))
+    folder, kept = Path(_copies[-1].name), home / kept_files.FOLDER
+    try:
+        for place in (home, kept, *(kept / name for name in kept_files.SUBFOLDERS)):
+            for name in storage_of(place).files(place):
+                if place != home or name in (CONFIG, MODEL_FILE):
+                    file = folder / place.path.removeprefix(home.path).strip("/") / name
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_bytes(read_bytes(place / name))
+    except OSError as error:
+        raise unreadable(str(home), error) from None
+    return folder
