@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from pyarrow import fs
 
-KEY, SECRET, BUCKET = "someone", "something", "corpora"
+KEY, SECRET, BUCKET = "someone", "something-secret", "corpora"
 START_SECONDS = 60
 
 
@@ -28,6 +28,11 @@ class ObjectStore:
 
     def uri(self, path: str, key: str = KEY) -> str:
         return f"s3://{key}:{SECRET}@{path}?scheme=http&region=us-east-1&endpoint_override=127.0.0.1:{self.port}"
+
+    def environment(self) -> dict[str, str]:
+        """With it, s3://BUCKET is here."""
+        keys = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
+        return keys | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}"}
 
     def filesystem(self) -> fs.S3FileSystem:
         return fs.S3FileSystem(
