@@ -15,8 +15,9 @@ from pentad.kernels.fp8.fp8_gemm import fp8_gemm
 from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor
 from pentad.kernels.glu import Activation, glu, glu_backward
 from pentad.workers.linear.casts import Casts, Operand, SplitOver
+from pentad.workers.linear.fp8_gather import gather_forms
 from pentad.workers.linear.weight_grad import LinearWgrad, Param
-from pentad.workers.parallel.async_ops import AsyncResult, ready
+from pentad.workers.parallel.async_ops import AsyncResult
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
@@ -108,8 +109,8 @@ class Linear(NamedTuple):
 
 
 def gather(axes: Axes, x: Operand) -> AsyncResult[Operand]:
-    """All rows of what tp ranks have parts of; forms in 8 bits are whole already."""
-    return ready(x) if isinstance(x, Fp8Forms) else axes.tp.all_gather(x).then(_operand)
+    """All rows of what tp ranks have parts of."""
+    return axes.tp.all_gather(x).then(_operand) if isinstance(x, Tensor) else gather_forms(axes.tp, x).then(_operand)
 
 
 def plain(x: Operand) -> Tensor:
@@ -118,7 +119,7 @@ def plain(x: Operand) -> Tensor:
     return x
 
 
-def _operand(x: Tensor) -> Operand:
+def _operand(x: Operand) -> Operand:
     return x
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pentad.kernels.fp8.fp8_tensor import TILE
 from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.linear.casts import Casts, NormedSaved, Operand, SplitOver
 from pentad.workers.linear.weight_grad import Params, Wgrad
@@ -52,18 +53,20 @@ class Residual(NamedTuple):
             # W reads x, when the buffer of a stage's input may hold the next one.
             x = branch.clone() if stream is None else branch + stream
             return x, x, None, None
-        casts = self._casts(context)
+        casts = self._casts(context, branch)
         if casts is None:
             x, (stream, rstd) = self.norm.forward(branch, stream)
             return x, stream, rstd, None
         weight, eps, offset = self.norm.param.weight, self.norm.eps, self.norm.offset
-        forms, saved = casts.norm(branch, stream, weight, eps, offset, SplitOver(context.cp.group, None))
+        forms, saved = casts.norm(branch, stream, weight, eps, offset, SplitOver(context.cp.group, context.tp.group))
         return forms, *saved
 
-    def _casts(self, context: LayerContext) -> Casts | None:
-        """How the norm casts; not before tp ranks gather what it wrote, nor rows with scales of their own."""
+    def _casts(self, context: LayerContext, stream: Tensor) -> Casts | None:
+        """How the norm casts this rank's rows; not rows with scales of their own, nor parts of tiles, which tp ranks
+        gather first."""
         casts = self.sublayer.input_casts
-        return casts if casts is not None and context.tp.size == 1 and casts.recipe.scaling != "row" else None
+        is_cut = context.tp.size > 1 and stream.shape[0] % TILE != 0
+        return None if casts is None or is_cut or casts.recipe.scaling == "row" else casts
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, branch: Tensor, stream: Tensor | None, *kept: Any
@@ -84,7 +87,7 @@ class Residual(NamedTuple):
         bits in the form that is asked for, rows of F or columns of W."""
         if self.norm is None or saved.rstd is None:
             return saved.stream
-        casts = self._casts(context)
+        casts = self._casts(context, saved.stream)
         if casts is None:
             return self.norm.forward(saved.stream)[0]
         normed = NormedSaved(saved.stream, saved.rstd, saved.amax)

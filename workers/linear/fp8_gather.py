@@ -1,0 +1,39 @@
+"""All rows of operands in 8 bits of which tensor ranks have parts: half the bytes of those in 16.
+
+The parts are whole tiles, so their casts are those of the whole matrix. t tokens of T, K features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor
+from pentad.workers.parallel.async_ops import AsyncResult, gather2, ready
+from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
+
+
+def gather_forms(tp: TensorParallelGroup, forms: Fp8Forms) -> AsyncResult[Fp8Forms]:
+    """The forms of [T, K] from those of this rank's rows [t, K]; the scale of a tensor is the same on all ranks."""
+    if tp.size == 1:
+        return ready(forms)
+    rows, columns = forms
+    found = gather2(_gather(tp, rows, 0), _gather(tp, columns, 1))
+    return found.then(lambda both: Fp8Forms(*both))
+
+
+def _gather(tp: TensorParallelGroup, form: Fp8Tensor | None, dim: int) -> AsyncResult[Fp8Tensor | None]:
+    """`dim` is that of the tokens."""
+    if form is None:
+        return ready(None)
+    values, scales = form
+    whole = ready(scales) if scales.numel() == 1 else _along(tp, scales.t(), 1 - dim).then(Tensor.t)
+    found = gather2(_along(tp, values.view(torch.uint8), dim), whole)
+    return found.then(lambda both: Fp8Tensor(both[0].view(values.dtype), both[1]))
+
+
+def _along(tp: TensorParallelGroup, x: Tensor, dim: int) -> AsyncResult[Tensor]:
+    """The parts of all ranks, one after the other along a dimension."""
+    if dim == 0:
+        return tp.all_gather(x)
+    return tp.all_gather_stacked(x).then(lambda parts: parts.transpose(0, 1).flatten(1))
