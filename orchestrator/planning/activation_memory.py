@@ -55,8 +55,7 @@ def _residual(
 
 def _amax(piece: Piece) -> int:
     """Bytes of the maximum that a norm scaled its cast by."""
-    is_saved = piece.fp8 is not None and piece.fp8.scaling == "tensor" and not piece.is_gathered
-    return BYTES["float32"] * is_saved
+    return BYTES["float32"] * (piece.norm_casts and piece.fp8 is not None and piece.fp8.scaling == "tensor")
 
 
 def residual_stream(hidden: int, piece: Piece, *, reused: bool) -> Iterator[Allocation]:

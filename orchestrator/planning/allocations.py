@@ -76,6 +76,12 @@ class Piece(NamedTuple):
         """Whether W reads the tensors of F and B as they are, neither gathered copies nor casts."""
         return not self.is_gathered and self.fp8 is None
 
+    @property
+    def norm_casts(self) -> bool:
+        """Whether a norm casts this rank's rows, which tp ranks then gather in 8 bits: they have to be whole tiles."""
+        is_cut = self.is_gathered and self.sequence_parallel_tokens % FP8_TILE != 0
+        return self.fp8 is not None and self.fp8.scaling != "row" and not is_cut
+
     def cast(self, width: int) -> int:
         """Bytes of an operand of W [width, T] in 8 bits and its scales; 0 without."""
         if self.fp8 is None:

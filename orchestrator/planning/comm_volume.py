@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple, cast
 
-from pentad.orchestrator.planning.allocations import BYTES, INDEX, Piece, piece_of, wide_bytes
+from pentad.orchestrator.planning.allocations import BYTES, FP8_TILE, INDEX, Piece, piece_of, wide_bytes
 from pentad.orchestrator.planning.attention_memory import attention_shape
 from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Op, instructions_of
 from pentad.schedules.spec.mesh import Axis
@@ -102,9 +102,9 @@ def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: Phas
     """Of one piece on one stage: its layers, embedding and head."""
     found, dense = CommVolume(), model.experts.first_k_dense if model.experts is not None else model.layers
     for layer in layers.numbers:
-        found.include(layer_volume(model, layer >= dense, piece, phase))
+        found.include(layer_volume(model, layer >= dense, piece.of_layer(layer, model.layers), phase))
     mtp_layers = model.mtp_layers if layers.has_head and phase not in OF_LAYERS else 0
-    found.include(layer_volume(model, model.experts is not None, piece, phase), mtp_layers)
+    found.include(layer_volume(model, model.experts is not None, piece._replace(fp8=None), phase), mtp_layers)
     if piece.mesh.tp > 1 and phase not in OF_LAYERS:
         stream = piece.full_stream(model.hidden)
         embeddings, heads = (end + mtp_layers for end in (layers.has_embedding, layers.has_head))
@@ -125,11 +125,14 @@ def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: Phase
         if phase != "selective" and model.mla is not None:
             _add_latent_attention(found, piece, phase, model.hidden, model.mla)
         elif phase != "selective":
-            _add_sublayer(found, piece, phase, model.hidden, tiles)
+            _add_sublayer(found, piece, phase, model, tiles)
         if phase != "selective" and model.qk_norm == "all_heads":  # means of queries and keys
             _add_tp(found, piece, "all_gather", 1, piece.mesh.tp * 2 * piece.tokens * piece.wide)
         network: Phase = "selective" if phase in OF_LAYERS else phase
-        _add_sublayer(found, piece, network, model.hidden, 1 if has_experts else tiles)
+        if has_experts:
+            _add_sublayer(found, piece._replace(fp8=None), network, model, 1)
+        else:
+            _add_sublayer(found, piece, network, model, tiles)
     if phase == "attention":
         if attention_shape(model, piece).is_exchanged:
             _add_context_parallel(found, model, piece, phase)
@@ -158,14 +161,19 @@ def _add_tp(found: CommVolume, piece: Piece, kind: str, operations: int, full: i
     found.add("tp", kind, operations, full * (piece.mesh.tp - 1) // piece.mesh.tp)
 
 
-def _add_sublayer(found: CommVolume, piece: Piece, phase: Phase, hidden: int, tiles: int) -> None:
+def _add_sublayer(found: CommVolume, piece: Piece, phase: Phase, model: ModelSpec, tiles: int) -> None:
     """Its input is gathered, and on the way back once more for W; its result is reduce-scattered, as is its gradient
-    (arXiv 2205.05198, 4.2.2)."""
-    stream = piece.full_stream(hidden)
-    gathers = 2 if phase == "B" else 1
-    _add_tp(found, piece, "all_gather", gathers, gathers * stream)
+    (arXiv 2205.05198, 4.2.2). Products in 8 bits are not cut into tiles; the maxima for their scales are not counted.
+    """
+    stream, values = piece.full_stream(model.hidden), piece.tokens * model.hidden
+    is_cast = piece.norm_casts and model.norms != "after"
+    _add_tp(found, piece, "all_gather", 1, values if is_cast else stream)
+    if is_cast and piece.fp8 is not None and piece.fp8.scaling == "block":
+        _add_tp(found, piece, "all_gather", 1, values // FP8_TILE * BYTES["float32"])
+    if phase == "B":
+        _add_tp(found, piece, "all_gather", 1, stream)
     if phase != "selective":
-        _add_tp(found, piece, "reduce_scatter", tiles, stream)
+        _add_tp(found, piece, "reduce_scatter", tiles if piece.fp8 is None else 1, stream)
 
 
 def _add_latent_attention(found: CommVolume, piece: Piece, phase: Phase, hidden: int, mla: MLA) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import fake_groups
@@ -26,6 +27,7 @@ from pentad.orchestrator.planning.comm_volume import (
 from pentad.orchestrator.planning.hardware import NODE_GPUS, spans_hosts
 from pentad.schedules.spec import plan as plan_module
 from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.model import Fp8Spec
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import num_parameters
@@ -89,6 +91,21 @@ AXES = [
 def test_layers(sent, corpus, family, mode, axes):
     for index in range(3):
         check(sent, plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES[family], recompute=mode, **axes), index)
+
+
+def cases_in_8_bits() -> list[Any]:
+    always = [("llama", 128, "none", "block"), ("llama", 64, "attention", "tensor")]
+    sizes = product(["llama", "olmo2"], [128, 64], ["none", "attention"], ["tensor", "row", "block"])
+    return [pytest.param(*case, marks=[] if case in always else [pytest.mark.slow]) for case in sizes]
+
+
+@pytest.mark.parametrize(("family", "length", "mode", "scaling"), cases_in_8_bits())
+def test_layers_in_8_bits(sent, corpus, family, length, mode, scaling):
+    """Of two layers of the first stage one is in the compute dtype. Half a sequence is no multiple of a tile."""
+    tiles = {"hidden": 128, "heads": 2, "kv_heads": 2, "head_dim": 128, "ffn": 256}
+    plan = plan_of("gpipe", 1, 2, 1, corpus, model=replace(FAMILIES[family], **tiles), recompute=mode, tp=2)
+    plan = replace(plan, fp8=Fp8Spec(scaling, skip_first=1), batch=replace(plan.batch, sequence_length=length))
+    check(sent, plan, 0)
 
 
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"ep": 4, "tp": 2}])
