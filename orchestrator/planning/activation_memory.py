@@ -25,6 +25,7 @@ def sublayers(model: ModelSpec, has_experts: bool, has_window: bool, piece: Piec
         network = mlp(model.hidden, model.ffn, piece)
     before, own, after = _residual(model, mixer, piece, reused=model.mla is not None or piece.keeps_operands)
     attention_part = [[*before[:1], *_rebuilt(before[1:])], own, _rebuilt(after)]
+    piece = piece.of_network(has_experts)
     before, own, after = _residual(model, network, piece, reused=piece.keeps_operands)
     return [attention_part, [_rebuilt(before), own, after]]
 

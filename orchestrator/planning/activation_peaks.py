@@ -108,7 +108,7 @@ def layer_effects(model: ModelSpec, has_experts: bool, has_window: bool, piece: 
     gradient = allocate(stream)  # of the stream between the sublayers
     freed = allocate(totals.reused - totals.saved - stream)
     backward = sequence(*network, gradient, *mixer, freed)
-    return LayerEffects(totals, received if piece.keeps_operands else 0, forward, backward)
+    return LayerEffects(totals, received if piece.of_network(has_experts).keeps_operands else 0, forward, backward)
 
 
 def stage_activations(model: ModelSpec, layers: Sequence[LayerRange], stage: int, piece: Piece) -> StageActivations:
@@ -119,11 +119,10 @@ def stage_activations(model: ModelSpec, layers: Sequence[LayerRange], stage: int
 
 @lru_cache(maxsize=4096)
 def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations:
-    dense = 0 if model.experts is None else model.experts.first_k_dense
     layers = [
         layer_effects(
             model,
-            model.experts is not None and number >= dense,
+            number >= model.dense_layers,
             model.layer_kind(number).window > 0,
             piece.of_layer(number, model.layers),
         )
@@ -131,7 +130,7 @@ def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations
     ]
     first, last, stream = held.has_embedding, held.has_head, piece.stream(model.hidden)
     copy = stream if model.norms == "after" and not first else 0  # of the input, which W reads
-    end = total(memory.heads_and_mtp(model, piece) if last else ())
+    end = total(memory.heads_and_mtp(model, piece._replace(fp8=None)) if last else ())
     embedding = total(memory.lookup(model, piece) if first else ())
     parts = [*(layer.totals for layer in layers), end, embedding]
     deferred = sum(part.deferred for part in parts)

@@ -71,6 +71,10 @@ class Piece(NamedTuple):
         """Of layer number `layer` of so many: with its own products in 8 bits, or none."""
         return self if self.fp8 is None or self.fp8.covers(layer, layers) else self._replace(fp8=None)
 
+    def of_network(self, has_experts: bool) -> Piece:
+        """Of a feed-forward network: experts have no products in 8 bits."""
+        return self._replace(fp8=None) if has_experts else self
+
     @property
     def keeps_operands(self) -> bool:
         """Whether W reads the tensors of F and B as they are, neither gathered copies nor casts."""

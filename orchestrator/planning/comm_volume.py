@@ -100,9 +100,9 @@ def comm_volume(plan: Plan, rank: int) -> CommVolume:
 @lru_cache(maxsize=4096)
 def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: Phase) -> CommVolume:
     """Of one piece on one stage: its layers, embedding and head."""
-    found, dense = CommVolume(), model.experts.first_k_dense if model.experts is not None else model.layers
+    found = CommVolume()
     for layer in layers.numbers:
-        found.include(layer_volume(model, layer >= dense, piece.of_layer(layer, model.layers), phase))
+        found.include(layer_volume(model, layer >= model.dense_layers, piece.of_layer(layer, model.layers), phase))
     mtp_layers = model.mtp_layers if layers.has_head and phase not in OF_LAYERS else 0
     found.include(layer_volume(model, model.experts is not None, piece._replace(fp8=None), phase), mtp_layers)
     if piece.mesh.tp > 1 and phase not in OF_LAYERS:
@@ -129,10 +129,7 @@ def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: Phase
         if phase != "selective" and model.qk_norm == "all_heads":  # means of queries and keys
             _add_tp(found, piece, "all_gather", 1, piece.mesh.tp * 2 * piece.tokens * piece.wide)
         network: Phase = "selective" if phase in OF_LAYERS else phase
-        if has_experts:
-            _add_sublayer(found, piece._replace(fp8=None), network, model, 1)
-        else:
-            _add_sublayer(found, piece, network, model, tiles)
+        _add_sublayer(found, piece.of_network(has_experts), network, model, 1 if has_experts else tiles)
     if phase == "attention":
         if attention_shape(model, piece).is_exchanged:
             _add_context_parallel(found, model, piece, phase)

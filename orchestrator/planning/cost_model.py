@@ -19,7 +19,7 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.lora import LoraSpec, adapter_tensors, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.tensors import LayerRange, active_parameters, tensors
+from pentad.schedules.spec.tensors import LayerRange, active_parameters, fp8_matrices, tensors
 
 GROUPED_EFFICIENCY = 0.5  # of the FLOP/s of other products is what grouped products of experts attain
 _active_parameters = lru_cache(maxsize=4096)(active_parameters)
@@ -131,8 +131,8 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
         grouped = 3 * model.hidden * experts.intermediate_size * routed
         linear += 2 * tokens * grouped * (1 / GROUPED_EFFICIENCY - 1) / flops
     if piece.fp8 is not None and piece.device == "cuda":
-        covered = sum(piece.fp8.covers(layer, model.layers) for layer in range(first, end)) / max(1, count)
-        linear *= 1 - covered * (1 - 1 / FP8_SPEEDUPS[piece.fp8.scaling])
+        covered = sum(math.prod(each.shape) for each in fp8_matrices(model, piece.fp8, range(first, end)))
+        linear -= 2 * tokens * covered * (1 - 1 / FP8_SPEEDUPS[piece.fp8.scaling]) / flops
     head = 2 * tokens * model.vocab * model.hidden * (1 + mtp_layers) / flops if is_last else 0.0
     linear += 2 * tokens * 2 * model.hidden**2 * mtp_layers / flops  # joins streams and embeddings
     # memory traffic of norms, residual sums and activations

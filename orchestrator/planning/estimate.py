@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from itertools import chain
 from operator import mul
@@ -21,7 +22,7 @@ from pentad.schedules.simulate.timeline import Timeline, attributed_seconds
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import ROUND_ELEMENTS
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.schedules.spec.tensors import active_parameters
+from pentad.schedules.spec.tensors import active_parameters, fp8_matrices
 from pentad.schedules.spec.zero_layout import inbox_elements, num_muon_elements
 
 ON_HOST = ("host", "snapshot")  # kinds of memory that no GPU has
@@ -155,11 +156,9 @@ def fp8_weights(plan: Plan, rank: int, share: float) -> int:
     with the weights."""
     if plan.fp8 is None:
         return 0
-    model, tp = plan.model, plan.mesh.tp
-    heads = model.heads // tp + 2 * max(1, model.kv_heads // tp)
-    layer = model.hidden * (heads + model.heads // tp) * model.qk_head_dim + 3 * model.hidden * model.ffn // tp
     held = (number for stage in plan.stages_of(rank) for number in plan.layers[stage].numbers)
-    return int(share * 2 * layer * sum(plan.fp8.covers(number, model.layers) for number in held))
+    matrices = fp8_matrices(plan.model, plan.fp8, held)
+    return int(share * 2 * sum(math.prod(each.local_shape(plan.mesh)) for each in matrices))
 
 
 def memories(plan: Plan) -> list[dict[str, int]]:

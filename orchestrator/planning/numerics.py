@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.allocations import FP8_TILE
 from pentad.schedules.ir.errors import PentadError
@@ -10,7 +12,10 @@ from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
 from pentad.schedules.spec.plan import Plan
 
 SCALINGS: dict[str, Scaling] = {"fp8-tensor": "tensor", "fp8-row": "row", "fp8-block": "block"}
-WITHOUT_FP8 = ("A100", "A800", "V100")  # parts of the names of GPUs that cannot multiply in 8 bits
+# Names of GPUs that cannot multiply in 8 bits (before compute capability 8.9), and of those for whose blocks cuBLAS has
+# float32 scales (9.0, Hopper).
+WITHOUT_FP8 = re.compile(r"\b(A\d|V100|P\d|T4|[RG]TX [123]0\d\d|Quadro)")
+WITH_BLOCKS = re.compile(r"\bG?H(100|200|800|20)\b")
 
 
 def optimizer_spec(config: RunConfig) -> OptimizerSpec:
@@ -41,10 +46,9 @@ def fp8_spec(config: RunConfig, model: ModelSpec) -> Fp8Spec | None:
         "lora.rank": config.lora.rank is not None,
         "a custom model": model.custom is not None,
         "multi-head latent attention": model.mla is not None,
-        "experts": model.experts is not None,
     }
     if found := [kind for kind, is_used in kinds.items() if is_used]:
-        expected = "compute, or a dense model with grouped-query attention and all weights trained"
+        expected = "compute, or a model with grouped-query attention and all weights trained"
         raise PentadError(f"precision.matmul is {given.matmul} with {found[0]}: expected {expected}")
     skipped = given.fp8_skip_first_layers, given.fp8_skip_last_layers
     if sum(skipped) >= model.layers:
@@ -59,8 +63,10 @@ def require_fp8(plan: Plan, gpu: str) -> None:
     if plan.fp8 is None:
         return
     matmul, model, tp = f"precision.matmul is fp8-{plan.fp8.scaling}", plan.model, plan.mesh.tp
-    if plan.device == "cuda" and any(name in gpu for name in WITHOUT_FP8):
+    if plan.device == "cuda" and WITHOUT_FP8.search(gpu):
         raise PentadError(f"{matmul} on {gpu}, which multiplies no 8-bit numbers: expected precision.matmul = compute")
+    if plan.device == "cuda" and gpu and plan.fp8.scaling == "block" and not WITH_BLOCKS.search(gpu):
+        raise PentadError(f"{matmul} on {gpu}: expected a Hopper GPU, or fp8-tensor, fp8-row or compute")
     rank = f" on each of {tp} tensor ranks (mesh.tp)" if tp > 1 else ""
     sizes = {
         "model.hidden": model.hidden,
@@ -69,6 +75,8 @@ def require_fp8(plan: Plan, gpu: str) -> None:
         f"model.ffn{rank}": model.ffn // tp,
         "tokens of a microbatch that a rank holds at once": plan.slice_tokens,
     }
+    if not any(plan.fp8.covers(layer, model.layers) for layer in range(model.dense_layers)):
+        del sizes[f"model.ffn{rank}"]
     for what, size in sizes.items():
         if size % FP8_TILE:
             raise PentadError(f"{matmul}, but {what} is {size}: expected a multiple of {FP8_TILE}, or matmul = compute")

@@ -120,9 +120,9 @@ class CustomModel:
 
 @dataclass(frozen=True)
 class Fp8Spec:
-    """Products of decoder layers in 8 bits: the projections of attention and of dense feed-forward networks, in F, B
-    and W. `scaling` and the other two are the recipe's (kernels/fp8/fp8_tensor.py). The first and last layers of the
-    model, so many each, stay in the compute dtype."""
+    """Products of decoder layers in 8 bits: the projections of attention and of dense feed-forward networks, not of
+    experts, in F, B and W. `scaling` and the other two are the recipe's (kernels/fp8/fp8_tensor.py). The first and last
+    layers of the model, so many each, stay in the compute dtype."""
 
     scaling: Scaling
     gradients: Literal["e4m3", "e5m2"] = "e4m3"
@@ -189,6 +189,11 @@ class ModelSpec:
     out_bias: bool = False
     attention_sinks: bool = False
     expert_biases: bool = False
+
+    @property
+    def dense_layers(self) -> int:
+        """The first so many layers have no experts."""
+        return self.layers if self.experts is None else self.experts.first_k_dense
 
     @property
     def qk_head_dim(self) -> int:

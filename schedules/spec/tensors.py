@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Literal, NamedTuple
 
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import MLA, CustomModel, Experts, ModelSpec
+from pentad.schedules.spec.model import MLA, CustomModel, Experts, Fp8Spec, ModelSpec
 
 Range = tuple[int, int]
+IN_8_BITS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")  # products that Fp8Spec is about
 
 
 class LayerRange(NamedTuple):
@@ -121,6 +122,13 @@ def active_parameters(model: ModelSpec, layer: int) -> int:
     if model.experts is not None:
         visited = visited * model.experts.top_k // model.experts.num_experts
     return visited + sum(size for size, experts in sizes if not experts)
+
+
+def fp8_matrices(model: ModelSpec, fp8: Fp8Spec, layers: Iterable[int]) -> Iterator[Tensor]:
+    """The matrices of these layers whose products are in 8 bits."""
+    for layer in layers:
+        if fp8.covers(layer, model.layers):
+            yield from (tensor for tensor in _layer(model, layer) if tensor.name.endswith(IN_8_BITS))
 
 
 def head_in_layers(model: ModelSpec, length: int) -> float:

@@ -89,7 +89,7 @@ def test_stages_in_narrow_dtypes(one_rank, corpus, family, dtype):
 
 def cases_in_8_bits() -> list[Any]:
     always = [("llama", "block", "none", {}), ("gemma2", "tensor", "attention", {"tp": 2})]
-    sizes = product(["llama", "qwen3", "olmo2", "gemma2"], SCALINGS, ["none", "attention"], [{}, {"tp": 2}])
+    sizes = product(["llama", "qwen3", "olmo2", "gemma2", "mixtral"], SCALINGS, ["none", "attention"], [{}, {"tp": 2}])
     return [pytest.param(*case, marks=[] if case in always else [pytest.mark.slow]) for case in sizes]
 
 

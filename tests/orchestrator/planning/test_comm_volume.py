@@ -95,7 +95,7 @@ def test_layers(sent, corpus, family, mode, axes):
 
 def cases_in_8_bits() -> list[Any]:
     always = [("llama", 128, "none", "block"), ("llama", 64, "attention", "tensor")]
-    sizes = product(["llama", "olmo2"], [128, 64], ["none", "attention"], ["tensor", "row", "block"])
+    sizes = product(["llama", "olmo2", "mixtral"], [128, 64], ["none", "attention"], ["tensor", "row", "block"])
     return [pytest.param(*case, marks=[] if case in always else [pytest.mark.slow]) for case in sizes]
 
 

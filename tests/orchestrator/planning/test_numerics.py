@@ -13,6 +13,7 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import Fp8Spec
 from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.tensors import fp8_matrices
 
 MODEL = {"family": "llama", "layers": 4, "hidden": 256, "heads": 2, "kv_heads": 2, "ffn": 512, "vocab": 300}
 
@@ -64,5 +65,30 @@ def test_what_does_not_fit_is_refused_in_one_sentence(sections: dict[str, Any], 
 def test_a_gpu_without_8_bit_products_is_refused() -> None:
     plan = replace(plan_with({"matmul": "fp8-tensor"}), device="cuda")
     require_fp8(plan, "NVIDIA H200")
-    with pytest.raises(PentadError, match="fp8-tensor on NVIDIA A100-SXM4-80GB, which multiplies no 8-bit numbers"):
-        require_fp8(plan, "NVIDIA A100-SXM4-80GB")
+    for gpu in ("NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB", "NVIDIA A10G", "NVIDIA RTX A6000", "Tesla T4"):
+        with pytest.raises(PentadError, match=f"fp8-tensor on {gpu}, which multiplies no 8-bit numbers"):
+            require_fp8(plan, gpu)
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA B200", "NVIDIA L40S", "NVIDIA RTX 4000 Ada Generation"])
+def test_blocks_need_a_hopper_gpu(gpu: str) -> None:
+    tensor, block = (replace(plan_with({"matmul": f"fp8-{name}"}), device="cuda") for name in ("tensor", "block"))
+    require_fp8(tensor, gpu)
+    for hopper in ("", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA H20"):
+        require_fp8(block, hopper)
+    with pytest.raises(PentadError, match=f"fp8-block on {gpu}: expected a Hopper GPU, or fp8-tensor"):
+        require_fp8(block, gpu)
+
+
+def test_experts_stay_in_the_compute_dtype() -> None:
+    """Their layers have no feed-forward network whose size could be wrong."""
+    experts = {"num_experts": 4, "top_k": 2, "intermediate_size": 96, "first_k_dense": 0}
+    plan = plan_with({"matmul": "fp8-block"}, model={"family": "qwen3-moe", "ffn": 96, "experts": experts})
+    assert plan.fp8 is not None
+    names = {each.name.partition(".")[2] for each in fp8_matrices(plan.model, plan.fp8, range(1))}
+    assert names == {"0.attention.qkv", "0.attention.out"}
+    with pytest.raises(PentadError, match=r"model\.ffn is 96"):
+        plan_with(
+            {"matmul": "fp8-block"},
+            model={"family": "qwen3-moe", "ffn": 96, "experts": {**experts, "first_k_dense": 1}},
+        )

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from exactness import assert_equals_one_process
 from plans import plan_of
+from resume import assert_repeatable
 
-from pentad.schedules.spec.model import Fp8Spec, ModelSpec
+from pentad.schedules.spec.model import Experts, Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 # Whole tiles of 128 on two tensor ranks.
 MODEL = ModelSpec(layers=4, hidden=128, heads=2, kv_heads=2, head_dim=128, ffn=256, vocab=300)
+MIXTURE = replace(MODEL, experts=Experts(4, 2, 24, first_k_dense=2))
 LENGTH = 128  # tokens of a sequence on a context rank, at least
 BLOCK, TENSOR, ROW = Fp8Spec("block"), Fp8Spec("tensor", "e5m2"), Fp8Spec("row", power_of_two=True)
 ZERO_3 = {"memory_options": MemoryOptions(zero=3)}
@@ -31,13 +33,15 @@ CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     *((spec, "zb-h1", {"pp": 2, "recompute": "attention"}) for spec in (BLOCK, TENSOR, ROW)),
     *((spec, "1f1b", {"pp": 2, "dp": 2, **ZERO_3}) for spec in (BLOCK, TENSOR)),
     (replace(BLOCK, skip_first=1, skip_last=1), "interleaved", {"pp": 2}),
+    (BLOCK, "zb-h1", {"pp": 2, "ep": 2, "model": MIXTURE}),
     (replace(BLOCK, power_of_two=True, gradients="e5m2"), "zb-h2", {"pp": 2, "post_validation": True}),
 ]
 
 
 def fp8_plan(spec: Fp8Spec, name: str, sizes: dict[str, Any], corpus: str) -> Plan:
     sizes = {"dp": 1, "pp": 1, **sizes}
-    model = replace(MODEL, layers=sizes.pop("layers", MODEL.layers))
+    model = sizes.pop("model", MODEL)
+    model = replace(model, layers=sizes.pop("layers", model.layers))
     plan = plan_of(name, microbatches=3 if model.layers < MODEL.layers else 4, data=corpus, model=model, **sizes)
     length = LENGTH * plan.mesh.cp * (2 if plan.mesh.cp > 1 and spec.scaling == "block" else 1)
     return replace(plan, fp8=spec, batch=replace(plan.batch, sequence_length=length))
@@ -48,3 +52,22 @@ def fp8_plan(spec: Fp8Spec, name: str, sizes: dict[str, Any], corpus: str) -> Pl
 )
 def test_any_mesh_equals_one_process_in_8_bits(fleet, corpus, spec, name, sizes):
     assert_equals_one_process(fleet, fp8_plan(spec, name, sizes, corpus))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [BLOCK, TENSOR, ROW])
+@pytest.mark.parametrize(("name", "sizes"), [("zb-h2", {"pp": 2, "tp": 2}), ("1f1b", {"dp": 2, "pp": 2, **ZERO_3})])
+def test_repeated_and_resumed_runs_in_8_bits_are_bit_identical(fleet, corpus, tmp_path, spec, name, sizes):
+    assert_repeatable(fleet, replace(fp8_plan(spec, name, sizes, corpus), dtype="float32"), tmp_path)
+
+
+@pytest.mark.slow
+def test_losses_in_8_bits_stay_close_to_those_of_the_compute_dtype(fleet, corpus):
+    """Over 16 steps, in which the loss falls by more than a tenth."""
+    plan = replace(fp8_plan(BLOCK, "zb-h2", {"pp": 2}, corpus), dtype="float32")
+    runs = (fleet.run(replace(plan, fp8=spec), [(0, 16)])[-1].results for spec in (None, BLOCK, TENSOR, ROW))
+    want, *found = ([sum(source.loss for source in result.sources) for result in run] for run in runs)
+    assert want[-1] < 0.9 * want[0]
+    for losses in found:
+        assert losses != want
+        assert losses == pytest.approx(want, rel=1e-2)
