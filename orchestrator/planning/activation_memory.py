@@ -44,8 +44,8 @@ def _residual(
     """`reused`: W reads the sublayer's input as it is; otherwise it reads a gathered copy, or a cast."""
     before, own, after = list(residual_stream(model.hidden, piece, reused=reused)), list(sublayer), list[Allocation]()
     if model.norms != "after":
-        stream, maximum = piece.stream(model.hidden), Allocation("absolute maximum", "F-B", _amax(piece))
-        before = [*norm(model.hidden, piece), maximum]
+        stream, maximum = piece.stream(model.hidden), 0 if reused else _amax(piece)
+        before = [*norm(model.hidden, piece), Allocation("absolute maximum", "F-B", maximum)]
         own = [each._replace(bytes=each.bytes + stream) if each.life == "B" and not reused else each for each in own]
         own.append(Allocation("normed stream", "B-W", reused * stream))
     if model.norms != "before":
@@ -128,15 +128,20 @@ def latent_attention(model: ModelSpec, mla: MLA, piece: Piece) -> Iterator[Alloc
     yield from _rebuilt(
         [
             Allocation("latents", "F-B", own * latents * c),
-            Allocation("normed latents", "F-B" if piece.is_gathered else "F-W", own * latents * c),
+            Allocation("normed latents", "F-W" if piece.keeps_operands else "F-B", own * latents * c),
             Allocation("latents' scales", "F-B", own * piece.wide * (1 + bool(mla.q_lora_rank)), offload=False),
         ]
     )
-    yield Allocation(OUTPUT_GRADIENT, "B-W", piece.full_stream(hidden))
-    yield Allocation("gradients of queries, keys and values", "B-W", shape.inputs - queries)
+    yield Allocation(OUTPUT_GRADIENT, "B-W", piece.operand(hidden))
+    keys_values = piece.cast(shape.heads * (mla.qk_nope_head_dim + mla.v_head_dim))
+    dqkv = piece.cast(shape.heads * shape.query) + keys_values if keys_values else shape.inputs - queries
+    yield Allocation("gradients of queries, keys and values", "B-W", dqkv)
+    yield Allocation("heads' output, cast", "B-W", piece.cast(shape.heads * shape.value))
     yield Allocation("gradients of latents and the rotary key", "B-W", own * (latents + mla.qk_rope_head_dim) * c)
     yield Allocation("gradients of the latents' norms", "B-W", latents * piece.wide)
-    if piece.is_gathered:
+    if piece.fp8 is not None:
+        yield Allocation("latents, cast", "B-W", piece.cast(mla.kv_lora_rank) + piece.cast(mla.q_lora_rank or hidden))
+    elif piece.is_gathered:
         yield Allocation("gathered latents", "B-W", tokens * latents * c)
         yield Allocation("gathered input of the queries", "B-W", 0 if mla.q_lora_rank else piece.copy(hidden))
     gathered = tokens * (latents + mla.qk_rope_head_dim) * c

@@ -176,13 +176,13 @@ def _add_sublayer(found: CommVolume, piece: Piece, phase: Phase, model: ModelSpe
 def _add_latent_attention(found: CommVolume, piece: Piece, phase: Phase, hidden: int, mla: MLA) -> None:
     """Latent vectors are gathered in place of the input."""
     token, key_values, queries = piece.tokens * piece.itemsize, mla.kv_lora_rank + mla.qk_rope_head_dim, mla.q_lora_rank
-    queries = queries or hidden
+    queries, tiles = queries or hidden, num_tiles(piece.tokens) if piece.fp8 is None else 1
     if phase == "B":
         _add_tp(found, piece, "all_gather", 3, token * (hidden + mla.kv_lora_rank + queries))
-        _add_tp(found, piece, "reduce_scatter", 1 + num_tiles(piece.tokens), token * (key_values + queries))
+        _add_tp(found, piece, "reduce_scatter", 1 + tiles, token * (key_values + queries))
     else:
         _add_tp(found, piece, "all_gather", 2, token * (queries + key_values))
-        _add_tp(found, piece, "reduce_scatter", num_tiles(piece.tokens), token * hidden)
+        _add_tp(found, piece, "reduce_scatter", tiles, token * hidden)
 
 
 def _add_context_parallel(found: CommVolume, model: ModelSpec, piece: Piece, phase: Phase) -> None:

@@ -45,10 +45,9 @@ def fp8_spec(config: RunConfig, model: ModelSpec) -> Fp8Spec | None:
     kinds = {
         "lora.rank": config.lora.rank is not None,
         "a custom model": model.custom is not None,
-        "multi-head latent attention": model.mla is not None,
     }
     if found := [kind for kind, is_used in kinds.items() if is_used]:
-        expected = "compute, or a model with grouped-query attention and all weights trained"
+        expected = "compute, or one of the model families with all weights trained"
         raise PentadError(f"precision.matmul is {given.matmul} with {found[0]}: expected {expected}")
     skipped = given.fp8_skip_first_layers, given.fp8_skip_last_layers
     if sum(skipped) >= model.layers:
@@ -62,21 +61,32 @@ def require_fp8(plan: Plan, gpu: str) -> None:
     """Raises PentadError if products in 8 bits do not fit the plan's shapes, or the GPU of this name ('': unknown)."""
     if plan.fp8 is None:
         return
-    matmul, model, tp = f"precision.matmul is fp8-{plan.fp8.scaling}", plan.model, plan.mesh.tp
+    matmul = f"precision.matmul is fp8-{plan.fp8.scaling}"
     if plan.device == "cuda" and WITHOUT_FP8.search(gpu):
         raise PentadError(f"{matmul} on {gpu}, which multiplies no 8-bit numbers: expected precision.matmul = compute")
     if plan.device == "cuda" and gpu and plan.fp8.scaling == "block" and not WITH_BLOCKS.search(gpu):
         raise PentadError(f"{matmul} on {gpu}: expected a Hopper GPU, or fp8-tensor, fp8-row or compute")
-    rank = f" on each of {tp} tensor ranks (mesh.tp)" if tp > 1 else ""
-    sizes = {
-        "model.hidden": model.hidden,
-        f"queries' width (model.heads x head_dim){rank}": model.heads * model.qk_head_dim // tp,
-        f"keys' width (model.kv_heads x head_dim){rank}": max(1, model.kv_heads // tp) * model.qk_head_dim,
-        f"model.ffn{rank}": model.ffn // tp,
-        "tokens of a microbatch that a rank holds at once": plan.slice_tokens,
-    }
-    if not any(plan.fp8.covers(layer, model.layers) for layer in range(model.dense_layers)):
-        del sizes[f"model.ffn{rank}"]
-    for what, size in sizes.items():
+    for what, size in _sizes(plan, plan.fp8).items():
         if size % FP8_TILE:
             raise PentadError(f"{matmul}, but {what} is {size}: expected a multiple of {FP8_TILE}, or matmul = compute")
+
+
+def _sizes(plan: Plan, fp8: Fp8Spec) -> dict[str, int]:
+    """Rows and columns of the operands on a rank, or of their parts that tensor ranks divide."""
+    model, mla, tp = plan.model, plan.model.mla, plan.mesh.tp
+    rank = f" on each of {tp} tensor ranks (mesh.tp)" if tp > 1 else ""
+    found = {
+        "model.hidden": model.hidden,
+        f"queries' width (model.heads x head_dim){rank}": model.heads * model.qk_head_dim // tp,
+        "tokens of a microbatch that a rank holds at once": plan.slice_tokens,
+    }
+    if mla is None:
+        found[f"keys' width (model.kv_heads x head_dim){rank}"] = max(1, model.kv_heads // tp) * model.qk_head_dim
+    else:
+        keys = f"width of keys and values (model.heads x (qk_nope_head_dim + v_head_dim)){rank}"
+        found[keys] = model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) // tp
+        found[f"values' width (model.heads x v_head_dim){rank}"] = model.heads * mla.v_head_dim // tp
+        found |= {"model.mla.kv_lora_rank": mla.kv_lora_rank, "model.mla.q_lora_rank": mla.q_lora_rank}
+    if any(fp8.covers(layer, model.layers) for layer in range(model.dense_layers)):
+        found[f"model.ffn{rank}"] = model.ffn // tp
+    return found

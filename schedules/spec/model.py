@@ -120,9 +120,10 @@ class CustomModel:
 
 @dataclass(frozen=True)
 class Fp8Spec:
-    """Products of decoder layers in 8 bits: the projections of attention and of dense feed-forward networks, not of
-    experts, in F, B and W. `scaling` and the other two are the recipe's (kernels/fp8/fp8_tensor.py). The first and last
-    layers of the model, so many each, stay in the compute dtype."""
+    """Products of decoder layers in 8 bits: the projections of attention, except those to latents, and of dense
+    feed-forward networks, not of experts; in F, B and W. `scaling` and the other two are the recipe's
+    (kernels/fp8/fp8_tensor.py). The first and last layers of the model, so many each, stay in the compute dtype.
+    """
 
     scaling: Scaling
     gradients: Literal["e4m3", "e5m2"] = "e4m3"

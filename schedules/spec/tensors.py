@@ -11,7 +11,8 @@ from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import MLA, CustomModel, Experts, Fp8Spec, ModelSpec
 
 Range = tuple[int, int]
-IN_8_BITS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")  # products that Fp8Spec is about
+# Products that Fp8Spec is about.
+IN_8_BITS = ("attention.qkv", "attention.query", "attention.keys_values", "attention.out", "mlp.gate_up", "mlp.down")
 
 
 class LayerRange(NamedTuple):

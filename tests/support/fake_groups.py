@@ -11,7 +11,7 @@ import torch
 from plans import MODEL, plan_of
 from small_models import GEMMA
 
-from pentad.schedules.spec.model import MLA, Experts
+from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model import moe
 from pentad.workers.model.stage import Stage
@@ -73,6 +73,14 @@ class FakeGroup(NamedTuple):
 
     def rank(self) -> int:
         return 1
+
+
+def in_tiles(model: ModelSpec) -> ModelSpec:
+    """The model with operands of whole tiles of 128, also on two tensor ranks."""
+    mla, sizes = model.mla, {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+    if mla is not None:
+        mla = replace(mla, q_lora_rank=256 * bool(mla.q_lora_rank), **sizes)
+    return replace(model, hidden=128, heads=8, kv_heads=4, head_dim=64, ffn=256, mla=mla)
 
 
 def pass_on(group: Any, sent: torch.Tensor, buffer: torch.Tensor) -> AsyncResult[torch.Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pentad.schedules.spec.model import Fp8Spec
 
-PROJECTIONS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+PROJECTIONS = ("attention.qkv", "attention.query", "attention.keys_values", "attention.out", "mlp.gate_up", "mlp.down")
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 

@@ -157,7 +157,7 @@ class Layer(NamedTuple):
         if model.mla is None:
             attention = Attention.bind(params, prefix, model, casts)
         else:
-            attention = MLA.bind(params, prefix, model)
+            attention = MLA.bind(params, prefix, model, casts)
         mlp = MoE.bind(params, prefix, model) if has_experts else MLP.bind(params, f"{prefix}.mlp", model, casts)
         return cls(residual("attention", attention), residual("mlp", mlp))
 

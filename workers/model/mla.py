@@ -16,6 +16,8 @@ from torch import Tensor
 from pentad.kernels.attention.rope import rope_
 from pentad.schedules.spec import model
 from pentad.schedules.spec.model import ModelSpec
+from pentad.workers.linear.casts import Casts
+from pentad.workers.linear.linear import Linear
 from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.model.attention import attend, attend_backward
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
@@ -43,28 +45,30 @@ class MLASaved(NamedTuple):
 
 class MLA(NamedTuple):
     query_latent: QueryLatent | None
-    query: Param  # [N (P + O), Q], or [N (P + O), H] without a query latent
+    query: Linear  # [N (P + O), Q], or [N (P + O), H] without a query latent
     latent: Param  # [R + O, H]
     latent_norm: Norm  # [R]
-    keys_values: Param  # [N (P + E), R]
-    out: Param  # [H, N E]
+    keys_values: Linear  # [N (P + E), R]
+    out: Linear  # [H, N E]
 
     @classmethod
-    def bind(cls, params: Params, prefix: str, model: ModelSpec) -> MLA:
+    def bind(cls, params: Params, prefix: str, model: ModelSpec, casts: Casts | None = None) -> MLA:
+        """With `casts` the products of heads are in 8 bits, those that make latents are not."""
         at, query_latent = f"{prefix}.attention", None
         if f"{at}.query_down" in params:
             query_latent = QueryLatent(params[f"{at}.query_down"], Norm.bind(params, f"{at}.query_norm", model))
         query, latent, keys_values, out = (params[f"{at}.{name}"] for name in ("query", "latent", "keys_values", "out"))
-        return cls(query_latent, query, latent, Norm.bind(params, f"{at}.latent_norm", model), keys_values, out)
+        norm, by_heads = Norm.bind(params, f"{at}.latent_norm", model), Linear(out, casts, row_parallel=True)
+        return cls(query_latent, Linear(query, casts), latent, norm, Linear(keys_values, casts), by_heads)
 
     @property
     def input_casts(self) -> None:
-        """Products are in the compute dtype."""
+        """The products that make latents read the stream in the compute dtype."""
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor, kept: KeptAttention | None = None
     ) -> Task[tuple[Tensor, MLASaved, None]]:
-        shape, tp, rotary = _shape(context), context.tp, sequence.rotary
+        shape, axes, tp, rotary = _shape(context), context.axes, context.tp, sequence.rotary
         nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
         q_latent = None
         if self.query_latent is not None:
@@ -74,15 +78,16 @@ class MLA(NamedTuple):
         kv_latent = _norm_latent(latent[:, :rank].contiguous(), self.latent_norm)
         latent = torch.cat((kv_latent.normed, latent[:, rank:]), dim=1)
         q_input, latent = yield from gather2(q_gather, tp.all_gather(latent))  # [T, Q], [T, R + O]
-        q = torch.mm(q_input, self.query.weight.t())
+        q = self.query.forward(axes, self.query.input(axes, q_input, rows=True))
         q = q.view(q.shape[0], -1, nope + shape.qk_rope_head_dim)  # [T, N, P + O]
         rope_(q[:, :, nope:], rotary.cos, rotary.sin)
         rotary_key = latent[:, None, rank:]  # [T, 1, O], shared by all heads
         rope_(rotary_key, rotary.cos, rotary.sin)
-        kv = torch.mm(latent[:, :rank], self.keys_values.weight.t()).view(q.shape[0], q.shape[1], -1)  # [T, N, P + E]
+        kv = self.keys_values.forward(axes, self.keys_values.input(axes, latent[:, :rank], rows=True))
+        kv = kv.view(q.shape[0], q.shape[1], -1)  # [T, N, P + E]
         k = torch.cat((kv[:, :, :nope], rotary_key.expand(-1, q.shape[1], -1)), dim=2)
         out, saved = yield from attend(context, sequence, q, k, kv[:, :, nope:], kept=kept)
-        y = yield from tp.matmul_reduce_scatter(out, self.out.weight.t())
+        y = yield from self.out.forward_scattered(axes, self.out.input(axes, out, rows=True))
         return y, MLASaved(saved, out, q_latent, kv_latent), None
 
     def keep(self, saved: MLASaved) -> KeptAttention | None:
@@ -100,32 +105,36 @@ class MLA(NamedTuple):
         recomputable: None,
         dy: Tensor,
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
-        shape, tp, latent = _shape(context), context.tp, saved.kv_latent
+        shape, axes, tp, latent = _shape(context), context.axes, context.tp, saved.kv_latent
         nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
         dy = yield from tp.all_gather(dy)
-        (dq, dk, dv), _ = yield from attend_backward(
-            context, sequence, saved.context, torch.mm(dy, self.out.weight), shape.v_head_dim
-        )
+        doutput = self.out.output_grad(axes, dy)
+        del dy
+        dout = self.out.input_grad(axes, doutput)
+        (dq, dk, dv), _ = yield from attend_backward(context, sequence, saved.context, dout, shape.v_head_dim)
+        del dout
         dq, dk, dv = (grad.flatten(0, 1) for grad in (dq, dk, dv))  # [T, N, ...]
         for grad in (dq, dk):
             rope_(grad[:, :, nope:], sequence.rotary.cos, sequence.rotary.sin, inverse=True)
-        dq = dq.flatten(1)
+        dqueries = self.query.output_grad(axes, dq.flatten(1))
+        del dq
         drotary_key = dk[:, :, nope:].sum(1)  # all heads share it
-        dkv = torch.cat((dk[:, :, :nope], dv), dim=2).flatten(1)
+        dkv = self.keys_values.output_grad(axes, torch.cat((dk[:, :, :nope], dv), dim=2).flatten(1))
         latent_gather = tp.all_gather(latent.normed)
-        dlatent_scatter = tp.reduce_scatter(torch.cat((torch.mm(dkv, self.keys_values.weight), drotary_key), dim=1))
-        dq_scatter = tp.matmul_reduce_scatter(dq, self.query.weight)
+        dinput = self.keys_values.input_grad(axes, dkv)
+        dlatent_scatter = tp.reduce_scatter(torch.cat((dinput, drotary_key), dim=1))
+        dq_scatter = self.query.input_grad_scattered(axes, dqueries)
         q_gather = tp.all_gather(x if saved.q_latent is None else saved.q_latent.normed)
         in_flight = gather2(gather2(latent_gather, q_gather), gather2(dlatent_scatter, dq_scatter))
         (kv_latent, q_input), (dlatent, dq_input) = yield from in_flight  # dlatent [t, R + O], dq_input [t, Q]
         dinput, latent_norm = self.latent_norm.backward(dlatent[:, :rank].contiguous(), latent.norm)
         dlatent = torch.cat((dinput, dlatent[:, rank:]), dim=1)
         work: list[Wgrad] = [
-            LinearWgrad(self.out.gradient, dy, saved.out),
-            LinearWgrad(self.keys_values.gradient, dkv, kv_latent),
+            self.out.wgrad(doutput, self.out.input(axes, saved.out, columns=True)),
+            self.keys_values.wgrad(dkv, self.keys_values.input(axes, kv_latent, columns=True)),
             LinearWgrad(self.latent.gradient, dlatent, x),
             latent_norm,
-            LinearWgrad(self.query.gradient, dq, q_input),
+            self.query.wgrad(dqueries, self.query.input(axes, q_input, columns=True)),
         ]
         dx, query_work = self._query_latent_backward(x, saved.q_latent, dq_input)
         return torch.mm(dlatent, self.latent.weight) + dx, [*work, *query_work]

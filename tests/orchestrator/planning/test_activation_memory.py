@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_groups import FAMILIES, make_stage, nbytes, stage_plan
+from fake_groups import FAMILIES, in_tiles, make_stage, nbytes, stage_plan
 from plans import plan_of
 
 from pentad.orchestrator.planning.activation_peaks import activations_of
@@ -89,15 +89,15 @@ def test_stages_in_narrow_dtypes(one_rank, corpus, family, dtype):
 
 def cases_in_8_bits() -> list[Any]:
     always = [("llama", "block", "none", {}), ("gemma2", "tensor", "attention", {"tp": 2})]
-    sizes = product(["llama", "qwen3", "olmo2", "gemma2", "mixtral"], SCALINGS, ["none", "attention"], [{}, {"tp": 2}])
+    families = ["llama", "qwen3", "olmo2", "gemma2", "mixtral", "deepseek", "deepseek without q_lora"]
+    sizes = product(families, SCALINGS, ["none", "attention"], [{}, {"tp": 2}])
     return [pytest.param(*case, marks=[] if case in always else [pytest.mark.slow]) for case in sizes]
 
 
 @pytest.mark.parametrize(("family", "scaling", "mode", "axes"), cases_in_8_bits())
 def test_stages_in_8_bits(one_rank, corpus, family, scaling, mode, axes):
     """Of four layers the first stays in the compute dtype."""
-    tiles: dict[str, Any] = {"hidden": 128, "heads": 4, "kv_heads": 4, "head_dim": 128, "ffn": 256}
-    plan = plan_of("gpipe", 1, 2, 1, corpus, model=replace(FAMILIES[family], **tiles), recompute=mode, **axes)
+    plan = plan_of("gpipe", 1, 2, 1, corpus, model=in_tiles(FAMILIES[family]), recompute=mode, **axes)
     plan = replace(plan, fp8=Fp8Spec(scaling, skip_first=1), batch=replace(plan.batch, sequence_length=128))
     for index in range(2):
         check(plan, index)

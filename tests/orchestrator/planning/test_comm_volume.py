@@ -12,7 +12,7 @@ from typing import Any
 import fake_groups
 import pytest
 import torch
-from fake_groups import FAMILIES, FakeGroup, make_stage
+from fake_groups import FAMILIES, FakeGroup, in_tiles, make_stage
 from plans import MODEL, TILE, plan_of
 
 from pentad.orchestrator.planning.allocations import piece_of
@@ -95,15 +95,15 @@ def test_layers(sent, corpus, family, mode, axes):
 
 def cases_in_8_bits() -> list[Any]:
     always = [("llama", 128, "none", "block"), ("llama", 64, "attention", "tensor")]
-    sizes = product(["llama", "olmo2", "mixtral"], [128, 64], ["none", "attention"], ["tensor", "row", "block"])
+    families = ["llama", "olmo2", "mixtral", "deepseek"]
+    sizes = product(families, [128, 64], ["none", "attention"], ["tensor", "row", "block"])
     return [pytest.param(*case, marks=[] if case in always else [pytest.mark.slow]) for case in sizes]
 
 
 @pytest.mark.parametrize(("family", "length", "mode", "scaling"), cases_in_8_bits())
 def test_layers_in_8_bits(sent, corpus, family, length, mode, scaling):
     """Of two layers of the first stage one is in the compute dtype. Half a sequence is no multiple of a tile."""
-    tiles = {"hidden": 128, "heads": 2, "kv_heads": 2, "head_dim": 128, "ffn": 256}
-    plan = plan_of("gpipe", 1, 2, 1, corpus, model=replace(FAMILIES[family], **tiles), recompute=mode, tp=2)
+    plan = plan_of("gpipe", 1, 2, 1, corpus, model=in_tiles(FAMILIES[family]), recompute=mode, tp=2)
     plan = replace(plan, fp8=Fp8Spec(scaling, skip_first=1), batch=replace(plan.batch, sequence_length=length))
     check(sent, plan, 0)
 

@@ -17,6 +17,10 @@ from pentad.schedules.spec.tensors import fp8_matrices
 
 MODEL = {"family": "llama", "layers": 4, "hidden": 256, "heads": 2, "kv_heads": 2, "ffn": 512, "vocab": 300}
 
+MLA = {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+EXPERTS = {"num_experts": 4, "top_k": 2, "intermediate_size": 96}
+LATENT = {"model": {"family": "deepseek-v3", "mla": MLA, "experts": EXPERTS}}
+
 
 def plan_with(precision: dict[str, Any], **sections: dict[str, Any]) -> Plan:
     given: dict[str, Any] = {
@@ -49,6 +53,7 @@ def test_the_configured_recipe_is_the_plans() -> None:
             {"mesh": {"pp": 1, "tp": 2}, "model": {"ffn": 384}},
             r"model.ffn on each of 2 tensor ranks \(mesh.tp\) is 192",
         ),
+        (LATENT, r"model\.mla\.kv_lora_rank is 64"),
         (
             {"precision": {"fp8_skip_first_layers": 3, "fp8_skip_last_layers": 1}},
             "is 4: expected fewer than model.layers",
@@ -82,13 +87,12 @@ def test_blocks_need_a_hopper_gpu(gpu: str) -> None:
 
 def test_experts_stay_in_the_compute_dtype() -> None:
     """Their layers have no feed-forward network whose size could be wrong."""
-    experts = {"num_experts": 4, "top_k": 2, "intermediate_size": 96, "first_k_dense": 0}
-    plan = plan_with({"matmul": "fp8-block"}, model={"family": "qwen3-moe", "ffn": 96, "experts": experts})
+    plan = plan_with({"matmul": "fp8-block"}, model={"family": "qwen3-moe", "ffn": 96, "experts": EXPERTS})
     assert plan.fp8 is not None
     names = {each.name.partition(".")[2] for each in fp8_matrices(plan.model, plan.fp8, range(1))}
     assert names == {"0.attention.qkv", "0.attention.out"}
     with pytest.raises(PentadError, match=r"model\.ffn is 96"):
         plan_with(
             {"matmul": "fp8-block"},
-            model={"family": "qwen3-moe", "ffn": 96, "experts": {**experts, "first_k_dense": 1}},
+            model={"family": "qwen3-moe", "ffn": 96, "experts": {**EXPERTS, "first_k_dense": 1}},
         )

@@ -10,13 +10,14 @@ from exactness import assert_equals_one_process
 from plans import plan_of
 from resume import assert_repeatable
 
-from pentad.schedules.spec.model import Experts, Fp8Spec, ModelSpec
+from pentad.schedules.spec.model import MLA, Experts, Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 # Whole tiles of 128 on two tensor ranks.
 MODEL = ModelSpec(layers=4, hidden=128, heads=2, kv_heads=2, head_dim=128, ffn=256, vocab=300)
 MIXTURE = replace(MODEL, experts=Experts(4, 2, 24, first_k_dense=2))
+LATENT = replace(MODEL, mla=MLA(128, 128, qk_nope_head_dim=128, qk_rope_head_dim=128, v_head_dim=128))
 LENGTH = 128  # tokens of a sequence on a context rank, at least
 BLOCK, TENSOR, ROW = Fp8Spec("block"), Fp8Spec("tensor", "e5m2"), Fp8Spec("row", power_of_two=True)
 ZERO_3 = {"memory_options": MemoryOptions(zero=3)}
@@ -34,6 +35,8 @@ CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     *((spec, "1f1b", {"pp": 2, "dp": 2, **ZERO_3}) for spec in (BLOCK, TENSOR)),
     (replace(BLOCK, skip_first=1, skip_last=1), "interleaved", {"pp": 2}),
     (BLOCK, "zb-h1", {"pp": 2, "ep": 2, "model": MIXTURE}),
+    (BLOCK, "dualpipev", {"pp": 2, "tp": 2, "model": LATENT}),
+    *((spec, "1f1b", {"tp": 2, "layers": 2, "model": LATENT}) for spec in (TENSOR, ROW)),
     (replace(BLOCK, power_of_two=True, gradients="e5m2"), "zb-h2", {"pp": 2, "post_validation": True}),
 ]
 
@@ -63,11 +66,11 @@ def test_repeated_and_resumed_runs_in_8_bits_are_bit_identical(fleet, corpus, tm
 
 @pytest.mark.slow
 def test_losses_in_8_bits_stay_close_to_those_of_the_compute_dtype(fleet, corpus):
-    """Over 16 steps, in which the loss falls by more than a tenth."""
+    """Over 16 steps at a high learning rate, in which the loss falls by more than a tenth."""
     plan = replace(fp8_plan(BLOCK, "zb-h2", {"pp": 2}, corpus), dtype="float32")
     runs = (fleet.run(replace(plan, fp8=spec), [(0, 16)])[-1].results for spec in (None, BLOCK, TENSOR, ROW))
     want, *found = ([sum(source.loss for source in result.sources) for result in run] for run in runs)
     assert want[-1] < 0.9 * want[0]
     for losses in found:
         assert losses != want
-        assert losses == pytest.approx(want, rel=1e-2)
+        assert losses == pytest.approx(want, rel=3e-2)
