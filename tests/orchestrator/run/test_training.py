@@ -93,13 +93,17 @@ def test_the_loss_falls_and_a_resumed_run_equals_an_uninterrupted_one(
     train: Train, workers: list[WorkerProcess], tmp_path: Path
 ) -> None:
     """Which needs no Ray."""
-    expected, state_expected = without_a_driver(workers, make_plan(load(None, SMALL), "cpu"), STEPS)
+    plan = make_plan(load(None, SMALL), "cpu")
+    expected, state_expected = without_a_driver(workers, plan, STEPS)
     finished, _ = stop_and_resume(train, tmp_path)
     assert finished["state"] == "finished"
     assert finished["first_loss"] == pytest.approx(5.70, abs=0.05)  # ln(300): the model is untrained
     assert finished["loss"] < 4.9
     rows = read_lines(tmp_path / "halted" / "metrics.jsonl")
     assert [(row["loss"], row["grad_norm"]) for row in rows] == expected
+    assert [row["lr"] for row in rows] == [plan.optimizer.learning_rate.at(step) for step in range(STEPS)]
+    tokens = 16 * 32  # of the quickstart's batch
+    assert [(row["tokens"], row["total_tokens"]) for row in rows] == [(tokens, tokens * n) for n in range(1, STEPS + 1)]
     found = state(tmp_path / "halted")
     assert found.keys() == state_expected.keys()
     assert all(torch.equal(found[name], state_expected[name]) for name in found)

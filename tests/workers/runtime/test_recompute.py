@@ -181,6 +181,29 @@ def test_recomputation_does_not_count_losses_again(corpus: str, mode: str) -> No
     assert torch.equal(stage.loss_sums, before)
 
 
+@pytest.mark.parametrize(("name", "slices"), [("gpipe", None), ("seq-1f1b", 4)])
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_b_and_then_w_of_a_recomputed_stage_give_the_same_gradients(
+    corpus: str, mode: str, name: str, slices: int | None
+) -> None:
+    gradients = []
+    for each in ("none", mode):
+        plan = plan_of(name, 1, 1, 1, corpus, slices=slices, recompute=each)
+        stage, indices = make_stage(plan), range(plan.program.total_slices)
+        for index in indices:
+            run_forward(stage, plan, index)
+        for index in reversed(indices):
+            if each != "none":
+                stage.recompute(index)
+            run_to_completion(stage.backward_input(index, None))
+        for index in indices:
+            stage.backward_weight(index)
+        parameters = stage.param_buffers[0].parameters
+        gradients.append(parameters.views(parameters.gradient))
+    assert same_bits(*gradients)
+    assert all(each.any() for each in gradients[0].values())
+
+
 def test_the_peak_falls_with_what_is_saved(corpus: str) -> None:
     plans = [plan_of("gpipe", 1, 4, 8, corpus, recompute=mode) for mode in MODES]
     for rank in range(4):
