@@ -84,11 +84,6 @@ class Program:
         counts = self.units or (1,) * self.stages
         return tuple(stage for stage, count in enumerate(counts) for _ in range(count))
 
-    @property
-    def stage_placement(self) -> tuple[tuple[int, ...], ...]:
-        """By rank, the pipeline stages that it holds."""
-        return tuple(tuple(dict.fromkeys(self.stage_of[unit] for unit in held)) for held in self.placement)
-
     @cached_property
     def _holders(self) -> dict[int, tuple[int, ...]]:
         holders: dict[int, tuple[int, ...]] = {}

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.transport.stream_flags import check_driver
 
-_HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 
 
