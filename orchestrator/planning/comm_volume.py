@@ -67,7 +67,7 @@ def param_shards_at(plan: Plan, rank: int, stage: int) -> list[ParamShard]:
 def _shared(plan: Plan, rank: int, instruction: Instruction) -> Iterator[ParamShard]:
     """What a collective of a rank gathers or reduces: frozen weights are only gathered, if ZeRO-3 shards them."""
     held = param_shards_at(plan, rank, instruction.stage)
-    yield from (shard for shard in held if len(plan.holders(shard)) > 1)
+    yield from (shard for shard in held if plan.num_holders(shard) > 1)
     if instruction.op is Op.ALL_GATHER:
         held = [shard for shard in plan.frozen_shards_of(rank) if shard.stage == instruction.stage]
         yield from (shard for shard in held if plan.num_zero_shards(shard) > 1)
@@ -146,7 +146,7 @@ def _is_collective(instruction: Instruction) -> bool:
 
 
 def _collective(plan: Plan, instruction: Instruction, shard: ParamShard) -> Volume:
-    holders, full = len(plan.holders(shard)), padded_elements(plan, shard)
+    holders, full = plan.num_holders(shard), padded_elements(plan, shard)
     if instruction.op is Op.ALL_GATHER:
         return Volume(1, full * (holders - 1) // holders * BYTES[plan.dtype])
     rounds = 2 if instruction.op is Op.ALL_REDUCE else 1

@@ -184,7 +184,7 @@ def snapshot_bytes(plan: Plan, rank: int) -> int:
     holders have."""
     return sum(
         (plan.zero_shard_size(shard) * wide_bytes(plan.dtype) + optimizer_bytes(plan, shard, rank))
-        // (len(plan.holders(shard)) if plan.num_zero_shards(shard) == 1 else 1)
+        // (plan.num_holders(shard) if plan.num_zero_shards(shard) == 1 else 1)
         for shard in plan.param_shards_of(rank)
     )
 

@@ -165,6 +165,11 @@ class Plan:
         held = product(range(self.mesh.dp), pps, range(self.mesh.cp), (shard.tp,), eps)
         return tuple(sorted(self.mesh.rank(Coordinates(*at)) for at in held))
 
+    def num_holders(self, shard: ParamShard) -> int:
+        """Of `holders`, without naming them."""
+        eps = 1 if shard.experts else self.mesh.ep
+        return self.mesh.dp * len(self.program.holders(shard.stage)) * self.mesh.cp * eps
+
     def tp_holders(self, shard: ParamShard) -> tuple[int, ...]:
         """Ranks of the mesh that hold a part of the tensors of a shard, in ascending order: `holders` for every tp."""
         shards = (shard._replace(tp=tp) for tp in range(self.mesh.tp))
@@ -186,7 +191,7 @@ class Plan:
     def num_zero_shards(self, shard: ParamShard) -> int:
         """Equal parts that ZeRO cuts the state of a shard into, in the order of its holders; 1 without ZeRO. Frozen
         weights have no state that its stages 1 and 2 could cut."""
-        return len(self.holders(shard)) if self.zero > (2 if shard.frozen else 0) else 1
+        return self.num_holders(shard) if self.zero > (2 if shard.frozen else 0) else 1
 
     def zero_shard_size(self, shard: ParamShard) -> int:
         """Elements of a ZeRO shard, padding included."""

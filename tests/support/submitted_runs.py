@@ -10,7 +10,7 @@ STEPS = 300
 SMALL = (
     *("model.layers=2", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn=64", "model.vocab=300"),
     *("batch.global_batch_size=2", "batch.sequence_length=16", "schedule.name=1f1b", "schedule.microbatches=2"),
-    *("mesh.pp=2", "cluster.device=cpu", f"run.steps={STEPS}"),
+    *("mesh.pp=2", "cluster.device=cpu", "cluster.start_timeout_seconds=200", f"run.steps={STEPS}"),
 )
 
 

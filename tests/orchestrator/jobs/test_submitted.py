@@ -105,10 +105,9 @@ def second_node(address: str) -> Iterator[None]:
         node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
 
-def eventually(ask: Callable[[], Any], done: Callable[[Any], bool], seconds: float = 40.0) -> Any:
-    until = time.monotonic() + seconds
+def eventually(ask: Callable[[], Any], done: Callable[[Any], bool]) -> Any:
+    """Until the test's time is over."""
     while not done(answer := ask()):
-        assert time.monotonic() < until, answer
         time.sleep(0.05)
     return answer
 
@@ -120,7 +119,7 @@ def serves(address: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("uninterrupted")
 def test_a_submitted_run_is_paused_resumed_stopped_and_resubmitted_without_loss(
     user: User, runs: Path, tmp_path: Path

@@ -19,10 +19,11 @@ from pentad.orchestrator.run.train import prepare, train
 from pentad.workers.checkpoint.checkpoint import open_checkpoint
 from pentad.workers.checkpoint.shards import read
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 SMALL = [
     *("mesh.pp=2", "model.layers=4", "model.hidden=32", "model.ffn=64", "model.vocab=300", "batch.sequence_length=32"),
     *("schedule.name=dualpipe", "schedule.microbatches=4", "cluster.device=cpu", "cluster.dashboard=false"),
+    "cluster.start_timeout_seconds=200",
     *("data.holdout=0.1", "eval.sequences=20"),
 ]
 EVALUATES = ["eval.every=2", "eval.at_start=true", "checkpoint.every=2", "checkpoint.keep_best=holdout"]

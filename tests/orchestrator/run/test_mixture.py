@@ -15,10 +15,11 @@ from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.train import prepare, train
 from pentad.schedules.ir.errors import PentadError
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 SMALL = [
     *("mesh.pp=2", "model.layers=2", "model.hidden=32", "model.ffn=64", "model.vocab=300", "batch.sequence_length=32"),
     *("schedule.name=1f1b", "schedule.microbatches=4", "cluster.device=cpu", "cluster.dashboard=false"),
+    "cluster.start_timeout_seconds=200",
     *(
         "data.path=null",
         "data.holdout=0.0",

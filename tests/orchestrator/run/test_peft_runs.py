@@ -17,11 +17,11 @@ from pentad.workers.checkpoint import shards
 from pentad.workers.checkpoint.checkpoint import newest, open_checkpoint
 from pentad.workers.hf.peft import read_adapter
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
 SMALL = [
     *("mesh.pp=2", "mesh.dp=2", "model.layers=4", "model.hidden=32", "model.heads=4", "model.ffn=48"),
     *("cluster.device=cpu", "schedule.microbatches=4", "batch.global_batch_size=8", "batch.sequence_length=32"),
-    *("optimizer.decay_steps=6", "optimizer.warmup_steps=2"),
+    *("cluster.start_timeout_seconds=200", "optimizer.decay_steps=6", "optimizer.warmup_steps=2"),
 ]
 
 

@@ -14,11 +14,11 @@ from pentad.orchestrator.run.train import train
 from pentad.workers.checkpoint import shards
 from pentad.workers.checkpoint.checkpoint import newest
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
 SMALL = [
     *("mesh.pp=2", "model.layers=4", "model.hidden=32", "model.heads=4", "model.ffn=48", "cluster.device=cpu"),
     *("schedule.microbatches=4", "batch.global_batch_size=8", "batch.sequence_length=32", "run.steps=16"),
-    *("optimizer.decay_steps=16", "optimizer.warmup_steps=2"),
+    *("cluster.start_timeout_seconds=200", "optimizer.decay_steps=16", "optimizer.warmup_steps=2"),
 ]
 ROLLBACK = [
     *("spikes.policy=rollback", "spikes.threshold=50", "spikes.window=4", "spikes.min_steps=3"),

@@ -42,10 +42,11 @@ SMALL = [
     "optimizer.learning_rate=3e-3",
     "cluster.device=cpu",
     "cluster.dashboard=false",
+    "cluster.start_timeout_seconds=200",
 ]
 Train = Callable[..., tuple[dict[str, Any], str]]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
