@@ -7,6 +7,7 @@ simulated as for a run. zb-1p stands in for schedule 'auto', whose search takes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -111,24 +112,34 @@ def _fastest(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> MeshChoice:
         expected = f"a multiple of mesh.dp x mesh.ep = {replicas}"
         raise PentadError(f"batch.global_batch_size is {sequences}: expected {expected}")
     _require_state_fits(config, mesh, device)
-    per_replica, fitting, least = sequences // replicas, list[MeshChoice](), 0
+    per_replica, fitting, others = sequences // replicas, list[MeshChoice](), list[MeshChoice]()
     refusal: PentadError | None = None
     batches = [sequences, *(stage.global_batch_size for stage in config.batch.sizes.rampup)]
     for rows in (rows for rows in ROWS if all(size % (replicas * rows) == 0 for size in batches)):
         try:
             for plan in _drafts(config, mesh, per_replica // rows):
-                needed = _peak_bytes(plan)
-                least = min(least or needed, needed)
+                needed = _peak_bytes(plan, device.bytes)
                 if needed <= device.bytes:
                     fitting.append(MeshChoice(plan, _seconds(plan, per_replica // rows), needed))
                     break
+                others.append(MeshChoice(plan, math.inf, needed))
         except PentadError as error:
             refusal = error
     if fitting:
         return min(fitting, key=lambda each: each.seconds)
-    if refusal is not None and not least:
+    if refusal is not None and not others:
         raise refusal
-    raise _does_not_fit(mesh, device, least)
+    raise _does_not_fit(mesh, device, _least_bytes(others))
+
+
+def _least_bytes(others: list[MeshChoice]) -> float:
+    """What the smallest of these plans needs, whose `bytes` are those of some of their ranks."""
+    least = math.inf
+    for each in sorted(others, key=lambda each: each.bytes):
+        if each.bytes >= least:
+            break
+        least = min(least, _peak_bytes(each.plan))
+    return least
 
 
 def _require_state_fits(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> None:
@@ -209,11 +220,15 @@ def _has_mirrors(order: Program) -> bool:
     return any(len(order.holders(stage)) > 1 for stage in range(order.stages))
 
 
-def _peak_bytes(plan: Plan) -> int:
-    """Of the fullest of a few ranks: both ends of the pipeline, their neighbours and the middle."""
-    last = plan.mesh.pp - 1
-    some = {pp for pp in (0, 1, last // 2, last - 1, last) if 0 <= pp <= last}
-    return max(memory(plan, plan.mesh.move(0, pp=pp))["total"] for pp in some)
+def _peak_bytes(plan: Plan, limit: float = math.inf) -> int:
+    """Of the fullest of a few ranks: both ends of the pipeline, their neighbours and the middle. The first rank beyond
+    `limit` decides."""
+    last, peak = plan.mesh.pp - 1, 0
+    for pp in sorted({pp for pp in (0, 1, last // 2, last - 1, last) if 0 <= pp <= last}):
+        peak = max(peak, memory(plan, plan.mesh.move(0, pp=pp))["total"])
+        if peak > limit:
+            break
+    return peak
 
 
 def _seconds(plan: Plan, microbatches: int) -> float:
