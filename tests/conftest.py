@@ -22,6 +22,7 @@ if not Path("/dev/nvidiactl").exists():
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 EXAMPLES = {"default": 25, "slow": 100}  # of each test of random data
+SLOW_SECONDS = 300  # after which a slow test hangs, also on a busy machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,6 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         leave_out(config, items, "realmodel")
     if not has_cuda():
         leave_out(config, items, "gpu")
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
 
 
 def pytest_sessionstart() -> None:

@@ -226,7 +226,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_submitted_run_trains_and_its_log_is_followed(short: tuple[int, str, str], runs: Path) -> None:
     status, out, err = short
     assert (status, err) == (0, ""), out
@@ -236,7 +236,7 @@ def test_a_submitted_run_trains_and_its_log_is_followed(short: tuple[int, str, s
     assert len(steps(runs / "short")) == 20
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("uninterrupted")
 @pytest.mark.slow
 def test_a_stopped_run_resumes_when_submitted_again(

@@ -97,7 +97,14 @@ def test_post_validation_steps_adapters(fleet, corpus):
 @slow
 @pytest.mark.parametrize(
     ("name", "sizes", "zero"),
-    [("zb-h2", {"pp": 2, "tp": 2}, 0), ("zb-v", {"pp": 2, "dp": 2}, 2), ("zb-v", {"pp": 2, "dp": 2}, 3)],
+    [
+        ("zb-h2", {"pp": 2, "tp": 2}, 0),
+        ("zb-v", {"pp": 2, "dp": 2}, 2),
+        ("zb-v", {"pp": 2, "dp": 2}, 3),
+        ("dualpipev", {"pp": 2, "cp": 2}, 3),
+        ("1f1b", {"tp": 2, "dp": 2}, 1),
+        ("dualpipe", {"pp": 4}, 0),
+    ],
 )
 def test_runs_with_adapters_repeat_and_resume_bit_identically(fleet, corpus, tmp_path, name, sizes, zero):
     options = MemoryOptions(zero=zero)

@@ -178,6 +178,8 @@ Z_LOSS: list[Any] = [
     pytest.param("1f1b", {"cp": 2, "dp": 2}, {}, marks=slow),
     pytest.param("seq-1f1b", {"pp": 2}, {"slices": 2}, marks=slow),
     pytest.param("dualpipe", {"pp": 2, "dp": 2}, {}, marks=slow),
+    pytest.param("dualpipev", {"pp": 2, "cp": 2}, {}, marks=slow),
+    pytest.param("1f1b", {"dp": 4}, {"memory_options": MemoryOptions(zero=3)}, marks=slow),
 ]
 
 

@@ -11,6 +11,7 @@ from plans import global_batches, plan_on_mesh
 from small_models import MOE
 
 from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import tensors
 from pentad.workers.params.param_init import initial_values
 
@@ -20,6 +21,8 @@ MESHES: list[Any] = [
     ("1f1b", {"ep": 2, "pp": 2}, {"recompute": "full"}),
     ("dualpipev", {"cp": 2, "pp": 2}, {}),
     ("dualpipe", {"dp": 2, "pp": 2}, {"recompute": "selective"}),
+    ("zb-h2", {"pp": 4}, {}),
+    ("1f1b", {"dp": 2, "ep": 2}, {"memory_options": MemoryOptions(zero=3)}),
 ]
 
 
