@@ -139,9 +139,9 @@ YAML = {
 @pytest.mark.parametrize("case", YAML)
 def test_a_hostile_configuration_costs_sentences(pentad: Pentad, case: str) -> None:
     Path("hostile.yaml").write_text(YAML[case])
-    began = time.monotonic()
+    began = time.process_time()
     status, _, err = pentad("plan", "hostile.yaml")
-    assert time.monotonic() - began < _SECONDS
+    assert time.process_time() - began < _SECONDS
     assert status == 1
     assert err
     assert all(line.startswith("pentad: ") and len(line) < 400 and line.isprintable() for line in err.splitlines()), err
