@@ -9,8 +9,10 @@ from pathlib import Path
 from tensorboardX import SummaryWriter
 
 from pentad.orchestrator.loggers.logger import LoggedRun, Note
+from pentad.schedules.draw.pixels import timeline_pixels
+from pentad.schedules.simulate.timeline import Timeline
 
-FOLDER = "tensorboard"
+FOLDER, TIMELINE = "tensorboard", "timeline.arrow"
 FLUSH_SECONDS = 10
 
 
@@ -35,6 +37,11 @@ class TensorBoard:
         self.writer.add_text("checkpoint", folder, step)
 
     def close(self, state: str) -> None:
+        if (path := self.folder.parent / TIMELINE).exists():
+            measured = Timeline.load(path)
+            for step in measured.steps[-1:]:
+                pixels = timeline_pixels(measured.of_step(step))
+                self.writer.add_image("timeline", pixels, step, dataformats="HWC")
         self.writer.close()
 
 

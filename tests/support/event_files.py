@@ -52,6 +52,18 @@ def texts(folder: Path) -> dict[str, str]:
     return found
 
 
+def images(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """(step, height, width) of the newest picture of each tag, a PNG."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        for event in events(path):
+            for value in event.summary.value:
+                if value.WhichOneof("value") == "image":
+                    assert value.image.encoded_image_string.startswith(b"\x89PNG")
+                    found[value.tag] = event.step, value.image.height, value.image.width
+    return found
+
+
 def _masked(data: bytes) -> int:
     value = crc32c(data)
     return ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF

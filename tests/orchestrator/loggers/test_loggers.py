@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from event_files import Scalar, scalars, texts
+from event_files import Scalar, images, scalars, texts
 from full_disk import largest_file
 
 from pentad.orchestrator.config.config import load
@@ -20,7 +20,12 @@ from pentad.orchestrator.loggers.logger import scalars as numbers_of
 from pentad.orchestrator.loggers.loggers import Loggers, check_loggers
 from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.draw.pixels import GAP, ROW, WIDTH
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import Timeline
 
 Start = Callable[..., Loggers]
 
@@ -69,8 +74,10 @@ def test_every_step_is_logged_once_through_resumes_and_rewinds(start: Start, tmp
     first.close()
     resumed = start("csv, tensorboard", 2)
     resumed.on_steps([row(2, loss=3.0, sources={"web": 1.5, "code": None}), row(3, loss=None)], [])
+    run, program = tmp_path / "trial", compile_program("1f1b", 2, 4)
+    spans = simulate(program, Costs.uniform(program.stages, 1.0, 1.0, 1.0)).spans
+    Timeline("measured", tuple(span._replace(step=3) for span in spans)).save(run / "timeline.arrow")
     resumed.close()
-    run = tmp_path / "trial"
     expected = [Scalar("train/loss", 0, 1e9, 9.0), Scalar("train/loss", 1, 1e9 + 1, 6.0)]
     expected.append(Scalar("train/loss", 2, 1e9 + 2, 3.0))
     shown = scalars(run / "tensorboard")
@@ -85,6 +92,7 @@ def test_every_step_is_logged_once_through_resumes_and_rewinds(start: Start, tmp
     ]
     described = texts(run / "tensorboard")
     assert described["checkpoint/text_summary"] == str(run / "checkpoints" / "step-00000002")
+    assert images(run / "tensorboard") == {"timeline": (3, 2 * (ROW + GAP) + GAP, WIDTH)}
     assert '"steps": 60' in described["config/text_summary"]
     assert notes == []
 
