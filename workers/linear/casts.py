@@ -19,6 +19,7 @@ from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward, glu_amax, glu_
 from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm, rms_norm_amax
 from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Recipe, Role, absolute_maximum
 from pentad.kernels.glu import Activation, glu, glu_backward
+from pentad.schedules.ir.errors import PentadError
 
 Operand = Tensor | Fp8Forms
 Group = dist.ProcessGroup | None
@@ -57,7 +58,8 @@ class NormedSaved(NamedTuple):
 class Casts:
     """The casts of a stage. Its weights in 8 bits are kept until `weights_changed`."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+        require_units(recipe, device)
         self.recipe = recipe
         self._weights: dict[int, Fp8Forms] = {}  # by address
 
@@ -109,6 +111,17 @@ class Casts:
             amax = split.whole(of_gradient), split.whole(of_y).columns
         gradient, columns = fp8_glu_backward(dy, gate_up, self.recipe, act, amax)
         return gradient, Fp8Forms(None, columns)
+
+
+def require_units(recipe: Recipe, device: torch.device) -> None:
+    """Raises PentadError for a GPU that cannot multiply by this recipe; CPUs emulate all."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9) or (recipe.scaling == "block" and capability != (9, 0)):
+        found = f"precision.matmul is fp8-{recipe.scaling} on {torch.cuda.get_device_name(device)}"
+        other = "compute, fp8-tensor or fp8-row" if capability >= (8, 9) else "compute"
+        raise PentadError(f"{found}, which has no such products: expected precision.matmul = {other}")
 
 
 def _largest(amax: Tensor, groups: Sequence[Group]) -> Tensor:

@@ -92,7 +92,7 @@ class Stage(BaseStage):
         self.length, self.slices = plan.batch.sequence_length // plan.mesh.cp, plan.program.slices
         parameters, experts, fp8 = param_buffers[0].parameters, plan.model.experts, plan.fp8
         if fp8 is not None:
-            self.casts = Casts(Recipe(fp8.scaling, fp8.gradients, fp8.power_of_two))
+            self.casts = Casts(Recipe(fp8.scaling, fp8.gradients, fp8.power_of_two), self.device)
         mtp_layers = range(plan.model.layers, plan.model.layers + plan.model.mtp_layers if self.last else 0)
         self.layer_kinds = {number: plan.model.layer_kind(number) for number in (*self.layer_numbers, *mtp_layers)}
         self.rotary_tables = {
