@@ -157,8 +157,12 @@ class Remote:
         return place.path
 
     def _listed(self, folder: RemotePath) -> list[fs.FileInfo]:
+        selector = fs.FileSelector(self._path(folder), allow_not_found=True)
         with _as_os_errors():
-            return list(self.filesystem.get_file_info(fs.FileSelector(self._path(folder), allow_not_found=True)))
+            try:
+                return list(self.filesystem.get_file_info(selector))
+            except FileNotFoundError:  # another rank made the folder between pyarrow's two looks at it
+                return list(self.filesystem.get_file_info(selector))
 
     def _read(self, file: RemotePath) -> bytes:
         with self.opened(file) as source:

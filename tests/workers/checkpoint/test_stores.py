@@ -261,3 +261,21 @@ def test_a_save_that_is_killed_costs_nothing_but_itself(
     for folder in storage.folders(root):
         assert folder == f"step-{last + 1:08d}" or not storage.files(root / folder)
     assert len(read_bytes(folder_of(root, last + 1) / "manifest.json")) > 100
+
+
+def test_a_folder_that_another_rank_makes_meanwhile_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyarrow fails if a folder is missing at its first look and there at its second."""
+    root, looks = place("store", tmp_path / "checkpoints"), list[str]()
+    storage: Any = storage_of(root)
+    storage.make_folder(root)
+
+    class Files:
+        def get_file_info(self, selector: Any) -> list[Any]:
+            looks.append(selector.base_dir)
+            if len(looks) == 1:
+                raise FileNotFoundError(selector.base_dir)
+            return list(found.get_file_info(selector))
+
+    found = storage.filesystem
+    monkeypatch.setattr(storage, "filesystem", Files())
+    assert storage.files(root) == {} and len(looks) == 2
