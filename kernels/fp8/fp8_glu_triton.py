@@ -23,7 +23,7 @@ from pentad.kernels.glu import Activation
 from pentad.kernels.glu_triton import activate
 
 TILE = tl.constexpr(fp8_tensor.TILE)
-BACKWARD_WARPS = 8  # a program holds six chunks of numbers, which would spill in fewer
+BACKWARD_WARPS = 8  # a program holds six chunks of numbers, so fewer of each per thread
 
 
 @triton.jit

@@ -110,16 +110,12 @@ class Linear(NamedTuple):
 
 def gather(axes: Axes, x: Operand) -> AsyncResult[Operand]:
     """All rows of what tp ranks have parts of."""
-    return axes.tp.all_gather(x).then(_operand) if isinstance(x, Tensor) else gather_forms(axes.tp, x).then(_operand)
+    return axes.tp.all_gather(x) if isinstance(x, Tensor) else gather_forms(axes.tp, x)
 
 
 def plain(x: Operand) -> Tensor:
     """An operand of a product that is never in 8 bits."""
     assert isinstance(x, Tensor)
-    return x
-
-
-def _operand(x: Operand) -> Operand:
     return x
 
 

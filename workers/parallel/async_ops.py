@@ -15,6 +15,7 @@ from torch import Tensor
 
 S = TypeVar("S")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Task = Generator[None, None, T]  # yields when it has started communication, returns its result
 
 # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor.
@@ -22,26 +23,26 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class AsyncResult(Generic[T]):
+class AsyncResult(Generic[T_co]):
     """The result of operations in flight.
 
     In a task, `yield from result` yields once if operations are in flight, then waits; on a GPU the current stream
     waits, not the host. `result` makes the value once `works` are done; `keep_alive` are buffers in use until then.
     """
 
-    def __init__(self, works: Sequence[dist.Work | None], result: Callable[[], T], *keep_alive: object) -> None:
+    def __init__(self, works: Sequence[dist.Work | None], result: Callable[[], T_co], *keep_alive: object) -> None:
         self.works, self.result, self.keep_alive = works, result, keep_alive
 
-    def __iter__(self) -> Task[T]:
+    def __iter__(self) -> Task[T_co]:
         if self.works:
             yield
         return self.wait()
 
-    def then(self, function: Callable[[T], S]) -> AsyncResult[S]:
+    def then(self, function: Callable[[T_co], S]) -> AsyncResult[S]:
         """The result with `function` applied to it."""
         return AsyncResult(self.works, lambda: function(self.result()), self.keep_alive)
 
-    def wait(self) -> T:
+    def wait(self) -> T_co:
         """Waits without yielding."""
         for work in self.works:
             if work is not None:  # torch returns None to a rank outside the group
