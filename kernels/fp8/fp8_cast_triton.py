@@ -181,9 +181,9 @@ class Out:
         return Fp8Forms(self.rows, self.columns)
 
 
-def parts(t: int, k: int, forms: int = 1) -> tuple[int]:
+def parts(t: int, k: int, forms: int = 1, chunk: int = CHUNK) -> tuple[int]:
     """Programs for so many forms of a matrix [t, k]."""
-    return ((t // fp8_tensor.TILE) * (k // CHUNK) * forms,)
+    return ((t // fp8_tensor.TILE) * (k // chunk) * forms,)
 
 
 def fp8_cast(

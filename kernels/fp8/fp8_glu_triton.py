@@ -23,7 +23,7 @@ from pentad.kernels.glu import Activation
 from pentad.kernels.glu_triton import activate
 
 TILE = tl.constexpr(fp8_tensor.TILE)
-BACKWARD_WARPS = 8  # a program holds six chunks of numbers, so fewer of each per thread
+BACKWARD_CHUNK, BACKWARD_WARPS = 16, 4  # a program holds six chunks of numbers, so fewer of each per thread
 
 
 @triton.jit
@@ -138,9 +138,9 @@ def fp8_glu_backward(
     out = Out((tokens, 2 * width), recipe, "gradient", of_gradient, dy, True, True)
     y = Out((tokens, width), recipe, "activation", twice(of_y), dy, False, True)
     assert y.columns is not None
-    _backward[parts(tokens, width, 2)](
+    _backward[parts(tokens, width, 2, BACKWARD_CHUNK)](
         dy, gate_up, *out.pointers, *y.columns, tokens, width,
-        ACT=act, Y_LIMIT=y.common["LIMIT"], **out.common, CHUNK=fp8_cast_triton.CHUNK, num_warps=BACKWARD_WARPS,
+        ACT=act, Y_LIMIT=y.common["LIMIT"], **out.common, CHUNK=BACKWARD_CHUNK, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
     return out.forms, y.columns
 
@@ -158,6 +158,7 @@ def glu_backward_amax(dy: Tensor, gate_up: Tensor, act: Activation = "silu") -> 
     """Launches the kernel; see `pentad.kernels.fp8.fp8_glu.glu_backward_amax`."""
     assert gate_up.is_contiguous() and dy.is_contiguous() and gate_up.shape[1] == 2 * dy.shape[1]
     (tokens, width), maxima = dy.shape, [new_maxima(dy), new_maxima(dy)]
-    chunk, warps = fp8_cast_triton.CHUNK, BACKWARD_WARPS
-    _backward_maximum[parts(tokens, width)](dy, gate_up, *maxima, width, ACT=act, CHUNK=chunk, num_warps=warps)
+    chunk, warps = BACKWARD_CHUNK, BACKWARD_WARPS
+    grid = parts(tokens, width, chunk=chunk)
+    _backward_maximum[grid](dy, gate_up, *maxima, width, ACT=act, CHUNK=chunk, num_warps=warps)
     return maximum_of(maxima[0]), maximum_of(maxima[1])

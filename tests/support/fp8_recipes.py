@@ -29,6 +29,7 @@ def assert_nearly_equal(found: Fp8Tensor | None, want: Fp8Tensor | None, differi
     assert found.values.dtype == want.values.dtype and found.values.shape == want.values.shape
     assert found.scales.shape == want.scales.shape
     torch.testing.assert_close(found.scales, want.scales, rtol=1e-4 if differing else 0, atol=0)
-    unequal = found.values.float() != want.values.float()
-    assert unequal.float().mean().item() <= differing
-    torch.testing.assert_close(found.dequantize(torch.float32), want.dequantize(torch.float32), rtol=0.3, atol=1e-6)
+    values, wanted = found.values.float(), want.values.float()
+    assert (values != wanted).float().mean().item() <= differing
+    dtype = torch.finfo(found.values.dtype)
+    torch.testing.assert_close(values, wanted, rtol=2 * dtype.eps, atol=dtype.smallest_normal * dtype.eps)
