@@ -1,9 +1,10 @@
 """Creates .venv and installs pentad into it: `python3 deploy/setup.py run`. `test` adds the test tools, and
 `test-all` the servers and libraries that slow tests talk to.
 
-Needs only Python 3.11 and a package index. Installs torch first, because the resolver must not choose the build: a
-plain `torch` brings gigabytes of CUDA to a machine without a GPU, or replaces the build that a GPU image is made for.
-`TORCH=cpu` or `TORCH=cuda` in the environment overrides the choice made here.
+Needs only Python 3.11 and a package index. pip installs uv, which fetches and unpacks all the rest in a fraction of
+pip's time. Installs torch first, because the resolver must not choose the build: a plain `torch` brings gigabytes of
+CUDA to a machine without a GPU, or replaces the build that a GPU image is made for. `TORCH=cpu` or `TORCH=cuda` in the
+environment overrides the choice made here.
 """
 
 import sys
@@ -14,9 +15,9 @@ if sys.version_info < (3, 11):  # noqa: UP036 - an older Python gets here first
         f"this is Python {found}: expected 3.11 or newer (choose another one as in `make train PYTHON=python3.12`)"
     )
 
+import ast
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import pwd
@@ -27,12 +28,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+UV = VENV / "bin" / "uv"
 LOG = VENV / "setup.log"
+SHARED = VENV / "shared.txt"  # packages of another Python, not to be installed again
 TORCH = "torch==2.13.0"
 TORCH_FLOOR = (2, 11)
 TRITON = "triton==3.6.0"  # for Triton's interpreter, if torch comes without Triton
 CONSTRAINTS = ["-c", "constraints.txt"]
-SELDOM_IMPORTED = r"/site-packages/(transformers/models|pip|.*/tests?)/"
+SELDOM_IMPORTED = (
+    r"/site-packages/(transformers/models|ray/(data|llm|rllib|serve|train|tune)|torch/(_inductor|testing)|sympy/physics"
+    r"|pygments/lexers|networkx|mypyc?|pip|setuptools|.*/tests?)/"
+)
+PIP_TO_UV = {  # what uv calls the settings of pip that say where packages come from
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "no-index": "UV_NO_INDEX",
+    "trusted-host": "UV_INSECURE_HOST",
+    "cert": "SSL_CERT_FILE",
+}
 NO_INDEX_SIGNS = (
     "connection broken",
     "ConnectionError",
@@ -54,7 +68,7 @@ def stop(sentence: str) -> None:
 
 
 def explain(output: str) -> str:
-    """Why pip or uv failed, in one sentence, from what it printed."""
+    """Why an installer failed, in one sentence, from what it printed."""
     if any(sign in output for sign in NO_INDEX_SIGNS):
         return f"no package index can be reached, so nothing can be installed; see {LOG}"
     errors = [line for line in output.splitlines() if line.lower().startswith("error")] or ["the installer failed"]
@@ -73,10 +87,7 @@ def execute(command: list[str], environment: dict[str, str]) -> str | None:
         for line in process.stdout:
             log.write(line)
             lines.append(line)
-            words = line.split()
-            if words[:2] == ["Installing", "collected"]:
-                say(f"    unpacking {len(words) - 3} packages")
-            elif words[:1] in (["Downloading"], ["Collecting"]) and time.monotonic() - shown > 5:
+            if line.startswith(("Downloading", "Collecting", "Prepared")) and time.monotonic() - shown > 5:
                 shown = time.monotonic()
                 say(f"    {line.strip()[:100]}")
     return "".join(lines) if process.wait() else None
@@ -94,14 +105,35 @@ def environment() -> dict[str, str]:
     return {"PIP_CONFIG_FILE": str(settings), **os.environ} if os.access(settings, os.R_OK) else dict(os.environ)
 
 
-def pip(*arguments: str) -> list[str]:
-    """pip's own compiling uses one core: see `compile_modules`."""
-    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "--no-compile"]
-    return [*command, *CONSTRAINTS, *arguments]
+def uv_environment() -> dict[str, str]:
+    """The environment of uv, which reads none of pip's settings: those that say where packages come from. As with pip,
+    all indexes count alike."""
+    listed = subprocess.run(
+        [PYTHON, "-m", "pip", "config", "list"], env=environment(), capture_output=True, text=True
+    ).stdout.splitlines()
+    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
+    for line in sorted(listed, key=lambda line: line.startswith(":env:")):  # the environment overrides files
+        name, _, value = line.partition("=")
+        if variable := PIP_TO_UV.get(name.rpartition(".")[2]):
+            separator = "," if variable == "UV_FIND_LINKS" else " "
+            found[variable] = separator.join(ast.literal_eval(value).split())
+    return {**found, **os.environ}
+
+
+def uv(*arguments: str) -> list[str]:
+    shared = ["--excludes", str(SHARED)] if SHARED.exists() else []
+    return [str(UV), "pip", "install", "--python", str(PYTHON), *CONSTRAINTS, *shared, *arguments]
+
+
+def install_uv() -> None:
+    pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "--no-compile", "--progress-bar", "off"]
+    output = execute([*pip, *CONSTRAINTS, "uv"], environment())
+    if output is not None:
+        stop(explain(output))
 
 
 def install(*requirements: str) -> None:
-    output = execute(pip("--progress-bar", "off", *requirements), environment())
+    output = execute(uv(*requirements), uv_environment())
     if output is not None:
         stop(explain(output))
 
@@ -147,6 +179,7 @@ def share_packages() -> None:
     lines = ["import site", *(f"import site; site.addsitedir({folder!r})" for folder in folders)]
     own = subprocess.run([PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True)
     Path(own.stdout.decode().strip(), "shared.pth").write_text("\n".join(lines) + "\n")
+    SHARED.write_text("".join(f"{name}\n" for name in ("torch", "triton") if version(sys.executable, name)))
 
 
 def has_gpu() -> bool:
@@ -157,24 +190,20 @@ def has_gpu() -> bool:
 
 
 def brings_cuda() -> bool:
-    """Whether pip would choose a CUDA build of torch."""
-    command = pip("--dry-run", "--quiet", "--report", "-", TORCH)
-    answer = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    """Whether a plain `torch` would be a CUDA build."""
+    answer = subprocess.run(uv("--dry-run", TORCH), cwd=ROOT, env=uv_environment(), capture_output=True, text=True)
     if answer.returncode:
         LOG.write_text(answer.stdout + answer.stderr)
         stop(explain(answer.stderr))
-    names = [item["metadata"]["name"] for item in json.loads(answer.stdout)["install"]]
-    return any(name.startswith(("nvidia-", "cuda-", "triton")) for name in names)
+    lines = (line.strip(" +") for line in (answer.stdout + answer.stderr).splitlines())
+    return any(line.startswith(("nvidia-", "cuda-", "triton")) for line in lines)
 
 
 def install_cpu_torch() -> None:
-    """Installs torch without CUDA: with pip if it would choose that, else with uv, which knows the index for it."""
+    """Installs torch without CUDA: the build that the index offers, or that of torch's own index."""
     if not brings_cuda():
         install(TORCH)
-        return
-    install("uv")
-    uv = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), "--torch-backend=cpu", *CONSTRAINTS]
-    if execute([*uv, TORCH], environment()) is not None:
+    elif execute(uv("--torch-backend=cpu", TORCH), uv_environment()) is not None:
         stop(
             f"no CPU build of {TORCH} was found; `TORCH=cuda make train` installs the CUDA build, which also runs on "
             f"CPUs but needs several GB; see {LOG}"
@@ -202,7 +231,7 @@ def install_torch() -> None:
 
 def install_pentad(purpose: str) -> None:
     """Installs this checkout in place, with its dependencies at the versions in constraints.txt."""
-    install("setuptools")  # builds pentad with the pinned one; pip's build isolation would take the newest
+    install("setuptools")  # builds pentad with the pinned one; in isolation the newest would be taken
     extra = []
     if purpose != "run" and version(str(PYTHON), "triton") is None and platform.system() == "Linux":
         extra = [TRITON] if platform.machine() == "x86_64" else []
@@ -212,8 +241,9 @@ def install_pentad(purpose: str) -> None:
 def main(purpose: str) -> None:
     make_venv()
     LOG.write_text("")
+    install_uv()
     install_torch()
-    compiling = compile_modules("torch")  # while pip finds and unpacks the rest
+    compiling = compile_modules("torch")  # while uv fetches and unpacks the rest
     say("installing pentad" + (" and its test tools" if purpose != "run" else ""))
     install_pentad(purpose)
     compiling.wait()

@@ -10,8 +10,8 @@ import pytest
 from paths import ROOT
 
 SCRIPT = ROOT / "deploy" / "setup.py"
-PLAIN = '{"install": [{"metadata": {"name": "torch"}}, {"metadata": {"name": "sympy"}}]}'
-CUDA = '{"install": [{"metadata": {"name": "torch"}}, {"metadata": {"name": "nvidia-cublas"}}]}'
+PLAIN = "Would install 2 packages\n + sympy==1.14.0\n + torch==2.13.0"
+CUDA = "Would install 2 packages\n + nvidia-cublas==13.0\n + torch==2.13.0"
 
 
 @pytest.fixture
@@ -24,6 +24,9 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "VENV", tmp_path)
     monkeypatch.setattr(module, "PYTHON", tmp_path / "bin" / "python")
+    monkeypatch.setattr(module, "UV", tmp_path / "bin" / "uv")
+    monkeypatch.setattr(module, "SHARED", tmp_path / "shared.txt")
+    write_program(module.PYTHON, "")
     monkeypatch.setattr(module, "LOG", tmp_path / "setup.log")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("TORCH", raising=False)
@@ -64,14 +67,14 @@ def test_only_torch_2_11_or_newer_is_used(setup: ModuleType, version: str | None
 
 
 @pytest.mark.parametrize(
-    ("gpu", "report", "choice", "programs"),
+    ("gpu", "report", "choice", "backend"),
     [
-        (True, CUDA, "", ["pip torch"]),
-        (True, PLAIN, "cpu", ["pip torch"]),
-        (True, CUDA, "cpu", ["pip uv", "uv torch"]),
-        (False, PLAIN, "", ["pip torch"]),
-        (False, CUDA, "", ["pip uv", "uv torch"]),
-        (False, CUDA, "cuda", ["pip torch"]),
+        (True, CUDA, "", False),
+        (True, PLAIN, "cpu", False),
+        (True, CUDA, "cpu", True),
+        (False, PLAIN, "", False),
+        (False, CUDA, "", True),
+        (False, CUDA, "cuda", False),
     ],
 )
 def test_only_machines_with_gpus_get_the_cuda_build(
@@ -81,36 +84,51 @@ def test_only_machines_with_gpus_get_the_cuda_build(
     gpu: bool,
     report: str,
     choice: str,
-    programs: list[str],
+    backend: bool,
 ) -> None:
     if gpu:
         write_program(setup.VENV / "nvidia-smi", "GPU 0: NVIDIA H200")
-    write_program(setup.PYTHON, report)
+    write_program(setup.UV, report)
     monkeypatch.setenv("TORCH", choice)
     setup.install_torch()
-    tools = ["uv" if "/uv " in command else "pip" for command in commands]
-    assert [
-        f"{tool} {command.split()[-1].split('=')[0]}" for tool, command in zip(tools, commands, strict=True)
-    ] == programs
-    assert all("--torch-backend=cpu" in command for command in commands if "/uv " in command)
+    (command,) = commands
+    assert command.endswith(setup.TORCH) and ("--torch-backend=cpu" in command) is backend
+
+
+def test_packages_come_from_where_pip_would_take_them(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = """:env:.index-url='https://mine/simple'
+global.index-url='https://theirs/simple'
+global.extra-index-url='\\nfile:///a\\nfile:///b'
+global.find-links='/wheels /more'
+global.timeout='60'"""
+    write_program(setup.PYTHON, listed)
+    monkeypatch.setenv("SSL_CERT_FILE", "/ca.crt")
+    found = setup.uv_environment()
+    assert (found["UV_DEFAULT_INDEX"], found["UV_INDEX"]) == ("https://mine/simple", "file:///a file:///b")
+    assert (found["UV_FIND_LINKS"], found["SSL_CERT_FILE"]) == ("/wheels,/more", "/ca.crt")
+    assert setup.os.environ.items() <= found.items()
+
+
+def test_what_another_python_has_is_not_installed_again(setup: ModuleType) -> None:
+    assert "--excludes" not in setup.uv("ray")
+    setup.SHARED.write_text("torch\n")
+    assert setup.uv("ray")[-3:] == ["--excludes", str(setup.SHARED), "ray"]
 
 
 @pytest.mark.parametrize(
     ("act", "printed", "sentence"),
     [
-        (lambda setup: setup.install("ray"), "Retrying: connection broken by NewConnectionError", "no package index"),
-        (
-            lambda setup: setup.install("ray"),
-            "ERROR: No matching distribution found for ray",
-            "No matching distribution",
-        ),
+        (lambda setup: setup.install("ray"), "error: Failed to fetch\n  error sending request", "no package index"),
+        (lambda setup: setup.install("ray"), "error: No solution found when resolving", "No solution found"),
+        (lambda setup: setup.install_uv(), "ERROR: No matching distribution found for uv", "No matching distribution"),
         (lambda setup: setup.brings_cuda(), "", "the installer failed"),
     ],
 )
 def test_a_failed_install_is_one_sentence(
     setup: ModuleType, act: Callable[[ModuleType], None], printed: str, sentence: str
 ) -> None:
-    write_program(setup.PYTHON, printed, status=1)
+    for program in (setup.PYTHON, setup.UV):
+        write_program(program, printed, status=1)
     with pytest.raises(SystemExit, match=sentence) as stopped:
         act(setup)
     assert str(stopped.value).count("\n") == 0
@@ -125,6 +143,7 @@ def test_an_unknown_choice_of_torch_is_refused(setup: ModuleType, monkeypatch: p
 
 def test_a_python_without_venv_is_named(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None)
+    setup.PYTHON.unlink()
     with pytest.raises(SystemExit, match="has no venv module"):
         setup.make_venv()
 
@@ -142,3 +161,4 @@ def test_shared_packages_come_after_the_venvs_own(
     code = "import shared, sys; print([path for path in sys.path if path.endswith('-packages')][-1])"
     answer = subprocess.run([setup.PYTHON, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == str(outer)
+    assert "torch" in setup.SHARED.read_text().split()
