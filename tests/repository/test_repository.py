@@ -108,8 +108,15 @@ def sources(*folders: str) -> list[Path]:
 
 
 @cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text(), str(path))))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_dropped() -> Iterator[None]:
+    """A million objects, which garbage collection would look at in all later tests."""
+    yield
+    nodes.cache_clear()
 
 
 def place(path: Path, node: ast.AST) -> str:
@@ -118,7 +125,7 @@ def place(path: Path, node: ast.AST) -> str:
 
 def imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
     """Every module a file names in an import, at its top or inside a function, also through import_module("...")."""
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         match node:
             case ast.Import(names=names):
                 yield from ((alias.name, node) for alias in names)
@@ -133,14 +140,13 @@ def imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
 
 def _modules(path: Path, known: set[str]) -> Iterator[str]:
     """The modules of pentad that a file needs to be imported or run; what only type checkers see is left out."""
-    tree = parse(path)
     unseen = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in nodes(path)
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module and id(node) not in unseen:
             found = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
             yield from found & known
@@ -231,7 +237,7 @@ def test_no_code_runs_what_it_reads() -> None:
     wrong = []
     for path in sources(*FOLDERS, "deploy"):
         wrong += [f"{place(path, n)} imports {m}" for m, n in imports(path) if is_within(m, RUNS_WHAT_IT_READS)]
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             match node:
                 case ast.Call(func=ast.Name(id="eval" | "exec" as name)):
                     wrong.append(f"{place(path, node)} calls {name}")
@@ -245,7 +251,7 @@ def test_files_and_functions_stay_short() -> None:
     for path in sources(*FOLDERS, "tests", "deploy"):
         if (lines := len(path.read_text().splitlines())) > 400:
             wrong.append(f"{path.relative_to(ROOT)} has {lines} lines, the limit is 400")
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > 60:
