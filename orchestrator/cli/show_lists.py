@@ -23,7 +23,7 @@ _PLACEMENTS: dict[Any, str] = {looped: "loop", mirrored: "mirror", v_shaped: "V"
 def show_runs(folder: Path, console: Console, *, as_json: bool) -> None:
     """Lists the runs in `folder`, the last active first. Raises PentadError when there is no such folder."""
     if not folder.is_dir():
-        raise PentadError(f"--folder is '{folder}': expected a run.folder, such as runs")
+        raise PentadError(f"--folder is '{folder}', which is not a folder: expected one that holds runs")
     found = [_run(path.parent) for path in folder.glob(f"*/{CONFIG}")]
     found.sort(key=lambda run: run["time"], reverse=True)
     if as_json:

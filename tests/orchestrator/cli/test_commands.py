@@ -77,7 +77,7 @@ def test_runs_lists_state_step_and_loss(pentad: Pentad, trial: Path) -> None:
     }  # fmt: skip
     assert found["old"]["state"] == "unreadable"
     assert any(line.split()[:3] == ["trial", "stopped", "2/60"] for line in pentad("runs")[1].splitlines())
-    assert pentad("runs", "--folder", "nowhere")[2].startswith("pentad: --folder is 'nowhere': expected a run.folder")
+    assert pentad("runs", "--folder", "nowhere")[2].startswith("pentad: --folder is 'nowhere', which is not a folder")
 
 
 def test_logs_of_a_run_are_its_steps_and_events_in_order(pentad: Pentad, trial: Path) -> None:
