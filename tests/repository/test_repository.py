@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "schedules": {"pyarrow", "numpy", "pentad.schedules"},
     "kernels": {"torch", "triton", "pentad.kernels"},
     "workers": {
-        *("cuda", "fastokens", "jinja2", "numpy", "psutil", "pyarrow", "pynvml", "safetensors", "tokenizers", "torch"),
+        *("cuda", "fastokens", "jinja2", "numpy", "pyarrow", "pynvml", "safetensors", "tokenizers", "torch"),
         *("pentad.workers", "pentad.schedules", "pentad.kernels"),
     },
     "orchestrator": {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from os import dup
+from stat import S_ISSOCK
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the driver unpickles Aborted and does without torch
@@ -56,11 +57,23 @@ class Fence:
             raise
 
 
+def tcp_sockets() -> Iterator[socket.socket]:
+    """Duplicates of this process's TCP sockets, each open until the next one is asked for."""
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # it may be closed by now
+            if S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as end:
+                    if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
+                        yield end
+
+
+def is_listening(end: socket.socket) -> bool:
+    return bool(end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
 def listening_ports() -> frozenset[int]:
     """TCP ports that this process listens on."""
-    import psutil  # needed on CPUs only
-
-    return frozenset(c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN)
+    return frozenset(end.getsockname()[1] for end in tcp_sockets() if is_listening(end))
 
 
 class SocketRegistry:
@@ -82,14 +95,10 @@ class SocketRegistry:
 
     def shutdown(self) -> int:
         """Shuts down every connection of the generation; returns how many."""
-        import psutil
-
         ports, count = self.known_ports | (listening_ports() - self.ports_before), 0
-        for connection in psutil.Process().net_connections("tcp"):
-            ends = {connection.laddr.port} | ({connection.raddr.port} if connection.raddr else set())
-            if connection.status == psutil.CONN_LISTEN or connection.fd < 0 or not ends & ports:
-                continue
-            with suppress(OSError), socket.socket(fileno=dup(connection.fd)) as end:  # it may be closed by now
-                end.shutdown(socket.SHUT_RD)
-                count += 1
+        for end in tcp_sockets():
+            with suppress(OSError):  # it has no peer
+                if not is_listening(end) and {end.getsockname()[1], end.getpeername()[1]} & ports:
+                    end.shutdown(socket.SHUT_RD)
+                    count += 1
         return count

@@ -20,7 +20,7 @@ from pentad.schedules.ir.instruction import Op
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
-from pentad.workers.runtime.abort import Aborted, SocketRegistry
+from pentad.workers.runtime.abort import Aborted, SocketRegistry, listening_ports
 from pentad.workers.runtime.runner import Runner
 
 pytestmark = pytest.mark.timeout(150)
@@ -222,3 +222,12 @@ def test_a_fence_ends_every_read_and_fails_no_write():
             far.settimeout(10)
             assert (near.recv(1), far.recv(1)) == (b"", b"")
             assert (near.send(b"x"), far.send(b"x")) == (1, 1)
+
+
+def test_the_ports_of_a_process_are_those_it_listens_on():
+    before = listening_ports()
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.socketpair()[0], open("/dev/null") as _:
+        with socket.create_connection(first.getsockname()), socket.create_server(("127.0.0.1", 0)) as second:
+            assert listening_ports() - before == {first.getsockname()[1], second.getsockname()[1]}
+        assert listening_ports() - before == {first.getsockname()[1]}
+    assert listening_ports() == before
