@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from gpus import gpu_of
 from plans import TILE
-from pool import Pool
+from pool import Pool, send
 
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.results import Evaluation
@@ -137,7 +137,7 @@ def _serve(end: Connection, *_: object) -> None:
             continue
         try:
             faulthandler.dump_traceback_later(80)
-            end.send(_run(end, *order))
+            send(end, _run(end, *order))
             faulthandler.cancel_dump_traceback_later()
         except BaseException:
             end.send(traceback.format_exc())

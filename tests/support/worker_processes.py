@@ -19,7 +19,7 @@ import pytest
 import torch
 from fleet import state_by_name
 from gpus import RANKS_A_GPU, gpu_of
-from pool import process_context
+from pool import process_context, send
 
 from pentad.orchestrator.run.measure import mean_loss
 from pentad.schedules.spec.plan import Plan
@@ -241,7 +241,7 @@ def _serve(end: Any) -> None:
 
     def reply(number: int, value: Any) -> None:
         with lock:
-            end.send((number, value))
+            send(end, (number, value))
 
     def execute(number: int, method: str, *arguments: Any) -> None:
         try:
