@@ -1,8 +1,8 @@
 """Causal grouped-query attention as an explicit forward and backward.
 
-On Hopper cuDNN is by far the fastest, but its backward sums dq in an order that changes from run to run, even in
-torch's deterministic mode (torch 2.11 with cuDNN 9.19). With `deterministic=True` flash attention's deterministic mode
-is used instead, at 0.41 of cuDNN's speed (forward and backward, S = 8192, D = 128).
+On Hopper cuDNN is fastest, but its backward sums dq in an order that changes from run to run, even in torch's
+deterministic mode (torch 2.11 with cuDNN 9.19). With `deterministic=True` the backward is ours (or, for head dims that
+it lacks, flash attention's deterministic mode); see `attention_partial`.
 """
 
 from contextlib import nullcontext

@@ -22,6 +22,7 @@ from pentad.kernels.attention.attention_reference import (
 from pentad.kernels.backend import deterministic_algorithms
 
 MAX_HEAD_DIM = 256  # of the flash kernels
+TRITON_HEAD_DIMS = (32, 64, 128)  # of queries, keys and values alike
 
 QKVGrads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 
@@ -30,8 +31,7 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     """(out [B, N, S, Dv], lse [B, N, S] in float32 or wider) of q [B, N, S, D], k [B, M, K, D] and v [B, M, K, Dv].
 
     Every query must see at least one key. On a GPU, 16-bit inputs take cuDNN, or flash attention where cuDNN does not
-    support the shape or window or would not be deterministic; all others, and soft-capped scores, take the reference,
-    whose memory grows with S K.
+    support the shape or window; all others, and soft-capped scores, take the reference, whose memory grows with S K.
     """
     if options.softcap or not has_fused_kernel(q, v):
         return partial_attention_reference(q, k, v, options)
@@ -41,11 +41,19 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
 def partial_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions
 ) -> QKVGrads:
-    """(dq, dk, dv) of this part, from `dout`, `out` and `lse` of the full attention for its queries."""
+    """(dq, dk, dv) of this part, from `dout`, `out` and `lse` of the full attention for its queries.
+
+    cuDNN is fastest, but sums dq in an order that changes from run to run. Then comes Triton, which is deterministic,
+    and for other head dims flash attention, which has a deterministic mode.
+    """
     if options.softcap or not has_fused_kernel(q, v):
         return partial_attention_backward_reference(dout, q, k, v, out, lse, options)
-    if _cudnn_supports(q, k, v, options):
+    if _cudnn_supports(q, k, v, options) and not options.deterministic:
         return _cudnn_backward(dout, q, k, v, out, lse, options)
+    if has_triton_backward(q, v):
+        from pentad.kernels.attention.attention_backward_triton import attention_backward  # imports Triton
+
+        return attention_backward(dout, q, k, v, out, lse, options)
     with deterministic_algorithms() if options.deterministic else nullcontext():
         return _flash_backward(dout, q, k, v, out, lse, options)
 
@@ -55,11 +63,16 @@ def has_fused_kernel(q: Tensor, v: Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM
 
 
+def has_triton_backward(q: Tensor, v: Tensor) -> bool:
+    """Whether our backward has kernels for the head dims."""
+    return q.shape[3] == v.shape[3] and q.shape[3] in TRITON_HEAD_DIMS
+
+
 def _cudnn_supports(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
-    """cuDNN's causal mask is aligned at the first key, and its backward sums dq in varying order."""
+    """cuDNN's causal mask is aligned at the first key."""
     aligned = not options.causal or q.shape[2] == k.shape[2]
     is_plain = options.lengths is None and options.window_left is None
-    if options.deterministic or not is_plain or not options.fixed_shape or not aligned:
+    if not is_plain or not options.fixed_shape or not aligned:
         return False
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, options.causal, q.shape[1] != k.shape[1]))
 

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 from pentad.orchestrator.planning.allocations import BYTES, Allocation, Piece
 from pentad.schedules.spec.model import ModelSpec
 
+TRITON_HEAD_DIMS = (32, 64, 128)  # of kernels/attention/attention_partial.py
 PROCESSORS = 132  # of a Hopper GPU: deterministic flash attention sums dq in at most so many parts
 
 
@@ -116,9 +117,12 @@ def _padded_values(shape: AttentionShape) -> int:
 
 
 def _flash_backward(shape: AttentionShape) -> int:
-    """dq in float32, in as many parts as keep all processors busy, and gradients of keys and values for every query
-    head."""
+    """Two terms of each query where our kernels serve. Else dq in float32, in as many parts as keep all processors
+    busy, and gradients of keys and values for every query head."""
     piece = shape.piece
+    is_cudnn = not (piece.deterministic or piece.document_mask or piece.slices > 1)
+    if not is_cudnn and shape.query == shape.value and shape.query in TRITON_HEAD_DIMS:
+        return 2 * piece.tokens * shape.heads * BYTES["float32"]
     parts = -(-PROCESSORS // (piece.rows * shape.heads)) if piece.deterministic else 1
     queries = piece.tokens * shape.heads * shape.query
     kv_gradients = 2 * queries * piece.itemsize if shape.kv_heads < shape.heads else 0

@@ -1,0 +1,109 @@
+"""Our backward of attention against the reference in float64: in Triton's interpreter, and on a GPU at real sizes."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from closeness import relative_error
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from pentad.kernels.attention import attention_backward_triton as kernels
+from pentad.kernels.attention.attention_partial import partial_attention, partial_attention_backward
+from pentad.kernels.attention.attention_reference import (
+    AttentionOptions,
+    PackedLengths,
+    partial_attention_backward_reference,
+    partial_attention_reference,
+)
+
+Shape = tuple[int, int, int, int, int, int]  # batch, query heads, key-value heads, queries, keys, head dim
+SMALL = kernels.Blocks(16, 32, 4, 2), kernels.Blocks(32, 16, 4, 2)
+SHAPES: list[Shape] = [(2, 4, 2, 64, 64, 32), (1, 4, 1, 50, 50, 32), (1, 2, 2, 40, 90, 32), (2, 2, 1, 1, 40, 64)]
+GPU_SHAPES: list[Shape] = [
+    (2, 4, 2, 512, 512, 128),
+    (1, 8, 2, 300, 300, 128),
+    (1, 4, 2, 200, 700, 64),
+    (2, 4, 4, 1, 257, 32),
+    (1, 4, 1, 1, 1, 128),
+]
+
+
+def inputs(shape: Shape, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and dout, as views of [B, S, heads, D]."""
+    batch, heads, groups, queries, keys, width = shape
+    sizes = ((queries, heads), (keys, groups), (keys, groups), (queries, heads))
+    return [torch.randn(batch, s, n, width, device=device, dtype=dtype).transpose(1, 2) for s, n in sizes]
+
+
+def packed(lengths: list[int], device: str, causal: bool, window: int | None) -> AttentionOptions:
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    longest = max(lengths)
+    return AttentionOptions(causal, 0.2, True, PackedLengths(ends, ends, (longest, longest)), window_left=window)
+
+
+def errors(tensors: list[Tensor], options: AttentionOptions) -> list[float]:
+    """Of dq, dk and dv, relative to float64's; absolute where that is zero, as of one key."""
+    q, k, v, dout = tensors
+    out, lse = partial_attention_reference(q.double(), k.double(), v.double(), options)
+    exact = partial_attention_backward_reference(dout.double(), q.double(), k.double(), v.double(), out, lse, options)
+    found = kernels.attention_backward(dout, q, k, v, out.to(q.dtype), lse.float(), options)
+    return [
+        relative_error(a, b) if b.norm() > 1e-6 else a.double().norm().item() for a, b in zip(found, exact, strict=True)
+    ]
+
+
+@pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs without a GPU")
+class TestInterpreted:
+    @pytest.fixture(autouse=True)
+    def _small_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kernels, "blocks_for", lambda width, device: SMALL)
+
+    @pytest.mark.parametrize("window", [None, 10])
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_it_agrees_with_the_reference(self, shape: Shape, causal: bool, window: int | None) -> None:
+        options = AttentionOptions(causal, 0.2, True, window_left=window)
+        if not causal and window is not None and shape[3] != shape[4]:
+            return  # keys behind the last query's are outside of what the window means
+        assert max(errors(inputs(shape, "cpu", torch.float32), options)) < 1e-5
+
+    @pytest.mark.parametrize("window", [None, 10])
+    def test_segments_do_not_see_each_other(self, window: int | None) -> None:
+        options = packed([5, 25, 18, 1, 47], "cpu", True, window)
+        assert max(errors(inputs((2, 4, 2, 48, 48, 32), "cpu", torch.float32), options)) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+def test_it_agrees_on_a_gpu(shape: Shape, causal: bool, window: int | None, dtype: torch.dtype) -> None:
+    options = AttentionOptions(causal, 0.1, True, window_left=window)
+    if causal or window is None or shape[3] == shape[4]:
+        assert max(errors(inputs(shape, "cuda", dtype), options)) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_segments_on_a_gpu(width: int, window: int | None) -> None:
+    options = packed([300, 1, 7, 512, 204], "cuda", True, window)
+    assert max(errors(inputs((2, 4, 2, 512, 512, width), "cuda", torch.bfloat16), options)) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+def test_it_gives_the_same_bits_from_run_to_run(width: int) -> None:
+    q, k, v, dout = inputs((2, 8, 2, 2048, 2048, width), "cuda", torch.bfloat16)
+    options = AttentionOptions(True, 0.1, True)
+    out, lse = partial_attention(q, k, v, options)
+    first = partial_attention_backward(dout, q, k, v, out, lse, options)
+    for _ in range(5):
+        again = partial_attention_backward(dout, q, k, v, out, lse, options)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
