@@ -16,7 +16,7 @@ from resume import commit, save_and_resume
 from small_models import FAMILIES, HEADS, MOE
 
 from pentad.schedules.spec.learning_rate import LearningRate
-from pentad.schedules.spec.lora import TARGETS, LoraSpec
+from pentad.schedules.spec.lora import SEPARATE, LoraSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
@@ -34,7 +34,7 @@ MUON = OptimizerSpec(
     groups=(ParamGroup("embedding", learning_rate_scale=0.5), ParamGroup("*norm", weight_decay=0.3)),
 )
 ADAMW = replace(MUON, name="adamw", bf16_state=True)
-LORA = LoraSpec(3, 6.0, tuple(TARGETS))
+LORA = LoraSpec(3, 6.0, SEPARATE)
 ATTENTION = LoraSpec(2, 4.0, ("q_proj", "v_proj", "o_proj"))
 DENSE, ROUTED = replace(HEADS, layers=4), replace(FAMILIES["qwen3-moe"], layers=4)
 slow = pytest.mark.slow

@@ -16,14 +16,14 @@ from small_models import FAMILIES, HEADS
 from worker_processes import check_recovery
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.spec.lora import TARGETS, LoraSpec
+from pentad.schedules.spec.lora import FUSED, SEPARATE, LoraSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.params.frozen import frozen_weights
 
 slow = pytest.mark.slow
-ALL = LoraSpec(rank=3, alpha=6.0, targets=tuple(TARGETS))
+ALL = LoraSpec(rank=3, alpha=6.0, targets=SEPARATE)
 ATTENTION = LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "v_proj", "o_proj"))
 DENSE, ROUTED = replace(HEADS, layers=4), replace(FAMILIES["qwen3-moe"], layers=4)
 
@@ -73,6 +73,23 @@ FAMILY_CASES: list[Any] = [
 def test_attention_has_adapters_in_every_family(fleet, corpus, family, name, sizes, zero):
     model, options = replace(FAMILIES[family], layers=4), MemoryOptions(zero=zero)
     plan = plan_with(corpus, ATTENTION, name, sizes, model=model, memory_options=options)
+    assert_equals_one_process(fleet, plan, check_bytes=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "zero"),
+    [
+        ("1f1b", {"pp": 2, "tp": 2}, 0),
+        pytest.param("zb-h2", {"pp": 2, "cp": 2}, 0, marks=slow),
+        pytest.param("dualpipev", {"pp": 2, "tp": 2}, 1, marks=slow),
+        pytest.param("1f1b", {"tp": 4}, 0, marks=slow),
+        pytest.param("zb-v", {"pp": 2, "dp": 2}, 3, marks=slow),
+        pytest.param("gpipe", {}, 0, marks=slow),
+    ],
+)
+def test_one_adapter_serves_projections_that_are_one_module(fleet, corpus, name, sizes, zero):
+    lora = LoraSpec(rank=3, alpha=6.0, targets=FUSED)
+    plan = plan_with(corpus, lora, name, sizes, model=DENSE, memory_options=MemoryOptions(zero=zero))
     assert_equals_one_process(fleet, plan, check_bytes=True)
 
 
