@@ -78,6 +78,7 @@ def show_convert(source: str, output: Output, model: Path | None, *, as_json: bo
         raise PentadError(f"--model is '{model}': expected none, as {source} says what model it is")
     if not is_dcp and not (folder / HF_CONFIG).is_file():
         if output.to == "pentad":
+            find_checkpoint(source, "SOURCE")
             raise PentadError(f"--to is pentad: expected another format than that of '{source}'")
         return show_export(source, output, as_json=as_json)
 

@@ -86,6 +86,8 @@ def test_a_yaml_file_says_what_the_model_is(pentad: Pentad, files: Path, sharded
         (["HF", "out", "--to", "dcp", "--model", "bad.yaml"], ["--model is 'bad.yaml': expected none"]),
         (["nowhere", "out", "--to", "dcp"], ["CHECKPOINT is 'nowhere'"]),
         (["mine", "out", "--to", "pentad"], ["--to is pentad: expected another format"]),
+        (["nowhere", "out", "--to", "pentad"], ["SOURCE is 'nowhere': expected a run's folder"]),
+        (["mine", "out", "--to", "onnx"], ["Invalid value for '--to': 'onnx' is not one of 'pentad', 'hf'"]),
         (["mine", "out", "--to", "dcp", "--optimizer"], ["has nothing of the optimizer: expected m and v"]),
         (["mine", "out", "--to", "hf", "--optimizer", "--dtype", "bfloat16"], ["--dtype is bfloat16: expected"]),
         (["DCP", "full", "--to", "dcp", "--model", "HF"], ["OUT is 'full', which exists and is not empty"]),
