@@ -50,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(sentence, 1, grid)
     except _ClickException as error:
         path = getattr(getattr(error, "ctx", None), "command_path", "pentad")
-        return _fail(f"{error.format_message().rstrip('.')} (see `{path} --help`)", 2)
+        sentence = error.format_message().rstrip(".").replace(": Value error, ", ": ")  # pydantic's words
+        return _fail(f"{sentence} (see `{path} --help`)", 2)
     except typer.Abort:
         return _fail("interrupted", _INTERRUPTED)
     except BrokenPipeError:

@@ -77,9 +77,10 @@ def show_convert(source: str, output: Output, model: Path | None, *, as_json: bo
     if model is not None and not is_dcp:
         raise PentadError(f"--model is '{model}': expected none, as {source} says what model it is")
     if not is_dcp and not (folder / HF_CONFIG).is_file():
+        found = find_checkpoint(source, "SOURCE")
         if output.to == "pentad":
             raise PentadError(f"--to is pentad: expected another format than that of '{source}'")
-        return show_export(source, output, as_json=as_json)
+        return _export(found, output, as_json=as_json)
 
     def take(out: Path) -> Imported:
         target = Target(out, dump_yaml, _progress("read"))

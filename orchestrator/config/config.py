@@ -28,6 +28,7 @@ from pentad.schedules.catalogue import CATALOGUE, spec_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.search.auto import AUTO, check_auto_options
+from pentad.schedules.spec.lora import LoraSpec
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import split_layers
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
@@ -87,6 +88,11 @@ class RunConfig(sections.Section):
             return given
         length = self.batch.sequence_length
         return given._replace(slices=next(k for k in range(entry.slices, 0, -1) if length % k == 0))
+
+    @property
+    def lora_spec(self) -> LoraSpec | None:
+        """Without the checkpoint that has the frozen weights; None: all parameters are trained."""
+        return self.lora.spec(self.model)
 
     @property
     def data_sets(self) -> list[str]:
@@ -208,7 +214,7 @@ class RunConfig(sections.Section):
         if self.schedule.name != AUTO and max(recompute_stages, default=0) >= stages:
             expected = f"stages 0 to {stages - 1} of schedule {self.schedule.name}"
             yield f"memory.recompute_stages is {recompute_stages}: expected {expected}"
-        yield from self.optimizer.group_rules(model, self.lora.spec)
+        yield from self.optimizer.group_rules(model, self.lora_spec)
         if model.custom is not None:
             yield from self._custom_rules(model.custom.text, model.layers, layout)
             return

@@ -10,9 +10,10 @@ from pydantic import Field, PositiveFloat, field_validator
 from pentad.orchestrator.config.errors import Broken, shown
 from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.config.sections import Count, Section, Text
-from pentad.schedules.spec.lora import TARGETS, LoraSpec, targets_of
+from pentad.schedules.spec.lora import FUSED, SEPARATE, TARGETS, LoraSpec, targets_of
 
 ALL_LINEAR = "all-linear"
+FUSED_FAMILIES = ("phi3",)
 
 
 class LoraSection(Section):
@@ -24,7 +25,7 @@ class LoraSection(Section):
     """what the adapters add counts alpha / rank times"""
     targets: list[Text] = Field(default=["q_proj", "k_proj", "v_proj", "o_proj"])
     """modules that get adapters, as Hugging Face names them: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
-    down_proj; all-linear: all of these"""
+    down_proj; of phi3 qkv_proj, o_proj, gate_up_proj, down_proj; all-linear: all of these"""
 
     init_from: Text | None = None
     """folder of an adapter of PEFT that training continues; null: A begins with random values and B with zeros"""
@@ -32,7 +33,7 @@ class LoraSection(Section):
     @field_validator("targets", mode="before")
     @classmethod
     def _expand(cls, value: Any) -> Any:
-        return list(TARGETS) if value in (ALL_LINEAR, [ALL_LINEAR]) else value
+        return [ALL_LINEAR] if value == ALL_LINEAR else value
 
     def rules(self) -> Iterator[Broken | str]:
         if self.rank is None and self.init_from is not None:
@@ -51,19 +52,21 @@ class LoraSection(Section):
             yield f"{found} for model {model.custom}, whose modules are its own"
         elif spec.mla is not None:
             yield f"{found} for model.family = {model.family}, whose latent attention has no modules to adapt"
-        elif model.family == "phi3":
-            yield f"{found} for model.family = phi3, whose projections are fused"
         elif spec.mtp_layers:
             yield f"{found} with model.mtp_layers = {spec.mtp_layers}"
         elif spec.experts is not None and spec.experts.has_bias:
             yield f"{found} for routing biases (model.experts), which training would move"
         else:
-            known = targets_of(spec)
-            for target in (each for each in self.targets if each not in known):
-                why = "" if spec.experts is None or target not in TARGETS else ", as experts have no adapters"
-                yield f"lora.targets has {shown(target)}: expected some of {', '.join(known)}{why}"
+            known = targets_of(spec, fused=model.family in FUSED_FAMILIES)
+            if unknown := [each for each in self._modules(model) if each not in known]:
+                why = "" if spec.experts is None or unknown[0] not in TARGETS else ", as experts have no adapters"
+                yield f"lora.targets has {', '.join(map(shown, unknown))}: expected some of {', '.join(known)}{why}"
 
-    @property
-    def spec(self) -> LoraSpec | None:
+    def spec(self, model: ModelSection) -> LoraSpec | None:
         """Without the checkpoint that has the frozen weights."""
-        return None if self.rank is None else LoraSpec(self.rank, self.alpha, tuple(self.targets))
+        return None if self.rank is None else LoraSpec(self.rank, self.alpha, self._modules(model))
+
+    def _modules(self, model: ModelSection) -> tuple[str, ...]:
+        if self.targets != [ALL_LINEAR]:
+            return tuple(self.targets)
+        return FUSED if model.family in FUSED_FAMILIES else SEPARATE

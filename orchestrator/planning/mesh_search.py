@@ -150,7 +150,7 @@ def _require_state_fits(config: RunConfig, mesh: Mesh, device: DeviceMemory) -> 
     if model.custom is not None and mesh.tp * mesh.cp * mesh.ep > 1:
         raise PentadError(f"mesh is {mesh}: expected dp and pp only for model.custom")
     check_divisibility(model, mesh, config.batch.sequence_length, mesh.tp, cp_method=config.mesh.cp_method)
-    lora = config.lora.spec
+    lora = config.lora_spec
     weights, trained = (sum(local_parameters(model, of, all_layers(model), mesh)) / mesh.pp for of in (None, lora))
     moments = (1 if config.optimizer.name == "muon" else 2) * (4 if config.precision.optimizer_state == "auto" else 2)
     replicas = mesh.size / mesh.tp / mesh.pp

@@ -72,7 +72,7 @@ def make_plan(
         place_units(layout.placement, units),
         _piece(config, device, layout.slices, fp8_spec(config, model)),
     )
-    costs = guess_costs(model, layers, placement, piece, recompute, options.zero, config.lora.spec)
+    costs = guess_costs(model, layers, placement, piece, recompute, options.zero, config.lora_spec)
 
     def compiled(microbatches: int, order: Program | None) -> Program:
         return compile_program(
@@ -170,7 +170,7 @@ def draft(
         zero=zero,
         cp_method=config.mesh.cp_method,
         spikes=config.spikes.spec,
-        lora=config.lora.spec,
+        lora=config.lora_spec,
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.units or (1,) * program.stages, layers),
         fp8=fp8_spec(config, model),
@@ -209,7 +209,7 @@ def _memory_options(
         prefetch=section.prefetch,
         max_gathered=gathered,
         reduce=reduction(config, section.stage),
-        sizes=pool_sizes(model, config.lora.spec, layers, config.mesh.mesh, 1 + layout.has_mirrors),
+        sizes=pool_sizes(model, config.lora_spec, layers, config.mesh.mesh, 1 + layout.has_mirrors),
     )
 
 
@@ -232,7 +232,7 @@ def units_of(
     """The number of units of each stage, given its layers: of memory.unit_layers each; by default of one where layers
     recompute, and of at most UNIT_BYTES of gradients where ranks have `shared` parameters, to reduce some while
     backward goes on. What a custom model recomputes is a whole stage."""
-    found, lora = [], config.lora.spec
+    found, lora = [], config.lora_spec
     for layers in stages:
         size = config.memory.unit_layers or len(layers.numbers)
         if config.memory.unit_layers is None and config.memory.recompute != "none" and model.custom is None:
@@ -263,7 +263,7 @@ def _order(config: RunConfig, model: ModelSpec, device: str, microbatches: int) 
             return None
         layers = split(model, placed.placement, config.batch.sequence_length)
         piece = _piece(config, device, placed.slices, fp8_spec(config, model))._replace(cp_method="ring")
-        return guess_costs(model, layers, placed.placement, piece, lora=config.lora.spec)
+        return guess_costs(model, layers, placed.placement, piece, lora=config.lora_spec)
 
     objective: Objective = "longest" if section.post_validation else "makespan"
     return choose(ranks, microbatches, costs_of, section.options, objective).best.program

@@ -61,9 +61,9 @@ def origin_of(config: RunConfig) -> Origin:
         model, now = before.model_dump(), config.model.model_dump()
         changes = {f"model.{key}": (model[key], now[key]) for key in now if model[key] != now[key]}
     folder = checkpoint.folder.absolute()
-    if config.lora.spec is not None:
+    if config.lora_spec is not None:
         base = LoraBase(str(folder), fingerprint(folder))
-        return Origin(Start(), changes, base, _adapter(config, config.lora.spec))
+        return Origin(Start(), changes, base, _adapter(config, config.lora_spec))
     return Origin(Start(folder, step, run.init_optimizer), changes)
 
 

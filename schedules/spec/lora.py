@@ -53,10 +53,10 @@ def lora_of(meta: Mapping[str, Any]) -> LoraSpec | None:
 
 
 class Target(NamedTuple):
-    """Where the weight of a module is: a tensor of a layer, and which of the matrices fused into it."""
+    """Where the weight of a module is: a tensor of a layer, and which of the matrices fused into it; None: all."""
 
     tensor: str
-    segment: int = 0
+    segment: int | None = None
 
 
 TARGETS = {
@@ -67,12 +67,18 @@ TARGETS = {
     "gate_proj": Target("mlp.gate_up", 0),
     "up_proj": Target("mlp.gate_up", 1),
     "down_proj": Target("mlp.down"),
+    "qkv_proj": Target("attention.qkv"),
+    "gate_up_proj": Target("mlp.gate_up"),
 }
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+SEPARATE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def targets_of(model: ModelSpec) -> tuple[str, ...]:
-    """The modules that can have adapters: those of attention, and of the feed-forward if no layer has experts."""
-    return tuple(name for name, target in TARGETS.items() if model.experts is None or "attention" in target.tensor)
+def targets_of(model: ModelSpec, *, fused: bool = False) -> tuple[str, ...]:
+    """The modules that can have adapters: those of attention, and of the feed-forward if no layer has experts. `fused`:
+    the family has one module for queries, keys and values, and one for gate and up."""
+    names = FUSED if fused else SEPARATE
+    return tuple(name for name in names if model.experts is None or "attention" in TARGETS[name].tensor)
 
 
 def adapter_tensors(lora: LoraSpec, base: Iterable[Tensor]) -> list[Tensor]:
@@ -88,9 +94,10 @@ def adapter_tensors(lora: LoraSpec, base: Iterable[Tensor]) -> list[Tensor]:
                 continue
             (split,) = tensor.splits
             at = f"{tensor.name.rpartition('.')[0]}.{target}"
-            segment, inputs = split.segments[TARGETS[target].segment], tensor.shape[1]
-            rows = segment.size if split.dim == 0 else tensor.shape[0]
-            split_a, split_b = ((), (Split("tp", 0, (segment,)),)) if split.dim == 0 else (tensor.splits, ())
+            number, inputs = TARGETS[target].segment, tensor.shape[1]
+            segments = split.segments if number is None else (split.segments[number],)
+            rows = sum(segment.size for segment in segments) if split.dim == 0 else tensor.shape[0]
+            split_a, split_b = ((), (Split("tp", 0, segments),)) if split.dim == 0 else (tensor.splits, ())
             bound = 1 / math.sqrt(inputs)
             found += [
                 Tensor(f"{at}.lora_A", (lora.rank, inputs), bound, split_a, is_uniform=True),

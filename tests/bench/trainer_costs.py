@@ -63,6 +63,12 @@ def step_seconds(rows: list[dict[str, Any]]) -> list[float]:
     return [row["step_seconds"] for row in rows if "step_seconds" in row][WARM_UP:]
 
 
+def data_wait_share(rows: list[dict[str, Any]]) -> float:
+    """How much of the time of steps the slowest rank waited for data."""
+    waited = [row["data_wait_seconds"] for row in rows if "step_seconds" in row][WARM_UP:]
+    return sum(waited) / sum(step_seconds(rows))
+
+
 def measure(job: str, steps: int, overrides: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         kinds = kinds_of_runs(build_corpora(Path(folder)), steps)
@@ -74,7 +80,7 @@ def measure(job: str, steps: int, overrides: list[str]) -> dict[str, Any]:
     return {
         "step_seconds": medians,
         "over_plain": {kind: seconds / least["plain"] - 1 for kind, seconds in least.items()},
-        "data_wait": [row.get("data_wait_seconds") for row in found["mixture_and_loggers"][-1]][WARM_UP:],
+        "data_wait_share": data_wait_share(found["mixture_and_loggers"][-1]),
         "last_row": found["validation_too"][-1][-1],
     }
 

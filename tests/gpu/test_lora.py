@@ -11,12 +11,12 @@ from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import STEPS, plan_on_mesh
 from small_models import HEADS
 
-from pentad.schedules.spec.lora import TARGETS, LoraSpec
+from pentad.schedules.spec.lora import SEPARATE, LoraSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU), two_gpus]
-LORA = LoraSpec(rank=3, alpha=6.0, targets=tuple(TARGETS))
+LORA = LoraSpec(rank=3, alpha=6.0, targets=SEPARATE)
 CASES = [("zb-h2", {"pp": 2}, MemoryOptions()), ("gpipe", {"dp": 2}, MemoryOptions(zero=3))]
 
 

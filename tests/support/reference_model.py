@@ -72,11 +72,15 @@ def merged(model: ModelSpec, lora: LoraSpec, frozen: State, adapters: State) -> 
         "mlp.gate_up": {"gate_proj": model.ffn, "up_proj": model.ffn},
         "mlp.down": {"down_proj": model.hidden},
     }
+    fused = {"attention.qkv": "qkv_proj", "mlp.gate_up": "gate_up_proj"}
     found = dict(frozen)
     for name, weight in frozen.items():
         layer, tensor = ".".join(name.split(".")[:2]), ".".join(name.split(".")[2:])
         deltas = []
-        for module, rows in modules.get(tensor, {}).items():
+        parts, whole = modules.get(tensor, {}), fused.get(tensor, "")
+        if whole in lora.targets:
+            parts = {whole: weight.shape[0]}
+        for module, rows in parts.items():
             at = f"{layer}.{tensor.split('.')[0]}.{module}"
             if module in lora.targets:
                 deltas.append(lora.alpha / lora.rank * adapters[f"{at}.lora_B"] @ adapters[f"{at}.lora_A"])

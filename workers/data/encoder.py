@@ -12,8 +12,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pentad.workers.data.corpus_writer import Document, token_dtype
+from pentad.workers.data.digit_cuts import cut_at_digits, without_digits_step
 from pentad.workers.data.tokenizer import encode, vocab_size
-from pentad.workers.data.word_boundaries import in_few_steps, last_cut, why_not_by_words
+from pentad.workers.data.word_boundaries import in_one_step, last_cut, why_not_by_words
 
 _AT_ONCE, _SLOW_AT_ONCE = 2**22, 2**21  # characters; `tokenizers` needs about 100 bytes a token
 _LONGEST_REASON = 200  # characters
@@ -129,7 +130,9 @@ class _Fast:
             import fastokens
         except ImportError as error:  # there are platforms without a wheel
             raise _Failure(f"fastokens cannot be imported ({error})") from None
-        same = {"pre_tokenizer": in_few_steps(content["pre_tokenizer"]), "post_processor": None}
+        without_digits = without_digits_step(content)
+        self.cuts_at_digits = without_digits is not None
+        same = {"pre_tokenizer": without_digits or in_one_step(content["pre_tokenizer"]), "post_processor": None}
         with _failures():
             self.tokenizer = fastokens.Tokenizer.from_json_str(json.dumps(content | same))
         vocab = content["model"]["vocab"]
@@ -143,10 +146,11 @@ class _Fast:
 
     def encode(self, texts: list[str], dtype: np.dtype) -> list[np.ndarray]:
         """Token ids of each text, without begin and end tokens; special tokens are plain text."""
+        pieces, bounds = cut_at_digits(texts) if self.cuts_at_digits else (texts, range(len(texts) + 1))
         with _failures():
-            ids, offsets = self.tokenizer.encode_batch_flat(texts, add_special_tokens=False, split_special_tokens=True)
+            ids, offsets = self.tokenizer.encode_batch_flat(pieces, add_special_tokens=False, split_special_tokens=True)
         tokens = np.frombuffer(ids, "<u4").astype(dtype)
-        return [tokens[start:stop] for start, stop in pairwise(np.frombuffer(offsets, "<u8").tolist())]
+        return [tokens[start:stop] for start, stop in pairwise(np.frombuffer(offsets, "<u8")[bounds].tolist())]
 
 
 @contextmanager

@@ -36,10 +36,6 @@ _WITHOUT_DIGITS = (
 )
 _DIGITS = {r"\p{N}{1,3}", r"\p{N}"}
 _KANA_AND_HANZI = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
-# GPT-2's after each digit has been split off: before a digit, spaces are what they are at the end.
-_GPT2_WITH_DIGITS = (
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"  # SmolLM2, StarCoder 2
-)
 _NOT_SUPPORTED = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "unk_token", "byte_fallback")
 _CUT = re.compile(r"(?<=[A-Za-z0-9])(?= )|(?<=\S\n)(?=[^\s/])")
 
@@ -81,17 +77,10 @@ def last_cut(text: str) -> int:
     return 0
 
 
-def in_few_steps(pre_tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """The same pre-tokenizer with GPT-2's expression as its only step, or as the only expression."""
+def in_one_step(pre_tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """The same pre-tokenizer; a sequence of GPT-2's expression alone becomes that step."""
     steps = _flat(pre_tokenizer, "pretokenizers")
-    if steps[-1]["type"] != "ByteLevel" or not steps[-1]["use_regex"]:
-        return pre_tokenizer
-    if len(steps) == 1:
-        return steps[0]
-    if len(steps) == 2 and steps[0]["type"] == "Digits" and steps[0]["individual_digits"]:
-        split = {"type": "Split", "pattern": {"Regex": _GPT2_WITH_DIGITS}, "behavior": "Isolated", "invert": False}
-        return {"type": "Sequence", "pretokenizers": [split, steps[1] | {"use_regex": False}]}
-    return pre_tokenizer
+    return steps[0] if len(steps) == 1 and steps[0]["type"] == "ByteLevel" else pre_tokenizer
 
 
 def _are_known(steps: list[dict[str, Any]]) -> bool:

@@ -13,10 +13,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.hf.layout import FP8_DTYPE, SCALE_SUFFIX, BlockSize, dequantized, scales_shape
+from pentad.workers.hf.layout import (
+    EXPONENT_SUFFIX,
+    FP8_DTYPE,
+    MXFP4,
+    PACKED_SUFFIX,
+    SCALE_SUFFIX,
+    Quantization,
+    dequantized,
+    packed_shapes,
+    scales_shape,
+    unpacked,
+)
 from pentad.workers.hf.names import CONFIG, INDEX, OPTIMIZER, SINGLE, STATE
 
 _READABLE = ("F32", "F16", "BF16")
+_BYTES = ("U8",)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -40,13 +52,13 @@ def read_optimizer(folder: Path, stack: ExitStack) -> tuple[int, dict[str, Tenso
 class TensorFiles(ExitStack):
     """The tensors of a folder by name, in one file or in several with an index; use it in a `with` block.
 
-    `block` is the block size of fp8, `files` the file of each tensor. Raises PentadError, which names a file that is
-    missing or unreadable.
+    `files` is the file of each tensor as stored. Raises PentadError, which names a file that is missing or unreadable.
     """
 
-    def __init__(self, folder: Path, block: BlockSize | None = None) -> None:
+    def __init__(self, folder: Path, quantization: Quantization | None = None) -> None:
         super().__init__()
-        self.folder, self.block = folder, block
+        self.folder, self.has_mxfp4 = folder, quantization == MXFP4
+        self.block = quantization if isinstance(quantization, tuple) else None
         self._opened: dict[str, Any] = {}
         if not (folder / INDEX).exists():
             self.files = dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
@@ -61,7 +73,11 @@ class TensorFiles(ExitStack):
 
     @property
     def names(self) -> Collection[str]:
-        """Without the scales of quantized tensors, which belong to those."""
+        """Those of the weights; scales and exponents of quantized ones belong to them."""
+        if self.has_mxfp4:
+            packed = {name.removesuffix(PACKED_SUFFIX) for name in self.files if name.endswith(PACKED_SUFFIX)}
+            parts = {name + suffix for name in packed for suffix in (PACKED_SUFFIX, EXPONENT_SUFFIX)}
+            return [*(name for name in self.files if name not in parts), *packed]
         scale = SCALE_SUFFIX if self.block is not None else None
         return [name for name in self.files if scale is None or not name.endswith(scale)]
 
@@ -71,6 +87,15 @@ class TensorFiles(ExitStack):
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises PentadError unless there is a tensor of this name and shape in a dtype that float32 can represent."""
+        if self._is_packed(name) and len(shape) == 3:
+            for suffix, part in zip((PACKED_SUFFIX, EXPONENT_SUFFIX), packed_shapes(shape), strict=True):
+                self._check(name + suffix, part, _BYTES)
+        elif self._check(name, shape, _READABLE if self.block is None else (*_READABLE, FP8_DTYPE)) == FP8_DTYPE:
+            assert self.block is not None
+            self._check(name + SCALE_SUFFIX, scales_shape(shape, self.block), _READABLE)
+
+    def _check(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str:
+        """The dtype of a tensor as stored."""
         if name not in self.files:
             raise PentadError(f"tensor {name} is not in {self.folder}: expected one of shape {list(shape)}")
         file = self.files[name]
@@ -78,20 +103,24 @@ class TensorFiles(ExitStack):
             stored = self._open(file).get_slice(name)
         except SafetensorError:
             raise PentadError(f"{self.folder / file} has no tensor {name}: expected it, according to {INDEX}") from None
-        found, dtype = tuple(stored.get_shape()), stored.get_dtype()
+        found, dtype = tuple(stored.get_shape()), str(stored.get_dtype())
         if found != shape:
             raise PentadError(f"tensor {name} in {self.folder} has shape {list(found)}: expected {list(shape)}")
-        if dtype == FP8_DTYPE and self.block is not None and len(shape) == 2:
-            self.check(name + SCALE_SUFFIX, scales_shape(shape, self.block))
-        elif dtype not in _READABLE:
-            raise PentadError(f"tensor {name} in {self.folder} has dtype {dtype}: expected {' or '.join(_READABLE)}")
+        if dtype not in dtypes or (dtype == FP8_DTYPE and len(shape) != 2):
+            raise PentadError(f"tensor {name} in {self.folder} has dtype {dtype}: expected {' or '.join(dtypes)}")
+        return dtype
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor in float32, [shape of `check`]."""
+        if self._is_packed(name):
+            return unpacked(self._read(name + PACKED_SUFFIX), self._read(name + EXPONENT_SUFFIX))
         stored = self._read(name)
         if self.block is not None and stored.dtype == torch.float8_e4m3fn:
             return dequantized(stored, self._read(name + SCALE_SUFFIX), self.block)
         return stored.to(torch.float32)
+
+    def _is_packed(self, name: str) -> bool:
+        return self.has_mxfp4 and name + PACKED_SUFFIX in self.files
 
     def _read(self, name: str) -> torch.Tensor:
         """A tensor as stored; it may be a view of the mapped file."""

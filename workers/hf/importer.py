@@ -21,7 +21,7 @@ from pentad.workers.hf.config import is_interleaved, make_section, parse_config
 from pentad.workers.hf.folder import TensorFiles, read_config, read_optimizer
 from pentad.workers.hf.kept_files import FOLDER, read_files
 from pentad.workers.hf.kept_files import write_files as write_kept
-from pentad.workers.hf.layout import fp8_block_size, from_file
+from pentad.workers.hf.layout import from_file, quantization_of
 from pentad.workers.hf.names import MODEL_FILE, Entry, Layout, TensorTable, tensor_table
 
 FILE_BYTES = 4 << 30
@@ -90,7 +90,7 @@ def import_folder(source: Path, target: Target, *, optimizer: bool = False) -> I
     config, kept = read_config(source), read_files(source)
     family, model = parse_config(config)
     with ExitStack() as stack:
-        files = stack.enter_context(TensorFiles(source, fp8_block_size(config)))
+        files = stack.enter_context(TensorFiles(source, quantization_of(config)))
         if not any(f"model.layers.{model.layers}." in name for name in files.names):
             model = replace(model, mtp_layers=0)  # transformers does not save those layers
         fused = any(name.endswith(".experts.gate_up_proj") for name in files.names)

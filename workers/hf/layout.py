@@ -1,11 +1,13 @@
-"""How files store weights differently from pentad: the row order of rotary parts, and 8-bit blocks with scales.
+"""How files store weights differently from pentad: the row order of rotary parts, and blocks of few bits with scales.
 
-Weights in 8 bits are fp8 E4M3 with one scale per block, as DeepSeek-V3 was released.
+Weights in 8 bits are fp8 E4M3 with one scale per block, as DeepSeek-V3 was released. Those in 4 bits are MXFP4, as the
+experts of gpt-oss were released (OCP Microscaling Formats 1.0, section 5): fp4 E2M1, two to a byte, and for every 32 of
+an output's weights a power of two.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 
@@ -17,7 +19,13 @@ FP8_BLOCK = (TILE, TILE)  # of what is written
 FP8_DTYPE = "F8_E4M3"  # in safetensors
 SCALE_SUFFIX = "_scale_inv"  # a weight's name + this: the name of its scales
 
+MXFP4: Final = "mxfp4"
+PACKED_SUFFIX, EXPONENT_SUFFIX = "_blocks", "_scales"  # of the tensors that MXFP4 has in place of one
+_PACKED, _EXPONENT_BIAS = 32, 127  # weights that share an exponent
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
 BlockSize = tuple[int, int]  # rows and columns
+Quantization = BlockSize | Literal["mxfp4"]
 
 
 def from_file(tensor: torch.Tensor, part: FileTensor) -> torch.Tensor:
@@ -60,16 +68,19 @@ def to_interleaved(matrix: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     return torch.cat([heads[:, : -rotary.width], rotated], dim=1).flatten(0, 1)
 
 
-def fp8_block_size(config: dict[str, Any]) -> BlockSize | None:
-    """The block size in a config.json; None for weights that are not quantized. Raises PentadError for other kinds."""
+def quantization_of(config: dict[str, Any]) -> Quantization | None:
+    """That in a config.json: the block size of fp8, or MXFP4; None for weights that are not quantized. Raises
+    PentadError for other kinds."""
     given = config.get("quantization_config")
     if not given:
         return None
     match given:
         case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if min(rows, columns) > 0:
             return rows, columns
+        case {"quant_method": "mxfp4"}:
+            return MXFP4
     method = given.get("quant_method") if isinstance(given, dict) else given
-    expected = "expected null, or fp8 with a weight_block_size"
+    expected = "expected null, fp8 with a weight_block_size, or mxfp4"
     raise PentadError(f"config.json has quantization_config with quant_method {method}: {expected}")
 
 
@@ -93,3 +104,24 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     padded = torch.nn.functional.pad(weight.to(torch.float32), (0, columns, 0, rows))
     values, scales = quantize(padded, Recipe("block"), "weight")
     return values[: weight.shape[0], : weight.shape[1]].contiguous(), scales.contiguous()
+
+
+def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(bytes, exponents) that MXFP4 has for stacked matrices [experts, inputs, outputs]. Raises PentadError for partial
+    blocks."""
+    experts, inputs, outputs = shape
+    if inputs % _PACKED:
+        raise PentadError(f"config.json has quant_method mxfp4 for {inputs} inputs: expected a multiple of {_PACKED}")
+    return (experts, outputs, inputs // _PACKED, _PACKED // 2), (experts, outputs, inputs // _PACKED)
+
+
+def unpacked(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """The matrices [experts, inputs, outputs] in float32; the lower four bits of a byte are the first weight."""
+    experts, outputs, groups, _ = values.shape
+    wide = torch.empty(experts, groups * _PACKED, outputs)
+    table = torch.cat((_FP4, -_FP4))
+    for matrix, packed, powers in zip(wide, values, exponents, strict=True):  # one at a time: indices take eight bytes
+        pairs = table[torch.stack((packed & 0xF, packed >> 4), dim=-1).long()].flatten(-2)
+        scaled = torch.ldexp(pairs, powers.to(torch.int32).sub_(_EXPONENT_BIAS).unsqueeze(-1))
+        matrix.copy_(scaled.flatten(1).t())
+    return wide

@@ -63,5 +63,5 @@ def adapter_pairs(lora: LoraSpec, tensor: Tensor) -> list[tuple[int, Tensor, Ten
     for a, b in zip(found[::2], found[1::2], strict=True):
         segments = tensor.splits[0].segments if tensor.splits[0].dim == 0 else ()
         number = TARGETS[a.name.split(".")[-2]].segment
-        pairs.append((sum(segment.size for segment in segments[:number]), a, b))
+        pairs.append((sum(segment.size for segment in segments[: number or 0]), a, b))
     return pairs

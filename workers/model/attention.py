@@ -19,7 +19,7 @@ from pentad.workers.linear.casts import Casts, Operand
 from pentad.workers.linear.linear import Linear, gather
 from pentad.workers.linear.weight_grad import AddWgrad, Param, Params, Wgrad, bias_wgrad
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
-from pentad.workers.model.lora import Adapter, ColumnAdapters, RowAdapter
+from pentad.workers.model.lora import ColumnAdapters, RowAdapter
 from pentad.workers.model.norm import QKNorm, QKNormSaved
 from pentad.workers.parallel.async_ops import Task, gather2, ready
 from pentad.workers.parallel.context_parallel import KeptAttention, SavedContext, keep
@@ -50,7 +50,7 @@ class Attention(NamedTuple):
         hidden, width = out.weight.shape
         kv_width = (qkv.weight.shape[0] - width) // 2
         widths = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
-        adapters = ColumnAdapters(Adapter.bind_all(params, at, widths))
+        adapters = ColumnAdapters.bind(params, at, widths, "qkv_proj")
         out_adapter = RowAdapter.bind(params, f"{at}.o_proj", hidden)
         linears = Linear(qkv, casts), Linear(out, casts, row_parallel=True)
         return cls(*linears, qkv_bias, out_bias, sinks, qk_norm, adapters, out_adapter)

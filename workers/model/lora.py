@@ -43,6 +43,12 @@ class ColumnAdapters(NamedTuple):
 
     adapters: tuple[Adapter, ...] = ()
 
+    @classmethod
+    def bind(cls, params: Params, prefix: str, widths: Mapping[str, int], fused: str) -> ColumnAdapters:
+        """Those of modules with these widths, or that of the `fused` module which has all their outputs."""
+        of_all = Adapter.bind_all(params, prefix, {fused: sum(widths.values())})
+        return cls(of_all or Adapter.bind_all(params, prefix, widths))
+
     def add_(self, context: LayerContext, x: Operand, out: Tensor) -> Task[None]:
         """Adds to the product [T, N] of the input whose local rows are x [T / tp, K]."""
         if not self.adapters:

@@ -12,7 +12,7 @@ from pentad.workers.linear.casts import Casts, Operand
 from pentad.workers.linear.linear import Linear, gather
 from pentad.workers.linear.weight_grad import Params, Wgrad
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
-from pentad.workers.model.lora import Adapter, ColumnAdapters, RowAdapter
+from pentad.workers.model.lora import ColumnAdapters, RowAdapter
 from pentad.workers.parallel.async_ops import Task, gather2, ready, run_to_completion
 
 
@@ -30,10 +30,10 @@ class MLP(NamedTuple):
     def bind(cls, params: Params, prefix: str, model: ModelSpec, casts: Casts | None = None) -> MLP:
         gate_up, down = params[f"{prefix}.gate_up"], params[f"{prefix}.down"]
         hidden, width = down.weight.shape
-        adapters = Adapter.bind_all(params, prefix, {"gate_proj": width, "up_proj": width})
+        adapters = ColumnAdapters.bind(params, prefix, {"gate_proj": width, "up_proj": width}, "gate_up_proj")
         down_adapter = RowAdapter.bind(params, f"{prefix}.down_proj", hidden)
         linears = Linear(gate_up, casts), Linear(down, casts, row_parallel=True)
-        return cls(*linears, model.hidden_act, ColumnAdapters(adapters), down_adapter)
+        return cls(*linears, model.hidden_act, adapters, down_adapter)
 
     @property
     def input_casts(self) -> Casts | None:

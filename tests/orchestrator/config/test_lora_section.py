@@ -24,6 +24,7 @@ ZERO_3 = ("zero.stage=3", "zero.max_gathered=1")
 ATTENTION = "q_proj, k_proj, v_proj, o_proj"
 MIXTRAL = ("model.family=mixtral", "model.experts.num_experts=4", "model.experts.top_k=2",
            "model.experts.intermediate_size=32")  # fmt: skip
+SEPARATE = "lora.targets has 'q_proj', 'k_proj', 'v_proj'"
 REFUSED = [
     ("lora.targets=[wq]", f"lora.targets has 'wq': expected some of {ATTENTION}, gate_proj, up_proj, down_proj"),
     ("lora.targets=[]", "lora.targets is []: expected at least one module"),
@@ -32,7 +33,7 @@ REFUSED = [
     ("lora.alpha=0", "lora.alpha is 0: expected more than 0.0"),
     ("run.init_from=null", "run.init_from is null: expected the model that lora.rank = 4 trains adapters for"),
     ("run.init_step=true", "run.init_step is true: expected false with lora.rank, whose adapters begin anew"),
-    ("model.family=phi3", "lora.rank is 4: expected null for model.family = phi3, whose projections are fused"),
+    ("model.family=phi3", f"{SEPARATE}: expected some of qkv_proj, o_proj, gate_up_proj, down_proj"),
 ]
 
 
@@ -49,13 +50,20 @@ def test_an_adapter_to_continue_needs_a_rank() -> None:
 
 
 def test_experts_have_no_adapters() -> None:
-    assert load(None, [*LORA, *MIXTRAL]).lora.spec is not None  # the targets are those of attention
-    with pytest.raises(PentadError, match=f"'gate_proj': expected some of {ATTENTION}, as experts have no adapters"):
+    assert load(None, [*LORA, *MIXTRAL]).lora_spec is not None  # the targets are those of attention
+    with pytest.raises(
+        PentadError, match=f"'up_proj', 'down_proj': expected some of {ATTENTION}, as experts have no adapters"
+    ):
         load(None, [*LORA, *MIXTRAL, "lora.targets=all-linear"])
 
 
 def test_all_linear_stands_for_every_module() -> None:
     assert load(None, [*LORA, "lora.targets=all-linear"]).lora == load(None, [*LORA, "lora.targets=[all-linear]"]).lora
+
+
+def test_the_modules_of_phi3_are_fused() -> None:
+    lora = load(None, [*LORA, "model.family=phi3", "lora.targets=all-linear"]).lora_spec
+    assert lora is not None and lora.targets == ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
 def test_optimizer_groups_match_adapters() -> None:

@@ -28,7 +28,7 @@ from pentad.workers.data.sources import open_dataset
 from pentad.workers.hf.exporter import Request, export_checkpoint
 from pentad.workers.hf.peft import WEIGHTS, export_adapter, import_adapter, read_adapter
 
-STEPS, MESHES = 20, {"llama": {"tp": 2}, "qwen3-moe": {"ep": 2, "tp": 2}}
+STEPS, MESHES = 20, {"llama": {"tp": 2}, "phi3": {"tp": 2}, "qwen3-moe": {"ep": 2, "tp": 2}}
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_training_equals_that_of_peft(fleet, corpus, tmp_path, family):
     model = hf_models.make(family, vocab_size=300)
     files = hf_models.save(model, tmp_path / "files")
     imported = take(files, tmp_path / "base")
-    lora = LoraSpec(3, 6.0, targets_of(imported.model), base_of(imported.folder))
+    lora = LoraSpec(3, 6.0, targets_of(imported.model, fused=family == "phi3"), base_of(imported.folder))
     plan, theirs = plan_on(corpus, imported.model, lora, MESHES[family]), saved_by_peft(model, lora, tmp_path / "first")
     first = import_adapter(tmp_path / "first", tmp_path / "checkpoints", plan.model, lora)
     last = checkpoint.folder_of(tmp_path / "checkpoints", STEPS)
@@ -163,7 +163,7 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path):
         ADAPTED,
         lora,
         "tensor base_model.model.lm_head.lora_A.weight is in {file}: expected only adapters of q_proj, k_proj, v_proj, "
-        "o_proj, gate_proj, up_proj, down_proj",
+        "o_proj, gate_proj, up_proj, down_proj, qkv_proj, gate_up_proj",
     )
 
 

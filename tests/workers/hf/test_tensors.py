@@ -14,10 +14,12 @@ import torch
 from hf_files import SINGLE, change, give, refused, take, tensors_of, with_tensors
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import commit, folder_of, open_checkpoint
 from pentad.workers.checkpoint.shards import read, write_shard
+from pentad.workers.hf.layout import packed_shapes
 from pentad.workers.params.sharded_state import read_full
 
 
@@ -77,6 +79,39 @@ def test_fp8_blocks_are_read_with_their_scales(saved, tmp_path: Path) -> None:
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     change(source, model__layers__0__mlp__down_proj__weight_scale_inv=torch.ones(1, 1))
     refused(source, tmp_path, "down_proj.weight_scale_inv", "[1, 1]")
+
+
+def test_mxfp4_experts_are_those_that_transformers_unpacks(tmp_path: Path) -> None:
+    """All bytes, and exponents from the smallest that float32 holds with every value to large ones."""
+    files = hf_models.save(hf_models.make("gpt-oss", intermediate_size=64), tmp_path / "files")
+    generator = torch.Generator().manual_seed(0)
+    stored, expected = load_file(files / SINGLE), load_file(files / SINGLE)
+    for name in [each for each in stored if each.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = stored.pop(name).shape
+        values = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
+        exponents = torch.randint(3, 240, values.shape[:-1], dtype=torch.uint8, generator=generator)
+        stored |= {f"{name}_blocks": values, f"{name}_scales": exponents}
+        expected[name] = convert_moe_packed_tensors(values, exponents, dtype=torch.float32)
+    with_tensors(files, expected, tmp_path / "wide")
+    source = with_tensors(files, stored, tmp_path / "packed")
+    refused(source, tmp_path, "experts.gate_up_proj is not in")
+    hf_models.rewrite(source, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    mine, theirs = (tensors_of(take(tmp_path / name, tmp_path / f"{name}-out")) for name in ("packed", "wide"))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    down = "model__layers__0__mlp__experts__down_proj"
+    change(source, **{f"{down}_scales": torch.ones(1, 1, dtype=torch.uint8)})
+    refused(source, tmp_path, "down_proj_scales", "[1, 1]")
+    change(source, **{f"{down}_scales": None})
+    refused(source, tmp_path, "down_proj_scales is not in")
+    hf_models.rewrite(source, intermediate_size=48)
+    refused(source, tmp_path)
+
+
+@pytest.mark.parametrize("inputs", [16, 48])
+def test_mxfp4_has_no_partial_blocks(inputs: int) -> None:
+    with pytest.raises(PentadError, match=f"{inputs} inputs: expected a multiple of 32"):
+        packed_shapes((4, inputs, 8))
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3"])

@@ -13,10 +13,10 @@ from fleet import Outcome
 from mixtures import mixed
 from plans import plan_on_mesh
 from resume import commit, save_and_resume
-from small_models import HEADS, MOE
+from small_models import FAMILIES, HEADS, MOE
 
 from pentad.schedules.spec.learning_rate import LearningRate
-from pentad.schedules.spec.lora import TARGETS, LoraSpec
+from pentad.schedules.spec.lora import SEPARATE, LoraSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
@@ -34,8 +34,9 @@ MUON = OptimizerSpec(
     groups=(ParamGroup("embedding", learning_rate_scale=0.5), ParamGroup("*norm", weight_decay=0.3)),
 )
 ADAMW = replace(MUON, name="adamw", bf16_state=True)
-LORA = LoraSpec(3, 6.0, tuple(TARGETS))
-DENSE = replace(HEADS, layers=4)
+LORA = LoraSpec(3, 6.0, SEPARATE)
+ATTENTION = LoraSpec(2, 4.0, ("q_proj", "v_proj", "o_proj"))
+DENSE, ROUTED = replace(HEADS, layers=4), replace(FAMILIES["qwen3-moe"], layers=4)
 slow = pytest.mark.slow
 CASES: list[Any] = [
     pytest.param("zb-h2", {"pp": 2, "dp": 2}, 1, {}, marks=slow),
@@ -48,6 +49,7 @@ CASES: list[Any] = [
     pytest.param("interleaved", {"pp": 2, "dp": 2}, 3, {"recompute": "selective"}, marks=slow),
     pytest.param("zb-h2", {"pp": 2, "tp": 2}, 0, {"lora": LORA}, marks=slow),
     pytest.param("zb-v", {"pp": 2, "dp": 2}, 2, {"lora": LORA, "optimizer": ADAMW}, marks=slow),
+    pytest.param("dualpipev", {"pp": 2, "ep": 2}, 3, {"lora": ATTENTION, "model": ROUTED}, marks=slow),
 ]
 
 

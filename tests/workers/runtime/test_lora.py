@@ -16,16 +16,16 @@ from small_models import FAMILIES, HEADS
 from worker_processes import check_recovery
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.spec.lora import TARGETS, LoraSpec
+from pentad.schedules.spec.lora import FUSED, SEPARATE, LoraSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.params.frozen import frozen_weights
 
 slow = pytest.mark.slow
-ALL = LoraSpec(rank=3, alpha=6.0, targets=tuple(TARGETS))
+ALL = LoraSpec(rank=3, alpha=6.0, targets=SEPARATE)
 ATTENTION = LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "v_proj", "o_proj"))
-DENSE = replace(HEADS, layers=4)
+DENSE, ROUTED = replace(HEADS, layers=4), replace(FAMILIES["qwen3-moe"], layers=4)
 
 
 def plan_with(corpus: str, lora: LoraSpec, name: str, sizes: dict[str, int], **more: Any) -> Plan:
@@ -76,6 +76,23 @@ def test_attention_has_adapters_in_every_family(fleet, corpus, family, name, siz
     assert_equals_one_process(fleet, plan, check_bytes=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "zero"),
+    [
+        ("1f1b", {"pp": 2, "tp": 2}, 0),
+        pytest.param("zb-h2", {"pp": 2, "cp": 2}, 0, marks=slow),
+        pytest.param("dualpipev", {"pp": 2, "tp": 2}, 1, marks=slow),
+        pytest.param("1f1b", {"tp": 4}, 0, marks=slow),
+        pytest.param("zb-v", {"pp": 2, "dp": 2}, 3, marks=slow),
+        pytest.param("gpipe", {}, 0, marks=slow),
+    ],
+)
+def test_one_adapter_serves_projections_that_are_one_module(fleet, corpus, name, sizes, zero):
+    lora = LoraSpec(rank=3, alpha=6.0, targets=FUSED)
+    plan = plan_with(corpus, lora, name, sizes, model=DENSE, memory_options=MemoryOptions(zero=zero))
+    assert_equals_one_process(fleet, plan, check_bytes=True)
+
+
 @slow
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputed_layers_have_adapters(fleet, corpus, mode):
@@ -96,19 +113,22 @@ def test_post_validation_steps_adapters(fleet, corpus):
 
 @slow
 @pytest.mark.parametrize(
-    ("name", "sizes", "zero"),
+    ("name", "sizes", "zero", "model"),
     [
-        ("zb-h2", {"pp": 2, "tp": 2}, 0),
-        ("zb-v", {"pp": 2, "dp": 2}, 2),
-        ("zb-v", {"pp": 2, "dp": 2}, 3),
-        ("dualpipev", {"pp": 2, "cp": 2}, 3),
-        ("1f1b", {"tp": 2, "dp": 2}, 1),
-        ("dualpipe", {"pp": 4}, 0),
+        ("zb-h2", {"pp": 2, "tp": 2}, 0, DENSE),
+        ("zb-v", {"pp": 2, "dp": 2}, 2, DENSE),
+        ("zb-v", {"pp": 2, "dp": 2}, 3, DENSE),
+        ("dualpipev", {"pp": 2, "cp": 2}, 3, DENSE),
+        ("1f1b", {"tp": 2, "dp": 2}, 1, DENSE),
+        ("dualpipe", {"pp": 4}, 0, DENSE),
+        ("zb-h2", {"pp": 2, "ep": 2}, 0, ROUTED),
+        ("dualpipev", {"pp": 2, "ep": 2}, 3, ROUTED),
+        ("1f1b", {"ep": 2, "tp": 2}, 1, ROUTED),
     ],
 )
-def test_runs_with_adapters_repeat_and_resume_bit_identically(fleet, corpus, tmp_path, name, sizes, zero):
-    options = MemoryOptions(zero=zero)
-    plan = plan_with(corpus, ALL, name, sizes, model=DENSE, memory_options=options, dtype="float32")
+def test_runs_with_adapters_repeat_and_resume_bit_identically(fleet, corpus, tmp_path, name, sizes, zero, model):
+    options, lora = MemoryOptions(zero=zero), ATTENTION if model.experts else ALL
+    plan = plan_with(corpus, lora, name, sizes, model=model, memory_options=options, dtype="float32")
     assert_repeatable(fleet, plan, tmp_path)
 
 
