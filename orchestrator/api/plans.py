@@ -12,9 +12,11 @@ from rich.text import Text
 
 from pentad.orchestrator.api.comparison import figures
 from pentad.orchestrator.api.configs import Config, load_config
-from pentad.orchestrator.api.memory_advice import memory_advice
 from pentad.orchestrator.api.rendering import as_text, line
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.memory.advice import memory_advice
+from pentad.orchestrator.memory.choice import choices
+from pentad.orchestrator.memory.shortened import with_words
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
 from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume
@@ -41,7 +43,7 @@ Device = Literal["cpu", "cuda"]
 class PlannedRun:
     """What would run: the plan, guessed costs of its instructions in seconds, whether it fits in memory, what its
     evaluations cost (None: there are none) beside so many training steps, what is wrong with the data, '' if nothing
-    is, and what to change if it does not fit."""
+    is, what to change if it does not fit, and what the planner chose in place of `auto`, as overrides."""
 
     plan: Plan
     costs: Costs
@@ -50,6 +52,7 @@ class PlannedRun:
     training_steps: int
     data_error: str = ""
     remedy: str = ""
+    chosen: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -116,6 +119,7 @@ class PlannedRun:
             "predicted": {**figures(self.timeline), **pace},
             "evaluation": self._evaluation_facts(),
             "costs": asdict(self.costs),
+            "chosen": list(self.chosen),
             "fits": {**fits, "rank": fit.rank},
             "data": {"ok": not self.data_error, "error": self.data_error},
         }
@@ -144,6 +148,8 @@ class PlannedRun:
             yield line(f" {_evaluation_sentence(self.evaluation, self.evaluation_share)}")
         yield from _rank_view(self.plan, self.fit.rank, console.width)
         yield line(f" {self.fit.sentence}", style="green" if self.fit.ok else "bold red")
+        if self.chosen:
+            yield line(f" chosen: {' '.join(self.chosen)}")
         if self.remedy:
             yield line(f" {self.remedy}")
         if self.data_error:
@@ -174,13 +180,16 @@ def planned(config: RunConfig, device: Device | None = None, device_gib: float |
     place = device or local_device(config.cluster, config.mesh.size)[0]
     if place == "cuda":
         require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)
+    room = device_memory(place, device_gib)
+    chosen = choices(config, place, room)
+    config = with_words(config, chosen)
     found = make_plan(config, place)
     require_shards(config, found)
-    costs, fit = costs_of(found), fit_of(found, device_memory(place, device_gib))
+    costs, fit = costs_of(found), fit_of(found, room)
     sequences, data_error = _data(config, found)
     evaluation = eval_cost(config, found, costs, sequences)
     remedy = "" if fit.ok else memory_advice(config, found, fit)
-    return PlannedRun(found, costs, fit, evaluation, config.run.steps, data_error, remedy)
+    return PlannedRun(found, costs, fit, evaluation, config.run.steps, data_error, remedy, chosen)
 
 
 def _data(config: RunConfig, plan: Plan) -> tuple[list[int | None], str]:

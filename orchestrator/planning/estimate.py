@@ -18,6 +18,8 @@ from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.passes.zero_buffers import gradient_pool, longest, sharded_stages, weight_pool
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.events import acyclic_events
+from pentad.schedules.simulate.simulate import event_times
 from pentad.schedules.simulate.timeline import Timeline, attributed_seconds
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import ROUND_ELEMENTS
@@ -38,6 +40,12 @@ def costs_of(plan: Plan) -> Costs:
 def step_seconds(timeline: Timeline) -> float:
     """From the first start to the last end."""
     return max(span.end for span in timeline.spans) - min(span.start for span in timeline.spans)
+
+
+def simulated_seconds(plan: Plan) -> float:
+    """`step_seconds` of a step simulated at guessed costs, without its spans."""
+    times = event_times(plan.program, acyclic_events(plan.program), costs_of(plan))
+    return float(times.ends.max() - times.starts.min())
 
 
 def read_costs(program: Program, timeline: Timeline) -> Costs | None:

@@ -6,9 +6,10 @@ import os
 from dataclasses import dataclass
 from operator import itemgetter
 
+from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.estimate import ON_HOST, memories
 from pentad.orchestrator.planning.formatting import format_bytes
-from pentad.orchestrator.planning.hardware import DEVICES, gpu_name, known_gpu
+from pentad.orchestrator.planning.hardware import DEVICES, gpu_name, known_gpu, local_device
 from pentad.schedules.spec.plan import Plan
 
 RESERVED = 2 * 2**30  # bytes of a GPU for the CUDA context, communicators and fragmentation
@@ -59,6 +60,16 @@ def device_memory(device: str, gib: float | None = None) -> DeviceMemory:
     name = known_gpu()
     assumed = "" if name == gpu_name() else " (assumed)"
     return DeviceMemory(DEVICES[name].memory - RESERVED, f"of an {name}{assumed}")
+
+
+def device_of(config: RunConfig) -> tuple[str, DeviceMemory]:
+    """'cpu' or 'cuda', what a run's ranks will have, and its memory; on a cluster that nobody has joined yet GPUs unless
+    the configuration says otherwise."""
+    if config.cluster.address == "local":
+        device, _ = local_device(config.cluster, config.mesh.size)
+    else:
+        device = "cpu" if config.cluster.device == "cpu" else "cuda"
+    return device, device_memory(device)
 
 
 def fit_of(plan: Plan, device: DeviceMemory) -> Fit:

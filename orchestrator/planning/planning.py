@@ -56,6 +56,7 @@ def make_plan(
     own checks could not refuse.
     """
     assert device in ("cpu", "cuda"), device
+    assert "auto" not in (config.memory.recompute, config.zero.max_gathered), "the planner has not chosen yet"
     transport, dtype = transport_of(config, device, hosts), _dtype(config, device)
     model = config.model_spec(dtype) if model is None else model
     order = _order(config, model, device, config.schedule.microbatches)
@@ -216,8 +217,9 @@ def _memory_options(
 def max_gathered(config: RunConfig, zero: int, units: Sequence[int], *, has_mirrors: bool) -> int | None:
     """Of MemoryOptions: zero.max_gathered, or by default GATHERED_UNITS where stages are cut into units, except for
     mirrors, which gather all their units together."""
-    if zero < 3 or config.zero.max_gathered is not None:
-        return config.zero.max_gathered if zero == 3 else None
+    given = config.zero.max_gathered
+    if zero < 3 or isinstance(given, int):
+        return given if zero == 3 and isinstance(given, int) else None
     return GATHERED_UNITS if max(units) > 1 and not has_mirrors else None
 
 

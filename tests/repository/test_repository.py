@@ -75,6 +75,7 @@ LAYERS = {
         "monitoring",
         "records",
         "cluster",
+        "memory",
         "planning",
         "config",
         "",
