@@ -24,7 +24,7 @@ from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage
 from pentad.orchestrator.planning.eval_cost import EvalCost, eval_cost
 from pentad.orchestrator.planning.fit import Fit, device_memory, fit_of
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
-from pentad.orchestrator.planning.hardware import known_gpu, local_device, require_tp_on_node
+from pentad.orchestrator.planning.hardware import gpu_of, local_device, require_tp_on_node
 from pentad.orchestrator.planning.planning import make_plan, require_shards
 from pentad.schedules.draw.svg import svg_grid
 from pentad.schedules.ir.errors import PentadError
@@ -75,7 +75,7 @@ class PlannedRun:
     @property
     def mfu(self) -> float | None:
         """The share of the GPUs' peak FLOP/s, None on CPUs."""
-        return mfu(self.tokens_per_second, self.plan, known_gpu()) if self.plan.device == "cuda" else None
+        return mfu(self.tokens_per_second, self.plan, self.plan.gpu) if self.plan.device == "cuda" else None
 
     @property
     def evaluation_share(self) -> float | None:
@@ -170,7 +170,7 @@ def plan(
     """What `pentad.train` would run, from guessed costs; starts and writes nothing, and needs neither torch nor Ray.
 
     `config` and `sections` are those of `train`. `device` is that of the ranks (None: as found here), `device_gib` its
-    memory (None: as here, else an H200's). Raises PentadError for a mistake in the configuration.
+    memory (None: that of cluster.gpu, else as here, else an H200's). Raises PentadError for a mistake in the configuration.
     """
     return planned(load_config(config, **sections), device, device_gib)
 
@@ -180,7 +180,7 @@ def planned(config: RunConfig, device: Device | None = None, device_gib: float |
     place = device or local_device(config.cluster, config.mesh.size)[0]
     if place == "cuda":
         require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)
-    room = device_memory(place, device_gib)
+    room = device_memory(place, device_gib, gpu=gpu_of(config.cluster))
     chosen = choices(config, place, room)
     config = with_words(config, chosen)
     found = make_plan(config, place)

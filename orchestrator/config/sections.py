@@ -329,6 +329,8 @@ class ClusterSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """device of the ranks; auto: GPUs if the cluster has any"""
+    gpu: Text | None = None
+    """name of the GPU that plans are made for, as CUDA has it (docs/memory.md); null: this machine's, else an H200"""
     transport: Literal["auto", "peer", "nccl"] = "auto"
     """what moves activations and does ZeRO's collectives; auto: peer copies if all GPUs are on one host, else NCCL"""
     address: Text = "local"

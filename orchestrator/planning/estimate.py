@@ -8,11 +8,11 @@ from itertools import chain
 from operator import mul
 from statistics import median
 
+from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning.activation_peaks import activation_peaks, activations_of
 from pentad.orchestrator.planning.allocations import BYTES, INDEX, piece_of, wide_bytes
 from pentad.orchestrator.planning.comm_volume import padded_elements, param_shards_at
 from pentad.orchestrator.planning.cost_model import guess_costs
-from pentad.orchestrator.planning.hardware import DEVICES
 from pentad.schedules.ir.instruction import RECEIVES, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.post_validation import has_post_validation
@@ -109,9 +109,9 @@ def flops_per_token(model: ModelSpec, length: int, *, causal: bool = True, froze
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """FLOP/s of dense products that MFU refers to, if known: of bfloat16 on DEVICES."""
-    found = DEVICES.get(device_name)
-    return found.flops if found and dtype == "bfloat16" else None
+    """FLOP/s of dense products that MFU refers to, if known: of bfloat16 on GPUs of the table."""
+    found = GPUS.get(device_name)
+    return found.bf16 if found and dtype == "bfloat16" else None
 
 
 def mfu(tokens_per_second: float, plan: Plan, device_name: str) -> float | None:

@@ -77,6 +77,7 @@ LAYERS = {
         "cluster",
         "memory",
         "planning",
+        "gpus",
         "config",
         "",
     ),
