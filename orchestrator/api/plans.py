@@ -170,7 +170,8 @@ def plan(
     """What `pentad.train` would run, from guessed costs; starts and writes nothing, and needs neither torch nor Ray.
 
     `config` and `sections` are those of `train`. `device` is that of the ranks (None: as found here), `device_gib` its
-    memory (None: that of cluster.gpu, else as here, else an H200's). Raises PentadError for a mistake in the configuration.
+    memory (None: that of cluster.gpu, else as here, else an H200's). Raises PentadError for a mistake in the
+    configuration.
     """
     return planned(load_config(config, **sections), device, device_gib)
 

@@ -123,16 +123,25 @@ def is_double_buffered(program: Program) -> bool:
 def gradient_waits(program: Program, rank: int) -> Iterator[tuple[Key, Key]]:
     """Which first W of a sum has to wait for which REDUCE_SCATTER: the last of those whose places meet its own, and
     the last of its own stage, whose sum it continues."""
-    pool, reduced = gradient_pool(program, rank), dict[int, Key]()  # by stage, the last one last
+    meeting, reduced = meeting_stages(program, gradient_pool(program, rank)), dict[int, Key]()  # the last one last
     for begins, key in _accumulations(program, rank):
         if not begins:
             if len(program.holders(key.stage)) == 1:
                 reduced.pop(key.stage, None)
                 reduced[key.stage] = key
             continue
-        meeting = [other for other in reduced if other == key.stage or meet(program, pool, key.stage, other)]
-        before = reduced.get(meeting[-1]) if meeting else None, reduced.get(key.stage)
-        yield from ((key, each) for each in dict.fromkeys(before) if each is not None)
+        before = next((reduced[other] for other in reversed(reduced) if other in meeting[key.stage]), None)
+        own = reduced.get(key.stage)
+        if before is not None:
+            yield key, before
+        if own is not None and own != before:
+            yield key, own
+
+
+def meeting_stages(program: Program, pool: Pool) -> dict[int, set[int]]:
+    """Of each stage in a pool of gradients those, itself among them, that it has elements in common with."""
+    stages = [stage for stage, _ in pool.offsets]
+    return {stage: {stage, *(other for other in stages if meet(program, pool, stage, other))} for stage in stages}
 
 
 def meet(program: Program, pool: Pool, stage: int, other: int) -> bool:

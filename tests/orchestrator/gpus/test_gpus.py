@@ -57,7 +57,7 @@ def test_a_gpu_that_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(measured, "PROBE", "pentad.kernels.nothing")
     measured.measured_gpu.cache_clear()
     with pytest.raises(
-        PentadError, match="^GPU NVIDIA New is unknown and could not be measured .*: expected cluster.gpu"
+        PentadError, match=r"^GPU NVIDIA New is unknown and could not be measured .*: expected cluster.gpu"
     ):
         measured.measured_gpu("NVIDIA New")
 
