@@ -15,11 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from pentad.schedules.ir.columns import Array, op_mask
-from pentad.schedules.ir.instruction import Key, Op, instructions_of
+from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.ir.lookup import IS_WEIGHT
 from pentad.schedules.ir.program import Program
-from pentad.schedules.ir.rewrite import insert
-from pentad.schedules.passes.zero import keys_of, rows_of_rank
+from pentad.schedules.passes.zero import rows_of_rank
 
 _IS_SCATTER = op_mask({Op.REDUCE_SCATTER})
 Place = tuple[int, int]  # stage, number of the gather, which is 0 for gradients
@@ -57,18 +56,19 @@ def gradient_pool(program: Program, rank: int) -> Pool:
     numbers, running, reduced = dict[int, int](), set[int](), -1  # by stage, in the order of their first W
     held = sharded_stages(program, rank)
     apart = np.zeros((len(held), len(held)), bool)
-    for begins, key in _accumulations(program, rank):
+    for begins, stage, _ in _accumulations(program, rank, held):
         if not begins:
-            running.discard(key.stage)
-            reduced = key.stage
+            running.discard(stage)
+            reduced = stage
             continue
-        others = set(running)
-        if key.stage not in numbers:
-            numbers[key.stage] = len(numbers)
-            others |= {reduced} & numbers.keys()
+        if stage not in numbers:
+            numbers[stage] = len(numbers)
+            others = running | ({reduced} & numbers.keys())
+        else:
+            others = running
         for other in others:
-            apart[numbers[key.stage], numbers[other]] = apart[numbers[other], numbers[key.stage]] = True
-        running.add(key.stage)
+            apart[numbers[stage], numbers[other]] = apart[numbers[other], numbers[stage]] = True
+        running.add(stage)
     for stage, number in numbers.items():
         if len(program.holders(stage)) > 1:
             apart[number], apart[:, number] = True, True
@@ -120,22 +120,23 @@ def is_double_buffered(program: Program) -> bool:
     return True
 
 
-def gradient_waits(program: Program, rank: int) -> Iterator[tuple[Key, Key]]:
-    """Which first W of a sum has to wait for which REDUCE_SCATTER: the last of those whose places meet its own, and
-    the last of its own stage, whose sum it continues."""
-    meeting, reduced = meeting_stages(program, gradient_pool(program, rank)), dict[int, Key]()  # the last one last
-    for begins, key in _accumulations(program, rank):
+def gradient_waits(program: Program, rank: int) -> Iterator[tuple[int, int]]:
+    """Which first W of a sum has to wait for which REDUCE_SCATTER, as rows: the last of those whose places meet its
+    own, and the last of its own stage, whose sum it continues."""
+    meeting, reduced = meeting_stages(program, gradient_pool(program, rank)), dict[int, int]()  # the last one last
+    alone = {stage for stage in meeting if len(program.holders(stage)) == 1}
+    for begins, stage, row in _accumulations(program, rank, sharded_stages(program, rank)):
         if not begins:
-            if len(program.holders(key.stage)) == 1:
-                reduced.pop(key.stage, None)
-                reduced[key.stage] = key
+            if stage in alone:
+                reduced.pop(stage, None)
+                reduced[stage] = row
             continue
-        before = next((reduced[other] for other in reversed(reduced) if other in meeting[key.stage]), None)
-        own = reduced.get(key.stage)
-        if before is not None:
-            yield key, before
-        if own is not None and own != before:
-            yield key, own
+        before = next((reduced[other] for other in reversed(reduced) if other in meeting[stage]), -1)
+        own = reduced.get(stage, -1)
+        if before >= 0:
+            yield row, before
+        if own not in (before, -1):
+            yield row, own
 
 
 def meeting_stages(program: Program, pool: Pool) -> dict[int, set[int]]:
@@ -151,17 +152,18 @@ def meet(program: Program, pool: Pool, stage: int, other: int) -> bool:
     return any(max(a, b) < min(a + size, b + length) for (a, size), (b, length) in zip(parts, others, strict=True))
 
 
-def _accumulations(program: Program, rank: int) -> Iterator[tuple[bool, Key]]:
-    """Of each sum of gradients on a rank in turn the first W, with True, and the REDUCE_SCATTER."""
-    sharded, running = sharded_stages(program, rank), set[int]()
+def _accumulations(program: Program, rank: int, sharded: set[int]) -> Iterator[tuple[bool, int, int]]:
+    """Of each sum of gradients of `sharded` stages in turn the first W, with True, and the REDUCE_SCATTER: stage, row."""
+    columns, running = program.columns, set[int]()
     rows = rows_of_rank(program, rank, IS_WEIGHT | _IS_SCATTER)
-    for key in keys_of(program.columns, rows):
-        if key.op is Op.REDUCE_SCATTER:
-            running.discard(key.stage)
-            yield False, key
-        elif key.stage in sharded and key.stage not in running:
-            running.add(key.stage)
-            yield True, key
+    parts = _IS_SCATTER[columns.op[rows]].tolist(), columns.stage[rows].tolist(), rows.tolist()
+    for scatters, stage, row in zip(*parts, strict=True):
+        if scatters:
+            running.discard(stage)
+            yield False, stage, row
+        elif stage in sharded and stage not in running:
+            running.add(stage)
+            yield True, stage, row
 
 
 def sharded_stages(program: Program, rank: int) -> set[int]:
@@ -171,5 +173,8 @@ def sharded_stages(program: Program, rank: int) -> set[int]:
 
 def add_gradient_buffer_waits(program: Program) -> Program:
     """The waits of `gradient_waits`."""
-    ranks = range(program.ranks)
-    return insert(program, (), [(rank, *wait) for rank in ranks for wait in gradient_waits(program, rank)])
+    found = [wait for rank in range(program.ranks) for wait in gradient_waits(program, rank)]
+    if not found:
+        return program
+    waiting, waited = np.array(found).T
+    return program.with_streams(program.columns.with_waits(waiting, *program.columns.keys(waited)))

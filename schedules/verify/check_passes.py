@@ -56,7 +56,9 @@ def _prove_gathers(program: Program) -> None:
         raise ScheduleError(f"rank {rank}: {fault}", rank, index)
 
 
-def _gather_faults(program: Program, rank: int, latest: Array, pairs: list[tuple[int, int]]) -> Iterator[tuple[int, str]]:
+def _gather_faults(
+    program: Program, rank: int, latest: Array, pairs: list[tuple[int, int]]
+) -> Iterator[tuple[int, str]]:
     """(row, what is wrong there) of a rank; adds the waits that its readers need to `pairs`."""
     columns = program.columns
     rows = rows_of_rank(program, rank, _ON_PARAMETERS | _IS_READER)
@@ -92,16 +94,15 @@ def _latest_compute_waits(program: Program) -> Array:
     """By row, the last action on the compute lane that it waits for, or -1."""
     columns, found = program.columns, np.full(program.columns.rows, -1)
     on_compute = ON_COMPUTE_LANE[columns.wait_op]
-    np.maximum.at(
-        found, columns.wait_row[on_compute], columns.action[program.lookup.wait_targets[on_compute]]
-    )
+    np.maximum.at(found, columns.wait_row[on_compute], columns.action[program.lookup.wait_targets[on_compute]])
     return found
 
 
 def unmet_waits(of: Array, program: Program, rows: Array, targets: Array) -> Array:
     """Which of these rows do not wait for their target; `of` numbers what may wait for a row: rows, or actions."""
-    have = of[program.columns.wait_row] * program.columns.rows + program.lookup.wait_targets
-    return np.flatnonzero(~np.isin(of[rows] * program.columns.rows + targets, have))
+    have = np.sort(of[program.columns.wait_row] * program.columns.rows + program.lookup.wait_targets)
+    required = of[rows] * program.columns.rows + targets
+    return np.flatnonzero(np.append(have, -1)[np.searchsorted(have, required)] != required)
 
 
 def prove_gradient_buffers(program: Program) -> None:
