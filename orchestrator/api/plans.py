@@ -16,6 +16,7 @@ from pentad.orchestrator.api.rendering import as_text, line
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.advice import memory_advice
 from pentad.orchestrator.memory.choice import choices
+from pentad.orchestrator.memory.curve import memory_curves
 from pentad.orchestrator.memory.shortened import with_words
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
 from pentad.orchestrator.monitoring.tables import fitted_table
@@ -26,13 +27,14 @@ from pentad.orchestrator.planning.fit import Fit, device_memory, fit_of
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import gpu_of, local_device, require_tp_on_node
 from pentad.orchestrator.planning.planning import make_plan, require_shards
+from pentad.schedules.draw.memory import memory_page
 from pentad.schedules.draw.svg import svg_grid
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpLayout, imbalance
-from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.plan import RECOMPUTE_MODES, Plan
 from pentad.schedules.spec.tensors import num_parameters
 from pentad.workers.data.sources import check_data, count_eval_sequences
 
@@ -81,6 +83,20 @@ class PlannedRun:
     def evaluation_share(self) -> float | None:
         """The share of the run's time that evaluations take; None if they or their data are unknown."""
         return None if self.evaluation is None else self.evaluation.share(self.training_steps * self.step_seconds)
+
+    def memory_page(self) -> str:
+        """HTML: what every pipeline rank holds over a simulated step, by kind and by unit."""
+        plan, fit = self.plan, self.fit
+        facts = {
+            "mesh": str(plan.mesh),
+            "program": f"{plan.program.name}, {plan.program.microbatches} microbatches",
+            "ZeRO": str(plan.zero),
+            "recomputation": max(plan.recompute, default="none", key=RECOMPUTE_MODES.index),
+            "a step": f"{format_duration(self.step_seconds)}, simulated at assumed rates",
+            "fullest rank": f"{fit.rank}, {format_bytes(fit.needed)} of {format_bytes(fit.device.bytes)}",
+        }
+        title = f"{plan.name}: memory over a step"
+        return memory_page(memory_curves(plan, self.timeline), title=title, facts=facts, available=fit.device.bytes)
 
     def facts(self) -> dict[str, Any]:
         """What `pentad plan --json` prints, in bytes and seconds."""

@@ -106,6 +106,7 @@ def plan(
     memory: Annotated[
         float | None, Option(min=0.001, help="GiB per device (default: of cluster.gpu, as here, or an H200's).")
     ] = None,
+    html: Annotated[Path | None, Option(help="Write a page: the memory of every rank over a step.")] = None,
     as_json: Json = False,
 ) -> int:
     """Show what would run: mesh, memory, traffic and predicted time; status 1 if it does not fit or has no data."""
@@ -123,7 +124,7 @@ def plan(
     from pentad.orchestrator.api.plans import planned
     from pentad.orchestrator.cli.show_plan import show_plan
 
-    return show_plan(planned(config, device, memory), Console(), as_json=as_json)
+    return show_plan(planned(config, device, memory), Console(), html=html, as_json=as_json)
 
 
 @app.command()

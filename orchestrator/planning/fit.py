@@ -64,7 +64,7 @@ def device_memory(device: str, gib: float | None = None, *, gpu: str = "") -> De
 
 
 def device_of(config: RunConfig) -> tuple[str, DeviceMemory]:
-    """'cpu' or 'cuda', what a run's ranks will have, and its memory; GPUs on a cluster that nobody has joined yet, unless
+    """'cpu' or 'cuda', what the ranks will have, and its memory; GPUs on a cluster that nobody has joined yet, unless
     the configuration says otherwise."""
     if config.cluster.address == "local":
         device, _ = local_device(config.cluster, config.mesh.size)

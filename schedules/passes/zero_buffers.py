@@ -153,7 +153,7 @@ def meet(program: Program, pool: Pool, stage: int, other: int) -> bool:
 
 
 def _accumulations(program: Program, rank: int, sharded: set[int]) -> Iterator[tuple[bool, int, int]]:
-    """Of each sum of gradients of `sharded` stages in turn the first W, with True, and the REDUCE_SCATTER: stage, row."""
+    """Of each sum of gradients of `sharded` stages in turn the first W, with True, and the REDUCE_SCATTER: its row."""
     columns, running = program.columns, set[int]()
     rows = rows_of_rank(program, rank, IS_WEIGHT | _IS_SCATTER)
     parts = _IS_SCATTER[columns.op[rows]].tolist(), columns.stage[rows].tolist(), rows.tolist()
