@@ -108,13 +108,12 @@ def _merged(
     gathered: list[Change], summed: list[Change], activations: list[tuple[float, dict[int, int], int]], units: list[int]
 ) -> Iterator[Sample]:
     """A sample at every change of any of them."""
-    marks = sorted({time for changes in (gathered, summed, activations) for time, *_ in changes})
     held = [list(accumulate((size for _, size in changes), initial=0)) for changes in (gathered, summed)]
+    seconds = [[change[0] for change in gathered], [change[0] for change in summed], [each[0] for each in activations]]
     at = [0, 0, 0]
-    series = (gathered, summed, activations)
-    for time in marks:
-        for k, changes in enumerate(series):
-            while at[k] < len(changes) and changes[at[k]][0] <= time:
+    for time in sorted({time for times in seconds for time in times}):
+        for k, times in enumerate(seconds):
+            while at[k] < len(times) and times[at[k]] <= time:
                 at[k] += 1
         _, by_unit, workspace = activations[max(0, at[2] - 1)]
         saved = tuple(by_unit.get(unit, 0) for unit in units)
