@@ -2,8 +2,8 @@
 
 A rank has one pool for the gathered weights of its stages (ZeRO-3) and one for their gradients (ZeRO-2 and 3). Their
 lifetimes are known from the program, so addresses are assigned once: the layout is that of workers, estimates and the
-proof alike. Parameters of different kinds (all but experts, experts, and the frozen ones of
-both) have pools of their own, each with the same lifetimes.
+proof alike. Parameters of different kinds (all but experts, experts, and the frozen ones of both) have pools of their
+own, each with the same lifetimes.
 """
 
 from __future__ import annotations
