@@ -9,6 +9,7 @@ from typing import get_args
 
 from pentad.orchestrator.api.curves import Curves
 from pentad.orchestrator.config.reference import completion_keys, configuration_page
+from pentad.orchestrator.gpus.table import GB, GIB, GPUS, TFLOPS
 from pentad.orchestrator.monitoring.exporter import METRICS
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program
@@ -33,6 +34,7 @@ def files() -> Iterator[tuple[Path, str]]:
     schedules, observability = DOCS / "schedules.md", DOCS / "observability.md"
     yield schedules, _filled(schedules, catalogue=_catalogue(), pictures=_pictures())
     yield observability, _filled(observability, metrics=_metrics())
+    yield DOCS / "memory.md", _filled(DOCS / "memory.md", gpus=_gpus())
     yield DOCS / "images" / "learning-rates.svg", svg_learning_rates(learning_rates())
     for name in ("mixture", "fine-tuning"):
         yield DOCS / "images" / f"{name}-losses.svg", measured_curves(RESULTS / f"{name}-cpu.json").svg()
@@ -116,6 +118,31 @@ def _metrics() -> str:
         for name, metric in METRICS.items()
     ]
     return _table(("metric", "type", "labels beside `job`", "meaning"), rows)
+
+
+def _gpus() -> str:
+    heads = (
+        "GPU",
+        "GiB",
+        "bfloat16, TFLOP/s",
+        "8 bits",
+        "memory, GB/s",
+        "to GPUs, GB/s",
+        "to the host, GB/s",
+        "source",
+    )
+    rows = [
+        (
+            f"`{name}`",
+            f"{gpu.memory / GIB:.0f}",
+            f"{gpu.bf16 / TFLOPS:,.0f}",
+            f"{gpu.fp8 / TFLOPS:,.0f}" if gpu.fp8 else "-",
+            *(f"{rate / GB:,.0f}" for rate in (gpu.bandwidth, gpu.link, gpu.host_link)),
+            gpu.source,
+        )
+        for name, gpu in GPUS.items()
+    ]
+    return _table(heads, rows)
 
 
 def main() -> None:

@@ -12,9 +12,12 @@ from rich.text import Text
 
 from pentad.orchestrator.api.comparison import figures
 from pentad.orchestrator.api.configs import Config, load_config
-from pentad.orchestrator.api.memory_advice import memory_advice
 from pentad.orchestrator.api.rendering import as_text, line
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.memory.advice import memory_advice
+from pentad.orchestrator.memory.choice import choices
+from pentad.orchestrator.memory.curve import memory_curves
+from pentad.orchestrator.memory.shortened import with_words
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
 from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume
@@ -22,15 +25,16 @@ from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage
 from pentad.orchestrator.planning.eval_cost import EvalCost, eval_cost
 from pentad.orchestrator.planning.fit import Fit, device_memory, fit_of
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
-from pentad.orchestrator.planning.hardware import known_gpu, local_device, require_tp_on_node
+from pentad.orchestrator.planning.hardware import gpu_of, local_device, require_tp_on_node
 from pentad.orchestrator.planning.planning import make_plan, require_shards
+from pentad.schedules.draw.memory import memory_page
 from pentad.schedules.draw.svg import svg_grid
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpLayout, imbalance
-from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.plan import RECOMPUTE_MODES, Plan
 from pentad.schedules.spec.tensors import num_parameters
 from pentad.workers.data.sources import check_data, count_eval_sequences
 
@@ -41,7 +45,7 @@ Device = Literal["cpu", "cuda"]
 class PlannedRun:
     """What would run: the plan, guessed costs of its instructions in seconds, whether it fits in memory, what its
     evaluations cost (None: there are none) beside so many training steps, what is wrong with the data, '' if nothing
-    is, and what to change if it does not fit."""
+    is, what to change if it does not fit, and what the planner chose in place of `auto`, as overrides."""
 
     plan: Plan
     costs: Costs
@@ -50,6 +54,7 @@ class PlannedRun:
     training_steps: int
     data_error: str = ""
     remedy: str = ""
+    chosen: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -72,12 +77,26 @@ class PlannedRun:
     @property
     def mfu(self) -> float | None:
         """The share of the GPUs' peak FLOP/s, None on CPUs."""
-        return mfu(self.tokens_per_second, self.plan, known_gpu()) if self.plan.device == "cuda" else None
+        return mfu(self.tokens_per_second, self.plan, self.plan.gpu) if self.plan.device == "cuda" else None
 
     @property
     def evaluation_share(self) -> float | None:
         """The share of the run's time that evaluations take; None if they or their data are unknown."""
         return None if self.evaluation is None else self.evaluation.share(self.training_steps * self.step_seconds)
+
+    def memory_page(self) -> str:
+        """HTML: what every pipeline rank holds over a simulated step, by kind and by unit."""
+        plan, fit = self.plan, self.fit
+        facts = {
+            "mesh": str(plan.mesh),
+            "program": f"{plan.program.name}, {plan.program.microbatches} microbatches",
+            "ZeRO": str(plan.zero),
+            "recomputation": max(plan.recompute, default="none", key=RECOMPUTE_MODES.index),
+            "a step": f"{format_duration(self.step_seconds)}, simulated at assumed rates",
+            "fullest rank": f"{fit.rank}, {format_bytes(fit.needed)} of {format_bytes(fit.device.bytes)}",
+        }
+        title = f"{plan.name}: memory over a step"
+        return memory_page(memory_curves(plan, self.timeline), title=title, facts=facts, available=fit.device.bytes)
 
     def facts(self) -> dict[str, Any]:
         """What `pentad plan --json` prints, in bytes and seconds."""
@@ -116,6 +135,7 @@ class PlannedRun:
             "predicted": {**figures(self.timeline), **pace},
             "evaluation": self._evaluation_facts(),
             "costs": asdict(self.costs),
+            "chosen": list(self.chosen),
             "fits": {**fits, "rank": fit.rank},
             "data": {"ok": not self.data_error, "error": self.data_error},
         }
@@ -144,6 +164,8 @@ class PlannedRun:
             yield line(f" {_evaluation_sentence(self.evaluation, self.evaluation_share)}")
         yield from _rank_view(self.plan, self.fit.rank, console.width)
         yield line(f" {self.fit.sentence}", style="green" if self.fit.ok else "bold red")
+        if self.chosen:
+            yield line(f" chosen: {' '.join(self.chosen)}")
         if self.remedy:
             yield line(f" {self.remedy}")
         if self.data_error:
@@ -164,7 +186,8 @@ def plan(
     """What `pentad.train` would run, from guessed costs; starts and writes nothing, and needs neither torch nor Ray.
 
     `config` and `sections` are those of `train`. `device` is that of the ranks (None: as found here), `device_gib` its
-    memory (None: as here, else an H200's). Raises PentadError for a mistake in the configuration.
+    memory (None: that of cluster.gpu, else as here, else an H200's). Raises PentadError for a mistake in the
+    configuration.
     """
     return planned(load_config(config, **sections), device, device_gib)
 
@@ -174,13 +197,16 @@ def planned(config: RunConfig, device: Device | None = None, device_gib: float |
     place = device or local_device(config.cluster, config.mesh.size)[0]
     if place == "cuda":
         require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)
+    room = device_memory(place, device_gib, gpu=gpu_of(config.cluster))
+    chosen = choices(config, place, room)
+    config = with_words(config, chosen)
     found = make_plan(config, place)
     require_shards(config, found)
-    costs, fit = costs_of(found), fit_of(found, device_memory(place, device_gib))
+    costs, fit = costs_of(found), fit_of(found, room)
     sequences, data_error = _data(config, found)
     evaluation = eval_cost(config, found, costs, sequences)
     remedy = "" if fit.ok else memory_advice(config, found, fit)
-    return PlannedRun(found, costs, fit, evaluation, config.run.steps, data_error, remedy)
+    return PlannedRun(found, costs, fit, evaluation, config.run.steps, data_error, remedy, chosen)
 
 
 def _data(config: RunConfig, plan: Plan) -> tuple[list[int | None], str]:

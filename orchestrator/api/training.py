@@ -9,7 +9,9 @@ from rich.console import Console
 from pentad.orchestrator.api.configs import Config, config_to_train
 from pentad.orchestrator.api.rendering import log_console
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.memory.choice import with_choices
 from pentad.orchestrator.monitoring.display import Display
+from pentad.orchestrator.planning.fit import device_of
 
 if TYPE_CHECKING:
     from pentad.orchestrator.api.runs import Run
@@ -45,6 +47,7 @@ def run_displayed(
         if note:
             display.note(note)
         display.phase("checking the data and planning")
+        config = with_choices(config, *device_of(config))
         from pentad.orchestrator.run.train import prepare
         from pentad.orchestrator.run.train import train as run
 

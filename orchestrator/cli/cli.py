@@ -105,8 +105,9 @@ def plan(
         int | None, Option(min=1, max=_MOST_GPUS, help="List the meshes of this many GPUs that fit, fastest first.")
     ] = None,
     memory: Annotated[
-        float | None, Option(min=0.001, help="GiB per device (default: as here, else an H200's).")
+        float | None, Option(min=0.001, help="GiB per device (default: of cluster.gpu, as here, or an H200's).")
     ] = None,
+    html: Annotated[Path | None, Option(help="Write a page: the memory of every rank over a step.")] = None,
     as_json: Json = False,
 ) -> int:
     """Show what would run: mesh, memory, traffic and predicted time; status 1 if it does not fit or has no data."""
@@ -116,12 +117,15 @@ def plan(
     if gpus is not None:
         from pentad.orchestrator.cli.show_meshes import show_meshes
         from pentad.orchestrator.planning.fit import device_memory
+        from pentad.orchestrator.planning.hardware import gpu_of
 
-        return show_meshes(config, gpus, device_memory("cuda", memory), Console(), as_json=as_json)
+        return show_meshes(
+            config, gpus, device_memory("cuda", memory, gpu=gpu_of(config.cluster)), Console(), as_json=as_json
+        )
     from pentad.orchestrator.api.plans import planned
     from pentad.orchestrator.cli.show_plan import show_plan
 
-    return show_plan(planned(config, device, memory), Console(), as_json=as_json)
+    return show_plan(planned(config, device, memory), Console(), html=html, as_json=as_json)
 
 
 @app.command()
@@ -143,9 +147,9 @@ def init(
     from pentad.orchestrator.api.starting_config import starting_config
     from pentad.orchestrator.cli.show_meshes import show_init
     from pentad.orchestrator.planning.fit import device_memory
-    from pentad.orchestrator.planning.hardware import NODE_GPUS, local_gpus
+    from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, local_gpus
 
-    device, gpus = device_memory("cuda", memory), gpus or local_gpus() or NODE_GPUS
+    device, gpus = device_memory("cuda", memory, gpu=gpu_name()), gpus or local_gpus() or NODE_GPUS
     found = starting_config(model, gpus, device, data=data, length=sequence_length, sequences=global_batch_size)
     show_init(found, out, as_json=as_json)
 

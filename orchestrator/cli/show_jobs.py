@@ -13,13 +13,15 @@ from pentad.orchestrator.cli.show_lists import clock, print_table
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.jobs.job_log import Outcome, follow, outcome
 from pentad.orchestrator.jobs.jobs import Job, Jobs
+from pentad.orchestrator.memory.choice import with_choices
+from pentad.orchestrator.planning.fit import device_of
 from pentad.orchestrator.planning.planning import assumed_plan
 from pentad.schedules.ir.errors import PentadError
 
 
 def show_submit(config: RunConfig, address: str | None, name: str | None, *, followed: bool, as_json: bool) -> int:
     """Submits a run; `followed` prints its log and returns its outcome as exit status."""
-    assumed_plan(config)  # reports mistakes here, not in the job's log
+    assumed_plan(with_choices(config, *device_of(config)))  # reports mistakes here, not in the job's log
     jobs = Jobs(address)
     job = jobs.submit(config, name, Path.cwd())
     log = sys.stderr if as_json else sys.stdout

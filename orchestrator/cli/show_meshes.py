@@ -17,7 +17,6 @@ from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.estimate import mfu
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
-from pentad.orchestrator.planning.hardware import known_gpu
 from pentad.orchestrator.planning.mesh_search import MeshChoice, overrides_of, search_meshes
 from pentad.schedules.ir.errors import PentadError
 
@@ -87,6 +86,6 @@ def _facts(choice: MeshChoice) -> dict[str, Any]:
         "recompute": overrides_of(plan)["memory.recompute"],
         "step_seconds": choice.seconds,
         "tokens_per_second": choice.tokens_per_second,
-        "mfu": mfu(choice.tokens_per_second, plan, known_gpu()),
+        "mfu": mfu(choice.tokens_per_second, plan, plan.gpu),
         "peak_bytes": choice.bytes,
     }

@@ -264,7 +264,7 @@ class RunConfig(sections.Section):
             yield f"schedule.slices is {layout.slices}: expected 1 for model {text}, which gets whole sequences"
         if self.data.document_mask:
             yield f"data.document_mask is true: expected false for model {text}, which sees no document boundaries"
-        if self.memory.recompute not in ("none", "full"):
+        if self.memory.recompute not in ("none", "full", "auto"):
             yield f"memory.recompute is {self.memory.recompute}: expected none or full for model {text}"
         if layers < layout.stages:
             found = f"it returns {layers} layer{'s' * (layers > 1)}"

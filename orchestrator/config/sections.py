@@ -189,10 +189,10 @@ class PrecisionSection(Section):
 class MemorySection(Section):
     """Recomputation and offloading of activations."""
 
-    recompute: Literal["none", "selective", "attention", "full"] = "none"
+    recompute: Literal["none", "selective", "attention", "full", "auto"] = "none"
     """activations that backward recomputes: none; selective: the wide products of feed-forward networks;
     attention: everything but the input and the result of attention, so no scores; full: everything but the input of a
-    unit"""
+    unit; auto: the planner chooses the mode and the layers that fit and take least time (docs/memory.md)"""
     recompute_stages: list[NonNegativeInt] | None = None
     """pipeline stages that recompute; null: all"""
     recompute_layers: Count | None = None
@@ -209,21 +209,25 @@ class MemorySection(Section):
         stages, resident = self.recompute_stages, self.max_resident_microbatches
         if stages == []:
             yield Broken("recompute_stages", "at least one stage, or null for all")
-        elif stages is not None and self.recompute == "none":
-            yield Broken("recompute_stages", "selective, attention or full", f"{stages}, but memory.recompute is none")
-        if self.recompute_layers is not None and self.recompute == "none":
-            found = f"{self.recompute_layers}, but memory.recompute is none"
+        elif stages is not None and self.recompute in ("none", "auto"):
+            yield Broken(
+                "recompute_stages",
+                "selective, attention or full",
+                f"{stages}, but memory.recompute is {self.recompute}",
+            )
+        if self.recompute_layers is not None and self.recompute in ("none", "auto"):
+            found = f"{self.recompute_layers}, but memory.recompute is {self.recompute}"
             yield Broken("recompute_layers", "selective, attention or full", found)
-        if resident is not None and self.recompute not in ("none", "full"):
+        if resident is not None and self.recompute not in ("none", "full", "auto"):
             found = f"{resident:g}, but memory.recompute is {self.recompute}"
             yield Broken("max_resident_microbatches", "none or full", found)
 
     def modes(self, units: Sequence[int], layers: Sequence[LayerRange]) -> tuple[str, ...]:
         """What each unit with these layers recomputes (see Plan), where stage s has `units[s]`; empty if none does.
 
-        Embeddings and heads by themselves recompute nothing.
+        Embeddings and heads by themselves recompute nothing, and nothing does before the planner's choice for `auto`.
         """
-        if self.recompute == "none":
+        if self.recompute in ("none", "auto"):
             return ()
         chosen = range(len(units)) if self.recompute_stages is None else self.recompute_stages
         stage_of = (stage for stage, count in enumerate(units) for _ in range(count))
@@ -249,9 +253,10 @@ class ZeroSection(Section):
 
     stage: int = Field(default=0, ge=0, le=3)
     """what is sharded: 0: nothing; 1: master weights and optimizer state; 2: gradients too; 3: weights too"""
-    max_gathered: Count | None = None
+    max_gathered: Count | Literal["auto"] | None = None
     """most units whose weights a rank has gathered at once, with zero.stage 3; null: 2, or all where stages are not cut
-    into units, or are on two ranks (DualPipe)"""
+    into units, or are on two ranks (DualPipe); auto: 2, or all units of a rank, gathered once a step, if those fit and
+    take less time"""
     prefetch: NonNegativeInt = 1
     """forward and backward passes between the start of an all-gather of weights and their first use"""
     reduce: Literal["step", "microbatch"] | None = None
@@ -324,6 +329,8 @@ class ClusterSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """device of the ranks; auto: GPUs if the cluster has any"""
+    gpu: Text | None = None
+    """name of the GPU that plans are made for, as CUDA has it (docs/memory.md); null: this machine's, else an H200"""
     transport: Literal["auto", "peer", "nccl"] = "auto"
     """what moves activations and does ZeRO's collectives; auto: peer copies if all GPUs are on one host, else NCCL"""
     address: Text = "local"

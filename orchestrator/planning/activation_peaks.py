@@ -230,14 +230,14 @@ def activation_peaks(plan: Plan, rank: int) -> ActivationPeak:
 
 def activation_peak(plan: Plan, program: Program, rank: int) -> ActivationPeak:
     """Of a rank of the mesh in one of the plan's programs."""
-    walk = _Walk(plan, program, plan.mesh.coordinates(rank).pp)
+    walk = Walk(plan, program, plan.mesh.coordinates(rank).pp)
     for instruction in instructions_of(program.streams[walk.rank]):
         if instruction.op in OPS:
             walk.run(instruction)
     return ActivationPeak(walk.peak, walk.host_peak)
 
 
-class _Walk:
+class Walk:
     """Applies the effects of a stream's instructions. A result stays until it is sent, or until the next stage reads it
     if that is on the same rank."""
 

@@ -25,7 +25,7 @@ def wide_bytes(dtype: str) -> int:
 
 class Piece(NamedTuple):
     """`rows` sequences with `length` positions each on a cp rank, one of `slices` of a microbatch; `fp8` says which
-    products are in 8 bits (None: none)."""
+    products are in 8 bits (None: none), and `gpu` names the GPU ('': the assumed one)."""
 
     rows: int
     length: int
@@ -37,6 +37,7 @@ class Piece(NamedTuple):
     document_mask: bool = False
     deterministic: bool = True
     fp8: Fp8Spec | None = None
+    gpu: str = ""
 
     @property
     def tokens(self) -> int:
@@ -149,4 +150,4 @@ def total(allocations: Iterable[Allocation]) -> Totals:
 def piece_of(plan: Plan) -> Piece:
     length = plan.batch.sequence_length // plan.program.slices // plan.mesh.cp
     sizes = plan.batch.micro_batch_size, length, plan.dtype, plan.device, plan.program.slices
-    return Piece(*sizes, plan.mesh, plan.cp_method, plan.data.document_mask, plan.deterministic, plan.fp8)
+    return Piece(*sizes, plan.mesh, plan.cp_method, plan.data.document_mask, plan.deterministic, plan.fp8, plan.gpu)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pentad.orchestrator.planning.activation_peaks import stage_activations
 from pentad.orchestrator.planning.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import Phase, stage_volume
-from pentad.orchestrator.planning.hardware import ASSUMED_RATES, FP8_SPEEDUPS, Rates, link_of, spans_hosts
+from pentad.orchestrator.planning.hardware import FP8_SPEEDUPS, Rates, link_of, rates_of, spans_hosts
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.lora import LoraSpec, adapter_tensors, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Axis, Mesh
@@ -34,7 +34,7 @@ def guess_costs(
     zero: int = 0,
     lora: LoraSpec | None = None,
 ) -> Costs:
-    """Seconds at ASSUMED_RATES; embedding and head count to the first and last stage.
+    """Seconds at the rates of `rates_of`; embedding and head count to the first and last stage.
 
     Slices of a sequence cost the same, as their attention does on average. `modes` are the plan's of recomputation. The
     tp, cp and ep ranks of the piece's mesh split the work of a stage and add operations inside layers; ranks that hold
@@ -42,7 +42,7 @@ def guess_costs(
     stages in `placement` have most parameters decides how long the end of a step takes. With `lora` only adapters have
     W, and ZeRO-3 gathers what is frozen as well.
     """
-    rates, mesh = ASSUMED_RATES[piece.device], piece.mesh
+    rates, mesh = rates_of(piece.device, piece.gpu), piece.mesh
     stages = [_stage_seconds(model, span, piece, rates, lora) for span in layers]
     activations = [stage_activations(model, layers, stage, piece) for stage in range(len(layers))]
     sizes = [_updated_bytes(model, lora, span, mesh, mesh.dp * mesh.ep if zero else 0) for span in layers]

@@ -8,16 +8,18 @@ from itertools import chain
 from operator import mul
 from statistics import median
 
+from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning.activation_peaks import activation_peaks, activations_of
 from pentad.orchestrator.planning.allocations import BYTES, INDEX, piece_of, wide_bytes
 from pentad.orchestrator.planning.comm_volume import padded_elements, param_shards_at
 from pentad.orchestrator.planning.cost_model import guess_costs
-from pentad.orchestrator.planning.hardware import DEVICES
 from pentad.schedules.ir.instruction import RECEIVES, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.passes.zero_buffers import gradient_pool, longest, sharded_stages, weight_pool
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.events import acyclic_events
+from pentad.schedules.simulate.simulate import event_times
 from pentad.schedules.simulate.timeline import Timeline, attributed_seconds
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import ROUND_ELEMENTS
@@ -38,6 +40,12 @@ def costs_of(plan: Plan) -> Costs:
 def step_seconds(timeline: Timeline) -> float:
     """From the first start to the last end."""
     return max(span.end for span in timeline.spans) - min(span.start for span in timeline.spans)
+
+
+def simulated_seconds(plan: Plan) -> float:
+    """`step_seconds` of a step simulated at guessed costs, without its spans."""
+    times = event_times(plan.program, acyclic_events(plan.program), costs_of(plan))
+    return float(times.ends.max() - times.starts.min())
 
 
 def read_costs(program: Program, timeline: Timeline) -> Costs | None:
@@ -101,9 +109,9 @@ def flops_per_token(model: ModelSpec, length: int, *, causal: bool = True, froze
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """FLOP/s of dense products that MFU refers to, if known: of bfloat16 on DEVICES."""
-    found = DEVICES.get(device_name)
-    return found.flops if found and dtype == "bfloat16" else None
+    """FLOP/s of dense products that MFU refers to, if known: of bfloat16 on GPUs of the table."""
+    found = GPUS.get(device_name)
+    return found.bf16 if found and dtype == "bfloat16" else None
 
 
 def mfu(tokens_per_second: float, plan: Plan, device_name: str) -> float | None:

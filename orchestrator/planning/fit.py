@@ -6,9 +6,11 @@ import os
 from dataclasses import dataclass
 from operator import itemgetter
 
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.gpus.table import ASSUMED_GPU
 from pentad.orchestrator.planning.estimate import ON_HOST, memories
 from pentad.orchestrator.planning.formatting import format_bytes
-from pentad.orchestrator.planning.hardware import DEVICES, gpu_name, known_gpu
+from pentad.orchestrator.planning.hardware import figures_of, gpu_name, gpu_of, local_device
 from pentad.schedules.spec.plan import Plan
 
 RESERVED = 2 * 2**30  # bytes of a GPU for the CUDA context, communicators and fragmentation
@@ -48,17 +50,27 @@ class Fit:
         return f"does not fit: {text} (rank {self.rank}: {', '.join(shares)})"
 
 
-def device_memory(device: str, gib: float | None = None) -> DeviceMemory:
-    """Of `gib` GiB a rank if given, else of this machine: CPU ranks share its memory; without a GPU an H200 is
-    assumed."""
+def device_memory(device: str, gib: float | None = None, *, gpu: str = "") -> DeviceMemory:
+    """Of `gib` GiB a rank if given, else of a GPU by its name ('': the assumed one), or of this machine, whose memory
+    CPU ranks share. Raises PentadError for an unknown GPU that is not here."""
     if gib is not None:
         return DeviceMemory(int(gib * 2**30), f"of a device of {gib:g} GiB")
     if device == "cpu":
         installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return DeviceMemory(installed, "of this machine", is_shared=True)
-    name = known_gpu()
+    name = gpu or ASSUMED_GPU
     assumed = "" if name == gpu_name() else " (assumed)"
-    return DeviceMemory(DEVICES[name].memory - RESERVED, f"of an {name}{assumed}")
+    return DeviceMemory(figures_of(name).memory - RESERVED, f"of an {name}{assumed}")
+
+
+def device_of(config: RunConfig) -> tuple[str, DeviceMemory]:
+    """'cpu' or 'cuda', what the ranks will have, and its memory; GPUs on a cluster that nobody has joined yet, unless
+    the configuration says otherwise."""
+    if config.cluster.address == "local":
+        device, _ = local_device(config.cluster, config.mesh.size)
+    else:
+        device = "cpu" if config.cluster.device == "cpu" else "cuda"
+    return device, device_memory(device, gpu=gpu_of(config.cluster))
 
 
 def fit_of(plan: Plan, device: DeviceMemory) -> Fit:

@@ -6,33 +6,18 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from pentad.orchestrator.config.errors import nearest
 from pentad.orchestrator.config.sections import ClusterSection
+from pentad.orchestrator.gpus.measured import MEASURED, measured_gpu
+from pentad.orchestrator.gpus.table import ASSUMED_GPU, GB, GPUS, Gpu
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Scaling
 
 NODE_GPUS = 8  # of a host, with fast links among them
-GB = 10**9
-
-
-@dataclass(frozen=True)
-class Device:
-    """Peak FLOP/s of dense bfloat16 products, and bytes of memory that CUDA offers."""
-
-    flops: float
-    memory: int
-
-
-# By the name that CUDA gives the device (SXM modules).
-DEVICES = {
-    "NVIDIA H200": Device(989e12, 139 * 2**30),
-    "NVIDIA H100 80GB HBM3": Device(989e12, 79 * 2**30),
-    "NVIDIA A100-SXM4-80GB": Device(312e12, 79 * 2**30),
-    "NVIDIA A100-SXM4-40GB": Device(312e12, 39 * 2**30),
-}
-ASSUMED_DEVICE = "NVIDIA H200"  # on a machine without GPUs
 
 
 @dataclass(frozen=True)
@@ -52,31 +37,44 @@ class Rates:
     issue: float
 
 
-# An H200 with NVLink and 400 Gbit/s a GPU between hosts, and a CPU core with transfers through memory.
-ASSUMED_RATES = {
-    "cuda": Rates(
-        flops=660e12,
-        memory=3e12,
-        intra_host=330 * GB,
-        inter_host=40 * GB,
-        host_memory=50 * GB,
+# Of the figures of a GPU what training attains: measured on H200s with NVLink.
+ATTAINED_FLOPS, ATTAINED_BANDWIDTH, ATTAINED_LINK, ATTAINED_HOST_LINK = 660 / 989, 3 / 4.8, 330 / 450, 50 / 64
+INTER_HOST = 40 * GB  # 400 Gbit/s a GPU
+# A CPU core with transfers through memory.
+CPU_RATES = Rates(
+    flops=20e9,
+    memory=10 * GB,
+    intra_host=GB,
+    inter_host=GB,
+    host_memory=5 * GB,
+    intra_host_latency=100e-6,
+    inter_host_latency=100e-6,
+    launch=50e-6,
+    issue=0.0,
+)
+
+
+@cache
+def rates_of(device: str, gpu: str = "") -> Rates:
+    """What a rank on a 'cpu' attains, or with 'cuda' on a GPU of this name ('': the assumed one)."""
+    if device == "cpu":
+        return CPU_RATES
+    found = figures_of(gpu or ASSUMED_GPU)
+    is_measured = found.source == MEASURED
+    share = [1.0] * 4 if is_measured else [ATTAINED_FLOPS, ATTAINED_BANDWIDTH, ATTAINED_LINK, ATTAINED_HOST_LINK]
+    return Rates(
+        flops=share[0] * found.bf16,
+        memory=share[1] * found.bandwidth,
+        intra_host=share[2] * found.link,
+        inter_host=INTER_HOST,
+        host_memory=share[3] * found.host_link,
         intra_host_latency=30e-6,
         inter_host_latency=60e-6,
         launch=15e-6,
         issue=230e-6,
-    ),
-    "cpu": Rates(
-        flops=20e9,
-        memory=10 * GB,
-        intra_host=GB,
-        inter_host=GB,
-        host_memory=5 * GB,
-        intra_host_latency=100e-6,
-        inter_host_latency=100e-6,
-        launch=50e-6,
-        issue=0.0,
-    ),
-}
+    )
+
+
 # How many times faster products in 8 bits are on a Hopper GPU, by what has a scale (tests/bench/results/fp8-h200.json).
 FP8_SPEEDUPS: dict[Scaling, float] = {"tensor": 1.8, "row": 1.75, "block": 1.5}
 # Axes in the order in which ranks fill hosts, outermost first: replicas communicate once a step only.
@@ -133,7 +131,18 @@ def gpu_name() -> str:
     return ""
 
 
-def known_gpu() -> str:
-    """This machine's GPU if its figures are known, else the assumed one."""
-    name = gpu_name()
-    return name if name in DEVICES else ASSUMED_DEVICE
+def figures_of(name: str) -> Gpu:
+    """Of a GPU by the table; of this machine's by measurement if the table lacks it. Raises PentadError for others."""
+    if name in GPUS:
+        return GPUS[name]
+    if name == gpu_name():
+        return measured_gpu(name)
+    by_words = {each.lower().replace(" ", "_"): each for each in GPUS}
+    near = nearest(name.replace(" ", "_"), by_words)
+    hint = f" (did you mean {by_words[near]}?)" if near else ""
+    raise PentadError(f"cluster.gpu is '{name}'{hint}: expected one of {', '.join(GPUS)}, or null")
+
+
+def gpu_of(section: ClusterSection) -> str:
+    """The GPU that plans are for: that of the configuration, else this machine's, else the assumed one."""
+    return section.gpu or gpu_name() or ASSUMED_GPU

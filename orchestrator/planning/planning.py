@@ -15,7 +15,7 @@ from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.allocations import Piece, wide_bytes
 from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
 from pentad.orchestrator.planning.fit import device_memory, fit_of
-from pentad.orchestrator.planning.hardware import DEVICES, NODE_GPUS, gpu_name, local_device
+from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, gpu_of, local_device
 from pentad.orchestrator.planning.numerics import fp8_spec, optimizer_spec, require_fp8
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_forward_only, compile_program
@@ -56,6 +56,7 @@ def make_plan(
     own checks could not refuse.
     """
     assert device in ("cpu", "cuda"), device
+    assert "auto" not in (config.memory.recompute, config.zero.max_gathered), "the planner has not chosen yet"
     transport, dtype = transport_of(config, device, hosts), _dtype(config, device)
     model = config.model_spec(dtype) if model is None else model
     order = _order(config, model, device, config.schedule.microbatches)
@@ -119,8 +120,8 @@ def first_plan(config: RunConfig) -> Plan:
     device, _ = local_device(config.cluster, config.mesh.size)
     plan = make_plan(config, device)
     require_shards(config, plan)
-    found = fit_of(plan, device_memory(device))
-    if not found.ok and (device == "cpu" or gpu_name() in DEVICES):
+    found = fit_of(plan, device_memory(device, gpu=plan.gpu))
+    if not found.ok and (device == "cpu" or plan.gpu == gpu_name()):
         raise PentadError(f"run {config.run.name} {found.sentence}")
     return plan
 
@@ -174,8 +175,9 @@ def draft(
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.units or (1,) * program.stages, layers),
         fp8=fp8_spec(config, model),
+        gpu=gpu_of(config.cluster) if device == "cuda" else "",
     )
-    require_fp8(plan, gpu_name())
+    require_fp8(plan, config.cluster.gpu or gpu_name())
     return plan
 
 
@@ -216,8 +218,9 @@ def _memory_options(
 def max_gathered(config: RunConfig, zero: int, units: Sequence[int], *, has_mirrors: bool) -> int | None:
     """Of MemoryOptions: zero.max_gathered, or by default GATHERED_UNITS where stages are cut into units, except for
     mirrors, which gather all their units together."""
-    if zero < 3 or config.zero.max_gathered is not None:
-        return config.zero.max_gathered if zero == 3 else None
+    given = config.zero.max_gathered
+    if zero < 3 or isinstance(given, int):
+        return given if zero == 3 and isinstance(given, int) else None
     return GATHERED_UNITS if max(units) > 1 and not has_mirrors else None
 
 
@@ -287,7 +290,7 @@ def _piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None) -> 
     batch, mesh = batch_spec(config), config.mesh.mesh
     length = batch.sequence_length // slices // mesh.cp
     sizes = batch.micro_batch_size, length, _dtype(config, device), device, slices
-    return Piece(*sizes, mesh, config.mesh.cp_method, fp8=fp8)
+    return Piece(*sizes, mesh, config.mesh.cp_method, fp8=fp8, gpu=gpu_of(config.cluster) if device == "cuda" else "")
 
 
 def shrunk_plan(config: RunConfig, full: Plan, ranks: int) -> Plan | None:

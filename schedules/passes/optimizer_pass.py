@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from pentad.schedules.ir.columns import CODE, key_columns
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Instruction, Key, Op
 from pentad.schedules.ir.lookup import IS_COMPUTE, IS_REDUCTION, IS_SEND, IS_WEIGHT
 from pentad.schedules.ir.program import Program
-from pentad.schedules.ir.rewrite import Addition, insert
+from pentad.schedules.ir.rewrite import Addition, insert, insert_rows
 
 
 def add_reduce(program: Program, *, replicas: int, scatter: bool = False, every_microbatch: bool = False) -> Program:
@@ -41,11 +44,19 @@ def _reduce_every_microbatch(program: Program, op: Op) -> Program:
     if any(len(program.holders(stage)) > 1 for stage in range(program.stages)):
         expected = f"step, since the mirrored ranks of {program.name} compute different microbatches"
         raise PentadError(f"zero.reduce is microbatch: expected {expected}")
-    additions: list[Addition] = []
-    for (rank, stage, number), row in complete_weight_grads(program, every_microbatch=True).items():
-        part = Instruction(op, stage, number, group=f"stage{stage}", waits=(program.columns.key(row),))
-        additions.append((rank, _after_sends(program, rank, row), part))
-    return insert(program, additions)
+    columns, found = program.columns, complete_weight_grads(program, every_microbatch=True)
+    ranks, stages, numbers = (np.array(part) for part in zip(*found, strict=True))
+    rows = np.fromiter(found.values(), np.int64, len(found))
+    names = sorted({f"stage{stage}" for stage in stages.tolist()})
+    index = np.zeros(program.stages, np.int32)
+    index[[int(name.removeprefix("stage")) for name in names]] = np.arange(len(names))
+    added = key_columns(np.array([0, len(rows)]), np.full(len(rows), CODE[op]), stages, numbers)
+    added = replace(added, groups=tuple(names), group=index[stages])
+    added = added.with_waits(np.arange(len(rows)), *columns.keys(rows))
+    # after the sends of that action, which another rank waits for
+    others = np.append(np.flatnonzero(~IS_SEND[columns.op]), columns.rows)
+    before = np.minimum(others[np.searchsorted(others, rows + 1)], columns.rank_offsets[ranks + 1])
+    return program.with_streams(insert_rows(columns, added, ranks, before))
 
 
 def _after_sends(program: Program, rank: int, row: int) -> int:

@@ -1,9 +1,9 @@
 """Pass: where the weights that ZeRO gathers, and the gradients that it reduces, lie in memory that stages share.
 
 A rank has one pool for the gathered weights of its stages (ZeRO-3) and one for their gradients (ZeRO-2 and 3). Their
-lifetimes are known from the program, so addresses are assigned once, by first fit, largest first: the layout is that of
-workers, estimates and the proof alike. Parameters of different kinds (all but experts, experts, and the frozen ones of
-both) have pools of their own, each with the same lifetimes.
+lifetimes are known from the program, so addresses are assigned once: the layout is that of workers, estimates and the
+proof alike. Parameters of different kinds (all but experts, experts, and the frozen ones of both) have pools of their
+own, each with the same lifetimes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pentad.schedules.ir.columns import Array, op_mask
-from pentad.schedules.ir.instruction import Key, Op, instructions_of
+from pentad.schedules.ir.columns import CODE, Array, op_mask
+from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.lookup import IS_WEIGHT
 from pentad.schedules.ir.program import Program
-from pentad.schedules.ir.rewrite import insert
-from pentad.schedules.passes.zero import keys_of, rows_of_rank
+from pentad.schedules.passes.zero import rows_of_rank
 
-_IS_SCATTER = op_mask({Op.REDUCE_SCATTER})
+_IS_SCATTER, _IS_GATHER_OR_FREE = op_mask({Op.REDUCE_SCATTER}), op_mask({Op.ALL_GATHER, Op.FREE})
+_GATHER = CODE[Op.ALL_GATHER]
 Place = tuple[int, int]  # stage, number of the gather, which is 0 for gradients
 EQUAL_SIZES = (1,)  # of every stage, if the program does not say them
 TRAINED_KINDS = 2  # come before the frozen ones
@@ -36,14 +36,49 @@ class Pool(NamedTuple):
 
 
 def weight_pool(program: Program, rank: int, sharded: set[int]) -> Pool:
-    """For the gathers of `sharded` stages on a rank, each from ALL_GATHER to FREE."""
+    """For the gathers of `sharded` stages on a rank, each from ALL_GATHER to FREE.
+
+    All gathers of a stage get one place if that takes no more memory than is in use at some time, else each its own.
+    """
     begins, ends = dict[Place, int](), dict[Place, int]()
-    for index, part in enumerate(instructions_of(program.streams[rank])):
-        if part.op in (Op.ALL_GATHER, Op.FREE) and part.stage in sharded:
-            (begins if part.op is Op.ALL_GATHER else ends)[part.stage, part.microbatch] = index
+    rows = rows_of_rank(program, rank, _IS_GATHER_OR_FREE)
+    parts = (part[rows].tolist() for part in (program.columns.op, program.columns.stage, program.columns.microbatch))
+    for row, op, *place in zip(rows.tolist(), *parts, strict=True):
+        if place[0] in sharded:
+            (begins if op == _GATHER else ends)[place[0], place[1]] = row
+    held = sorted({stage for stage, _ in begins})
+    shared, in_use = _neighbours(program, begins, ends, held)
+    pool = _laid_out(program, [(stage, 0) for stage in held], shared)
+    if pool.elements == in_use:
+        return Pool({place: pool.offsets[place[0], 0] for place in begins}, pool.elements)
     first = np.array(list(begins.values()), np.int64)
     last = np.array([ends.get(place, program.columns.rows) for place in begins], np.int64)
-    return _first_fit(program, list(begins), (first[:, None] < last) & (first < last[:, None]))
+    return _laid_out(program, list(begins), (first[:, None] < last) & (first < last[:, None]))
+
+
+def _neighbours(
+    program: Program, begins: dict[Place, int], ends: dict[Place, int], held: list[int]
+) -> tuple[Array, tuple[int, ...]]:
+    """[stages, stages] bool, which stages are gathered at the same time, and the most elements that are, by kind."""
+    index, sizes = {stage: k for k, stage in enumerate(held)}, [stage_sizes(program, stage) for stage in held]
+    apart, live = np.zeros((len(held), len(held)), bool), set[int]()
+    now, most = np.zeros(len(sizes[0]) if sizes else 0, np.int64), np.zeros(len(sizes[0]) if sizes else 0, np.int64)
+    events = sorted(
+        [(row, True, stage) for (stage, _), row in begins.items()]
+        + [(row, False, stage) for (stage, _), row in ends.items()]
+    )
+    for _, is_begin, stage in events:
+        k = index[stage]
+        if not is_begin:
+            live.discard(k)
+            now -= sizes[k]
+            continue
+        for other in live:
+            apart[k, other] = apart[other, k] = True
+        live.add(k)
+        now += sizes[k]
+        most = np.maximum(most, now)
+    return apart, tuple(most.tolist())
 
 
 def gradient_pool(program: Program, rank: int) -> Pool:
@@ -57,22 +92,23 @@ def gradient_pool(program: Program, rank: int) -> Pool:
     numbers, running, reduced = dict[int, int](), set[int](), -1  # by stage, in the order of their first W
     held = sharded_stages(program, rank)
     apart = np.zeros((len(held), len(held)), bool)
-    for begins, key in _accumulations(program, rank):
+    for begins, stage, _ in _accumulations(program, rank, held):
         if not begins:
-            running.discard(key.stage)
-            reduced = key.stage
+            running.discard(stage)
+            reduced = stage
             continue
-        others = set(running)
-        if key.stage not in numbers:
-            numbers[key.stage] = len(numbers)
-            others |= {reduced} & numbers.keys()
+        if stage not in numbers:
+            numbers[stage] = len(numbers)
+            others = running | ({reduced} & numbers.keys())
+        else:
+            others = running
         for other in others:
-            apart[numbers[key.stage], numbers[other]] = apart[numbers[other], numbers[key.stage]] = True
-        running.add(key.stage)
+            apart[numbers[stage], numbers[other]] = apart[numbers[other], numbers[stage]] = True
+        running.add(stage)
     for stage, number in numbers.items():
         if len(program.holders(stage)) > 1:
             apart[number], apart[:, number] = True, True
-    return _first_fit(program, [(stage, 0) for stage in numbers], apart, trained=True)
+    return _laid_out(program, [(stage, 0) for stage in numbers], apart, trained=True)
 
 
 def longest(pools: Sequence[Pool]) -> tuple[int, ...]:
@@ -80,15 +116,39 @@ def longest(pools: Sequence[Pool]) -> tuple[int, ...]:
     return tuple(max(each) for each in zip_longest(*(pool.elements for pool in pools), fillvalue=0))
 
 
-def _first_fit(program: Program, places: list[Place], apart: Array, *, trained: bool = False) -> Pool:
-    """Largest first, each at the lowest address where it meets none of those that it has to be `apart` from."""
+def _laid_out(program: Program, places: list[Place], apart: Array, *, trained: bool = False) -> Pool:
+    """By kind, the smaller of two layouts: largest first, each at the lowest address where it meets none of those that
+    it has to be `apart` from; or, where two do, in turn at the start and behind the largest that is there."""
     if not places:
         return Pool({}, ())
     kinds = TRAINED_KINDS if trained else None
     sizes = np.array([stage_sizes(program, stage)[:kinds] for stage, _ in places], np.int64)
-    offsets = np.stack([_offsets(each, apart) for each in sizes.T], axis=1)
+    turns, columns = _two_turns(apart), []
+    for each in sizes.T:
+        layouts = [_offsets(each, apart)]
+        if turns is not None:
+            layouts.append(np.where(turns, each[~turns].max(initial=0), 0))
+        columns.append(min(layouts, key=lambda offsets: int((offsets + each).max())))
+    offsets = np.stack(columns, axis=1)
     elements = tuple((offsets + sizes).max(axis=0).tolist())
     return Pool(dict(zip(places, map(tuple, offsets.tolist()), strict=True)), elements)
+
+
+def _two_turns(apart: Array) -> Array | None:
+    """[places] bool such that places that have to be apart differ; None if there is none."""
+    turns, seen = np.zeros(len(apart), bool), np.zeros(len(apart), bool)
+    for start in range(len(apart)):
+        waiting = [] if seen[start] else [start]
+        seen[start] = True
+        while waiting:
+            place = waiting.pop()
+            others = np.flatnonzero(apart[place])
+            new = others[~seen[others]]
+            turns[new], seen[new] = not turns[place], True
+            waiting += new.tolist()
+    clash = apart & (turns[:, None] == turns)
+    np.fill_diagonal(clash, val=False)
+    return None if clash.any() else turns
 
 
 def _offsets(sizes: Array, apart: Array) -> Array:
@@ -120,19 +180,29 @@ def is_double_buffered(program: Program) -> bool:
     return True
 
 
-def gradient_waits(program: Program, rank: int) -> Iterator[tuple[Key, Key]]:
-    """Which first W of a sum has to wait for which REDUCE_SCATTER: the last of those whose places meet its own, and
-    the last of its own stage, whose sum it continues."""
-    pool, reduced = gradient_pool(program, rank), dict[int, Key]()  # by stage, the last one last
-    for begins, key in _accumulations(program, rank):
+def gradient_waits(program: Program, rank: int) -> Iterator[tuple[int, int]]:
+    """Which first W of a sum has to wait for which REDUCE_SCATTER, as rows: the last of those whose places meet its
+    own, and the last of its own stage, whose sum it continues."""
+    meeting, reduced = meeting_stages(program, gradient_pool(program, rank)), dict[int, int]()  # the last one last
+    alone = {stage for stage in meeting if len(program.holders(stage)) == 1}
+    for begins, stage, row in _accumulations(program, rank, sharded_stages(program, rank)):
         if not begins:
-            if len(program.holders(key.stage)) == 1:
-                reduced.pop(key.stage, None)
-                reduced[key.stage] = key
+            if stage in alone:
+                reduced.pop(stage, None)
+                reduced[stage] = row
             continue
-        meeting = [other for other in reduced if other == key.stage or meet(program, pool, key.stage, other)]
-        before = reduced.get(meeting[-1]) if meeting else None, reduced.get(key.stage)
-        yield from ((key, each) for each in dict.fromkeys(before) if each is not None)
+        before = next((reduced[other] for other in reversed(reduced) if other in meeting[stage]), -1)
+        own = reduced.get(stage, -1)
+        if before >= 0:
+            yield row, before
+        if own not in (before, -1):
+            yield row, own
+
+
+def meeting_stages(program: Program, pool: Pool) -> dict[int, set[int]]:
+    """Of each stage in a pool of gradients those, itself among them, that it has elements in common with."""
+    stages = [stage for stage, _ in pool.offsets]
+    return {stage: {stage, *(other for other in stages if meet(program, pool, stage, other))} for stage in stages}
 
 
 def meet(program: Program, pool: Pool, stage: int, other: int) -> bool:
@@ -142,17 +212,18 @@ def meet(program: Program, pool: Pool, stage: int, other: int) -> bool:
     return any(max(a, b) < min(a + size, b + length) for (a, size), (b, length) in zip(parts, others, strict=True))
 
 
-def _accumulations(program: Program, rank: int) -> Iterator[tuple[bool, Key]]:
-    """Of each sum of gradients on a rank in turn the first W, with True, and the REDUCE_SCATTER."""
-    sharded, running = sharded_stages(program, rank), set[int]()
+def _accumulations(program: Program, rank: int, sharded: set[int]) -> Iterator[tuple[bool, int, int]]:
+    """Of each sum of gradients of `sharded` stages in turn the first W, with True, and the REDUCE_SCATTER: its row."""
+    columns, running = program.columns, set[int]()
     rows = rows_of_rank(program, rank, IS_WEIGHT | _IS_SCATTER)
-    for key in keys_of(program.columns, rows):
-        if key.op is Op.REDUCE_SCATTER:
-            running.discard(key.stage)
-            yield False, key
-        elif key.stage in sharded and key.stage not in running:
-            running.add(key.stage)
-            yield True, key
+    parts = _IS_SCATTER[columns.op[rows]].tolist(), columns.stage[rows].tolist(), rows.tolist()
+    for scatters, stage, row in zip(*parts, strict=True):
+        if scatters:
+            running.discard(stage)
+            yield False, stage, row
+        elif stage in sharded and stage not in running:
+            running.add(stage)
+            yield True, stage, row
 
 
 def sharded_stages(program: Program, rank: int) -> set[int]:
@@ -162,5 +233,8 @@ def sharded_stages(program: Program, rank: int) -> set[int]:
 
 def add_gradient_buffer_waits(program: Program) -> Program:
     """The waits of `gradient_waits`."""
-    ranks = range(program.ranks)
-    return insert(program, (), [(rank, *wait) for rank in ranks for wait in gradient_waits(program, rank)])
+    found = [wait for rank in range(program.ranks) for wait in gradient_waits(program, rank)]
+    if not found:
+        return program
+    waiting, waited = np.array(found).T
+    return program.with_streams(program.columns.with_waits(waiting, *program.columns.keys(waited)))

@@ -6,12 +6,11 @@ buffering), so they start together, when the last of them is reached.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 
-from pentad.schedules.ir.columns import CODE, Array, Columns, op_mask
+from pentad.schedules.ir.columns import CODE, OPS, Array, Columns, op_mask
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COLLECTIVES, OF_ALL_RANKS, Instruction, Op
 from pentad.schedules.ir.lookup import IS_RECEIVE, IS_SEND
@@ -22,7 +21,8 @@ COPIES = frozenset({Op.OFFLOAD, Op.RELOAD})
 IS_COLLECTIVE = op_mask(COLLECTIVES)
 ON_COMPUTE_LANE = ~(IS_SEND | IS_RECEIVE | IS_COLLECTIVE | op_mask(COPIES))
 _LANE = op_mask(COLLECTIVES) * 1 + op_mask({Op.ALL_GATHER}) + op_mask(COPIES) * 3  # lane by op, except transfers
-Collectives = dict[tuple[str, tuple[int, ...]], dict[int, list[int]]]
+_OF_ALL_RANKS = op_mask(OF_ALL_RANKS)
+Collectives = dict[tuple[str, tuple[int, ...]], dict[int, Array]]
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,27 @@ def acyclic_events(program: Program) -> Events:
 def collectives(program: Program) -> Collectives:
     """Communicator (lane, ranks) -> rank -> its rows in stream order; the k-th rows of all ranks meet."""
     columns = program.columns
-    found: Collectives = defaultdict(lambda: defaultdict(list))
     grouped = np.array([name != "" for name in columns.groups], bool)  # a NORM without a group is sent along a chain
-    for row in np.flatnonzero(IS_COLLECTIVE[columns.op] & grouped[columns.group]).tolist():
-        key = columns.key(row)
-        ranks = tuple(range(program.ranks)) if key.op in OF_ALL_RANKS else program.holders(key.stage)
-        found[Instruction(key.op).lane, ranks][int(columns.rank[row])].append(row)
-    return {communicator: dict(sorted(rows.items())) for communicator, rows in found.items()}
+    rows = np.flatnonzero(IS_COLLECTIVE[columns.op] & grouped[columns.group])
+    members = [program.holders(stage) for stage in range(program.stages)] + [tuple(range(program.ranks))]
+    numbers = {ranks: number for number, ranks in enumerate(dict.fromkeys(members))}
+    stage = np.where(_OF_ALL_RANKS[columns.op[rows]], program.stages, columns.stage[rows])
+    number = np.array([numbers[ranks] for ranks in members])[stage]
+    code = (_LANE[columns.op[rows]] * len(numbers) + number) * program.ranks + columns.rank[rows]
+    found: dict[tuple[str, tuple[int, ...]], dict[int, Array]] = {}
+    for part in split_by(rows, code):  # by communicator, then by rank
+        lane = Instruction(OPS[columns.op[part[0]]]).lane
+        ranks = members[program.stages] if _OF_ALL_RANKS[columns.op[part[0]]] else members[columns.stage[part[0]]]
+        found.setdefault((lane, ranks), {})[int(columns.rank[part[0]])] = part
+    return found
+
+
+def split_by(items: Array, group: Array) -> list[Array]:
+    """The items of each group, lowest first, in the order given."""
+    if not len(items):
+        return []
+    order = np.argsort(group, kind="stable")
+    return np.split(items[order], np.flatnonzero(np.diff(group[order])) + 1)
 
 
 def consecutive(items: Array, group: Array) -> tuple[Array, Array]:

@@ -58,6 +58,7 @@ class Plan:
     `cp_method` is how context ranks attend to each other's tokens. Tensor ranks share a node unless `tp_across_nodes`.
     Steps that are `spikes` change no weight (None: only those with a norm that is not finite). With `lora` the model is
     frozen, and its adapters are the parameters. `fp8` says which products are in 8 bits (None: none).
+    `gpu` names the GPU whose figures the plan is made with ('': unknown).
     """
 
     name: str
@@ -82,6 +83,7 @@ class Plan:
     lora: LoraSpec | None = None
     fp8: Fp8Spec | None = None
     rampup_programs: tuple[Program, ...] = ()
+    gpu: str = ""
 
     @property
     def programs(self) -> tuple[Program, ...]:

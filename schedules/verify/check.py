@@ -23,6 +23,8 @@ from pentad.schedules.verify.check_forward_only import prove_evaluation_end
 from pentad.schedules.verify.check_order import error_at, prove_order, refuse
 from pentad.schedules.verify.check_passes import prove_gradient_buffers, prove_memory_passes, prove_post_validation
 
+_NO_ROWS = np.zeros(0, int)
+
 
 def check(program: Program, *, replicas: int = 1) -> None:
     """Raises ScheduleError naming the culprit, with the instructions around it as a grid. `replicas` is the number of
@@ -175,7 +177,10 @@ def _prove_collectives(program: Program) -> None:
     columns = program.columns
     for (_, ranks), rows in collectives(program).items():
         for rank in ranks[1:]:
-            for k, (first, row) in enumerate(zip_longest(rows.get(ranks[0], []), rows.get(rank, []))):
+            lead, others = rows.get(ranks[0], _NO_ROWS), rows.get(rank, _NO_ROWS)
+            if len(lead) == len(others) and all(map(np.array_equal, columns.keys(lead), columns.keys(others))):
+                continue
+            for k, (first, row) in enumerate(zip_longest(lead.tolist(), others.tolist())):
                 if first is None or row is None or columns.key(first) != columns.key(row):
                     text = f"{_named(program, first)} on rank {ranks[0]} and {_named(program, row)} on rank {rank}"
                     place = (rank, len(program.streams[rank]) - 1) if row is None else columns.position(row)

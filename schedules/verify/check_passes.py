@@ -6,19 +6,22 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pentad.schedules.ir.columns import CODE, op_mask
+from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.errors import ScheduleError
-from pentad.schedules.ir.instruction import COMPUTE, Action, Instruction, Key, Op
+from pentad.schedules.ir.instruction import Action, Instruction, Key, Op
+from pentad.schedules.ir.lookup import IS_WEIGHT
 from pentad.schedules.ir.program import Program, Stream
 from pentad.schedules.passes.post_validation import REPEATABLE, ROLLBACK, VALIDATE, has_post_validation
-from pentad.schedules.passes.zero import READERS
-from pentad.schedules.passes.zero_buffers import gradient_pool, meet
+from pentad.schedules.passes.zero import READERS, rows_of_rank
+from pentad.schedules.passes.zero_buffers import gradient_pool, meeting_stages
+from pentad.schedules.simulate.events import ON_COMPUTE_LANE
 from pentad.schedules.verify.check_order import error_at, refuse
 
 SAVED_ACTIVATION_OPS = (Op.OFFLOAD, Op.RELOAD, Op.RECOMPUTE)
-COMPUTE_LANE = COMPUTE | {Op.FREE, Op.RECOMPUTE}
 Fault = tuple[int, str]  # index in a rank's stream, and what is wrong there
 _ON_ACTIVATIONS, _ON_PARAMETERS = op_mask(SAVED_ACTIVATION_OPS), op_mask({Op.ALL_GATHER, Op.FREE})
+_IS_READER, _IS_SCATTER = op_mask(READERS), op_mask({Op.REDUCE_SCATTER})
+_GATHER, _FREE, _SCATTER = (CODE[op] for op in (Op.ALL_GATHER, Op.FREE, Op.REDUCE_SCATTER))
 
 
 def prove_memory_passes(program: Program) -> None:
@@ -29,66 +32,105 @@ def prove_memory_passes(program: Program) -> None:
     and reloaded before its backward or recomputation, which waits for it. What is recomputed is so between its forward
     and its backward. Raises ScheduleError.
     """
-    for faults, ops in ((_gather_faults, _ON_PARAMETERS), (_activation_faults, _ON_ACTIVATIONS)):
-        if ops[program.columns.op].any():
-            for rank, stream in enumerate(program.streams):
-                for index, fault in faults(stream, program.positions[rank]):
-                    raise ScheduleError(f"rank {rank}: {fault}", rank, index)
+    columns = program.columns
+    if _ON_PARAMETERS[columns.op].any():
+        _prove_gathers(program)
+    if _ON_ACTIVATIONS[columns.op].any():
+        for rank, stream in enumerate(program.streams):
+            for index, fault in _activation_faults(stream, program.positions[rank]):
+                raise ScheduleError(f"rank {rank}: {fault}", rank, index)
 
 
-def _gather_faults(stream: Stream, position: dict[Key, int]) -> Iterator[Fault]:
-    gathered: dict[int, Key] = {}  # stage -> its gather, until it is freed
+def _prove_gathers(program: Program) -> None:
+    """Raises ScheduleError for the first fault of the first rank that has one."""
+    columns, pairs = program.columns, list[tuple[int, int]]()  # reader, the gather that its action has to wait for
+    latest, faults = _latest_compute_waits(program), list[tuple[int, str]]()
+    for rank in range(program.ranks):
+        faults += _gather_faults(program, rank, latest, pairs)
+    if pairs:
+        readers, gathers = np.array(pairs).T
+        for k in unmet_waits(columns.action, program, readers, gathers).tolist():
+            faults.append((int(readers[k]), f"{columns.key(readers[k])} does not wait for {columns.key(gathers[k])}"))
+    for row, fault in sorted(faults)[:1]:
+        rank, index = columns.position(row)
+        raise ScheduleError(f"rank {rank}: {fault}", rank, index)
+
+
+def _gather_faults(
+    program: Program, rank: int, latest: Array, pairs: list[tuple[int, int]]
+) -> Iterator[tuple[int, str]]:
+    """(row, what is wrong there) of a rank; adds the waits that its readers need to `pairs`."""
+    columns = program.columns
+    rows = rows_of_rank(program, rank, _ON_PARAMETERS | _IS_READER)
+    parts = (part[rows].tolist() for part in (columns.op, columns.stage, columns.microbatch))
+    gathered: dict[int, int] = {}  # stage -> row of its gather, until it is freed
     unread: set[int] = set()  # stages gathered that no action has waited for yet
-    freed: Key | None = None
-    for index, action, part in _parts(stream):
-        if part.op is Op.ALL_GATHER:
-            if part.stage in gathered:
-                yield index, f"{part.key} gathers what {gathered[part.stage]} has gathered"
-            if freed and not _waits_up_to(part.waits, freed, position):
-                yield index, f"{part.key} does not wait for {freed}"
-            gathered[part.stage] = part.key
-            unread.add(part.stage)
-        elif part.op is Op.FREE:
-            if gathered.pop(part.stage, Key(part.op, -1, -1))[1:] != part.key[1:]:
-                yield index, f"{part.key} frees what is not gathered"
-            freed = part.key
-        elif part.op in READERS:
-            if part.stage not in gathered:
-                yield index, f"{part.key} reads stage {part.stage}, not gathered"
-            if part.stage in unread and gathered[part.stage] not in action.waits:
-                yield index, f"{part.key} does not wait for {gathered[part.stage]}"
-            unread.discard(part.stage)
-    if freed and gathered:
-        yield len(stream) - 1, f"{next(iter(gathered.values()))} is never freed"
+    freed = -1
+    for row, op, stage, number in zip(rows.tolist(), *parts, strict=True):
+        if op == _GATHER:
+            if stage in gathered:
+                yield row, f"{columns.key(row)} gathers what {columns.key(gathered[stage])} has gathered"
+            if freed >= 0 and latest[row] < columns.action[freed]:
+                yield row, f"{columns.key(row)} does not wait for {columns.key(freed)}"
+            gathered[stage] = row
+            unread.add(stage)
+        elif op == _FREE:
+            before = gathered.pop(stage, -1)
+            if before < 0 or columns.microbatch[before] != number:
+                yield row, f"{columns.key(row)} frees what is not gathered"
+            freed = row
+        else:
+            if stage not in gathered:
+                yield row, f"{columns.key(row)} reads stage {stage}, not gathered"
+            elif stage in unread:
+                pairs.append((row, gathered[stage]))
+            unread.discard(stage)
+    if freed >= 0 and gathered:
+        last = int(columns.rank_offsets[rank + 1]) - 1
+        yield last, f"{columns.key(next(iter(gathered.values())))} is never freed"
+
+
+def _latest_compute_waits(program: Program) -> Array:
+    """By row, the last action on the compute lane that it waits for, or -1."""
+    columns, found = program.columns, np.full(program.columns.rows, -1)
+    on_compute = ON_COMPUTE_LANE[columns.wait_op]
+    np.maximum.at(found, columns.wait_row[on_compute], columns.action[program.lookup.wait_targets[on_compute]])
+    return found
+
+
+def unmet_waits(of: Array, program: Program, rows: Array, targets: Array) -> Array:
+    """Which of these rows do not wait for their target; `of` numbers what may wait for a row: rows, or actions."""
+    have = np.sort(of[program.columns.wait_row] * program.columns.rows + program.lookup.wait_targets)
+    required = of[rows] * program.columns.rows + targets
+    return np.flatnonzero(np.append(have, -1)[np.searchsorted(have, required)] != required)
 
 
 def prove_gradient_buffers(program: Program) -> None:
     """Proves, where gradients are reduced for every microbatch, that a stage takes its place in the pool of gradients
     only after the REDUCE_SCATTER of all that were there, and begins a microbatch only after that of its last one.
     Raises ScheduleError."""
-    for rank, stream in enumerate(program.streams):
-        pool, accumulating = gradient_pool(program, rank), set[int]()
-        reduced = dict[int, Key]()  # by stage, in order
-        for index, _, part in _parts(stream):
-            stage = part.stage
-            if part.op is Op.REDUCE_SCATTER:
+    columns, pairs = program.columns, list[tuple[int, int]]()  # the first W of a sum, what it has to wait for
+    for rank in range(program.ranks):
+        meeting, accumulating = meeting_stages(program, gradient_pool(program, rank)), set[int]()
+        reduced = dict[int, int]()  # by stage the row, in order
+        rows = rows_of_rank(program, rank, IS_WEIGHT | _IS_SCATTER)
+        parts = (part[rows].tolist() for part in (columns.op, columns.stage))
+        for row, op, stage in zip(rows.tolist(), *parts, strict=True):
+            if op == _SCATTER:
                 accumulating.discard(stage)
                 reduced.pop(stage, None)
-                reduced[stage] = part.key
-            elif part.op in (Op.W, Op.BW) and (stage, 0) in pool.offsets and stage not in accumulating:
-                for other in accumulating:
-                    if meet(program, pool, stage, other):
-                        raise ScheduleError(f"rank {rank}: {part.key} takes the buffer of stage {other}", rank, index)
-                before = [key for other, key in reduced.items() if meet(program, pool, stage, other)]
-                for key in (*before[-1:], reduced.get(stage)):
-                    if key is not None and key not in part.waits:
-                        raise ScheduleError(f"rank {rank}: {part.key} does not wait for {key}", rank, index)
+                reduced[stage] = row
+            elif stage in meeting and stage not in accumulating:
+                for other in accumulating & meeting[stage]:
+                    raise error_at(program, row, f"{columns.key(row)} takes the buffer of stage {other}")
+                before = next((reduced[other] for other in reversed(reduced) if other in meeting[stage]), -1)
+                pairs += ((row, each) for each in {before, reduced.get(stage, -1)} if each >= 0)
                 accumulating.add(stage)
-
-
-def _waits_up_to(waits: tuple[Key, ...], last: Key, position: dict[Key, int]) -> bool:
-    """Whether `waits` has `last`, which is on the compute lane, or something later on that lane."""
-    return any(key.op in COMPUTE_LANE and position[key] >= position[last] for key in waits)
+    if pairs:
+        waiting, waited = np.array(pairs).T
+        for k in unmet_waits(np.arange(columns.rows), program, waiting, waited).tolist():
+            text = f"{columns.key(waiting[k])} does not wait for {columns.key(waited[k])}"
+            raise error_at(program, waiting[k], text)
 
 
 def _activation_faults(stream: Stream, position: dict[Key, int]) -> Iterator[Fault]:

@@ -93,7 +93,7 @@ def test_every_stage_has_a_recompute_mode(recompute: str, stages: str, modes: tu
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["recompute=some"], "memory.recompute is 'some': expected one of none, selective, attention or full"),
+        (["recompute=some"], "memory.recompute is 'some': expected one of none, selective, attention, full or auto"),
         (["recompute_stages=[0]"], "memory.recompute_stages is [0], but memory.recompute is none: expected selective"),
         (["recompute=full", "recompute_stages=[]"], "memory.recompute_stages is []: expected at least one stage"),
         (["recompute=full", "recompute_stages=[4]"], "memory.recompute_stages is [4]: expected stages 0 to 3"),

@@ -7,9 +7,9 @@ from contextlib import suppress
 
 import pytest
 
-from pentad.orchestrator.api.memory_advice import changes, memory_advice
 from pentad.orchestrator.api.plans import planned
 from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.memory.advice import changes, memory_advice
 from pentad.orchestrator.planning.estimate import costs_of, step_seconds
 from pentad.orchestrator.planning.fit import device_memory, fit_of
 from pentad.orchestrator.planning.planning import make_plan

@@ -1,0 +1,1 @@
+"""What GPUs can do: by data sheets, or measured."""

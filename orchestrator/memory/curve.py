@@ -1,0 +1,134 @@
+"""What a rank holds over a simulated step, by kind and by unit: the planner's estimate, moment by moment."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import accumulate
+
+from pentad.orchestrator.planning.activation_peaks import OPS, Walk
+from pentad.orchestrator.planning.allocations import BYTES, wide_bytes
+from pentad.orchestrator.planning.estimate import costs_of, memories
+from pentad.schedules.draw.memory import MemoryCurve, Sample, UnitName
+from pentad.schedules.ir.instruction import Instruction, Op, instructions_of
+from pentad.schedules.passes.zero_buffers import TRAINED_KINDS, gradient_pool, longest, sharded_stages, weight_pool
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.spec.plan import Plan
+
+MOST_SAMPLES = 480  # of a rank: of those beyond, the highest in each part of the step
+Change = tuple[float, int]  # second, bytes
+
+
+def memory_curves(plan: Plan, timeline: Timeline | None = None) -> list[MemoryCurve]:
+    """By pipeline rank, over a step simulated at guessed costs, or as in `timeline`."""
+    timeline = timeline or simulate(plan.program, costs_of(plan))
+    spans = {(span.rank, span.name): (span.start, span.end) for span in timeline.spans}
+    needs = memories(plan)
+    ranks = [plan.mesh.move(0, pp=pp) for pp in range(plan.program.ranks)]
+    return [_curve(plan, pp, needs[rank], spans) for pp, rank in enumerate(ranks)]
+
+
+def _curve(plan: Plan, pp: int, need: dict[str, int], spans: dict[tuple[int, str], tuple[float, float]]) -> MemoryCurve:
+    program, compute, wide = plan.program, BYTES[plan.dtype], wide_bytes(plan.dtype)
+    times = [(part, *spans[pp, str(part.key)]) for part in instructions_of(program.streams[pp])]
+    weights, gradients = _pooled_weights(plan, pp), _pooled_gradients(plan, pp)
+    gathered, summed = (_in_use(times, *used) for used in (weights, gradients))
+    pools = [0, 0]
+    if plan.zero == 3:
+        pools[0] = compute * sum(
+            longest([weight_pool(each, pp, sharded_stages(program, pp)) for each in plan.programs])
+        )
+    if plan.zero > 1:
+        pools[1] = wide * sum(longest([gradient_pool(each, pp) for each in plan.trained_programs]))
+    activations, highest = _activations(plan, pp, times)
+    fixed = {
+        "optimizer state and master weights": need["optimizer"] + need["master"],
+        "weights": need["parameters"] - pools[0],
+        "gradients": need["gradients"] - pools[1],
+        "transfers, tables and workspaces": need["slots"] + need["tables"] + need["activations"] - highest,
+    }
+    units = [UnitName(unit, str(plan.layers[unit])) for unit in program.placement[pp]]
+    samples = _merged(gathered, summed, activations, [unit.number for unit in units])
+    return MemoryCurve(pp, fixed, sum(pools), units, _thinned(samples, sum(pools)))
+
+
+def _pooled_weights(plan: Plan, pp: int) -> tuple[Op, Op, dict[int, int]]:
+    """What begins and ends the use of each unit's place in the pool, and its bytes."""
+    held = sharded_stages(plan.program, pp) if plan.zero == 3 else set()
+    size = BYTES[plan.dtype]
+    return Op.ALL_GATHER, Op.FREE, {unit: size * sum(_sizes(plan, unit)) for unit in held}
+
+
+def _pooled_gradients(plan: Plan, pp: int) -> tuple[Op, Op, dict[int, int]]:
+    held = sharded_stages(plan.program, pp) if plan.zero > 1 else set()
+    size = wide_bytes(plan.dtype)
+    return Op.W, Op.REDUCE_SCATTER, {unit: size * sum(_sizes(plan, unit)[:TRAINED_KINDS]) for unit in held}
+
+
+def _sizes(plan: Plan, unit: int) -> tuple[int, ...]:
+    return plan.program.sizes[unit] if plan.program.sizes else (plan.size(plan.param_shards_of(0)[0]),)
+
+
+def _in_use(times: list[tuple[Instruction, float, float]], begin: Op, end: Op, sizes: dict[int, int]) -> list[Change]:
+    """When units take and leave their places: from the start of the first `begin` (W or BW) to the end of `end`."""
+    begins, found, held = {begin, Op.BW} if begin is Op.W else {begin}, list[Change](), set[int]()
+    for part, start, ended in times:
+        if part.stage not in sizes:
+            continue
+        if part.op in begins and part.stage not in held:
+            held.add(part.stage)
+            found.append((start, sizes[part.stage]))
+        elif part.op is end and part.stage in held:
+            held.discard(part.stage)
+            found.append((ended, -sizes[part.stage]))
+    return sorted(found, key=lambda change: change[0])
+
+
+def _activations(
+    plan: Plan, pp: int, times: list[tuple[Instruction, float, float]]
+) -> tuple[list[tuple[float, dict[int, int], int]], int]:
+    """(second, bytes by unit, of a workspace) after each change, and the most at once."""
+    walk, by_unit = Walk(plan, plan.program, pp), defaultdict[int, int](int)
+    found, highest = [(0.0, dict[int, int](), 0)], 0
+    for part, start, end in times:
+        if part.op not in OPS:
+            continue
+        before, walk.peak = walk.held, walk.held
+        walk.run(part)
+        highest = max(highest, walk.peak)
+        kept = {unit: size for unit, size in by_unit.items() if size}
+        found.append((start, kept, walk.peak - before))
+        by_unit[part.stage] += walk.held - before
+        found.append((end, {unit: size for unit, size in by_unit.items() if size}, 0))
+    return found, highest
+
+
+def _merged(
+    gathered: list[Change], summed: list[Change], activations: list[tuple[float, dict[int, int], int]], units: list[int]
+) -> Iterator[Sample]:
+    """A sample at every change of any of them."""
+    held = [list(accumulate((size for _, size in changes), initial=0)) for changes in (gathered, summed)]
+    seconds = [[change[0] for change in gathered], [change[0] for change in summed], [each[0] for each in activations]]
+    at = [0, 0, 0]
+    for time in sorted({time for times in seconds for time in times}):
+        for k, times in enumerate(seconds):
+            while at[k] < len(times) and times[at[k]] <= time:
+                at[k] += 1
+        _, by_unit, workspace = activations[max(0, at[2] - 1)]
+        saved = tuple(by_unit.get(unit, 0) for unit in units)
+        yield Sample(time, held[0][at[0]], held[1][at[1]], saved, workspace)
+
+
+def _thinned(samples: Iterator[Sample], pools: int) -> list[Sample]:
+    """At most MOST_SAMPLES: the highest of each of so many equal parts of the time, at its start."""
+    found = list(samples)
+    if len(found) <= MOST_SAMPLES:
+        return found
+    width = (found[-1].second - found[0].second) / MOST_SAMPLES or 1.0
+    parts = dict[int, Sample]()
+    for sample in found:
+        part = int((sample.second - found[0].second) / width)
+        if part not in parts or sample.activations > parts[part].activations:
+            parts[part] = sample
+    return [sample for _, sample in sorted(parts.items())]

@@ -1,0 +1,109 @@
+"""A self-contained HTML page with the memory of every rank over a step, stacked by kind and by unit."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from pentad.schedules.ir.errors import PentadError
+
+# Fills of the layers, lowest first, on light and dark backgrounds; activations of units take turns with the last two.
+FIXED = (("#8a93a3", "#5d6776"), ("#1f3fa8", "#6f8ff7"), ("#8a1c3c", "#e8506a"), ("#c3c9d3", "#454d5a"))
+GATHERED, SUMMED, IDLE, WORKSPACE = (
+    ("#5b7be0", "#3f5fd0"),
+    ("#d2607f", "#b03a57"),
+    ("#e3e6eb", "#2c323c"),
+    ("#d97706", "#fbbf5a"),
+)
+ACTIVATIONS = (("#0f9b78", "#4fd1a5"), ("#66c2aa", "#2a8f72"))
+
+
+class UnitName(NamedTuple):
+    """A unit and its layers."""
+
+    number: int
+    layers: str
+
+
+class Sample(NamedTuple):
+    """Bytes from a second of the step on: weights in the pool of gathered units, sums in that of gradients, saved
+    activations by unit, and what an instruction needs beside them while it runs."""
+
+    second: float
+    gathered: int
+    summed: int
+    saved: tuple[int, ...]
+    workspace: int
+
+    @property
+    def activations(self) -> int:
+        return sum(self.saved) + self.workspace
+
+
+class MemoryCurve(NamedTuple):
+    """Of a pipeline rank: what it holds all the time, by name, the bytes of its `pools`, which are allocated whether in
+    use or not, its units, and the samples of a step."""
+
+    rank: int
+    fixed: dict[str, int]
+    pools: int
+    units: list[UnitName]
+    samples: list[Sample]
+
+    @property
+    def peak(self) -> int:
+        return sum(self.fixed.values()) + self.pools + max(sample.activations for sample in self.samples)
+
+
+def memory_page(curves: Sequence[MemoryCurve], *, title: str, facts: dict[str, str], available: int) -> str:
+    """The page, with a line at the bytes that are `available`. Raises PentadError if there is no curve."""
+    if not curves:
+        raise PentadError("memory_page has no curve: expected at least one")
+    data = {
+        "available": available,
+        "colours": {
+            "fixed": FIXED,
+            "gathered": GATHERED,
+            "summed": SUMMED,
+            "idle": IDLE,
+            "workspace": WORKSPACE,
+            "activations": ACTIVATIONS,
+        },
+        "ranks": [_rank(curve) for curve in curves],
+    }
+    parts = {
+        "title": html.escape(title),
+        "facts": "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items()),
+        "style": _asset("page.css") + _asset("memory/memory.css"),
+        "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        "script": _asset("memory/memory.js"),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("memory/memory.html"))
+
+
+def _rank(curve: MemoryCurve) -> dict[str, Any]:
+    """Times in microseconds, sizes in KiB."""
+    return {
+        "rank": curve.rank,
+        "peak": _kib(curve.peak),
+        "fixed": {name: _kib(size) for name, size in curve.fixed.items()},
+        "pools": _kib(curve.pools),
+        "units": [unit.layers for unit in curve.units],
+        "time": [round(sample.second * 1e6) for sample in curve.samples],
+        "gathered": [_kib(sample.gathered) for sample in curve.samples],
+        "summed": [_kib(sample.summed) for sample in curve.samples],
+        "saved": [[_kib(size) for size in sample.saved] for sample in curve.samples],
+        "workspace": [_kib(sample.workspace) for sample in curve.samples],
+    }
+
+
+def _kib(size: int) -> int:
+    return -(-size // 1024)
+
+
+def _asset(name: str) -> str:
+    return (files("pentad.schedules.draw") / "assets" / name).read_text(encoding="utf-8")

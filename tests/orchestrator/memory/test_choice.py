@@ -1,0 +1,116 @@
+"""memory.recompute: auto and zero.max_gathered: auto."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
+
+import pytest
+from commands import Pentad
+
+from pentad.orchestrator.config.config import RunConfig, dump, load
+from pentad.orchestrator.memory.choice import choices, with_choices
+from pentad.orchestrator.memory.shortened import estimated_seconds, shortened
+from pentad.orchestrator.planning.estimate import simulated_seconds
+from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.ir.errors import PentadError
+
+SIZES = ["model.hidden=1024", "model.heads=8", "model.kv_heads=8", "model.ffn=4096", "model.layers=6", "mesh.pp=1"]
+BATCH = ["schedule.name=1f1b", "schedule.microbatches=2", "batch.global_batch_size=8", "batch.sequence_length=2048"]
+
+
+def config_of(*words: str) -> RunConfig:
+    return load(None, [*SIZES, *BATCH, "model.vocab=4096", "cluster.device=cuda", *words])
+
+
+def room_of(*words: str, share: float) -> DeviceMemory:
+    """Between what full recomputation needs, 0, and what none does, 1."""
+    least, most = (needed(config_of(*words, f"memory.recompute={mode}")) for mode in ("full", "none"))
+    return DeviceMemory(int(least + share * (most - least)), "of a test")
+
+
+def needed(config: RunConfig) -> int:
+    return fit_of(make_plan(config, "cuda"), DeviceMemory(2**50, "")).needed
+
+
+def every_choice(layers: int, gathered: list[str]) -> Iterator[list[str]]:
+    """By hand."""
+    for count, mode in product(gathered, ("selective", "attention", "full")):
+        yield from ([f"memory.recompute={mode}", f"memory.recompute_layers={n + 1}", *count] for n in range(layers))
+    yield from (["memory.recompute=none", *count] for count in gathered)
+
+
+@pytest.mark.parametrize("share", [0.7, *(pytest.param(share, marks=pytest.mark.slow) for share in (1.0, 0.2))])
+@pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_fits_is_chosen_and_nothing_that_fits_is_faster(zero: int, share: float) -> None:
+    given = [f"mesh.dp={1 + (zero > 0)}", f"zero.stage={zero}", "memory.unit_layers=1"]
+    gathered = [["zero.max_gathered=2"], ["zero.max_gathered=8"]] if zero else [[]]
+    room = room_of(*given, share=share)
+    auto = config_of(*given, "memory.recompute=auto", *(["zero.max_gathered=auto"] if zero else []))
+    chosen = make_plan(with_choices(auto, "cuda", room), "cuda")
+    assert fit_of(chosen, room).ok
+    others = [make_plan(config_of(*given, *words), "cuda") for words in every_choice(6, gathered)]
+    least = min(simulated_seconds(plan) for plan in others if fit_of(plan, room).ok)
+    assert simulated_seconds(chosen) <= least * (1 + 1e-9)
+    assert (set(chosen.recompute) - {"none"} != set()) == (share < 1)
+
+
+def test_a_run_with_a_choice_is_the_run_with_these_values() -> None:
+    config = config_of("mesh.dp=2", "zero.stage=3", "memory.recompute=auto", "zero.max_gathered=auto")
+    room = room_of("mesh.dp=2", "zero.stage=3", share=0.5)
+    words = choices(config, "cuda", room)
+    resolved = with_choices(config, "cuda", room)
+    assert "auto" not in {resolved.memory.recompute, resolved.zero.max_gathered} and words
+    assert make_plan(resolved, "cuda") == make_plan(config_of("mesh.dp=2", "zero.stage=3", *words), "cuda")
+    assert load({**resolved.model_dump()}) == resolved and "recompute: auto" not in dump(resolved)
+    assert with_choices(resolved, "cuda", room) == resolved
+
+
+def test_weights_stay_gathered_through_the_microbatches_where_they_fit() -> None:
+    """All units of a rank are gathered once a step then, two in less memory for every reader."""
+    config = config_of("mesh.dp=2", "zero.stage=3", "zero.max_gathered=auto", "memory.unit_layers=1")
+    plain = config_of("mesh.dp=2", "zero.stage=3", "memory.unit_layers=1")
+    assert choices(config, "cuda", DeviceMemory(2**40, "")) == ("zero.max_gathered=8",)
+    assert choices(config, "cuda", DeviceMemory(needed(plain) + 2**20, "")) == ("zero.max_gathered=2",)
+
+
+def test_where_nothing_fits_the_plan_is_that_with_the_least_memory() -> None:
+    config = config_of("mesh.dp=2", "memory.recompute=auto")
+    words = choices(config, "cuda", DeviceMemory(2**20, ""))
+    assert needed(config_of("mesh.dp=2", *words)) <= needed(config_of("mesh.dp=2", "memory.recompute=full"))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "dualpipe"])
+def test_the_first_microbatches_need_what_all_need_and_tell_their_time(name: str) -> None:
+    sizes = [
+        f"schedule.name={name}",
+        "mesh.pp=2",
+        "mesh.dp=1",
+        "schedule.microbatches=24",
+        "batch.global_batch_size=24",
+    ]
+    config = config_of(*sizes, "model.layers=8")
+    short = shortened(config)
+    assert short.schedule.microbatches < 24
+    assert needed(short) == pytest.approx(needed(config), rel=0.01)
+    seconds = simulated_seconds(make_plan(config, "cuda"))
+    assert estimated_seconds(config, "cuda") == pytest.approx(seconds, rel=0.03)
+
+
+def test_plan_prints_the_choice(pentad: Pentad) -> None:
+    arguments = ("plan", *SIZES, *BATCH, "--device", "cuda", "memory.recompute=auto")
+    facts = json.loads(pentad(*arguments, "--memory", "100", "--json")[1])
+    assert facts["chosen"] == ["memory.recompute=none"]
+    share = facts["fits"]["needed"] * 0.8 / 2**30
+    status, out, _ = pentad(*arguments, "--memory", f"{share:.3f}")
+    assert status == 0 and " chosen: memory.recompute=" in out
+
+
+@pytest.mark.parametrize("key", ["recompute_layers=1", "recompute_stages=[0]"])
+def test_the_layers_of_a_choice_are_the_planners(key: str) -> None:
+    with suppress(PentadError):
+        config_of("memory.recompute=auto", f"memory.{key}")
+        pytest.fail("not refused")
