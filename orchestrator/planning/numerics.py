@@ -54,7 +54,7 @@ def fp8_spec(config: RunConfig, model: ModelSpec) -> Fp8Spec | None:
         keys = f"precision.fp8_skip_first_layers + precision.fp8_skip_last_layers is {sum(skipped)}"
         raise PentadError(f"{keys}: expected fewer than model.layers = {model.layers}, or precision.matmul = compute")
     scaling = SCALINGS[given.matmul]
-    return Fp8Spec(scaling, given.fp8_gradients, given.fp8_power_of_two_scales, *skipped)
+    return Fp8Spec(scaling, given.fp8_gradients, given.fp8_power_of_two_scales, *skipped, given.fp8_sample_every)
 
 
 def require_fp8(plan: Plan, gpu: str) -> None:

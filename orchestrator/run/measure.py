@@ -10,6 +10,7 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
+from pentad.orchestrator.monitoring.fp8_health import fp8_row
 from pentad.orchestrator.planning.estimate import costs_of, mfu, read_costs
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
@@ -128,6 +129,7 @@ class History:
             "host_seconds": max(result.host_seconds for result in step),
             "data_wait_seconds": max(result.data_wait_seconds for result in step),
             **self._sources(step),
+            **fp8_row(sample for result in step for sample in result.fp8),
         }
 
     def _sources(self, step: Sequence[StepResult]) -> dict[str, Any]:

@@ -68,7 +68,11 @@ def code() -> Iterator[str]:
 
 def manuals(debian: Path) -> Iterator[str]:
     """In reStructuredText and in Perl's pod."""
-    for pattern in ("usr/share/doc/*/**/*.rst", "usr/share/doc/*/**/*.rst.gz", "usr/share/doc/*/html/_sources/**/*.txt"):
+    for pattern in (
+        "usr/share/doc/*/**/*.rst",
+        "usr/share/doc/*/**/*.rst.gz",
+        "usr/share/doc/*/html/_sources/**/*.txt",
+    ):
         for path in sorted(debian.glob(pattern)):
             if not path.is_symlink():
                 content = path.read_bytes()

@@ -20,6 +20,7 @@ from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm, rms_norm_amax
 from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Recipe, Role, absolute_maximum
 from pentad.kernels.glu import Activation, glu, glu_backward
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.linear.fp8_samples import Fp8Samples, PendingSamples
 
 Operand = Tensor | Fp8Forms
 Group = dist.ProcessGroup | None
@@ -56,15 +57,22 @@ class NormedSaved(NamedTuple):
 
 
 class Casts:
-    """The casts of a stage. Its weights in 8 bits are kept until `weights_changed`."""
+    """The casts of a stage. Its weights in 8 bits are kept until `weights_changed`; `samples` are those of the current
+    step, if it is sampled."""
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         require_units(recipe, device)
         self.recipe = recipe
+        self.samples: Fp8Samples | None = None
         self._weights: dict[int, Fp8Forms] = {}  # by address
 
     def weights_changed(self) -> None:
         self._weights.clear()
+
+    def take_samples(self) -> PendingSamples | None:
+        """What a sampled step has counted; later products are not counted."""
+        samples, self.samples = self.samples, None
+        return None if samples is None else samples.take()
 
     def weight(self, weight: Tensor, split: SplitOver) -> Fp8Forms:
         """Both forms of a matrix [N, K]; `split.tokens` are the ranks that split N."""

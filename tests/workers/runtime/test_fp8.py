@@ -13,6 +13,7 @@ from resume import assert_repeatable
 from pentad.schedules.spec.model import MLA, Experts, Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.linear.fp8_samples import merged
 
 # Whole tiles of 128 on two tensor ranks.
 MODEL = ModelSpec(layers=4, hidden=128, heads=2, kv_heads=2, head_dim=128, ffn=256, vocab=300)
@@ -74,3 +75,27 @@ def test_losses_in_8_bits_stay_close_to_those_of_the_compute_dtype(fleet, corpus
     for losses in found:
         assert losses != want
         assert losses == pytest.approx(want, rel=3e-2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "sizes"),
+    [
+        (BLOCK, "1f1b", {"tp": 2, "layers": 1}),
+        pytest.param(TENSOR, "zb-h2", {"pp": 2, "tp": 2, "recompute": "selective"}, marks=pytest.mark.slow),
+        pytest.param(ROW, "dualpipev", {"pp": 2, "cp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_samples_of_operands_are_those_of_one_process(fleet, corpus, spec, name, sizes):
+    """Every second step: maxima, and the shares of values at both ends of what 8 bits have."""
+    plan = fp8_plan(replace(spec, sample_every=2), name, sizes, corpus)
+    alone = fp8_plan(plan.fp8, "1f1b", {"layers": plan.model.layers}, corpus)
+    outcomes, (want,) = fleet.run(plan, [(0, 3)]), fleet.run(replace(alone, batch=plan.batch), [(0, 3)])
+    for step in range(3):
+        found = merged(each for outcome in outcomes for each in outcome.results[step].fp8)
+        single = merged(want.results[step].fp8)
+        assert found.keys() == single.keys() and len(found) == (12 * plan.model.layers if step % 2 == 0 else 0)
+        for key, each in found.items():
+            assert each.amax == pytest.approx(single[key].amax, rel=1e-6)
+            for count in ("saturated", "underflowed"):
+                share = getattr(each, count) / each.values
+                assert share == pytest.approx(getattr(single[key], count) / single[key].values, abs=1e-6)
