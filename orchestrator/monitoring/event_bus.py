@@ -11,9 +11,9 @@ from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.evaluations import evaluation_state
-from pentad.orchestrator.monitoring.fp8_health import Fp8Health
 from pentad.orchestrator.monitoring.run_state import RankView, RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import RunFolder
+from pentad.orchestrator.records.fp8_health import Fp8Health
 from pentad.schedules.simulate.timeline import Span
 
 

@@ -40,7 +40,7 @@ def _is_by_source(value: Any) -> bool:
 
 
 def _is_fp8(value: Any) -> bool:
-    """As `orchestrator.monitoring.fp8_health.fp8_row` writes it."""
+    """As `orchestrator.records.fp8_health.fp8_row` writes it."""
     operands = value.values() if isinstance(value, dict) else (None,)
     return all(
         isinstance(sample, dict)

@@ -10,8 +10,8 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from pentad.orchestrator.monitoring.fp8_health import fp8_row
 from pentad.orchestrator.planning.estimate import costs_of, mfu, read_costs
+from pentad.orchestrator.records.fp8_health import fp8_row
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span, Timeline

@@ -31,8 +31,8 @@ ROW = {
     **{"step": 0, "loss": 2.5, "grad_norm": 0.75, "lr": 1e-3, "tokens": 2048, "step_seconds": 0.3},
     **{"tokens_per_second": 6826.0, "mfu": 0.4, "bubble_planned": 0.125, "bubble_measured": 0.25, "generation": 1},
     **{"skipped": False, "peak_bytes": 5 << 30, "host_seconds": 0.01},
+    "fp8": {"layers.0.mlp.down": {"weight": {"amax": None, "saturated": 0.01, "underflowed": 0.5}}},
 }
-SAMPLED = {"fp8": {"layers.0.mlp.down": {"weight": {"amax": None, "saturated": 0.01, "underflowed": 0.5}}}}
 GPU = GpuState(10 << 30, 80 << 30, 512.5, 1.98e9, 61.0, 2, ("power",))
 RECOVERED = {
     **{"event": "recovered", "time": 1.7e9, "generation": 2, "step": 3, "mesh": "pp3", "how": "shrink"},
@@ -90,7 +90,7 @@ def exporter() -> Iterator[Exporter]:
 def full(exporter: Exporter) -> Exporter:
     """An exporter that has received every kind of update."""
     exporter.on_ranks_placed(view_of(Mesh(pp=4), next_evaluation=8))
-    exporter.on_steps([ROW | SAMPLED], [spans_of(4, 100)])
+    exporter.on_steps([ROW], [spans_of(4, 100)])
     losses = {"holdout": 3.5, "code": None}
     exporter.on_evaluation([{"step": 4, "seconds": 0.5, "data": name, "loss": losses[name]} for name in losses], ())
     exporter.on_gpu_states(dict.fromkeys(range(4), GPU))
@@ -126,13 +126,8 @@ def test_a_step_exports_the_values_of_its_row(full: Exporter) -> None:
     assert (value(samples, "pentad_bubble_ratio"), value(samples, "pentad_bubble_planned_ratio")) == (0.25, 0.125)
     assert (value(samples, "pentad_tokens_total"), value(samples, "pentad_step_duration_seconds_sum")) == (2048, 0.3)
     assert value(samples, "pentad_gpu_memory_peak_bytes") == 5 << 30
-
-
-def test_a_sampled_step_exports_how_operands_fit_into_8_bits(full: Exporter) -> None:
-    samples, at = scrape(full), {"parameter": "layers.0.mlp.down", "operand": "weight"}
-    assert math.isnan(value(samples, "pentad_fp8_amax", **at))
-    assert value(samples, "pentad_fp8_saturated_ratio", **at) == 0.01
-    assert value(samples, "pentad_fp8_underflowed_ratio", **at) == 0.5
+    assert math.isnan(value(samples, "pentad_fp8_amax", parameter="layers.0.mlp.down", operand="weight"))
+    assert [value(samples, f"pentad_fp8_{each}ed_ratio") for each in ("saturat", "underflow")] == [0.01, 0.5]
 
 
 def test_an_evaluation_exports_a_loss_for_each_data_set(full: Exporter) -> None:

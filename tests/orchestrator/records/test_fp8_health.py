@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from pentad.orchestrator.loggers.logger import scalars
-from pentad.orchestrator.monitoring.fp8_health import Fp8Health, fp8_row
+from pentad.orchestrator.records.fp8_health import Fp8Health, fp8_row
 from pentad.orchestrator.records.json_rows import checked_row
 from pentad.workers.linear.fp8_samples import Fp8Sample
 
