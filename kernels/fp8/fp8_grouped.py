@@ -75,7 +75,7 @@ def accumulate_fp8_grouped_gradient_(
         for n in range(left.scales.shape[1] if start < end else 0):
             for k in range(right.scales.shape[1]):
                 rows, columns = slice(n * tiles[0], (n + 1) * tiles[0]), slice(k * tiles[1], (k + 1) * tiles[1])
-                scale = left.scales[start:end, n, None] * right.scales[start:end, k, None]
+                scale = left.scales[start:end, n, None].to(main.dtype) * right.scales[start:end, k, None]
                 scaled = (right.values[start:end, columns].to(main.dtype) * scale).to(dtype).to(main.dtype)
                 product[rows, columns] = left.values[start:end, rows].to(main.dtype).t() @ scaled
         main[expert].copy_(product) if overwrite else main[expert].add_(product)

@@ -111,7 +111,7 @@ class Layer:
 
     def products(self) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
         """(in bfloat16, in 8 bits), of gate_up."""
-        rows, offsets, index = self.rows, self.rows.offsets, self.rows.tokens
+        offsets, index = self.rows.offsets, self.rows.tokens
         gathered = gather_rows(self.x, index, offsets)
         wide = random(gathered.shape[0], 2 * self.shape.width)
         x, dy = fp8_cast(self.x, BLOCK, "activation").rows, fp8_cast(wide, BLOCK, "gradient").rows

@@ -14,11 +14,12 @@ from typing import Any
 
 def stamp(machine: str = "") -> dict[str, str]:
     """What a result needs to be reproduced; `machine` defaults to a description of the CPUs and of the versions."""
-    python = f"Python {sys.version.split()[0]}, Ray {version('ray')}"
+    if not machine:
+        machine = f"{os.cpu_count()} cores, {sys.platform}, Python {sys.version.split()[0]}, Ray {version('ray')}"
     return {
         "command": f"PYTHONPATH=.typings:tests/support python {' '.join(sys.argv)}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
-        "machine": machine or f"{os.cpu_count()} cores, {sys.platform}, {python}",
+        "machine": machine,
     }
 
 

@@ -18,6 +18,8 @@ from pentad.workers.linear.fp8_samples import merged
 # Whole tiles of 128 on two tensor ranks.
 MODEL = ModelSpec(layers=4, hidden=128, heads=2, kv_heads=2, head_dim=128, ffn=256, vocab=300)
 MIXTURE = replace(MODEL, experts=Experts(4, 2, 24, first_k_dense=2))
+WIDE_EXPERTS = replace(MODEL, experts=Experts(4, 2, 256, first_k_dense=1, shared_intermediate_size=24))
+EXPERTS = Fp8Spec("block", experts=True)
 LATENT = replace(MODEL, mla=MLA(128, 128, qk_nope_head_dim=128, qk_rope_head_dim=128, v_head_dim=128))
 LENGTH = 128  # tokens of a sequence on a context rank, at least
 BLOCK, TENSOR, ROW = Fp8Spec("block"), Fp8Spec("tensor", "e5m2"), Fp8Spec("row", power_of_two=True)
@@ -36,6 +38,10 @@ CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     *((spec, "1f1b", {"pp": 2, "dp": 2, **ZERO_3}) for spec in (BLOCK, TENSOR)),
     (replace(BLOCK, skip_first=1, skip_last=1), "interleaved", {"pp": 2}),
     (BLOCK, "zb-h1", {"pp": 2, "ep": 2, "model": MIXTURE}),
+    (EXPERTS, "1f1b", {"ep": 2, "layers": 2, "model": WIDE_EXPERTS}),
+    (EXPERTS, "zb-h1", {"pp": 2, "ep": 2, "recompute": "selective", "model": WIDE_EXPERTS}),
+    (replace(EXPERTS, gradients="e5m2"), "zb-v", {"pp": 2, "tp": 2, "recompute": "full", "model": WIDE_EXPERTS}),
+    (EXPERTS, "1f1b", {"pp": 2, "dp": 2, "model": WIDE_EXPERTS, **ZERO_3}),
     (BLOCK, "dualpipev", {"pp": 2, "tp": 2, "model": LATENT}),
     *((spec, "1f1b", {"tp": 2, "layers": 2, "model": LATENT}) for spec in (TENSOR, ROW)),
     (replace(BLOCK, power_of_two=True, gradients="e5m2"), "zb-h2", {"pp": 2, "post_validation": True}),
