@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def fp8_grouped_gemm(
 ) -> Tensor:
     """Launches the kernel; see `pentad.kernels.fp8.fp8_grouped.fp8_grouped_gemm`."""
     if dtype == torch.float64:
-        return reference.fp8_grouped_gemm.__wrapped__(x, weights, offsets, dtype, index)
+        return unwrap(reference.fp8_grouped_gemm)(x, weights, offsets, dtype, index)
     experts, n, k = weights.values.shape
     rows = x.values.shape[0] if index is None else index.shape[0]
     assert x.values.shape[1] == k and x.values.stride(1) == 1 and weights.values.stride(2) == 1
@@ -127,9 +128,7 @@ def accumulate_fp8_grouped_gradient_(
 ) -> None:
     """Launches the kernel; see `pentad.kernels.fp8.fp8_grouped.accumulate_fp8_grouped_gradient_`."""
     if main.dtype == torch.float64:
-        reference.accumulate_fp8_grouped_gradient_.__wrapped__(
-            dy, x, main, offsets, dtype, indices, overwrite=overwrite
-        )
+        unwrap(reference.accumulate_fp8_grouped_gradient_)(dy, x, main, offsets, dtype, indices, overwrite=overwrite)
         return
     experts, n, k = main.shape
     assert main.is_contiguous() and dy.values.is_contiguous() and x.values.is_contiguous()
