@@ -6,8 +6,10 @@ python tests/bench/real_texts.py debian texts --only essays dictionary code manu
 pentad data build 'texts/*.jsonl' corpus
 PYTHONPATH=.typings:tests/support python tests/bench/fp8_loss.py corpus --json FILE --svg FILE
 
-No sequence is repeated: 500 steps of 12,288 tokens read less than half of the corpus. The exit status is 0 if every
-recipe ends within 0.3 % of bfloat16 and, after WARMUP steps, no mean of WINDOW steps is more than 1 % from its.
+No sequence is repeated: 500 steps of 12,288 tokens read less than half of the corpus. RECIPE/N cuts a step into N
+microbatches: the same sums, rounded otherwise, so `compute/2` shows how far two runs in bfloat16 are apart. The exit
+status is 0 if every run ends within 0.3 % of bfloat16 and, after WARMUP steps, no mean of WINDOW steps is more than 1 %
+from its.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ WARMUP, WINDOW = 100, 20  # steps
 END, APART = 0.003, 0.01  # relative to bfloat16's loss
 
 
-def overrides(args: argparse.Namespace, recipe: str) -> list[str]:
+def overrides(args: argparse.Namespace, run: str) -> list[str]:
+    recipe, _, microbatches = run.partition("/")
     return [
         f"data.path={args.corpus}",
         f"precision.matmul={recipe}",
         f"run.steps={args.steps}",
-        *("model.vocab=32768", "mesh.pp=1", "schedule.name=1f1b", "schedule.microbatches=1"),
+        *("model.vocab=32768", "mesh.pp=1", "schedule.name=1f1b"),
+        f"schedule.microbatches={microbatches or 1}",
         *("batch.global_batch_size=6", "batch.sequence_length=2048", "optimizer.warmup_steps=50"),
         *args.overrides,
     ]
@@ -67,7 +71,7 @@ def main() -> int:
     parser.add_argument("corpus", type=Path, help="folder that `pentad data build` wrote")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--recipes", nargs="+", default=RECIPES[1:])
+    parser.add_argument("--recipes", nargs="+", default=RECIPES[1:], metavar="RECIPE[/N]")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path)
     parser.add_argument("overrides", nargs="*", help="of the configuration, key=value")
