@@ -72,6 +72,13 @@ def test_repeated_and_resumed_runs_in_8_bits_are_bit_identical(fleet, corpus, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"pp": 2, "ep": 2}, {"dp": 2, "ep": 2, **ZERO_3}])
+def test_repeated_and_resumed_runs_of_experts_in_8_bits_are_bit_identical(fleet, corpus, tmp_path, sizes):
+    plan = fp8_plan(EXPERTS, "zb-h1" if "pp" in sizes else "1f1b", {"model": WIDE_EXPERTS, **sizes}, corpus)
+    assert_repeatable(fleet, replace(plan, dtype="float32"), tmp_path)
+
+
+@pytest.mark.slow
 def test_losses_in_8_bits_stay_close_to_those_of_the_compute_dtype(fleet, corpus):
     """Over 16 steps at a high learning rate, in which the loss falls by more than a tenth."""
     plan = replace(fp8_plan(BLOCK, "zb-h2", {"pp": 2}, corpus), dtype="float32")
