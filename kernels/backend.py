@@ -21,7 +21,8 @@ def triton_on_gpu(reference: Callable[P, R]) -> Callable[P, R]:
     """Decorates an operation in torch, for any dtype and device, that has a Triton twin: the function of the same name
     and arguments in MODULE_triton.py.
 
-    The twin runs if the first argument is a GPU tensor, unless it is float64, which serves exactness tests.
+    The twin runs if the first argument, or its first field, is a GPU tensor, unless it is float64, which serves
+    exactness tests.
     """
 
     @functools.cache
@@ -31,7 +32,7 @@ def triton_on_gpu(reference: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(reference)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        x = args[0]
+        x = args[0][0] if isinstance(args[0], tuple) else args[0]
         assert isinstance(x, Tensor)
         return (twin() if x.is_cuda and x.dtype != torch.float64 else reference)(*args, **kwargs)
 

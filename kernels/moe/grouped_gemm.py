@@ -23,7 +23,7 @@ def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     The gradient of x is `grouped_gemm` of the result's gradient with `weights.transpose(1, 2)`.
     """
     y = x.new_empty(x.shape[0], weights.shape[1])
-    for expert, (start, end) in enumerate(_spans(offsets)):
+    for expert, (start, end) in enumerate(spans(offsets)):
         torch.mm(x[start:end], weights[expert].t(), out=y[start:end])
     return y
 
@@ -38,10 +38,10 @@ def accumulate_grouped_gradient_(
     main [E, N, K] is float32, or float64 for float64 inputs. No product is rounded to 16 bits, and rows are added in
     order.
     """
-    for expert, (start, end) in enumerate(_spans(offsets)):
+    for expert, (start, end) in enumerate(spans(offsets)):
         accumulate_gradient_(main[expert], dy[start:end], x[start:end], overwrite=overwrite)
 
 
-def _spans(offsets: Tensor) -> list[tuple[int, int]]:
+def spans(offsets: Tensor) -> list[tuple[int, int]]:
     """(first, end) of each expert's rows; waits for the device."""
     return list(itertools.pairwise([0, *offsets.tolist()]))

@@ -172,7 +172,7 @@ class PrecisionSection(Section):
     """numbers that the projections of decoder layers multiply, forward and backward. compute: those of
     precision.compute. fp8-...: 8-bit floating point, with one scale a tensor, one a row, or one for every 128 values of
     activations and 128 x 128 of weights as in DeepSeek-V3; on CPUs emulated. Embedding, head, norms, routers,
-    experts, projections to latents (MLA) and the core of attention stay in precision.compute"""
+    shared experts, projections to latents (MLA) and the core of attention stay in precision.compute"""
     fp8_gradients: Literal["e4m3", "e5m2"] = "e4m3"
     """8-bit format of the gradients of activations: e5m2 has more range and less precision; weights and activations are
     e4m3"""
@@ -182,6 +182,12 @@ class PrecisionSection(Section):
     """decoder layers at the start of the model that multiply in precision.compute"""
     fp8_skip_last_layers: NonNegativeInt = 0
     """decoder layers at the end of the model that multiply in precision.compute"""
+    fp8_experts: Literal["auto", "always", "never"] = "auto"
+    """whether experts multiply in 8 bits too, with fp8-block; auto: unless they are so small that casts take longer
+    than products gain, which the plan says"""
+    fp8_sample_every: NonNegativeInt = 100
+    """steps from one to the next in which absolute maxima, saturated and underflowed values of all operands in 8 bits
+    are counted; 0: never. Other steps cost nothing"""
     deterministic: bool = True
     """use kernels whose results are bit-identical in every run, at some cost in speed"""
 

@@ -13,6 +13,7 @@ from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.evaluations import evaluation_state
 from pentad.orchestrator.monitoring.run_state import RankView, RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import RunFolder
+from pentad.orchestrator.records.fp8_health import Fp8Health
 from pentad.schedules.simulate.timeline import Span
 
 
@@ -24,6 +25,7 @@ class EventBus:
     ) -> None:
         self.config, self.folder, self.display = config, folder, display
         self.watchers: list[Watcher] = []
+        self.fp8_health = Fp8Health()
         self.on_first_step: Callable[[], None] = lambda: None
         plan = folder.plan
         self.view = RunView(
@@ -92,6 +94,9 @@ class EventBus:
                 self.display.note(f"step {row['step']} {_skip_reason(row)}: its update was skipped")
                 facts = {key: row[key] for key in ("generation", "step", "loss", "grad_norm")}
                 self.record("skip", **facts)
+            for warning in self.fp8_health.warnings(row):
+                self.display.note(f"step {row['step']}: {warning}")
+                self.record("fp8 warning", step=row["step"], warning=warning)
         self.on_first_step()
         self.on_first_step = lambda: None
         for watcher in self.watchers:

@@ -34,6 +34,7 @@ FAULTS = ("killed", "hang", "node", "error", "drain")
 DETECTORS = ("ray", "heartbeat", "deadline", "peer", "notice")
 CHECKPOINT_STAGES = {"snapshot": "snapshot_seconds", "wait": "waited_seconds", "disk": "seconds"}  # keys of the event
 PHASES = ("detect", "fence", "place", "connect", "state")
+FP8: Labels = ("parameter", "operand")
 TENSORS = {"loss": "loss", "grad_norm": "gradient"}
 
 
@@ -70,6 +71,13 @@ METRICS = {
     "pentad_loss": Metric("gauge", "Loss per token of the last step, NaN when it was not finite."),
     "pentad_grad_norm": Metric("gauge", "Global gradient norm before clipping, NaN when it was not finite."),
     "pentad_learning_rate": Metric("gauge", "Learning rate of the last step.", row="lr"),
+    "pentad_fp8_amax": Metric(
+        "gauge", "Absolute maximum of an operand in 8 bits in the last step that was sampled, NaN if not finite.", FP8
+    ),
+    "pentad_fp8_saturated_ratio": Metric(
+        "gauge", "Share of its values with the largest magnitude that 8 bits have.", FP8
+    ),
+    "pentad_fp8_underflowed_ratio": Metric("gauge", "Share of its values that are zero in 8 bits.", FP8),
     "pentad_nonfinite_values_total": Metric(
         "counter", "Steps with a non-finite loss or gradient norm; the latter skip their update.", ("tensor",)
     ),
@@ -275,6 +283,12 @@ class Exporter(Watcher, Collector):
         for name, metric in METRICS.items():
             if metric.row and row[metric.row] is not None:
                 self._put(name, row[metric.row])
+        for parameter, operands in row.get("fp8", {}).items():
+            for operand, sample in operands.items():
+                at = parameter, operand
+                self._put("pentad_fp8_amax", nan if sample["amax"] is None else sample["amax"], *at)
+                self._put("pentad_fp8_saturated_ratio", sample["saturated"], *at)
+                self._put("pentad_fp8_underflowed_ratio", sample["underflowed"], *at)
         if row["peak_bytes"]:  # not measured on a CPU
             self._put("pentad_gpu_memory_peak_bytes", row["peak_bytes"])
         if row["step"] > self._furthest:  # replayed steps are not productive

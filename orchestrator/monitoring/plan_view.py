@@ -15,6 +15,7 @@ from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.planning.estimate import ON_HOST, memories
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
+from pentad.orchestrator.planning.fp8_experts import why_not
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Bubble
@@ -73,6 +74,9 @@ def facts_table(plan: Plan) -> Table:
         layers = "all layers" if end - first == model.layers else f"layers {first} to {end - 1}"
         scales = {"tensor": "a scale per tensor", "row": "a scale per row", "block": "scales per 1 x 128 and 128 x 128"}
         facts["matmul"] = f"FP8 in {layers}, {scales[plan.fp8.scaling]}, gradients {plan.fp8.gradients}"
+        if model.experts is not None:
+            reason = why_not(model, plan.fp8.scaling, plan.mesh, batch.tokens) or "precision.fp8_experts is never"
+            facts["experts"] = "FP8, W in the compute dtype" if plan.fp8.experts else f"{plan.dtype}: {reason}"
     if plan.zero:
         shards = max(map(plan.num_zero_shards, plan.param_shards))
         facts["zero"] = f"stage {plan.zero}, {shards} shards of a pipeline stage"

@@ -172,7 +172,8 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
     shared = experts.shared_intermediate_size // piece.mesh.tp
     group_tokens = ep * tokens
     rows = group_tokens * min(experts.top_k, local)
-    copy, received = piece.copy(hidden), 0 if ep == 1 else group_tokens * hidden * c
+    copy, in_8_bits = piece.copy(hidden), piece.casts_experts
+    received = 0 if ep == 1 else piece.expert_rows(group_tokens, hidden)
     loads = 1 + (experts.aux_loss_coef > 0 and piece.mesh.cp > 1)
     yield Allocation("scores and weights", "F-B", tokens * (experts.num_experts + experts.top_k) * wide)
     if experts.router_z_loss_coef:
@@ -185,16 +186,20 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
     )
     yield Allocation("received tokens", "F-W", received)
     yield Allocation("gate and up", "F-B", 2 * (rows * width + tokens * shared) * c, recompute="selective")
-    if ep == 1 or shared:
+    if (ep == 1 and not in_8_bits) or shared:
         yield Allocation(OUTPUT_GRADIENT, "B-W", tokens * hidden * c)
     yield Allocation("received gradients", "B-W", received)
-    yield Allocation("gated, gradients of gate and up", "B-W", 3 * (rows * width + tokens * shared) * c)
+    if ep == 1 and in_8_bits:
+        yield Allocation("tokens and their gradients, cast", "B-W", 2 * piece.expert_rows(tokens, hidden))
+    inner = piece.expert_rows(rows, 3 * width) + 3 * tokens * shared * c
+    yield Allocation("gated, gradients of gate and up", "B-W", inner)
     yield Allocation("gradients of the router's logits", "B-W", tokens * experts.num_experts * c)
     yield Allocation("gathered input", "B-W", copy)
+    # products in 8 bits read tokens where they are, and have casts instead
     sorted_rows = (rows * (hidden + width) + group_tokens * hidden) * c
     yield Allocation("sorted rows and results", "F", sorted_rows + copy)
     yield Allocation("sorted rows and gradients", "B", sorted_rows + copy)
-    yield Allocation("sorted rows", "W", rows * hidden * c)
+    yield Allocation("sorted rows", "W", 0 if in_8_bits else rows * hidden * c)
     if has_biases:
         yield Allocation("gradient of the router's bias", "B-W", experts.num_experts * wide)
         yield Allocation("factors of the gradients of biases", "B-W", 2 * rows * c)

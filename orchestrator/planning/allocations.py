@@ -73,7 +73,7 @@ class Piece(NamedTuple):
         return self if self.fp8 is None or self.fp8.covers(layer, layers) else self._replace(fp8=None)
 
     def of_network(self, has_experts: bool) -> Piece:
-        """Of a feed-forward network: experts have no products in 8 bits."""
+        """Of a feed-forward network: what feeds experts, as a router reads it too, is not cast by its norm."""
         return self._replace(fp8=None) if has_experts else self
 
     @property
@@ -97,6 +97,16 @@ class Piece(NamedTuple):
     def operand(self, width: int) -> int:
         """Bytes of what W reads of a tensor [T, width]."""
         return self.cast(width) or self.tokens * width * self.itemsize
+
+    @property
+    def casts_experts(self) -> bool:
+        return self.fp8 is not None and self.fp8.experts
+
+    def expert_rows(self, rows: int, width: int) -> int:
+        """Bytes of rows [rows, width] of the experts' products, in 8 bits with a scale for each 128 values."""
+        if self.casts_experts:
+            return rows * width + rows * width // FP8_TILE * BYTES["float32"]
+        return rows * width * self.itemsize
 
     def copy(self, hidden: int) -> int:
         """Bytes of a gathered stream, 0 without other tp ranks."""

@@ -201,14 +201,19 @@ def _add_context_parallel(found: CommVolume, model: ModelSpec, piece: Piece, pha
 
 
 def _add_expert_parallel(found: CommVolume, hidden: int, experts: Experts, piece: Piece, phase: Phase) -> None:
-    """Tokens are dispatched and results combined, with choices and weights in F and weights' gradients in B. On a GPU
+    """Tokens are dispatched, in 8 bits where experts multiply in 8, and results combined, with choices and weights in F
+    and weights' gradients in B. On a GPU
     every rank of a group gets all tokens; on a CPU those it has experts for, here as many as even routing gives."""
     ep, is_gathered = piece.mesh.ep, piece.device == "cuda"
     share = 1.0 if is_gathered else _routed_share(experts, experts.num_experts // ep)
     tokens = round(piece.tokens * (ep - 1) * share)
     weights = experts.top_k * (piece.wide if phase == "B" else 2 * (INDEX if piece.dtype == "float64" else 4))
     kinds = ("all_gather", "reduce_scatter") if is_gathered else ("all_to_all", "all_to_all")
-    found.add("ep", kinds[0], 1, tokens * hidden * piece.itemsize)
+    if piece.casts_experts:  # values and scales
+        found.add("ep", kinds[0], 1, tokens * hidden)
+        found.add("ep", kinds[0], 1, piece.expert_rows(tokens, hidden) - tokens * hidden)
+    else:
+        found.add("ep", kinds[0], 1, tokens * hidden * piece.itemsize)
     found.add("ep", kinds[1], 1, tokens * hidden * piece.itemsize)
     found.add("ep", kinds[phase == "B"], 1, tokens * weights)
     if not is_gathered and phase != "B":  # how many tokens each rank sends

@@ -14,7 +14,14 @@ from typing import NamedTuple
 from pentad.orchestrator.planning.activation_peaks import stage_activations
 from pentad.orchestrator.planning.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import Phase, stage_volume
-from pentad.orchestrator.planning.hardware import FP8_SPEEDUPS, Rates, link_of, rates_of, spans_hosts
+from pentad.orchestrator.planning.hardware import (
+    EXPERT_FLOPS,
+    FP8_SPEEDUPS,
+    Rates,
+    link_of,
+    rates_of,
+    spans_hosts,
+)
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.lora import LoraSpec, adapter_tensors, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Axis, Mesh
@@ -124,14 +131,19 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
     attended = sum(model.attended_length(layer, length) for layer in range(first, end))
     attention = tokens * attended * model.heads * (model.qk_head_dim + value) / flops
     linear = 2 * tokens * sum(_active_parameters(model, layer) for layer in range(first, end)) / flops
+    expert_gain = 0.0  # in F and B
     width = model.ffn  # of all networks that a token passes in a layer
     if experts is not None:
         width = experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
         routed = max(0, end - max(first, experts.first_k_dense)) * experts.top_k
         grouped = 3 * model.hidden * experts.intermediate_size * routed
         linear += 2 * tokens * grouped * (1 / GROUPED_EFFICIENCY - 1) / flops
+        if piece.casts_experts and piece.device == "cuda":
+            gain = 1 - EXPERT_FLOPS["compute"] / EXPERT_FLOPS["block"]
+            expert_gain = 2 * tokens * grouped / GROUPED_EFFICIENCY * gain / flops
     if piece.fp8 is not None and piece.device == "cuda":
-        covered = sum(math.prod(each.shape) for each in fp8_matrices(model, piece.fp8, range(first, end)))
+        matrices = fp8_matrices(model, piece.fp8, range(first, end))
+        covered = sum(math.prod(each.shape) for each in matrices if not each.experts)
         linear -= 2 * tokens * covered * (1 - 1 / FP8_SPEEDUPS[piece.fp8.scaling]) / flops
     head = 2 * tokens * model.vocab * model.hidden * (1 + mtp_layers) / flops if is_last else 0.0
     linear += 2 * tokens * 2 * model.hidden**2 * mtp_layers / flops  # joins streams and embeddings
@@ -139,8 +151,9 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
     elementwise = count * tokens * piece.itemsize * (8 * model.hidden + 3 * width) / piece.mesh.tp / rates.memory
     wide_product = 4 * tokens * count * model.hidden * width / flops  # at most: in 8 bits it takes less
     return StageSeconds(
-        forward=linear + attention + head + elementwise,
-        backward=linear + 2.5 * attention + head + 1.5 * elementwise,  # five products of scores instead of two
+        forward=linear - expert_gain + attention + head + elementwise,
+        # five products of scores instead of two
+        backward=linear - expert_gain + 2.5 * attention + head + 1.5 * elementwise,
         weight=linear + head,
         selective=wide_product + elementwise / 2,
         # the product of the feed-forward with its down projection is what nothing needs again

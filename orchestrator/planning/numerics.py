@@ -6,6 +6,7 @@ import re
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.allocations import FP8_TILE
+from pentad.orchestrator.planning.fp8_experts import in_8_bits
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling
 from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
@@ -54,7 +55,8 @@ def fp8_spec(config: RunConfig, model: ModelSpec) -> Fp8Spec | None:
         keys = f"precision.fp8_skip_first_layers + precision.fp8_skip_last_layers is {sum(skipped)}"
         raise PentadError(f"{keys}: expected fewer than model.layers = {model.layers}, or precision.matmul = compute")
     scaling = SCALINGS[given.matmul]
-    return Fp8Spec(scaling, given.fp8_gradients, given.fp8_power_of_two_scales, *skipped)
+    recipe = scaling, given.fp8_gradients, given.fp8_power_of_two_scales
+    return Fp8Spec(*recipe, *skipped, given.fp8_sample_every, in_8_bits(config, model))
 
 
 def require_fp8(plan: Plan, gpu: str) -> None:

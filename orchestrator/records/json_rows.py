@@ -39,6 +39,18 @@ def _is_by_source(value: Any) -> bool:
     )
 
 
+def _is_fp8(value: Any) -> bool:
+    """As `orchestrator.records.fp8_health.fp8_row` writes it."""
+    operands = value.values() if isinstance(value, dict) else (None,)
+    return all(
+        isinstance(sample, dict)
+        and _is_measured(sample.get("amax", ""))
+        and all(_is_number(sample.get(share)) for share in ("saturated", "underflowed"))
+        for each in operands
+        for sample in (each.values() if isinstance(each, dict) else (None,))
+    )
+
+
 def _is_ranges(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(each, list) and len(each) == 2 and all(map(_is_count, each)) for each in value
@@ -57,6 +69,7 @@ _KINDS = {  # of a field, wherever it is
     **dict.fromkeys(("step_seconds", "tokens_per_second"), _MEASURED),
     "time": Kind("Unix seconds", lambda value: _is_number(value) and 0 <= value < 1e11),
     "sources": Kind("loss and target_tokens by name", _is_by_source),
+    "fp8": Kind("amax, saturated and underflowed by parameter and operand", _is_fp8),
     "skipped_batches": Kind("pairs of counts", _is_ranges),
 }
 

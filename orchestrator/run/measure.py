@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from pentad.orchestrator.planning.estimate import costs_of, mfu, read_costs
+from pentad.orchestrator.records.fp8_health import fp8_row
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span, Timeline
@@ -128,6 +129,7 @@ class History:
             "host_seconds": max(result.host_seconds for result in step),
             "data_wait_seconds": max(result.data_wait_seconds for result in step),
             **self._sources(step),
+            **fp8_row(sample for result in step for sample in result.fp8),
         }
 
     def _sources(self, step: Sequence[StepResult]) -> dict[str, Any]:

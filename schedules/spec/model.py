@@ -120,9 +120,10 @@ class CustomModel:
 
 @dataclass(frozen=True)
 class Fp8Spec:
-    """Products of decoder layers in 8 bits: the projections of attention, except those to latents, and of dense
-    feed-forward networks, not of experts; in F, B and W. `scaling` and the other two are the recipe's
-    (kernels/fp8/fp8_tensor.py). The first and last layers of the model, so many each, stay in the compute dtype.
+    """Products of decoder layers in 8 bits: the projections of attention, except those to latents, of dense
+    feed-forward networks, and of `experts`, with scales of blocks; in F, B and W. `scaling` and the other two are the
+    recipe's (kernels/fp8/fp8_tensor.py). The first and last layers of the model, so many each, stay in the compute
+    dtype. Every `sample_every` steps it is counted how well operands fit into 8 bits (0: never).
     """
 
     scaling: Scaling
@@ -130,6 +131,11 @@ class Fp8Spec:
     power_of_two: bool = False
     skip_first: int = 0
     skip_last: int = 0
+    sample_every: int = 0
+    experts: bool = False
+
+    def samples(self, step: int) -> bool:
+        return self.sample_every > 0 and step % self.sample_every == 0
 
     def covers(self, layer: int, layers: int) -> bool:
         """Whether layer number `layer` of so many has products in 8 bits."""

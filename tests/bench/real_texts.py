@@ -1,10 +1,12 @@
-"""Writes three real texts as essays.jsonl, dictionary.jsonl and code.jsonl: one document a line, eight megabytes each.
+"""Writes real texts, each as NAME.jsonl with one document a line: by default three, of eight megabytes each.
 
 apt-get download anarchism dict-gcide && for package in *.deb; do dpkg-deb -x "$package" debian; done
 python tests/bench/real_texts.py debian OUT
 
 Essays are pages of An Anarchist FAQ, entries those of the Collaborative International Dictionary of English, and code
 is the standard library of this Python. They are ordered by hash, so that the last documents are like the others.
+`--only manuals kernel` writes others instead: documentation of Linux, Python and Perl (linux-doc-6.1, python3.11-doc,
+perl-doc), and the C sources of Linux (linux-source-6.1).
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import hashlib
 import json
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
 from html.parser import HTMLParser
 from itertools import accumulate, takewhile
 from pathlib import Path
 
-BYTES = 8_000_000  # of each text
+KERNEL = "usr/src/linux-source-6.1.tar.xz"
 BLOCKS = {"p", "br", "li", "ul", "ol", "div", "h1", "h2", "h3", "h4", "blockquote", "hr"}
 NO_SOURCES = {"site-packages", "test", "tests", "pydoc_data", "encodings"}  # prose and tables among the code
 
@@ -63,23 +66,57 @@ def code() -> Iterator[str]:
             yield path.read_text("utf-8", errors="replace")
 
 
-def documents(found: Iterable[str]) -> list[str]:
-    """Distinct documents in the order of their hashes, of BYTES together."""
+def manuals(debian: Path) -> Iterator[str]:
+    """In reStructuredText and in Perl's pod."""
+    for pattern in (
+        "usr/share/doc/*/**/*.rst",
+        "usr/share/doc/*/**/*.rst.gz",
+        "usr/share/doc/*/html/_sources/**/*.txt",
+    ):
+        for path in sorted(debian.glob(pattern)):
+            if not path.is_symlink():
+                content = path.read_bytes()
+                content = gzip.decompress(content) if path.suffix == ".gz" else content
+                yield content.decode("utf-8", errors="replace")
+    for path in sorted(debian.glob("usr/share/perl/*/**/*.pod")):
+        yield path.read_text("utf-8", errors="replace")
+
+
+def kernel(debian: Path) -> Iterator[str]:
+    """One in eight of the C files, which are enough; headers of registers are tables of numbers."""
+    with tarfile.open(debian / KERNEL, "r|xz") as archive:
+        for member in archive:
+            if member.name.endswith(".c") and hashlib.sha256(member.name.encode()).digest()[0] % 8 == 0:
+                content = archive.extractfile(member)
+                assert content is not None
+                yield content.read().decode("utf-8", errors="replace")
+
+
+def documents(found: Iterable[str], size: int) -> list[str]:
+    """Distinct documents in the order of their hashes, of `size` bytes together."""
     ordered = sorted(set(found) - {""}, key=lambda text: hashlib.sha256(text.encode()).digest())
     sizes = accumulate(len(text.encode()) for text in ordered)
-    return [text for text, _ in takewhile(lambda pair: pair[1] <= BYTES, zip(ordered, sizes, strict=True))]
+    return [text for text, _ in takewhile(lambda pair: pair[1] <= size, zip(ordered, sizes, strict=True))]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    texts: dict[str, Callable[[Path], Iterator[str]]] = {
+        "essays": essays,
+        "dictionary": dictionary,
+        "code": lambda debian: code(),
+        "manuals": manuals,
+        "kernel": kernel,
+    }
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("debian", type=Path, help="where the packages were unpacked")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--only", nargs="+", choices=texts, default=["essays", "dictionary", "code"])
+    parser.add_argument("--megabytes", type=int, default=8, help="of each text, at most")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    found = {"essays": essays(options.debian), "dictionary": dictionary(options.debian), "code": code()}
-    for name, texts in found.items():
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in documents(texts))
-        (options.out / f"{name}.jsonl").write_text(lines)
+    for name in options.only:
+        chosen = documents(texts[name](options.debian), options.megabytes * 1_000_000)
+        (options.out / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in chosen))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,13 @@ from typing import Any
 
 def stamp(machine: str = "") -> dict[str, str]:
     """What a result needs to be reproduced; `machine` defaults to a description of the CPUs and of the versions."""
+    if not machine:
+        machine = f"{os.cpu_count()} cores, {sys.platform}, Python {sys.version.split()[0]}, Ray {version('ray')}"
     return {
         "command": f"PYTHONPATH=.typings:tests/support python {' '.join(sys.argv)}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
-        "machine": machine or f"{os.cpu_count()} cores, {sys.platform}, {_versions()}",
+        "machine": machine,
     }
-
-
-def _versions() -> str:
-    return f"Python {sys.version.split()[0]}, Ray {version('ray')}"
 
 
 def with_load(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

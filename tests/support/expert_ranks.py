@@ -18,6 +18,7 @@ from plans import MODEL
 from pool import Pool, answer_orders
 
 from pentad.schedules.spec.model import Experts
+from pentad.workers.linear.grouped_linear import GroupedLinear
 from pentad.workers.linear.linear import Linear
 from pentad.workers.linear.weight_grad import Param, accumulate_wgrads
 from pentad.workers.model.layer_context import LayerContext
@@ -102,7 +103,8 @@ def bind(state: State) -> MoE:
     shared = None
     if "shared_down" in params:
         shared = MLP(Linear(params["shared_gate_up"]), Linear(params["shared_down"]), "silu")
-    return MoE(params["router"], params["gate_up"], params["down"], shared, "silu", None, params.get("bias"))
+    gate_up, down = GroupedLinear(params["gate_up"]), GroupedLinear(params["down"])
+    return MoE(params["router"], gate_up, down, shared, "silu", None, params.get("bias"))
 
 
 def gradients_of(sublayer: MoE) -> State:

@@ -80,7 +80,8 @@ def in_tiles(model: ModelSpec) -> ModelSpec:
     mla, sizes = model.mla, {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
     if mla is not None:
         mla = replace(mla, q_lora_rank=256 * bool(mla.q_lora_rank), **sizes)
-    return replace(model, hidden=128, heads=8, kv_heads=4, head_dim=64, ffn=256, mla=mla)
+    experts = model.experts and replace(model.experts, intermediate_size=256)
+    return replace(model, hidden=128, heads=8, kv_heads=4, head_dim=64, ffn=256, mla=mla, experts=experts)
 
 
 def pass_on(group: Any, sent: torch.Tensor, buffer: torch.Tensor) -> AsyncResult[torch.Tensor]:

@@ -10,14 +10,16 @@ from torch import Tensor
 from pentad.schedules.spec.model import Fp8Spec
 
 PROJECTIONS = ("attention.qkv", "attention.query", "attention.keys_values", "attention.out", "mlp.gate_up", "mlp.down")
+EXPERTS = ("experts.gate_up", "experts.down")
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 class Fp8Weight:
-    """A weight [N, K] that `x @ weight.T` multiplies in 8 bits."""
+    """A weight [N, K] that `x @ weight.T` multiplies in 8 bits; with `by_row` its gradient is the product of what these
+    products multiply, else the operands are cast again, along tokens."""
 
-    def __init__(self, weight: Tensor, spec: Fp8Spec) -> None:
-        self.weight, self.spec = weight, spec
+    def __init__(self, weight: Tensor, spec: Fp8Spec, *, by_row: bool = False) -> None:
+        self.weight, self.spec, self.by_row = weight, spec, by_row
 
     @property
     def T(self) -> Fp8Weight:
@@ -26,23 +28,35 @@ class Fp8Weight:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
         x, found = args
-        y: Tensor = _Product.apply(x.flatten(0, -2), found.weight, found.spec)
+        y: Tensor = _Product.apply(x.flatten(0, -2), found.weight, found.spec, found.by_row)
         return y.unflatten(0, x.shape[:-1])
+
+
+class Fp8Experts:
+    """The weights [E, N, K] of experts."""
+
+    def __init__(self, weights: Tensor, spec: Fp8Spec) -> None:
+        self.weights, self.spec = weights, spec
+
+    def __getitem__(self, expert: int) -> Fp8Weight:
+        return Fp8Weight(self.weights[expert], self.spec, by_row=True)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, spec: Fp8Spec) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, spec: Fp8Spec, by_row: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.spec = spec
+        ctx.spec, ctx.by_row = spec, by_row
         return rounded(x, spec, "e4m3", 1) @ rounded(weight, spec, "e4m3", 128).T
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (x, weight), spec = ctx.saved_tensors, ctx.spec
         dx = rounded(dy, spec, spec.gradients, 1) @ rounded(weight.T, spec, "e4m3", 128).T
+        if ctx.by_row:
+            return dx, rounded(dy, spec, spec.gradients, 1).T @ rounded(x, spec, "e4m3", 1), None, None
         dweight = rounded(dy.T, spec, spec.gradients, 1) @ rounded(x.T, spec, "e4m3", 1).T
-        return dx, dweight, None
+        return dx, dweight, None, None
 
 
 def rounded(x: Tensor, spec: Fp8Spec, name: str, block_rows: int) -> Tensor:
@@ -65,4 +79,6 @@ def in_8_bits(weights: dict[str, Tensor], spec: Fp8Spec, layers: int) -> dict[st
         prefix, _, rest = name.removeprefix("layers.").partition(".")
         if rest in PROJECTIONS and spec.covers(int(prefix), layers):
             found[name] = Fp8Weight(weight, spec)
+        if rest in EXPERTS and spec.experts and spec.covers(int(prefix), layers):
+            found[name] = Fp8Experts(weight, spec)
     return found

@@ -231,7 +231,7 @@ def _moe(experts: Experts, t: Tensors, prefix: str, x: Tensor) -> tuple[Tensor, 
             biases = t[f"{at}.gate_up_bias"][expert], t[f"{at}.down_bias"][expert]
             out = out + weights[:, expert, None] * _clamped_mlp(x, gate_up, down, *biases)
         else:
-            out = out + weights[:, expert, None] * _gated_mlp(x, gate_up, down)
+            out = out + _gated_mlp(x, gate_up, down, weight=weights[:, expert, None])
     if experts.shared_intermediate_size:
         out = out + _gated_mlp(x, t[f"{prefix}.shared.gate_up"], t[f"{prefix}.shared.down"])
     return out, routes
@@ -305,10 +305,10 @@ def _rotate(model: ModelSpec, x: Tensor, *, local: bool = False) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, act: str = "silu") -> Tensor:
+def _gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, act: str = "silu", weight: Tensor | float = 1.0) -> Tensor:
     gate, up = (x @ gate_up.T).chunk(2, -1)
     activated = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")
-    return (activated * up) @ down.T
+    return (activated * up * weight) @ down.T
 
 
 def _clamped_mlp(x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor, down_bias: Tensor) -> Tensor:

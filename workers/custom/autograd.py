@@ -146,7 +146,8 @@ def operands(item: Wgrad) -> dict[str, Tensor]:
 
 def copy_from(storages: set[int], item: Wgrad) -> Wgrad:
     """The same work for W with copies of what it reads in these storages, which transfers reuse after B."""
-    return item._replace(**{name: x.clone() for name, x in operands(item).items() if storage_id(x) in storages})
+    copies: dict[str, Any] = {name: x.clone() for name, x in operands(item).items() if storage_id(x) in storages}
+    return item._replace(**copies)
 
 
 def _call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

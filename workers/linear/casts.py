@@ -17,11 +17,13 @@ from torch import Tensor
 from pentad.kernels.fp8.fp8_cast import fp8_cast
 from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward, glu_amax, glu_backward_amax
 from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm, rms_norm_amax
-from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Recipe, Role, absolute_maximum
+from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe, Role, absolute_maximum
 from pentad.kernels.glu import Activation, glu, glu_backward
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.linear.fp8_samples import Fp8Samples, PendingSamples
 
 Operand = Tensor | Fp8Forms
+RowOperand = Tensor | Fp8Tensor  # of experts: rows [T, K] with scales for each 1 x 128, or in the compute dtype
 Group = dist.ProcessGroup | None
 
 
@@ -56,15 +58,22 @@ class NormedSaved(NamedTuple):
 
 
 class Casts:
-    """The casts of a stage. Its weights in 8 bits are kept until `weights_changed`."""
+    """The casts of a stage. Its weights in 8 bits are kept until `weights_changed`; `samples` are those of the current
+    step, if it is sampled."""
 
     def __init__(self, recipe: Recipe, device: torch.device) -> None:
         require_units(recipe, device)
         self.recipe = recipe
+        self.samples: Fp8Samples | None = None
         self._weights: dict[int, Fp8Forms] = {}  # by address
 
     def weights_changed(self) -> None:
         self._weights.clear()
+
+    def take_samples(self) -> PendingSamples | None:
+        """What a sampled step has counted; later products are not counted."""
+        samples, self.samples = self.samples, None
+        return None if samples is None else samples.take()
 
     def weight(self, weight: Tensor, split: SplitOver) -> Fp8Forms:
         """Both forms of a matrix [N, K]; `split.tokens` are the ranks that split N."""
@@ -76,6 +85,13 @@ class Casts:
     def cast(self, x: Tensor, role: Role, split: SplitOver, *, rows: bool = True, columns: bool = True) -> Fp8Forms:
         x = x.contiguous()
         return fp8_cast(x, self.recipe, role, split.amax(x, self.recipe), rows=rows, columns=columns)
+
+    def rows(self, x: Tensor, role: Role) -> Fp8Tensor:
+        """x [T, K] by rows, with scales of blocks."""
+        assert self.recipe.scaling == "block"
+        found = fp8_cast(x.contiguous(), self.recipe, role, columns=False).rows
+        assert found is not None
+        return Fp8Tensor(found.values, found.scales.contiguous())
 
     def norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, split: SplitOver

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.fp8.fp8_gemm import fp8_gemm
-from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor
+from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Role
 from pentad.kernels.glu import Activation, glu, glu_backward
 from pentad.workers.linear.casts import Casts, Operand, SplitOver
 from pentad.workers.linear.fp8_gather import gather_forms
-from pentad.workers.linear.weight_grad import LinearWgrad, Param
+from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params
 from pentad.workers.parallel.async_ops import AsyncResult
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
@@ -30,11 +30,16 @@ class Axes(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """Operands are tensors in the compute dtype, or with `casts` forms in 8 bits."""
+    """Operands are tensors in the compute dtype, or with `casts` forms in 8 bits. `name` is the parameter's."""
 
     param: Param  # [N, K]
     casts: Casts | None = None
     row_parallel: bool = False
+    name: str = ""
+
+    @classmethod
+    def bind(cls, params: Params, name: str, casts: Casts | None, *, row_parallel: bool = False) -> Linear:
+        return cls(params[name], casts, row_parallel, name)
 
     @property
     def weight(self) -> Tensor:
@@ -67,7 +72,10 @@ class Linear(NamedTuple):
     def forward(self, axes: Axes, x: Operand, bias: Tensor | None = None) -> Tensor:
         """[T, N]"""
         if isinstance(x, Fp8Forms):
-            y = fp8_gemm(_given(x.rows), _given(self._forms(axes).rows), self.weight.dtype)
+            rows, matrix = _given(x.rows), _given(self._forms(axes).rows)
+            self._sample("activation", rows)
+            self._sample("weight", matrix)
+            y = fp8_gemm(rows, matrix, self.weight.dtype)
             return y if bias is None else y.add_(bias)
         weight = self.weight.t()
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
@@ -75,7 +83,9 @@ class Linear(NamedTuple):
     def input_grad(self, axes: Axes, dy: Operand) -> Tensor:
         """[T, K]"""
         if isinstance(dy, Fp8Forms):
-            return fp8_gemm(_given(dy.rows), _given(self._forms(axes).columns), self.weight.dtype)
+            rows = _given(dy.rows)
+            self._sample("gradient", rows)
+            return fp8_gemm(rows, _given(self._forms(axes).columns), self.weight.dtype)
         return torch.mm(dy, self.weight)
 
     def forward_scattered(self, axes: Axes, x: Operand) -> AsyncResult[Tensor]:
@@ -95,6 +105,10 @@ class Linear(NamedTuple):
             return LinearWgrad(self.gradient, _given(dy.columns), _given(x.columns))
         assert isinstance(dy, Tensor) and isinstance(x, Tensor)
         return LinearWgrad(self.gradient, dy, x)
+
+    def _sample(self, role: Role, operand: Fp8Tensor) -> None:
+        if self.casts is not None and self.casts.samples is not None:
+            self.casts.samples.add(self.name, role, operand)
 
     def _input_split(self, axes: Axes) -> SplitOver:
         return SplitOver(axes.cp.group, axes.tp.group if self.row_parallel else None)

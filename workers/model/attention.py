@@ -46,14 +46,14 @@ class Attention(NamedTuple):
         at = f"{prefix}.attention"
         qk_norm = QKNorm.bind(params, at, model) if model.qk_norm else None
         qkv_bias, out_bias, sinks = (params.get(f"{at}.{name}") for name in ("qkv_bias", "out_bias", "sinks"))
-        qkv, out = params[f"{at}.qkv"], params[f"{at}.out"]
+        qkv = Linear.bind(params, f"{at}.qkv", casts)
+        out = Linear.bind(params, f"{at}.out", casts, row_parallel=True)
         hidden, width = out.weight.shape
         kv_width = (qkv.weight.shape[0] - width) // 2
         widths = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
         adapters = ColumnAdapters.bind(params, at, widths, "qkv_proj")
         out_adapter = RowAdapter.bind(params, f"{at}.o_proj", hidden)
-        linears = Linear(qkv, casts), Linear(out, casts, row_parallel=True)
-        return cls(*linears, qkv_bias, out_bias, sinks, qk_norm, adapters, out_adapter)
+        return cls(qkv, out, qkv_bias, out_bias, sinks, qk_norm, adapters, out_adapter)
 
     @property
     def input_casts(self) -> Casts | None:

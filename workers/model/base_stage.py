@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.linear.casts import Casts
+from pentad.workers.linear.fp8_samples import Fp8Samples
 from pentad.workers.linear.weight_grad import Param, Params, Wgrad, accumulate_wgrads
 from pentad.workers.model.layer_context import LayerContext
 from pentad.workers.parallel.async_ops import Task
@@ -120,6 +121,8 @@ class BaseStage(ABC):
         )
         for buffers in self.param_buffers:
             buffers.begin_step()
+        if self.casts is not None and self.plan.fp8 is not None:
+            self.casts.samples = Fp8Samples() if self.plan.fp8.samples(step) else None
         self.weights_changed()
 
     def begin_evaluation(self) -> None:

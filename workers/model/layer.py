@@ -143,8 +143,16 @@ class Layer(NamedTuple):
     mlp: Residual
 
     @classmethod
-    def bind(cls, params: Params, model: ModelSpec, number: int, casts: Casts | None = None) -> Layer:
-        """Layer `number` of a model, with its part of the parameters; its products are in 8 bits with `casts`."""
+    def bind(
+        cls,
+        params: Params,
+        model: ModelSpec,
+        number: int,
+        casts: Casts | None = None,
+        expert_casts: Casts | None = None,
+    ) -> Layer:
+        """Layer `number` of a model, with its part of the parameters; its products are in 8 bits with `casts`, those of
+        experts with `expert_casts`."""
         prefix = f"layers.{number}"
 
         def residual(name: str, sublayer: Sublayer) -> Residual:
@@ -158,7 +166,11 @@ class Layer(NamedTuple):
             attention = Attention.bind(params, prefix, model, casts)
         else:
             attention = MLA.bind(params, prefix, model, casts)
-        mlp = MoE.bind(params, prefix, model) if has_experts else MLP.bind(params, f"{prefix}.mlp", model, casts)
+        mlp: Sublayer = (
+            MoE.bind(params, prefix, model, expert_casts)
+            if has_experts
+            else MLP.bind(params, f"{prefix}.mlp", model, casts)
+        )
         return cls(residual("attention", attention), residual("mlp", mlp))
 
     def forward(

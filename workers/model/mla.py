@@ -57,9 +57,10 @@ class MLA(NamedTuple):
         at, query_latent = f"{prefix}.attention", None
         if f"{at}.query_down" in params:
             query_latent = QueryLatent(params[f"{at}.query_down"], Norm.bind(params, f"{at}.query_norm", model))
-        query, latent, keys_values, out = (params[f"{at}.{name}"] for name in ("query", "latent", "keys_values", "out"))
-        norm, by_heads = Norm.bind(params, f"{at}.latent_norm", model), Linear(out, casts, row_parallel=True)
-        return cls(query_latent, Linear(query, casts), latent, norm, Linear(keys_values, casts), by_heads)
+        query, keys_values = (Linear.bind(params, f"{at}.{name}", casts) for name in ("query", "keys_values"))
+        out = Linear.bind(params, f"{at}.out", casts, row_parallel=True)
+        norm = Norm.bind(params, f"{at}.latent_norm", model)
+        return cls(query_latent, query, params[f"{at}.latent"], norm, keys_values, out)
 
     @property
     def input_casts(self) -> None:

@@ -28,12 +28,12 @@ class MLP(NamedTuple):
 
     @classmethod
     def bind(cls, params: Params, prefix: str, model: ModelSpec, casts: Casts | None = None) -> MLP:
-        gate_up, down = params[f"{prefix}.gate_up"], params[f"{prefix}.down"]
+        gate_up = Linear.bind(params, f"{prefix}.gate_up", casts)
+        down = Linear.bind(params, f"{prefix}.down", casts, row_parallel=True)
         hidden, width = down.weight.shape
         adapters = ColumnAdapters.bind(params, prefix, {"gate_proj": width, "up_proj": width}, "gate_up_proj")
         down_adapter = RowAdapter.bind(params, f"{prefix}.down_proj", hidden)
-        linears = Linear(gate_up, casts), Linear(down, casts, row_parallel=True)
-        return cls(*linears, model.hidden_act, adapters, down_adapter)
+        return cls(gate_up, down, model.hidden_act, adapters, down_adapter)
 
     @property
     def input_casts(self) -> Casts | None:

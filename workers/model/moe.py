@@ -16,17 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.kernels.glu import Activation, glu, glu_backward
-from pentad.kernels.moe.grouped_gemm import grouped_gemm
-from pentad.kernels.moe.moe_permute import (
-    ExpertRows,
-    gather_rows,
-    sort_by_expert,
-    sum_rows,
+from pentad.kernels.moe.moe_permute import ExpertRows, sort_by_expert, sum_rows
+from pentad.schedules.spec.model import Experts, ModelSpec
+from pentad.workers.linear.casts import Casts, RowOperand
+from pentad.workers.linear.grouped_linear import (
+    GroupedLinear,
+    dispatch,
+    gathered,
+    operand,
+    plain,
     weighted_glu,
     weighted_glu_backward,
 )
-from pentad.schedules.spec.model import Experts, ModelSpec
-from pentad.workers.linear.weight_grad import GroupedWgrad, LinearWgrad, Param, Params, Wgrad, bias_wgrad
+from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params, Wgrad, bias_wgrad
 from pentad.workers.model import router
 from pentad.workers.model.expert_biases import ExpertBiases
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
@@ -49,7 +51,7 @@ class MoESaved(NamedTuple):
     routing: Routing
     dispatcher: Dispatcher
     rows: ExpertRows
-    received: Tensor | None  # [T', H], None where tokens stay on this rank
+    received: RowOperand | None  # [T', H], None where tokens stay on this rank
     load: Tensor | None  # [E], visits of the full microbatch, for the load-balancing loss
 
 
@@ -64,23 +66,25 @@ class MoE(NamedTuple):
     """Matrices are [out, in]."""
 
     router: Param  # [E, H]
-    gate_up: Param  # [local, 2I, H]
-    down: Param  # [local, H, I]
+    gate_up: GroupedLinear  # [local, 2I, H]
+    down: GroupedLinear  # [local, H, I]
     shared: MLP | None  # of intermediate size Is
     act: Activation
     biases: ExpertBiases | None
     bias: Param | None = None  # [E], added to the scores for the choice of experts; its "gradient" counts visits, int64
 
     @classmethod
-    def bind(cls, params: Params, prefix: str, model: ModelSpec) -> MoE:
-        router, gate_up, down = (params[f"{prefix}.experts.{name}"] for name in ("router", "gate_up", "down"))
+    def bind(cls, params: Params, prefix: str, model: ModelSpec, casts: Casts | None = None) -> MoE:
+        """With `casts` the products of experts are in 8 bits."""
+        router = params[f"{prefix}.experts.router"]
+        gate_up, down = (GroupedLinear.bind(params, f"{prefix}.experts.{name}", casts) for name in ("gate_up", "down"))
         shared = MLP.bind(params, f"{prefix}.shared", model) if f"{prefix}.shared.down" in params else None
         biases = ExpertBiases.bind(params, prefix)
         return cls(router, gate_up, down, shared, model.hidden_act, biases, params.get(f"{prefix}.experts.bias"))
 
     @property
     def input_casts(self) -> None:
-        """Products are in the compute dtype."""
+        """The router and the shared expert multiply in the compute dtype."""
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor
@@ -121,7 +125,7 @@ class MoE(NamedTuple):
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
         shape, scale = _shape(context), context.aux_loss_scale / context.tp.size  # dx is summed over the tp ranks
         x, dy = yield from gather2(context.tp.all_gather(x), context.tp.all_gather(dy))
-        dout = yield from saved.dispatcher.dispatch(dy)
+        dout = yield from dispatch(saved.dispatcher, operand(self.down, dy, "gradient"))
         share = 1.0 / context.tp.size
         dtokens, dweights, work = self._experts_backward(x, saved, recomputable.gate_up, dout, share)
         in_flight = gather2(saved.dispatcher.combine(dtokens), saved.dispatcher.combine(dweights))
@@ -149,44 +153,43 @@ class MoE(NamedTuple):
             return ready(MoESaved(routing, dispatcher, rows, None, None))
         choices = dispatcher.dispatch(pack_routing(routing.experts, routing.weights))
 
-        def received(choices_and_tokens: tuple[Tensor, Tensor]) -> MoESaved:
+        def received(choices_and_tokens: tuple[Tensor, RowOperand]) -> MoESaved:
             packed, tokens = choices_and_tokens
             rows = sort_by_expert(*unpack_routing(packed), ep.rank * local, local)
             return MoESaved(routing, dispatcher, rows, tokens, None)
 
-        return gather2(choices, dispatcher.dispatch(x)).then(received)
+        return gather2(choices, dispatch(dispatcher, operand(self.gate_up, x, "activation"))).then(received)
 
     def _compute_experts(self, x: Tensor, saved: MoESaved, share: float) -> tuple[Tensor, Tensor]:
         """(sum [T', H] over the local experts of each received token, gate_up [R, 2I]); `share` of it is this rank's
         part of biases."""
         gate_up = self._gate_up(x, saved)
         # Weights are applied before the down projection, where activations are narrower than after it.
-        gated = weighted_glu(gate_up, saved.rows.weights, saved.rows.offsets, self.act)
-        out = grouped_gemm(gated, self.down.weight, saved.rows.offsets)
+        gated = weighted_glu(self.down.casts, gate_up, saved.rows, self.act)
+        out = self.down.forward(gated, saved.rows.offsets)
         if self.biases is not None:
             self.biases.add_down_(out, saved.rows, share)
         return sum_rows(out, saved.rows.positions), gate_up
 
     def _experts_backward(
-        self, x: Tensor, saved: MoESaved, gate_up: Tensor, dout: Tensor, share: float
+        self, x: Tensor, saved: MoESaved, gate_up: Tensor, dout: RowOperand, share: float
     ) -> tuple[Tensor, Tensor, list[Wgrad]]:
         """(gradients of the received tokens [T', H] and of their weights [T', K], work for W) from `dout` [T', H]."""
-        rows, tokens = saved.rows, x if saved.received is None else saved.received
-        down, up = self.down.weight.transpose(1, 2), self.gate_up.weight.transpose(1, 2)
-        dout_rows = gather_rows(dout, rows.tokens, rows.offsets)
-        dgated = grouped_gemm(dout_rows, down, rows.offsets)
-        dgate_up, gated, drow_weights = weighted_glu_backward(dgated, gate_up, rows.weights, rows.offsets, self.act)
+        rows, tokens = saved.rows, self._tokens(x, saved)
+        dout_rows, index = gathered(dout, rows)
+        dgated = self.down.input_grad(dout_rows, rows.offsets, index)
+        dgate_up, gated, drow_weights = weighted_glu_backward(self.down.casts, dgated, gate_up, rows, self.act)
         if self.biases is not None:
-            drow_weights = drow_weights + self.biases.weights_backward(dout_rows, rows, share)
+            drow_weights = drow_weights + self.biases.weights_backward(plain(dout_rows), rows, share)
         del dout_rows  # free before the next product
-        drows = grouped_gemm(dgate_up, up, rows.offsets)
+        drows = self.gate_up.input_grad(dgate_up, rows.offsets)
         dweights = torch.where(rows.positions >= 0, drow_weights[rows.positions.clamp(min=0)], 0)
         work: list[Wgrad] = [
-            GroupedWgrad(self.down.gradient, dout, gated, rows.offsets, rows.tokens, None),
-            GroupedWgrad(self.gate_up.gradient, dgate_up, tokens, rows.offsets, None, rows.tokens),
+            self.down.wgrad(dout, gated, rows.offsets, rows.tokens, None),
+            self.gate_up.wgrad(dgate_up, tokens, rows.offsets, None, rows.tokens),
         ]
         if self.biases is not None:
-            work += self.biases.wgrads(dgate_up, dout, rows, share)
+            work += self.biases.wgrads(plain(dgate_up), plain(dout), rows, share)
         return sum_rows(drows, rows.positions), dweights, work
 
     def _shared_backward(self, x: Tensor, gate_up: Tensor | None, dy: Tensor) -> tuple[Tensor | None, list[Wgrad]]:
@@ -198,11 +201,15 @@ class MoE(NamedTuple):
         return dgate_up, [LinearWgrad(down.gradient, dy, gated), LinearWgrad(up.gradient, dgate_up, x)]
 
     def _gate_up(self, x: Tensor, saved: MoESaved) -> Tensor:
-        tokens, rows = x if saved.received is None else saved.received, saved.rows
-        gate_up = grouped_gemm(gather_rows(tokens, rows.tokens, rows.offsets), self.gate_up.weight, rows.offsets)
+        rows = saved.rows
+        tokens, index = gathered(self._tokens(x, saved), rows)
+        gate_up = self.gate_up.forward(tokens, rows.offsets, index)
         if self.biases is not None:
             self.biases.add_gate_up_(gate_up, rows)
         return gate_up
+
+    def _tokens(self, x: Tensor, saved: MoESaved) -> RowOperand:
+        return operand(self.gate_up, x, "activation") if saved.received is None else saved.received
 
     def _shared_gate_up(self, x: Tensor) -> Tensor | None:
         return None if self.shared is None else torch.mm(x, self.shared.gate_up.weight.t())

@@ -120,13 +120,17 @@ class Stage(BaseStage):
         ends = self.embedding_name, self.head_name
         return BoundParams(
             params,
-            [Layer.bind(params, self.model, number, self._casts_of(number)) for number in self.layer_numbers],
+            [Layer.bind(params, self.model, number, *self._casts_of(number)) for number in self.layer_numbers],
             Norm.bind_optional(params, "norm", self.model),
             [MTPLayer.bind(params, self.model, index, *ends) for index in mtp_layers],
         )
 
-    def _casts_of(self, layer: int) -> Casts | None:
-        return self.casts if self.plan.fp8 is not None and self.plan.fp8.covers(layer, self.model.layers) else None
+    def _casts_of(self, layer: int) -> tuple[Casts | None, Casts | None]:
+        """Of its products, and of those of experts."""
+        fp8 = self.plan.fp8
+        if fp8 is None or not fp8.covers(layer, self.model.layers):
+            return None, None
+        return self.casts, self.casts if fp8.experts else None
 
     def forward(
         self,

@@ -15,6 +15,7 @@ from pentad.schedules.ir.program import Stream
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.batch_loader import Batch, Tokens
 from pentad.workers.evaluation.loss_totals import LossTotals
+from pentad.workers.linear.fp8_samples import PendingSamples
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.process_groups import ProcessGroups
@@ -80,6 +81,7 @@ class Executor:
         self.step, self.round, self.host_seconds = 0, 0, dict[int, float]()
         self.valid, self.restart, self.target_tokens = True, False, 0
         self.issued = dict[int, IssuedStep]()
+        self.fp8_samples = dict[int, list[PendingSamples]]()  # by step, of its stages
 
     def run(self, program: RankProgram, step: int, batch: Batch) -> None:
         """Issues one step. Raises Aborted if the generation ends."""
@@ -179,6 +181,8 @@ class Executor:
             case Op.NORM:
                 for stage in self.stages.values():
                     stage.complete_gradients()
+                    if stage.casts is not None and (samples := stage.casts.take_samples()) is not None:
+                        self.fp8_samples.setdefault(self.step, []).append(samples)
                 self.optimizer_step.reduce_norm(self.step, self.check)
             case Op.STEP:
                 self.optimizer_step.step(self.step)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pentad.schedules.simulate.timeline import Span
+from pentad.workers.linear.fp8_samples import Fp8Sample
 
 
 class LossSum(NamedTuple):
@@ -25,7 +26,7 @@ class StepResult:
     is the global norm before clipping; if it was not finite, or the step a spike, it was `skipped`: no weight changed.
     `spans` are in seconds of the host's monotonic clock, their ranks and peers are ranks of the mesh. The host waited
     for the step's data for `data_wait_seconds` and issued `instructions` in `host_seconds`; `peak_bytes` is the largest
-    GPU memory allocated so far, 0 on a CPU.
+    GPU memory allocated so far, 0 on a CPU. `fp8` are the operands in 8 bits of a step that was sampled.
     """
 
     step: int
@@ -43,6 +44,7 @@ class StepResult:
     router_squared_lse: float = 0.0
     program: int = 0
     samples: int = 0
+    fp8: tuple[Fp8Sample, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -327,6 +327,7 @@ class Runner:
             losses=dict(enumerate(losses.view(-1, batch.micro_batch_size).sum(1).tolist())),
             sources=_by_source(losses, row_sources, committed.losses[batch.global_batch_size : -1]),
             samples=int(committed.losses[-1]) % 2**DIGEST_BITS,
+            fp8=tuple(each for stage in self._connected.fp8_samples.pop(committed.step, ()) for each in stage.read()),
             squared_lse=float(committed.squared_lse[0]),
             router_squared_lse=float(committed.squared_lse[1]),
             grad_norm=float(committed.norm),

@@ -18,7 +18,7 @@ from prometheus_client.samples import Sample
 from promtool import promtool
 
 from pentad.orchestrator.monitoring import ray_metrics
-from pentad.orchestrator.monitoring.exporter import COARSE, FINE, METRICS, RANK, Exporter
+from pentad.orchestrator.monitoring.exporter import COARSE, FINE, FP8, METRICS, RANK, Exporter
 from pentad.orchestrator.monitoring.ray_metrics import GAUGES, RayMetrics
 from pentad.orchestrator.monitoring.run_state import RankView, RunView
 from pentad.schedules.ir.errors import PentadError
@@ -31,6 +31,7 @@ ROW = {
     **{"step": 0, "loss": 2.5, "grad_norm": 0.75, "lr": 1e-3, "tokens": 2048, "step_seconds": 0.3},
     **{"tokens_per_second": 6826.0, "mfu": 0.4, "bubble_planned": 0.125, "bubble_measured": 0.25, "generation": 1},
     **{"skipped": False, "peak_bytes": 5 << 30, "host_seconds": 0.01},
+    "fp8": {"layers.0.mlp.down": {"weight": {"amax": None, "saturated": 0.01, "underflowed": 0.5}}},
 }
 GPU = GpuState(10 << 30, 80 << 30, 512.5, 1.98e9, 61.0, 2, ("power",))
 RECOVERED = {
@@ -112,19 +113,18 @@ def test_promtool_accepts_names_units_and_help(full: Exporter) -> None:
 
 def test_labels_have_few_values(full: Exporter) -> None:
     own = {"version", "schedule_hash", "state", "tensor", "data", "op", "fault", "detector", "phase", "stage", "tier"}
-    assert {label for metric in METRICS.values() for label in metric.labels} <= {*RANK, *own, "reason", "type"}
-    assert len(Op) * (len(COARSE) + 3) < 500
-    assert len(FINE) < 100
+    assert {label for metric in METRICS.values() for label in metric.labels} <= {*RANK, *own, *FP8, "reason", "type"}
+    assert len(Op) * (len(COARSE) + 3) < 500 and len(FINE) < 100
 
 
 def test_a_step_exports_the_values_of_its_row(full: Exporter) -> None:
     samples = scrape(full)
     assert (value(samples, "pentad_loss"), value(samples, "pentad_grad_norm")) == (2.5, 0.75)
-    assert value(samples, "pentad_learning_rate") == 1e-3
-    assert value(samples, "pentad_model_flops_utilization_ratio") == 0.4
+    assert value(samples, "pentad_learning_rate") + value(samples, "pentad_model_flops_utilization_ratio") == 0.401
     assert (value(samples, "pentad_bubble_ratio"), value(samples, "pentad_bubble_planned_ratio")) == (0.25, 0.125)
     assert (value(samples, "pentad_tokens_total"), value(samples, "pentad_step_duration_seconds_sum")) == (2048, 0.3)
     assert value(samples, "pentad_gpu_memory_peak_bytes") == 5 << 30
+    assert (value(samples, "pentad_fp8_saturated_ratio"), value(samples, "pentad_fp8_underflowed_ratio")) == (0.01, 0.5)
 
 
 def test_an_evaluation_exports_a_loss_for_each_data_set(full: Exporter) -> None:

@@ -101,3 +101,14 @@ def test_stages_in_8_bits(one_rank, corpus, family, scaling, mode, axes):
     plan = replace(plan, fp8=Fp8Spec(scaling, skip_first=1), batch=replace(plan.batch, sequence_length=128))
     for index in range(2):
         check(plan, index)
+
+
+EXPERTS = [("mixtral", "none"), ("mixtral", "selective"), ("mixtral", "full"), ("deepseek", "none")]
+
+
+@pytest.mark.parametrize("axes", [{}, {"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 4}])
+@pytest.mark.parametrize(("family", "mode"), EXPERTS)
+def test_experts_in_8_bits(one_rank, corpus, family, mode, axes):
+    plan = plan_of("gpipe", 1, 2, 1, corpus, model=in_tiles(FAMILIES[family]), recompute=mode, **axes)
+    spec = Fp8Spec("block", skip_first=1, experts=True)
+    check(replace(plan, fp8=spec, batch=replace(plan.batch, sequence_length=128)), 1)

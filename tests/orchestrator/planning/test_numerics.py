@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pentad.orchestrator.config.config import load
+from pentad.orchestrator.monitoring.plan_view import facts_table
 from pentad.orchestrator.planning.numerics import require_fp8
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
@@ -39,7 +42,7 @@ def plan_with(precision: dict[str, Any], **sections: dict[str, Any]) -> Plan:
 def test_the_configured_recipe_is_the_plans() -> None:
     assert plan_with({}).fp8 is None
     found = plan_with({"matmul": "fp8-row", "fp8_gradients": "e5m2", "fp8_skip_last_layers": 1}).fp8
-    assert found == Fp8Spec("row", "e5m2", skip_last=1)
+    assert found == Fp8Spec("row", "e5m2", skip_last=1, sample_every=100)
     assert [found.covers(layer, 4) for layer in range(4)] == [True, True, True, False]
 
 
@@ -85,7 +88,49 @@ def test_blocks_need_a_hopper_gpu(gpu: str) -> None:
         require_fp8(block, gpu)
 
 
-def test_experts_stay_in_the_compute_dtype() -> None:
+LARGE = {"family": "qwen3-moe", "hidden": 256, "experts": {"num_experts": 4, "top_k": 2, "intermediate_size": 1024}}
+
+
+def test_large_experts_multiply_in_8_bits() -> None:
+    batch = {"sequence_length": 4096}
+    plan = plan_with({"matmul": "fp8-block"}, model=LARGE, batch=batch)
+    assert plan.fp8 is not None and plan.fp8.experts
+    names = {each.name.partition(".")[2] for each in fp8_matrices(plan.model, plan.fp8, range(1))}
+    assert {"0.experts.gate_up", "0.experts.down"} < names
+    assert "FP8" in facts_of(plan)
+
+
+@pytest.mark.parametrize(
+    ("precision", "changes", "reason"),
+    [
+        ({}, {"experts": {"num_experts": 4, "top_k": 2, "intermediate_size": 96}}, "256 x 96 on a rank are not whole"),
+        ({}, {"experts": {"num_experts": 4, "top_k": 2, "intermediate_size": 128}}, "128 columns on a rank are fewer"),
+        ({}, {"experts": {"num_experts": 256, "top_k": 2, "intermediate_size": 1024}}, "64 rows an expert and step"),
+        ({"matmul": "fp8-row"}, {}, "fp8-row has no products of experts"),
+        ({"fp8_experts": "never"}, {}, "precision.fp8_experts is never"),
+    ],
+)
+def test_the_plan_says_why_experts_stay_in_the_compute_dtype(
+    precision: dict[str, Any], changes: dict[str, Any], reason: str
+) -> None:
+    batch = {"sequence_length": 4096}
+    plan = plan_with({"matmul": "fp8-block", **precision}, model=LARGE | changes, batch=batch)
+    assert plan.fp8 is not None and not plan.fp8.experts and reason in facts_of(plan)
+
+
+def test_experts_that_cannot_multiply_in_8_bits_are_refused_if_they_are_to() -> None:
+    for matmul, experts in (("fp8-row", LARGE["experts"]), ("fp8-block", EXPERTS)):
+        with pytest.raises(PentadError, match=r"precision\.fp8_experts is always, but .*: expected auto or never"):
+            plan_with({"matmul": matmul, "fp8_experts": "always"}, model=LARGE | {"experts": experts})
+
+
+def facts_of(plan: Plan) -> str:
+    text = io.StringIO()
+    Console(width=300, file=text).print(facts_table(plan))
+    return next(line for line in text.getvalue().splitlines() if line.strip().startswith("experts"))
+
+
+def test_small_experts_stay_in_the_compute_dtype() -> None:
     """Their layers have no feed-forward network whose size could be wrong."""
     plan = plan_with({"matmul": "fp8-block"}, model={"family": "qwen3-moe", "ffn": 96, "experts": EXPERTS})
     assert plan.fp8 is not None

@@ -29,6 +29,9 @@ BAD = [
     {"event": 3},
     {"skipped_batches": [[0, -3]]},
     {"sources": {"web": {"target_tokens": 5}}},
+    {"fp8": {"layers.0.qkv": {"weight": {"amax": 1.0}}}},
+    {"fp8": {"layers.0.qkv": 3}},
+    {"fp8": []},
 ]
 
 

@@ -13,10 +13,13 @@ from resume import assert_repeatable
 from pentad.schedules.spec.model import MLA, Experts, Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.linear.fp8_samples import merged
 
 # Whole tiles of 128 on two tensor ranks.
 MODEL = ModelSpec(layers=4, hidden=128, heads=2, kv_heads=2, head_dim=128, ffn=256, vocab=300)
 MIXTURE = replace(MODEL, experts=Experts(4, 2, 24, first_k_dense=2))
+WIDE_EXPERTS = replace(MODEL, experts=Experts(4, 2, 256, first_k_dense=1, shared_intermediate_size=24))
+EXPERTS = Fp8Spec("block", experts=True)
 LATENT = replace(MODEL, mla=MLA(128, 128, qk_nope_head_dim=128, qk_rope_head_dim=128, v_head_dim=128))
 LENGTH = 128  # tokens of a sequence on a context rank, at least
 BLOCK, TENSOR, ROW = Fp8Spec("block"), Fp8Spec("tensor", "e5m2"), Fp8Spec("row", power_of_two=True)
@@ -35,6 +38,10 @@ CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     *((spec, "1f1b", {"pp": 2, "dp": 2, **ZERO_3}) for spec in (BLOCK, TENSOR)),
     (replace(BLOCK, skip_first=1, skip_last=1), "interleaved", {"pp": 2}),
     (BLOCK, "zb-h1", {"pp": 2, "ep": 2, "model": MIXTURE}),
+    (EXPERTS, "1f1b", {"ep": 2, "layers": 2, "model": WIDE_EXPERTS}),
+    (EXPERTS, "zb-h1", {"pp": 2, "ep": 2, "recompute": "selective", "model": WIDE_EXPERTS}),
+    (replace(EXPERTS, gradients="e5m2"), "zb-v", {"pp": 2, "tp": 2, "recompute": "full", "model": WIDE_EXPERTS}),
+    (EXPERTS, "1f1b", {"pp": 2, "dp": 2, "model": WIDE_EXPERTS, **ZERO_3}),
     (BLOCK, "dualpipev", {"pp": 2, "tp": 2, "model": LATENT}),
     *((spec, "1f1b", {"tp": 2, "layers": 2, "model": LATENT}) for spec in (TENSOR, ROW)),
     (replace(BLOCK, power_of_two=True, gradients="e5m2"), "zb-h2", {"pp": 2, "post_validation": True}),
@@ -65,6 +72,13 @@ def test_repeated_and_resumed_runs_in_8_bits_are_bit_identical(fleet, corpus, tm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"pp": 2, "ep": 2}, {"dp": 2, "ep": 2, **ZERO_3}])
+def test_repeated_and_resumed_runs_of_experts_in_8_bits_are_bit_identical(fleet, corpus, tmp_path, sizes):
+    plan = fp8_plan(EXPERTS, "zb-h1" if "pp" in sizes else "1f1b", {"model": WIDE_EXPERTS, **sizes}, corpus)
+    assert_repeatable(fleet, replace(plan, dtype="float32"), tmp_path)
+
+
+@pytest.mark.slow
 def test_losses_in_8_bits_stay_close_to_those_of_the_compute_dtype(fleet, corpus):
     """Over 16 steps at a high learning rate, in which the loss falls by more than a tenth."""
     plan = replace(fp8_plan(BLOCK, "zb-h2", {"pp": 2}, corpus), dtype="float32")
@@ -74,3 +88,27 @@ def test_losses_in_8_bits_stay_close_to_those_of_the_compute_dtype(fleet, corpus
     for losses in found:
         assert losses != want
         assert losses == pytest.approx(want, rel=3e-2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "sizes"),
+    [
+        (BLOCK, "1f1b", {"tp": 2, "layers": 1}),
+        pytest.param(TENSOR, "zb-h2", {"pp": 2, "tp": 2, "recompute": "selective"}, marks=pytest.mark.slow),
+        pytest.param(ROW, "dualpipev", {"pp": 2, "cp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_samples_of_operands_are_those_of_one_process(fleet, corpus, spec, name, sizes):
+    """Every second step: maxima, and the shares of values at both ends of what 8 bits have."""
+    plan = fp8_plan(replace(spec, sample_every=2), name, sizes, corpus)
+    alone = fp8_plan(plan.fp8, "1f1b", {"layers": plan.model.layers}, corpus)
+    outcomes, (want,) = fleet.run(plan, [(0, 3)]), fleet.run(replace(alone, batch=plan.batch), [(0, 3)])
+    for step in range(3):
+        found = merged(each for outcome in outcomes for each in outcome.results[step].fp8)
+        single = merged(want.results[step].fp8)
+        assert found.keys() == single.keys() and len(found) == (12 * plan.model.layers if step % 2 == 0 else 0)
+        for key, each in found.items():
+            assert each.amax == pytest.approx(single[key].amax, rel=1e-6)
+            for count in ("saturated", "underflowed"):
+                share = getattr(each, count) / each.values
+                assert share == pytest.approx(getattr(single[key], count) / single[key].values, abs=1e-6)

@@ -1,0 +1,62 @@
+"""How well operands fit into 8 bits: what a sampled step adds to metrics.jsonl, and when to warn."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+from pentad.workers.linear.fp8_samples import Fp8Sample, merged
+
+MOST = 3  # sentences about a step
+UNDERFLOWED = 0.25  # share of an operand's values that are zero in 8 bits
+GROWTH, REMEMBERED, LEAST = 16.0, 16, 4  # of a maximum over the median of so many samples before, at least so many
+
+
+def fp8_row(samples: Iterable[Fp8Sample]) -> dict[str, Any]:
+    """{"fp8": {parameter: {role: {"amax", "saturated", "underflowed"}}}}, the latter two as shares; empty without
+    samples. An amax that is not finite is null."""
+    found: dict[str, dict[str, dict[str, float | None]]] = {}
+    for (weight, role), each in merged(samples).items():
+        found.setdefault(weight, {})[role] = {
+            "amax": each.amax if math.isfinite(each.amax) else None,
+            "saturated": each.saturated / each.values,
+            "underflowed": each.underflowed / each.values,
+        }
+    return {"fp8": found} if found else {}
+
+
+class Fp8Health:
+    """Finds what precedes a run that goes bad. An operand is reported once, until it has recovered."""
+
+    def __init__(self) -> None:
+        self.maxima: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self.ailing: set[tuple[str, str]] = set()
+
+    def warnings(self, row: dict[str, Any]) -> list[str]:
+        """Sentences about the operands of a row of metrics.jsonl."""
+        found = []
+        for weight, roles in row.get("fp8", {}).items():
+            for role, sample in roles.items():
+                problem = self._problem((weight, role), **sample)
+                if problem and (weight, role) not in self.ailing:
+                    found.append(f"the {role}s of {weight} {problem}")
+                (self.ailing.add if problem else self.ailing.discard)((weight, role))
+        more = len(found) - MOST
+        return (
+            [*found[:MOST], f"{more} other operands have such values; see fp8 in metrics.jsonl"] if more > 0 else found
+        )
+
+    def _problem(self, key: tuple[str, str], amax: float | None, saturated: float, underflowed: float) -> str:
+        if amax is None:
+            return "are not finite"
+        before = self.maxima[key]
+        usual = median(before) if len(before) >= LEAST else math.inf
+        before.append(amax)
+        if amax > GROWTH * usual:
+            return f"reach {amax:.3g}, {amax / usual:.0f} times what they usually do"
+        if underflowed > UNDERFLOWED:
+            return f"are too small for 8 bits: {underflowed:.0%} of them became zero"
+        return ""

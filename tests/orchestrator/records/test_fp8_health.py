@@ -1,0 +1,43 @@
+"""The row of a sampled step, and the warnings before a run goes bad."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pentad.orchestrator.loggers.logger import scalars
+from pentad.orchestrator.records.fp8_health import Fp8Health, fp8_row
+from pentad.orchestrator.records.json_rows import checked_row
+from pentad.workers.linear.fp8_samples import Fp8Sample
+
+
+def row_of(amax: float = 1.0, underflowed: int = 0, weights: int = 1) -> dict[str, Any]:
+    return fp8_row(Fp8Sample(f"layers.{n}.qkv", "gradient", amax, 5, underflowed, 100) for n in range(weights))
+
+
+def test_the_row_has_shares_that_loggers_and_readers_understand() -> None:
+    row = row_of(2.0, 25)
+    assert row == {"fp8": {"layers.0.qkv": {"gradient": {"amax": 2.0, "saturated": 0.05, "underflowed": 0.25}}}}
+    assert checked_row(row, "line 1") == row and fp8_row([]) == {}
+    assert checked_row(row_of(math.nan), "line 1")["fp8"]["layers.0.qkv"]["gradient"]["amax"] is None
+    assert scalars(row)["train/fp8/layers.0.qkv/gradient/underflowed"] == 0.25
+
+
+def test_a_steady_run_has_no_warnings() -> None:
+    health = Fp8Health()
+    assert not any(health.warnings(row_of(1.0 + step % 7, 20)) for step in range(100))
+
+
+def test_values_that_vanish_or_explode_or_are_not_finite_are_reported_once_until_they_recover() -> None:
+    for bad, words in ((row_of(underflowed=40), "40%"), (row_of(200.0), "200 times"), (row_of(math.inf), "finite")):
+        health = Fp8Health()
+        for _ in range(5):
+            assert not health.warnings(row_of())
+        (warning,) = health.warnings(bad)
+        assert "gradients of layers.0.qkv" in warning and words in warning
+        assert not health.warnings(bad) and not health.warnings(row_of()) and health.warnings(bad)
+
+
+def test_a_bad_step_has_few_sentences() -> None:
+    found = Fp8Health().warnings(row_of(math.nan, weights=100))
+    assert len(found) == 4 and "97 other operands" in found[-1]

@@ -1,0 +1,68 @@
+"""Operands of the experts' products in 8 bits, and how near the kernels have to be."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from closeness import relative_error
+from torch import Tensor
+
+from pentad.kernels.fp8.fp8_cast import forms_of
+from pentad.kernels.fp8.fp8_grouped import ExpertMatrices, accumulate_fp8_grouped_gradient_, fp8_grouped_gemm
+from pentad.kernels.fp8.fp8_tensor import Fp8Tensor, Recipe, Role, quantize
+
+
+class Operands(NamedTuple):
+    """Rows of T tokens, some of them of several experts, and unused ones at the end, which contain NaN."""
+
+    x: Fp8Tensor  # [T, K]
+    dy: Fp8Tensor  # [R, N]
+    weights: ExpertMatrices  # [E, N, K]
+    offsets: Tensor
+    index: Tensor  # [R]
+
+    def on(self, device: str) -> Operands:
+        x, dy = (Fp8Tensor(*(each.to(device) for each in pair)) for pair in (self.x, self.dy))
+        weights = ExpertMatrices(*(Fp8Tensor(*(each.to(device) for each in form)) for form in self.weights))
+        return Operands(x, dy, weights, self.offsets.to(device), self.index.to(device))
+
+
+def operands(counts: tuple[int, ...], tokens: int, n: int, k: int, recipe: Recipe) -> Operands:
+    def cast(rows: int, width: int, role: Role) -> Fp8Tensor:
+        return quantize(torch.randn(rows, width) * torch.logspace(-3, 3, rows)[:, None], recipe, role)
+
+    used, experts = sum(counts), len(counts)
+    weights = ExpertMatrices.of(forms_of(torch.randn(experts * n, k), recipe, "weight"), experts)
+    dy = cast(used + 3, n, "gradient")
+    dy.scales[used:] = torch.nan
+    offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
+    return Operands(cast(tokens, k, "activation"), dy, weights, offsets, torch.randint(tokens, (used + 3,)))
+
+
+def assert_products_agree(
+    twin: ModuleType, given: Operands, on: Operands, dtype: torch.dtype, bound: float, wgrad_bound: float
+) -> None:
+    """F, the gradient for the input, and the gradients of the weights by the kernels of `twin`, with operands `on` a
+    device, against the reference in float64 of the `given` ones."""
+    used, wide = int(given.offsets[-1]), torch.float64
+    found = twin.fp8_grouped_gemm(on.x, on.weights.rows, on.offsets, dtype, on.index)
+    want = fp8_grouped_gemm(given.x, given.weights.rows, given.offsets, wide, given.index)
+    assert relative_error(found[:used].cpu(), want[:used]) < bound
+    found = twin.fp8_grouped_gemm(on.dy, on.weights.columns, on.offsets, dtype)
+    want = fp8_grouped_gemm(given.dy, given.weights.columns, given.offsets, wide)
+    assert relative_error(found[:used].cpu(), want[:used]) < bound
+    main = torch.randn(given.weights.rows.values.shape)
+    expected = main.double()
+    accumulate_fp8_grouped_gradient_(given.dy, given.x, expected, given.offsets, wide, (None, given.index))
+
+    def add(sums: Tensor, *, overwrite: bool = False) -> Tensor:
+        indices = None, on.index
+        twin.accumulate_fp8_grouped_gradient_(on.dy, on.x, sums, on.offsets, dtype, indices, overwrite=overwrite)
+        return sums
+
+    sums = main.to(on.offsets.device)
+    assert relative_error(add(sums).cpu(), expected) < wgrad_bound
+    again = add(torch.zeros_like(sums))
+    assert torch.equal(add(sums.fill_(torch.nan), overwrite=True), again), "also of an expert without rows"

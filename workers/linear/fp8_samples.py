@@ -1,0 +1,106 @@
+"""How well the operands of products fit into 8 bits: counted as they are multiplied, in the steps that are sampled.
+
+A sample costs a pass over each operand that F and B multiply. Shares and maxima do not depend on the
+mesh: ranks that have the same operand count the same, those with parts of one count parts of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pentad.kernels.fp8.fp8_tensor import Fp8Tensor, Role
+
+CHUNK = 2**24  # values that are looked at at once, which bounds the memory of a sample
+# The bits of the largest finite number, without the sign.
+LARGEST = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
+
+
+class Fp8Sample(NamedTuple):
+    """Of all that one rank multiplied of an operand in a step. `amax` is the absolute maximum, nan if a value is not
+    finite; `saturated` values have the largest magnitude that 8 bits have, `underflowed` ones are zero."""
+
+    weight: str  # the parameter whose product it is an operand of
+    role: Role
+    amax: float
+    saturated: int
+    underflowed: int
+    values: int
+
+
+Key = tuple[str, Role]
+
+
+class Fp8Samples:
+    """The counts of a step, on the device."""
+
+    def __init__(self) -> None:
+        self._found: dict[Key, Tensor] = {}  # [4] float64
+
+    def add(self, weight: str, role: Role, operand: Fp8Tensor) -> None:
+        if role == "weight" and (weight, role) in self._found:
+            return  # it stays the same within a step
+        counts = counts_of(operand)
+        before = self._found.get((weight, role))
+        if before is not None:
+            counts[0] = torch.maximum(before[0], counts[0])
+            counts[1:] += before[1:]
+        self._found[weight, role] = counts
+
+    def take(self) -> PendingSamples:
+        """What was counted, as copies on the host."""
+        if not self._found:
+            return PendingSamples((), None)
+        stacked = torch.stack(list(self._found.values()))
+        host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=stacked.is_cuda)
+        return PendingSamples(tuple(self._found), host.copy_(stacked, non_blocking=True))
+
+
+class PendingSamples(NamedTuple):
+    """Valid once the stream that was current at `take` has reached that point."""
+
+    keys: tuple[Key, ...]
+    counts: Tensor | None
+
+    def read(self) -> tuple[Fp8Sample, ...]:
+        rows = [] if self.counts is None else self.counts.tolist()
+        return tuple(
+            Fp8Sample(*key, amax, *map(int, counts)) for key, (amax, *counts) in zip(self.keys, rows, strict=True)
+        )
+
+
+def merged(samples: Iterable[Fp8Sample]) -> dict[Key, Fp8Sample]:
+    """Those of all ranks, by weight and role, in the order of names."""
+    found: dict[Key, Fp8Sample] = {}
+    for each in samples:
+        key = each.weight, each.role
+        before = found.get(key)
+        if before is not None:
+            amax = max(before.amax, each.amax) if before.amax == before.amax else before.amax
+            amax = each.amax if each.amax != each.amax else amax
+            counts = (a + b for a, b in zip(before[3:], each[3:], strict=True))
+            each = Fp8Sample(*key, amax, *counts)
+        found[key] = each
+    return dict(sorted(found.items()))
+
+
+def counts_of(operand: Fp8Tensor) -> Tensor:
+    """[amax, saturated, underflowed, values], float64, on the operand's device."""
+    values, scales = operand
+    (m, k), (down, across) = values.shape, scales.shape
+    height, width = m // down, k // across
+    step = max(1, CHUNK // (height * k))  # rows of tiles
+    total = torch.zeros(4, dtype=torch.float64, device=values.device)
+    for first in range(0, down, step):
+        part = slice(first * height, (first + step) * height)
+        bits = values[part].view(torch.uint8) & 0x7F
+        largest = bits.view(-1, height, across, width).amax((1, 3)).view(values.dtype).double()
+        amax = (largest * scales[first : first + step]).amax()
+        total[0] = torch.maximum(total[0], amax)
+        total[1] += (bits == LARGEST[values.dtype]).sum()
+        total[2] += (bits == 0).sum()
+    total[3] = m * k
+    return total
