@@ -204,6 +204,9 @@ class MemorySection(Section):
     max_resident_microbatches: PositiveFloat | None = None
     """most activations that stay on a device, in microbatches of all its layers; the others are offloaded to host
     memory until their backward; null: all stay"""
+    offload_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
+    """share of the bytes of every unit's saved activations that are in host memory until the unit's backward; the
+    others stay on the device. What memory.recompute computes again is not saved"""
 
     def rules(self) -> Iterator[Broken | str]:
         stages, resident = self.recompute_stages, self.max_resident_microbatches
@@ -217,6 +220,21 @@ class MemorySection(Section):
         if resident is not None and self.recompute not in ("none", "full"):
             found = f"{resident:g}, but memory.recompute is {self.recompute}"
             yield Broken("max_resident_microbatches", "none or full", found)
+        if resident is not None and self.offload_fraction:
+            found = f"{self.offload_fraction:g}, but memory.max_resident_microbatches is {resident:g}"
+            yield Broken("offload_fraction", "0, or memory.max_resident_microbatches = null", found)
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether units are of one layer by default."""
+        return self.recompute != "none" or self.offload_fraction > 0
+
+    def fractions(self, layers: Sequence[LayerRange]) -> tuple[float, ...]:
+        """The shares of the bytes that units with these layers offload (see Plan): none of embeddings and heads by
+        themselves. Empty where max_resident_microbatches decides."""
+        if not self.offload_fraction:
+            return ()
+        return tuple(self.offload_fraction if unit.numbers else 0.0 for unit in layers)
 
     def modes(self, units: Sequence[int], layers: Sequence[LayerRange]) -> tuple[str, ...]:
         """What each unit with these layers recomputes (see Plan), where stage s has `units[s]`; empty if none does.
@@ -238,9 +256,9 @@ class MemorySection(Section):
         """The options of a program whose units have these layers, and whose stage s has `units[s]` of them."""
         recompute = frozenset(unit for unit, mode in enumerate(self.modes(units, layers)) if mode != "none")
         is_cut = max(units) > 1
-        return MemoryOptions(
-            recompute=recompute, max_resident=self.max_resident_microbatches, units=units if is_cut else ()
-        )
+        offload = frozenset(unit for unit, fraction in enumerate(self.fractions(layers)) if fraction)
+        resident = self.max_resident_microbatches
+        return MemoryOptions(recompute=recompute, max_resident=resident, offload=offload, units=units if is_cut else ())
 
 
 class ZeroSection(Section):

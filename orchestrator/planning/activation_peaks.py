@@ -15,7 +15,8 @@ from typing import NamedTuple
 from pentad.orchestrator.planning import activation_memory as memory
 from pentad.orchestrator.planning.allocations import Piece, Totals, piece_of, total
 from pentad.orchestrator.planning.attention_memory import attention_shape
-from pentad.schedules.ir.instruction import Instruction, Op, instructions_of
+from pentad.orchestrator.planning.offload_memory import cuts_of
+from pentad.schedules.ir.instruction import Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.model import CustomModel, ModelSpec
 from pentad.schedules.spec.plan import Plan
@@ -244,11 +245,14 @@ class _Walk:
     def __init__(self, plan: Plan, program: Program, rank: int) -> None:
         self.plan, self.program, self.rank, self.slices = plan, program, rank, program.slices
         self.stages = {stage: activations_of(plan, stage) for stage in program.placement[rank]}
+        self.cuts = cuts_of(plan)
         self.held = self.peak = self.host = self.host_peak = 0
 
     def run(self, at: Instruction) -> None:
         stage, mode = self.stages[at.stage], self.plan.recompute_mode(at.stage)
         is_first_slice, is_last_slice = at.microbatch % self.slices == 0, (at.microbatch + 1) % self.slices == 0
+        if at.op is not Op.RELOAD:
+            self._release(at.waits)
         input_in_slot = 0 if at.stage == 0 or self._is_local(at, -1) else stage.input
         incoming_in_slot = 0 if self._is_local(at, 1) else stage.incoming
         match at.op:
@@ -263,12 +267,12 @@ class _Walk:
             case Op.RECOMPUTE:
                 made = stage.saved - stage.kept(mode)
                 self._apply(Effect(made, made + stage.recompute))
-            case Op.OFFLOAD | Op.RELOAD:
-                moved = stage.saved - stage.not_offloadable - stage.input
-                moved = moved if at.op is Op.OFFLOAD else -moved
-                self._apply(allocate(-moved))
-                self.host += moved
+            case Op.OFFLOAD:
+                self._apply(allocate(self.cuts[at.stage].rest))
+                self.host += self.cuts[at.stage].bytes
                 self.host_peak = max(self.host_peak, self.host)
+            case Op.RELOAD:
+                self._apply(allocate(self.cuts[at.stage].taken))
             case Op.B | Op.BW:
                 self._apply(allocate(is_last_slice * stage.kv_gradients))
                 received, result = self._local_stream(at, 1), self._local_stream(at, -1)
@@ -280,6 +284,15 @@ class _Walk:
             case Op.W:
                 self._apply(stage.weight)
                 self.held += incoming_in_slot
+
+    def _release(self, waits: Sequence[Key]) -> None:
+        """Frees what the OFFLOADs that an instruction waits for have copied, and the copies of its RELOADs."""
+        for key in waits:
+            if key.op is Op.OFFLOAD:
+                self.held -= self.cuts[key.stage].taken
+            elif key.op is Op.RELOAD:
+                self.held -= self.cuts[key.stage].rest
+                self.host -= self.cuts[key.stage].bytes
 
     def _apply(self, effect: Effect) -> None:
         self.peak = max(self.peak, self.held + effect.peak)

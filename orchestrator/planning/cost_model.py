@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from pentad.orchestrator.planning.activation_peaks import stage_activations
 from pentad.orchestrator.planning.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import Phase, stage_volume
 from pentad.orchestrator.planning.hardware import ASSUMED_RATES, FP8_SPEEDUPS, Rates, link_of, spans_hosts
@@ -33,6 +32,7 @@ def guess_costs(
     modes: Sequence[str] = (),
     zero: int = 0,
     lora: LoraSpec | None = None,
+    offloaded: Sequence[int] = (),
 ) -> Costs:
     """Seconds at ASSUMED_RATES; embedding and head count to the first and last stage.
 
@@ -40,11 +40,10 @@ def guess_costs(
     tp, cp and ep ranks of the piece's mesh split the work of a stage and add operations inside layers; ranks that hold
     the same parameters reduce their gradients, and with `zero` each updates a shard. The rank whose
     stages in `placement` have most parameters decides how long the end of a step takes. With `lora` only adapters have
-    W, and ZeRO-3 gathers what is frozen as well.
+    W, and ZeRO-3 gathers what is frozen as well. `offloaded` are the bytes of an OFFLOAD or RELOAD, by stage.
     """
     rates, mesh = ASSUMED_RATES[piece.device], piece.mesh
     stages = [_stage_seconds(model, span, piece, rates, lora) for span in layers]
-    activations = [stage_activations(model, layers, stage, piece) for stage in range(len(layers))]
     sizes = [_updated_bytes(model, lora, span, mesh, mesh.dp * mesh.ep if zero else 0) for span in layers]
     updated = max(sum(sizes[stage] for stage in held) for held in placement)
     latency, bandwidth = link_of(rates, mesh, "pp")
@@ -59,9 +58,7 @@ def guess_costs(
         step=7 * updated / rates.memory,  # reads master weights, both moments, gradients; writes the former three
         launch=rates.launch,
         recompute=tuple(each.recompute(mode) for each, mode in zip(stages, modes, strict=False)),
-        offload=tuple(
-            rates.intra_host_latency + (of.saved - of.not_offloadable) / rates.host_memory for of in activations
-        ),
+        offload=tuple(rates.intra_host_latency + each / rates.host_memory for each in offloaded),
     )
 
 

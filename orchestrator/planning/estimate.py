@@ -13,6 +13,7 @@ from pentad.orchestrator.planning.allocations import BYTES, INDEX, piece_of, wid
 from pentad.orchestrator.planning.comm_volume import padded_elements, param_shards_at
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.hardware import DEVICES
+from pentad.orchestrator.planning.offload_memory import cuts_of
 from pentad.schedules.ir.instruction import RECEIVES, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.post_validation import has_post_validation
@@ -32,7 +33,9 @@ CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 def costs_of(plan: Plan) -> Costs:
     """A plan's guessed costs, those that its program was compiled with."""
     piece = piece_of(plan)._replace(document_mask=False, deterministic=True)
-    return guess_costs(plan.model, plan.layers, plan.program.placement, piece, plan.recompute, plan.zero, plan.lora)
+    offloaded = [each.bytes for each in cuts_of(plan)]
+    given = plan.model, plan.layers, plan.program.placement, piece, plan.recompute, plan.zero, plan.lora
+    return guess_costs(*given, offloaded)
 
 
 def step_seconds(timeline: Timeline) -> float:

@@ -17,6 +17,7 @@ from pentad.orchestrator.planning.cost_model import guess_costs, local_parameter
 from pentad.orchestrator.planning.fit import device_memory, fit_of
 from pentad.orchestrator.planning.hardware import DEVICES, NODE_GPUS, gpu_name, local_device
 from pentad.orchestrator.planning.numerics import fp8_spec, optimizer_spec, require_fp8
+from pentad.orchestrator.planning.offload_memory import cuts
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_forward_only, compile_program
 from pentad.schedules.ir.errors import PentadError
@@ -72,7 +73,9 @@ def make_plan(
         place_units(layout.placement, units),
         _piece(config, device, layout.slices, fp8_spec(config, model)),
     )
-    costs = guess_costs(model, layers, placement, piece, recompute, options.zero, config.lora.spec)
+    stage_of = [stage for stage, count in enumerate(units) for _ in range(count)]
+    moved = [each.bytes for each in cuts(model, layers, stage_of, piece, recompute, config.memory.fractions(layers))]
+    costs = guess_costs(model, layers, placement, piece, recompute, options.zero, config.lora.spec, moved)
 
     def compiled(microbatches: int, order: Program | None) -> Program:
         return compile_program(
@@ -173,6 +176,7 @@ def draft(
         lora=config.lora.spec,
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.units or (1,) * program.stages, layers),
+        offload=config.memory.fractions(layers),
         fp8=fp8_spec(config, model),
     )
     require_fp8(plan, gpu_name())
@@ -230,12 +234,12 @@ def units_of(
     config: RunConfig, model: ModelSpec, stages: Sequence[LayerRange], mesh: Mesh, dtype: str, *, shared: bool
 ) -> tuple[int, ...]:
     """The number of units of each stage, given its layers: of memory.unit_layers each; by default of one where layers
-    recompute, and of at most UNIT_BYTES of gradients where ranks have `shared` parameters, to reduce some while
-    backward goes on. What a custom model recomputes is a whole stage."""
+    recompute or are offloaded, and of at most UNIT_BYTES of gradients where ranks have `shared` parameters, to reduce
+    some while backward goes on. What a custom model recomputes is a whole stage."""
     found, lora = [], config.lora.spec
     for layers in stages:
         size = config.memory.unit_layers or len(layers.numbers)
-        if config.memory.unit_layers is None and config.memory.recompute != "none" and model.custom is None:
+        if config.memory.unit_layers is None and config.memory.by_layer and model.custom is None:
             size = 1
         elif config.memory.unit_layers is None and shared:
             inner = LayerRange(layers.first, layers.end)

@@ -57,11 +57,13 @@ def plan_of(
     document_mask: bool = False,
     unit_layers: int | None = None,
     lora: LoraSpec | None = None,
+    offload: float = 0.0,
 ) -> Plan:
     """A plan on CPU ranks: MODEL in `dtype`, with sequences of 8 tokens, two a microbatch.
 
     `document_mask` is for `data` that is a path, and masks losses too, as by default. `recompute` is the mode of all
-    stages, `max_resident` turns offloading on, in microbatches. With `unit_layers` stages consist of units.
+    stages, `max_resident` turns offloading on, in microbatches, as does `offload`, a share of every unit. With
+    `unit_layers` stages consist of units.
     """
     order = generate(name, pp, microbatches, ScheduleOptions(chunks=chunks, slices=slices))
     layers, units = _units(model, order.placement, unit_layers)
@@ -71,6 +73,8 @@ def plan_of(
     memory_options = memory_options._replace(sizes=pool_sizes(model, lora, layers, mesh, mirrors))
     if recomputed or max_resident is not None:
         memory_options = memory_options._replace(recompute=recomputed, max_resident=max_resident)
+    fractions = tuple(offload if each.numbers else 0.0 for each in layers) if offload else ()
+    memory_options = memory_options._replace(offload=frozenset(s for s, share in enumerate(fractions) if share))
     given: dict[str, Any] = {"post_validation": post_validation, "memory_options": memory_options, "order": order}
     program = compile_program(name, pp, microbatches, replicas=dp * cp * ep, **given)
     return Plan(
@@ -87,6 +91,7 @@ def plan_of(
         device="cpu",
         transport="gloo",
         recompute=tuple(recompute if each.numbers else "none" for each in layers) if recomputed else (),
+        offload=fractions,
         zero=memory_options.zero,
         cp_method=cp_method,
         lora=lora,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, assert_never
@@ -59,7 +60,8 @@ class Executor:
 
     `issued` are the steps whose results nobody has read, `host_seconds[step]` is how long the host took to issue one.
     Before every instruction, and while
-    it waits, the host calls `check`, which raises Aborted once the generation is over.
+    it waits, the host calls `check`, which raises Aborted once the generation is over. `offload_fractions`, by stage,
+    are the shares that OFFLOAD takes.
     """
 
     stages: dict[int, BaseStage]
@@ -72,6 +74,7 @@ class Executor:
     shards: ZeroShards
     collectives: Collectives
     check: Check
+    offload_fractions: Sequence[float]
 
     def __post_init__(self) -> None:
         self.activations = ActivationOffload(self.lanes)
@@ -138,6 +141,8 @@ class Executor:
 
     def _issue(self, part: Instruction) -> Task[None]:
         with self.lanes.issue(part):
+            if part.lane == "compute":
+                self.activations.release(part.waits)
             yield  # an overlapped pair starts once both halves have what they wait for
             yield from self._execute(part)
 
@@ -153,7 +158,8 @@ class Executor:
             case Op.RECOMPUTE:
                 self.stages[part.stage].recompute(index)
             case Op.OFFLOAD:
-                self.activations.offload((part.stage, index), self.stages[part.stage].offloadable(index))
+                storages, fraction = self.stages[part.stage].offloadable(index), self.offload_fractions[part.stage]
+                self.activations.offload((part.stage, index), storages, fraction)
             case Op.RELOAD:
                 self.activations.reload((part.stage, index))
             case Op.SEND_F | Op.SEND_B:

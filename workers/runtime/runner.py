@@ -106,9 +106,9 @@ class Runner:
             transport = rank_setup.make_transport(plan, groups, store, self.device, flags)
             collectives = rank_setup.make_collectives(plan, groups, store, self.shards, flags)
             losses, check = LossTotals(plan, rank, self.stages, groups.world), self.fence_flag.check
-            self.executor = Executor(
-                self.stages, groups, transport, lanes, self.progress, end, losses, self.shards, collectives, check
-            )
+            fractions = plan.offload or (1.0,) * plan.program.stages
+            given = self.stages, groups, transport, lanes, self.progress, end, losses, self.shards, collectives
+            self.executor = Executor(*given, check, fractions)
 
     def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> None:
         """Reads the state of `step` steps from a verified checkpoint, or only the weights without `optimizer`; without

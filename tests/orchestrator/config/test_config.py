@@ -102,7 +102,7 @@ def test_every_stage_has_a_recompute_mode(recompute: str, stages: str, modes: tu
         (["max_resident_microbatches=0"], "memory.max_resident_microbatches is 0: expected more than 0"),
         (
             ["max_resident_microbatches=0.5"],
-            "memory.max_resident_microbatches is 0.5: expected at least 1, which rank 0 saves at once",
+            "memory.max_resident_microbatches is 0.5: expected at least 2, which rank 0 saves at once",
         ),
         (
             ["max_resident_microbatches=9", "recompute=selective"],

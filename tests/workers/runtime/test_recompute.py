@@ -14,7 +14,8 @@ from fleet import BadGradient, Fleet
 from plans import plan_of
 
 from pentad.orchestrator.planning.activation_peaks import activation_peaks, activations_of
-from pentad.schedules.ir.instruction import Op, instructions_of
+from pentad.orchestrator.planning.offload_memory import cuts_of
+from pentad.schedules.ir.instruction import Key, Op, instructions_of
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import run_to_completion
@@ -143,21 +144,23 @@ def test_offloading_frees_the_device_and_reloading_restores_all_bits(corpus, nam
     offloadable = {key: stage.offloadable(key) for key in stage.saved}
     for key, found in offloadable.items():
         activations.offload((index, key), found)
+        activations.release([Key(Op.OFFLOAD, index, key)])
         assert {each.nbytes() for each in found} == {0}
-    on_host = sum(buffer.nbytes for copies in activations.offloaded.values() for _, buffer in copies)
+    on_host = sum(each.host.nbytes for copies in activations.offloaded.values() for each in copies)
     received = estimate.input if index else 0
     assert on_host == pytest.approx(len(slots) * (estimate.saved - estimate.not_offloadable - received), rel=0.02)
     assert saved_bytes(stage, slots) == pytest.approx(before - on_host)
     assert all(slot is None or slot.untyped_storage().nbytes() for slot in slots)
     for key in reversed(offloadable):
         activations.reload((index, key))
+        activations.release([Key(Op.RELOAD, index, key)])
     assert saved_bytes(stage, slots) == before
     assert not activations.offloaded
     assert all(torch.equal(*pair) for pair in zip(saved_tensors(stage), bits, strict=True))
     addresses = {buffer.data_ptr() for buffers in activations.free_buffers.values() for buffer in buffers}
     for key, found in offloadable.items():
         activations.offload((index, key), found)
-    reused = {buffer.data_ptr() for copies in activations.offloaded.values() for _, buffer in copies}
+    reused = {each.host.data_ptr() for copies in activations.offloaded.values() for each in copies}
     assert reused == addresses
     activations.discard()
     assert not activations.offloaded
@@ -211,7 +214,8 @@ def test_the_peak_falls_with_what_is_saved(corpus: str) -> None:
         assert sizes[0] > sizes[1] > sizes[2] > sizes[3]
     plain, offloading = plans[0], plan_of("gpipe", 1, 4, 8, corpus, max_resident=3.0)
     estimate = activations_of(offloading, 1)
-    moved = estimate.saved - estimate.not_offloadable - estimate.input
+    moved = cuts_of(offloading)[1].bytes
+    assert moved == estimate.saved - estimate.not_offloadable - estimate.input
     count = sum(part.op is Op.OFFLOAD for part in instructions_of(offloading.program.streams[1]))
     device, host = activation_peaks(offloading, 1)
     assert 0 < host <= count * moved
