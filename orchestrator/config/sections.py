@@ -207,6 +207,9 @@ class MemorySection(Section):
     offload_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """share of the bytes of every unit's saved activations that are in host memory until the unit's backward; the
     others stay on the device. What memory.recompute computes again is not saved"""
+    optimizer: Literal["device", "host"] = "device"
+    """where master weights and optimizer state are. host: in host memory, from where they go through the device to be
+    updated at the end of a step"""
 
     def rules(self) -> Iterator[Broken | str]:
         stages, resident = self.recompute_stages, self.max_resident_microbatches

@@ -33,6 +33,8 @@ def guess_costs(
     zero: int = 0,
     lora: LoraSpec | None = None,
     offloaded: Sequence[int] = (),
+    *,
+    host_optimizer: bool = False,
 ) -> Costs:
     """Seconds at ASSUMED_RATES; embedding and head count to the first and last stage.
 
@@ -40,7 +42,8 @@ def guess_costs(
     tp, cp and ep ranks of the piece's mesh split the work of a stage and add operations inside layers; ranks that hold
     the same parameters reduce their gradients, and with `zero` each updates a shard. The rank whose
     stages in `placement` have most parameters decides how long the end of a step takes. With `lora` only adapters have
-    W, and ZeRO-3 gathers what is frozen as well. `offloaded` are the bytes of an OFFLOAD or RELOAD, by stage.
+    W, and ZeRO-3 gathers what is frozen as well. `offloaded` are the bytes of an OFFLOAD or RELOAD, by stage. A
+    `host_optimizer` has its state in host memory, from where it comes at the end of a step while it goes back.
     """
     rates, mesh = ASSUMED_RATES[piece.device], piece.mesh
     stages = [_stage_seconds(model, span, piece, rates, lora) for span in layers]
@@ -55,7 +58,8 @@ def guess_costs(
         reduce=tuple(_reduction(model, lora, span, mesh, rates) for span in layers),
         gather=_frozen_gathers(model, layers, piece, rates) if lora is not None and zero == 3 else (),
         norm=2 * rates.intra_host_latency + updated / rates.memory,
-        step=7 * updated / rates.memory,  # reads master weights, both moments, gradients; writes the former three
+        # reads master weights, both moments, gradients; writes the former three
+        step=max(7 * updated / rates.memory, host_optimizer * 3 * updated / rates.host_memory),
         launch=rates.launch,
         recompute=tuple(each.recompute(mode) for each, mode in zip(stages, modes, strict=False)),
         offload=tuple(rates.intra_host_latency + each / rates.host_memory for each in offloaded),

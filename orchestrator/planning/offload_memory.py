@@ -8,8 +8,8 @@ from itertools import chain
 
 from pentad.orchestrator.planning import activation_memory as memory
 from pentad.orchestrator.planning.allocations import Allocation, Piece, piece_of
+from pentad.schedules.passes.offload_cut import Cut, cut
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.offload import Cut, cut
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import LayerRange
 

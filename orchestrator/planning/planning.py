@@ -67,15 +67,8 @@ def make_plan(
     shared = config.mesh.replicas > 1 or layout.has_mirrors
     units = units or units_of(config, model, stages, config.mesh.mesh, dtype, shared=shared)
     layers = split_layers_into_units(stages, units)
-    recompute = config.memory.modes(units, layers)
     options = _memory_options(config, units, layout, model, layers)
-    placement, piece = (
-        place_units(layout.placement, units),
-        _piece(config, device, layout.slices, fp8_spec(config, model)),
-    )
-    stage_of = [stage for stage, count in enumerate(units) for _ in range(count)]
-    moved = [each.bytes for each in cuts(model, layers, stage_of, piece, recompute, config.memory.fractions(layers))]
-    costs = guess_costs(model, layers, placement, piece, recompute, options.zero, config.lora.spec, moved)
+    costs = _guessed(config, model, device, layout, units, layers, options.zero)
 
     def compiled(microbatches: int, order: Program | None) -> Program:
         return compile_program(
@@ -100,6 +93,23 @@ def make_plan(
     plan = draft(config, model, device, program, layers, transport=transport, zero=options.zero)
     evaluation = _eval(config, program, costs, transport, options)
     return replace(plan, eval=evaluation, rampup_programs=tuple(smaller))
+
+
+def _guessed(
+    config: RunConfig,
+    model: ModelSpec,
+    device: str,
+    layout: Layout,
+    units: tuple[int, ...],
+    layers: Sequence[LayerRange],
+    zero: int,
+) -> Costs:
+    """The costs of units, before there is a program."""
+    piece, modes = _piece(config, device, layout.slices, fp8_spec(config, model)), config.memory.modes(units, layers)
+    stage_of = [stage for stage, count in enumerate(units) for _ in range(count)]
+    moved = [each.bytes for each in cuts(model, layers, stage_of, piece, modes, config.memory.fractions(layers))]
+    given = model, layers, place_units(layout.placement, units), piece, modes, zero, config.lora.spec, moved
+    return guess_costs(*given, host_optimizer=config.memory.optimizer == "host")
 
 
 def _require_same_stages(config: RunConfig, program: Program, orders: Sequence[Program | None]) -> None:
@@ -177,6 +187,7 @@ def draft(
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.units or (1,) * program.stages, layers),
         offload=config.memory.fractions(layers),
+        host_optimizer=config.memory.optimizer == "host",
         fp8=fp8_spec(config, model),
     )
     require_fp8(plan, gpu_name())

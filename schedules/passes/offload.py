@@ -73,7 +73,7 @@ class _Walk:
         self.number = {index: number for number, index in enumerate(self.compute)}  # among compute actions
 
     def reader_of_result(self, cell: _Cell) -> int:
-        """The forward on this rank, -1: none, that reads the result of a forward, which may be part of what it saves."""
+        """The forward on this rank, or -1, that reads the result of a forward: this may be part of what that saves."""
         stage, microbatch = cell
         return self.forward.get((stage + 1, microbatch), -1)
 

@@ -53,7 +53,8 @@ class Plan:
 
     `recompute[stage]` is 'full' (F saves only its input), 'attention' (also the result of attention), 'selective' (all
     but the widest product is saved) or 'none'; empty means none everywhere. `offload[stage]`
-    is the share of the bytes of saved activations that OFFLOAD takes; empty: all. `zero` is the ZeRO stage (arXiv
+    is the share of the bytes of saved activations that OFFLOAD takes; empty: all. With `host_optimizer` master
+    weights and optimizer state are in host memory. `zero` is the ZeRO stage (arXiv
     1910.02054): from 1 on the holders of a stage shard its master weights and optimizer state, from 2 on its gradients,
     with 3 its compute weights.
     `cp_method` is how context ranks attend to each other's tokens. Tensor ranks share a node unless `tp_across_nodes`.
@@ -76,6 +77,7 @@ class Plan:
     deterministic: bool = True
     recompute: tuple[str, ...] = ()
     offload: tuple[float, ...] = ()
+    host_optimizer: bool = False
     zero: int = 0
     cp_method: CpMethod = "ring"
     tp_across_nodes: bool = False

@@ -58,23 +58,21 @@ def plan_of(
     unit_layers: int | None = None,
     lora: LoraSpec | None = None,
     offload: float = 0.0,
+    host_optimizer: bool = False,
 ) -> Plan:
-    """A plan on CPU ranks: MODEL in `dtype`, with sequences of 8 tokens, two a microbatch.
-
-    `document_mask` is for `data` that is a path, and masks losses too, as by default. `recompute` is the mode of all
-    stages, `max_resident` turns offloading on, in microbatches, as does `offload`, a share of every unit. With
-    `unit_layers` stages consist of units.
+    """A plan on CPU ranks: MODEL in `dtype`, with sequences of 8 tokens, two a microbatch. `document_mask` is for
+    `data` that is a path, and masks losses too, as by default. `recompute` is the mode of all stages, `max_resident`
+    (in microbatches) and `offload` (a share) turn offloading on, `unit_layers` cuts units.
     """
     order = generate(name, pp, microbatches, ScheduleOptions(chunks=chunks, slices=slices))
     layers, units = _units(model, order.placement, unit_layers)
-    memory_options = memory_options._replace(units=units or memory_options.units)
     recomputed = frozenset(stage for stage, each in enumerate(layers) if recompute != "none" and each.numbers)
     mesh, mirrors = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep), len(order.holders(0))
-    memory_options = memory_options._replace(sizes=pool_sizes(model, lora, layers, mesh, mirrors))
+    fractions = tuple(offload if each.numbers else 0.0 for each in layers) if offload else ()
+    offloaded, sizes = frozenset(np.flatnonzero(fractions).tolist()), pool_sizes(model, lora, layers, mesh, mirrors)
+    memory_options = memory_options._replace(offload=offloaded, sizes=sizes, units=units or memory_options.units)
     if recomputed or max_resident is not None:
         memory_options = memory_options._replace(recompute=recomputed, max_resident=max_resident)
-    fractions = tuple(offload if each.numbers else 0.0 for each in layers) if offload else ()
-    memory_options = memory_options._replace(offload=frozenset(s for s, share in enumerate(fractions) if share))
     given: dict[str, Any] = {"post_validation": post_validation, "memory_options": memory_options, "order": order}
     program = compile_program(name, pp, microbatches, replicas=dp * cp * ep, **given)
     return Plan(
@@ -92,6 +90,7 @@ def plan_of(
         transport="gloo",
         recompute=tuple(recompute if each.numbers else "none" for each in layers) if recomputed else (),
         offload=fractions,
+        host_optimizer=host_optimizer,
         zero=memory_options.zero,
         cp_method=cp_method,
         lora=lora,

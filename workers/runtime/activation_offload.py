@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from pentad.schedules.ir.instruction import Key, Op
-from pentad.schedules.spec.offload import cut
+from pentad.schedules.passes.offload_cut import cut
 from pentad.workers.runtime.streams import CudaStreams, Lanes
 
 Slice = tuple[int, int]  # stage and microbatch, or a slice of one

@@ -66,7 +66,12 @@ class Runner:
             previous.shards.clear()
         self.shards: ZeroShards = ZeroShards(plan, rank, self.stages)
         self.has_reserved = False
-        self.snapshots: Snapshots = Snapshots(self.device, previous.snapshots.memory if previous else None)
+        self.snapshots: Snapshots = Snapshots(
+            self.device,
+            previous.snapshots.memory if previous else None,
+            in_place=plan.host_optimizer,
+            check=self.fence_flag.check,
+        )
         self.programs = [RankProgram.of(plan, number, rank) for number in range(len(plan.programs))]
         self.load_batch = rank_setup.make_batch_loader(plan, rank, self.device)
         self.eval_loader = rank_setup.make_eval_loader(plan, self.load_batch)

@@ -108,10 +108,29 @@ def test_every_stage_has_a_recompute_mode(recompute: str, stages: str, modes: tu
             ["max_resident_microbatches=9", "recompute=selective"],
             "memory.max_resident_microbatches is 9, but memory.recompute is selective",
         ),
+        (["offload_fraction=1.1"], "memory.offload_fraction is 1.1: expected at most 1"),
+        (["offload_fraction=-0.1"], "memory.offload_fraction is -0.1: expected at least 0"),
+        (
+            ["offload_fraction=0.5", "max_resident_microbatches=9"],
+            "memory.offload_fraction is 0.5, but memory.max_resident_microbatches is 9: expected 0, or",
+        ),
+        (["optimizer=disk"], "memory.optimizer is 'disk': expected one of device or host"),
     ],
 )
 def test_a_bad_memory_option_is_reported_in_one_sentence(overrides: list[str], sentence: str) -> None:
     assert sentence in refusal(None, *(f"memory.{override}" for override in overrides))
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("optimizer.name=muon", "optimizer.name = muon, whose matrices are updated whole"),
+        ("schedule.post_validation=true", "schedule.post_validation = true, which updates weights twice"),
+    ],
+)
+def test_only_adamw_after_a_norm_can_have_its_state_on_the_host(override: str, reason: str) -> None:
+    found = refusal(None, "memory.optimizer=host", override)
+    assert f"memory.optimizer is host: expected device for {reason}" in found
 
 
 def test_recompute_stages_cannot_be_given_with_schedule_auto() -> None:
