@@ -23,6 +23,7 @@ from pentad.orchestrator.planning.eval_cost import EvalCost, eval_cost
 from pentad.orchestrator.planning.fit import Fit, device_memory, fit_of
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import known_gpu, local_device, require_tp_on_node
+from pentad.orchestrator.planning.host_fit import require_host
 from pentad.orchestrator.planning.planning import make_plan, require_shards
 from pentad.schedules.draw.svg import svg_grid
 from pentad.schedules.ir.errors import PentadError
@@ -174,9 +175,11 @@ def planned(config: RunConfig, device: Device | None = None, device_gib: float |
     place = device or local_device(config.cluster, config.mesh.size)[0]
     if place == "cuda":
         require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)
-    found = make_plan(config, place)
+    available = device_memory(place, device_gib)
+    found = make_plan(config, place, memory=available)
     require_shards(config, found)
-    costs, fit = costs_of(found), fit_of(found, device_memory(place, device_gib))
+    require_host(config, found)
+    costs, fit = costs_of(found), fit_of(found, available)
     sequences, data_error = _data(config, found)
     evaluation = eval_cost(config, found, costs, sequences)
     remedy = "" if fit.ok else memory_advice(config, found, fit)

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from pentad.orchestrator.monitoring.offload_view import offload_facts
 from pentad.orchestrator.monitoring.run_state import RankView
 from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with_rest
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
@@ -37,7 +38,7 @@ def plan_view(console: Console, plan: Plan, costs: Costs, ranks: Sequence[RankVi
     rows = bars(timeline, max(20, console.width - label - 1), coloured=coloured)
     drawing = [Text.assemble((f"{rank:>{label - 1}} ", "dim"), row, no_wrap=True) for rank, row in enumerate(rows)]
     figures = f"  {format_duration(timeline.makespan)} of compute  bubble {bubble_text(timeline.bubble())}"
-    yield from (facts_table(plan), Text(), ranks_table(plan, ranks, console.width), memory_line(plan), Text())
+    yield from (facts_table(plan, costs), Text(), ranks_table(plan, ranks, console.width), memory_line(plan), Text())
     yield Text.assemble((" one step, simulated", "bold"), figures)
     yield from drawing
     yield Text.assemble(" " * label, legend(timeline, coloured=coloured))
@@ -47,7 +48,7 @@ def bubble_text(bubble: Bubble) -> str:
     return f"{format_percent(bubble.longest)} longest, {format_percent(bubble.makespan)} makespan"
 
 
-def facts_table(plan: Plan) -> Table:
+def facts_table(plan: Plan, costs: Costs) -> Table:
     model, batch, program = plan.model, plan.batch, plan.program
     device = "GPUs" if plan.device == "cuda" else "CPUs"
     custom = f"{model.custom.text}, " if model.custom is not None else ""
@@ -81,6 +82,7 @@ def facts_table(plan: Plan) -> Table:
         found = {program.stage_of[unit] for unit, mode in enumerate(plan.recompute) if mode != "none"}
         where = "" if len(found) == program.stage_of[-1] + 1 else f" of stages {', '.join(map(str, sorted(found)))}"
         facts["recompute"] = f"{max(plan.recompute, key=RECOMPUTE_MODES.index)}{where}"
+    facts |= offload_facts(plan, costs)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -14,8 +14,10 @@ from pydantic import ValidationError
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.allocations import Piece, wide_bytes
 from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
-from pentad.orchestrator.planning.fit import device_memory, fit_of
+from pentad.orchestrator.planning.fit import DeviceMemory, device_memory, fit_of
 from pentad.orchestrator.planning.hardware import DEVICES, NODE_GPUS, gpu_name, local_device
+from pentad.orchestrator.planning.host_fit import host_memory, require_host
+from pentad.orchestrator.planning.memory_tiers import choose_tiers
 from pentad.orchestrator.planning.numerics import fp8_spec, optimizer_spec, require_fp8
 from pentad.orchestrator.planning.offload_memory import cuts
 from pentad.schedules.catalogue import CATALOGUE, generate
@@ -49,14 +51,23 @@ def make_plan(
     hosts: int = 1,
     model: ModelSpec | None = None,
     units: tuple[int, ...] | None = None,
+    fractions: tuple[float, ...] | None = None,
+    memory: DeviceMemory | None = None,
 ) -> Plan:
     """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of so many hosts.
 
     `model` is that of the run's first plan: a custom model's file may have changed since. So are the `units` of each
-    stage, if its ranks keep their state. Raises PentadError for a schedule, model or transport that the configuration's
-    own checks could not refuse.
+    stage, if its ranks keep their state. `fractions` of units are offloaded instead of those of the configuration; with
+    offload_fraction auto those with which ranks fit into `memory` (None: as here). Raises PentadError for a schedule,
+    model or transport that the configuration's own checks could not refuse.
     """
     assert device in ("cpu", "cuda"), device
+    if config.memory.offload_fraction == "auto":
+
+        def make(changed: RunConfig, units: tuple[int, ...] | None, fractions: tuple[float, ...] | None) -> Plan:
+            return make_plan(changed, device, hosts=hosts, model=model, units=units, fractions=fractions)
+
+        return choose_tiers(config, memory or device_memory(device), host_memory(config), make)
     transport, dtype = transport_of(config, device, hosts), _dtype(config, device)
     model = config.model_spec(dtype) if model is None else model
     order = _order(config, model, device, config.schedule.microbatches)
@@ -67,8 +78,9 @@ def make_plan(
     shared = config.mesh.replicas > 1 or layout.has_mirrors
     units = units or units_of(config, model, stages, config.mesh.mesh, dtype, shared=shared)
     layers = split_layers_into_units(stages, units)
-    options = _memory_options(config, units, layout, model, layers)
-    costs = _guessed(config, model, device, layout, units, layers, options.zero)
+    fractions = config.memory.fractions(layers) if fractions is None else fractions
+    options = _memory_options(config, units, layout, model, layers, fractions)
+    costs = _guessed(config, model, device, layout, units, layers, options.zero, fractions)
 
     def compiled(microbatches: int, order: Program | None) -> Program:
         return compile_program(
@@ -92,7 +104,7 @@ def make_plan(
     smaller = [compiled(microbatches, each) for microbatches, each in zip(counts, orders, strict=True)]
     plan = draft(config, model, device, program, layers, transport=transport, zero=options.zero)
     evaluation = _eval(config, program, costs, transport, options)
-    return replace(plan, eval=evaluation, rampup_programs=tuple(smaller))
+    return replace(plan, eval=evaluation, rampup_programs=tuple(smaller), offload=fractions)
 
 
 def _guessed(
@@ -103,11 +115,12 @@ def _guessed(
     units: tuple[int, ...],
     layers: Sequence[LayerRange],
     zero: int,
+    fractions: tuple[float, ...],
 ) -> Costs:
     """The costs of units, before there is a program."""
     piece, modes = _piece(config, device, layout.slices, fp8_spec(config, model)), config.memory.modes(units, layers)
     stage_of = [stage for stage, count in enumerate(units) for _ in range(count)]
-    moved = [each.bytes for each in cuts(model, layers, stage_of, piece, modes, config.memory.fractions(layers))]
+    moved = [each.bytes for each in cuts(model, layers, stage_of, piece, modes, fractions)]
     given = model, layers, place_units(layout.placement, units), piece, modes, zero, config.lora.spec, moved
     return guess_costs(*given, host_optimizer=config.memory.optimizer == "host")
 
@@ -132,6 +145,7 @@ def first_plan(config: RunConfig) -> Plan:
     device, _ = local_device(config.cluster, config.mesh.size)
     plan = make_plan(config, device)
     require_shards(config, plan)
+    require_host(config, plan)
     found = fit_of(plan, device_memory(device))
     if not found.ok and (device == "cpu" or gpu_name() in DEVICES):
         raise PentadError(f"run {config.run.name} {found.sentence}")
@@ -186,7 +200,6 @@ def draft(
         lora=config.lora.spec,
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.units or (1,) * program.stages, layers),
-        offload=config.memory.fractions(layers),
         host_optimizer=config.memory.optimizer == "host",
         fp8=fp8_spec(config, model),
     )
@@ -212,10 +225,15 @@ def require_shards(config: RunConfig, plan: Plan) -> None:
 
 
 def _memory_options(
-    config: RunConfig, units: tuple[int, ...], layout: Layout, model: ModelSpec, layers: Sequence[LayerRange]
+    config: RunConfig,
+    units: tuple[int, ...],
+    layout: Layout,
+    model: ModelSpec,
+    layers: Sequence[LayerRange],
+    fractions: tuple[float, ...],
 ) -> MemoryOptions:
     """As configured, without ZeRO where every stage has one holder only."""
-    section, found = config.zero, config.memory.options(units, layers)
+    section, found = config.zero, config.memory.options(units, layers, fractions)
     if config.mesh.replicas == 1 and not layout.has_mirrors:
         return found
     gathered = max_gathered(config, section.stage, units, has_mirrors=layout.has_mirrors)

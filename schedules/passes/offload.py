@@ -7,6 +7,7 @@ memory that compute has used until then, and wait for that.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from pentad.schedules.ir.program import Program, Stream
 from pentad.schedules.ir.rewrite import Addition, Wait, insert
 from pentad.schedules.simulate.memory import SAVED_CHANGE
 
-BUFFERS = 2  # units whose copies to the host may be under way while the next one computes
+BUFFERS = 2  # units that may be on the device: one is copied to the host, the next one computes
 PREFETCH = 1  # compute actions between the start of a reload and its use
 _ON_COMPUTE_LANE = COMPUTE | {Op.RECOMPUTE}
 _Cell = tuple[int, int]  # stage, microbatch
@@ -34,8 +35,8 @@ def add_offload(program: Program, stages: Collection[int]) -> Program:
     """OFFLOAD and RELOAD of every microbatch of these stages, but where the backward follows so soon after the forward
     that a copy would free no memory in time.
 
-    At most BUFFERS forwards run beside the copy of an activation, and the next one waits for it; a reload starts
-    PREFETCH compute actions before the backward. Raises PentadError for a stage that the program does not have.
+    At most BUFFERS - 1 compute actions of these stages run beside an OFFLOAD, and the next one waits for it; a RELOAD
+    starts PREFETCH of them before the backward. Raises PentadError for a stage that the program does not have.
     """
     trips = [list(_trips_of(_Walk(stream), stages)) for stream in program.streams]
     return _insert(program, trips)
@@ -95,11 +96,15 @@ class _Walk:
 
 
 def _trips_of(walk: _Walk, stages: Collection[int]) -> Iterator[_RoundTrip]:
+    # Others, such as an embedding, may take no time beside which anything could be copied.
+    compute = [index for index in walk.compute if any(part.stage in stages for part in walk.stream[index].parts)]
+    number = {index: number for number, index in enumerate(compute)}
     for cell, forward in walk.forward.items():
-        release = max(walk.number[forward] + BUFFERS, walk.number.get(walk.reader_of_result(cell), -1) + 1)
-        reload = walk.number[walk.backward[cell]] - PREFETCH
-        if cell[0] in stages and release < reload:
-            yield _RoundTrip(cell, walk.compute[release], walk.compute[reload])
+        if cell[0] in stages:
+            reader = bisect.bisect_right(compute, walk.reader_of_result(cell))
+            release, reload = max(number[forward] + BUFFERS, reader), number[walk.backward[cell]] - PREFETCH
+            if release < reload:
+                yield _RoundTrip(cell, compute[release], compute[reload])
 
 
 def _insert(program: Program, trips: Iterable[Iterable[_RoundTrip]]) -> Program:

@@ -73,8 +73,8 @@ def plan_of(
     memory_options = memory_options._replace(offload=offloaded, sizes=sizes, units=units or memory_options.units)
     if recomputed or max_resident is not None:
         memory_options = memory_options._replace(recompute=recomputed, max_resident=max_resident)
-    given: dict[str, Any] = {"post_validation": post_validation, "memory_options": memory_options, "order": order}
-    program = compile_program(name, pp, microbatches, replicas=dp * cp * ep, **given)
+    given: dict[str, Any] = {"memory_options": memory_options, "order": order, "replicas": dp * cp * ep}
+    program = compile_program(name, pp, microbatches, post_validation=post_validation, **given)
     return Plan(
         name="exact",
         mesh=mesh,
