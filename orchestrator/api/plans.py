@@ -20,10 +20,9 @@ from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume
 from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage_memory, step_seconds
 from pentad.orchestrator.planning.eval_cost import EvalCost, eval_cost
-from pentad.orchestrator.planning.fit import Fit, device_memory, fit_of
+from pentad.orchestrator.planning.fit import Fit, device_memory, fit_of, require_host
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import known_gpu, local_device, require_tp_on_node
-from pentad.orchestrator.planning.host_fit import require_host
 from pentad.orchestrator.planning.planning import make_plan, require_shards
 from pentad.schedules.draw.svg import svg_grid
 from pentad.schedules.ir.errors import PentadError

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -18,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from pentad.orchestrator.config.errors import Broken, RuleErrors, without_control_characters
+from pentad.orchestrator.config.errors import Broken, RuleErrors, share_or_auto, without_control_characters
 from pentad.schedules.spec.batch import BatchSizes, RampupStage
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
@@ -31,6 +32,7 @@ MOST = 2**31 - 1  # of whatever is counted: more does not fit into 32 bits
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(without_control_characters)]
+Share = Annotated[float | Literal["auto"], BeforeValidator(share_or_auto)]
 
 
 class Section(BaseModel):
@@ -204,7 +206,7 @@ class MemorySection(Section):
     max_resident_microbatches: PositiveFloat | None = None
     """most activations that stay on a device, in microbatches of all its layers; the others are offloaded to host
     memory until their backward; null: all stay"""
-    offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = 0.0
+    offload_fraction: Share = 0.0
     """share of the bytes of every unit's saved activations that are in host memory until the unit's backward; the
     others stay on the device. What memory.recompute computes again is not saved. auto: the least with which each rank
     fits, and of memory.recompute the fewest layers"""

@@ -10,12 +10,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pentad.orchestrator.monitoring.offload_view import offload_facts
 from pentad.orchestrator.monitoring.run_state import RankView
 from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with_rest
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.planning.estimate import ON_HOST, memories
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
+from pentad.schedules.simulate.copy_slack import hidden_share
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Bubble
@@ -82,13 +82,31 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
         found = {program.stage_of[unit] for unit, mode in enumerate(plan.recompute) if mode != "none"}
         where = "" if len(found) == program.stage_of[-1] + 1 else f" of stages {', '.join(map(str, sorted(found)))}"
         facts["recompute"] = f"{max(plan.recompute, key=RECOMPUTE_MODES.index)}{where}"
-    facts |= offload_facts(plan, costs)
+    facts |= _offload_facts(plan, costs)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, fact in facts.items():
         table.add_row(f" {name}", fact)
     return table
+
+
+def _offload_facts(plan: Plan, costs: Costs) -> dict[str, str]:
+    """Facts for the table of `pentad plan`, by name; empty without offloading."""
+    found = dict[str, str]()
+    if any(plan.offload):
+        shares = [max(plan.offload[unit] for unit in held) for held in plan.program.placement]
+        hidden = _by_rank(hidden_share(plan.program, costs))
+        found["offload"] = f"{_by_rank(shares)} of saved activations, in copies of which compute hides {hidden}"
+    if plan.host_optimizer:
+        found["optimizer"] = "master weights and moments in host memory"
+    return found
+
+
+def _by_rank(shares: list[float]) -> str:
+    """One figure for pipeline ranks that all have the same."""
+    texts = [format_percent(share) for share in shares]
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
 
 
 def ranks_table(plan: Plan, ranks: Sequence[RankView], width: int) -> Table:

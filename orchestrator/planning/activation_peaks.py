@@ -13,9 +13,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from pentad.orchestrator.planning import activation_memory as memory
+from pentad.orchestrator.planning.activation_memory import cuts_of
 from pentad.orchestrator.planning.allocations import Piece, Totals, piece_of, total
 from pentad.orchestrator.planning.attention_memory import attention_shape
-from pentad.orchestrator.planning.offload_memory import cuts_of
 from pentad.schedules.ir.instruction import Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.model import CustomModel, ModelSpec

@@ -8,12 +8,12 @@ from itertools import chain
 from operator import mul
 from statistics import median
 
+from pentad.orchestrator.planning.activation_memory import cuts_of
 from pentad.orchestrator.planning.activation_peaks import activation_peaks, activations_of
 from pentad.orchestrator.planning.allocations import BYTES, INDEX, piece_of, wide_bytes
 from pentad.orchestrator.planning.comm_volume import padded_elements, param_shards_at
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.hardware import DEVICES
-from pentad.orchestrator.planning.offload_memory import cuts_of
 from pentad.schedules.ir.instruction import RECEIVES, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.post_validation import has_post_validation

@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.estimate import costs_of, memory
-from pentad.orchestrator.planning.fit import DeviceMemory
-from pentad.orchestrator.planning.host_fit import HostMemory, host_bytes
+from pentad.orchestrator.planning.fit import DeviceMemory, HostMemory, host_bytes
 from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.simulate.copy_slack import hidden_share
 from pentad.schedules.spec.plan import Plan
 
-Maker = Callable[[RunConfig, tuple[int, ...] | None, tuple[float, ...] | None], Plan]  # of units and fractions
+Maker = Callable[..., Plan]  # `make_plan` of a configuration, with `units` and `fractions`
 # How often, and by how much, a fraction is raised for what is not linear in it: tensors that are cut.
 RAISES, RAISED = 8, 0.02
 
@@ -52,10 +51,10 @@ def choose_tiers(config: RunConfig, device: DeviceMemory, host: HostMemory, make
 
     Without memory.recompute nothing recomputes; with memory.recompute_layers so many layers do.
     """
-    plain = make(_with(config, 0, 0.0), None, None)
+    plain = make(_with(config, 0, 0.0))
     if not config.memory.recompute_layers and _lack(plain, device) <= 0:
         return plain
-    most = make(_with(config, None, 1.0), None, None)
+    most = make(_with(config, None, 1.0))
     search = _Search(config, device, host, make, most)
     fewest = search.layers_to_recompute()
     for layers in range(fewest, search.layers + 1):
@@ -63,7 +62,7 @@ def choose_tiers(config: RunConfig, device: DeviceMemory, host: HostMemory, make
             return found
         if config.memory.recompute_layers:
             break
-    return make(_with(config, config.memory.recompute_layers, 1.0), None, search.fractions(search.caps(most)))
+    return make(_with(config, config.memory.recompute_layers, 1.0), fractions=search.fractions(search.caps(most)))
 
 
 class _Search:
@@ -78,7 +77,7 @@ class _Search:
         self.layers = max(by_stage) if config.memory.recompute != "none" else 0
 
     def plan(self, layers: int, fraction: float) -> Plan:
-        return self.make(_with(self.config, layers, fraction), self.units, None)
+        return self.make(_with(self.config, layers, fraction), units=self.units)
 
     def layers_to_recompute(self) -> int:
         if self.config.memory.recompute_layers or not self.layers:
@@ -115,7 +114,7 @@ class _Search:
             gain = _needed(none, at) - _needed(offloaded, at)
             shares += cheapest(_needed(none, at) - self.device.bytes, [Tier(gain, 0.0, cap)])
         for _ in range(RAISES):
-            plan = self.make(_with(self.config, layers, 1.0), self.units, self.fractions(shares))
+            plan = self.make(_with(self.config, layers, 1.0), units=self.units, fractions=self.fractions(shares))
             lacking = [_needed(plan, at) > self.device.bytes for at in _ranks(plan)]
             if not any(lacking):
                 return plan

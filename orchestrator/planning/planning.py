@@ -6,20 +6,20 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Literal
 
 from pydantic import ValidationError
 
 from pentad.orchestrator.config.config import Layout, RunConfig
+from pentad.orchestrator.planning.activation_memory import cuts
 from pentad.orchestrator.planning.allocations import Piece, wide_bytes
 from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
-from pentad.orchestrator.planning.fit import DeviceMemory, device_memory, fit_of
+from pentad.orchestrator.planning.fit import DeviceMemory, device_memory, fit_of, host_memory, require_host
 from pentad.orchestrator.planning.hardware import DEVICES, NODE_GPUS, gpu_name, local_device
-from pentad.orchestrator.planning.host_fit import host_memory, require_host
 from pentad.orchestrator.planning.memory_tiers import choose_tiers
 from pentad.orchestrator.planning.numerics import fp8_spec, optimizer_spec, require_fp8
-from pentad.orchestrator.planning.offload_memory import cuts
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_forward_only, compile_program
 from pentad.schedules.ir.errors import PentadError
@@ -61,12 +61,8 @@ def make_plan(
     offload_fraction auto those with which ranks fit into `memory` (None: as here). Raises PentadError for a schedule,
     model or transport that the configuration's own checks could not refuse.
     """
-    assert device in ("cpu", "cuda"), device
     if config.memory.offload_fraction == "auto":
-
-        def make(changed: RunConfig, units: tuple[int, ...] | None, fractions: tuple[float, ...] | None) -> Plan:
-            return make_plan(changed, device, hosts=hosts, model=model, units=units, fractions=fractions)
-
+        make = partial(make_plan, device=device, hosts=hosts, model=model, units=units)
         return choose_tiers(config, memory or device_memory(device), host_memory(config), make)
     transport, dtype = transport_of(config, device, hosts), _dtype(config, device)
     model = config.model_spec(dtype) if model is None else model
@@ -98,10 +94,9 @@ def make_plan(
         )
 
     program = compiled(config.schedule.microbatches, order)
-    counts = batch_spec(config).rampup_microbatches
-    orders = [_order(config, model, device, microbatches) for microbatches in counts]
-    _require_same_stages(config, program, orders)
-    smaller = [compiled(microbatches, each) for microbatches, each in zip(counts, orders, strict=True)]
+    orders = {count: _order(config, model, device, count) for count in batch_spec(config).rampup_microbatches}
+    _require_same_stages(config, program, list(orders.values()))
+    smaller = [compiled(*each) for each in orders.items()]
     plan = draft(config, model, device, program, layers, transport=transport, zero=options.zero)
     evaluation = _eval(config, program, costs, transport, options)
     return replace(plan, eval=evaluation, rampup_programs=tuple(smaller), offload=fractions)
@@ -117,7 +112,7 @@ def _guessed(
     zero: int,
     fractions: tuple[float, ...],
 ) -> Costs:
-    """The costs of units, before there is a program."""
+    """The costs of units, before they have a program."""
     piece, modes = _piece(config, device, layout.slices, fp8_spec(config, model)), config.memory.modes(units, layers)
     stage_of = [stage for stage, count in enumerate(units) for _ in range(count)]
     moved = [each.bytes for each in cuts(model, layers, stage_of, piece, modes, fractions)]

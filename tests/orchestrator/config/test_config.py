@@ -108,8 +108,8 @@ def test_every_stage_has_a_recompute_mode(recompute: str, stages: str, modes: tu
             ["max_resident_microbatches=9", "recompute=selective"],
             "memory.max_resident_microbatches is 9, but memory.recompute is selective",
         ),
-        (["offload_fraction=1.1"], "memory.offload_fraction is 1.1: expected at most 1"),
-        (["offload_fraction=-0.1"], "memory.offload_fraction is -0.1: expected at least 0"),
+        (["offload_fraction=1.1"], "memory.offload_fraction is 1.1: expected 0 to 1, or auto"),
+        (["offload_fraction=-0.1"], "memory.offload_fraction is -0.1: expected 0 to 1, or auto"),
         (
             ["offload_fraction=0.5", "max_resident_microbatches=9"],
             "memory.offload_fraction is 0.5, but memory.max_resident_microbatches is 9: expected 0, or",

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from pentad.orchestrator.config.config import RunConfig, load
-from pentad.orchestrator.planning import host_fit
+from pentad.orchestrator.planning import fit as host_fit
 from pentad.orchestrator.planning.estimate import costs_of, memory, step_seconds
 from pentad.orchestrator.planning.fit import device_memory
 from pentad.orchestrator.planning.memory_tiers import Tier, cheapest
@@ -115,7 +115,7 @@ def test_a_host_that_is_too_small_is_refused(words: list[str], sentence: str) ->
 
 def test_without_a_configured_size_this_machine_counts_if_the_run_is_local(monkeypatch) -> None:
     monkeypatch.setattr(host_fit, "local_gpus", lambda: 4)
-    monkeypatch.setattr(host_fit, "SPARE", 1e-6)
+    monkeypatch.setattr(host_fit, "PINNABLE", 1e-6)
     chosen = config("memory.offload_fraction=0.5")
     with pytest.raises(PentadError, match=r"memory.offload_fraction is 0.5, .* expected at most .* of this machine$"):
         host_fit.require_host(chosen, make_plan(chosen, "cuda"))
