@@ -15,6 +15,7 @@ from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.planning.estimate import ON_HOST, memories
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
+from pentad.schedules.passes.offload_arena import arena
 from pentad.schedules.simulate.copy_slack import hidden_share
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
@@ -97,7 +98,10 @@ def _offload_facts(plan: Plan, costs: Costs) -> dict[str, str]:
     if any(plan.offload):
         shares = [max(plan.offload[unit] for unit in held) for held in plan.program.placement]
         hidden = _by_rank(hidden_share(plan.program, costs))
-        found["offload"] = f"{_by_rank(shares)} of saved activations, in copies of which compute hides {hidden}"
+        arenas = [arena(plan.program, rank, plan.offload_slots) for rank in range(plan.program.ranks)]
+        largest = max(arenas, key=lambda each: each.bytes)
+        lie = f"{format_bytes(largest.bytes[0])} of a host for a rank, of which {format_bytes(largest.bounds[0])} are full"
+        found["offload"] = f"{_by_rank(shares)} of saved activations, in copies of which compute hides {hidden}; {lie}"
     if plan.host_optimizer:
         found["optimizer"] = "master weights and moments in host memory"
     return found

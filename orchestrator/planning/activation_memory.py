@@ -6,16 +6,20 @@ Follows `workers/model`, which allocates them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
 from pentad.orchestrator.planning.allocations import BYTES, INDEX, Allocation, Piece, piece_of
 from pentad.orchestrator.planning.attention_memory import AttentionShape, attention_core, attention_shape
+from pentad.schedules.ir.columns import CODE
+from pentad.schedules.ir.instruction import Op
 from pentad.schedules.passes.offload_cut import Cut, cut
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import LayerRange
 
+CUSTOM_MARGIN = 1.05
 OUTPUT_GRADIENT = "gradient of the result"  # what B receives, allocated by the layer or stage behind unless gathered
 POST_NORM_GRADIENT = "gradient of the norm's input"  # the same where a norm follows, which allocates it
 
@@ -113,7 +117,8 @@ def _head_norms(model: ModelSpec, shape: AttentionShape) -> Iterator[Allocation]
     if not model.qk_norm:
         return
     piece, width, heads, norms = shape.piece, shape.query, shape.heads + shape.kv_heads, 2
-    yield Allocation("heads before their norm", "F-B", piece.tokens * heads * width * piece.itemsize)
+    tensors = tuple(piece.tokens * each * width * piece.itemsize for each in (shape.heads, shape.kv_heads))
+    yield Allocation("heads before their norm", "F-B", sum(tensors), tensors=tensors)
     if model.qk_norm == "all_heads":
         heads, norms = 2, heads
     yield Allocation("heads' scales", "F-B", piece.tokens * heads * piece.wide, offload=False)
@@ -127,12 +132,12 @@ def latent_attention(model: ModelSpec, mla: MLA, piece: Piece) -> Iterator[Alloc
     shape = attention_shape(model, piece)
     saved, forward, backward = attention_core(shape)
     out, queries = shape.output, tokens * shape.heads * shape.query * c
-    latents = mla.kv_lora_rank + mla.q_lora_rank
+    latents, tensors = mla.kv_lora_rank + mla.q_lora_rank, (own * mla.kv_lora_rank * c, own * mla.q_lora_rank * c)
     yield from saved
     yield from _rebuilt(
         [
-            Allocation("latents", "F-B", own * latents * c),
-            Allocation("normed latents", "F-W" if piece.keeps_operands else "F-B", own * latents * c),
+            Allocation("latents", "F-B", own * latents * c, tensors=tensors),
+            Allocation("normed latents", "F-W" if piece.keeps_operands else "F-B", own * latents * c, tensors=tensors),
             Allocation("latents' scales", "F-B", own * piece.wide * (1 + bool(mla.q_lora_rank)), offload=False),
         ]
     )
@@ -178,7 +183,8 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
     rows = group_tokens * min(experts.top_k, local)
     copy, received = piece.copy(hidden), 0 if ep == 1 else group_tokens * hidden * c
     loads = 1 + (experts.aux_loss_coef > 0 and piece.mesh.cp > 1)
-    yield Allocation("scores and weights", "F-B", tokens * (experts.num_experts + experts.top_k) * wide)
+    tensors = tokens * experts.num_experts * wide, tokens * experts.top_k * wide
+    yield Allocation("scores and weights", "F-B", sum(tensors), tensors=tensors)
     if experts.router_z_loss_coef:
         yield Allocation("logits of the router", "F-B", tokens * experts.num_experts * wide)
     yield Allocation("choices", "F-B", tokens * experts.top_k * INDEX, offload=False)
@@ -188,7 +194,8 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
         "row weights and positions", "F-B", rows * wide + group_tokens * experts.top_k * INDEX, offload=False
     )
     yield Allocation("received tokens", "F-W", received)
-    yield Allocation("gate and up", "F-B", 2 * (rows * width + tokens * shared) * c, recompute="selective")
+    tensors = 2 * rows * width * c, 2 * tokens * shared * c
+    yield Allocation("gate and up", "F-B", sum(tensors), recompute="selective", tensors=tensors)
     if ep == 1 or shared:
         yield Allocation(OUTPUT_GRADIENT, "B-W", tokens * hidden * c)
     yield Allocation("received gradients", "B-W", received)
@@ -250,6 +257,21 @@ def cuts_of(plan: Plan) -> tuple[Cut, ...]:
     return cuts(plan.model, plan.layers, plan.program.stage_of, piece_of(plan), plan.recompute, plan.offload)
 
 
+def slots_of(plan: Plan) -> tuple[tuple[int, int], ...]:
+    """Bytes of one piece of each unit on the host, and of what stays of the tensor that is cut (see Plan); more for a
+    custom model, whose kernels on a GPU may save other statistics than those on a CPU."""
+    found = [(each.bytes, each.rest) for each in cuts_of(plan)]
+    if plan.model.custom is not None and plan.device == "cuda":
+        found = [(int(CUSTOM_MARGIN * moved), moved + rest) for moved, rest in found]
+    return tuple(found)
+
+
+def with_slots(plan: Plan) -> Plan:
+    """The plan with what ranks need to offload."""
+    offloads = any((program.columns.op == CODE[Op.OFFLOAD]).any() for program in plan.trained_programs)
+    return replace(plan, offload_slots=slots_of(plan)) if offloads else plan
+
+
 def cuts(
     model: ModelSpec,
     layers: Sequence[LayerRange],
@@ -273,10 +295,11 @@ def offloadable(model: ModelSpec, held: LayerRange, piece: Piece, mode: str, *, 
     sent (`is_sent`) cannot: it may lie in a receive slot."""
     stream = piece.stream(model.hidden)
     if model.custom is not None:
-        return () if mode == "full" else (_custom_bytes(model, held, piece),)
+        return () if mode == "full" else _custom_sizes(model, held, piece)
     if mode == "full":
         return () if is_sent or held.has_embedding else (stream,)
-    sizes = [each.bytes for each in _kept(model, held, piece, mode) if each.offload and each.life in ("F-B", "F-W")]
+    kept = (each for each in _kept(model, held, piece, mode) if each.offload and each.life in ("F-B", "F-W"))
+    sizes = [size for each in kept for size in each.tensors or (each.bytes,)]
     if is_sent and model.norms != "after":
         sizes.remove(stream)
     return tuple(size for size in sizes if size)
@@ -293,7 +316,7 @@ def _kept(model: ModelSpec, held: LayerRange, piece: Piece, mode: str) -> Iterat
         yield from heads_and_mtp(model, piece._replace(fp8=None))
 
 
-def _custom_bytes(model: ModelSpec, held: LayerRange, piece: Piece) -> int:
+def _custom_sizes(model: ModelSpec, held: LayerRange, piece: Piece) -> tuple[int, ...]:
     import torch
 
     from pentad.workers.custom.inspect import activation_bytes

@@ -13,16 +13,17 @@ from itertools import chain
 from typing import NamedTuple
 
 from pentad.orchestrator.planning import activation_memory as memory
-from pentad.orchestrator.planning.activation_memory import cuts_of
+from pentad.orchestrator.planning.activation_memory import cuts_of, slots_of
 from pentad.orchestrator.planning.allocations import Piece, Totals, piece_of, total
 from pentad.orchestrator.planning.attention_memory import attention_shape
 from pentad.schedules.ir.instruction import Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.offload_arena import arena
 from pentad.schedules.spec.model import CustomModel, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import LayerRange
 
-OPS = (Op.F, Op.B, Op.W, Op.BW, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD)
+OPS = (Op.F, Op.B, Op.W, Op.BW, Op.RECOMPUTE, Op.RELOAD)
 
 
 class Effect(NamedTuple):
@@ -202,7 +203,7 @@ def _custom_stage(model: ModelSpec, custom: CustomModel, layers: LayerRange, pie
     saved, most = found.saved + received, max(found.saved + received, found.deferred)
     return StageActivations(
         saved=saved,
-        not_offloadable=found.saved - found.offloadable,
+        not_offloadable=found.saved - sum(found.offloadable),
         input=received,
         deferred=found.deferred,
         forward={"none": allocate(saved), "full": Effect(received, found.layer)},
@@ -235,7 +236,8 @@ def activation_peak(plan: Plan, program: Program, rank: int) -> ActivationPeak:
     for instruction in instructions_of(program.streams[walk.rank]):
         if instruction.op in OPS:
             walk.run(instruction)
-    return ActivationPeak(walk.peak, walk.host_peak)
+    on_host, on_device = arena(program, walk.rank, slots_of(plan)).bytes
+    return ActivationPeak(walk.peak + on_device, on_host)
 
 
 class _Walk:
@@ -246,7 +248,7 @@ class _Walk:
         self.plan, self.program, self.rank, self.slices = plan, program, rank, program.slices
         self.stages = {stage: activations_of(plan, stage) for stage in program.placement[rank]}
         self.cuts = cuts_of(plan)
-        self.held = self.peak = self.host = self.host_peak = 0
+        self.held = self.peak = 0
 
     def run(self, at: Instruction) -> None:
         stage, mode = self.stages[at.stage], self.plan.recompute_mode(at.stage)
@@ -267,10 +269,6 @@ class _Walk:
             case Op.RECOMPUTE:
                 made = stage.saved - stage.kept(mode)
                 self._apply(Effect(made, made + stage.recompute))
-            case Op.OFFLOAD:
-                self._apply(allocate(self.cuts[at.stage].rest))
-                self.host += self.cuts[at.stage].bytes
-                self.host_peak = max(self.host_peak, self.host)
             case Op.RELOAD:
                 self._apply(allocate(self.cuts[at.stage].taken))
             case Op.B | Op.BW:
@@ -286,13 +284,8 @@ class _Walk:
                 self.held += incoming_in_slot
 
     def _release(self, waits: Sequence[Key]) -> None:
-        """Frees what the OFFLOADs that an instruction waits for have copied, and the copies of its RELOADs."""
-        for key in waits:
-            if key.op is Op.OFFLOAD:
-                self.held -= self.cuts[key.stage].taken
-            elif key.op is Op.RELOAD:
-                self.held -= self.cuts[key.stage].rest
-                self.host -= self.cuts[key.stage].bytes
+        """Frees what the OFFLOADs that an instruction waits for have copied."""
+        self.held -= sum(self.cuts[key.stage].taken for key in waits if key.op is Op.OFFLOAD)
 
     def _apply(self, effect: Effect) -> None:
         self.peak = max(self.peak, self.held + effect.peak)

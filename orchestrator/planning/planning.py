@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from pentad.orchestrator.config.config import Layout, RunConfig
-from pentad.orchestrator.planning.activation_memory import cuts
+from pentad.orchestrator.planning.activation_memory import cuts, with_slots
 from pentad.orchestrator.planning.allocations import Piece, wide_bytes
 from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
 from pentad.orchestrator.planning.fit import DeviceMemory, device_memory, fit_of, host_memory, require_host
@@ -99,7 +99,7 @@ def make_plan(
     smaller = [compiled(*each) for each in orders.items()]
     plan = draft(config, model, device, program, layers, transport=transport, zero=options.zero)
     evaluation = _eval(config, program, costs, transport, options)
-    return replace(plan, eval=evaluation, rampup_programs=tuple(smaller), offload=fractions)
+    return with_slots(replace(plan, eval=evaluation, rampup_programs=tuple(smaller), offload=fractions))
 
 
 def _guessed(

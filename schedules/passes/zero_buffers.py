@@ -43,7 +43,7 @@ def weight_pool(program: Program, rank: int, sharded: set[int]) -> Pool:
             (begins if part.op is Op.ALL_GATHER else ends)[part.stage, part.microbatch] = index
     first = np.array(list(begins.values()), np.int64)
     last = np.array([ends.get(place, program.columns.rows) for place in begins], np.int64)
-    return _first_fit(program, list(begins), (first[:, None] < last) & (first < last[:, None]))
+    return _pool(program, list(begins), (first[:, None] < last) & (first < last[:, None]))
 
 
 def gradient_pool(program: Program, rank: int) -> Pool:
@@ -72,7 +72,7 @@ def gradient_pool(program: Program, rank: int) -> Pool:
     for stage, number in numbers.items():
         if len(program.holders(stage)) > 1:
             apart[number], apart[:, number] = True, True
-    return _first_fit(program, [(stage, 0) for stage in numbers], apart, trained=True)
+    return _pool(program, [(stage, 0) for stage in numbers], apart, trained=True)
 
 
 def longest(pools: Sequence[Pool]) -> tuple[int, ...]:
@@ -80,18 +80,19 @@ def longest(pools: Sequence[Pool]) -> tuple[int, ...]:
     return tuple(max(each) for each in zip_longest(*(pool.elements for pool in pools), fillvalue=0))
 
 
-def _first_fit(program: Program, places: list[Place], apart: Array, *, trained: bool = False) -> Pool:
+def _pool(program: Program, places: list[Place], apart: Array, *, trained: bool = False) -> Pool:
     """Largest first, each at the lowest address where it meets none of those that it has to be `apart` from."""
     if not places:
         return Pool({}, ())
     kinds = TRAINED_KINDS if trained else None
     sizes = np.array([stage_sizes(program, stage)[:kinds] for stage, _ in places], np.int64)
-    offsets = np.stack([_offsets(each, apart) for each in sizes.T], axis=1)
+    offsets = np.stack([first_fit(each, apart) for each in sizes.T], axis=1)
     elements = tuple((offsets + sizes).max(axis=0).tolist())
     return Pool(dict(zip(places, map(tuple, offsets.tolist()), strict=True)), elements)
 
 
-def _offsets(sizes: Array, apart: Array) -> Array:
+def first_fit(sizes: Array, apart: Array) -> Array:
+    """Offsets of pieces of memory: the largest first, each as low as it overlaps with none of those `apart`."""
     if not sizes.any():
         return np.zeros_like(sizes)
     offsets = np.full(len(sizes), -1)

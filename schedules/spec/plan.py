@@ -53,7 +53,9 @@ class Plan:
 
     `recompute[stage]` is 'full' (F saves only its input), 'attention' (also the result of attention), 'selective' (all
     but the widest product is saved) or 'none'; empty means none everywhere. `offload[stage]`
-    is the share of the bytes of saved activations that OFFLOAD takes; empty: all. With `host_optimizer` master
+    is the share of the bytes of saved activations that OFFLOAD takes; empty: all;
+    `offload_slots[stage]` the bytes that one needs in host memory, and on the device for what stays of a tensor that is
+    cut. With `host_optimizer` master
     weights and optimizer state are in host memory. `zero` is the ZeRO stage (arXiv
     1910.02054): from 1 on the holders of a stage shard its master weights and optimizer state, from 2 on its gradients,
     with 3 its compute weights.
@@ -77,6 +79,7 @@ class Plan:
     deterministic: bool = True
     recompute: tuple[str, ...] = ()
     offload: tuple[float, ...] = ()
+    offload_slots: tuple[tuple[int, int], ...] = ()
     host_optimizer: bool = False
     zero: int = 0
     cp_method: CpMethod = "ring"

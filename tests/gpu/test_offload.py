@@ -11,6 +11,7 @@ from fleet import Fleet
 from gpus import RANKS_A_GPU, num_places
 from plans import plan_of
 
+from pentad.orchestrator.planning.activation_memory import with_slots
 from pentad.orchestrator.planning.activation_peaks import activation_peaks
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.model import ModelSpec
@@ -67,7 +68,7 @@ def test_large_units_keep_their_bits_and_their_planned_peak(corpus: str, recompu
 
 
 def test_a_steady_step_asks_the_driver_for_no_memory(corpus: str, tmp_path) -> None:
-    plan = large_plan(corpus, "none", 0.5)
+    plan = with_slots(large_plan(corpus, "none", 0.5))
     runner = Runner(plan, 0, tmp_path / "progress")
     runner.connect(runner.serve("127.0.0.1", 30), 30)
     runner.restore(None)

@@ -15,6 +15,7 @@ from gpus import gpu_of
 from plans import TILE
 from pool import Pool, send
 
+from pentad.orchestrator.planning.activation_memory import with_slots
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.results import Evaluation
 
@@ -107,7 +108,7 @@ class Fleet:
     ) -> list[Outcome]:
         """Runs the calls in a new generation. Fails with the traceback of the first rank that does. `optimizer`: its
         state is restored too."""
-        ranks = range(plan.mesh.size)
+        plan, ranks = with_slots(plan), range(plan.mesh.size)
         faults = [bad_gradient if bad_gradient and bad_gradient.rank == rank else None for rank in ranks]
         self.pool.send([(plan, rank, calls, restore, save, faults[rank], optimizer) for rank in ranks])
         address = self.pool.receive(0)

@@ -6,16 +6,17 @@ which only an autograd graph refers to.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from pentad.schedules.ir.instruction import Key, Op
+from pentad.schedules.passes.offload_arena import Arena, arena
 from pentad.schedules.passes.offload_cut import cut
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.host_memory import HostMemory
 from pentad.workers.runtime.streams import CudaStreams, Lanes
 
 Slice = tuple[int, int]  # stage and microbatch, or a slice of one
@@ -34,34 +35,60 @@ class ActivationOffload:
     """The offloaded activations of one rank. `offload` and `reload` are called on the lanes of these instructions,
     `release` on the compute lane once that has waited for such an instruction.
 
-    The compute lane allocates and frees the memory of the device, so an OFFLOAD or RELOAD may use what the compute
-    before it has freed. Host buffers are reused by size: an OFFLOAD waits for a forward that is issued after `release`
-    has returned its buffer. On a CPU the copies are real, but both sides are the same memory.
+    The copies lie where `arenas`, by program, say. Tensors come and go in the memory that the compute lane allocates
+    from, so a RELOAD may use what the compute before it has freed. On a CPU the copies are real, but both sides are the
+    same memory.
     """
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, arenas: Sequence[Arena], fractions: Sequence[float], lanes: Lanes, device: torch.device) -> None:
+        self.arenas, self.fractions, self.device = arenas, fractions, device
         self.compute = lanes.compute if isinstance(lanes, CudaStreams) else None
+        self.arena, self.rests = arenas[0], torch.empty(0, dtype=torch.uint8)
+        self.memory: HostMemory | None = None
         self.offloaded: dict[Slice, list[Offloaded]] = {}
-        self.free_buffers: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size
 
-    def offload(self, key: Slice, storages: list[torch.UntypedStorage], fraction: float = 1.0) -> None:
-        """OFFLOAD: copies this share of the storages' bytes to the host; the lane has waited for the forward."""
+    @staticmethod
+    def of(plan: Plan, rank: int, lanes: Lanes, device: torch.device) -> ActivationOffload:
+        """Of a rank of the mesh."""
+        pp = plan.mesh.coordinates(rank).pp
+        arenas = [arena(program, pp, plan.offload_slots) for program in plan.trained_programs]
+        return ActivationOffload(arenas, plan.offload or (1.0,) * plan.program.stages, lanes, device)
+
+    def reserve(self, memory: HostMemory | None = None) -> None:
+        """Memory for all copies, before the first step: the host's is that of an earlier generation, if it fits.
+        Raises PentadError if the host has too little that can be pinned."""
+        host, rests = (max(each.bytes[side] for each in self.arenas) for side in (0, 1))
+        if memory is not None and memory.buffer.numel() != host:
+            memory.close()
+            memory = None  # freed first
+        self.memory = memory or HostMemory(host, self.device, "memory.offload_fraction needs")
+        self.rests = torch.empty(rests, dtype=torch.uint8, device=self.device)
+
+    def begin(self, program: int) -> None:
+        """A step of this program of the plan follows."""
+        self.arena = self.arenas[program]
+
+    def offload(self, key: Slice, storages: list[torch.UntypedStorage]) -> None:
+        """OFFLOAD: copies the unit's share of the storages' bytes; the lane has waited for the forward."""
+        assert self.memory is not None
+        at, rest_at = self.arena.offsets[key]
         sizes = [storage.nbytes() for storage in storages]
+        found = cut(sizes, self.fractions[key[0]])
         self.offloaded[key] = []
-        for storage, size, moved in zip(storages, sizes, cut(sizes, fraction).moved, strict=True):
+        for storage, size, moved in zip(storages, sizes, found.moved, strict=True):
             if not moved:
                 continue
-            source, host, rest = _bytes(storage), self._buffer(moved), None
+            source, host, rest = _bytes(storage), self.memory.buffer[at : at + moved], None
             host.copy_(source[:moved], non_blocking=True)
             if moved < size:
-                with self._memory_of_compute():
-                    rest = torch.empty_like(source[moved:])
+                rest = self.rests[rest_at : rest_at + size - moved]
                 rest.copy_(source[moved:])
             self.offloaded[key].append(Offloaded(storage, size, host, rest))
+            at += moved
 
     def reload(self, key: Slice) -> None:
         """RELOAD: fills the storages again."""
-        with self._memory_of_compute():
+        with torch.cuda.stream(self.compute) if self.compute is not None else nullcontext():
             for each in self.offloaded[key]:
                 each.storage.resize_(each.size)
         for storage, _, host, rest in self.offloaded[key]:
@@ -71,31 +98,18 @@ class ActivationOffload:
                 target[host.nbytes :].copy_(rest)
 
     def release(self, waits: Iterable[Key]) -> None:
-        """Frees what an instruction of the compute lane takes over from the OFFLOADs that it waits for, and the host's
-        copies that it no longer needs once RELOADs have ended."""
+        """Frees what an instruction of the compute lane takes over from the OFFLOADs that it waits for, and forgets the
+        copies of its RELOADs."""
         for op, stage, microbatch in waits:
             if op is Op.OFFLOAD:
                 for each in self.offloaded[stage, microbatch]:
                     each.storage.resize_(0)
             elif op is Op.RELOAD:
-                self._free(self.offloaded.pop((stage, microbatch)))
+                del self.offloaded[stage, microbatch]
 
     def discard(self) -> None:
-        """Drops everything on the host, after every copy has ended."""
-        self._free(chain(*self.offloaded.values()))
+        """Forgets everything offloaded, after every copy has ended."""
         self.offloaded.clear()
-
-    def _free(self, offloaded: Iterable[Offloaded]) -> None:
-        for each in offloaded:
-            self.free_buffers[each.host.nbytes].append(each.host)
-
-    def _memory_of_compute(self) -> torch.cuda.StreamContext | nullcontext[None]:
-        return torch.cuda.stream(self.compute) if self.compute is not None else nullcontext()
-
-    def _buffer(self, size: int) -> torch.Tensor:
-        if self.free_buffers[size]:
-            return self.free_buffers[size].pop()
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self.compute is not None)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, assert_never
@@ -60,8 +59,7 @@ class Executor:
 
     `issued` are the steps whose results nobody has read, `host_seconds[step]` is how long the host took to issue one.
     Before every instruction, and while
-    it waits, the host calls `check`, which raises Aborted once the generation is over. `offload_fractions`, by stage,
-    are the shares that OFFLOAD takes.
+    it waits, the host calls `check`, which raises Aborted once the generation is over.
     """
 
     stages: dict[int, BaseStage]
@@ -73,11 +71,10 @@ class Executor:
     losses: LossTotals
     shards: ZeroShards
     collectives: Collectives
+    activations: ActivationOffload
     check: Check
-    offload_fractions: Sequence[float]
 
     def __post_init__(self) -> None:
-        self.activations = ActivationOffload(self.lanes)
         self.running: RankProgram | None = None
         self.results: dict[Key, Any] = {}
         self.step, self.round, self.host_seconds = 0, 0, dict[int, float]()
@@ -89,6 +86,7 @@ class Executor:
         self.issued[step] = IssuedStep(program, batch.row_sources)
         self._begin(program, step, batch.tokens)
         self.shards.begin(program.number)
+        self.activations.begin(program.number)
         self.target_tokens = batch.target_tokens
         self.optimizer_step.totals.begin(batch.counts)
         for stage in self.stages.values():
@@ -158,8 +156,7 @@ class Executor:
             case Op.RECOMPUTE:
                 self.stages[part.stage].recompute(index)
             case Op.OFFLOAD:
-                storages, fraction = self.stages[part.stage].offloadable(index), self.offload_fractions[part.stage]
-                self.activations.offload((part.stage, index), storages, fraction)
+                self.activations.offload((part.stage, index), self.stages[part.stage].offloadable(index))
             case Op.RELOAD:
                 self.activations.reload((part.stage, index))
             case Op.SEND_F | Op.SEND_B:
