@@ -109,6 +109,7 @@ class PlannedRun:
             "rampup": [stage._asdict() for stage in plan.batch.rampup],
             "schedule": plan.program.name,
             "microbatches": plan.program.microbatches,
+            "offload": list(plan.offload),
             "hash": plan.program.hash,
             "ranks": ranks,
             "fullest": {"rank": fit.rank, "stages": stage_memory(plan, fit.rank), "sends": sent},

@@ -100,7 +100,8 @@ def _offload_facts(plan: Plan, costs: Costs) -> dict[str, str]:
         hidden = _by_rank(hidden_share(plan.program, costs))
         arenas = [arena(plan.program, rank, plan.offload_slots) for rank in range(plan.program.ranks)]
         largest = max(arenas, key=lambda each: each.bytes)
-        lie = f"{format_bytes(largest.bytes[0])} of a host for a rank, of which {format_bytes(largest.bounds[0])} are full"
+        host, bound = (format_bytes(each[0]) for each in (largest.bytes, largest.bounds))
+        lie = f"{host} of pinned host memory a rank, at least {bound} in any layout"
         found["offload"] = f"{_by_rank(shares)} of saved activations, in copies of which compute hides {hidden}; {lie}"
     if plan.host_optimizer:
         found["optimizer"] = "master weights and moments in host memory"

@@ -28,7 +28,9 @@ COMMON = [
     *("run.name=offload", "mesh.dp=1", "mesh.pp=1", "schedule.name=1f1b", "schedule.microbatches=1"),
     *("batch.global_batch_size=1", "precision.deterministic=false", "cluster.device=cuda"),
 ]
-# Layers, tokens of a sequence, and options of memory: none alone does not fit at 131,072 tokens.
+ON_HOST = "optimizer=host offload_fraction=auto host_gib=112"
+# Layers, tokens of a sequence, and options, of memory unless they name a section. Without any, 8 layers do not fit at
+# 131,072 tokens; all 32 with state in bfloat16 fit up to 262,144.
 STEPS: dict[str, list[tuple[int, int, str]]] = {
     "alpha": [
         (8, 131072, "recompute=attention"),
@@ -41,12 +43,11 @@ STEPS: dict[str, list[tuple[int, int, str]]] = {
     ],
     "host": [
         (8, 65536, "optimizer=host"),
-        (32, 32768, "optimizer=host recompute=attention"),
-        (32, 131072, "optimizer=host recompute=attention offload_fraction=1.0"),
-        (32, 229376, "optimizer=host recompute=full offload_fraction=1.0"),
+        (32, 131072, f"recompute=attention {ON_HOST}"),
     ],
+    "longest": [(32, 262144, f"recompute=full {ON_HOST} precision.optimizer_state=bfloat16")],
 }
-FEWER = {131072: 3, 229376: 2}  # steps of long rows of all layers
+FEWER = {131072: 2, 262144: 1}  # steps with all layers
 
 
 def copies(size: int) -> dict[str, float]:
@@ -101,15 +102,15 @@ def copies(size: int) -> dict[str, float]:
     }
 
 
-def step(layers: int, length: int, memory: str, steps: int) -> dict[str, Any]:
-    """Seconds of each step but the first, and peak memory, of a rank in this process."""
+def step(layers: int, length: int, options: str, steps: int) -> dict[str, Any]:
+    """Seconds of each step, and peak memory, of a rank in this process."""
     from pentad.orchestrator.config.config import load
     from pentad.orchestrator.planning.estimate import memory as planned_memory
     from pentad.orchestrator.planning.planning import make_plan
     from pentad.workers.runtime.runner import Runner
 
     sizes = [f"model.layers={layers}", f"batch.sequence_length={length}", f"run.steps={steps}"]
-    plan = make_plan(load(None, [*COMMON, *sizes, *(f"memory.{word}" for word in memory.split())]), "cuda")
+    plan = make_plan(load(None, [*COMMON, *sizes, *map(_full_key, options.split())]), "cuda")
     planned = planned_memory(plan, 0)
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(plan, 0, Path(folder, "progress"))
@@ -131,7 +132,9 @@ def step(layers: int, length: int, memory: str, steps: int) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated()
     return {
         "step_seconds": seconds,
-        "tokens_per_second": plan.batch.tokens / min(seconds[1:]),
+        "offloaded": max(plan.offload, default=0.0),
+        "recomputing_units": sum(mode != "none" for mode in plan.recompute),
+        "tokens_per_second": plan.batch.tokens / min(seconds[1:] or seconds),
         "lane_seconds": busy,
         "losses": [sum(result.losses.values()) / plan.batch.tokens for result in results],
         "peak_gib": peak / GIB,
@@ -143,17 +146,22 @@ def step(layers: int, length: int, memory: str, steps: int) -> dict[str, Any]:
     }
 
 
+def _full_key(word: str) -> str:
+    return word if "." in word.partition("=")[0] else f"memory.{word}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["copies", *STEPS], help="one part")
+    parts = ["copies", *STEPS]
+    parser.add_argument("--only", default=",".join(parts), help="some of the parts")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--budget", type=float, default=330.0, help="seconds")
-    parser.add_argument("--row", help="layers,tokens,options of memory: runs this row in this process")
+    parser.add_argument("--row", help="LAYERS,TOKENS,OPTIONS: runs this row in this process")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.row:
-        layers, length, memory = args.row.split(",")
-        print(json.dumps(step(int(layers), int(length), memory, args.steps)))
+        layers, length, options = args.row.split(",")
+        print(json.dumps(step(int(layers), int(length), options, args.steps)))
         return
     began, rows = time.monotonic(), list[dict[str, Any]]()
 
@@ -162,18 +170,21 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         write(args.json, rows)
 
-    if args.only in (None, "copies"):
+    chosen = args.only.split(",")
+    if unknown := set(chosen) - set(parts):
+        parser.error(f"--only has {', '.join(unknown)}: expected {', '.join(parts)}")
+    if "copies" in chosen:
         add({"device": torch.cuda.get_device_name(), "copies": copies(4 * GIB)})
     for part, cases in STEPS.items():
-        for layers, length, memory in cases if args.only in (None, part) else ():
+        for layers, length, options in cases if part in chosen else ():
             if time.monotonic() - began > args.budget:
-                add({"part": part, "layers": layers, "length": length, "memory": memory, "left_out": True})
+                add({"part": part, "layers": layers, "length": length, "options": options, "left_out": True})
                 continue
             steps = FEWER.get(length, args.steps) if layers == 32 else args.steps
-            command = [sys.executable, __file__, "--steps", str(steps), "--row", f"{layers},{length},{memory}"]
+            command = [sys.executable, __file__, "--steps", str(steps), "--row", f"{layers},{length},{options}"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-2000:]}
-            add({"part": part, "layers": layers, "length": length, "memory": memory, **found})
+            add({"part": part, "layers": layers, "length": length, "options": options, **found})
 
 
 if __name__ == "__main__":
