@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,19 +22,16 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MODELS = {"dense": MODEL, "experts": MOE, "tied": FAMILIES["qwen3"]}
 MODES = ("none", "selective", "attention", "full")
-ALWAYS = {("1f1b", 3, "none", 1, 0.3), ("dualpipev", 1, "attention", 1, 1.0), ("zb-h2", 2, "full", 2, 1.0)}
-CASES = [
-    pytest.param(*case, model, marks=[] if case in ALWAYS and model == "dense" else [slow])
-    for case in (
-        (name, zero, mode, units, alpha)
-        for name in SCHEDULES
-        for zero in (1, 2, 3)
-        for mode in MODES
-        for units in (1, 2, None)
-        for alpha in (0.3, 1.0)
-    )
-    for model in MODELS
+CUTS = list(product((1, 2, None), (0.3, 1.0)))  # layers of a unit, share
+ALWAYS = [("1f1b", 3, "none", 1, 0.3, "dense"), ("dualpipev", 1, "attention", 1, 1.0, "dense")]
+ALWAYS += [("zb-h2", 2, "full", 2, 1.0, "experts")]
+# Every schedule with every ZeRO stage, mode and model, in two of the ways to cut: all pairs occur.
+MATRIX = [
+    (name, zero, mode, *CUTS[(number + other) % len(CUTS)], model)
+    for number, (name, zero, mode, model) in enumerate(product(SCHEDULES, (1, 2, 3), MODES, MODELS))
+    for other in (0, 3)
 ]
+CASES = [*ALWAYS, *(pytest.param(*case, marks=slow) for case in MATRIX if case not in ALWAYS)]
 
 
 def offloading(corpus: str, name: str, zero: int, mode: str, units: int | None, alpha: float, model: str) -> Plan:
