@@ -19,7 +19,10 @@ from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import LayerRange
 
-CUSTOM_MARGIN = 1.05
+MARGIN, PADDING = (
+    1.05,
+    1 / 256,
+)  # for what is offloaded: where its bytes are not known, and for statistics of GPU kernels
 OUTPUT_GRADIENT = "gradient of the result"  # what B receives, allocated by the layer or stage behind unless gathered
 POST_NORM_GRADIENT = "gradient of the norm's input"  # the same where a norm follows, which allocates it
 
@@ -258,12 +261,20 @@ def cuts_of(plan: Plan) -> tuple[Cut, ...]:
 
 
 def slots_of(plan: Plan) -> tuple[tuple[int, int], ...]:
-    """Bytes of one piece of each unit on the host, and of what stays of the tensor that is cut (see Plan); more for a
-    custom model, whose kernels on a GPU may save other statistics than those on a CPU."""
-    found = [(each.bytes, each.rest) for each in cuts_of(plan)]
-    if plan.model.custom is not None and plan.device == "cuda":
-        found = [(int(CUSTOM_MARGIN * moved), moved + rest) for moved, rest in found]
-    return tuple(found)
+    """Bytes of one piece of each unit on the host, and of what stays of the tensor that is cut (see Plan). GPU kernels may
+    pad statistics. Far less is known of a custom model, whose kernels may save other ones on a GPU than on a CPU, and of
+    the rows of experts that exchange tokens."""
+    found, is_custom = cuts_of(plan), plan.model.custom is not None and plan.device == "cuda"
+    is_cut = [0 < fraction < 1 for fraction in plan.offload or [1.0] * len(found)]
+    if is_custom or (plan.model.experts is not None and plan.mesh.ep > 1 and plan.device == "cpu"):
+        largest = [max(each.moved, default=0) for each in cuts_of(replace(plan, offload=()))]
+        inexact = zip(found, largest, is_cut, strict=True)
+        return tuple((int(MARGIN * each.bytes), most * partial) for each, most, partial in inexact)
+    padding = PADDING if plan.device == "cuda" else 0.0
+    return tuple(
+        (each.bytes + int(padding * each.taken), each.rest + int(padding * each.taken) * partial)
+        for each, partial in zip(found, is_cut, strict=True)
+    )
 
 
 def with_slots(plan: Plan) -> Plan:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Key, Op
 from pentad.schedules.passes.offload_arena import Arena, arena
 from pentad.schedules.passes.offload_cut import cut
@@ -40,8 +41,15 @@ class ActivationOffload:
     same memory.
     """
 
-    def __init__(self, arenas: Sequence[Arena], fractions: Sequence[float], lanes: Lanes, device: torch.device) -> None:
-        self.arenas, self.fractions, self.device = arenas, fractions, device
+    def __init__(
+        self,
+        arenas: Sequence[Arena],
+        slots: Sequence[tuple[int, int]],
+        fractions: Sequence[float],
+        lanes: Lanes,
+        device: torch.device,
+    ) -> None:
+        self.arenas, self.slots, self.fractions, self.device = arenas, slots, fractions, device
         self.compute = lanes.compute if isinstance(lanes, CudaStreams) else None
         self.arena, self.rests = arenas[0], torch.empty(0, dtype=torch.uint8)
         self.memory: HostMemory | None = None
@@ -52,7 +60,8 @@ class ActivationOffload:
         """Of a rank of the mesh."""
         pp = plan.mesh.coordinates(rank).pp
         arenas = [arena(program, pp, plan.offload_slots) for program in plan.trained_programs]
-        return ActivationOffload(arenas, plan.offload or (1.0,) * plan.program.stages, lanes, device)
+        fractions = plan.offload or (1.0,) * plan.program.stages
+        return ActivationOffload(arenas, plan.offload_slots, fractions, lanes, device)
 
     def reserve(self, memory: HostMemory | None = None) -> None:
         """Memory for all copies, before the first step: the host's is that of an earlier generation, if it fits.
@@ -69,11 +78,17 @@ class ActivationOffload:
         self.arena = self.arenas[program]
 
     def offload(self, key: Slice, storages: list[torch.UntypedStorage]) -> None:
-        """OFFLOAD: copies the unit's share of the storages' bytes; the lane has waited for the forward."""
+        """OFFLOAD: copies the unit's share of the storages' bytes; the lane has waited for the forward.
+
+        Raises PentadError if that is more than the plan has room for.
+        """
         assert self.memory is not None
         at, rest_at = self.arena.offsets[key]
         sizes = [storage.nbytes() for storage in storages]
-        found = cut(sizes, self.fractions[key[0]])
+        found, slot = cut(sizes, self.fractions[key[0]]), self.slots[key[0]]
+        if found.bytes > slot[0] or found.rest > slot[1]:
+            text = f"unit {key[0]} offloads {found.bytes} bytes and keeps {found.rest} of a tensor"
+            raise PentadError(f"{text}: expected at most {slot[0]} and {slot[1]}, as planned")
         self.offloaded[key] = []
         for storage, size, moved in zip(storages, sizes, found.moved, strict=True):
             if not moved:

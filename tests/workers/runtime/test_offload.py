@@ -47,6 +47,15 @@ def test_offloaded_units_equal_one_process(fleet, corpus, name, zero, mode, unit
     assert_equals_one_process(fleet, plan)
 
 
+@slow
+@pytest.mark.parametrize("alpha", [0.1, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("mode", ["none", "attention"])
+def test_experts_that_exchange_tokens_equal_one_process(fleet, corpus, mode, alpha) -> None:
+    """Each microbatch saves other numbers of rows."""
+    given: dict[str, Any] = {"model": MOE, "ep": 2, "unit_layers": 1, "recompute": mode, "offload": alpha}
+    assert_equals_one_process(fleet, plan_of("dualpipe", 1, 2, 4, corpus, **given))
+
+
 @pytest.mark.parametrize("mode", ["none", *(pytest.param(mode, marks=slow) for mode in MODES[1:])])
 def test_offloading_changes_no_bit(fleet, corpus, mode) -> None:
     runs = [

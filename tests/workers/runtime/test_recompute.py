@@ -140,7 +140,7 @@ def test_offloading_frees_the_device_and_reloading_restores_all_bits(corpus, nam
     slots = [run_forward(stage, plan, slice_index) for slice_index in range(plan.program.total_slices)]
     offsets = {(index, key): (key * moved, key * rest) for key in stage.saved}
     layout = Arena(offsets, (len(offsets) * moved, len(offsets) * rest), (0, 0))
-    activations = ActivationOffload([layout], plan.offload, HostStreams(), torch.device("cpu"))
+    activations = ActivationOffload([layout], slots_of(plan), plan.offload, HostStreams(), torch.device("cpu"))
     activations.reserve()
     before = saved_bytes(stage, slots)
     bits = [each.clone() for each in saved_tensors(stage)]

@@ -45,6 +45,7 @@ SLOW: dict[str, Any] = {
     "zb-h2, ZeRO-3": ("zb-h2", 2, 2, 4, {"clip": 0.5, "post_validation": True, "memory_options": ZERO[3]}),
     "tp": ("zb-h2", 1, 2, 4, {"tp": 2, "clip": 0.5, "post_validation": True}),
     "ZeRO-1": ("1f1b", 4, 1, 2, {"memory_options": ZERO[1]}),
+    "state on the host": ("1f1b", 2, 2, 4, {"host_optimizer": True, "memory_options": ZERO[1]}),
     "ZeRO-2": ("zb-v", 2, 2, 5, {"memory_options": ZERO[2]}),
 }
 
