@@ -16,17 +16,21 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
+from random import Random
+from statistics import median
 from typing import Any
 
 import torch
 from record import write
 
 GIB = 2**30
+PRODUCTS, ROUNDS = 20, 9
 MODEL = "family=llama hidden=4096 heads=32 kv_heads=8 ffn=14336 vocab=128256 rope_theta=500000.0 norm_eps=1e-5"
 COMMON = [
     *(f"model.{word}" for word in MODEL.split()),
     *("run.name=offload", "mesh.dp=1", "mesh.pp=1", "schedule.name=1f1b", "schedule.microbatches=1"),
     *("batch.global_batch_size=1", "precision.deterministic=false", "cluster.device=cuda"),
+    *("data.holdout=0", "eval.every=0"),
 ]
 ON_HOST = "optimizer=host offload_fraction=auto host_gib=112"
 # Layers, tokens of a sequence, and options, of memory unless they name a section. Without any, 8 layers do not fit at
@@ -76,21 +80,27 @@ def copies(size: int) -> dict[str, float]:
         torch.cuda.synchronize()
         return [size / begin.elapsed_time(end) / 1e6 for begin, end in events]
 
-    def product(count: int, *ways: str) -> float:
+    def product(*ways: str) -> float:
         """Median milliseconds of a product; copies last longer than all of them."""
         torch.cuda.synchronize()
         start(*ways)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(PRODUCTS + 1)]
         events[0].record()
         for event in events[1:]:
             torch.mm(x, w)
             event.record()
         torch.cuda.synchronize()
-        return sorted(a.elapsed_time(b) for a, b in pairwise(events))[count // 2]
+        return median(a.elapsed_time(b) for a, b in pairwise(events))
 
-    product(20)
-    rate("out", "in")
-    alone, beside = product(20), {ways: product(20, *ways) for ways in (("out",), ("in",), ("out", "in"))}
+    cases = (), ("out",), ("in",), ("out", "in")
+    for ways in cases:
+        product(*ways)
+    # In turn, since clocks change in the course of it.
+    times = {ways: [] for ways in cases}
+    for _ in range(ROUNDS):
+        for ways in cases:
+            times[ways].append(product(*ways))
+    alone = median(times[()])
     both = rate("out", "in")
     return {
         "out": rate("out")[0],
@@ -98,7 +108,8 @@ def copies(size: int) -> dict[str, float]:
         "out_beside_in": both[0],
         "in_beside_out": both[1],
         "product_ms": alone,
-        **{f"product_slower_by_{'_and_'.join(ways)}": each / alone - 1 for ways, each in beside.items()},
+        **{f"product_slower_by_{'_and_'.join(ways)}": median(times[ways]) / alone - 1 for ways in cases[1:]},
+        "product_alone_spread": max(times[()]) / min(times[()]) - 1,
     }
 
 
@@ -110,7 +121,8 @@ def step(layers: int, length: int, options: str, steps: int) -> dict[str, Any]:
     from pentad.workers.runtime.runner import Runner
 
     sizes = [f"model.layers={layers}", f"batch.sequence_length={length}", f"run.steps={steps}"]
-    plan = make_plan(load(None, [*COMMON, *sizes, *map(_full_key, options.split())]), "cuda")
+    words = [*COMMON, *sizes, f"data.path={corpus()}", *map(_full_key, options.split())]
+    plan = make_plan(load(None, words), "cuda")
     planned = planned_memory(plan, 0)
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(plan, 0, Path(folder, "progress"))
@@ -146,8 +158,31 @@ def step(layers: int, length: int, options: str, steps: int) -> dict[str, Any]:
     }
 
 
+def corpus() -> Path:
+    """Random words, more than a sequence here is long."""
+    from pentad.workers.preprocess.build import Request, build_corpus
+
+    folder = Path(tempfile.gettempdir(), "pentad-bench-words")
+    if not (folder / "out").exists():
+        rng = Random(0)
+        syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
+        names = ["".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(5000)]
+        folder.mkdir(exist_ok=True)
+        text = folder / "words.txt"
+        text.write_text(" ".join(rng.choices(names, k=600_000)))
+        build_corpus(Request((str(text),), folder / "out", vocab=4096, workers=1), print, lambda progress: None)
+    return folder / "out"
+
+
 def _full_key(word: str) -> str:
     return word if "." in word.partition("=")[0] else f"memory.{word}"
+
+
+def in_process(row: str, steps: int) -> dict[str, Any]:
+    """Its own, which gives back all memory."""
+    command = [sys.executable, __file__, "--steps", str(steps), "--row", row]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-2000:]}
 
 
 def main() -> None:
@@ -159,6 +194,9 @@ def main() -> None:
     parser.add_argument("--row", help="LAYERS,TOKENS,OPTIONS: runs this row in this process")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.row == "copies":
+        print(json.dumps({"device": torch.cuda.get_device_name(), "copies": copies(4 * GIB)}))
+        return
     if args.row:
         layers, length, options = args.row.split(",")
         print(json.dumps(step(int(layers), int(length), options, args.steps)))
@@ -174,16 +212,14 @@ def main() -> None:
     if unknown := set(chosen) - set(parts):
         parser.error(f"--only has {', '.join(unknown)}: expected {', '.join(parts)}")
     if "copies" in chosen:
-        add({"device": torch.cuda.get_device_name(), "copies": copies(4 * GIB)})
+        add(in_process("copies", 1))
     for part, cases in STEPS.items():
         for layers, length, options in cases if part in chosen else ():
             if time.monotonic() - began > args.budget:
                 add({"part": part, "layers": layers, "length": length, "options": options, "left_out": True})
                 continue
             steps = FEWER.get(length, args.steps) if layers == 32 else args.steps
-            command = [sys.executable, __file__, "--steps", str(steps), "--row", f"{layers},{length},{options}"]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-2000:]}
+            found = in_process(f"{layers},{length},{options}", steps)
             add({"part": part, "layers": layers, "length": length, "options": options, **found})
 
 

@@ -36,9 +36,10 @@ class ActivationOffload:
     """The offloaded activations of one rank. `offload` and `reload` are called on the lanes of these instructions,
     `release` on the compute lane once that has waited for such an instruction.
 
-    The copies lie where `arenas`, by program, say. Tensors come and go in the memory that the compute lane allocates
-    from, so a RELOAD may use what the compute before it has freed. On a CPU the copies are real, but both sides are the
-    same memory.
+    The copies lie where `arenas`, by program, say. Those within the device are on the compute lane, as they take
+    processors: on another one they would wait until a long kernel leaves some. Tensors come and go in the memory that
+    the compute lane allocates from, so a RELOAD may use what the compute before it has freed. On a CPU the copies are
+    real, but both sides are the same memory.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ActivationOffload:
         self.compute = lanes.compute if isinstance(lanes, CudaStreams) else None
         self.arena, self.rests = arenas[0], torch.empty(0, dtype=torch.uint8)
         self.memory: HostMemory | None = None
+        self.is_expanding = False
         self.offloaded: dict[Slice, list[Offloaded]] = {}
 
     @staticmethod
@@ -71,7 +73,19 @@ class ActivationOffload:
             memory.close()
             memory = None  # freed first
         self.memory = memory or HostMemory(host, self.device, "memory.offload_fraction needs")
+        self._expand_segments(on=host > 0)
         self.rests = torch.empty(rests, dtype=torch.uint8, device=self.device)
+
+    def close(self) -> None:
+        """What is allocated next may be shared with peers."""
+        self._expand_segments(on=False)
+
+    def _expand_segments(self, *, on: bool) -> None:
+        """Tensors of many sizes that come and go leave holes in torch's segments, into which the next large one does
+        not fit: 30 GiB were measured. Segments that expand give back the pages of holes, but cannot be shared."""
+        if self.device.type == "cuda" and on != self.is_expanding:
+            torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{on}")
+            self.is_expanding = on
 
     def begin(self, program: int) -> None:
         """A step of this program of the plan follows."""
@@ -97,30 +111,33 @@ class ActivationOffload:
             host.copy_(source[:moved], non_blocking=True)
             if moved < size:
                 rest = self.rests[rest_at : rest_at + size - moved]
-                rest.copy_(source[moved:])
+                with self._on_compute_lane():
+                    rest.copy_(source[moved:])
             self.offloaded[key].append(Offloaded(storage, size, host, rest))
             at += moved
 
     def reload(self, key: Slice) -> None:
         """RELOAD: fills the storages again."""
-        with torch.cuda.stream(self.compute) if self.compute is not None else nullcontext():
+        with self._on_compute_lane():
             for each in self.offloaded[key]:
                 each.storage.resize_(each.size)
-        for storage, _, host, rest in self.offloaded[key]:
-            target = _bytes(storage)
-            target[: host.nbytes].copy_(host, non_blocking=True)
-            if rest is not None:
-                target[host.nbytes :].copy_(rest)
+        for storage, _, host, _ in self.offloaded[key]:
+            _bytes(storage)[: host.nbytes].copy_(host, non_blocking=True)
 
     def release(self, waits: Iterable[Key]) -> None:
-        """Frees what an instruction of the compute lane takes over from the OFFLOADs that it waits for, and forgets the
-        copies of its RELOADs."""
+        """Frees what an instruction of the compute lane takes over from the OFFLOADs that it waits for, and completes
+        what its RELOADs have brought back."""
         for op, stage, microbatch in waits:
             if op is Op.OFFLOAD:
                 for each in self.offloaded[stage, microbatch]:
                     each.storage.resize_(0)
             elif op is Op.RELOAD:
-                del self.offloaded[stage, microbatch]
+                for storage, _, host, rest in self.offloaded.pop((stage, microbatch)):
+                    if rest is not None:
+                        _bytes(storage)[host.nbytes :].copy_(rest)
+
+    def _on_compute_lane(self) -> torch.cuda.StreamContext | nullcontext[None]:
+        return torch.cuda.stream(self.compute) if self.compute is not None else nullcontext()
 
     def discard(self) -> None:
         """Forgets everything offloaded, after every copy has ended."""

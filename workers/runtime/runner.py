@@ -287,6 +287,7 @@ class Runner:
         if dist.is_initialized():
             dist.destroy_process_group()
         if self.executor is not None:
+            self.executor.activations.close()
             self.executor.optimizer_step.close()
             self.executor.collectives.close()
             self.executor.transport.close()
