@@ -11,7 +11,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.loss_pass import add_loss
-from pentad.schedules.passes.offload import add_offload
+from pentad.schedules.passes.offload import add_offload, add_offload_beyond
 from pentad.schedules.passes.optimizer_pass import add_reduce, add_step
 from pentad.schedules.passes.post_validation import add_post_validation
 from pentad.schedules.passes.recompute import add_recompute
@@ -99,7 +99,9 @@ def compile_forward_only(
         order = forward_only(trained)
         check_order(order)
         program = add_transfers(order, costs or Costs.uniform(order.stages), gated=gated)
-        options = memory_options._replace(recompute=frozenset(), max_resident=None, sizes=trained.sizes)
+        options = memory_options._replace(
+            recompute=frozenset(), max_resident=None, offload=frozenset(), sizes=trained.sizes
+        )
         program = add_loss(add_memory_passes(program, options))
         check(program)
         return program
@@ -115,7 +117,9 @@ def add_memory_passes(program: Program, options: MemoryOptions) -> Program:
         program = add_recompute(program, options.recompute)
     if options.zero:
         program = add_gathers(program, zero=options.zero, prefetch=options.prefetch, max_gathered=options.max_gathered)
-    return program if options.max_resident is None else add_offload(program, options.max_resident)
+    if options.max_resident is not None:
+        return add_offload_beyond(program, options.max_resident)
+    return add_offload(program, options.offload) if options.offload else program
 
 
 def add_reductions(program: Program, replicas: int, options: MemoryOptions) -> Program:

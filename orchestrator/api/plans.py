@@ -23,7 +23,7 @@ from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume
 from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage_memory, step_seconds
 from pentad.orchestrator.planning.eval_cost import EvalCost, eval_cost
-from pentad.orchestrator.planning.fit import Fit, device_memory, fit_of
+from pentad.orchestrator.planning.fit import Fit, device_memory, fit_of, require_host
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import gpu_of, local_device, require_tp_on_node
 from pentad.orchestrator.planning.planning import make_plan, require_shards
@@ -128,6 +128,7 @@ class PlannedRun:
             "rampup": [stage._asdict() for stage in plan.batch.rampup],
             "schedule": plan.program.name,
             "microbatches": plan.program.microbatches,
+            "offload": list(plan.offload),
             "hash": plan.program.hash,
             "ranks": ranks,
             "fullest": {"rank": fit.rank, "stages": stage_memory(plan, fit.rank), "sends": sent},
@@ -200,8 +201,9 @@ def planned(config: RunConfig, device: Device | None = None, device_gib: float |
     room = device_memory(place, device_gib, gpu=gpu_of(config.cluster))
     chosen = choices(config, place, room)
     config = with_words(config, chosen)
-    found = make_plan(config, place)
+    found = make_plan(config, place, memory=room)
     require_shards(config, found)
+    require_host(config, found)
     costs, fit = costs_of(found), fit_of(found, room)
     sequences, data_error = _data(config, found)
     evaluation = eval_cost(config, found, costs, sequences)

@@ -239,6 +239,13 @@ class RunConfig(sections.Section):
             mtp: model.mtp_layers > 0,
             "model.experts.aux_loss_coef > 0": experts is not None and experts.aux_loss_coef > 0,
         }
+        if self.memory.optimizer == "host":
+            for name, holds in {
+                "schedule.post_validation = true, which updates weights twice": self.schedule.post_validation,
+                "optimizer.name = muon, whose matrices are updated whole": self.optimizer.name == "muon",
+            }.items():
+                if holds:
+                    yield f"memory.optimizer is host: expected device for {name}"
         if self.schedule.post_validation and self.optimizer.name == "muon":
             expected = "false for optimizer.name = muon, whose momentum takes in gradients that have been clipped"
             yield f"schedule.post_validation is true: expected {expected}"

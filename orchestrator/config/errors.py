@@ -172,6 +172,14 @@ def without_control_characters(text: str) -> str:
     return text
 
 
+def share_or_auto(value: object) -> object:
+    """A validator of pydantic's, for the one error of a union."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value != "auto" and not (is_number and 0 <= float(str(value)) <= 1):
+        raise PydanticCustomError("share", "0 to 1, or auto")
+    return value
+
+
 def _sentence(error: ErrorDetails, config: type[BaseModel]) -> str:
     key, value, schemas = _dotted(*error["loc"]), error["input"], sections_of(config)
     match error["type"]:

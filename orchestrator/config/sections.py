@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -18,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from pentad.orchestrator.config.errors import Broken, RuleErrors, without_control_characters
+from pentad.orchestrator.config.errors import Broken, RuleErrors, share_or_auto, without_control_characters
 from pentad.schedules.spec.batch import BatchSizes, RampupStage
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
@@ -31,6 +32,7 @@ MOST = 2**31 - 1  # of whatever is counted: more does not fit into 32 bits
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(without_control_characters)]
+Share = Annotated[float | Literal["auto"], BeforeValidator(share_or_auto)]
 
 
 class Section(BaseModel):
@@ -210,6 +212,15 @@ class MemorySection(Section):
     max_resident_microbatches: PositiveFloat | None = None
     """most activations that stay on a device, in microbatches of all its layers; the others are offloaded to host
     memory until their backward; null: all stay"""
+    offload_fraction: Share = 0.0
+    """share of the bytes of every unit's saved activations that are in host memory until the unit's backward; the
+    others stay on the device. What memory.recompute computes again is not saved. auto: the least with which each rank
+    fits, and of memory.recompute the fewest layers"""
+    host_gib: PositiveFloat | None = None
+    """memory of a host, in GiB, for what its ranks keep there; null: 90 % of that of this machine"""
+    optimizer: Literal["device", "host"] = "device"
+    """where master weights and optimizer state are. host: in host memory, from where they go through the device to be
+    updated at the end of a step"""
 
     def rules(self) -> Iterator[Broken | str]:
         stages, resident = self.recompute_stages, self.max_resident_microbatches
@@ -227,6 +238,21 @@ class MemorySection(Section):
         if resident is not None and self.recompute not in ("none", "full", "auto"):
             found = f"{resident:g}, but memory.recompute is {self.recompute}"
             yield Broken("max_resident_microbatches", "none or full", found)
+        if resident is not None and self.offload_fraction:
+            found = f"{self.offload_fraction}, but memory.max_resident_microbatches is {resident:g}"
+            yield Broken("offload_fraction", "0, or memory.max_resident_microbatches = null", found)
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether units are of one layer by default."""
+        return self.recompute != "none" or self.offload_fraction != 0
+
+    def fractions(self, layers: Sequence[LayerRange]) -> tuple[float, ...]:
+        """The shares of the bytes that units with these layers offload (see Plan): none of embeddings and heads by
+        themselves. Empty where max_resident_microbatches decides."""
+        if not self.offload_fraction or self.offload_fraction == "auto":  # which the planner replaces
+            return ()
+        return tuple(self.offload_fraction if unit.numbers else 0.0 for unit in layers)
 
     def modes(self, units: Sequence[int], layers: Sequence[LayerRange]) -> tuple[str, ...]:
         """What each unit with these layers recomputes (see Plan), where stage s has `units[s]`; empty if none does.
@@ -244,13 +270,16 @@ class MemorySection(Section):
             before[stage] += len(unit.numbers)
         return tuple(modes)
 
-    def options(self, units: tuple[int, ...], layers: Sequence[LayerRange]) -> MemoryOptions:
-        """The options of a program whose units have these layers, and whose stage s has `units[s]` of them."""
+    def options(
+        self, units: tuple[int, ...], layers: Sequence[LayerRange], fractions: Sequence[float] = ()
+    ) -> MemoryOptions:
+        """The options of a program whose units have these layers and offload these `fractions`, and whose stage s has
+        `units[s]` of them."""
         recompute = frozenset(unit for unit, mode in enumerate(self.modes(units, layers)) if mode != "none")
         is_cut = max(units) > 1
-        return MemoryOptions(
-            recompute=recompute, max_resident=self.max_resident_microbatches, units=units if is_cut else ()
-        )
+        offload = frozenset(unit for unit, fraction in enumerate(fractions) if fraction)
+        resident = self.max_resident_microbatches
+        return MemoryOptions(recompute=recompute, max_resident=resident, offload=offload, units=units if is_cut else ())
 
 
 class ZeroSection(Section):

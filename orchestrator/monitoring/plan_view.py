@@ -16,6 +16,8 @@ from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, 
 from pentad.orchestrator.planning.estimate import ON_HOST, memories
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.fp8_experts import why_not
+from pentad.schedules.passes.offload_arena import arena
+from pentad.schedules.simulate.copy_slack import hidden_share
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Bubble
@@ -38,7 +40,7 @@ def plan_view(console: Console, plan: Plan, costs: Costs, ranks: Sequence[RankVi
     rows = bars(timeline, max(20, console.width - label - 1), coloured=coloured)
     drawing = [Text.assemble((f"{rank:>{label - 1}} ", "dim"), row, no_wrap=True) for rank, row in enumerate(rows)]
     figures = f"  {format_duration(timeline.makespan)} of compute  bubble {bubble_text(timeline.bubble())}"
-    yield from (facts_table(plan), Text(), ranks_table(plan, ranks, console.width), memory_line(plan), Text())
+    yield from (facts_table(plan, costs), Text(), ranks_table(plan, ranks, console.width), memory_line(plan), Text())
     yield Text.assemble((" one step, simulated", "bold"), figures)
     yield from drawing
     yield Text.assemble(" " * label, legend(timeline, coloured=coloured))
@@ -48,7 +50,7 @@ def bubble_text(bubble: Bubble) -> str:
     return f"{format_percent(bubble.longest)} longest, {format_percent(bubble.makespan)} makespan"
 
 
-def facts_table(plan: Plan) -> Table:
+def facts_table(plan: Plan, costs: Costs) -> Table:
     model, batch, program = plan.model, plan.batch, plan.program
     device = "GPUs" if plan.device == "cuda" else "CPUs"
     custom = f"{model.custom.text}, " if model.custom is not None else ""
@@ -85,12 +87,35 @@ def facts_table(plan: Plan) -> Table:
         found = {program.stage_of[unit] for unit, mode in enumerate(plan.recompute) if mode != "none"}
         where = "" if len(found) == program.stage_of[-1] + 1 else f" of stages {', '.join(map(str, sorted(found)))}"
         facts["recompute"] = f"{max(plan.recompute, key=RECOMPUTE_MODES.index)}{where}"
+    facts |= _offload_facts(plan, costs)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, fact in facts.items():
         table.add_row(f" {name}", fact)
     return table
+
+
+def _offload_facts(plan: Plan, costs: Costs) -> dict[str, str]:
+    """Facts for the table of `pentad plan`, by name; empty without offloading."""
+    found = dict[str, str]()
+    if any(plan.offload):
+        shares = [max(plan.offload[unit] for unit in held) for held in plan.program.placement]
+        hidden = _by_rank(hidden_share(plan.program, costs))
+        arenas = [arena(plan.program, rank, plan.offload_slots) for rank in range(plan.program.ranks)]
+        largest = max(arenas, key=lambda each: each.bytes)
+        host, bound = (format_bytes(each[0]) for each in (largest.bytes, largest.bounds))
+        lie = f"{host} of pinned host memory a rank, at least {bound} in any layout"
+        found["offload"] = f"{_by_rank(shares)} of saved activations, in copies of which compute hides {hidden}; {lie}"
+    if plan.host_optimizer:
+        found["optimizer"] = "master weights and moments in host memory"
+    return found
+
+
+def _by_rank(shares: list[float]) -> str:
+    """One figure for pipeline ranks that all have the same."""
+    texts = [format_percent(share) for share in shares]
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
 
 
 def ranks_table(plan: Plan, ranks: Sequence[RankView], width: int) -> Table:
@@ -112,11 +137,12 @@ def memory_line(plan: Plan) -> RenderableType:
     rank = max(range(plan.mesh.size), key=lambda rank: needs[rank]["total"])
     kinds = ((name, part) for name, part in needs[rank].items() if part and name not in ("total", *ON_HOST))
     parts = [f"{name} {format_bytes(part)}" for name, part in kinds]
-    host, snapshot = (max(need[kind] for need in needs) for kind in ON_HOST)
+    host, snapshot, optimizer = (max(need[kind] for need in needs) for kind in ON_HOST)
+    state = f"; up to {format_bytes(optimizer)} of a rank's optimizer state are in host memory" if optimizer else ""
     offloaded = f"; up to {format_bytes(host)} of a rank's activations are offloaded" if host else ""
-    saved = f"; a checkpoint takes up to {format_bytes(snapshot)} of host memory per rank"
-    text = f"rank {rank} needs most memory, {format_bytes(needs[rank]['total'])}: {', '.join(parts)}{offloaded}{saved}"
-    return Padding(Text(text, "dim"), (0, 1))
+    saved = f"; a checkpoint takes up to {format_bytes(snapshot)} of host memory per rank" if snapshot else ""
+    text = f"rank {rank} needs most memory, {format_bytes(needs[rank]['total'])}: {', '.join(parts)}"
+    return Padding(Text(f"{text}{offloaded}{state}{saved}", "dim"), (0, 1))
 
 
 def layers_text(plan: Plan, *stages: int) -> str:

@@ -1,17 +1,28 @@
-"""Tensors that a stage allocates for one piece, their bytes, and when they are freed.
+"""Tensors that a stage allocates for one piece, their bytes, when they are freed, and which of them OFFLOAD takes.
 
 Follows `workers/model`, which allocates them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 
-from pentad.orchestrator.planning.allocations import BYTES, INDEX, Allocation, Piece
+from pentad.orchestrator.planning.allocations import BYTES, INDEX, Allocation, Piece, piece_of
 from pentad.orchestrator.planning.attention_memory import AttentionShape, attention_core, attention_shape
+from pentad.schedules.ir.columns import CODE
+from pentad.schedules.ir.instruction import Op
+from pentad.schedules.passes.offload_cut import Cut, cut
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.tensors import LayerRange
 
+MARGIN, PADDING = (
+    1.05,
+    1 / 256,
+)  # for what is offloaded: where its bytes are not known, and for statistics of GPU kernels
 OUTPUT_GRADIENT = "gradient of the result"  # what B receives, allocated by the layer or stage behind unless gathered
 POST_NORM_GRADIENT = "gradient of the norm's input"  # the same where a norm follows, which allocates it
 
@@ -109,7 +120,8 @@ def _head_norms(model: ModelSpec, shape: AttentionShape) -> Iterator[Allocation]
     if not model.qk_norm:
         return
     piece, width, heads, norms = shape.piece, shape.query, shape.heads + shape.kv_heads, 2
-    yield Allocation("heads before their norm", "F-B", piece.tokens * heads * width * piece.itemsize)
+    tensors = tuple(piece.tokens * each * width * piece.itemsize for each in (shape.heads, shape.kv_heads))
+    yield Allocation("heads before their norm", "F-B", sum(tensors), tensors=tensors)
     if model.qk_norm == "all_heads":
         heads, norms = 2, heads
     yield Allocation("heads' scales", "F-B", piece.tokens * heads * piece.wide, offload=False)
@@ -123,12 +135,12 @@ def latent_attention(model: ModelSpec, mla: MLA, piece: Piece) -> Iterator[Alloc
     shape = attention_shape(model, piece)
     saved, forward, backward = attention_core(shape)
     out, queries = shape.output, tokens * shape.heads * shape.query * c
-    latents = mla.kv_lora_rank + mla.q_lora_rank
+    latents, tensors = mla.kv_lora_rank + mla.q_lora_rank, (own * mla.kv_lora_rank * c, own * mla.q_lora_rank * c)
     yield from saved
     yield from _rebuilt(
         [
-            Allocation("latents", "F-B", own * latents * c),
-            Allocation("normed latents", "F-W" if piece.keeps_operands else "F-B", own * latents * c),
+            Allocation("latents", "F-B", own * latents * c, tensors=tensors),
+            Allocation("normed latents", "F-W" if piece.keeps_operands else "F-B", own * latents * c, tensors=tensors),
             Allocation("latents' scales", "F-B", own * piece.wide * (1 + bool(mla.q_lora_rank)), offload=False),
         ]
     )
@@ -175,7 +187,8 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
     copy, in_8_bits = piece.copy(hidden), piece.casts_experts
     received = 0 if ep == 1 else piece.expert_rows(group_tokens, hidden)
     loads = 1 + (experts.aux_loss_coef > 0 and piece.mesh.cp > 1)
-    yield Allocation("scores and weights", "F-B", tokens * (experts.num_experts + experts.top_k) * wide)
+    tensors = tokens * experts.num_experts * wide, tokens * experts.top_k * wide
+    yield Allocation("scores and weights", "F-B", sum(tensors), tensors=tensors)
     if experts.router_z_loss_coef:
         yield Allocation("logits of the router", "F-B", tokens * experts.num_experts * wide)
     yield Allocation("choices", "F-B", tokens * experts.top_k * INDEX, offload=False)
@@ -185,7 +198,8 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
         "row weights and positions", "F-B", rows * wide + group_tokens * experts.top_k * INDEX, offload=False
     )
     yield Allocation("received tokens", "F-W", received)
-    yield Allocation("gate and up", "F-B", 2 * (rows * width + tokens * shared) * c, recompute="selective")
+    tensors = 2 * rows * width * c, 2 * tokens * shared * c
+    yield Allocation("gate and up", "F-B", sum(tensors), recompute="selective", tensors=tensors)
     if (ep == 1 and not in_8_bits) or shared:
         yield Allocation(OUTPUT_GRADIENT, "B-W", tokens * hidden * c)
     yield Allocation("received gradients", "B-W", received)
@@ -244,3 +258,87 @@ def mtp_input(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
     yield Allocation("gradient of joined", "B-W", stream)
     yield Allocation("gradients of the norms", "B-W", 2 * model.hidden * piece.wide)
     yield from lookup(model, piece)
+
+
+def cuts_of(plan: Plan) -> tuple[Cut, ...]:
+    """What OFFLOAD takes of one piece on each unit."""
+    return cuts(plan.model, plan.layers, plan.program.stage_of, piece_of(plan), plan.recompute, plan.offload)
+
+
+def slots_of(plan: Plan) -> tuple[tuple[int, int], ...]:
+    """Bytes of one piece of each unit on the host, and of what stays of the tensor that is cut (see Plan).
+
+    GPU kernels may pad statistics. Far less is known of a custom model, whose kernels may save other ones on a GPU than
+    on a CPU, and of the rows of experts that exchange tokens.
+    """
+    found, is_custom = cuts_of(plan), plan.model.custom is not None and plan.device == "cuda"
+    is_cut = [0 < fraction < 1 for fraction in plan.offload or [1.0] * len(found)]
+    if is_custom or (plan.model.experts is not None and plan.mesh.ep > 1 and plan.device == "cpu"):
+        largest = [max(each.moved, default=0) for each in cuts_of(replace(plan, offload=()))]
+        inexact = zip(found, largest, is_cut, strict=True)
+        return tuple((int(MARGIN * each.bytes), most * partial) for each, most, partial in inexact)
+    padding = PADDING if plan.device == "cuda" else 0.0
+    return tuple(
+        (each.bytes + int(padding * each.taken), each.rest + int(padding * each.taken) * partial)
+        for each, partial in zip(found, is_cut, strict=True)
+    )
+
+
+def with_slots(plan: Plan) -> Plan:
+    """The plan with what ranks need to offload."""
+    offloads = any((program.columns.op == CODE[Op.OFFLOAD]).any() for program in plan.trained_programs)
+    return replace(plan, offload_slots=slots_of(plan)) if offloads else plan
+
+
+def cuts(
+    model: ModelSpec,
+    layers: Sequence[LayerRange],
+    stage_of: Sequence[int],
+    piece: Piece,
+    modes: Sequence[str],
+    fractions: Sequence[float],
+) -> tuple[Cut, ...]:
+    """`cuts_of` a plan with these units; without `fractions` of all their bytes. `modes` are those of recomputation."""
+    found = []
+    for unit, held in enumerate(layers):
+        is_sent = unit > 0 and stage_of[unit - 1] != stage_of[unit]
+        sizes = offloadable(model, held, piece, modes[unit] if modes else "none", is_sent=is_sent)
+        found.append(cut(sizes, fractions[unit] if fractions else 1.0))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def offloadable(model: ModelSpec, held: LayerRange, piece: Piece, mode: str, *, is_sent: bool) -> tuple[int, ...]:
+    """Bytes of the tensors between F and B that can leave the device, with such recomputation. What another stage has
+    sent (`is_sent`) cannot: it may lie in a receive slot."""
+    stream = piece.stream(model.hidden)
+    if model.custom is not None:
+        return () if mode == "full" else _custom_sizes(model, held, piece)
+    if mode == "full":
+        return () if is_sent or held.has_embedding else (stream,)
+    kept = (each for each in _kept(model, held, piece, mode) if each.offload and each.life in ("F-B", "F-W"))
+    sizes = [size for each in kept for size in each.tensors or (each.bytes,)]
+    if is_sent and model.norms != "after":
+        sizes.remove(stream)
+    return tuple(size for size in sizes if size)
+
+
+def _kept(model: ModelSpec, held: LayerRange, piece: Piece, mode: str) -> Iterator[Allocation]:
+    """What layers allocate and do not recompute; heads recompute nothing."""
+    recomputed = {"none": (), "selective": ("selective",), "attention": ("selective", "attention")}[mode]
+    for number in held.numbers:
+        has_window, own = model.layer_kind(number).window > 0, piece.of_layer(number, model.layers)
+        own_parts = sublayers(model, number >= model.dense_layers, has_window, own)
+        yield from (each for each in chain(*chain(*own_parts)) if each.recompute not in recomputed)
+    if held.has_head:
+        yield from heads_and_mtp(model, piece._replace(fp8=None))
+
+
+def _custom_sizes(model: ModelSpec, held: LayerRange, piece: Piece) -> tuple[int, ...]:
+    import torch
+
+    from pentad.workers.custom.inspect import activation_bytes
+
+    assert model.custom is not None
+    rows = piece.tokens // model.custom.length
+    return activation_bytes(model.custom, *held[:2], model.hidden, rows, getattr(torch, piece.dtype)).offloadable

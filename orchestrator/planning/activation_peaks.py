@@ -13,15 +13,17 @@ from itertools import chain
 from typing import NamedTuple
 
 from pentad.orchestrator.planning import activation_memory as memory
+from pentad.orchestrator.planning.activation_memory import cuts_of, slots_of
 from pentad.orchestrator.planning.allocations import Piece, Totals, piece_of, total
 from pentad.orchestrator.planning.attention_memory import attention_shape
-from pentad.schedules.ir.instruction import Instruction, Op, instructions_of
+from pentad.schedules.ir.instruction import Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.offload_arena import arena
 from pentad.schedules.spec.model import CustomModel, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import LayerRange
 
-OPS = (Op.F, Op.B, Op.W, Op.BW, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD)
+OPS = (Op.F, Op.B, Op.W, Op.BW, Op.RECOMPUTE, Op.RELOAD)
 
 
 class Effect(NamedTuple):
@@ -201,7 +203,7 @@ def _custom_stage(model: ModelSpec, custom: CustomModel, layers: LayerRange, pie
     saved, most = found.saved + received, max(found.saved + received, found.deferred)
     return StageActivations(
         saved=saved,
-        not_offloadable=found.saved - found.offloadable,
+        not_offloadable=found.saved - sum(found.offloadable),
         input=received,
         deferred=found.deferred,
         forward={"none": allocate(saved), "full": Effect(received, found.layer)},
@@ -234,7 +236,8 @@ def activation_peak(plan: Plan, program: Program, rank: int) -> ActivationPeak:
     for instruction in instructions_of(program.streams[walk.rank]):
         if instruction.op in OPS:
             walk.run(instruction)
-    return ActivationPeak(walk.peak, walk.host_peak)
+    on_host, on_device = arena(program, walk.rank, slots_of(plan)).bytes
+    return ActivationPeak(walk.peak + on_device, on_host)
 
 
 class Walk:
@@ -244,11 +247,14 @@ class Walk:
     def __init__(self, plan: Plan, program: Program, rank: int) -> None:
         self.plan, self.program, self.rank, self.slices = plan, program, rank, program.slices
         self.stages = {stage: activations_of(plan, stage) for stage in program.placement[rank]}
-        self.held = self.peak = self.host = self.host_peak = 0
+        self.cuts = cuts_of(plan)
+        self.held = self.peak = 0
 
     def run(self, at: Instruction) -> None:
         stage, mode = self.stages[at.stage], self.plan.recompute_mode(at.stage)
         is_first_slice, is_last_slice = at.microbatch % self.slices == 0, (at.microbatch + 1) % self.slices == 0
+        if at.op is not Op.RELOAD:
+            self._release(at.waits)
         input_in_slot = 0 if at.stage == 0 or self._is_local(at, -1) else stage.input
         incoming_in_slot = 0 if self._is_local(at, 1) else stage.incoming
         match at.op:
@@ -263,12 +269,8 @@ class Walk:
             case Op.RECOMPUTE:
                 made = stage.saved - stage.kept(mode)
                 self._apply(Effect(made, made + stage.recompute))
-            case Op.OFFLOAD | Op.RELOAD:
-                moved = stage.saved - stage.not_offloadable - stage.input
-                moved = moved if at.op is Op.OFFLOAD else -moved
-                self._apply(allocate(-moved))
-                self.host += moved
-                self.host_peak = max(self.host_peak, self.host)
+            case Op.RELOAD:
+                self._apply(allocate(self.cuts[at.stage].taken))
             case Op.B | Op.BW:
                 self._apply(allocate(is_last_slice * stage.kv_gradients))
                 received, result = self._local_stream(at, 1), self._local_stream(at, -1)
@@ -280,6 +282,10 @@ class Walk:
             case Op.W:
                 self._apply(stage.weight)
                 self.held += incoming_in_slot
+
+    def _release(self, waits: Sequence[Key]) -> None:
+        """Frees what the OFFLOADs that an instruction waits for have copied."""
+        self.held -= sum(self.cuts[key.stage].taken for key in waits if key.op is Op.OFFLOAD)
 
     def _apply(self, effect: Effect) -> None:
         self.peak = max(self.peak, self.held + effect.peak)

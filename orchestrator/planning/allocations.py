@@ -114,14 +114,15 @@ class Piece(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """A tensor, or several. `recompute` is the mode of recomputation that frees it after F, if any but full does:
-    attention frees what selective does, and more. OFFLOAD leaves those without `offload`."""
+    """A tensor, or several of the sizes `tensors`. `recompute` is the mode of recomputation that frees it after F, if
+    any but full does: attention frees what selective does, and more. OFFLOAD leaves those without `offload`."""
 
     what: str
     life: Life
     bytes: int
     offload: bool = True
     recompute: Literal["selective", "attention", None] = None
+    tensors: tuple[int, ...] = ()
 
 
 class Totals(NamedTuple):

@@ -13,7 +13,7 @@ PROCESSORS = 132  # of a Hopper GPU: deterministic flash attention sums dq in at
 
 class AttentionShape(NamedTuple):
     """Heads of this rank and their widths. `inputs` are the bytes of the tensors that contain queries, keys and
-    values."""
+    values; `nope` is the width of the part of keys that is not rotated, where keys have parts (MLA)."""
 
     piece: Piece
     heads: int
@@ -21,6 +21,7 @@ class AttentionShape(NamedTuple):
     query: int
     value: int
     inputs: int
+    nope: int = 0
 
     @property
     def is_exchanged(self) -> bool:
@@ -32,6 +33,16 @@ class AttentionShape(NamedTuple):
         """Elements of queries, keys and values that ranks exchange then: a key-value head for each."""
         kv_heads = max(self.kv_heads, self.piece.mesh.cp)
         return self.piece.tokens * (self.heads * self.query + kv_heads * (self.query + self.value))
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """Bytes of these tensors, or of those that are exchanged, if there are several."""
+        unit = self.piece.tokens * self.piece.itemsize
+        if self.is_exchanged:
+            kv_heads = max(self.kv_heads, self.piece.mesh.cp)
+            return unit * self.heads * self.query, unit * kv_heads * self.query, unit * kv_heads * self.value
+        queries = unit * self.heads * self.query
+        return (queries, queries, self.inputs - 2 * queries) if self.nope else ()
 
     @property
     def keys_values(self) -> int:
@@ -46,13 +57,14 @@ class AttentionShape(NamedTuple):
 
 def attention_shape(model: ModelSpec, piece: Piece) -> AttentionShape:
     heads, query, mla = model.heads // piece.mesh.tp, model.qk_head_dim, model.mla
+    nope = 0 if mla is None else mla.qk_nope_head_dim
     if mla is None:
         kv_heads, value = max(1, model.kv_heads // piece.mesh.tp), query
         inputs = heads * query + kv_heads * 2 * query
     else:  # keys are made of two parts
         kv_heads, value = heads, mla.v_head_dim
         inputs = heads * (2 * query + mla.qk_nope_head_dim + value)
-    return AttentionShape(piece, heads, kv_heads, query, value, piece.tokens * inputs * piece.itemsize)
+    return AttentionShape(piece, heads, kv_heads, query, value, piece.tokens * inputs * piece.itemsize, nope)
 
 
 def attention_core(
@@ -94,7 +106,7 @@ def attention_core(
     again: Literal["attention"] | None = "attention" if is_graph else None
     is_apart = saves_output or is_exchanged
     saved = [
-        Allocation("queries, keys and values", "F-B", inputs, recompute="attention"),
+        Allocation("queries, keys and values", "F-B", inputs, recompute="attention", tensors=shape.tensors),
         other._replace(recompute=again),
         Allocation("output", "F-B", shape.output * is_apart, recompute=again),
         Allocation(

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from pentad.orchestrator.planning.activation_peaks import stage_activations
 from pentad.orchestrator.planning.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import Phase, stage_volume
 from pentad.orchestrator.planning.hardware import (
@@ -40,6 +39,9 @@ def guess_costs(
     modes: Sequence[str] = (),
     zero: int = 0,
     lora: LoraSpec | None = None,
+    offloaded: Sequence[int] = (),
+    *,
+    host_optimizer: bool = False,
 ) -> Costs:
     """Seconds at the rates of `rates_of`; embedding and head count to the first and last stage.
 
@@ -47,11 +49,11 @@ def guess_costs(
     tp, cp and ep ranks of the piece's mesh split the work of a stage and add operations inside layers; ranks that hold
     the same parameters reduce their gradients, and with `zero` each updates a shard. The rank whose
     stages in `placement` have most parameters decides how long the end of a step takes. With `lora` only adapters have
-    W, and ZeRO-3 gathers what is frozen as well.
+    W, and ZeRO-3 gathers what is frozen as well. `offloaded` are the bytes of an OFFLOAD or RELOAD, by stage. A
+    `host_optimizer` has its state in host memory, from where it comes at the end of a step while it goes back.
     """
     rates, mesh = rates_of(piece.device, piece.gpu), piece.mesh
     stages = [_stage_seconds(model, span, piece, rates, lora) for span in layers]
-    activations = [stage_activations(model, layers, stage, piece) for stage in range(len(layers))]
     sizes = [_updated_bytes(model, lora, span, mesh, mesh.dp * mesh.ep if zero else 0) for span in layers]
     updated = max(sum(sizes[stage] for stage in held) for held in placement)
     latency, bandwidth = link_of(rates, mesh, "pp")
@@ -63,12 +65,11 @@ def guess_costs(
         reduce=tuple(_reduction(model, lora, span, mesh, rates) for span in layers),
         gather=_frozen_gathers(model, layers, piece, rates) if lora is not None and zero == 3 else (),
         norm=2 * rates.intra_host_latency + updated / rates.memory,
-        step=7 * updated / rates.memory,  # reads master weights, both moments, gradients; writes the former three
+        # reads master weights, both moments, gradients; writes the former three
+        step=max(7 * updated / rates.memory, host_optimizer * 3 * updated / rates.host_memory),
         launch=rates.launch,
         recompute=tuple(each.recompute(mode) for each, mode in zip(stages, modes, strict=False)),
-        offload=tuple(
-            rates.intra_host_latency + (of.saved - of.not_offloadable) / rates.host_memory for of in activations
-        ),
+        offload=tuple(rates.intra_host_latency + each / rates.host_memory for each in offloaded),
     )
 
 

@@ -9,6 +9,7 @@ from operator import mul
 from statistics import median
 
 from pentad.orchestrator.gpus.table import GPUS
+from pentad.orchestrator.planning.activation_memory import cuts_of
 from pentad.orchestrator.planning.activation_peaks import activation_peaks, activations_of
 from pentad.orchestrator.planning.allocations import BYTES, INDEX, piece_of, wide_bytes
 from pentad.orchestrator.planning.comm_volume import padded_elements, param_shards_at
@@ -22,19 +23,21 @@ from pentad.schedules.simulate.events import acyclic_events
 from pentad.schedules.simulate.simulate import event_times
 from pentad.schedules.simulate.timeline import Timeline, attributed_seconds
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.optimizer import ROUND_ELEMENTS
+from pentad.schedules.spec.optimizer import PIECE_ELEMENTS, PIECES, ROUND_ELEMENTS
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.tensors import active_parameters, fp8_matrices
 from pentad.schedules.spec.zero_layout import inbox_elements, num_muon_elements
 
-ON_HOST = ("host", "snapshot")  # kinds of memory that no GPU has
+ON_HOST = ("host", "snapshot", "host_optimizer")  # kinds of memory that no GPU has
 CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 
 
 def costs_of(plan: Plan) -> Costs:
     """A plan's guessed costs, those that its program was compiled with."""
     piece = piece_of(plan)._replace(document_mask=False, deterministic=True)
-    return guess_costs(plan.model, plan.layers, plan.program.placement, piece, plan.recompute, plan.zero, plan.lora)
+    offloaded = [each.bytes for each in cuts_of(plan)]
+    given = plan.model, plan.layers, plan.program.placement, piece, plan.recompute, plan.zero, plan.lora
+    return guess_costs(*given, offloaded, host_optimizer=plan.host_optimizer)
 
 
 def step_seconds(timeline: Timeline) -> float:
@@ -127,7 +130,8 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
     'parameters' are in the dtype of compute; 'master' is 0 if those are the master weights themselves. With ZeRO,
     'parameters', 'master', 'gradients' and 'optimizer' count shards and gather buffers. 'activations' include
     workspaces, and those of Muon. 'tables' are tokens, rotary tables and cuBLAS's workspace. ON_HOST are not part of
-    'total': 'host' is offloaded, and 'snapshot' a copy of the rank's part of a checkpoint.
+    'total': 'host' is offloaded, 'snapshot' a copy of the rank's part of a checkpoint, and 'host_optimizer' the master
+    weights and optimizer state that live there; 'optimizer' is then the memory through which they pass.
     """
     pp = plan.mesh.coordinates(rank).pp
     compute, wide = BYTES[plan.dtype], wide_bytes(plan.dtype)
@@ -146,17 +150,23 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
     activations, host = activation_peaks(plan, rank)
     streams = chain.from_iterable(instructions_of(program.streams[pp]) for program in plan.programs)
     received = len({(part.op, part.slot) for part in streams if part.op in RECEIVES})
+    master = shards * wide if wide != compute or has_post_validation(plan.program) or plan.host_optimizer else 0
+    optimizer = sum(optimizer_bytes(plan, shard, rank) for shard in trained)
+    on_host = master + optimizer if plan.host_optimizer else 0
+    if plan.host_optimizer:
+        master, optimizer = 0, PIECES * PIECE_ELEMENTS * (wide + 2 * state_bytes(plan))
     found = {
         "parameters": weights * compute + fp8_weights(plan, rank, share),
-        "master": shards * wide if wide != compute or has_post_validation(plan.program) else 0,
+        "master": master,
         "gradients": gradients * wide,
-        "optimizer": sum(optimizer_bytes(plan, shard, rank) for shard in plan.param_shards_of(rank)),
+        "optimizer": optimizer,
         "activations": _with_muon(plan, rank, activations),
         "slots": received * plan.sequence_parallel_tokens * plan.model.hidden * compute
         + inbox_elements(plan, rank) * wide,
         "tables": _tables(plan, rank),
     }
-    return {**found, "total": sum(found.values()), "host": host, "snapshot": snapshot_bytes(plan, rank)}
+    total = {"total": sum(found.values())}
+    return found | total | {"host": host, "snapshot": snapshot_bytes(plan, rank), "host_optimizer": on_host}
 
 
 def fp8_weights(plan: Plan, rank: int, share: float) -> int:
@@ -184,12 +194,19 @@ def memories(plan: Plan) -> list[dict[str, int]]:
 def optimizer_bytes(plan: Plan, shard: ParamShard, rank: int) -> int:
     """Of the moments in a rank's ZeRO shard: two for each element, or one where Muon updates."""
     moments = 2 * plan.zero_shard_size(shard) - num_muon_elements(plan, shard, rank)
-    return moments * (BYTES["bfloat16"] if plan.optimizer.bf16_state else wide_bytes(plan.dtype))
+    return moments * state_bytes(plan)
+
+
+def state_bytes(plan: Plan) -> int:
+    """Bytes of a moment of one element."""
+    return BYTES["bfloat16"] if plan.optimizer.bf16_state else wide_bytes(plan.dtype)
 
 
 def snapshot_bytes(plan: Plan, rank: int) -> int:
     """Of master weights and moments that a rank stores in checkpoints: its ZeRO shards, or its equal part of what all
-    holders have."""
+    holders have. Nothing is copied that is in host memory anyway."""
+    if plan.host_optimizer:
+        return 0
     return sum(
         (plan.zero_shard_size(shard) * wide_bytes(plan.dtype) + optimizer_bytes(plan, shard, rank))
         // (plan.num_holders(shard) if plan.num_zero_shards(shard) == 1 else 1)

@@ -6,16 +6,19 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Literal
 
 from pydantic import ValidationError
 
 from pentad.orchestrator.config.config import Layout, RunConfig
+from pentad.orchestrator.planning.activation_memory import cuts, with_slots
 from pentad.orchestrator.planning.allocations import Piece, wide_bytes
 from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
-from pentad.orchestrator.planning.fit import device_memory, fit_of
+from pentad.orchestrator.planning.fit import DeviceMemory, device_memory, fit_of, host_memory, require_host
 from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, gpu_of, local_device
+from pentad.orchestrator.planning.memory_tiers import choose_tiers
 from pentad.orchestrator.planning.numerics import fp8_spec, optimizer_spec, require_fp8
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_forward_only, compile_program
@@ -48,15 +51,22 @@ def make_plan(
     hosts: int = 1,
     model: ModelSpec | None = None,
     units: tuple[int, ...] | None = None,
+    fractions: tuple[float, ...] | None = None,
+    memory: DeviceMemory | None = None,
 ) -> Plan:
     """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of so many hosts.
 
     `model` is that of the run's first plan: a custom model's file may have changed since. So are the `units` of each
-    stage, if its ranks keep their state. Raises PentadError for a schedule, model or transport that the configuration's
-    own checks could not refuse.
+    stage, if its ranks keep their state. `fractions` of units are offloaded instead of those of the configuration; with
+    offload_fraction auto those with which ranks fit into `memory` (None: as here). Raises PentadError for a schedule,
+    model or transport that the configuration's own checks could not refuse.
     """
     assert device in ("cpu", "cuda"), device
     assert "auto" not in (config.memory.recompute, config.zero.max_gathered), "the planner has not chosen yet"
+    if config.memory.offload_fraction == "auto":
+        make = partial(make_plan, device=device, hosts=hosts, model=model, units=units)
+        room = memory or device_memory(device, gpu=gpu_of(config.cluster))
+        return choose_tiers(config, room, host_memory(config), make)
     transport, dtype = transport_of(config, device, hosts), _dtype(config, device)
     model = config.model_spec(dtype) if model is None else model
     order = _order(config, model, device, config.schedule.microbatches)
@@ -67,13 +77,9 @@ def make_plan(
     shared = config.mesh.replicas > 1 or layout.has_mirrors
     units = units or units_of(config, model, stages, config.mesh.mesh, dtype, shared=shared)
     layers = split_layers_into_units(stages, units)
-    recompute = config.memory.modes(units, layers)
-    options = _memory_options(config, units, layout, model, layers)
-    placement, piece = (
-        place_units(layout.placement, units),
-        _piece(config, device, layout.slices, fp8_spec(config, model)),
-    )
-    costs = guess_costs(model, layers, placement, piece, recompute, options.zero, config.lora_spec)
+    fractions = config.memory.fractions(layers) if fractions is None else fractions
+    options = _memory_options(config, units, layout, model, layers, fractions)
+    costs = _guessed(config, model, device, layout, units, layers, options.zero, fractions)
 
     def compiled(microbatches: int, order: Program | None) -> Program:
         return compile_program(
@@ -91,13 +97,30 @@ def make_plan(
         )
 
     program = compiled(config.schedule.microbatches, order)
-    counts = batch_spec(config).rampup_microbatches
-    orders = [_order(config, model, device, microbatches) for microbatches in counts]
-    _require_same_stages(config, program, orders)
-    smaller = [compiled(microbatches, each) for microbatches, each in zip(counts, orders, strict=True)]
+    orders = {count: _order(config, model, device, count) for count in batch_spec(config).rampup_microbatches}
+    _require_same_stages(config, program, list(orders.values()))
+    smaller = [compiled(*each) for each in orders.items()]
     plan = draft(config, model, device, program, layers, transport=transport, zero=options.zero)
     evaluation = _eval(config, program, costs, transport, options)
-    return replace(plan, eval=evaluation, rampup_programs=tuple(smaller))
+    return with_slots(replace(plan, eval=evaluation, rampup_programs=tuple(smaller), offload=fractions))
+
+
+def _guessed(
+    config: RunConfig,
+    model: ModelSpec,
+    device: str,
+    layout: Layout,
+    units: tuple[int, ...],
+    layers: Sequence[LayerRange],
+    zero: int,
+    fractions: tuple[float, ...],
+) -> Costs:
+    """The costs of units, before they have a program."""
+    piece, modes = _piece(config, device, layout.slices, fp8_spec(config, model)), config.memory.modes(units, layers)
+    stage_of = [stage for stage, count in enumerate(units) for _ in range(count)]
+    moved = [each.bytes for each in cuts(model, layers, stage_of, piece, modes, fractions)]
+    given = model, layers, place_units(layout.placement, units), piece, modes, zero, config.lora_spec, moved
+    return guess_costs(*given, host_optimizer=config.memory.optimizer == "host")
 
 
 def _require_same_stages(config: RunConfig, program: Program, orders: Sequence[Program | None]) -> None:
@@ -120,6 +143,7 @@ def first_plan(config: RunConfig) -> Plan:
     device, _ = local_device(config.cluster, config.mesh.size)
     plan = make_plan(config, device)
     require_shards(config, plan)
+    require_host(config, plan)
     found = fit_of(plan, device_memory(device, gpu=plan.gpu))
     if not found.ok and (device == "cpu" or plan.gpu == gpu_name()):
         raise PentadError(f"run {config.run.name} {found.sentence}")
@@ -174,6 +198,7 @@ def draft(
         lora=config.lora_spec,
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.units or (1,) * program.stages, layers),
+        host_optimizer=config.memory.optimizer == "host",
         fp8=fp8_spec(config, model),
         gpu=gpu_of(config.cluster) if device == "cuda" else "",
     )
@@ -199,10 +224,15 @@ def require_shards(config: RunConfig, plan: Plan) -> None:
 
 
 def _memory_options(
-    config: RunConfig, units: tuple[int, ...], layout: Layout, model: ModelSpec, layers: Sequence[LayerRange]
+    config: RunConfig,
+    units: tuple[int, ...],
+    layout: Layout,
+    model: ModelSpec,
+    layers: Sequence[LayerRange],
+    fractions: tuple[float, ...],
 ) -> MemoryOptions:
     """As configured, without ZeRO where every stage has one holder only."""
-    section, found = config.zero, config.memory.options(units, layers)
+    section, found = config.zero, config.memory.options(units, layers, fractions)
     if config.mesh.replicas == 1 and not layout.has_mirrors:
         return found
     gathered = max_gathered(config, section.stage, units, has_mirrors=layout.has_mirrors)
@@ -233,12 +263,12 @@ def units_of(
     config: RunConfig, model: ModelSpec, stages: Sequence[LayerRange], mesh: Mesh, dtype: str, *, shared: bool
 ) -> tuple[int, ...]:
     """The number of units of each stage, given its layers: of memory.unit_layers each; by default of one where layers
-    recompute, and of at most UNIT_BYTES of gradients where ranks have `shared` parameters, to reduce some while
-    backward goes on. What a custom model recomputes is a whole stage."""
+    recompute or are offloaded, and of at most UNIT_BYTES of gradients where ranks have `shared` parameters, to reduce
+    some while backward goes on. What a custom model recomputes is a whole stage."""
     found, lora = [], config.lora_spec
     for layers in stages:
         size = config.memory.unit_layers or len(layers.numbers)
-        if config.memory.unit_layers is None and config.memory.recompute != "none" and model.custom is None:
+        if config.memory.unit_layers is None and config.memory.by_layer and model.custom is None:
             size = 1
         elif config.memory.unit_layers is None and shared:
             inner = LayerRange(layers.first, layers.end)

@@ -340,7 +340,9 @@ class StepLoop:
             self.bus.display.note("stopping after the steps in flight; once more stops at once, without a checkpoint")
             self.bus.set_state("stopping")
         self.regrouping = self.regrouping or self.should_regroup()
-        stall = self.hangs.check(statuses, self.history.measured, stepping=stepping)
+        # An update waits until the state, if that is on the host, has been written.
+        is_written = self.saving is not None and self.group.plan.host_optimizer
+        stall = self.hangs.check(statuses, self.history.measured, stepping=stepping and not is_written)
         self.bus.update_ranks(statuses, self.group.last_heard, stall.causes if stall else ())
         if stall is None:
             self.stall_reported = False

@@ -82,8 +82,10 @@ def _linear(value: float) -> float:
 
 
 def row_of(lane: str) -> str:
-    """The row that draws a lane: all sends of a rank share one row, and so do all receives, whatever their peers."""
-    return {"SEND": "send", "RECV": "receive"}.get(lane[:4], lane)
+    """The row that draws a lane: all sends of a rank share one row, and so do all receives, whatever their peers, and
+    copies to and from the host."""
+    rows = {"SEND": "send", "RECV": "receive", "offl": "copy", "relo": "copy"}
+    return rows.get(lane[:4], lane)
 
 
 def row_order(rows: Iterable[str]) -> list[str]:

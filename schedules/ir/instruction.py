@@ -91,7 +91,7 @@ class Instruction(NamedTuple):
             return f"{self.op}<{self.peer}"
         if self.op in COLLECTIVES:
             return "gather" if self.op is Op.ALL_GATHER else "reduce"
-        return "copy" if self.op in (Op.OFFLOAD, Op.RELOAD) else "compute"
+        return self.op.lower() if self.op in (Op.OFFLOAD, Op.RELOAD) else "compute"
 
     @property
     def parts(self) -> tuple[Instruction, ...]:

@@ -125,7 +125,7 @@ def _laid_out(program: Program, places: list[Place], apart: Array, *, trained: b
     sizes = np.array([stage_sizes(program, stage)[:kinds] for stage, _ in places], np.int64)
     turns, columns = _two_turns(apart), []
     for each in sizes.T:
-        layouts = [_offsets(each, apart)]
+        layouts = [first_fit(each, apart)]
         if turns is not None:
             layouts.append(np.where(turns, each[~turns].max(initial=0), 0))
         columns.append(min(layouts, key=lambda offsets: int((offsets + each).max())))
@@ -151,7 +151,8 @@ def _two_turns(apart: Array) -> Array | None:
     return None if clash.any() else turns
 
 
-def _offsets(sizes: Array, apart: Array) -> Array:
+def first_fit(sizes: Array, apart: Array) -> Array:
+    """Offsets of pieces of memory: the largest first, each as low as it overlaps with none of those `apart`."""
     if not sizes.any():
         return np.zeros_like(sizes)
     offsets = np.full(len(sizes), -1)

@@ -78,6 +78,10 @@ class Costs:
         f, b, w = ((value / (chunks * slices),) * stages for value in (forward, backward, weight))
         return Costs(f, b, w, transfer / slices)
 
+    def with_offload(self, seconds: tuple[float, ...]) -> Costs:
+        """With other times of OFFLOAD and RELOAD, by stage."""
+        return replace(self, offload=seconds)
+
     def of_stages(self, units: Sequence[int]) -> Costs:
         """The costs of stages from those of their units, of which stage s has `units[s]`; empty: one each."""
         if not units:

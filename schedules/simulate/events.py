@@ -20,7 +20,8 @@ from pentad.schedules.simulate.toposort import Graph, Levels, topological_levels
 COPIES = frozenset({Op.OFFLOAD, Op.RELOAD})
 IS_COLLECTIVE = op_mask(COLLECTIVES)
 ON_COMPUTE_LANE = ~(IS_SEND | IS_RECEIVE | IS_COLLECTIVE | op_mask(COPIES))
-_LANE = op_mask(COLLECTIVES) * 1 + op_mask({Op.ALL_GATHER}) + op_mask(COPIES) * 3  # lane by op, except transfers
+# Lane by op, except transfers.
+_LANE = op_mask(COLLECTIVES) * 1 + op_mask({Op.ALL_GATHER}) + op_mask({Op.OFFLOAD}) * 3 + op_mask({Op.RELOAD}) * 4
 _OF_ALL_RANKS = op_mask(OF_ALL_RANKS)
 Collectives = dict[tuple[str, tuple[int, ...]], dict[int, Array]]
 
@@ -109,7 +110,7 @@ def _lanes(columns: Columns) -> tuple[Array, Array]:
     """Consecutive actions of each lane that has no transfers."""
     op = columns.op[columns.action_row]
     actions = np.flatnonzero(~(IS_SEND | IS_RECEIVE)[op])
-    lane = columns.rank[columns.action_row[actions]] * 4 + _LANE[op[actions]]
+    lane = columns.rank[columns.action_row[actions]] * 5 + _LANE[op[actions]]
     return consecutive(actions, lane)
 
 

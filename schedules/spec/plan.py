@@ -52,7 +52,11 @@ class Plan:
     `seed` is the run's only source of randomness. `deterministic` asks for bit-reproducible kernels.
 
     `recompute[stage]` is 'full' (F saves only its input), 'attention' (also the result of attention), 'selective' (all
-    but the widest product is saved) or 'none'; empty means none everywhere. `zero` is the ZeRO stage (arXiv
+    but the widest product is saved) or 'none'; empty means none everywhere. `offload[stage]`
+    is the share of the bytes of saved activations that OFFLOAD takes; empty: all;
+    `offload_slots[stage]` the bytes that one needs in host memory, and on the device for what stays of a tensor that is
+    cut. With `host_optimizer` master
+    weights and optimizer state are in host memory. `zero` is the ZeRO stage (arXiv
     1910.02054): from 1 on the holders of a stage shard its master weights and optimizer state, from 2 on its gradients,
     with 3 its compute weights.
     `cp_method` is how context ranks attend to each other's tokens. Tensor ranks share a node unless `tp_across_nodes`.
@@ -75,6 +79,9 @@ class Plan:
     transport: str
     deterministic: bool = True
     recompute: tuple[str, ...] = ()
+    offload: tuple[float, ...] = ()
+    offload_slots: tuple[tuple[int, int], ...] = ()
+    host_optimizer: bool = False
     zero: int = 0
     cp_method: CpMethod = "ring"
     tp_across_nodes: bool = False

@@ -23,7 +23,8 @@ class MemoryOptions(NamedTuple):
     `zero` is the ZeRO stage, 0 to 3. With 3, a rank holds the gathered parameters of at most `max_gathered` stages at
     once (None: all its stages), and a gather starts `prefetch` compute actions before its reader. The stages in
     `recompute` save only their input and recompute the rest. `max_resident` is the largest number of activations that
-    stay on the device, in microbatches of a whole rank (None: all). `units[stage]` is the number of units that a
+    stay on the device, in microbatches of a whole rank (None: all); `offload` are stages whose activations leave the
+    device instead, all or some of the bytes (see Plan). `units[stage]` is the number of units that a
     pipeline stage is cut into (empty: one); all the others then speak of units where they speak of stages. `reduce`
     says after what gradients are reduced, with ZeRO 2 and 3: 'step', 'microbatch', or None, which is 'microbatch' where
     more than two stages of a rank hold gradients at once. `sizes` are those of a Program, for ZeRO-2 and 3.
@@ -34,6 +35,7 @@ class MemoryOptions(NamedTuple):
     max_gathered: int | None = None
     recompute: frozenset[int] = frozenset()
     max_resident: float | None = None
+    offload: frozenset[int] = frozenset()
     units: tuple[int, ...] = ()
     reduce: Literal["step", "microbatch"] | None = "step"
     sizes: tuple[tuple[int, ...], ...] = ()

@@ -77,18 +77,22 @@ def prove_buffers(program: Program) -> None:
 
 def _saved(program: Program) -> tuple[Array, Array]:
     """(filled, freed) of saved activations: from the forward or its recomputation to the backward. An offloaded one has
-    two buffers, from the forward to OFFLOAD and from RELOAD to the backward."""
+    two buffers, from the forward to OFFLOAD and from RELOAD to the backward or to the recomputation that reads it."""
     columns, rows = program.columns, program.lookup
     filled = np.flatnonzero(columns.op == CODE[Op.F])
     if program.forward_only:
         filled = filled[:0]
-    freed = rows.backward[rows.cell(filled)]
+    backward = rows.backward[rows.cell(filled)]
     keys = columns.rank[filled], columns.stage[filled], columns.microbatch[filled]
-    for op, replaced in ((Op.RECOMPUTE, filled), (Op.OFFLOAD, freed)):
-        found = rows.rows(keys[0], CODE[op], *keys[1:])
-        replaced[found >= 0] = found[found >= 0]
-    reload = np.flatnonzero(columns.op == CODE[Op.RELOAD])
-    return np.concatenate((filled, reload)), np.concatenate((freed, rows.backward[rows.cell(reload)]))
+    recompute, offload, reload = (
+        rows.rows(keys[0], CODE[op], *keys[1:]) for op in (Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD)
+    )
+    is_away, again = (offload >= 0) & (reload >= 0), recompute >= 0
+    on_device = ~is_away | again
+    return (
+        np.concatenate((np.where(again, recompute, filled)[on_device], filled[is_away], reload[is_away])),
+        np.concatenate((backward[on_device], offload[is_away], np.where(again, recompute, backward)[is_away])),
+    )
 
 
 def _results(program: Program) -> tuple[Array, Array, Array]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.errors import ScheduleError
-from pentad.schedules.ir.instruction import Action, Instruction, Key, Op
+from pentad.schedules.ir.instruction import COMPUTE, Action, Instruction, Key, Op
 from pentad.schedules.ir.lookup import IS_WEIGHT
 from pentad.schedules.ir.program import Program, Stream
 from pentad.schedules.passes.post_validation import REPEATABLE, ROLLBACK, VALIDATE, has_post_validation
@@ -18,6 +18,8 @@ from pentad.schedules.simulate.events import ON_COMPUTE_LANE
 from pentad.schedules.verify.check_order import error_at, refuse
 
 SAVED_ACTIVATION_OPS = (Op.OFFLOAD, Op.RELOAD, Op.RECOMPUTE)
+ALLOCATING = COMPUTE | {Op.RECOMPUTE}
+COMPUTE_LANE = ALLOCATING | {Op.FREE}
 Fault = tuple[int, str]  # index in a rank's stream, and what is wrong there
 _ON_ACTIVATIONS, _ON_PARAMETERS = op_mask(SAVED_ACTIVATION_OPS), op_mask({Op.ALL_GATHER, Op.FREE})
 _IS_READER, _IS_SCATTER = op_mask(READERS), op_mask({Op.REDUCE_SCATTER})
@@ -29,8 +31,9 @@ def prove_memory_passes(program: Program) -> None:
 
     If a rank gathers parameters, each action waits for those of every stage that it reads. A gather waits for the FREE
     before it, only gathered parameters are freed, and if any are, all are. An activation is offloaded after its forward
-    and reloaded before its backward or recomputation, which waits for it. What is recomputed is so between its forward
-    and its backward. Raises ScheduleError.
+    and reloaded before its backward or recomputation, which waits for it. In between, compute waits for the offload
+    before it takes over the memory; both wait for the compute before them, whose memory they may get. What is
+    recomputed is so between its forward and its backward. Raises ScheduleError.
     """
     columns = program.columns
     if _ON_PARAMETERS[columns.op].any():
@@ -133,8 +136,23 @@ def prove_gradient_buffers(program: Program) -> None:
             raise error_at(program, waiting[k], text)
 
 
+def _waits_up_to(waits: tuple[Key, ...], last: Key, position: dict[Key, int]) -> bool:
+    """Whether `waits` has `last`, which is on the compute lane, or something later on that lane."""
+    return any(key.op in COMPUTE_LANE and position[key] >= position[last] for key in waits)
+
+
 def _activation_faults(stream: Stream, position: dict[Key, int]) -> Iterator[Fault]:
+    taken: set[Key] = set()  # offloads that compute has waited for
+    newest: Key | None = None  # on the compute lane
     for index, action, part in _parts(stream):
+        if part.op in ALLOCATING:
+            newest = part.key
+            for key in part.waits:
+                reader = Key(Op.F, key.stage + 1, key.microbatch)  # its input may be part of what is offloaded
+                if key.op is Op.OFFLOAD and position.get(reader, -1) >= index:
+                    yield index, f"{part.key} takes over the memory of {key} before {reader} has read it"
+                if key.op is Op.OFFLOAD:
+                    taken.add(key)
         if part.op not in SAVED_ACTIVATION_OPS:
             continue
         ops = (Op.F, Op.B, Op.BW, *SAVED_ACTIVATION_OPS)
@@ -144,10 +162,14 @@ def _activation_faults(stream: Stream, position: dict[Key, int]) -> Iterator[Fau
             yield index, f"{part.key} is not between {forward} and {backward}"
         if part.op is Op.OFFLOAD and (forward not in action.waits or reload not in position):
             yield index, f"{offload} does not wait for {forward}, or {reload} is missing"
+        if part.op is not Op.RECOMPUTE and newest and not _waits_up_to(part.waits, newest, position):
+            yield index, f"{part.key} does not wait for {newest}, whose memory it may get"
         if part.op is Op.RELOAD:
             reader = recompute if recompute in position else backward
-            if position.get(offload, index) >= index:
-                yield index, f"{reload} comes without {offload} before it"
+            if offload not in part.waits:
+                yield index, f"{reload} does not wait for {offload}"
+            if offload not in taken:
+                yield index, f"no compute instruction before {reload} waits for {offload}, so its memory is never free"
             if reload not in stream[position[reader]].waits:
                 yield position[reader], f"{reader} does not wait for {reload}"
 

@@ -15,6 +15,7 @@ from gpus import gpu_of
 from plans import TILE
 from pool import Pool, send
 
+from pentad.orchestrator.planning.activation_memory import with_slots
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.results import Evaluation
 
@@ -107,7 +108,7 @@ class Fleet:
     ) -> list[Outcome]:
         """Runs the calls in a new generation. Fails with the traceback of the first rank that does. `optimizer`: its
         state is restored too."""
-        ranks = range(plan.mesh.size)
+        plan, ranks = with_slots(plan), range(plan.mesh.size)
         faults = [bad_gradient if bad_gradient and bad_gradient.rank == rank else None for rank in ranks]
         self.pool.send([(plan, rank, calls, restore, save, faults[rank], optimizer) for rank in ranks])
         address = self.pool.receive(0)
@@ -122,12 +123,13 @@ class Fleet:
 
 def _serve(end: Connection, *_: object) -> None:
     from pentad.schedules.spec import plan
-    from pentad.workers.params import muon
+    from pentad.workers.params import host_state, muon
 
     torch.set_num_threads(1)
     faulthandler.enable()
     plan.TILE_TOKENS = TILE
     muon.ROUND_ELEMENTS = 512  # small models then have several rounds
+    host_state.PIECE_ELEMENTS = 512  # and several pieces
     while True:
         try:
             order = end.recv()
@@ -204,12 +206,18 @@ def _run(
 
 def buffer_bytes(parameters, shards, frozen) -> dict[str, int]:
     """Bytes of a rank's weights, gradients and optimizer state; every storage counts once."""
-    kinds: dict[str, list[torch.Tensor]] = {"parameters": [], "gradients": [], "optimizer": [], "master": []}
+    kinds: dict[str, list[torch.Tensor]] = {
+        "parameters": [],
+        "gradients": [],
+        "optimizer": [],
+        "master": [],
+        "host_optimizer": [],
+    }
     for each in parameters.values():
         kinds["parameters"] += [each.compute] if each.full_weights is None else [each.full_weights]
         kinds["gradients"] += [each.gradient] if each.full_gradients is None else [each.full_gradients]
-        kinds["optimizer"] += [each.m, each.v]
-        kinds["master"].append(each.master)
+        kinds["optimizer" if each.host is None else "host_optimizer"] += [each.m, each.v]
+        kinds["master" if each.host is None else "host_optimizer"].append(each.master)
     kinds["parameters"] += shards.weights
     kinds["parameters"] += [each.compute for each in frozen.values()]
     kinds["gradients"] += shards.gradients

@@ -57,26 +57,27 @@ def plan_of(
     document_mask: bool = False,
     unit_layers: int | None = None,
     lora: LoraSpec | None = None,
+    offload: float = 0.0,
+    host_optimizer: bool = False,
 ) -> Plan:
-    """A plan on CPU ranks: MODEL in `dtype`, with sequences of 8 tokens, two a microbatch.
-
-    `document_mask` is for `data` that is a path, and masks losses too, as by default. `recompute` is the mode of all
-    stages, `max_resident` turns offloading on, in microbatches. With `unit_layers` stages consist of units.
-    """
+    """A plan on CPU ranks: MODEL in `dtype`, with sequences of 8 tokens, two a microbatch. `document_mask` is for
+    `data` that is a path, and masks losses too, as by default. `recompute` is the mode of all stages, `max_resident`
+    (in microbatches) and `offload` (a share) turn offloading on, `unit_layers` cuts units."""
     order = generate(name, pp, microbatches, ScheduleOptions(chunks=chunks, slices=slices))
     layers, units = _units(model, order.placement, unit_layers)
-    memory_options = memory_options._replace(units=units or memory_options.units)
     recomputed = frozenset(stage for stage, each in enumerate(layers) if recompute != "none" and each.numbers)
     mesh, mirrors = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep), len(order.holders(0))
-    memory_options = memory_options._replace(sizes=pool_sizes(model, lora, layers, mesh, mirrors))
+    fractions = tuple(offload if each.numbers else 0.0 for each in layers) if offload else ()
+    sizes, units = pool_sizes(model, lora, layers, mesh, mirrors), units or memory_options.units
+    offloaded = frozenset(np.flatnonzero(fractions).tolist())
+    memory_options = memory_options._replace(offload=offloaded, sizes=sizes, units=units)
     if recomputed or max_resident is not None:
         memory_options = memory_options._replace(recompute=recomputed, max_resident=max_resident)
-    given: dict[str, Any] = {"post_validation": post_validation, "memory_options": memory_options, "order": order}
-    program = compile_program(name, pp, microbatches, replicas=dp * cp * ep, **given)
+    given: dict[str, Any] = {"memory_options": memory_options, "order": order, "replicas": dp * cp * ep}
     return Plan(
         name="exact",
         mesh=mesh,
-        program=program,
+        program=compile_program(name, pp, microbatches, post_validation=post_validation, **given),
         layers=layers,
         model=model,
         batch=BatchSpec(2 * dp * ep * microbatches, 8, microbatches, dp * ep),
@@ -87,6 +88,8 @@ def plan_of(
         device="cpu",
         transport="gloo",
         recompute=tuple(recompute if each.numbers else "none" for each in layers) if recomputed else (),
+        offload=fractions,
+        host_optimizer=host_optimizer,
         zero=memory_options.zero,
         cp_method=cp_method,
         lora=lora,

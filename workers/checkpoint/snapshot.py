@@ -2,16 +2,16 @@
 
 What makes it right: nothing but `update` blocks changes the state, and they run one after another on the train thread.
 A copy of `step` steps begins after the block that made them and is complete before the next block begins; on a GPU both
-are events that streams wait for, not the host. So a copy never holds half an update, nor a step that is taken back: an
-optimistic step (PostValidatedStep) writes compute weights, which are not part of the state, and its block follows once
-the norm is known.
+are events that streams wait for, not the host. State that is in host memory anyway is not copied but read in place,
+and the next block begins when it has been written. So a copy never holds half an update, nor a step that is taken back:
+an optimistic step (PostValidatedStep) writes compute weights, which are not part of the state, and its block follows
+once the norm is known.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ import torch
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.shards import stored_order
+from pentad.workers.host_memory import HostMemory
 
 CHUNK_BYTES = 32 << 20  # in one copy to the host: others that share the copy engine go in between
 ALIGNMENT = 64  # bytes
@@ -39,29 +40,22 @@ class Copy:
     end: torch.cuda.Event | None = None
 
 
-class HostMemory:
-    """`buffer` [bytes], which a GPU copies to at full speed; for one snapshot at a time. `close` it when nothing is
-    copied to it any more."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.buffer = torch.empty(size, dtype=torch.uint8)
-        self.close: Callable[[], object] = lambda: None
-        if device.type != "cuda" or not size:
-            return
-        cuda, address = torch.cuda.cudart(), self.buffer.data_ptr()
-        # torch's own pinned memory is of a power of two: up to twice as much.
-        if int(cuda.cudaHostRegister(address, size, 0)) != 0:
-            text = f"a checkpoint needs {size} bytes of pinned host memory on this rank, which there are not"
-            raise PentadError(f"{text}: expected a host with more, or more ranks to divide the state among")
-        self.close = weakref.finalize(self, cuda.cudaHostUnregister, address)
-
-
 class Snapshots:
     """Of one rank and generation, one at a time. `request`, `update` and `reserve` are for the train thread, `take` and
-    `release` for the one that writes. `version` is the number of steps in the state once the stream is as far."""
+    `release` for the one that writes. `version` is the number of steps in the state once the stream is as far. With
+    `in_place` state on the host is not copied; `check` is called while an update waits for it to be written, and may
+    raise."""
 
-    def __init__(self, device: torch.device, memory: HostMemory | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        memory: HostMemory | None = None,
+        *,
+        in_place: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self.device, self.memory, self.version = device, memory, -1
+        self.in_place, self.check, self._reading = in_place, check, False
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._changed = threading.Condition()
         self._requested: tuple[int, Files, torch.Tensor] | None = None
@@ -70,12 +64,12 @@ class Snapshots:
 
     def reserve(self, files: Files) -> None:
         """Memory for a snapshot of these files; takes seconds for many GB, so do it before the first step."""
-        size = sum(map(_size, (tensor for tensors in files.values() for tensor in tensors.values())))
+        size = sum(map(_size, (tensor for tensors in self._copied(files).values() for tensor in tensors.values())))
         if self.memory is None or self.memory.buffer.numel() != size:
             if self.memory is not None:
                 self.memory.close()
             self.memory = None  # freed first
-            self.memory = HostMemory(size, self.device)
+            self.memory = HostMemory(size, self.device, "a checkpoint needs")
 
     def request(self, step: int, files: Files, version: torch.Tensor) -> None:
         """Has the state of `step` steps copied: now, or after the update that makes it. `files` are views of the state,
@@ -100,6 +94,10 @@ class Snapshots:
         """Changes the state, which is of `step` steps then."""
         if self._end is not None:
             torch.cuda.current_stream(self.device).wait_event(self._end)
+        with self._changed:
+            while self._reading:
+                self.check()
+                self._changed.wait(POLL_SECONDS)
         yield
         self.version = step
         if self._requested is not None and self._requested[0] == step:
@@ -130,20 +128,34 @@ class Snapshots:
     def release(self) -> None:
         """The next snapshot may be requested."""
         with self._changed:
-            self._copy = None
+            self._copy, self._reading = None, False
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Waits for the copy under way; what has been requested no longer counts."""
-        self._requested = None
+        self._requested, self._reading = None, False
         if self._end is not None:
             self._end.synchronize()
+
+    def _copied(self, files: Files) -> Files:
+        """The files without what is read in place."""
+        if not self.in_place:
+            return files
+        return {
+            file: {name: each for name, each in tensors.items() if each.device.type != "cpu"}
+            for file, tensors in files.items()
+        }
 
     def _begin(self) -> None:
         """Copies beside what the current stream does next."""
         assert self._requested is not None and self.memory is not None
         (step, files, version), self._requested = self._requested, None
-        targets = _views(self.memory.buffer, files)
-        pairs = [(source, targets[file][name]) for file, its in files.items() for name, source in its.items()]
+        copied = self._copied(files)
+        targets = _views(self.memory.buffer, copied)
+        pairs = [(source, targets[file][name]) for file, its in copied.items() for name, source in its.items()]
+        self._reading = self.in_place
+        for file, tensors in files.items() if self.in_place else ():
+            targets[file] = {**tensors, **targets[file]}
         version_copy = torch.empty((), dtype=torch.int64, pin_memory=self.stream is not None)
         pairs.append((version, version_copy))
         if self.stream is None:

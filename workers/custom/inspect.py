@@ -184,7 +184,7 @@ class ActivationBytes(NamedTuple):
     """Bytes of one microbatch on a stage."""
 
     saved: int  # by F, besides what it received
-    offloadable: int  # of these
+    offloadable: tuple[int, ...]  # of these, by storage
     layer: int  # the most that one layer saves
     deferred: int  # what B leaves to W
 
@@ -220,7 +220,7 @@ def activation_bytes(
         deferred = [x for item in tape.work for x in operands(item).values()]
         return ActivationBytes(
             saved=_storage_bytes([*saved, *losses], received_storage),
-            offloadable=sum(storage.nbytes() for storage in offloadable),
+            offloadable=tuple(storage.nbytes() for storage in offloadable),
             layer=max(by_layer, default=0),
             deferred=_storage_bytes(deferred, set()),
         )

@@ -57,7 +57,7 @@ class BaseStage(ABC):
         self.layer_context = LayerContext(plan.model, plan.deterministic, scale, scale)
         if plan.lora is not None:
             self.layer_context = self.layer_context._replace(lora_scale=plan.lora.scale)
-        self.device = param_buffers[0].parameters.master.device
+        self.device = param_buffers[0].parameters.compute.device
         self._bound: dict[tuple[BoundBuffers | NamedBuffer | None, ...], Any] = {}
         self.saved: dict[int, Any] = {}
         self.deferred: dict[int, list[Wgrad]] = {}

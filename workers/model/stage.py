@@ -89,6 +89,7 @@ class Stage(BaseStage):
         super().__init__(plan, index, param_buffers, frozen)
         stage_of = plan.program.stage_of
         self.ends_stage = self.last or stage_of[index + 1] != stage_of[index]
+        self.begins_stage = self.first or stage_of[index - 1] != stage_of[index]
         self.length, self.slices = plan.batch.sequence_length // plan.mesh.cp, plan.program.slices
         parameters, experts, fp8 = param_buffers[0].parameters, plan.model.experts, plan.fp8
         if fp8 is not None:
@@ -238,11 +239,12 @@ class Stage(BaseStage):
             yield
 
     def offloadable(self, slice_index: int) -> list[torch.UntypedStorage]:
-        """Without what was received, which is the transport's, and the keys and values that slices share."""
+        """Without what another stage sent, which may be the transport's, and the keys and values that slices share."""
         saved = self.saved[slice_index]
         shared = [x for cache in self.kv_caches[slice_index // self.slices] if cache.buffer for x in cache.buffer]
-        excluded = {storage_id(x) for x in (saved.inputs.received, *shared) if isinstance(x, Tensor)}
-        return activation_storages(_tensors(saved[1:]), excluded)
+        received = saved.inputs.received
+        excluded = {storage_id(x) for x in (received if self.begins_stage else None, *shared) if isinstance(x, Tensor)}
+        return activation_storages(_tensors((received, *saved[1:])), excluded)
 
     def _run_layers(
         self, slice_index: int, inputs: StageInputs, recompute_mode: str, context: LayerContext

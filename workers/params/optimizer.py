@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from pentad.kernels.optimizer.adamw import Coefficients, adamw_, adamw_optimistic_, coefficients
@@ -49,11 +51,28 @@ def step(
         index = run.where
         master, m, gradient = parameters.master[index], parameters.m[index], parameters.gradient[index]
         out = None if compute is None else compute[index]
-        if run.rule.method == "adamw":
+        if parameters.host is not None:
+            state = master, m, parameters.v[run.place]
+            parameters.host.stream.run(state, _Update(gradient, out, scale, _adamw(spec, run, number)))
+        elif run.rule.method == "adamw":
             adamw_(master, m, parameters.v[run.place], gradient, out, scale, _adamw(spec, run, number))
         else:
             assert directions is not None
             muon_(master, m, gradient, directions[run.place], out, scale, _muon(spec, run, number))
+
+
+class _Update:
+    """AdamW of successive pieces of a run, as they come to the device."""
+
+    def __init__(self, gradient: torch.Tensor, out: torch.Tensor | None, scale: torch.Tensor, c: Coefficients) -> None:
+        assert out is not None, "compute weights never share memory with master weights on the host"
+        self.gradient, self.out, self.scale, self.coefficients, self.done = gradient, out, scale, c, 0
+
+    def __call__(self, state: Sequence[torch.Tensor]) -> None:
+        master, m, v = state
+        index = slice(self.done, self.done + len(master))
+        adamw_(master, m, v, self.gradient[index], self.out[index], self.scale, self.coefficients)
+        self.done = index.stop
 
 
 def optimistic_step(parameters: Parameters, spec: OptimizerSpec, number: int) -> None:

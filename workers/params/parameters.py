@@ -11,6 +11,7 @@ from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.optimizer import STATE_KINDS
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.zero_layout import zero_layout
+from pentad.workers.params.host_state import HostShard, StateStream
 from pentad.workers.params.local_tensor import LocalTensor, local_tensors
 from pentad.workers.params.param_init import initial_values
 from pentad.workers.params.router_bias import RouterBias
@@ -30,8 +31,8 @@ class Parameters(WeightShard):
     Both have the dtype of optimizer state; `master` and `gradient` are float32 (float64 when compute is). `compute` is
     a copy of `master` in the compute dtype, or `master` itself. Layers read `full_weights` and add to `full_gradients`,
     flat; `compute` and `gradient` are views of them. Both are None where stages share buffers
-    (workers/runtime/zero.py). `router_bias` is not sharded; it comes with the parameters that are not experts', as
-    every rank of the stage needs it.
+    (workers/runtime/zero.py). `master`, `m` and `v` may be in `host` memory. `router_bias` is not sharded; it comes
+    with the parameters that are not experts', as every rank of the stage needs it.
     """
 
     updates: UpdateLayout
@@ -41,6 +42,7 @@ class Parameters(WeightShard):
     v: torch.Tensor
     full_gradients: torch.Tensor | None
     router_bias: RouterBias
+    host: HostShard | None = None
 
     def state_parts(self) -> Iterator[StatePart]:
         """All that a checkpoint holds, kind by kind, tensor by tensor: the kind ('model', 'optimizer.m', ...), the
@@ -72,8 +74,9 @@ def create_parameters(
     rank: int = 0,
     blank: bool = False,
     initial: Mapping[str, torch.Tensor] | None = None,
+    stream: StateStream | None = None,
 ) -> Parameters:
-    """The buffers of a parameter shard on a rank.
+    """The buffers of a parameter shard on a rank. State in host memory is updated through `stream`.
 
     Initial values depend only on the seed and the tensors' names; `initial` overrides them by full tensors. `blank`
     buffers are zeros, for state that comes from a checkpoint or another rank.
@@ -90,20 +93,25 @@ def create_parameters(
     full_weights = zeros(layout.padded_size, dtype=narrow) if unsharded or plan.zero < 3 else None
     full_gradients = zeros(layout.padded_size) if unsharded or plan.zero < 2 else None
     compute = zeros(dtype=narrow) if full_weights is None else shard_of(layout, full_weights)
+    host = None
+    if plan.host_optimizer:
+        shapes = [(layout.part, wide), (layout.part, state), (updates.num_adamw, state)]
+        host = HostShard(shapes, stream or StateStream(device))
     # With post-validation the compute weights can be a step ahead, so they need memory of their own.
-    shared = narrow is wide and not has_post_validation(plan.program)
+    shared = host is None and narrow is wide and not has_post_validation(plan.program)
     bias_layers = () if shard.experts else plan.router_bias_layers(shard.stage)
     parameters = Parameters(
         local_tensors=local,
         layout=layout,
         updates=updates,
-        master=compute if shared else zeros(),
+        master=host.tensors[0] if host else compute if shared else zeros(),
         compute=compute,
         gradient=zeros() if full_gradients is None else shard_of(layout, full_gradients),
-        m=zeros(dtype=state),
-        v=zeros(updates.num_adamw, dtype=state),
+        m=host.tensors[1] if host else zeros(dtype=state),
+        v=host.tensors[2] if host else zeros(updates.num_adamw, dtype=state),
         full_weights=full_weights,
         full_gradients=full_gradients,
+        host=host,
         router_bias=RouterBias(bias_layers, zeros(len(bias_layers), experts.num_experts if experts else 0)),
     )
     for part, span, values in () if blank else parameters.shard_parts(parameters.master):

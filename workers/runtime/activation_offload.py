@@ -6,63 +6,142 @@ which only an autograd graph refers to.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from itertools import chain
+from typing import NamedTuple
 
 import torch
 
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import Key, Op
+from pentad.schedules.passes.offload_arena import Arena, arena
+from pentad.schedules.passes.offload_cut import cut
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.host_memory import HostMemory
 from pentad.workers.runtime.streams import CudaStreams, Lanes
 
 Slice = tuple[int, int]  # stage and microbatch, or a slice of one
 
 
-class ActivationOffload:
-    """The offloaded activations of one rank. `offload` and `reload` are called on the copy lane.
+class Offloaded(NamedTuple):
+    """A storage of `size` bytes: the first ones are in `host`, the others in `rest`, if any."""
 
-    Host buffers are reused by size; the order of the lane keeps their copies apart. On a CPU the copies are real, but
-    both sides are the same memory.
+    storage: torch.UntypedStorage
+    size: int
+    host: torch.Tensor
+    rest: torch.Tensor | None
+
+
+class ActivationOffload:
+    """The offloaded activations of one rank. `offload` and `reload` are called on the lanes of these instructions,
+    `release` on the compute lane once that has waited for such an instruction.
+
+    The copies lie where `arenas`, by program, say. Those within the device are on the compute lane, as they take
+    processors: on another one they would wait until a long kernel leaves some. Tensors come and go in the memory that
+    the compute lane allocates from, so a RELOAD may use what the compute before it has freed. On a CPU the copies are
+    real, but both sides are the same memory.
     """
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(
+        self,
+        arenas: Sequence[Arena],
+        slots: Sequence[tuple[int, int]],
+        fractions: Sequence[float],
+        lanes: Lanes,
+        device: torch.device,
+    ) -> None:
+        self.arenas, self.slots, self.fractions, self.device = arenas, slots, fractions, device
         self.compute = lanes.compute if isinstance(lanes, CudaStreams) else None
-        self.offloaded: dict[Slice, list[tuple[torch.UntypedStorage, torch.Tensor]]] = {}
-        self.free_buffers: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size
+        self.arena, self.rests = arenas[0], torch.empty(0, dtype=torch.uint8)
+        self.memory: HostMemory | None = None
+        self.is_expanding = False
+        self.offloaded: dict[Slice, list[Offloaded]] = {}
+
+    @staticmethod
+    def of(plan: Plan, rank: int, lanes: Lanes, device: torch.device) -> ActivationOffload:
+        """Of a rank of the mesh."""
+        pp = plan.mesh.coordinates(rank).pp
+        arenas = [arena(program, pp, plan.offload_slots) for program in plan.trained_programs]
+        fractions = plan.offload or (1.0,) * plan.program.stages
+        return ActivationOffload(arenas, plan.offload_slots, fractions, lanes, device)
+
+    def reserve(self, memory: HostMemory | None = None) -> None:
+        """Memory for all copies, before the first step: the host's is that of an earlier generation, if it fits.
+        Raises PentadError if the host has too little that can be pinned."""
+        host, rests = (max(each.bytes[side] for each in self.arenas) for side in (0, 1))
+        if memory is not None and memory.buffer.numel() != host:
+            memory.close()
+            memory = None  # freed first
+        self.memory = memory or HostMemory(host, self.device, "memory.offload_fraction needs")
+        self._expand_segments(on=host > 0)
+        self.rests = torch.empty(rests, dtype=torch.uint8, device=self.device)
+
+    def close(self) -> None:
+        """What is allocated next may be shared with peers."""
+        self._expand_segments(on=False)
+
+    def _expand_segments(self, *, on: bool) -> None:
+        """Tensors of many sizes that come and go leave holes in torch's segments, into which the next large one does
+        not fit: 30 GiB were measured. Segments that expand give back the pages of holes, but cannot be shared."""
+        if self.device.type == "cuda" and on != self.is_expanding:
+            torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{on}")
+            self.is_expanding = on
+
+    def begin(self, program: int) -> None:
+        """A step of this program of the plan follows."""
+        self.arena = self.arenas[program]
 
     def offload(self, key: Slice, storages: list[torch.UntypedStorage]) -> None:
-        """OFFLOAD: copies the storages to the host and empties them; the lane has waited for the forward."""
-        self.offloaded[key] = [(storage, self._buffer(storage.nbytes())) for storage in storages]
-        for storage, buffer in self.offloaded[key]:
-            source = _bytes(storage)
-            buffer.copy_(source, non_blocking=True)
-            if self.compute is not None:  # the next owner of this memory waits for the copy
-                source.record_stream(torch.cuda.current_stream())
-            del source
-            storage.resize_(0)
+        """OFFLOAD: copies the unit's share of the storages' bytes; the lane has waited for the forward.
+
+        Raises PentadError if that is more than the plan has room for.
+        """
+        assert self.memory is not None
+        at, rest_at = self.arena.offsets[key]
+        sizes = [storage.nbytes() for storage in storages]
+        found, slot = cut(sizes, self.fractions[key[0]]), self.slots[key[0]]
+        if found.bytes > slot[0] or found.rest > slot[1]:
+            text = f"unit {key[0]} offloads {found.bytes} bytes and keeps {found.rest} of a tensor"
+            raise PentadError(f"{text}: expected at most {slot[0]} and {slot[1]}, as planned")
+        self.offloaded[key] = []
+        for storage, size, moved in zip(storages, sizes, found.moved, strict=True):
+            if not moved:
+                continue
+            source, host, rest = _bytes(storage), self.memory.buffer[at : at + moved], None
+            host.copy_(source[:moved], non_blocking=True)
+            if moved < size:
+                rest = self.rests[rest_at : rest_at + size - moved]
+                with self._on_compute_lane():
+                    rest.copy_(source[moved:])
+            self.offloaded[key].append(Offloaded(storage, size, host, rest))
+            at += moved
 
     def reload(self, key: Slice) -> None:
-        """RELOAD: fills the storages again; their readers wait for this lane."""
-        copies = self.offloaded.pop(key)
-        # The compute lane allocated the memory first and will free it.
-        with torch.cuda.stream(self.compute) if self.compute is not None else nullcontext():
-            for storage, buffer in copies:
-                storage.resize_(buffer.nbytes)
-        if self.compute is not None:  # compute issued before may still use the memory just allocated
-            torch.cuda.current_stream().wait_stream(self.compute)
-        for storage, buffer in copies:
-            _bytes(storage).copy_(buffer, non_blocking=True)
-            self.free_buffers[buffer.nbytes].append(buffer)
+        """RELOAD: fills the storages again."""
+        with self._on_compute_lane():
+            for each in self.offloaded[key]:
+                each.storage.resize_(each.size)
+        for storage, _, host, _ in self.offloaded[key]:
+            _bytes(storage)[: host.nbytes].copy_(host, non_blocking=True)
+
+    def release(self, waits: Iterable[Key]) -> None:
+        """Frees what an instruction of the compute lane takes over from the OFFLOADs that it waits for, and completes
+        what its RELOADs have brought back."""
+        for op, stage, microbatch in waits:
+            if op is Op.OFFLOAD:
+                for each in self.offloaded[stage, microbatch]:
+                    each.storage.resize_(0)
+            elif op is Op.RELOAD:
+                for storage, _, host, rest in self.offloaded.pop((stage, microbatch)):
+                    if rest is not None:
+                        _bytes(storage)[host.nbytes :].copy_(rest)
+
+    def _on_compute_lane(self) -> torch.cuda.StreamContext | nullcontext[None]:
+        return torch.cuda.stream(self.compute) if self.compute is not None else nullcontext()
 
     def discard(self) -> None:
-        """Drops everything on the host, after every copy has ended."""
-        for _, buffer in chain(*self.offloaded.values()):
-            self.free_buffers[buffer.nbytes].append(buffer)
+        """Forgets everything offloaded, after every copy has ended."""
         self.offloaded.clear()
-
-    def _buffer(self, size: int) -> torch.Tensor:
-        if self.free_buffers[size]:
-            return self.free_buffers[size].pop()
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self.compute is not None)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -72,10 +72,10 @@ class Executor:
     losses: LossTotals
     shards: ZeroShards
     collectives: Collectives
+    activations: ActivationOffload
     check: Check
 
     def __post_init__(self) -> None:
-        self.activations = ActivationOffload(self.lanes)
         self.running: RankProgram | None = None
         self.results: dict[Key, Any] = {}
         self.step, self.round, self.host_seconds = 0, 0, dict[int, float]()
@@ -88,6 +88,7 @@ class Executor:
         self.issued[step] = IssuedStep(program, batch.row_sources)
         self._begin(program, step, batch.tokens)
         self.shards.begin(program.number)
+        self.activations.begin(program.number)
         self.target_tokens = batch.target_tokens
         self.optimizer_step.totals.begin(batch.counts)
         for stage in self.stages.values():
@@ -140,6 +141,8 @@ class Executor:
 
     def _issue(self, part: Instruction) -> Task[None]:
         with self.lanes.issue(part):
+            if part.lane == "compute":
+                self.activations.release(part.waits)
             yield  # an overlapped pair starts once both halves have what they wait for
             yield from self._execute(part)
 

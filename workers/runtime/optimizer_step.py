@@ -290,6 +290,9 @@ class BarrierStep(_StepBase):
         for shard, parameters in self._parameters().items():
             scale = optimizer.clip_scale(taken, spec.clip_norm, parameters.master.dtype)
             optimizer.step(parameters, spec, result.step, scale, self.directions.get(shard))
+        for parameters in self._parameters().values():
+            if parameters.host is not None:
+                parameters.host.stream.finish()
         for balance, _ in self.balances:
             balance.update(result.accepted & taken.isfinite())
         self.version.copy_(torch.where(result.accepted, result.step + 1, self.version))

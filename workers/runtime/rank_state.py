@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.passes.post_validation import has_post_validation
+from pentad.schedules.spec.optimizer import PIECE_ELEMENTS
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.zero_layout import zero_layout
 from pentad.workers.checkpoint import checkpoint
@@ -18,6 +19,7 @@ from pentad.workers.custom.loader import initial_values
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params import spike_filter
 from pentad.workers.params.frozen import FrozenWeights, frozen_weights
+from pentad.workers.params.host_state import StateStream
 from pentad.workers.params.parameters import Parameters, StatePart, create_parameters
 from pentad.workers.params.sharded_state import checkpoint_tensors, read_full, read_part, shard_file
 from pentad.workers.params.spike_filter import SpikeFilter
@@ -38,6 +40,7 @@ class RankState:
         """Takes over what an earlier generation of this rank has; the rest is initialized, or left `blank`."""
         self.plan, self.rank, self.device = plan, rank, device
         self.spikes: SpikeFilter | None = previous.spikes if previous is not None else make_spike_filter(plan, device)
+        self.state_stream: StateStream = previous.state_stream if previous is not None else StateStream(device)
         earlier = None if previous is None else (previous.plan, previous.frozen)
         self.frozen: FrozenWeights = frozen_weights(plan, rank, device, earlier)
         found: dict[ParamShard, Parameters] = {}
@@ -46,7 +49,7 @@ class RankState:
         complete = previous is not None and set(found) >= set(plan.param_shards_of(rank))
         self.version: int = previous.version if previous is not None and complete else -1
         self.parameters: dict[ParamShard, Parameters] = {
-            key: found[key] if key in found else _create(plan, key, device, rank, blank)
+            key: found[key] if key in found else _create(plan, key, self.state_stream, rank, blank)
             for key in plan.param_shards_of(rank)
         }
 
@@ -92,7 +95,7 @@ class RankState:
             if param_shard in sources:
                 for tensor in (*parameters.state_tensors(), *window):
                     group = groups.gradients[param_shard.stage][param_shard.experts]
-                    dist.broadcast(tensor, sources[param_shard], group=group)
+                    _broadcast(tensor, self.device, sources[param_shard], group)
         if self.spikes is not None:
             self.spikes.window.copy_(window[0])
 
@@ -114,6 +117,15 @@ class RankState:
         return found
 
 
+def _broadcast(tensor: torch.Tensor, device: torch.device, source: int, group: dist.ProcessGroup | None) -> None:
+    """From a rank of the mesh; what is in host memory goes through the device, piece by piece."""
+    for piece in [tensor] if tensor.device == device else tensor.split(PIECE_ELEMENTS):
+        moved = piece.to(device)
+        dist.broadcast(moved, source, group=group)
+        if moved is not piece:
+            piece.copy_(moved)
+
+
 def make_spike_filter(plan: Plan, device: torch.device) -> SpikeFilter | None:
     """Where the step ends: on the host with post-validation, which learns the norm there."""
     if plan.spikes is None:
@@ -121,10 +133,10 @@ def make_spike_filter(plan: Plan, device: torch.device) -> SpikeFilter | None:
     return SpikeFilter(plan.spikes, torch.device("cpu") if has_post_validation(plan.program) else device)
 
 
-def _create(plan: Plan, param_shard: ParamShard, device: torch.device, rank: int, blank: bool) -> Parameters:
+def _create(plan: Plan, param_shard: ParamShard, stream: StateStream, rank: int, blank: bool) -> Parameters:
     custom, layers = plan.model.custom, plan.layers[param_shard.stage]
     initial = None if custom is None or blank else initial_values(custom, plan.seed, layers.first, layers.end)
-    return create_parameters(plan, param_shard, device, rank=rank, blank=blank, initial=initial)
+    return create_parameters(plan, param_shard, stream.device, rank=rank, blank=blank, initial=initial, stream=stream)
 
 
 def _fits(plan: Plan, rank: int, param_shard: ParamShard, parameters: Parameters) -> bool:

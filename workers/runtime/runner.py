@@ -20,9 +20,11 @@ from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.checkpoint.snapshot import Snapshots
 from pentad.workers.data.samples import DIGEST_BITS
 from pentad.workers.evaluation.loss_totals import LossTotals
+from pentad.workers.host_memory import HostMemory
 from pentad.workers.parallel.process_groups import abort_nccl, connect, join_store, start_store
 from pentad.workers.runtime import rank_setup
 from pentad.workers.runtime.abort import Fence, SocketRegistry
+from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.executor import Executor, RankProgram
 from pentad.workers.runtime.gpu_timer import StepTimes
 from pentad.workers.runtime.optimizer_step import CommittedStep
@@ -66,7 +68,13 @@ class Runner:
             previous.shards.clear()
         self.shards: ZeroShards = ZeroShards(plan, rank, self.stages)
         self.has_reserved = False
-        self.snapshots: Snapshots = Snapshots(self.device, previous.snapshots.memory if previous else None)
+        self.offload_memory: HostMemory | None = previous.offload_memory if previous else None
+        self.snapshots: Snapshots = Snapshots(
+            self.device,
+            previous.snapshots.memory if previous else None,
+            in_place=plan.host_optimizer,
+            check=self.fence_flag.check,
+        )
         self.programs = [RankProgram.of(plan, number, rank) for number in range(len(plan.programs))]
         self.load_batch = rank_setup.make_batch_loader(plan, rank, self.device)
         self.eval_loader = rank_setup.make_eval_loader(plan, self.load_batch)
@@ -106,9 +114,9 @@ class Runner:
             transport = rank_setup.make_transport(plan, groups, store, self.device, flags)
             collectives = rank_setup.make_collectives(plan, groups, store, self.shards, flags)
             losses, check = LossTotals(plan, rank, self.stages, groups.world), self.fence_flag.check
-            self.executor = Executor(
-                self.stages, groups, transport, lanes, self.progress, end, losses, self.shards, collectives, check
-            )
+            activations = ActivationOffload.of(plan, rank, lanes, self.device)
+            given = self.stages, groups, transport, lanes, self.progress, end, losses, self.shards, collectives
+            self.executor = Executor(*given, activations, check)
 
     def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> None:
         """Reads the state of `step` steps from a verified checkpoint, or only the weights without `optimizer`; without
@@ -279,6 +287,7 @@ class Runner:
         if dist.is_initialized():
             dist.destroy_process_group()
         if self.executor is not None:
+            self.executor.activations.close()
             self.executor.optimizer_step.close()
             self.executor.collectives.close()
             self.executor.transport.close()
@@ -300,6 +309,8 @@ class Runner:
         """Memory for snapshots, before the first step."""
         if not self.has_reserved:
             self.snapshots.reserve(self.state.files())
+            self._connected.activations.reserve(self.offload_memory)
+            self.offload_memory = self._connected.activations.memory
             self.has_reserved = True
 
     def _finish_step(self) -> None:

@@ -61,7 +61,7 @@ def test_plan_shows_recomputed_stages_and_offloaded_bytes(pentad: Pentad) -> Non
         (("--max-resident", "0"), "--max-resident is 0: expected a number of microbatches greater than 0"),
         (
             ("--max-resident", "0.5"),
-            "memory.max_resident_microbatches is 0.5: expected at least 1, which rank 0 saves at once",
+            "memory.max_resident_microbatches is 0.5: expected at least 2, which rank 0 saves at once",
         ),
         (("--zero", "4"), "--zero is 4: expected a stage of ZeRO, 0 to 3"),
         (("--max-gathered", "1"), "--max-gathered is 1 with --zero 0: expected at least 1 with"),

@@ -102,16 +102,35 @@ def test_every_stage_has_a_recompute_mode(recompute: str, stages: str, modes: tu
         (["max_resident_microbatches=0"], "memory.max_resident_microbatches is 0: expected more than 0"),
         (
             ["max_resident_microbatches=0.5"],
-            "memory.max_resident_microbatches is 0.5: expected at least 1, which rank 0 saves at once",
+            "memory.max_resident_microbatches is 0.5: expected at least 2, which rank 0 saves at once",
         ),
         (
             ["max_resident_microbatches=9", "recompute=selective"],
             "memory.max_resident_microbatches is 9, but memory.recompute is selective",
         ),
+        (["offload_fraction=1.1"], "memory.offload_fraction is 1.1: expected 0 to 1, or auto"),
+        (["offload_fraction=-0.1"], "memory.offload_fraction is -0.1: expected 0 to 1, or auto"),
+        (
+            ["offload_fraction=0.5", "max_resident_microbatches=9"],
+            "memory.offload_fraction is 0.5, but memory.max_resident_microbatches is 9: expected 0, or",
+        ),
+        (["optimizer=disk"], "memory.optimizer is 'disk': expected one of device or host"),
     ],
 )
 def test_a_bad_memory_option_is_reported_in_one_sentence(overrides: list[str], sentence: str) -> None:
     assert sentence in refusal(None, *(f"memory.{override}" for override in overrides))
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("optimizer.name=muon", "optimizer.name = muon, whose matrices are updated whole"),
+        ("schedule.post_validation=true", "schedule.post_validation = true, which updates weights twice"),
+    ],
+)
+def test_only_adamw_after_a_norm_can_have_its_state_on_the_host(override: str, reason: str) -> None:
+    found = refusal(None, "memory.optimizer=host", override)
+    assert f"memory.optimizer is host: expected device for {reason}" in found
 
 
 def test_recompute_stages_cannot_be_given_with_schedule_auto() -> None:

@@ -11,7 +11,9 @@ import torch
 from fake_groups import FAMILIES, in_tiles, make_stage, nbytes, stage_plan
 from plans import plan_of
 
+from pentad.orchestrator.planning.activation_memory import offloadable
 from pentad.orchestrator.planning.activation_peaks import activations_of
+from pentad.orchestrator.planning.allocations import piece_of
 from pentad.schedules.spec.model import Fp8Spec, Scaling
 from pentad.schedules.spec.plan import RECOMPUTE_MODES as MODES
 from pentad.schedules.spec.plan import Plan
@@ -34,11 +36,13 @@ def check(plan: Plan, index: int) -> None:
     run_to_completion(stage.forward(0, received, *ends, mtp_tokens, starts))
     received_bytes = 0 if stage.first else planned.input
     assert nbytes(stage.saved[0][1:], *excluded) == planned.kept(mode) - received_bytes
+    sizes = offloadable(plan.model, plan.layers[index], piece_of(plan), mode, is_sent=not stage.first)
+    assert sorted(each.nbytes() for each in stage.offloadable(0)) == sorted(sizes)
     if mode != "none":
         stage.recompute(0)
         assert nbytes(stage.saved[0][1:], *excluded) == planned.saved - received_bytes
-    offloadable = sum(each.nbytes() for each in stage.offloadable(0))
-    assert planned.saved - received_bytes - offloadable == planned.not_offloadable
+    moved = sum(each.nbytes() for each in stage.offloadable(0))
+    assert planned.saved - received_bytes - moved == planned.not_offloadable
 
     dy = None if stage.last else torch.randn(shape).to(dtype)
     run_to_completion(stage.backward_input(0, dy))

@@ -108,7 +108,7 @@ def test_a_lane_is_for_transfers_with_one_peer_or_for_one_kind_of_work(part: Ins
     elif part.op in COLLECTIVES:
         assert part.lane in ("gather", "reduce")
     else:
-        assert part.lane in ("compute", "copy")
+        assert part.lane in ("compute", "offload", "reload")
     assert part.parts == (part,)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +23,7 @@ from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.verify.check import check
 
+COPIES = (Op.OFFLOAD, Op.RELOAD)
 READERS = (Op.F, Op.B, Op.BW, Op.RECOMPUTE)
 SIZES = [(n, p, m) for n in CATALOGUE for p, m in ((1, 3), (2, 5), (4, 8), (4, 12)) if allows(n, p, m)]
 CHUNKED = [("interleaved", 2, 4, 4), ("interleaved", 1, 3, 4), ("looped-bfs", 2, 6, 3), ("interleaved-zb", 4, 8, 3)]
@@ -152,9 +154,13 @@ def test_recompute_fills_the_wait_for_the_gradient():
 def most_resident(program: Program) -> float:
     most = 0.0
     for stream in program.streams:
-        resident = 0.0
+        resident, taken = 0.0, set[Key]()
         for part in instructions_of(stream):
-            resident += SAVED_CHANGE.get(part.op, 0.0)
+            offloads = (
+                {key for key in part.waits if key.op is Op.OFFLOAD} - taken if part.op is not Op.RELOAD else set()
+            )
+            taken |= offloads
+            resident += SAVED_CHANGE.get(part.op, 0.0) * (part.op is not Op.OFFLOAD) - len(offloads)
             most = max(most, resident)
     return most / (program.chunks * program.slices)
 
@@ -173,6 +179,41 @@ def test_no_more_activations_are_resident_than_allowed(name, p, m, limit):
     assert moved[Op.OFFLOAD] == moved[Op.RELOAD]
     assert bool(moved[Op.OFFLOAD]) == (most_resident(plain) > limit)
     simulate(program, Costs.uniform(program.stages))
+
+
+@pytest.mark.parametrize("units", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "p", "m"), cases(SIZES))
+def test_units_go_to_the_host_beside_later_compute_and_come_back_in_time(name, p, m, units):
+    """Each at most once, where at least three compute actions are between its forward and its backward."""
+    stages = compile_program(name, p, m).stages
+    options = MemoryOptions(offload=frozenset(range(units * stages)), units=(units,) * stages)
+    program = compiled(name, p, m, options)
+    for stream in program.streams:
+        number, place = -1, dict[Key, int]()  # of compute actions
+        for action in stream:
+            number += action.parts[0].op in COMPUTE
+            place |= {part.key: number for part in action.parts}
+        moved = {key[1:] for key in place if key.op is Op.OFFLOAD}
+        assert moved == {key[1:] for key in place if key.op is Op.RELOAD}
+        assert all(place[Key(Op.OFFLOAD, *cell)] == place[Key(Op.F, *cell)] for cell in moved)
+        for key, at in place.items():
+            if key.op in (Op.B, Op.BW) and at - place[Key(Op.F, *key[1:])] > 4:
+                assert key[1:] in moved
+            if key.op is Op.RELOAD:
+                backward = next(place[each] for op in (Op.B, Op.BW) if (each := Key(op, *key[1:])) in place)
+                assert backward - at == 2  # it goes before the compute action before its backward
+    costs = Costs.uniform(program.stages)
+    simulate(program, replace(costs, offload=(0.5,) * program.stages))
+
+
+def test_slow_copies_hold_compute_up_and_fast_ones_do_not():
+    plain = compile_program("gpipe", 2, 4, memory_options=MemoryOptions(units=(4, 4)))
+    program = compile_program("gpipe", 2, 4, memory_options=MemoryOptions(units=(4, 4), offload=frozenset(range(8))))
+    times = [
+        simulate(each, replace(Costs.uniform(8), offload=(seconds,) * 8)).makespan
+        for each, seconds in ((plain, 0.0), (program, 0.9), (program, 3.0))
+    ]
+    assert times[0] == times[1] < times[2]
 
 
 def test_all_memory_passes_together_are_proven():
@@ -204,7 +245,7 @@ BAD = [
     ),
     (
         *("gpipe", 2, 4, MemoryOptions(max_resident=0.5)),
-        "memory.max_resident_microbatches is 0.5: expected at least 1, which rank 0 saves at once",
+        "memory.max_resident_microbatches is 0.5: expected at least 2, which rank 0 saves at once",
     ),
 ]
 
@@ -232,13 +273,20 @@ def test_a_program_without_one_of_these_instructions_is_refused(op):
                 check(drop(program, rank, key), replicas=2)
 
 
-@pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.OFFLOAD, Op.F, Op.BW, Op.RECOMPUTE])
-def test_a_program_without_one_of_these_waits_is_refused(op):
-    program = compiled("interleaved", 2, 6, MemoryOptions(zero=3, max_gathered=1, max_resident=2.0), 3)
+OFFLOADS = (
+    MemoryOptions(zero=3, max_gathered=1, max_resident=2.0),
+    MemoryOptions(offload=frozenset({0, 2}), units=(2,) * 6),
+)
+
+
+@pytest.mark.parametrize("memory_options", OFFLOADS)
+@pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.OFFLOAD, Op.RELOAD, Op.F, Op.BW, Op.RECOMPUTE])
+def test_a_program_without_one_of_these_waits_is_refused(op, memory_options):
+    program = compiled("interleaved", 2, 6, memory_options, 3)
     for rank, stream in enumerate(program.streams):
         for part in instructions_of(stream):
             for key in part.waits:
-                if part.op is op and key.op in (Op.ALL_GATHER, Op.FREE, Op.F, Op.RELOAD):
+                if part.op is op and (key.op in (Op.ALL_GATHER, Op.FREE, Op.F, *COPIES) or op in COPIES):
                     fewer = tuple(other for other in part.waits if other != key)
                     with pytest.raises(ScheduleError):
                         check(change(program, rank, part.key, waits=fewer), replicas=2)

@@ -16,6 +16,7 @@ from resume import commit
 from small_models import FAMILIES, MOE
 from worker_processes import WorkerProcess, call_all, check_recovery, start_generation, start_run
 
+from pentad.orchestrator.planning.activation_memory import with_slots
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.timeout(150)
 slow = pytest.mark.slow
 SQUARE: dict[str, Any] = {"dp": 2, "pp": 2, "microbatches": 4}
 PIPELINE: dict[str, Any] = {"pp": 4, "microbatches": 8}
+ON_HOST: dict[str, Any] = {"host_optimizer": True, "unit_layers": 1, "offload": 0.5}
 STEPS = 16
 
 
@@ -34,7 +36,7 @@ def make_plan(name: str, corpus: str, axes: dict[str, Any]) -> Plan:
     optimizer = axes.get("optimizer", "adamw")
     sizes = {key: value for key, value in axes.items() if key != "optimizer"}
     plan = plan_of(**{"name": name, "dp": 1, "pp": 1, "data": corpus, "dtype": "float32", **sizes})
-    return replace(plan, optimizer=replace(plan.optimizer, name=optimizer))
+    return with_slots(replace(plan, optimizer=replace(plan.optimizer, name=optimizer)))
 
 
 @pytest.mark.parametrize(
@@ -182,6 +184,8 @@ def test_a_step_aborted_at_its_norm_can_still_be_committed(corpus, tmp_path, opt
         pytest.param(signal.SIGSTOP, "1f1b", SQUARE, marks=slow),
         pytest.param(None, "1f1b", SQUARE, marks=slow),
         pytest.param(signal.SIGKILL, "zb-h2", {**SQUARE, "optimizer": "muon"}, marks=slow),
+        pytest.param(signal.SIGKILL, "zb-h2", {**SQUARE, **ON_HOST}, marks=slow),
+        pytest.param(signal.SIGSTOP, "1f1b", {**SQUARE, **ON_HOST}, marks=slow),
     ],
 )
 def test_a_run_that_loses_a_rank_ends_with_the_same_bits(workers, corpus, name, axes, fault):

@@ -13,8 +13,10 @@ from exactness import assert_equals_one_process
 from fleet import BadGradient, Fleet
 from plans import plan_of
 
+from pentad.orchestrator.planning.activation_memory import cuts_of, slots_of
 from pentad.orchestrator.planning.activation_peaks import activation_peaks, activations_of
-from pentad.schedules.ir.instruction import Op, instructions_of
+from pentad.schedules.ir.instruction import Key, Op, instructions_of
+from pentad.schedules.passes.offload_arena import Arena
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import run_to_completion
@@ -128,39 +130,37 @@ def test_a_stage_saves_the_estimated_bytes(corpus: str, name: str, slices: int |
     assert len(set(sizes)) == len(sizes)
 
 
+@pytest.mark.parametrize("fraction", [0.4, 1.0])
 @pytest.mark.parametrize(("name", "slices"), [("gpipe", None), ("seq-1f1b", 4)])
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_offloading_frees_the_device_and_reloading_restores_all_bits(corpus, name, slices, index) -> None:
+def test_offloading_frees_the_device_and_reloading_restores_all_bits(corpus, name, slices, index, fraction) -> None:
     plan = plan_of(name, 1, 3, 1, corpus, slices=slices)
-    stage, activations, estimate = (
-        make_stage(plan, index),
-        ActivationOffload(HostStreams()),
-        activations_of(plan, index),
-    )
+    plan = replace(plan, offload=(fraction,) * plan.program.stages)
+    stage, estimate, (moved, rest) = make_stage(plan, index), activations_of(plan, index), slots_of(plan)[index]
     slots = [run_forward(stage, plan, slice_index) for slice_index in range(plan.program.total_slices)]
+    offsets = {(index, key): (key * moved, key * rest) for key in stage.saved}
+    layout = Arena(offsets, (len(offsets) * moved, len(offsets) * rest), (0, 0))
+    activations = ActivationOffload([layout], slots_of(plan), plan.offload, HostStreams(), torch.device("cpu"))
+    activations.reserve()
     before = saved_bytes(stage, slots)
     bits = [each.clone() for each in saved_tensors(stage)]
     offloadable = {key: stage.offloadable(key) for key in stage.saved}
     for key, found in offloadable.items():
         activations.offload((index, key), found)
-        assert {each.nbytes() for each in found} == {0}
-    on_host = sum(buffer.nbytes for copies in activations.offloaded.values() for _, buffer in copies)
+        activations.release([Key(Op.OFFLOAD, index, key)])
+    copies = [each for found in activations.offloaded.values() for each in found]
+    assert sum(each.host.nbytes for each in copies) == len(slots) * moved
+    assert sum(each.rest.nbytes for each in copies if each.rest is not None) == len(slots) * rest
     received = estimate.input if index else 0
-    assert on_host == pytest.approx(len(slots) * (estimate.saved - estimate.not_offloadable - received), rel=0.02)
-    assert saved_bytes(stage, slots) == pytest.approx(before - on_host)
+    assert fraction < 1 or moved == estimate.saved - estimate.not_offloadable - received
+    assert saved_bytes(stage, slots) == before - len(slots) * (moved + rest)
     assert all(slot is None or slot.untyped_storage().nbytes() for slot in slots)
     for key in reversed(offloadable):
         activations.reload((index, key))
+        activations.release([Key(Op.RELOAD, index, key)])
     assert saved_bytes(stage, slots) == before
     assert not activations.offloaded
     assert all(torch.equal(*pair) for pair in zip(saved_tensors(stage), bits, strict=True))
-    addresses = {buffer.data_ptr() for buffers in activations.free_buffers.values() for buffer in buffers}
-    for key, found in offloadable.items():
-        activations.offload((index, key), found)
-    reused = {buffer.data_ptr() for copies in activations.offloaded.values() for _, buffer in copies}
-    assert reused == addresses
-    activations.discard()
-    assert not activations.offloaded
 
 
 def saved_tensors(stage: Stage) -> list[torch.Tensor]:
@@ -211,7 +211,8 @@ def test_the_peak_falls_with_what_is_saved(corpus: str) -> None:
         assert sizes[0] > sizes[1] > sizes[2] > sizes[3]
     plain, offloading = plans[0], plan_of("gpipe", 1, 4, 8, corpus, max_resident=3.0)
     estimate = activations_of(offloading, 1)
-    moved = estimate.saved - estimate.not_offloadable - estimate.input
+    moved = cuts_of(offloading)[1].bytes
+    assert moved == estimate.saved - estimate.not_offloadable - estimate.input
     count = sum(part.op is Op.OFFLOAD for part in instructions_of(offloading.program.streams[1]))
     device, host = activation_peaks(offloading, 1)
     assert 0 < host <= count * moved

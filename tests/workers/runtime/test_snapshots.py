@@ -45,6 +45,7 @@ SLOW: dict[str, Any] = {
     "zb-h2, ZeRO-3": ("zb-h2", 2, 2, 4, {"clip": 0.5, "post_validation": True, "memory_options": ZERO[3]}),
     "tp": ("zb-h2", 1, 2, 4, {"tp": 2, "clip": 0.5, "post_validation": True}),
     "ZeRO-1": ("1f1b", 4, 1, 2, {"memory_options": ZERO[1]}),
+    "state on the host": ("1f1b", 2, 2, 4, {"host_optimizer": True, "memory_options": ZERO[1]}),
     "ZeRO-2": ("zb-v", 2, 2, 5, {"memory_options": ZERO[2]}),
 }
 
@@ -124,9 +125,9 @@ def test_a_full_disk_leaves_no_file_and_training_and_the_next_checkpoint_go_on(w
 class Fixture:
     """Snapshots of one tensor on a CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.state, self.version = torch.zeros(4), torch.zeros((), dtype=torch.int64)
-        self.snapshots = Snapshots(torch.device("cpu"))
+        self.snapshots = Snapshots(torch.device("cpu"), **options)
         self.snapshots.version = 0
         self.files = {"a": {"x": self.state}}
         self.snapshots.reserve(self.files)
@@ -151,6 +152,31 @@ def test_a_snapshot_is_copied_after_its_update_and_before_the_next():
     for _ in range(5):
         it.step()
     assert it.take(3) == [3.0] * 4
+
+
+def test_state_on_the_host_is_written_in_place_before_the_next_update():
+    is_over = threading.Event()
+
+    def check() -> None:
+        if is_over.is_set():
+            raise Aborted
+
+    it = Fixture(in_place=True, check=check)
+    assert it.snapshots.memory is not None and it.snapshots.memory.buffer.numel() == 0
+    it.snapshots.request(1, it.files, it.version)
+    it.step()
+    assert it.take(1) == [1.0] * 4
+    updating = threading.Thread(target=it.step)
+    updating.start()
+    updating.join(0.1)
+    assert updating.is_alive() and it.state.tolist() == [1.0] * 4
+    it.snapshots.release()
+    updating.join(10)
+    assert it.state.tolist() == [2.0] * 4
+    it.snapshots.request(2, it.files, it.version)
+    is_over.set()
+    with pytest.raises(Aborted):
+        it.step()
 
 
 def test_a_second_snapshot_at_once_and_one_of_the_past_are_refused():

@@ -1,0 +1,154 @@
+"""memory.offload_fraction: auto. Which part of the saved activations stays on the device, which goes to the host, and
+which is computed again: the three tiers of MEMO (arXiv 2407.12117).
+
+Copies that the schedule hides cost nothing, copies beyond that and recomputation cost seconds. For a rank that lacks
+memory the cheapest mixture is a linear program with one constraint, the bytes to free, and a bound for every tier: a
+continuous knapsack. The ranks share one number of layers that recompute; how much each offloads is its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.planning.estimate import costs_of, memory
+from pentad.orchestrator.planning.fit import DeviceMemory, HostMemory, host_bytes
+from pentad.schedules.ir.instruction import Op, instructions_of
+from pentad.schedules.simulate.copy_slack import hidden_share
+from pentad.schedules.spec.plan import Plan
+
+Maker = Callable[..., Plan]  # `make_plan` of a configuration, with `units` and `fractions`
+# How often, and by how much, a fraction is raised for what is not linear in it: tensors that are cut.
+RAISES, RAISED = 8, 0.02
+
+
+class Tier(NamedTuple):
+    """`gain` are the bytes that all of it frees, in `seconds`; of which at most the share `limit` can be had."""
+
+    gain: float
+    seconds: float
+    limit: float
+
+
+def cheapest(need: float, tiers: Sequence[Tier]) -> list[float]:
+    """The shares of the tiers that free `need` bytes in the fewest seconds; all that there is if that is not enough.
+
+    One constraint and bounds: the optimum takes the tiers in the order of seconds a byte (Dantzig, 1957).
+    """
+    shares = [0.0] * len(tiers)
+    for index in sorted(range(len(tiers)), key=lambda index: tiers[index].seconds / max(tiers[index].gain, 1.0)):
+        tier = tiers[index]
+        if tier.gain > 0 and need > 0:
+            shares[index] = min(tier.limit, need / tier.gain)
+            need -= shares[index] * tier.gain
+    return shares
+
+
+def choose_tiers(config: RunConfig, device: DeviceMemory, host: HostMemory, make: Maker) -> Plan:
+    """The plan with the least recomputation and offloading that fits; if none fits, with the most of both.
+
+    Without memory.recompute nothing recomputes; with memory.recompute_layers so many layers do.
+    """
+    plain = make(_with(config, 0, 0.0))
+    if not config.memory.recompute_layers and _lack(plain, device) <= 0:
+        return plain
+    most = make(_with(config, None, 1.0))
+    search = _Search(config, device, host, make, most)
+    fewest = search.layers_to_recompute()
+    for layers in range(fewest, search.layers + 1):
+        if (found := search.plan_with(layers)) is not None:
+            return found
+        if config.memory.recompute_layers:
+            break
+    return make(_with(config, config.memory.recompute_layers, 1.0), fractions=search.fractions(search.caps(most)))
+
+
+class _Search:
+    """Tries plans that differ in their fractions and in the layers that recompute; `most` does most of both."""
+
+    def __init__(self, config: RunConfig, device: DeviceMemory, host: HostMemory, make: Maker, most: Plan) -> None:
+        self.config, self.device, self.host, self.make, self.most = config, device, host, make, most
+        self.units = most.program.units or (1,) * most.program.stages
+        by_stage = [0] * len(self.units)
+        for unit, held in enumerate(most.layers):
+            by_stage[most.program.stage_of[unit]] += len(held.numbers)
+        self.layers = max(by_stage) if config.memory.recompute != "none" else 0
+
+    def plan(self, layers: int, fraction: float) -> Plan:
+        return self.make(_with(self.config, layers, fraction), units=self.units)
+
+    def layers_to_recompute(self) -> int:
+        if self.config.memory.recompute_layers or not self.layers:
+            return self.config.memory.recompute_layers or 0
+        none, offloaded, recomputed = self.plan(0, 0.0), self.plan(0, 1.0), self.plan(self.layers, 0.0)
+        costs, again = costs_of(offloaded), costs_of(recomputed)
+        hidden, caps, shares = hidden_share(offloaded.program, costs), self.caps(offloaded), list[float]()
+        for rank, at in enumerate(_ranks(none)):
+            need, total = _needed(none, at) - self.device.bytes, _needed(none, at)
+            gains = [total - _needed(other, at) for other in (offloaded, recomputed)]
+            copies, computes = (
+                sum(each.seconds(part) for part in instructions_of(plan.program.streams[rank]) if part.op is op)
+                for plan, each, op in ((offloaded, costs, Op.OFFLOAD), (recomputed, again, Op.RECOMPUTE))
+            )
+            free = min(hidden[rank], caps[rank])
+            tiers = Tier(gains[0], 0.0, free), Tier(gains[0], copies, caps[rank] - free), Tier(gains[1], computes, 1.0)
+            shares.append(cheapest(need, tiers)[2])
+        return math.ceil(max(shares) * self.layers - 1e-9)
+
+    def caps(self, offloaded: Plan) -> list[float]:
+        """By pipeline rank: the share for which the host has memory."""
+        found = []
+        for at in _ranks(offloaded):
+            moved = memory(offloaded, at)["host"]
+            spare = self.host.bytes / self.host.ranks(offloaded) - (host_bytes(offloaded, at) - moved)
+            found.append(min(1.0, max(0.0, spare / moved)) if moved else 1.0)
+        return found
+
+    def plan_with(self, layers: int) -> Plan | None:
+        """With the least fractions with which every rank fits if so many layers recompute; None if there are none."""
+        none, offloaded = self.plan(layers, 0.0), self.plan(layers, 1.0)
+        caps, shares = self.caps(offloaded), list[float]()
+        for cap, at in zip(caps, _ranks(none), strict=True):
+            gain = _needed(none, at) - _needed(offloaded, at)
+            shares += cheapest(_needed(none, at) - self.device.bytes, [Tier(gain, 0.0, cap)])
+        for _ in range(RAISES):
+            plan = self.make(_with(self.config, layers, 1.0), units=self.units, fractions=self.fractions(shares))
+            lacking = [_needed(plan, at) > self.device.bytes for at in _ranks(plan)]
+            if not any(lacking):
+                return plan
+            if any(lacks and share >= cap for lacks, share, cap in zip(lacking, shares, caps, strict=True)):
+                return None
+            raised = zip(shares, caps, lacking, strict=True)
+            shares = [min(cap, share + RAISED * lacks) for share, cap, lacks in raised]
+        return None
+
+    def fractions(self, shares: Sequence[float]) -> tuple[float, ...]:
+        """By unit: the largest share of the ranks that hold it."""
+        found = [0.0] * len(self.most.layers)
+        for share, held in zip(shares, self.most.program.placement, strict=True):
+            for unit in held:
+                found[unit] = max(found[unit], share) if self.most.layers[unit].numbers else 0.0
+        return tuple(round(each, 4) for each in found)
+
+
+def _with(config: RunConfig, layers: int | None, fraction: float) -> RunConfig:
+    """With so many layers of each stage that recompute (None: as configured)."""
+    changed: dict[str, object] = {"offload_fraction": fraction}
+    if layers is not None:
+        changed |= {"recompute_layers": layers} if layers else {"recompute": "none", "recompute_layers": None}
+    return config.model_copy(update={"memory": config.memory.model_copy(update=changed)})
+
+
+def _ranks(plan: Plan) -> list[int]:
+    """A rank of the mesh for each pipeline rank."""
+    return [plan.mesh.move(0, pp=pp) for pp in range(plan.mesh.pp)]
+
+
+def _needed(plan: Plan, rank: int) -> int:
+    return memory(plan, rank)["total"]
+
+
+def _lack(plan: Plan, device: DeviceMemory) -> int:
+    return max(_needed(plan, rank) for rank in _ranks(plan)) - device.bytes

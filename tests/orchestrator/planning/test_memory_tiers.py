@@ -1,0 +1,121 @@
+"""memory.offload_fraction: auto takes the cheapest mixture of device, host and recomputation with which ranks fit."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.planning import fit as host_fit
+from pentad.orchestrator.planning.estimate import costs_of, memory, step_seconds
+from pentad.orchestrator.planning.fit import device_memory
+from pentad.orchestrator.planning.memory_tiers import Tier, cheapest
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.spec.plan import Plan
+
+WIDE = "hidden=4096 heads=32 kv_heads=8 ffn=14336 vocab=128256"
+MODEL = [f"model.{word}" for word in (*WIDE.split(), "layers=16")]
+COMMON = [*MODEL, "mesh.pp=4", "schedule.name=1f1b", "schedule.microbatches=8", "batch.global_batch_size=8"]
+COMMON += ["batch.sequence_length=32768", "precision.deterministic=false", "memory.offload_fraction=auto"]
+
+
+def config(*words: str) -> RunConfig:
+    return load(None, [*COMMON, *words])
+
+
+def planned(gib: float, *words: str) -> Plan:
+    return make_plan(config(*words), "cuda", memory=device_memory("cuda", gib))
+
+
+def needed(plan: Plan) -> list[float]:
+    return [memory(plan, plan.mesh.move(0, pp=pp))["total"] / 2**30 for pp in range(plan.mesh.pp)]
+
+
+def shares(plan: Plan) -> list[float]:
+    return [max(plan.offload[unit] for unit in held) for held in plan.program.placement] if plan.offload else []
+
+
+def seconds(plan: Plan) -> float:
+    return step_seconds(simulate(plan.program, costs_of(plan)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_mixture_is_cheaper(seed: int) -> None:
+    rng = random.Random(seed)
+    tiers = [Tier(rng.uniform(0, 10), rng.choice([0.0, rng.uniform(0, 5)]), rng.uniform(0, 1)) for _ in range(3)]
+    most = sum(tier.gain * tier.limit for tier in tiers)
+    need = rng.uniform(0, 1.1) * most
+
+    def cost(found: tuple[float, ...] | list[float]) -> float:
+        return sum(share * tier.seconds for share, tier in zip(found, tiers, strict=True))
+
+    found = cheapest(need, tiers)
+    assert all(0 <= share <= tier.limit for share, tier in zip(found, tiers, strict=True))
+    freed = sum(share * tier.gain for share, tier in zip(found, tiers, strict=True))
+    assert freed == pytest.approx(min(need, most))
+    for point in itertools.product(*([k / 12 * tier.limit for k in range(13)] for tier in tiers)):
+        if sum(share * tier.gain for share, tier in zip(point, tiers, strict=True)) >= min(need, most) - 1e-9:
+            assert cost(found) <= cost(point) + 1e-9
+
+
+def test_only_ranks_that_lack_memory_offload_and_no_more_than_they_must() -> None:
+    roomy, tight = planned(140, "memory.host_gib=400"), planned(75, "memory.host_gib=400")
+    assert not any(roomy.offload)
+    assert max(needed(roomy)) > 75 >= max(needed(tight))
+    found = shares(tight)
+    assert found == sorted(found, reverse=True) and found[0] > 0 == found[-1]
+    for rank, share in enumerate(found):
+        assert (share > 0) == (needed(roomy)[rank] > 75)
+        assert share == 0 or needed(tight)[rank] > 75 - 3  # of which a cut tensor may leave some unused
+    assert seconds(tight) == pytest.approx(seconds(roomy), rel=0.01)
+
+
+def test_layers_recompute_only_where_copies_cannot_be_hidden_or_the_host_is_full() -> None:
+    words = "memory.recompute=attention", "memory.host_gib=400"
+    assert "attention" not in planned(75, *words).recompute
+    tighter, small = planned(45, *words), planned(75, words[0], "memory.host_gib=60")
+    for plan, gib in ((tighter, 45), (small, 75)):
+        assert "attention" in plan.recompute
+        assert max(needed(plan)) <= gib
+    assert any(mode == "none" for mode, held in zip(small.recompute, small.layers, strict=True) if held.numbers)
+
+
+def test_what_does_not_fit_with_everything_is_planned_with_everything_and_found_too_large() -> None:
+    plan = planned(20, "memory.recompute=attention", "memory.host_gib=400")
+    assert max(needed(plan)) > 20
+    assert all(mode == "attention" for mode, held in zip(plan.recompute, plan.layers, strict=True) if held.numbers)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["memory.offload_fraction=1.0", "memory.host_gib=50"],
+            "memory.offload_fraction is 1.0, with which 4 ranks of a host keep ",
+        ),
+        (
+            ["memory.offload_fraction=0.0", "memory.optimizer=host", "memory.host_gib=40.5"],
+            "memory.optimizer is host, with which 4 ranks of a host keep ",
+        ),
+    ],
+)
+def test_a_host_that_is_too_small_is_refused(words: list[str], sentence: str) -> None:
+    chosen = config(*words)
+    with pytest.raises(PentadError) as caught:
+        host_fit.require_host(chosen, make_plan(chosen, "cuda"))
+    gib = f"{chosen.memory.host_gib:g}"
+    assert str(caught.value).startswith(sentence)
+    assert str(caught.value).endswith(f"GiB, memory.host_gib = {gib}")
+    host_fit.require_host(chosen, make_plan(chosen, "cpu"))  # where the device's memory is the host's
+
+
+def test_without_a_configured_size_this_machine_counts_if_the_run_is_local(monkeypatch) -> None:
+    monkeypatch.setattr(host_fit, "local_gpus", lambda: 4)
+    monkeypatch.setattr(host_fit, "PINNABLE", 1e-6)
+    chosen = config("memory.offload_fraction=0.5")
+    with pytest.raises(PentadError, match=r"memory.offload_fraction is 0.5, .* expected at most .* of this machine$"):
+        host_fit.require_host(chosen, make_plan(chosen, "cuda"))

@@ -1,0 +1,69 @@
+"""Offloaded units: one process's result, the bits of a run without, and the host and device bytes of the plan."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+from bits import same_bits
+from exactness import assert_equals_one_process
+from plans import MODEL, STEPS, plan_of
+from small_models import FAMILIES, MOE
+
+from pentad.schedules.ir.instruction import Op, instructions_of
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.schedule_spec import MemoryOptions
+
+pytestmark = pytest.mark.timeout(60)
+slow = pytest.mark.slow
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {}, "zb-h2": {}, "zb-v": {}, "dualpipe": {}, "dualpipev": {}, "looped-bfs": {"chunks": 2},
+}  # fmt: skip
+MODELS = {"dense": MODEL, "experts": MOE, "tied": FAMILIES["qwen3"]}
+MODES = ("none", "selective", "attention", "full")
+CUTS = list(product((1, 2, None), (0.3, 1.0)))  # layers of a unit, share
+ALWAYS = [("1f1b", 3, "none", 1, 0.3, "dense"), ("dualpipev", 1, "attention", 1, 1.0, "dense")]
+ALWAYS += [("zb-h2", 2, "full", 2, 1.0, "experts")]
+# Every schedule with every ZeRO stage, mode and model, in two of the ways to cut: all pairs occur.
+MATRIX = [
+    (name, zero, mode, *CUTS[(number + other) % len(CUTS)], model)
+    for number, (name, zero, mode, model) in enumerate(product(SCHEDULES, (1, 2, 3), MODES, MODELS))
+    for other in (0, 3)
+]
+CASES = [*ALWAYS, *(pytest.param(*case, marks=slow) for case in MATRIX if case not in ALWAYS)]
+
+
+def offloading(corpus: str, name: str, zero: int, mode: str, units: int | None, alpha: float, model: str) -> Plan:
+    given: dict[str, Any] = {"recompute": mode, "unit_layers": units, "offload": alpha, "model": MODELS[model]}
+    return plan_of(name, 2, 2, 4, corpus, memory_options=MemoryOptions(zero=zero), **given, **SCHEDULES[name])
+
+
+@pytest.mark.parametrize(("name", "zero", "mode", "units", "alpha", "model"), CASES)
+def test_offloaded_units_equal_one_process(fleet, corpus, name, zero, mode, units, alpha, model) -> None:
+    plan = offloading(corpus, name, zero, mode, units, alpha, model)
+    if units is not None:
+        assert Op.OFFLOAD in {part.op for stream in plan.program.streams for part in instructions_of(stream)}
+    assert_equals_one_process(fleet, plan)
+
+
+@slow
+@pytest.mark.parametrize("alpha", [0.1, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("mode", ["none", "attention"])
+def test_experts_that_exchange_tokens_equal_one_process(fleet, corpus, mode, alpha) -> None:
+    """Each microbatch saves other numbers of rows."""
+    given: dict[str, Any] = {"model": MOE, "ep": 2, "unit_layers": 1, "recompute": mode, "offload": alpha}
+    assert_equals_one_process(fleet, plan_of("dualpipe", 1, 2, 4, corpus, **given))
+
+
+@pytest.mark.parametrize("mode", ["none", *(pytest.param(mode, marks=slow) for mode in MODES[1:])])
+def test_offloading_changes_no_bit(fleet, corpus, mode) -> None:
+    runs = [
+        fleet.run(offloading(corpus, "zb-h2", 2, mode, 1, alpha, "dense"), [(0, 1), (1, STEPS - 1)])
+        for alpha in (0.0, 0.3, 1.0)
+    ]
+    for plain, *others in zip(*runs, strict=True):
+        for other in others:
+            assert same_bits(plain.state, other.state)
+            assert all(same_bits(*pair) for pair in zip(plain.gradients, other.gradients, strict=True))
+            assert [each.losses for each in plain.results] == [each.losses for each in other.results]
