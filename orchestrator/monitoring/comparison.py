@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.estimate import read_costs
-from pentad.orchestrator.planning.planning import batch_spec, to_mesh_ranks
+from pentad.orchestrator.planning.planning import batch_spec
 from pentad.schedules.draw.html import timeline_page
 from pentad.schedules.draw.svg import svg_comparison
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.simulate.timeline import Span, Timeline
+from pentad.schedules.simulate.timeline import Span, Timeline, to_mesh_ranks
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec

@@ -185,7 +185,7 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
     group_tokens = ep * tokens
     rows = group_tokens * min(experts.top_k, local)
     copy, in_8_bits = piece.copy(hidden), piece.casts_experts
-    received = 0 if ep == 1 else piece.expert_rows(group_tokens, hidden)
+    received = (0,) if ep == 1 else piece.expert_tensors(group_tokens, hidden)
     loads = 1 + (experts.aux_loss_coef > 0 and piece.mesh.cp > 1)
     tensors = tokens * experts.num_experts * wide, tokens * experts.top_k * wide
     yield Allocation("scores and weights", "F-B", sum(tensors), tensors=tensors)
@@ -197,12 +197,12 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
     yield Allocation(
         "row weights and positions", "F-B", rows * wide + group_tokens * experts.top_k * INDEX, offload=False
     )
-    yield Allocation("received tokens", "F-W", received)
+    yield Allocation("received tokens", "F-W", sum(received), tensors=received)
     tensors = 2 * rows * width * c, 2 * tokens * shared * c
     yield Allocation("gate and up", "F-B", sum(tensors), recompute="selective", tensors=tensors)
     if (ep == 1 and not in_8_bits) or shared:
         yield Allocation(OUTPUT_GRADIENT, "B-W", tokens * hidden * c)
-    yield Allocation("received gradients", "B-W", received)
+    yield Allocation("received gradients", "B-W", sum(received))
     if ep == 1 and in_8_bits:
         yield Allocation("tokens and their gradients, cast", "B-W", 2 * piece.expert_rows(tokens, hidden))
     inner = piece.expert_rows(rows, 3 * width) + 3 * tokens * shared * c

@@ -103,10 +103,14 @@ class Piece(NamedTuple):
         return self.fp8 is not None and self.fp8.experts
 
     def expert_rows(self, rows: int, width: int) -> int:
-        """Bytes of rows [rows, width] of the experts' products, in 8 bits with a scale for each 128 values."""
+        """Bytes of rows [rows, width] of the experts' products."""
+        return sum(self.expert_tensors(rows, width))
+
+    def expert_tensors(self, rows: int, width: int) -> tuple[int, ...]:
+        """Bytes of their tensors: in 8 bits there is a scale for each 128 values."""
         if self.casts_experts:
-            return rows * width + rows * width // FP8_TILE * BYTES["float32"]
-        return rows * width * self.itemsize
+            return rows * width, rows * width // FP8_TILE * BYTES["float32"]
+        return (rows * width * self.itemsize,)
 
     def copy(self, hidden: int) -> int:
         """Bytes of a gathered stream, 0 without other tp ranks."""

@@ -28,7 +28,6 @@ from pentad.schedules.passes.units import place_units
 from pentad.schedules.search.auto import AUTO, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalData, EvalSpec
@@ -359,18 +358,6 @@ def _with_inputs_of(plan: Plan, other: Plan) -> Plan:
     if plan.eval is None or other.eval is None:
         return found
     return replace(found, eval=replace(plan.eval, data_sets=other.eval.data_sets))
-
-
-def to_mesh_ranks(timeline: Timeline, mesh: Mesh) -> Timeline:
-    """A timeline of pipeline ranks as one of all ranks of the mesh: every replica does the same."""
-    spans = []
-    for rank in range(mesh.size):
-        pp = mesh.coordinates(rank).pp
-        for span in timeline.spans:
-            if span.rank == pp:
-                peer = span.peer if span.peer < 0 else mesh.move(rank, pp=span.peer)
-                spans.append(span._replace(rank=rank, peer=peer))
-    return Timeline(timeline.source, tuple(spans))
 
 
 def _with_absolute_paths(data: DataSpec) -> DataSpec:

@@ -17,14 +17,14 @@ from paths import ROOT
 from pentad.orchestrator.config.config import dump, load
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.planning.estimate import costs_of
-from pentad.orchestrator.planning.planning import make_plan, to_mesh_ranks
+from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.draw.grid import time_grid
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.simulate.timeline import Timeline, to_mesh_ranks
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / ".typings")}

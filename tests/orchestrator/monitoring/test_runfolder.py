@@ -16,12 +16,12 @@ from paths import ROOT, SUPPORT
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder, resolve_run, saved_config
 from pentad.orchestrator.planning.estimate import costs_of
-from pentad.orchestrator.planning.planning import make_plan, to_mesh_ranks
+from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.simulate.timeline import Timeline, to_mesh_ranks
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / ".typings")}
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.plan_view import facts_table
+from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.numerics import require_fp8
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
@@ -126,7 +127,7 @@ def test_experts_that_cannot_multiply_in_8_bits_are_refused_if_they_are_to() -> 
 
 def facts_of(plan: Plan) -> str:
     text = io.StringIO()
-    Console(width=300, file=text).print(facts_table(plan))
+    Console(width=300, file=text).print(facts_table(plan, costs_of(plan)))
     return next(line for line in text.getvalue().splitlines() if line.strip().startswith("experts"))
 
 

@@ -20,13 +20,14 @@ from pentad.orchestrator.planning.estimate import (
     peak_flops,
     read_costs,
 )
-from pentad.orchestrator.planning.planning import first_plan, make_plan, plan_on, shrunk_plan, to_mesh_ranks
+from pentad.orchestrator.planning.planning import first_plan, make_plan, plan_on, shrunk_plan
 from pentad.schedules import compiler
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import to_mesh_ranks
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
