@@ -318,6 +318,8 @@ class ElasticSection(Section):
     """wait for a replacement before the mesh shrinks or the run ends"""
     hang_seconds: PositiveFloat = 10.0
     """shortest time without progress after which a rank counts as hung"""
+    replicate_every: NonNegativeInt = 0
+    """steps between copies of each rank's state in the memory of a rank of another node; 0: none"""
 
 
 class MetricsSection(Section):

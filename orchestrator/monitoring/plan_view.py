@@ -112,10 +112,12 @@ def memory_line(plan: Plan) -> RenderableType:
     rank = max(range(plan.mesh.size), key=lambda rank: needs[rank]["total"])
     kinds = ((name, part) for name, part in needs[rank].items() if part and name not in ("total", *ON_HOST))
     parts = [f"{name} {format_bytes(part)}" for name, part in kinds]
-    host, snapshot = (max(need[kind] for need in needs) for kind in ON_HOST)
+    host, snapshot, copies = (max(need[kind] for need in needs) for kind in ON_HOST)
     offloaded = f"; up to {format_bytes(host)} of a rank's activations are offloaded" if host else ""
     saved = f"; a checkpoint takes up to {format_bytes(snapshot)} of host memory per rank"
-    text = f"rank {rank} needs most memory, {format_bytes(needs[rank]['total'])}: {', '.join(parts)}{offloaded}{saved}"
+    kept = f", and copies of state another {format_bytes(copies)}" if copies else ""
+    needed = f"rank {rank} needs most memory, {format_bytes(needs[rank]['total'])}: {', '.join(parts)}"
+    text = f"{needed}{offloaded}{saved}{kept}"
     return Padding(Text(text, "dim"), (0, 1))
 
 

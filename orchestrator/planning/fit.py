@@ -11,6 +11,7 @@ from pentad.orchestrator.gpus.table import ASSUMED_GPU
 from pentad.orchestrator.planning.estimate import ON_HOST, memories
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.orchestrator.planning.hardware import figures_of, gpu_name, gpu_of, local_device
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
 RESERVED = 2 * 2**30  # bytes of a GPU for the CUDA context, communicators and fragmentation
@@ -71,6 +72,17 @@ def device_of(config: RunConfig) -> tuple[str, DeviceMemory]:
     else:
         device = "cpu" if config.cluster.device == "cpu" else "cuda"
     return device, device_memory(device, gpu=gpu_of(config.cluster))
+
+
+def require_host_memory(plan: Plan) -> None:
+    """Raises PentadError unless this host, which all ranks are on, has room for the copies of their state."""
+    installed = device_memory("cpu").bytes
+    needed = sum(each[kind] for each in memories(plan) for kind in ON_HOST)
+    if plan.replicate_every and needed > installed:
+        copies = format_bytes(sum(each["copies"] for each in memories(plan)))
+        found = f"elastic.replicate_every is {plan.replicate_every}, and the copies of all ranks take {copies}"
+        has = f"of {format_bytes(needed)} of host memory that the run needs, but this machine has"
+        raise PentadError(f"{found} {has} {format_bytes(installed)}: expected more, or 0")
 
 
 def fit_of(plan: Plan, device: DeviceMemory) -> Fit:

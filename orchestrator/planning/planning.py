@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.allocations import Piece, wide_bytes
 from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
-from pentad.orchestrator.planning.fit import device_memory, fit_of
+from pentad.orchestrator.planning.fit import device_memory, fit_of, require_host_memory
 from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, gpu_of, local_device
 from pentad.orchestrator.planning.numerics import fp8_spec, optimizer_spec, require_fp8
 from pentad.schedules.catalogue import CATALOGUE, generate
@@ -120,6 +120,7 @@ def first_plan(config: RunConfig) -> Plan:
     device, _ = local_device(config.cluster, config.mesh.size)
     plan = make_plan(config, device)
     require_shards(config, plan)
+    require_host_memory(plan)
     found = fit_of(plan, device_memory(device, gpu=plan.gpu))
     if not found.ok and (device == "cpu" or plan.gpu == gpu_name()):
         raise PentadError(f"run {config.run.name} {found.sentence}")
@@ -171,7 +172,7 @@ def draft(
         zero=zero,
         cp_method=config.mesh.cp_method,
         spikes=config.spikes.spec,
-        lora=config.lora_spec,
+        replicate_every=config.elastic.replicate_every,
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.units or (1,) * program.stages, layers),
         fp8=fp8_spec(config, model),

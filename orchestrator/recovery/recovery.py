@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.placement import draining
@@ -21,6 +22,7 @@ CHECK_SECONDS = 2.0  # between two checks for draining nodes and for room to gro
 NOTICE_SECONDS = 15.0  # a draining node is left so long before its end; until then its ranks train
 DONE = {
     "repair": "repaired",
+    "copies": "repaired from copies in memory",
     "checkpoint": "repaired from a checkpoint",
     "shrink": "shrunk",
     "grow": "grown back",
@@ -32,10 +34,16 @@ class Recovery:
     continues from step `version` of it."""
 
     def __init__(
-        self, config: RunConfig, group: WorkerGroup, bus: EventBus, requests: ControlRequests, start: Start
+        self,
+        config: RunConfig,
+        group: WorkerGroup,
+        bus: EventBus,
+        requests: ControlRequests,
+        start: Start,
+        copies: GroupCopies,
     ) -> None:
         self.elastic, self.group, self.bus = config.elastic, group, bus
-        self.ranks = Regroup(config, group, bus, requests, start)
+        self.ranks = Regroup(config, group, bus, requests, start, copies)
         self.faults = self.faults_without_progress = 0
         self.furthest, self.checked = -1, time.monotonic()
         self.leaving: tuple[int, ...] = ()  # ranks on draining nodes

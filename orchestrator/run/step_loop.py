@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import Refs, WorkerGroup
 from pentad.orchestrator.cluster.worker import Status
@@ -20,6 +21,7 @@ from pentad.orchestrator.recovery.hang_detection import HangDetector
 from pentad.orchestrator.recovery.retention import pinned_checkpoints
 from pentad.orchestrator.recovery.spikes import SpikeWatch
 from pentad.orchestrator.run.measure import History
+from pentad.orchestrator.run.replication import Replication
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import fingerprint
@@ -71,6 +73,7 @@ class StepLoop:
         first: int,
         saved: int,
         saved_at: float,
+        copies: GroupCopies,
         should_regroup: Callable[[], bool],
     ) -> None:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
@@ -89,6 +92,7 @@ class StepLoop:
         self.saving: Save | None = None  # the next one waits for it
         self.waited = 0.0  # seconds that training has waited for it
         self.open = False  # the last step submitted is open: another run call must follow
+        self.replication = Replication(config.elastic.replicate_every, copies, bus)
         self.spikes = SpikeWatch(config.spikes, requests)
         self.stop_announced = self.regrouping = self.stall_reported = False
         self.hangs = HangDetector(group, config.elastic.hang_seconds, config.cluster.start_timeout_seconds)
@@ -96,6 +100,7 @@ class StepLoop:
     def run(self) -> None:
         """Raises WorkerError when a rank fails, and PentadError when the last checkpoint cannot be written."""
         try:
+            self.replication.begin_generation()
             self._run()
         except WorkerError:
             if self.saving is not None and not self.saving.commits:
@@ -149,11 +154,13 @@ class StepLoop:
             return None
         if due:
             self._save(step)
+        self.replication.submit(step)
         if self.requests.wants_checkpoint and step == self.durable and not self.in_flight:
             self.requests.checkpoint_saved(step)
         if ending or paused:
             return None
         following = [(step // each + 1) * each for each in (*self.saves_every, self.evaluates_every) if each]
+        following += self.replication.next_due(step)
         limit = min([self.config.run.steps, *following])
         count = min(self.steps_per_call, limit - step)
         self.submitted += count
@@ -199,6 +206,7 @@ class StepLoop:
             seconds = sum(row["step_seconds"] for row in rows) / len(rows)
             self.steps_per_call = max(1, min(4 * self.steps_per_call, int(CALL_SECONDS / seconds)))
         self._continue_save(wait=False)
+        self.replication.continue_(self.done)
 
     @property
     def evaluates_every(self) -> int:

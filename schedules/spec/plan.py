@@ -59,6 +59,7 @@ class Plan:
     Steps that are `spikes` change no weight (None: only those with a norm that is not finite). With `lora` the model is
     frozen, and its adapters are the parameters. `fp8` says which products are in 8 bits (None: none).
     `gpu` names the GPU whose figures the plan is made with ('': unknown).
+    The state of each rank is copied into the memory of another one every `replicate_every` steps, 0: never.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Plan:
     fp8: Fp8Spec | None = None
     rampup_programs: tuple[Program, ...] = ()
     gpu: str = ""
+    replicate_every: int = 0
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -11,6 +11,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from rich.console import Console
 from small_checkpoint import save_small
 
+from pentad.orchestrator.cluster import copies
 from pentad.orchestrator.cluster import group as groups
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.placement import Place
@@ -28,6 +29,9 @@ from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import Start
 from pentad.workers.checkpoint.location import location
+from pentad.workers.replication.parts import CopyKey, HeldPart
+from pentad.workers.replication.replicator import SentPart
+from pentad.workers.replication.source import CopySource
 from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult, WrittenShards
 
 DRIVER_NODE = "node0"
@@ -45,9 +49,10 @@ class Rank:
     def __init__(self, fake: FakeRay, bundle: int) -> None:
         self.fake, self.bundle, self.node = fake, bundle, fake.nodes[bundle]
         self.number, self.pid, self.generation, self.version = -1, 10_000_000 + len(fake.ranks), 0, -1
-        self.is_alive, self.hangs, self.ready, self.copied = True, False, False, -1
+        self.is_alive, self.hangs, self.ready, self.copied, self.copied_to_peers = True, False, False, -1, -1
         self.results: list[StepResult] = []
         self.open: list[StepResult] = []
+        self.held: dict[tuple[CopyKey, int], bool] = {}  # parts, and whether they count
 
     def place(self) -> WorkerPlace:
         return WorkerPlace(self.node, f"10.0.0.{self.node[-1]}", -1, self.pid, f"/nowhere/{self.pid}")
@@ -125,6 +130,39 @@ class Rank:
         shards = self.plan.param_shards_of(self.number)
         self.fake.written.setdefault(step, []).extend(shards)
         return WrittenShards([{"bytes": 1}] * len(shards))
+
+    def serve_copies(self, host: str, token: bytes) -> str:
+        return str(self.pid)
+
+    def copy(self, step: int) -> None:
+        if self.fake.is_broken(self.generation) and self.version != step:
+            raise Blocked
+        self.copied_to_peers = step
+
+    def replicate(self, generation: int, key: CopyKey, address: str, token: bytes) -> SentPart | str:
+        assert generation == self.generation == key.generation
+        holder = next(rank for rank in self.fake.ranks if str(rank.pid) == address)
+        if self.copied_to_peers != key.step:
+            raise Blocked
+        if not holder.is_alive:
+            return "connection refused"
+        for each in (self, holder):
+            each.held[key, self.number] = False
+        return SentPart(1, 0.0, 0.0)
+
+    def commit_copy(self, key: CopyKey) -> None:
+        self.held = {each: True for each in self.held if each[0] == key}
+
+    def forget_copies(self) -> None:
+        self.held.clear()
+
+    def held_copies(self) -> tuple[str, list[HeldPart]]:
+        return str(self.pid), [HeldPart(key, owner, 1, counts, {}) for (key, owner), counts in self.held.items()]
+
+    def restore_copy(self, source: CopySource) -> None:
+        living = {str(rank.pid) for rank in self.fake.ranks if rank.is_alive}
+        assert {address for _, address in source.parts} <= living
+        self.version = source.key.step
 
     def save(self, folder: str, step: int, shards: Any) -> list[dict[str, Any]]:
         assert self.version == step
@@ -250,7 +288,7 @@ class FakeRay:
             kill=lambda actor: self.kill(actor.rank.pid),
             get_runtime_context=lambda: context,
         )
-        for module in (groups, fence, regroup):
+        for module in (groups, copies, fence, regroup):
             patch.setattr(module, "ray", fake)
         for module in (groups, fence, recovery, regroup, hang_detection, step_loop):
             patch.setattr(module, "time", clock)
@@ -340,7 +378,8 @@ class FakeRun:
         display = Display(Console(quiet=True), "run", config.run.steps)
         self.bus, self.requests = EventBus(config, folder, display, 0, None), ControlRequests()
         self.bus.ranks_placed(group)
-        self.recovery = recovery.Recovery(config, group, self.bus, self.requests, Start())
+        self.copies = copies.GroupCopies(group)
+        self.recovery = recovery.Recovery(config, group, self.bus, self.requests, Start(), self.copies)
         group.restore(Start())
         group.collect(group.submit_run(0, 7))
         self.before = [actor.rank for actor in group.actors]

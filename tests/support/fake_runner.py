@@ -45,6 +45,7 @@ class FakeRunner:
         before: FakeRunner | None = None,
         *,
         blank: bool = False,
+        copies: Any = None,
     ) -> None:
         self.plan, self.rank, self.pp = plan, rank, plan.mesh.coordinates(rank).pp
         self.orders = dict(

@@ -235,8 +235,11 @@ def _serve(end: Any) -> None:
     torch.set_num_threads(1)
     from pentad.workers.runtime.runner import Runner
 
+    from pentad.workers.replication.parts import HostCopies
+    from pentad.workers.replication.transfer import CopyServer
+
     orders: queue.Queue = queue.Queue()
-    lock, runners = threading.Lock(), list[Runner]()
+    lock, runners, copies = threading.Lock(), list[Runner](), HostCopies()
     progress = Path(tempfile.mkdtemp(), "progress")
 
     def reply(number: int, value: Any) -> None:
@@ -248,8 +251,15 @@ def _serve(end: Any) -> None:
             if method == "make":
                 plan, rank, generation = arguments
                 previous = runners[0] if runners and generation > 1 else None
-                runners[:] = [Runner(plan, rank, progress, generation, gpu_of(rank), previous, blank=generation > 1)]
+                blank = generation > 1
+                runners[:] = [
+                    Runner(plan, rank, progress, generation, gpu_of(rank), previous, blank=blank, copies=copies)
+                ]
                 reply(number, None)
+            elif method == "serve_copies":
+                reply(number, CopyServer(copies, "127.0.0.1", *arguments).address)
+            elif method in ("held", "commit", "forget"):
+                reply(number, getattr(copies, method)(*arguments))
             elif method == "step":
                 executor = runners[0].executor
                 reply(number, executor.step if executor else -1)

@@ -48,6 +48,8 @@ EXPERTS = (
         for word in ("num_experts=4", "top_k=2", "intermediate_size=32", "bias_update_rate=0.01")
     ),
 )
+TENSOR_PIPE = ("mesh.pp=2", "mesh.tp=2", "schedule.microbatches=4")  # no replicas
+EXPERT_PIPE = ("mesh.pp=2", "mesh.ep=2", "schedule.microbatches=2", *EXPERTS[4:])
 CONTEXT = ("mesh.pp=1", "mesh.cp=4", "schedule.microbatches=4")
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(300)
@@ -387,3 +389,34 @@ def test_a_recurring_fault_ends_the_run_with_its_cause(nodes, start):
     last = run.printed.read_text().strip().splitlines()[-1]
     assert re.fullmatch(r"pentad: rank 1 .* died.*: its process was killed or crashed.*", last), run.describe()
     run.assert_gone()
+
+
+COPIES = ("elastic.replicate_every=3", "checkpoint.every_seconds=0")  # no checkpoint before the last step
+
+
+@slow
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "ranks", "how"),
+    [
+        ("1f1b", CUT, (3,), signal.SIGKILL),
+        ("1f1b", CUT, (2,), signal.SIGSTOP),
+        ("1f1b", (*SQUARE, "zero.stage=1"), (1,), signal.SIGKILL),
+        ("1f1b", TENSOR_PIPE, (1,), signal.SIGKILL),
+        ("1f1b", (*CONTEXT, "zero.stage=3"), (3,), signal.SIGKILL),
+        ("1f1b", EXPERT_PIPE, (1,), signal.SIGKILL),
+        ("zb-h2", LINE, (2,), signal.SIGKILL),
+        ("zb-h2", PAIR, (1,), signal.SIGKILL),
+    ],
+)
+def test_a_rank_whose_state_only_memory_has_is_replaced_to_the_same_bits(
+    nodes, start, reference, schedule, mesh, ranks, how
+):
+    expected = reference(schedule, mesh)
+    nodes.resize(2, 2, 2)
+    run = start(*mesh, f"schedule.name={schedule}", *COPIES)
+    run.wait_for_step(8)
+    run.signal_ranks(*ranks, how=how)
+    assert_recovered(run, "copies")
+    (recovered,) = run.events("recovered")
+    assert 0 < recovered["step"] and not [row for row in run.events("checkpoint") if row["step"] < STEPS]
+    assert_same(run, expected)
