@@ -1,8 +1,8 @@
 """The driver's side of copies in memory: who holds whose part, and the two phases that make a copy count.
 
-First every rank stores its part in its own process and in its holder's; once all have said so, the driver tells all that
-the copy counts, and only then do they drop the one before. So whenever a rank dies, one complete copy is left, unless
-both processes with a part are gone.
+First every rank stores its part in its own process and in its holder's; once all have said so, the driver tells all
+that the copy counts, and only then do they drop the one before. So whenever a rank dies, one complete copy is left,
+unless both processes with a part are gone.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class GroupCopies:
 
 
 def newest_copy(held: Mapping[str, Sequence[HeldPart]], token: bytes) -> CopySource | None:
-    """The newest copy that counts and is complete; `held[address]` are the parts of a process. If one process knows that
-    a copy counts, it does: all parts were in place."""
+    """The newest copy that counts and is complete; `held[address]` are the parts of a process. If one process knows
+    that a copy counts, it does: all parts were in place."""
     everything = [FoundPart(part, address) for address, parts in held.items() for part in parts]
     for key in sorted({each.part.key for each in everything if each.part.committed}, key=_age, reverse=True):
         parts = {each.part.owner: each for each in everything if each.part.key == key}

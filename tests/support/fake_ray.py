@@ -153,15 +153,11 @@ class Rank:
     def commit_copy(self, key: CopyKey) -> None:
         self.held = {each: True for each in self.held if each[0] == key}
 
-    def forget_copies(self) -> None:
-        self.held.clear()
-
     def held_copies(self) -> tuple[str, list[HeldPart]]:
         return str(self.pid), [HeldPart(key, owner, 1, counts, {}) for (key, owner), counts in self.held.items()]
 
     def restore_copy(self, source: CopySource) -> None:
-        living = {str(rank.pid) for rank in self.fake.ranks if rank.is_alive}
-        assert {address for _, address in source.parts} <= living
+        assert {each.address for each in source.parts} <= {str(rank.pid) for rank in self.fake.ranks if rank.is_alive}
         self.version = source.key.step
 
     def save(self, folder: str, step: int, shards: Any) -> list[dict[str, Any]]:

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from small_checkpoint import save_small
 
-from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.copies import GroupCopies
+from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.event_bus import EventBus

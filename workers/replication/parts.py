@@ -103,7 +103,9 @@ class HostCopies:
         try:
             return np.empty(size, np.uint8)
         except MemoryError:
-            raise PentadError(f"a copy of another rank's state needs {size} bytes of host memory: expected room") from None
+            raise PentadError(
+                f"a copy of another rank's state needs {size} bytes of host memory: expected room"
+            ) from None
 
     def _drop(self, which: tuple[CopyKey, int]) -> None:
         part = self.parts.pop(which)

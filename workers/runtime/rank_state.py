@@ -55,9 +55,7 @@ class RankState:
         for parameters in self.parameters.values():
             parameters.refresh()  # the compute weights may be those of a step that was never committed
 
-    def read(
-        self, source: Checkpoint, *, optimizer: bool = True, shards: Collection[ParamShard] | None = None
-    ) -> None:
+    def read(self, source: Checkpoint, *, optimizer: bool = True, shards: Collection[ParamShard] | None = None) -> None:
         """Reads weights and optimizer state, of these parameter shards or of all, from a verified checkpoint of any
         mesh; without `optimizer` that state is zero.
 

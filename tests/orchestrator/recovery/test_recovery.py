@@ -372,7 +372,7 @@ def test_an_abort_ends_the_run_during_a_step(start: StartRun) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("mesh", [SQUARE, LINE])
+@pytest.mark.parametrize("mesh", [SQUARE, LINE, (*LINE, "elastic.replicate_every=3")])
 def test_every_step_is_recorded_once_whatever_dies(start: StartRun, mesh: tuple[str, ...], seed: int) -> None:
     """One or two ranks die, then a node, which returns, and then one of the ranks that are left; one dies in an
     evaluation; with checkpoints or without."""

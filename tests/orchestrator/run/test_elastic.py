@@ -9,12 +9,31 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from elastic_cases import FAKE, LINE, SCHEDULES, SQUARE, STEPS, Outcome, Start, assert_recovered, assert_same, outcome
+from elastic_cases import (
+    CONTEXT,
+    CUT,
+    EXPERTS,
+    FAKE,
+    LINE,
+    PAIR,
+    SCHEDULES,
+    SMALL,
+    SQUARE,
+    STEPS,
+    TENSOR,
+    Outcome,
+    Reference,
+    Start,
+    assert_recovered,
+    assert_same,
+    outcome,
+    references,
+    started,
+)
 from multinode import Cluster, Run, kill, multinode_cluster
 from worker_processes import without_a_driver
 
@@ -23,34 +42,6 @@ from pentad.orchestrator.control.control_client import connect
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.workers.runtime.progress_file import read_progress
 
-SMALL = (
-    "model.layers=4",
-    "model.hidden=32",
-    "model.heads=4",
-    "model.kv_heads=2",
-    "model.ffn=64",
-    "model.vocab=300",
-    "batch.global_batch_size=8",
-    "batch.sequence_length=32",
-    f"run.steps={STEPS}",
-    "elastic.hang_seconds=3",
-    "cluster.start_timeout_seconds=150",
-    "cluster.device=cpu",
-    "cluster.auth=disabled",
-)
-PAIR = ("mesh.pp=2", "schedule.microbatches=4")
-CUT = (*SQUARE, "zero.stage=3")  # replicas hold different shards, so no state is redundant
-TENSOR = ("mesh.dp=2", "mesh.pp=1", "mesh.tp=2", "schedule.microbatches=4")
-EXPERTS = (
-    *("mesh.dp=2", "mesh.pp=1", "mesh.ep=2", "schedule.microbatches=2", "model.family=mixtral"),
-    *(
-        f"model.experts.{word}"
-        for word in ("num_experts=4", "top_k=2", "intermediate_size=32", "bias_update_rate=0.01")
-    ),
-)
-TENSOR_PIPE = ("mesh.pp=2", "mesh.tp=2", "schedule.microbatches=4")  # no replicas
-EXPERT_PIPE = ("mesh.pp=2", "mesh.ep=2", "schedule.microbatches=2", *EXPERTS[4:])
-CONTEXT = ("mesh.pp=1", "mesh.cp=4", "schedule.microbatches=4")
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(300)
 
@@ -63,31 +54,13 @@ def nodes() -> Iterator[Cluster]:
 
 @pytest.fixture
 def start(nodes: Cluster, tmp_path: Path) -> Iterator[Start]:
-    runs: list[Run] = []
-
-    def do(*overrides: str, **options: Any) -> Run:
-        runs.append(Run(nodes, tmp_path / str(len(runs)), *SMALL, *overrides, **options))
-        return runs[-1]
-
-    yield do
-    for run in runs:
-        run.stop()
+    with started(nodes, tmp_path) as do:
+        yield do
 
 
 @pytest.fixture(scope="module")
-def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
-    """The outcome of a run without faults, computed once for each schedule and mesh."""
-    found: dict[tuple[str, tuple[str, ...]], Outcome] = {}
-
-    def do(schedule: str, mesh: tuple[str, ...]) -> Outcome:
-        if (schedule, mesh) not in found:
-            nodes.resize(2, 2, 2)
-            run = Run(nodes, tmp_path_factory.mktemp("reference"), *SMALL, *mesh, f"schedule.name={schedule}")
-            assert run.end() == 0, run.describe()
-            found[schedule, mesh] = outcome(run)
-        return found[schedule, mesh]
-
-    return do
+def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return references(nodes, tmp_path_factory)
 
 
 def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, start, workers):
@@ -389,34 +362,3 @@ def test_a_recurring_fault_ends_the_run_with_its_cause(nodes, start):
     last = run.printed.read_text().strip().splitlines()[-1]
     assert re.fullmatch(r"pentad: rank 1 .* died.*: its process was killed or crashed.*", last), run.describe()
     run.assert_gone()
-
-
-COPIES = ("elastic.replicate_every=3", "checkpoint.every_seconds=0")  # no checkpoint before the last step
-
-
-@slow
-@pytest.mark.parametrize(
-    ("schedule", "mesh", "ranks", "how"),
-    [
-        ("1f1b", CUT, (3,), signal.SIGKILL),
-        ("1f1b", CUT, (2,), signal.SIGSTOP),
-        ("1f1b", (*SQUARE, "zero.stage=1"), (1,), signal.SIGKILL),
-        ("1f1b", TENSOR_PIPE, (1,), signal.SIGKILL),
-        ("1f1b", (*CONTEXT, "zero.stage=3"), (3,), signal.SIGKILL),
-        ("1f1b", EXPERT_PIPE, (1,), signal.SIGKILL),
-        ("zb-h2", LINE, (2,), signal.SIGKILL),
-        ("zb-h2", PAIR, (1,), signal.SIGKILL),
-    ],
-)
-def test_a_rank_whose_state_only_memory_has_is_replaced_to_the_same_bits(
-    nodes, start, reference, schedule, mesh, ranks, how
-):
-    expected = reference(schedule, mesh)
-    nodes.resize(2, 2, 2)
-    run = start(*mesh, f"schedule.name={schedule}", *COPIES)
-    run.wait_for_step(8)
-    run.signal_ranks(*ranks, how=how)
-    assert_recovered(run, "copies")
-    (recovered,) = run.events("recovered")
-    assert 0 < recovered["step"] and not [row for row in run.events("checkpoint") if row["step"] < STEPS]
-    assert_same(run, expected)
