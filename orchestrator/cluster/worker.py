@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
+from pentad.orchestrator.cluster.notice import Notice
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Action
 from pentad.schedules.spec.plan import Plan
@@ -54,7 +55,8 @@ class WorkerPlace(NamedTuple):
 class Status(NamedTuple):
     """What a rank is doing: `counter` is the index in its stream, -1 between steps, `instruction` that instruction's
     text, '' between steps, and `age` the seconds since it began. `gpu` is a recent reading of its GPU. The stream is
-    that of `program` of the plan's programs; in an evaluation `counter` counts the actions of all rounds."""
+    that of `program` of the plan's programs; in an evaluation `counter` counts the actions of all rounds. `leaving` is
+    the notice that its process is about to end, '' without one."""
 
     generation: int
     step: int
@@ -63,6 +65,7 @@ class Status(NamedTuple):
     counter: int = -1
     gpu: GpuState | None = None
     program: int = 0
+    leaving: str = ""
 
 
 class StaleGeneration(Exception):
@@ -74,6 +77,7 @@ class Worker:
 
     def __init__(self, label: str, runner: str) -> None:
         self.label, self.runner_class = label, runner
+        self.notice = Notice()
         # torch takes a second to import: meanwhile the driver collects where the workers are.
         threading.Thread(target=self._preload, daemon=True).start()
         session = ray._private.worker.global_worker.node.get_session_dir_path()
@@ -232,10 +236,11 @@ class Worker:
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
         """Without a generation until `start` has created the runner."""
+        leaving = self.notice.text
         if self.runner is None or not self.progress_file.exists():
-            return Status(self.generation, -1, "", 0.0)
+            return Status(self.generation, -1, "", 0.0, leaving=leaving)
         state = self.runner.position() or read_progress(self.progress_file)
-        return status_of(state, self.streams)._replace(gpu=self._telemetry())
+        return status_of(state, self.streams)._replace(gpu=self._telemetry(), leaving=leaving)
 
     @ray.method(concurrency_group="control")
     def clock(self) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.placement import draining
+from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
@@ -46,7 +48,8 @@ class Recovery:
         self.ranks = Regroup(config, group, bus, requests, start, copies)
         self.faults = self.faults_without_progress = 0
         self.furthest, self.checked = -1, time.monotonic()
-        self.leaving: tuple[int, ...] = ()  # ranks on draining nodes
+        self.leaving: tuple[int, ...] = ()  # ranks that are about to end
+        self.fault = self.reason = ""  # why, as the journal has it, and in words
         self.drain_seconds = 0.0  # until those nodes are gone: Ray moves their bundles no earlier
 
     def recover(self, fault: WorkerError, done: int) -> RecoveryState:
@@ -63,20 +66,26 @@ class Recovery:
         return self._attempt(fault, done)
 
     def regroup(self, done: int) -> RecoveryState:
-        """At a step boundary, with its checkpoint committed: leaves draining nodes, or grows back to the full mesh."""
+        """At a step boundary, of which there is a checkpoint or a copy in memory: replaces ranks that are about to end,
+        or grows back to the full mesh."""
         if not self.leaving:
             return self._attempt(None, done)
-        text = f"the node of {', '.join(map(self.group.label, self.leaving))} is draining"
-        fault = WorkerError(text, self.leaving[0], "", self.leaving, "drain", "notice")
+        text = f"{', '.join(map(self.group.label, self.leaving))} {self.reason}"
+        fault = WorkerError(text, self.leaving[0], "", self.leaving, self.fault, "notice")
         self.leaving = ()
         self.faults -= 1  # not a failure: it was announced
         return self.recover(fault, done)
 
-    def should_regroup(self) -> bool:
-        """Whether a node with ranks is draining, or a shrunk mesh has room to grow back."""
+    def should_regroup(self, statuses: Mapping[int, Status]) -> tuple[int, ...] | None:
+        """The ranks that are about to end, by their status or because their node is draining; none of them if a shrunk
+        mesh has room to grow back; None if all may stay as it is."""
         now = time.monotonic()
+        if told := [rank for rank, status in statuses.items() if status.leaving]:
+            self.leaving, self.drain_seconds = tuple(told), 0.0
+            self.fault, self.reason = "terminated", statuses[told[0]].leaving
+            return self.leaving
         if now < self.checked + CHECK_SECONDS:
-            return False
+            return None
         self.checked = now
         left = {node: deadline / 1000 - time.time() for node, deadline in draining().items() if deadline}
         leaving = {
@@ -85,7 +94,8 @@ class Recovery:
             if left.get(at.node, NOTICE_SECONDS) < NOTICE_SECONDS
         }
         self.leaving, self.drain_seconds = tuple(leaving), max(0.0, *leaving.values(), 0.0)
-        return bool(leaving) or self.ranks.can_grow()
+        self.fault, self.reason = "drain", "is on a node that is draining"
+        return self.leaving if leaving or self.ranks.can_grow() else None
 
     def _attempt(self, fault: WorkerError | None, done: int) -> RecoveryState:
         """Recovers; a fault meanwhile adds to the lost ranks and starts over. Without a fault, the mesh grows."""

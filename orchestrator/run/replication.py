@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pentad.orchestrator.cluster.copies import GroupCopies
-from pentad.orchestrator.cluster.group import Refs
+from pentad.orchestrator.cluster.group import Refs, Tick
 from pentad.orchestrator.monitoring.event_bus import EventBus
 
 
@@ -36,6 +37,13 @@ class Replication:
         """The number of steps, more than `step`, after which a copy is to be made; empty: none."""
         return [(step // self.every + 1) * self.every] if self.every else []
 
+    def hands_over(self, step: int, leaving: Sequence[int]) -> bool:
+        """Whether a copy of `step` steps, rather than a checkpoint, takes the state to the next generation: not if one
+        could not be made, or if the ranks that are `leaving` take both copies of a part with them."""
+        if not self.every or any(self.copies.holders[rank] in leaving for rank in leaving):
+            return False
+        return self.attempted < step or self.making is not None or self.copied == step
+
     def submit(self, step: int, *, required: bool = False) -> None:
         """Has a copy made after `step` steps, if one is due, or `required`."""
         if not self.every or self.making is not None or step <= self.attempted:
@@ -44,16 +52,16 @@ class Replication:
             self.attempted = step
             self.making = Transfer(self.copies.submit(step), step, time.monotonic())
 
-    def continue_(self, done: int) -> None:
-        """Has a copy count whose parts are all in place. Never before its steps are recorded.
+    def continue_(self, done: int, *, wait: Tick | None = None) -> None:
+        """Has a copy count whose parts are all in place; waits for them if it gets the `tick` for that. Never before
+        its steps are recorded.
 
         Raises WorkerError when a rank has failed.
         """
         making, group = self.making, self.copies.group
-        if making is None or done < making.step or not group.is_ready(making.refs):
+        if making is None or done < making.step or (wait is None and not group.is_ready(making.refs)):
             return
-        self.making = None
-        answers = group.collect(making.refs)
+        answers, self.making = group.collect(making.refs, tick=wait), None
         facts = {"generation": group.generation, "step": making.step}
         for problem in (answer for answer in answers if isinstance(answer, str)):
             self.bus.record("copies failed", **facts, error=problem)

@@ -59,7 +59,7 @@ class Save(NamedTuple):
 
 class StepLoop:
     """The steps of one generation: from `first` to the last, or until a stop is requested, or until `should_regroup`,
-    asked about once a second, says that the ranks should be placed again. `done` steps are complete, `durable` steps
+    asked about twice a second, says that the ranks should be placed again. `done` steps are complete, `durable` steps
     are in a committed checkpoint; at the monotonic second `saved_at` the newest one was submitted or committed. The
     newest evaluation was after `evaluated` steps. Nothing is recorded after a spike because of which the run goes
     back."""
@@ -74,7 +74,7 @@ class StepLoop:
         saved: int,
         saved_at: float,
         copies: GroupCopies,
-        should_regroup: Callable[[], bool],
+        should_regroup: Callable[[dict[int, Status]], tuple[int, ...] | None],
     ) -> None:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
         self.should_regroup = should_regroup
@@ -94,7 +94,8 @@ class StepLoop:
         self.open = False  # the last step submitted is open: another run call must follow
         self.replication = Replication(config.elastic.replicate_every, copies, bus)
         self.spikes = SpikeWatch(config.spikes, requests)
-        self.stop_announced = self.regrouping = self.stall_reported = False
+        self.leaving: tuple[int, ...] | None = None  # see `Recovery.should_regroup`
+        self.stop_announced = self.stall_reported = False
         self.hangs = HangDetector(group, config.elastic.hang_seconds, config.cluster.start_timeout_seconds)
 
     def run(self) -> None:
@@ -123,12 +124,19 @@ class StepLoop:
                 self._pause()
             elif self.saving is not None:
                 self._wait_for_save()
+            elif self._hands_over(self.submitted) and self.replication.making is not None:
+                self.replication.continue_(self.done, wait=self._tick)
             else:
                 break
 
     @property
     def ending(self) -> bool:
         return self.requests.stopping or self.regrouping or self.submitted == self.config.run.steps
+
+    @property
+    def regrouping(self) -> bool:
+        """Whether this generation ends because the ranks should be placed again."""
+        return self.leaving is not None
 
     def add(self, steps: list[list[StepResult]]) -> None:
         """Records completed steps, [step][result], from whichever ranks have results of them."""
@@ -154,7 +162,7 @@ class StepLoop:
             return None
         if due:
             self._save(step)
-        self.replication.submit(step)
+        self.replication.submit(step, required=ending and self._hands_over(step))
         if self.requests.wants_checkpoint and step == self.durable and not self.in_flight:
             self.requests.checkpoint_saved(step)
         if ending or paused:
@@ -179,7 +187,7 @@ class StepLoop:
         """Whether to save a checkpoint after `step` steps. Those by steps, and the last one, are due while another one
         is being written, too: they wait for it."""
         if self.ending and step > self.durable and step not in (self.ended_with, self.saving and self.saving.step):
-            return True
+            return not self._hands_over(step)
         if step <= self.attempted:
             return False
         late = 0 < self.config.checkpoint.every_seconds <= time.monotonic() - self.saved_at
@@ -187,6 +195,11 @@ class StepLoop:
         return any(step % each == 0 for each in self.saves_every) or (
             is_free and (late or self.requests.wants_checkpoint)
         )
+
+    def _hands_over(self, step: int) -> bool:
+        """Whether this generation ends and the next one gets its state by a copy in memory."""
+        is_last = self.requests.stopping or step == self.config.run.steps
+        return self.leaving is not None and not is_last and self.replication.hands_over(step, self.leaving)
 
     def _save(self, step: int) -> None:
         """Has the ranks copy their state once they are that far, and write it while they train on."""
@@ -347,7 +360,8 @@ class StepLoop:
             self.stop_announced = True
             self.bus.display.note("stopping after the steps in flight; once more stops at once, without a checkpoint")
             self.bus.set_state("stopping")
-        self.regrouping = self.regrouping or self.should_regroup()
+        if not self.regrouping:
+            self.leaving = self.should_regroup(statuses)
         stall = self.hangs.check(statuses, self.history.measured, stepping=stepping)
         self.bus.update_ranks(statuses, self.group.last_heard, stall.causes if stall else ())
         if stall is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from fake_ray import FakeRun
+from fake_ray import FakeRun, Rank
 
 from pentad.orchestrator.cluster.copies import holders_of, newest_copy
 from pentad.orchestrator.config.config import load
@@ -91,7 +91,7 @@ def test_the_newest_state_is_restored_from_memory_first(start: StartRun, saved: 
 def test_a_fault_while_a_copy_is_restored_is_recovered_from_the_same_copy(start: StartRun) -> None:
     run, done = copied(start, 5), []
 
-    def on_call(rank, method: str) -> None:
+    def on_call(rank: Rank, method: str) -> None:
         if (method, rank.number) == ("restore_copy", 1) and not done:
             done.append(method)
             rank.is_alive = False
@@ -139,3 +139,44 @@ def test_copies_that_do_not_fit_in_the_memory_of_this_machine_are_refused_before
     config = load(None, ["elastic.replicate_every=3", "model.hidden=65536", "model.ffn=262144", "model.heads=64"])
     with pytest.raises(PentadError, match=r"^elastic.replicate_every is 3, and the copies of all ranks take .* TiB"):
         first_plan(config)
+
+
+def test_a_node_that_drains_is_left_with_a_copy_instead_of_a_checkpoint(start: StartRun) -> None:
+    run = start(*LINE, "run.steps=30")
+    run.group.restore(Start())
+
+    def on_call(rank: Rank, method: str) -> None:
+        if method == "run" and rank.number == 0 and rank.version > 6 and not run.events("lost"):
+            run.fake.draining = {"node1": int(1000 * (run.fake.now + 4))}
+        elif method == "fence":
+            run.fake.draining = {}  # another node has taken its place
+
+    run.fake.on_call = on_call
+    assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == 30
+    (recovered,) = run.events("recovered")
+    assert (recovered["how"], recovered["steps_replayed"]) == ("copies", 0)
+    assert [row["step"] for row in run.events("checkpoint")] == [30]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how", "checkpoints"), [((1,), "copies", [30]), ((2, 3), "copies", [30]), ((0, 2), "checkpoint", [7, 30])]
+)
+def test_ranks_that_receive_sigterm_hand_their_state_over_and_no_step_is_lost(
+    start: StartRun, ranks: tuple[int, ...], how: str, checkpoints: list[int]
+) -> None:
+    """By a copy in memory, or by a checkpoint if they hold each other's parts."""
+    run = start(*LINE, "run.steps=30")
+    run.group.restore(Start())
+
+    def on_call(rank: Rank, method: str) -> None:
+        if method == "run" and rank.number in ranks and rank.version > 4 and not run.events("lost"):
+            rank.leaving = "received SIGTERM"
+
+    run.fake.on_call = on_call
+    assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == 30
+    (recovered,) = run.events("recovered")
+    assert (recovered["how"], recovered["steps_replayed"]) == (how, 0)
+    assert {(row["rank"], row["fault"], row["detector"]) for row in run.events("lost")} == {
+        (rank, "terminated", "notice") for rank in ranks
+    }
+    assert len(run.events("checkpoint")) == len(checkpoints)

@@ -98,3 +98,17 @@ def test_a_rank_and_its_holder_lost_at_once_go_back_to_the_disk(nodes, start, re
     assert_recovered(run, "checkpoint")
     assert run.events("copies lost")
     assert_same(run, expected)
+
+
+@pytest.mark.parametrize(("mesh", "how"), [(CUT, "copies"), (SQUARE, "repair")])
+def test_a_rank_that_receives_sigterm_hands_its_state_over(nodes, start, reference, mesh, how):
+    expected = reference("1f1b", mesh)
+    nodes.resize(2, 2, 2)
+    run = start(*mesh, "schedule.name=1f1b", *COPIES)
+    run.wait_for_step(8)
+    run.signal_ranks(3, how=signal.SIGTERM)
+    assert_recovered(run, how)
+    assert run.events("recovered")[0]["steps_replayed"] == 0
+    assert {(row["rank"], row["fault"], row["detector"]) for row in run.events("lost")} == {(3, "terminated", "notice")}
+    assert not [row for row in run.events("checkpoint") if row["step"] < STEPS]
+    assert_same(run, expected)
