@@ -56,7 +56,7 @@ class Status(NamedTuple):
     """What a rank is doing: `counter` is the index in its stream, -1 between steps, `instruction` that instruction's
     text, '' between steps, and `age` the seconds since it began. `gpu` is a recent reading of its GPU. The stream is
     that of `program` of the plan's programs; in an evaluation `counter` counts the actions of all rounds. `leaving` is
-    the notice that its process is about to end, '' without one."""
+    the notice that its process is about to end, `node_leaving` the one that its node is; '' without one."""
 
     generation: int
     step: int
@@ -66,6 +66,7 @@ class Status(NamedTuple):
     gpu: GpuState | None = None
     program: int = 0
     leaving: str = ""
+    node_leaving: str = ""
 
 
 class StaleGeneration(Exception):
@@ -110,6 +111,7 @@ class Worker:
                 raise StaleGeneration(f"generation {generation} is over")
             self.generation, self.runner = generation, runner
             self.streams = streams_of(plan, rank)
+        self.notice.watch(plan.notice)
         return _device_name(gpu) if plan.device == "cuda" else ""
 
     @ray.method(concurrency_group="train")
@@ -236,11 +238,12 @@ class Worker:
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
         """Without a generation until `start` has created the runner."""
-        leaving = self.notice.text
+        leaving, of_node = self.notice.text, self.notice.of_node
         if self.runner is None or not self.progress_file.exists():
-            return Status(self.generation, -1, "", 0.0, leaving=leaving)
+            return Status(self.generation, -1, "", 0.0, leaving=leaving, node_leaving=of_node)
         state = self.runner.position() or read_progress(self.progress_file)
-        return status_of(state, self.streams)._replace(gpu=self._telemetry(), leaving=leaving)
+        found = status_of(state, self.streams)
+        return found._replace(gpu=self._telemetry(), leaving=leaving, node_leaving=of_node)
 
     @ray.method(concurrency_group="control")
     def clock(self) -> float:

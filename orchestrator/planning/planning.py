@@ -173,6 +173,8 @@ def draft(
         cp_method=config.mesh.cp_method,
         spikes=config.spikes.spec,
         replicate_every=config.elastic.replicate_every,
+        notice=config.elastic.notice,
+        lora=config.lora.spec,
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.units or (1,) * program.stages, layers),
         fp8=fp8_spec(config, model),

@@ -37,7 +37,7 @@ class Rank:
         self.fake, self.bundle, self.node = fake, bundle, fake.nodes[bundle]
         self.number, self.pid, self.generation, self.version = -1, 10_000_000 + len(fake.ranks), 0, -1
         self.is_alive, self.hangs, self.ready, self.copied, self.copied_to_peers = True, False, False, -1, -1
-        self.leaving = ""  # why it is about to end
+        self.leaving = self.node_leaving = ""  # why it, or its node, is about to end
         self.results: list[StepResult] = []
         self.open: list[StepResult] = []
         self.held: dict[tuple[CopyKey, int], bool] = {}  # parts, and whether they count
@@ -46,7 +46,7 @@ class Rank:
         return WorkerPlace(self.node, f"10.0.0.{self.node[-1]}", -1, self.pid, f"/nowhere/{self.pid}")
 
     def status(self) -> Status:
-        return Status(self.generation, self.version, "", 0.0, leaving=self.leaving)
+        return Status(self.generation, self.version, "", 0.0, leaving=self.leaving, node_leaving=self.node_leaving)
 
     def clock(self) -> float:
         return self.fake.now

@@ -83,6 +83,7 @@ class FakeRay:
         patch.setattr(groups, "release", lambda group: None)
         patch.setattr(regroup, "living_bundles", lambda group: self.living_bundles())
         patch.setattr(recovery, "draining", lambda: self.draining)
+        patch.setattr(recovery, "drain", self._drain)
 
     def members(self) -> list[Rank]:
         assert self.group is not None
@@ -134,6 +135,10 @@ class FakeRay:
 
     def is_broken(self, generation: int) -> bool:
         return self._broken[0] == generation
+
+    def _drain(self, node: str, seconds: float, reason: str) -> bool:
+        self.draining = {node: int(1000 * (self.now + seconds))}
+        return True
 
     def _options(self, *, scheduling_strategy: int, **_: Any) -> Any:
         def remote(label: str, runner: str) -> Actor:

@@ -180,3 +180,23 @@ def test_ranks_that_receive_sigterm_hand_their_state_over_and_no_step_is_lost(
         (rank, "terminated", "notice") for rank in ranks
     }
     assert len(run.events("checkpoint")) == len(checkpoints)
+
+
+def test_a_node_whose_end_a_file_announces_is_drained_and_left_five_seconds_before(start: StartRun) -> None:
+    run = start(*LINE, "run.steps=300", "elastic.notice_seconds=30")
+    run.group.restore(Start())
+    announced, left = [], []
+
+    def on_call(rank: Rank, method: str) -> None:
+        if method == "run" and rank.node == "node1" and rank.version > 6 and not announced:
+            rank.node_leaving = "/notice announces the end of its node"
+            announced.append(run.fake.now)
+        elif method == "fence" and not left:
+            left.append(run.fake.now)
+            run.fake.draining = {}  # another node has taken its place
+
+    run.fake.on_call = on_call
+    assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == 300
+    (notice,), (recovered,) = run.events("notice"), run.events("recovered")
+    assert notice["drains"] and (recovered["how"], recovered["steps_replayed"]) == ("copies", 0)
+    assert 25 <= left[0] - announced[0] <= 31
