@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
-from worker_processes import WorkerProcess, call_all
+import torch
+from worker_processes import (
+    WorkerProcess,
+    call_all,
+    losses_and_state,
+    start_generation,
+    start_run,
+    uninterrupted,
+)
 
 from pentad.orchestrator.cluster.copies import holders_of, newest_copy
+from pentad.schedules.spec.plan import Plan
 from pentad.workers.replication.parts import CopyKey
 from pentad.workers.replication.source import CopySource
 from pentad.workers.replication.transfer import TOKEN_BYTES
@@ -50,3 +60,58 @@ class Copies:
         living = [rank for rank in range(len(self.ranks)) if rank not in lost]
         held = {self.addresses[rank]: self.ranks[rank].answer(self.ranks[rank].call_now("held")) for rank in living}
         return newest_copy(held, TOKEN)
+
+
+def lose(ranks: list[WorkerProcess], *lost: int) -> None:
+    """Kills ranks, ends the generation on the others, and starts new processes."""
+    for rank in lost:
+        ranks[rank].signal(signal.SIGKILL)
+    living = [worker for rank, worker in enumerate(ranks) if rank not in lost]
+    for method in ("fence", "abort"):
+        for worker, number in [(worker, worker.call_now(method)) for worker in living]:
+            worker.answer(number)
+    for worker, number in [(worker, worker.call("leave")) for worker in living]:
+        worker.answer(number)
+
+
+def replaced(ranks: list[WorkerProcess], plan: Plan, copies: Copies, generation: int, *lost: int) -> int:
+    """Replaces lost ranks and restores the newest copy that the others hold; returns its step."""
+    source = copies.newest(set(lost))
+    assert source is not None, "no copy is complete"
+    for rank in lost:
+        ranks[rank].stop()
+        ranks[rank] = WorkerProcess()
+    copies.replace(*lost)
+    start_generation(ranks, plan, generation)
+    call_all(ranks, "restore_copy", source)
+    return source.key.step
+
+
+def assert_ends_the_same(ranks: list[WorkerProcess], expected: tuple[dict, dict], first: int, steps: int) -> None:
+    losses, state = losses_and_state(ranks, call_all(ranks, "run", first, steps - first), first)
+    call_all(ranks, "close")
+    assert losses == {step: its for step, its in expected[0].items() if step >= first}
+    assert state.keys() == expected[1].keys()
+    assert all(torch.equal(state[name], value) for name, value in expected[1].items())
+
+
+def assert_recovers_from_a_copy(
+    ranks: list[WorkerProcess], plan: Plan, nodes: str, copied: int, steps: int, *lost: int
+) -> None:
+    """The copy of `copied` steps is made while three more run, the last of which is open when ranks are lost; the run
+    ends with the bits of one without a fault."""
+    expected = uninterrupted(ranks, plan, steps)
+    start_run(ranks, plan)
+    copies = Copies(ranks, nodes)
+    asked = [worker.call("run", 0, copied, True) for worker in ranks]
+    sent = copies.submit(1, copied)
+    asked += [worker.call("run", copied, 3, True) for worker in ranks]
+    for worker, number in sent:
+        assert worker.answer(number).bytes > 0
+    for worker in ranks:
+        worker.answer(worker.call_now("commit", copies.key(1, copied)))
+    for worker, number in zip(ranks * 2, asked, strict=True):
+        worker.answer(number)
+    lose(ranks, *lost)
+    assert replaced(ranks, plan, copies, 2, *lost) == copied
+    assert_ends_the_same(ranks, expected, copied, steps)

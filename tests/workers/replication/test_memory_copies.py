@@ -3,7 +3,6 @@ ranks, to the bits of a run without a fault."""
 
 from __future__ import annotations
 
-import signal
 from collections import ChainMap
 from dataclasses import replace
 from typing import Any
@@ -11,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 from fleet import assemble
-from memory_copies import Copies
+from memory_copies import Copies, assert_ends_the_same, assert_recovers_from_a_copy, lose, replaced
 from plans import plan_of
 from small_models import MOE
 from worker_processes import (
-    WorkerProcess,
     call_all,
-    losses_and_state,
     ranks_of,
     start_generation,
     start_run,
@@ -53,39 +50,6 @@ def plan_for(case: str, corpus: str) -> Plan:
     return replace(plan_of(name, dp, pp, m, corpus, "float32", **more), replicate_every=2)
 
 
-def lose(ranks: list[WorkerProcess], *lost: int) -> None:
-    """Kills ranks, ends the generation on the others, and starts new processes."""
-    for rank in lost:
-        ranks[rank].signal(signal.SIGKILL)
-    living = [worker for rank, worker in enumerate(ranks) if rank not in lost]
-    for method in ("fence", "abort"):
-        for worker, number in [(worker, worker.call_now(method)) for worker in living]:
-            worker.answer(number)
-    for worker, number in [(worker, worker.call("leave")) for worker in living]:
-        worker.answer(number)
-
-
-def replaced(ranks: list[WorkerProcess], plan: Plan, copies: Copies, generation: int, *lost: int) -> int:
-    """Replaces lost ranks and restores the newest copy that the others hold; returns its step."""
-    source = copies.newest(set(lost))
-    assert source is not None, "no copy is complete"
-    for rank in lost:
-        ranks[rank].stop()
-        ranks[rank] = WorkerProcess()
-    copies.replace(*lost)
-    start_generation(ranks, plan, generation)
-    call_all(ranks, "restore_copy", source)
-    return source.key.step
-
-
-def assert_ends_the_same(ranks: list[WorkerProcess], expected: tuple[dict, dict], first: int) -> None:
-    losses, state = losses_and_state(ranks, call_all(ranks, "run", first, STEPS - first), first)
-    call_all(ranks, "close")
-    assert losses == {step: its for step, its in expected[0].items() if step >= first}
-    assert state.keys() == expected[1].keys()
-    assert all(torch.equal(state[name], value) for name, value in expected[1].items())
-
-
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in DEFAULT else slow) for case in CASES])
 @pytest.mark.parametrize("lost", [(1,), pytest.param((0, 1), marks=slow)])
 def test_ranks_lost_without_a_checkpoint_are_replaced_from_their_holders_to_the_same_bits(workers, corpus, case, lost):
@@ -93,21 +57,7 @@ def test_ranks_lost_without_a_checkpoint_are_replaced_from_their_holders_to_the_
     node."""
     plan = plan_for(case, corpus)
     with ranks_of(workers, plan.mesh.size) as ranks:
-        expected = uninterrupted(ranks, plan, STEPS)
-        start_run(ranks, plan)
-        copies = Copies(ranks, "AABB")
-        asked = [worker.call("run", 0, COPIED, True) for worker in ranks]
-        sent = copies.submit(1, COPIED)
-        asked += [worker.call("run", COPIED, 3, True) for worker in ranks]
-        for worker, number in sent:
-            assert worker.answer(number).bytes > 0
-        for worker in ranks:
-            worker.answer(worker.call_now("commit", copies.key(1, COPIED)))
-        for worker, number in zip(ranks * 2, asked, strict=True):
-            worker.answer(number)
-        lose(ranks, *lost)
-        assert replaced(ranks, plan, copies, 2, *lost) == COPIED
-        assert_ends_the_same(ranks, expected, COPIED)
+        assert_recovers_from_a_copy(ranks, plan, "AABB", COPIED, STEPS, *lost)
 
 
 @slow
@@ -135,7 +85,7 @@ def test_a_rank_lost_while_a_copy_is_made_leaves_the_one_before(workers, corpus,
                     worker.answer(number)
         assert replaced(ranks, plan, copies, 2, 2) == 2
         copies.make(2, 2)
-        assert_ends_the_same(ranks, expected, 2)
+        assert_ends_the_same(ranks, expected, 2, STEPS)
 
 
 @slow
