@@ -67,10 +67,10 @@ class GroupCopies:
             refs[rank] = actor.replicate.remote(group.generation, key, address, self.token)
         return refs
 
-    def commit(self, step: int) -> None:
-        """Second phase: all parts are in place. Waits for no answer: a rank that does not hear of it keeps more."""
-        for actor in self.group.actors:
-            actor.commit_copy.remote(self.key(step))
+    def commit(self, step: int) -> Refs:
+        """Second phase: all parts are in place. Until all ranks have answered, no other copy may be made: one that has
+        not heard of it would drop what counts."""
+        return {rank: actor.commit_copy.remote(self.key(step)) for rank, actor in enumerate(self.group.actors)}
 
     def forget(self) -> None:
         """No copy counts any more: the run goes back to before their steps, and does others."""

@@ -10,6 +10,8 @@ from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.group import Refs, Tick
 from pentad.orchestrator.monitoring.event_bus import EventBus
 
+COMMIT_SECONDS = 5.0  # for the answers to a commit
+
 
 class Transfer(NamedTuple):
     """A copy of the state after `step` steps that all ranks are making."""
@@ -28,6 +30,7 @@ class Replication:
         self.attempted = -1  # steps in the newest copy submitted
         self.copied = -1  # and in the one that counts
         self.making: Transfer | None = None
+        self.committing: Refs = {}  # the answers to the newest commit
 
     def begin_generation(self) -> None:
         if self.every:
@@ -42,13 +45,18 @@ class Replication:
         could not be made, or if the ranks that are `leaving` take both copies of a part with them."""
         if not self.every or any(self.copies.holders[rank] in leaving for rank in leaving):
             return False
-        return self.attempted < step or self.making is not None or self.copied == step
+        return self.making is not None or self.copied == step or self.attempted < step
 
     def submit(self, step: int, *, required: bool = False) -> None:
         """Has a copy made after `step` steps, if one is due, or `required`."""
         if not self.every or self.making is not None or step <= self.attempted:
             return
         if required or self.attempted < 0 or step // self.every > self.attempted // self.every:
+            group = self.copies.group
+            if required:
+                group.gather(self.committing, COMMIT_SECONDS)
+            if self.committing and not group.is_ready(self.committing):
+                return
             self.attempted = step
             self.making = Transfer(self.copies.submit(step), step, time.monotonic())
 
@@ -67,7 +75,7 @@ class Replication:
             self.bus.record("copies failed", **facts, error=problem)
             self.bus.display.note(f"no copy of step {making.step} in memory, training continues: {problem}")
             return
-        self.copies.commit(making.step)
+        self.committing = self.copies.commit(making.step)
         if self.copied < 0:
             seconds = round(time.monotonic() - making.began, 3)
             size, near = sum(answer.bytes for answer in answers), self.copies.num_on_the_same_node

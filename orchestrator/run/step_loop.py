@@ -199,7 +199,9 @@ class StepLoop:
     def _hands_over(self, step: int) -> bool:
         """Whether this generation ends and the next one gets its state by a copy in memory."""
         is_last = self.requests.stopping or step == self.config.run.steps
-        return self.leaving is not None and not is_last and self.replication.hands_over(step, self.leaving)
+        if self.leaving is None or is_last or self.spikes.spike is not None:
+            return False
+        return self.replication.hands_over(step, self.leaving)
 
     def _save(self, step: int) -> None:
         """Has the ranks copy their state once they are that far, and write it while they train on."""

@@ -62,10 +62,15 @@ class HostCopies:
 
     def put(self, key: CopyKey, owner: int, part: Part) -> None:
         """Adds a part, in place of those of this rank that are of no committed copy."""
+        self.discard(owner)
         with self.lock:
-            for other in [each for each in self.parts if each[1] == owner and each[0] != self.committed]:
-                self._drop(other)
             self.parts[key, owner] = part
+
+    def discard(self, owner: int) -> None:
+        """Drops parts of this rank that are of no committed copy."""
+        with self.lock:
+            for each in [each for each in self.parts if each[1] == owner and each[0] != self.committed]:
+                self._drop(each)
 
     def commit(self, key: CopyKey) -> None:
         """The copy is complete: no other one is needed."""

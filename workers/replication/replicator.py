@@ -54,7 +54,11 @@ class Replicator:
 
         Raises PentadError if the holder does not take it, and what `check` raises.
         """
-        files, snapshot_seconds = self.snapshots.take(key.step, check)
+        try:
+            files, snapshot_seconds = self.snapshots.take(key.step, check)
+        except PentadError:
+            self.snapshots.release()  # the next one may succeed
+            raise
         index, memory = layout(files), self.snapshots.detach()
         data = memory.buffer.numpy()
         self.copies.put(key, self.rank, Part(index, data, memory, self.copies.own_spare.append))
@@ -67,7 +71,8 @@ class Replicator:
 
     def _free_memory(self, size: int) -> HostMemory:
         spare = self.copies.own_spare
+        self.copies.discard(self.rank)  # a part that was not sent
         while spare:
             if (memory := spare.pop()).buffer.numel() == size:
                 return memory
-        return HostMemory(size, self.snapshots.device)  # of an earlier generation that ended before it was sent
+        return HostMemory(size, self.snapshots.device)  # a generation that ended early has taken one with it

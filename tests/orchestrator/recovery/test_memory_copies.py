@@ -200,3 +200,36 @@ def test_a_node_whose_end_a_file_announces_is_drained_and_left_five_seconds_befo
     (notice,), (recovered,) = run.events("notice"), run.events("recovered")
     assert notice["drains"] and (recovered["how"], recovered["steps_replayed"]) == ("copies", 0)
     assert 25 <= left[0] - announced[0] <= 31
+
+
+def test_no_copy_is_made_before_all_ranks_know_that_the_one_before_counts(start: StartRun) -> None:
+    """A rank that does not would drop what counts, to make room."""
+    run = start(*LINE, "run.steps=60")
+    run.group.restore(Start())
+    committed: dict[int, set[int]] = {}
+
+    def on_call(rank: Rank, method: str) -> None:
+        if (method, rank.number) == ("copy", 0):
+            before = [key.step for key, _ in rank.held]
+            assert all(len(committed[step]) == 4 for step in before)
+        elif method == "commit_copy":
+            committed.setdefault(max(key.step for key, _ in rank.held), set()).add(rank.number)
+
+    run.fake.on_call = on_call
+    assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == 60
+    assert len(committed) > 5
+
+
+def test_a_failed_transfer_is_a_note_and_the_next_one_counts(start: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start(*LINE, "run.steps=30")
+    run.group.restore(Start())
+    replicate = Rank.replicate
+
+    def refused(rank: Rank, generation: int, key: CopyKey, *more: object) -> object:
+        return "no room" if (key.step, rank.number) == (3, 2) else replicate(rank, generation, key, *more)
+
+    monkeypatch.setattr(Rank, "replicate", refused)
+    run.fake.faults = {14: (1,)}
+    assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == 30
+    assert [(row["step"], row["error"]) for row in run.events("copies failed")] == [(3, "no room")]
+    assert [(row["how"], row["step"]) for row in run.events("recovered")] == [("copies", 9)]
