@@ -174,7 +174,7 @@ def draft(
         spikes=config.spikes.spec,
         replicate_every=config.elastic.replicate_every,
         notice=config.elastic.notice,
-        lora=config.lora.spec,
+        lora=config.lora_spec,
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.units or (1,) * program.stages, layers),
         fp8=fp8_spec(config, model),
