@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
@@ -12,6 +13,8 @@ from ray.util.placement_group import PlacementGroup
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Coordinates, Mesh
+
+PREEMPTION = 2  # of the reasons to drain a node, the one that does not wait for it to be idle
 
 
 class Place(NamedTuple):
@@ -96,6 +99,16 @@ def draining() -> dict[str, int]:
         return dict(ray._private.state.state.get_draining_nodes())
     except Exception:  # private to Ray: without it there is no notice
         return {}
+
+
+def drain(node: str, seconds: float, reason: str) -> bool:
+    """Has Ray place nothing more on a node that ends in so many seconds; returns whether it accepts that."""
+    try:
+        client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+        accepted, _ = client.drain_node(node, PREEMPTION, reason, int((time.time() + seconds) * 1000))
+    except Exception:  # private to Ray
+        return False
+    return bool(accepted)
 
 
 def hosts(group: PlacementGroup) -> int:

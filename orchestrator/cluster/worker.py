@@ -2,7 +2,7 @@
 
 Every call that changes a rank carries its generation number; a call of an earlier generation is refused. Calls of the
 runner share one thread, because a CUDA device is chosen per thread; a second group of threads answers while that one is
-stuck in a collective, and a third one writes checkpoints beside training.
+stuck in a collective, a third one writes checkpoints beside training, and a fourth one sends copies to other ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
+from pentad.orchestrator.cluster.notice import Notice
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Action
 from pentad.schedules.spec.plan import Plan
@@ -27,9 +28,14 @@ from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.retention import delete_older
 from pentad.workers.checkpoint.storage import access_problem
+from pentad.workers.replication.parts import CopyKey, HeldPart, HostCopies
+from pentad.workers.replication.transfer import CopyServer
 from pentad.workers.runtime.progress_file import Progress, read_progress
 from pentad.workers.runtime.results import RankSnapshot, WrittenShards
 from pentad.workers.runtime.telemetry import GpuState, read_gpu
+
+if TYPE_CHECKING:  # imports torch, which the driver does without
+    from pentad.workers.replication.replicator import SentPart
 
 Streams = tuple[tuple[Action, ...], ...]  # of a rank, by program of the plan
 GPU_SECONDS = 5.0  # between two readings of a GPU
@@ -49,7 +55,8 @@ class WorkerPlace(NamedTuple):
 class Status(NamedTuple):
     """What a rank is doing: `counter` is the index in its stream, -1 between steps, `instruction` that instruction's
     text, '' between steps, and `age` the seconds since it began. `gpu` is a recent reading of its GPU. The stream is
-    that of `program` of the plan's programs; in an evaluation `counter` counts the actions of all rounds."""
+    that of `program` of the plan's programs; in an evaluation `counter` counts the actions of all rounds. `leaving` is
+    the notice that its process is about to end, `node_leaving` the one that its node is; '' without one."""
 
     generation: int
     step: int
@@ -58,6 +65,8 @@ class Status(NamedTuple):
     counter: int = -1
     gpu: GpuState | None = None
     program: int = 0
+    leaving: str = ""
+    node_leaving: str = ""
 
 
 class StaleGeneration(Exception):
@@ -69,6 +78,7 @@ class Worker:
 
     def __init__(self, label: str, runner: str) -> None:
         self.label, self.runner_class = label, runner
+        self.notice = Notice()
         # torch takes a second to import: meanwhile the driver collects where the workers are.
         threading.Thread(target=self._preload, daemon=True).start()
         session = ray._private.worker.global_worker.node.get_session_dir_path()
@@ -77,6 +87,8 @@ class Worker:
         self.gpu, self.gpu_read = -1, 0.0
         self.gpu_state: GpuState | None = None
         self.runner: Any = None
+        self.copies = HostCopies()
+        self.copy_server: CopyServer | None = None
         self.progress_file = Path(session) / f"pentad-progress-{os.getpid()}"
 
     def __repr__(self) -> str:
@@ -92,17 +104,20 @@ class Worker:
         kind = pkgutil.resolve_name(self.runner_class)
         gpu = _visible_index() if plan.device == "cuda" else 0
         self.gpu = next((int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdecimal()), -1)
-        runner = kind(plan, rank, self.progress_file, generation, gpu, self.runner if keep else None, blank=keep)
+        previous = self.runner if keep else None
+        runner = kind(plan, rank, self.progress_file, generation, gpu, previous, blank=keep, copies=self.copies)
         with self.changing:
             if generation < self.generation:
                 raise StaleGeneration(f"generation {generation} is over")
             self.generation, self.runner = generation, runner
             self.streams = streams_of(plan, rank)
+        self.notice.watch(plan.notice)
         return _device_name(gpu) if plan.device == "cuda" else ""
 
     @ray.method(concurrency_group="train")
     def call(self, generation: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of the runner: serve, connect, restore, receive, advance, run, evaluate, snapshot or save."""
+        """Calls a method of the runner: serve, connect, restore, restore_copy, receive, advance, run, evaluate,
+        snapshot, copy or save."""
         if generation != self.generation:
             raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
         return getattr(self.runner, method)(*arguments)
@@ -168,10 +183,44 @@ class Worker:
         delete_older(path.parent, keep, pinned)
         checkpoint.read_manifest(path)  # raises if it was damaged when it was read again
 
+    @ray.method(concurrency_group="control")
+    def serve_copies(self, host: str, token: bytes) -> str:
+        """Accepts and gives out copies of ranks' states, at 'HOST:PORT'."""
+        if self.copy_server is None:
+            self.copy_server = CopyServer(self.copies, host, token)
+        return self.copy_server.address
+
+    @ray.method(concurrency_group="copies")
+    def replicate(self, generation: int, key: CopyKey, address: str, token: bytes) -> SentPart | str:
+        """Stores the snapshot of this rank's part here and in the process at `address`, beside training. Returns why
+        not if that process does not take it, which ends nothing."""
+        if generation != self.generation:
+            raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
+        try:
+            return self.runner.replicate(key, address, token)
+        except PentadError as error:
+            return str(error)
+
+    @ray.method(concurrency_group="control")
+    def commit_copy(self, key: CopyKey) -> None:
+        """All parts of a copy are in place."""
+        self.copies.commit(key)
+
+    @ray.method(concurrency_group="control")
+    def forget_copies(self) -> None:
+        self.copies.forget()
+
+    @ray.method(concurrency_group="control")
+    def held_copies(self) -> tuple[str, list[HeldPart]]:
+        """What this process holds, and where it gives that out; nothing is there if it does not."""
+        return self.copy_server.address if self.copy_server else "", self.copies.held()
+
     @ray.method(concurrency_group="train")
     def close(self) -> None:
         if self.runner is not None:
             self.runner.close()
+        if self.copy_server is not None:
+            self.copy_server.close()
         self.progress_file.unlink(missing_ok=True)
 
     @ray.method(concurrency_group="control")
@@ -189,10 +238,12 @@ class Worker:
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
         """Without a generation until `start` has created the runner."""
+        leaving, of_node = self.notice.text, self.notice.of_node
         if self.runner is None or not self.progress_file.exists():
-            return Status(self.generation, -1, "", 0.0)
+            return Status(self.generation, -1, "", 0.0, leaving=leaving, node_leaving=of_node)
         state = self.runner.position() or read_progress(self.progress_file)
-        return status_of(state, self.streams)._replace(gpu=self._telemetry())
+        found = status_of(state, self.streams)
+        return found._replace(gpu=self._telemetry(), leaving=leaving, node_leaving=of_node)
 
     @ray.method(concurrency_group="control")
     def clock(self) -> float:
@@ -224,7 +275,7 @@ Actor = ray.remote(
     num_cpus=1,
     max_restarts=0,
     max_task_retries=0,
-    concurrency_groups={"train": 1, "control": 2, "checkpoint": 1},
+    concurrency_groups={"train": 1, "control": 2, "checkpoint": 1, "copies": 1},
 )(Worker)
 
 

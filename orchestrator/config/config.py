@@ -141,6 +141,10 @@ class RunConfig(sections.Section):
         yield from self._lora_rules()
         if self.spikes.policy == "rollback" and not self.checkpoint.every:
             yield Broken("checkpoint.every", "at least 1 for spikes.policy = rollback, which goes back to such a step")
+        if self.elastic.replicate_every and self.mesh.size == 1:
+            yield Broken("elastic.replicate_every", "0 with a single rank, whose state no other rank can hold")
+        if self.elastic.replicate_every and self.memory.optimizer == "host":
+            yield Broken("elastic.replicate_every", "0 with memory.optimizer = host")
         if self.schedule.name == AUTO and self.memory.recompute_stages:
             found = f"{self.memory.recompute_stages}, but schedule.name auto places them"
             yield Broken("memory.recompute_stages", "null", found)

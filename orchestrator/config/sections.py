@@ -347,6 +347,16 @@ class ElasticSection(Section):
     """wait for a replacement before the mesh shrinks or the run ends"""
     hang_seconds: PositiveFloat = 10.0
     """shortest time without progress after which a rank counts as hung"""
+    replicate_every: NonNegativeInt = 0
+    """steps between copies of each rank's state in the memory of a rank of another node; 0: none"""
+    notice: Text | None = None
+    """file that appears on a node, or URL that answers with 200 there, when the node is about to end; null: none"""
+    notice_seconds: PositiveFloat = 30.0
+    """from that notice to the end of the node"""
+
+    def rules(self) -> Iterator[Broken | str]:
+        if self.notice is not None and not self.notice.startswith(("/", "http://", "https://")):
+            yield Broken("notice", "an absolute path, or a URL that begins with http:// or https://")
 
 
 class MetricsSection(Section):

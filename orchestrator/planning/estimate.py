@@ -28,7 +28,7 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.tensors import active_parameters, fp8_matrices
 from pentad.schedules.spec.zero_layout import inbox_elements, num_muon_elements
 
-ON_HOST = ("host", "snapshot", "host_optimizer")  # kinds of memory that no GPU has
+ON_HOST = ("host", "snapshot", "host_optimizer", "copies")  # kinds of memory that no GPU has
 CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 
 
@@ -130,8 +130,9 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
     'parameters' are in the dtype of compute; 'master' is 0 if those are the master weights themselves. With ZeRO,
     'parameters', 'master', 'gradients' and 'optimizer' count shards and gather buffers. 'activations' include
     workspaces, and those of Muon. 'tables' are tokens, rotary tables and cuBLAS's workspace. ON_HOST are not part of
-    'total': 'host' is offloaded, 'snapshot' a copy of the rank's part of a checkpoint, and 'host_optimizer' the master
-    weights and optimizer state that live there; 'optimizer' is then the memory through which they pass.
+    'total': 'host' is offloaded, 'snapshot' a copy of the rank's part of a checkpoint, 'host_optimizer' the master
+    weights and optimizer state that live there ('optimizer' is then the memory through which they pass), and 'copies'
+    are those parts of this rank and of another one, each of two steps (elastic.replicate_every).
     """
     pp = plan.mesh.coordinates(rank).pp
     compute, wide = BYTES[plan.dtype], wide_bytes(plan.dtype)
@@ -165,8 +166,8 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
         + inbox_elements(plan, rank) * wide,
         "tables": _tables(plan, rank),
     }
-    total = {"total": sum(found.values())}
-    return found | total | {"host": host, "snapshot": snapshot_bytes(plan, rank), "host_optimizer": on_host}
+    kinds = (host, snapshot_bytes(plan, rank), on_host, copies_bytes(plan, rank))
+    return {**found, "total": sum(found.values()), **dict(zip(ON_HOST, kinds, strict=True))}
 
 
 def fp8_weights(plan: Plan, rank: int, share: float) -> int:
@@ -212,6 +213,15 @@ def snapshot_bytes(plan: Plan, rank: int) -> int:
         // (plan.num_holders(shard) if plan.num_zero_shards(shard) == 1 else 1)
         for shard in plan.param_shards_of(rank)
     )
+
+
+def copies_bytes(plan: Plan, rank: int) -> int:
+    """Of a rank's own part of the state and of the largest that it may hold for another rank: each of the copy that
+    counts, and of the one that is made."""
+    if not plan.replicate_every:
+        return 0
+    first_ranks = (plan.mesh.move(0, pp=pp) for pp in range(plan.mesh.pp))
+    return 2 * (snapshot_bytes(plan, rank) + max(snapshot_bytes(plan, each) for each in first_ranks))
 
 
 def _with_muon(plan: Plan, rank: int, activations: int) -> int:

@@ -133,12 +133,13 @@ def require_host(config: RunConfig, plan: Plan) -> None:
     needed = host.ranks(plan) * sum(fullest[kind] for kind in ON_HOST)
     if needed <= host.bytes:
         return
-    names = {"host": "activations", "snapshot": "a checkpoint's copy", "host_optimizer": "optimizer state"}
-    parts = ", ".join(f"{format_bytes(fullest[kind])} of {names[kind]}" for kind in ON_HOST if fullest[kind])
-    key = (
-        f"memory.offload_fraction is {config.memory.offload_fraction}"
-        if fullest["host"]
-        else (f"memory.optimizer is {config.memory.optimizer}")
-    )
+    names = {
+        "host": ("activations", f"memory.offload_fraction is {config.memory.offload_fraction}"),
+        "host_optimizer": ("optimizer state", f"memory.optimizer is {config.memory.optimizer}"),
+        "copies": ("copies of state", f"elastic.replicate_every is {config.elastic.replicate_every}"),
+        "snapshot": ("a checkpoint's copy", f"checkpoint.every is {config.checkpoint.every}"),
+    }
+    parts = ", ".join(f"{format_bytes(fullest[kind])} of {names[kind][0]}" for kind in ON_HOST if fullest[kind])
+    key = next(key for kind, (_, key) in names.items() if fullest[kind])
     found = f"{key}, with which {host.ranks(plan)} ranks of a host keep {format_bytes(needed)} there ({parts} each)"
     raise PentadError(f"{found}: expected at most {format_bytes(int(host.bytes))}, {host.where}")

@@ -194,6 +194,8 @@ def draft(
         zero=zero,
         cp_method=config.mesh.cp_method,
         spikes=config.spikes.spec,
+        replicate_every=config.elastic.replicate_every,
+        notice=config.elastic.notice,
         lora=config.lora_spec,
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.units or (1,) * program.stages, layers),

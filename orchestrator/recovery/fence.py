@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from pentad.orchestrator.cluster.faults import WorkerError
-from pentad.orchestrator.cluster.group import WorkerGroup
+from pentad.orchestrator.cluster.group import Member, WorkerGroup
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.runtime.results import RankSnapshot, StepResult
 
@@ -118,6 +118,16 @@ def kill(group: WorkerGroup, ranks: Iterable[int]) -> None:
         else:
             for neighbour in [other for other in group.neighbours(rank) if other not in lost][:1]:
                 group.actors[neighbour].kill.remote(place.pid)
+
+
+def end_processes(members: Iterable[Member]) -> None:
+    """Ends living ranks that are not needed any more."""
+    this_node = ray.get_runtime_context().get_node_id()
+    for actor, place in members:
+        with suppress(Exception):
+            ray.kill(actor)
+        if place.node == this_node:
+            Path(place.progress_file).unlink(missing_ok=True)
 
 
 def _call_living(

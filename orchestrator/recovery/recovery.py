@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
+from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
-from pentad.orchestrator.cluster.placement import draining
+from pentad.orchestrator.cluster.placement import drain, draining
+from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
@@ -18,9 +21,12 @@ from pentad.workers.checkpoint.checkpoint import Start
 ATTEMPTS = 5  # faults during one recovery
 MAX_FAULTS_WITHOUT_PROGRESS = 3
 CHECK_SECONDS = 2.0  # between two checks for draining nodes and for room to grow
-NOTICE_SECONDS = 15.0  # a draining node is left so long before its end; until then its ranks train
+# A draining node is left so long before its end, which is enough for a checkpoint, or for a copy in memory; until then
+# its ranks train.
+LEAVE_SECONDS, LEAVE_SECONDS_BY_COPY = 15.0, 5.0
 DONE = {
     "repair": "repaired",
+    "copies": "repaired from copies in memory",
     "checkpoint": "repaired from a checkpoint",
     "shrink": "shrunk",
     "grow": "grown back",
@@ -32,13 +38,21 @@ class Recovery:
     continues from step `version` of it."""
 
     def __init__(
-        self, config: RunConfig, group: WorkerGroup, bus: EventBus, requests: ControlRequests, start: Start
+        self,
+        config: RunConfig,
+        group: WorkerGroup,
+        bus: EventBus,
+        requests: ControlRequests,
+        start: Start,
+        copies: GroupCopies,
     ) -> None:
         self.elastic, self.group, self.bus = config.elastic, group, bus
-        self.ranks = Regroup(config, group, bus, requests, start)
+        self.ranks = Regroup(config, group, bus, requests, start, copies)
         self.faults = self.faults_without_progress = 0
         self.furthest, self.checked = -1, time.monotonic()
-        self.leaving: tuple[int, ...] = ()  # ranks on draining nodes
+        self.leaving: tuple[int, ...] = ()  # ranks that are about to end
+        self.announced: set[str] = set()  # nodes whose end has been announced
+        self.fault = self.reason = ""  # why, as the journal has it, and in words
         self.drain_seconds = 0.0  # until those nodes are gone: Ray moves their bundles no earlier
 
     def recover(self, fault: WorkerError, done: int) -> RecoveryState:
@@ -55,29 +69,49 @@ class Recovery:
         return self._attempt(fault, done)
 
     def regroup(self, done: int) -> RecoveryState:
-        """At a step boundary, with its checkpoint committed: leaves draining nodes, or grows back to the full mesh."""
+        """At a step boundary, of which there is a checkpoint or a copy in memory: replaces ranks that are about to end,
+        or grows back to the full mesh."""
         if not self.leaving:
             return self._attempt(None, done)
-        text = f"the node of {', '.join(map(self.group.label, self.leaving))} is draining"
-        fault = WorkerError(text, self.leaving[0], "", self.leaving, "drain", "notice")
+        text = f"{', '.join(map(self.group.label, self.leaving))} {self.reason}"
+        fault = WorkerError(text, self.leaving[0], "", self.leaving, self.fault, "notice")
         self.leaving = ()
         self.faults -= 1  # not a failure: it was announced
         return self.recover(fault, done)
 
-    def should_regroup(self) -> bool:
-        """Whether a node with ranks is draining, or a shrunk mesh has room to grow back."""
+    def should_regroup(self, statuses: Mapping[int, Status]) -> tuple[int, ...] | None:
+        """The ranks that are about to end, by their status or because their node is draining; none of them if a shrunk
+        mesh has room to grow back; None if all may stay as it is."""
         now = time.monotonic()
+        if told := [rank for rank, status in statuses.items() if status.leaving]:
+            self.leaving, self.drain_seconds = tuple(told), 0.0
+            self.fault, self.reason = "terminated", statuses[told[0]].leaving
+            return self.leaving
         if now < self.checked + CHECK_SECONDS:
-            return False
+            return None
         self.checked = now
+        self._drain_announced(statuses)
+        before = LEAVE_SECONDS_BY_COPY if self.elastic.replicate_every else LEAVE_SECONDS
         left = {node: deadline / 1000 - time.time() for node, deadline in draining().items() if deadline}
         leaving = {
-            rank: left[at.node]
-            for rank, at in enumerate(self.group.places)
-            if left.get(at.node, NOTICE_SECONDS) < NOTICE_SECONDS
+            rank: left[at.node] for rank, at in enumerate(self.group.places) if left.get(at.node, before) < before
         }
         self.leaving, self.drain_seconds = tuple(leaving), max(0.0, *leaving.values(), 0.0)
-        return bool(leaving) or self.ranks.can_grow()
+        self.fault, self.reason = "drain", "is on a node that is draining"
+        return self.leaving if leaving or self.ranks.can_grow() else None
+
+    def _drain_announced(self, statuses: Mapping[int, Status]) -> None:
+        """Drains nodes whose end elastic.notice announces, once each."""
+        for rank, status in statuses.items():
+            node = self.group.places[rank].node
+            if not status.node_leaving or node in self.announced:
+                continue
+            self.announced.add(node)
+            accepted = drain(node, self.elastic.notice_seconds, status.node_leaving)
+            facts = {"generation": self.group.generation, "rank": rank, "node": node, "drains": accepted}
+            self.bus.record("notice", **facts, cause=status.node_leaving)
+            rest = "" if accepted else ", but Ray does not drain it: its loss is found when it happens"
+            self.bus.display.note(f"the node of {self.group.label(rank)} is about to end ({status.node_leaving}){rest}")
 
     def _attempt(self, fault: WorkerError | None, done: int) -> RecoveryState:
         """Recovers; a fault meanwhile adds to the lost ranks and starts over. Without a fault, the mesh grows."""

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import ray
 
-from pentad.orchestrator.cluster.group import Member, WorkerGroup
+from pentad.orchestrator.cluster.copies import GroupCopies
+from pentad.orchestrator.cluster.group import Member, Tick, WorkerGroup
 from pentad.orchestrator.cluster.placement import Place, living_bundles, order_places
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.planning.planning import shrunk_plan
-from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, is_complete, kill, sources
+from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, end_processes, is_complete, sources
 from pentad.orchestrator.recovery.hang_detection import check_answers
 from pentad.orchestrator.recovery.retention import pinned_checkpoints
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.checkpoint.checkpoint import Checkpoint, Start, fingerprint, has_manifest, recover
+from pentad.workers.checkpoint.checkpoint import (
+    Checkpoint,
+    Start,
+    Unreadable,
+    complete_folders,
+    fingerprint,
+    has_manifest,
+    recover,
+)
+from pentad.workers.replication.source import CopySource
 
 CREATE_SECONDS = 30.0
 RETRY_SECONDS = 0.2
@@ -27,10 +38,16 @@ class Regroup:
     """Of the ranks of one run. `group` changes only once all ranks that it will have are there."""
 
     def __init__(
-        self, config: RunConfig, group: WorkerGroup, bus: EventBus, requests: ControlRequests, start: Start
+        self,
+        config: RunConfig,
+        group: WorkerGroup,
+        bus: EventBus,
+        requests: ControlRequests,
+        start: Start,
+        copies: GroupCopies,
     ) -> None:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
-        self.full, self.start = group.plan, start
+        self.full, self.start, self.copies = group.plan, start, copies
 
     def can_grow(self) -> bool:
         """Whether the mesh has shrunk and there is room for the full one again."""
@@ -41,12 +58,18 @@ class Regroup:
         """Replaces the lost ranks, or shrinks the mesh if there is no room for them within `wait_seconds`; returns
         which, as the journal has it."""
         group, complete = self.group, is_complete(self.group.plan, state)
+        copy = None if complete else self._find_copy(state)
         with state.timed("place"):
             members = self._members(group.plan, group.bundles, state, wait_seconds)
         if members is None:
-            return self._shrink(state, complete)
-        self._start(group.plan, group.bundles, members, state, keep=complete)
-        return "repair" if complete else "checkpoint"
+            self._shrink(state, complete, copy)
+            return "shrink"
+        if complete:
+            self._start(group.plan, group.bundles, members, state)
+            self._receive(state)
+            return "repair"
+        self._start(group.plan, group.bundles, members, state, keep=False)
+        return self._restore(state, copy)
 
     def grow(self, state: RecoveryState) -> str:
         """Back to the full mesh, from the checkpoint of this step boundary; on the present one if a node has left
@@ -60,10 +83,12 @@ class Regroup:
             members = self._members(plan, bundles, state, self.config.elastic.wait_seconds)
         if members is None:
             return self.repair(state, 0.0)
+        copy = self._find_copy(state)
         self._start(plan, bundles, members, state, keep=False)
+        self._restore(state, copy)
         return "grow"
 
-    def _shrink(self, state: RecoveryState, complete: bool) -> str:
+    def _shrink(self, state: RecoveryState, complete: bool, copy: CopySource | None) -> None:
         """Lays a smaller mesh on the living ranks, from a checkpoint of the newest state if they hold all of it."""
         group, lost = self.group, state.lost
         living = [rank for rank in range(len(group.actors)) if rank not in lost]
@@ -80,11 +105,13 @@ class Regroup:
         with state.timed("state"):
             if complete:
                 self._save(state)
-            kill(group, living[plan.mesh.size :])
+        members = [(group.actors[rank], group.places[rank]) for rank in living]
         ranks = living[: plan.mesh.size]
-        members = [(group.actors[rank], group.places[rank]) for rank in ranks]
-        self._start(plan, [group.bundles[rank] for rank in ranks], members, state, keep=False)
-        return "shrink"
+        try:
+            self._start(plan, [group.bundles[rank] for rank in ranks], members[: len(ranks)], state, keep=False)
+            self._restore(state, copy)
+        finally:  # spare ranks hold parts of the copy until then
+            end_processes(members[len(ranks) :])
 
     def _members(self, plan: Plan, bundles: Sequence[int], state: RecoveryState, seconds: float) -> list[Member] | None:
         """The ranks of `plan`: in each bundle the living rank, else a new one on the node where the bundle is or to
@@ -113,10 +140,15 @@ class Regroup:
         time.sleep(RETRY_SECONDS)
 
     def _start(
-        self, plan: Plan, bundles: Sequence[int], members: Iterable[Member], state: RecoveryState, *, keep: bool
+        self,
+        plan: Plan,
+        bundles: Sequence[int],
+        members: Iterable[Member],
+        state: RecoveryState,
+        *,
+        keep: bool = True,
     ) -> None:
-        """Starts a generation of these ranks. With `keep` those that are current send the others their state; else all
-        restore the newest checkpoint, or what the run started from."""
+        """Starts a generation of these ranks, which `keep` what they hold if it is current."""
         group = self.group
         if plan is not group.plan:
             self.bus.folder.replan(plan)
@@ -124,18 +156,46 @@ class Regroup:
         state.lost.clear()
         with state.timed("connect"):
             group.start_generation(time.monotonic() + self.config.cluster.start_timeout_seconds, keep=keep)
-        with state.timed("state"):
-            if keep:
-                missing = sources(plan, state.current)
-                group.receive(missing, state.version, tick=check_answers(group, self.config.elastic.hang_seconds))
-            else:
-                self._restore(state)
 
-    def _restore(self, state: RecoveryState) -> None:
-        found = self._newest(restart=False)
-        start = Start(found.folder, found.step) if found else self.start
-        state.version = start.step
-        self.group.restore(start, tick=check_answers(self.group, self.config.elastic.hang_seconds))
+    def _receive(self, state: RecoveryState) -> None:
+        """Ranks that are current send the others their state."""
+        with state.timed("state"):
+            self.group.receive(sources(self.group.plan, state.current), state.version, tick=self._check_answers())
+
+    def _restore(self, state: RecoveryState, copy: CopySource | None) -> str:
+        """All ranks restore the newest state there is: this copy in memory, else a checkpoint, else what the run
+        started from. Returns which, as the journal has it."""
+        with state.timed("state"):
+            if copy is not None and copy.key.step >= self._newest_step():
+                state.version = copy.key.step
+                self.copies.restore(copy, tick=self._check_answers())
+                return "copies"
+            found = self._newest(restart=False)
+            start = Start(found.folder, found.step) if found else self.start
+            state.version = start.step
+            self.group.restore(start, tick=self._check_answers())
+            return "checkpoint"
+
+    def _find_copy(self, state: RecoveryState) -> CopySource | None:
+        """The newest copy in memory that the living ranks hold all of. Says so if there is none."""
+        every = self.config.elastic.replicate_every
+        if not every:
+            return None
+        found = self.copies.found(rank for rank in range(len(self.group.actors)) if rank not in state.lost)
+        if found is None:
+            text = "no copy of the state in memory is complete: a rank and the one that holds its part are both lost"
+            self.bus.record("copies lost", generation=self.group.generation, ranks=sorted(state.lost), cause=text)
+            self.bus.display.note(text)
+        return found
+
+    def _newest_step(self) -> int:
+        """Of the newest checkpoint, which may be damaged; -1 without one, or if it cannot be read now."""
+        with suppress(Unreadable):
+            return max(complete_folders(self.bus.folder.checkpoints), default=-1)
+        return -1
+
+    def _check_answers(self) -> Tick:
+        return check_answers(self.group, self.config.elastic.hang_seconds)
 
     def _newest(self, *, restart: bool) -> Checkpoint | None:
         found, refused = recover(self.bus.folder.checkpoints, restart=restart)

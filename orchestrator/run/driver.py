@@ -12,6 +12,7 @@ from ray.util.placement_group import PlacementGroup
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.cluster import Cluster
+from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.local_head import LocalHead
@@ -130,13 +131,14 @@ def _run_generations(
 ) -> int:
     """Runs steps from `start` on, one generation after another, until all are done or the run is stopped; returns how
     many are done."""
-    recovery, shown = Recovery(config, group, bus, requests, start), None
+    copies = GroupCopies(group)
+    recovery, shown = Recovery(config, group, bus, requests, start, copies), None
     first = saved = start.step
     if rollback_target(config, first) == 0 and first not in bus.folder.saved():
         saved = -1  # the initial weights are something to go back to as well
     saved_at = time.monotonic()
     while True:
-        steps = StepLoop(config, group, bus, requests, first, saved, saved_at, recovery.should_regroup)
+        steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup)
         bus.ranks_placed(group)
         if group.plan is not shown:
             shown = group.plan
@@ -161,6 +163,7 @@ def _run_generations(
         replayed = sorted(step for step in state.results if steps.done <= step < state.version)
         steps.add([list(state.results[step].values()) for step in replayed])
         if (spike := steps.spikes.spike) is not None and spike < state.version:
+            copies.forget()
             state.version = roll_back(config, group, bus, spike)
         if state.version < steps.done:
             bus.rewind(state.version)

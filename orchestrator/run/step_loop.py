@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import Refs, WorkerGroup
 from pentad.orchestrator.cluster.worker import Status
@@ -20,6 +21,7 @@ from pentad.orchestrator.recovery.hang_detection import HangDetector
 from pentad.orchestrator.recovery.retention import pinned_checkpoints
 from pentad.orchestrator.recovery.spikes import SpikeWatch
 from pentad.orchestrator.run.measure import History
+from pentad.orchestrator.run.replication import Replication
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import fingerprint
@@ -57,7 +59,7 @@ class Save(NamedTuple):
 
 class StepLoop:
     """The steps of one generation: from `first` to the last, or until a stop is requested, or until `should_regroup`,
-    asked about once a second, says that the ranks should be placed again. `done` steps are complete, `durable` steps
+    asked about twice a second, says that the ranks should be placed again. `done` steps are complete, `durable` steps
     are in a committed checkpoint; at the monotonic second `saved_at` the newest one was submitted or committed. The
     newest evaluation was after `evaluated` steps. Nothing is recorded after a spike because of which the run goes
     back."""
@@ -71,7 +73,8 @@ class StepLoop:
         first: int,
         saved: int,
         saved_at: float,
-        should_regroup: Callable[[], bool],
+        copies: GroupCopies,
+        should_regroup: Callable[[dict[int, Status]], tuple[int, ...] | None],
     ) -> None:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
         self.should_regroup = should_regroup
@@ -89,13 +92,16 @@ class StepLoop:
         self.saving: Save | None = None  # the next one waits for it
         self.waited = 0.0  # seconds that training has waited for it
         self.open = False  # the last step submitted is open: another run call must follow
+        self.replication = Replication(config.elastic.replicate_every, copies, bus)
         self.spikes = SpikeWatch(config.spikes, requests)
-        self.stop_announced = self.regrouping = self.stall_reported = False
+        self.leaving: tuple[int, ...] | None = None  # see `Recovery.should_regroup`
+        self.stop_announced = self.stall_reported = False
         self.hangs = HangDetector(group, config.elastic.hang_seconds, config.cluster.start_timeout_seconds)
 
     def run(self) -> None:
         """Raises WorkerError when a rank fails, and PentadError when the last checkpoint cannot be written."""
         try:
+            self.replication.begin_generation()
             self._run()
         except WorkerError:
             if self.saving is not None and not self.saving.commits:
@@ -118,12 +124,19 @@ class StepLoop:
                 self._pause()
             elif self.saving is not None:
                 self._wait_for_save()
+            elif self._hands_over(self.submitted) and self.replication.making is not None:
+                self.replication.continue_(self.done, wait=self._tick)
             else:
                 break
 
     @property
     def ending(self) -> bool:
         return self.requests.stopping or self.regrouping or self.submitted == self.config.run.steps
+
+    @property
+    def regrouping(self) -> bool:
+        """Whether this generation ends because the ranks should be placed again."""
+        return self.leaving is not None
 
     def add(self, steps: list[list[StepResult]]) -> None:
         """Records completed steps, [step][result], from whichever ranks have results of them."""
@@ -149,11 +162,13 @@ class StepLoop:
             return None
         if due:
             self._save(step)
+        self.replication.submit(step, required=ending and self._hands_over(step))
         if self.requests.wants_checkpoint and step == self.durable and not self.in_flight:
             self.requests.checkpoint_saved(step)
         if ending or paused:
             return None
         following = [(step // each + 1) * each for each in (*self.saves_every, self.evaluates_every) if each]
+        following += self.replication.next_due(step)
         limit = min([self.config.run.steps, *following])
         count = min(self.steps_per_call, limit - step)
         self.submitted += count
@@ -172,7 +187,7 @@ class StepLoop:
         """Whether to save a checkpoint after `step` steps. Those by steps, and the last one, are due while another one
         is being written, too: they wait for it."""
         if self.ending and step > self.durable and step not in (self.ended_with, self.saving and self.saving.step):
-            return True
+            return not self._hands_over(step)
         if step <= self.attempted:
             return False
         late = 0 < self.config.checkpoint.every_seconds <= time.monotonic() - self.saved_at
@@ -180,6 +195,13 @@ class StepLoop:
         return any(step % each == 0 for each in self.saves_every) or (
             is_free and (late or self.requests.wants_checkpoint)
         )
+
+    def _hands_over(self, step: int) -> bool:
+        """Whether this generation ends and the next one gets its state by a copy in memory."""
+        is_last = self.requests.stopping or step == self.config.run.steps
+        if self.leaving is None or is_last or self.spikes.spike is not None:
+            return False
+        return self.replication.hands_over(step, self.leaving)
 
     def _save(self, step: int) -> None:
         """Has the ranks copy their state once they are that far, and write it while they train on."""
@@ -199,6 +221,7 @@ class StepLoop:
             seconds = sum(row["step_seconds"] for row in rows) / len(rows)
             self.steps_per_call = max(1, min(4 * self.steps_per_call, int(CALL_SECONDS / seconds)))
         self._continue_save(wait=False)
+        self.replication.continue_(self.done)
 
     @property
     def evaluates_every(self) -> int:
@@ -339,7 +362,8 @@ class StepLoop:
             self.stop_announced = True
             self.bus.display.note("stopping after the steps in flight; once more stops at once, without a checkpoint")
             self.bus.set_state("stopping")
-        self.regrouping = self.regrouping or self.should_regroup()
+        if not self.regrouping:
+            self.leaving = self.should_regroup(statuses)
         # An update waits until the state, if that is on the host, has been written.
         is_written = self.saving is not None and self.group.plan.host_optimizer
         stall = self.hangs.check(statuses, self.history.measured, stepping=stepping and not is_written)

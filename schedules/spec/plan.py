@@ -63,6 +63,8 @@ class Plan:
     Steps that are `spikes` change no weight (None: only those with a norm that is not finite). With `lora` the model is
     frozen, and its adapters are the parameters. `fp8` says which products are in 8 bits (None: none).
     `gpu` names the GPU whose figures the plan is made with ('': unknown).
+    The state of each rank is copied into the memory of another one every `replicate_every` steps, 0: never.
+    The end of a node is announced by the file or URL `notice`.
     """
 
     name: str
@@ -91,6 +93,8 @@ class Plan:
     fp8: Fp8Spec | None = None
     rampup_programs: tuple[Program, ...] = ()
     gpu: str = ""
+    replicate_every: int = 0
+    notice: str | None = None
 
     @property
     def programs(self) -> tuple[Program, ...]:

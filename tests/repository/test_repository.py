@@ -59,6 +59,7 @@ LAYERS = {
         "transport",
         "parallel",
         "params",
+        "replication",
         "checkpoint",
         "",
     ),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-from multinode import Run
+from multinode import Cluster, Run
 
 from pentad.orchestrator.records.verify import verify
 from pentad.workers.checkpoint.checkpoint import newest
@@ -16,6 +20,34 @@ STEPS = 60
 SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas hold identical state
 LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # only dualpipe's mirrored stages do
 SCHEDULES = {"1f1b": SQUARE, "zb-h2": SQUARE, "dualpipe": LINE}
+PAIR = ("mesh.pp=2", "schedule.microbatches=4")
+CUT = (*SQUARE, "zero.stage=3")  # replicas hold different shards, so no state is redundant
+TENSOR = ("mesh.dp=2", "mesh.pp=1", "mesh.tp=2", "schedule.microbatches=4")
+EXPERTS = (
+    *("mesh.dp=2", "mesh.pp=1", "mesh.ep=2", "schedule.microbatches=2", "model.family=mixtral"),
+    *(
+        f"model.experts.{word}"
+        for word in ("num_experts=4", "top_k=2", "intermediate_size=32", "bias_update_rate=0.01")
+    ),
+)
+TENSOR_PIPE = ("mesh.pp=2", "mesh.tp=2", "schedule.microbatches=4")  # no replicas
+EXPERT_PIPE = ("mesh.pp=2", "mesh.ep=2", "schedule.microbatches=2", *EXPERTS[4:])
+CONTEXT = ("mesh.pp=1", "mesh.cp=4", "schedule.microbatches=4")
+SMALL = (
+    "model.layers=4",
+    "model.hidden=32",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "model.ffn=64",
+    "model.vocab=300",
+    "batch.global_batch_size=8",
+    "batch.sequence_length=32",
+    f"run.steps={STEPS}",
+    "elastic.hang_seconds=3",
+    "cluster.start_timeout_seconds=150",
+    "cluster.device=cpu",
+    "cluster.auth=disabled",
+)
 # A driver whose ranks run without torch.
 FAKED = """
 import sys
@@ -32,6 +64,38 @@ except PentadError as error:
 FAKE = (sys.executable, "-c", FAKED)
 Start = Callable[..., Run]
 Outcome = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
+Reference = Callable[[str, tuple[str, ...]], Outcome]
+
+
+@contextmanager
+def started(nodes: Cluster, folder: Path) -> Iterator[Start]:
+    """Starts small runs, and ends those that are left."""
+    runs: list[Run] = []
+
+    def do(*overrides: str, **options: Any) -> Run:
+        runs.append(Run(nodes, folder / str(len(runs)), *SMALL, *overrides, **options))
+        return runs[-1]
+
+    try:
+        yield do
+    finally:
+        for run in runs:
+            run.stop()
+
+
+def references(nodes: Cluster, folders: pytest.TempPathFactory) -> Reference:
+    """The outcome of a run without faults, computed once for each schedule and mesh."""
+    found: dict[tuple[str, tuple[str, ...]], Outcome] = {}
+
+    def do(schedule: str, mesh: tuple[str, ...]) -> Outcome:
+        if (schedule, mesh) not in found:
+            nodes.resize(2, 2, 2)
+            run = Run(nodes, folders.mktemp("reference"), *SMALL, *mesh, f"schedule.name={schedule}")
+            assert run.end() == 0, run.describe()
+            found[schedule, mesh] = outcome(run)
+        return found[schedule, mesh]
+
+    return do
 
 
 def outcome(run: Run, steps: int = STEPS) -> Outcome:

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from fake_rank import STEP_SECONDS, Actor, Blocked, Rank, Ref
 from rich.console import Console
 from small_checkpoint import save_small
 
+from pentad.orchestrator.cluster import copies
 from pentad.orchestrator.cluster import group as groups
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.placement import Place
-from pentad.orchestrator.cluster.worker import Status, WorkerPlace
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.event_bus import EventBus
@@ -23,187 +23,9 @@ from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery import fence, hang_detection, recovery, regroup
 from pentad.orchestrator.run import step_loop
-from pentad.schedules.simulate.timeline import Span
-from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import Start
-from pentad.workers.checkpoint.location import location
-from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult, WrittenShards
 
 DRIVER_NODE = "node0"
-STEP_SECONDS = 0.3
-
-
-class Blocked(Exception):
-    """The call waits in a collective that nobody else joins."""
-
-
-class Rank:
-    """One rank's process: the methods of a Worker and of its Runner, which `call` reaches by name. `version` steps are
-    in its weights, -1: it has none. While it `hangs`, nothing in it answers."""
-
-    def __init__(self, fake: FakeRay, bundle: int) -> None:
-        self.fake, self.bundle, self.node = fake, bundle, fake.nodes[bundle]
-        self.number, self.pid, self.generation, self.version = -1, 10_000_000 + len(fake.ranks), 0, -1
-        self.is_alive, self.hangs, self.ready, self.copied = True, False, False, -1
-        self.results: list[StepResult] = []
-        self.open: list[StepResult] = []
-
-    def place(self) -> WorkerPlace:
-        return WorkerPlace(self.node, f"10.0.0.{self.node[-1]}", -1, self.pid, f"/nowhere/{self.pid}")
-
-    def status(self) -> Status:
-        return Status(self.generation, self.version, "", 0.0)
-
-    def clock(self) -> float:
-        return self.fake.now
-
-    def start(self, generation: int, plan: Plan, number: int, keep: bool) -> str:
-        self.generation, self.plan, self.number, self.ready = generation, plan, number, False
-        self.results, self.open = [], []
-        if not keep:
-            self.version = -1
-        return ""
-
-    def call(self, generation: int, method: str, *arguments: Any) -> Any:
-        assert generation == self.generation, "a call of an earlier generation"
-        return getattr(self, method)(*arguments)
-
-    def serve(self, host: str, seconds: float) -> str:
-        return f"{host}:1"
-
-    def connect(self, address: str, seconds: float) -> None:
-        assert {rank.generation for rank in self.fake.ranks if rank.is_alive} == {self.generation}
-
-    def restore(self, folder: str | None, step: int, optimizer: bool) -> None:
-        assert (int(location(folder).name[5:]) if folder else 0) == step
-        self.version = step
-
-    def receive(self, sources: dict[Any, int], step: int) -> None:
-        members = self.fake.members()
-        if not all(rank.is_alive and not rank.hangs for rank in members):
-            raise Blocked
-        assert all(members[source].version == step for source in sources.values()), "a source without the state"
-        if self.version != step:
-            assert set(self.plan.param_shards_of(self.number)) <= set(sources)
-        self.version = step
-
-    def run(self, first: int, count: int, more: bool, skipped_batches: tuple = ()) -> list[StepResult]:
-        if self.fake.is_broken(self.generation) and self.version != first:
-            raise Blocked
-        results, self.open = self.open, []
-        for step in range(first, first + count):
-            assert self.version == step, "steps come in order"
-            self.fake.strike(self, step)
-            self.fake.trained[step] = batch_of(step, skipped_batches)
-            results.append(self._result(step))
-            self.version, self.results = step + 1, [*self.results[-9:], results[-1]]
-        if more:
-            self.open = [results.pop()]
-        return results
-
-    def evaluate(self, step: int) -> Evaluation:
-        if self.fake.is_broken(self.generation) and self.version != step:
-            raise Blocked
-        assert self.version == step and not self.open and self.plan.eval is not None
-        self.fake.strike_evaluation(self, step)
-        results = (EvalResult(each.name, 64.0 * step, 64, 1) for each in self.plan.eval.data_sets)
-        return Evaluation(tuple(results), ())
-
-    def snapshot(self, step: int) -> None:
-        if self.fake.is_broken(self.generation) and self.version != step:
-            raise Blocked
-        assert self.version == step
-        self.copied = step
-
-    def write(self, generation: int, folder: str, step: int) -> WrittenShards | str:
-        assert generation == self.generation
-        if self.copied != step or (step, self.number) == self.fake.writing:
-            raise Blocked
-        if step in self.fake.full:
-            return "folder checkpoints cannot be written (No space left on device): expected room"
-        shards = self.plan.param_shards_of(self.number)
-        self.fake.written.setdefault(step, []).extend(shards)
-        return WrittenShards([{"bytes": 1}] * len(shards))
-
-    def save(self, folder: str, step: int, shards: Any) -> list[dict[str, Any]]:
-        assert self.version == step
-        self.fake.written.setdefault(step, []).extend(shards)
-        return [{"bytes": 1}] * len(shards)
-
-    def commit(
-        self, generation: int, folder: str, step: int, shards: Any, meta: Any, keep: int, pinned: tuple[int, ...]
-    ) -> None:
-        assert generation == self.generation
-        save_small(location(folder), step)
-
-    def fence(self, generation: int) -> None:
-        assert generation > self.generation
-        self.generation = generation
-
-    def abort(self, generation: int) -> None:
-        assert generation == self.generation
-
-    def leave(self, generation: int) -> RankSnapshot:
-        return RankSnapshot(self.version, self.ready, 1.0, tuple(self.results))
-
-    def advance(self, norm: float, losses: tuple[float, ...]) -> None:
-        assert self.ready
-        self.version += 1
-
-    def kill(self, pid: int) -> None:
-        self.fake.kill(pid)
-
-    def read_progress_of(self, file: str, stream: Any) -> Status:
-        raise FileNotFoundError(file)
-
-    def close(self) -> None:
-        self.is_alive = False
-
-    def _result(self, step: int) -> StepResult:
-        end = STEP_SECONDS * (step + 1)
-        span = Span(step, self.number, "compute", "0F0", "F", 0, 0, -1, end - STEP_SECONDS, end)
-        skipped = self.fake.trained[step] in self.fake.spikes
-        return StepResult(step, {self.number: 1.0}, (LossSum(1.0, 1),), 1.0, 0.1, skipped, (span,), 0.0, 0.0, 1, 0)
-
-
-class Ref:
-    """A pending answer: ready once it has a value or an error, or its rank is dead."""
-
-    def __init__(self, rank: Rank, method: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self.rank, self.is_ready = rank, rank.is_alive and not rank.hangs
-        self.value: Any = None
-        self.error: Exception | None = None
-        if self.is_ready:
-            try:
-                self.value = method(*arguments)
-            except Blocked:
-                self.is_ready = False
-            except Exception as error:
-                self.error = RayTaskError("call", "traceback", error)
-
-    def get(self) -> Any:
-        if not self.is_ready:
-            raise ActorDiedError
-        if self.error:
-            raise self.error
-        return self.value
-
-
-class Actor:
-    """A handle: `actor.METHOD.remote(...)` calls its rank at once, and first `fake.on_call`."""
-
-    def __init__(self, rank: Rank) -> None:
-        self.rank = rank
-
-    def __getattr__(self, name: str) -> Any:
-        def remote(*arguments: Any) -> Ref:
-            self.rank.fake.on_call(self.rank, arguments[1] if name == "call" else name)
-            return Ref(self.rank, getattr(self.rank, name), arguments)
-
-        method = SimpleNamespace(remote=remote)
-        method.options = lambda **_: method
-        return method
 
 
 class FakeRay:
@@ -250,7 +72,7 @@ class FakeRay:
             kill=lambda actor: self.kill(actor.rank.pid),
             get_runtime_context=lambda: context,
         )
-        for module in (groups, fence, regroup):
+        for module in (groups, copies, fence, regroup):
             patch.setattr(module, "ray", fake)
         for module in (groups, fence, recovery, regroup, hang_detection, step_loop):
             patch.setattr(module, "time", clock)
@@ -261,6 +83,7 @@ class FakeRay:
         patch.setattr(groups, "release", lambda group: None)
         patch.setattr(regroup, "living_bundles", lambda group: self.living_bundles())
         patch.setattr(recovery, "draining", lambda: self.draining)
+        patch.setattr(recovery, "drain", self._drain)
 
     def members(self) -> list[Rank]:
         assert self.group is not None
@@ -313,6 +136,10 @@ class FakeRay:
     def is_broken(self, generation: int) -> bool:
         return self._broken[0] == generation
 
+    def _drain(self, node: str, seconds: float, reason: str) -> bool:
+        self.draining = {node: int(1000 * (self.now + seconds))}
+        return True
+
     def _options(self, *, scheduling_strategy: int, **_: Any) -> Any:
         def remote(label: str, runner: str) -> Actor:
             self.ranks.append(Rank(self, scheduling_strategy))
@@ -340,7 +167,8 @@ class FakeRun:
         display = Display(Console(quiet=True), "run", config.run.steps)
         self.bus, self.requests = EventBus(config, folder, display, 0, None), ControlRequests()
         self.bus.ranks_placed(group)
-        self.recovery = recovery.Recovery(config, group, self.bus, self.requests, Start())
+        self.copies = copies.GroupCopies(group)
+        self.recovery = recovery.Recovery(config, group, self.bus, self.requests, Start(), self.copies)
         group.restore(Start())
         group.collect(group.submit_run(0, 7))
         self.before = [actor.rank for actor in group.actors]

@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -45,6 +46,7 @@ class FakeRunner:
         before: FakeRunner | None = None,
         *,
         blank: bool = False,
+        copies: Any = None,
     ) -> None:
         self.plan, self.rank, self.pp = plan, rank, plan.mesh.coordinates(rank).pp
         self.orders = dict(

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from small_checkpoint import save_small
 
+from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.display import Display
@@ -153,7 +154,9 @@ def loop_runner(folder: Path) -> Run:
             bus = EventBus(config, made, display, first, None)
             group: Any = ranks
             at = time.monotonic() if saved_at is None else saved_at
-            calls = StepLoop(config, group, bus, ControlRequests(), first, first, at, lambda: False)
+            calls = StepLoop(
+                config, group, bus, ControlRequests(), first, first, at, GroupCopies(group), lambda statuses: None
+            )
             ranks.calls = calls
             calls.run()
         assert not ranks.kept and not calls.in_flight and not calls.open

@@ -22,6 +22,7 @@ OWN_CLUSTERS = (
     "tests/orchestrator/jobs/test_submitted.py",
     "tests/orchestrator/monitoring/test_ray_timeline.py",
     "tests/orchestrator/run/test_elastic.py",
+    "tests/orchestrator/run/test_elastic_copies.py",
     "tests/orchestrator/run/test_everything.py",
     "tests/orchestrator/run/test_lora_runs.py",
 )

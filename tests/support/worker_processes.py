@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -233,10 +233,12 @@ def _check_recovery(workers: list[WorkerProcess], plan: Plan, steps: int, fault:
 
 def _serve(end: Any) -> None:
     torch.set_num_threads(1)
+    from pentad.workers.replication.parts import HostCopies
+    from pentad.workers.replication.transfer import CopyServer
     from pentad.workers.runtime.runner import Runner
 
     orders: queue.Queue = queue.Queue()
-    lock, runners = threading.Lock(), list[Runner]()
+    lock, runners, copies = threading.Lock(), list[Runner](), HostCopies()
     progress = Path(tempfile.mkdtemp(), "progress")
 
     def reply(number: int, value: Any) -> None:
@@ -248,8 +250,13 @@ def _serve(end: Any) -> None:
             if method == "make":
                 plan, rank, generation = arguments
                 previous = runners[0] if runners and generation > 1 else None
-                runners[:] = [Runner(plan, rank, progress, generation, gpu_of(rank), previous, blank=generation > 1)]
+                where = plan, rank, progress, generation, gpu_of(rank)
+                runners[:] = [Runner(*where, previous, blank=generation > 1, copies=copies)]
                 reply(number, None)
+            elif method == "serve_copies":
+                reply(number, CopyServer(copies, "127.0.0.1", *arguments).address)
+            elif method in ("held", "commit", "forget"):
+                reply(number, getattr(copies, method)(*arguments))
             elif method == "step":
                 executor = runners[0].executor
                 reply(number, executor.step if executor else -1)
@@ -282,6 +289,10 @@ def _serve(end: Any) -> None:
                 orders.put((number, *order))
 
     threading.Thread(target=listen, daemon=True).start()
+    _execute_orders(orders, execute)
+
+
+def _execute_orders(orders: queue.Queue, execute: Callable[..., None]) -> None:
     while True:
         order = orders.get()
         if order[1] in ("leave", "serve", "connect", "receive"):

@@ -20,7 +20,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -55,13 +55,15 @@ class Unreadable(PentadError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint: its folder, the number of steps done, the driver's metadata, and where each tensor is."""
+    """A checkpoint: its folder, the number of steps done, the driver's metadata, and where each tensor is. `opened`
+    opens files that are not in the folder, but in the memory of ranks."""
 
     folder: Location
     step: int
     meta: dict[str, Any]
     tensors: dict[str, tuple[Piece, ...]]
     headers: dict[str, dict[str, Stored]] = field(default_factory=dict, compare=False, repr=False)  # of files read from
+    opened: Callable[[str], AbstractContextManager[Any]] | None = field(default=None, compare=False, repr=False)
 
 
 class Start(NamedTuple):

@@ -101,7 +101,7 @@ def _opened(checkpoint: Checkpoint, name: str) -> Iterator[tuple[Any, dict[str, 
     """A file of a checkpoint, and where its tensors are in it."""
     path = checkpoint.folder / name
     try:
-        with storage_of(path).opened(path) as file:
+        with storage_of(path).opened(path) if checkpoint.opened is None else checkpoint.opened(name) as file:
             if name not in checkpoint.headers:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(0)

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.manifest import Spec
+from pentad.workers.checkpoint.safetensors_header import Stored
+from pentad.workers.checkpoint.safetensors_io import DTYPES
 from pentad.workers.checkpoint.shards import stored_order
 from pentad.workers.host_memory import HostMemory
 
@@ -64,7 +67,7 @@ class Snapshots:
 
     def reserve(self, files: Files) -> None:
         """Memory for a snapshot of these files; takes seconds for many GB, so do it before the first step."""
-        size = sum(map(_size, (tensor for tensors in self._copied(files).values() for tensor in tensors.values())))
+        size = snapshot_bytes(self._copied(files))
         if self.memory is None or self.memory.buffer.numel() != size:
             if self.memory is not None:
                 self.memory.close()
@@ -131,6 +134,14 @@ class Snapshots:
             self._copy, self._reading = None, False
             self._changed.notify_all()
 
+    def detach(self) -> HostMemory:
+        """Instead of `release`: the memory with the snapshot, which is the caller's from now on. There is none for the
+        next one until `memory` is set."""
+        assert self.memory is not None
+        memory, self.memory = self.memory, None
+        self.release()
+        return memory
+
     def close(self) -> None:
         """Waits for the copy under way; what has been requested no longer counts."""
         self._requested, self._reading = None, False
@@ -186,17 +197,42 @@ def _copy_in_chunks(source: torch.Tensor, target: torch.Tensor) -> None:
         place.copy_(piece, non_blocking=True)
 
 
+@contextmanager
+def state_update(snapshots: Sequence[Snapshots], step: int) -> Iterator[None]:
+    """`update` of all of them."""
+    with ExitStack() as stack:
+        for each in snapshots:
+            stack.enter_context(each.update(step))
+        yield
+
+
+def snapshot_bytes(files: Files) -> int:
+    """Bytes of host memory that a snapshot of these files takes."""
+    return sum(_size(tensor) for tensors in files.values() for tensor in tensors.values())
+
+
+def layout(files: Files) -> dict[str, dict[str, Stored]]:
+    """Where in its memory a snapshot has the tensors of these files: in their order."""
+    found, at = dict[str, dict[str, Stored]](), 0
+    for file, tensors in files.items():
+        found[file] = {}
+        for name in stored_order(dict(tensors)):
+            tensor = tensors[name]
+            found[file][name] = Stored(Spec(dtype=DTYPES[tensor.dtype], shape=list(tensor.shape)), at)
+            at += _size(tensor)
+    return found
+
+
 def _size(tensor: torch.Tensor) -> int:
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _views(buffer: torch.Tensor, files: Files) -> dict[str, dict[str, torch.Tensor]]:
-    """Places for all tensors, in the order in which files have them."""
-    found, at = dict[str, dict[str, torch.Tensor]](), 0
-    for file, tensors in files.items():
+    """Places for all tensors."""
+    found = dict[str, dict[str, torch.Tensor]]()
+    for file, places in layout(files).items():
         found[file] = {}
-        for name in stored_order(dict(tensors)):
-            tensor = tensors[name]
+        for name, (_, at) in places.items():
+            tensor = files[file][name]
             found[file][name] = buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            at += _size(tensor)
     return found

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.checkpoint.snapshot import Snapshots
+from pentad.workers.checkpoint.snapshot import Snapshots, state_update
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params import optimizer
@@ -151,7 +151,7 @@ class _StepBase:
         rank: int,
         stages: dict[int, BaseStage],
         spikes: SpikeFilter | None,
-        snapshots: Snapshots,
+        snapshots: Sequence[Snapshots],
         cancelled: torch.Tensor,
     ) -> None:
         self.plan, self.stages, self.spikes, self.totals = plan, stages, spikes, StepTotals(plan, rank, stages)
@@ -201,7 +201,7 @@ class BarrierStep(_StepBase):
         groups: ProcessGroups,
         stages: dict[int, BaseStage],
         spikes: SpikeFilter | None,
-        snapshots: Snapshots,
+        snapshots: Sequence[Snapshots],
         cancelled: torch.Tensor,
     ) -> None:
         super().__init__(plan, groups.rank, stages, spikes, snapshots, cancelled)
@@ -270,7 +270,7 @@ class BarrierStep(_StepBase):
         self.directions.clear()
 
     def _commit(self, result: GlobalNorm) -> None:
-        with self.snapshots.update(result.step + 1):
+        with state_update(self.snapshots, result.step + 1):
             taken = self._update(result)
         losses, norm = _to_host(result.losses), _to_host(result.norm)
         self.committed.append(
@@ -314,7 +314,7 @@ class PostValidatedStep(_StepBase):
         rank: int,
         stages: dict[int, BaseStage],
         spikes: SpikeFilter | None,
-        snapshots: Snapshots,
+        snapshots: Sequence[Snapshots],
         cancelled: torch.Tensor,
         reducer: NormReducer,
     ) -> None:
@@ -359,7 +359,7 @@ class PostValidatedStep(_StepBase):
         self.reducer.close()
 
     def _commit(self, step: int, norm: torch.Tensor, losses: torch.Tensor, squared_lse: torch.Tensor) -> bool:
-        with self.snapshots.update(step + 1):
+        with state_update(self.snapshots, step + 1):
             taken, unscaled = self._update(step, norm, losses)
         self.norm, self.unvalidated = norm, None
         self.committed.append(CommittedStep(step, losses, norm, taken, squared_lse))

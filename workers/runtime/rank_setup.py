@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -123,7 +124,7 @@ def make_optimizer_step(
     groups: ProcessGroups,
     stages: dict[int, BaseStage],
     spikes: SpikeFilter | None,
-    snapshots: Snapshots,
+    snapshots: Sequence[Snapshots],
     flags: StreamFlags | None,
     address: str,
     timeout_seconds: float,

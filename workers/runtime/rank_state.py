@@ -12,8 +12,7 @@ from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.optimizer import PIECE_ELEMENTS
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.zero_layout import zero_layout
-from pentad.workers.checkpoint import checkpoint
-from pentad.workers.checkpoint.location import Location
+from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.checkpoint.shards import read
 from pentad.workers.custom.loader import initial_values
 from pentad.workers.parallel.process_groups import ProcessGroups
@@ -59,14 +58,13 @@ class RankState:
         for parameters in self.parameters.values():
             parameters.refresh()  # the compute weights may be those of a step that was never committed
 
-    def read(self, folder: Location, *, optimizer: bool = True, shards: Collection[ParamShard] | None = None) -> None:
+    def read(self, source: Checkpoint, *, optimizer: bool = True, shards: Collection[ParamShard] | None = None) -> None:
         """Reads weights and optimizer state, of these parameter shards or of all, from a verified checkpoint of any
         mesh; without `optimizer` that state is zero.
 
         Several tensors are read at a time, and of each the elements that this rank holds, if the checkpoint is of a
         mesh with the same tp, else all. Raises PentadError if a tensor is missing or has another shape.
         """
-        source = checkpoint.open_verified(folder)
 
         def read_values(part: StatePart) -> None:
             kind, local, span, values = part

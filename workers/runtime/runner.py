@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.spikes import batch_of
+from pentad.workers.checkpoint.checkpoint import Checkpoint, open_verified
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.checkpoint.snapshot import Snapshots
@@ -22,6 +23,9 @@ from pentad.workers.data.samples import DIGEST_BITS
 from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.host_memory import HostMemory
 from pentad.workers.parallel.process_groups import abort_nccl, connect, join_store, start_store
+from pentad.workers.replication.parts import CopyKey, HostCopies
+from pentad.workers.replication.replicator import Replicator, SentPart
+from pentad.workers.replication.source import CopySource, checkpoint_in_memory
 from pentad.workers.runtime import rank_setup
 from pentad.workers.runtime.abort import Fence, SocketRegistry
 from pentad.workers.runtime.activation_offload import ActivationOffload
@@ -56,6 +60,7 @@ class Runner:
         previous: Runner | None = None,
         *,
         blank: bool = False,
+        copies: HostCopies | None = None,
     ) -> None:
         self.plan, self.rank, self.generation = plan, rank, generation
         self.device, self.fence_flag = rank_setup.prepare_device(plan.device, gpu), Fence()
@@ -75,6 +80,8 @@ class Runner:
             in_place=plan.host_optimizer,
             check=self.fence_flag.check,
         )
+        self.copies = copies if copies is not None else HostCopies()
+        self.replicator = Replicator(self.copies, rank, self.device)
         self.programs = [RankProgram.of(plan, number, rank) for number in range(len(plan.programs))]
         self.load_batch = rank_setup.make_batch_loader(plan, rank, self.device)
         self.eval_loader = rank_setup.make_eval_loader(plan, self.load_batch)
@@ -104,10 +111,11 @@ class Runner:
                 stage.join(groups.layers)
             flags = rank_setup.make_flags(plan, rank, store, self.generation)
             end = rank_setup.make_optimizer_step(
-                plan, groups, self.stages, self.state.spikes, self.snapshots, flags, address, timeout_seconds
+                plan, groups, self.stages, self.state.spikes, self._snapshots, flags, address, timeout_seconds
             )
             end.version.fill_(self.state.version)
-            self.snapshots.version = self.state.version
+            for each in self._snapshots:
+                each.version = self.state.version
             if self.sockets is not None:
                 self.sockets.exchange(store, rank, size)
             lanes = rank_setup.make_lanes(plan, rank, self.device)
@@ -121,17 +129,15 @@ class Runner:
     def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> None:
         """Reads the state of `step` steps from a verified checkpoint, or only the weights without `optimizer`; without
         a checkpoint, starts from the initial values. All ranks must call it.
-
-        Where ranks hold the same parameters, one of them reads and sends them to the others.
         """
         if folder is not None:
-            holders = {shard: self.plan.holders(shard) for shard in self.state.parameters}
-            sent = {s: its[0] for s, its in holders.items() if len(its) > 1 and self.plan.num_zero_shards(s) == 1}
-            own = [shard for shard in holders if sent.get(shard, self.rank) == self.rank]
-            with self.fence_flag.guard():
-                self.state.read(location(folder), optimizer=optimizer, shards=own)
-                self.state.receive(self._connected.groups, sent)
+            self._read(open_verified(location(folder)), optimizer=optimizer)
         self._set_version(step)
+
+    def restore_copy(self, source: CopySource) -> None:
+        """Reads the state from a copy in the memory of ranks, as from a checkpoint. All ranks must call it."""
+        self._read(checkpoint_in_memory(source, self.copies, self.fence_flag.check))
+        self._set_version(source.key.step)
 
     def receive(self, sources: Mapping[ParamShard, int], step: int) -> None:
         """Receives the state of `step` steps from other ranks: `sources[param_shard]` is the rank of the mesh that has
@@ -210,6 +216,15 @@ class Runner:
         finally:
             self.snapshots.release()
 
+    def copy(self, step: int) -> None:
+        """As `snapshot`, for a copy in the memory of ranks; `replicate` raises what goes wrong here."""
+        self.replicator.request(step, self.state.files(), self._connected.optimizer_step.version)
+
+    def replicate(self, key: CopyKey, address: str, token: bytes) -> SentPart:
+        """Stores the snapshot that `copy` takes in this process and in that at `address`, for which it waits. From a
+        thread of its own."""
+        return self.replicator.send(key, address, token, self.fence_flag.check)
+
     def save(self, folder: str, step: int, param_shards: tuple[ParamShard, ...] | None = None) -> list[dict]:
         """Writes, at once, this rank's part of the state after `step` steps, including the open one, or all of the
         given parameter shards that it holds. Works after `leave`, too.
@@ -283,7 +298,8 @@ class Runner:
     def close(self) -> None:
         """Disconnects from the other ranks."""
         self.load_batch.close()
-        self.snapshots.close()
+        for each in self._snapshots:
+            each.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         if self.executor is not None:
@@ -297,9 +313,24 @@ class Runner:
         assert self.executor is not None, "connect comes first"
         return self.executor
 
+    @property
+    def _snapshots(self) -> tuple[Snapshots, Snapshots]:
+        """Of checkpoints, and of copies in memory."""
+        return self.snapshots, self.replicator.snapshots
+
+    def _read(self, source: Checkpoint, *, optimizer: bool = True) -> None:
+        """Reads what this rank holds. Where ranks hold the same, one of them reads and sends it to the others."""
+        holders = {shard: self.plan.holders(shard) for shard in self.state.parameters}
+        sent = {s: its[0] for s, its in holders.items() if len(its) > 1 and self.plan.num_zero_shards(s) == 1}
+        own = [shard for shard in holders if sent.get(shard, self.rank) == self.rank]
+        with self.fence_flag.guard():
+            self.state.read(source, optimizer=optimizer, shards=own)
+            self.state.receive(self._connected.groups, sent)
+
     def _set_version(self, version: int) -> None:
         self.state.set_version(version)
-        self.snapshots.version = version
+        for each in self._snapshots:
+            each.version = version
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # peers may read the weights as soon as this rank's call has ended
         if self.executor is not None:
@@ -311,6 +342,8 @@ class Runner:
             self.snapshots.reserve(self.state.files())
             self._connected.activations.reserve(self.offload_memory)
             self.offload_memory = self._connected.activations.memory
+            if self.plan.replicate_every:
+                self.replicator.reserve(self.state.files())
             self.has_reserved = True
 
     def _finish_step(self) -> None:

@@ -189,13 +189,13 @@ def shrunk(start: StartRun) -> FakeRun:
     fault = run.lose(1, 3)
     run.fake.lose_node("node1")
     run.recovery.recover(fault, 7)
-    assert not run.recovery.should_regroup()
+    assert run.recovery.should_regroup({}) is None
     run.fake.now += CHECK_SECONDS
-    assert not run.recovery.should_regroup()
+    assert run.recovery.should_regroup({}) is None
     run.fake.lost_nodes.clear()
-    assert not run.recovery.should_regroup()  # asked again too soon
+    assert run.recovery.should_regroup({}) is None  # asked again too soon
     run.fake.now += CHECK_SECONDS
-    assert run.recovery.should_regroup()
+    assert run.recovery.should_regroup({}) is not None
     return run
 
 
@@ -207,7 +207,7 @@ def test_a_shrunk_mesh_grows_back_around_the_ranks_it_has(start: StartRun) -> No
     assert run.group.generation == 3 and state.version == 7 and run.versions() == [7] * 4
     assert [run.fake.members()[rank] for rank in (0, 2)] == [run.before[rank] for rank in (0, 2)]
     run.fake.now += CHECK_SECONDS
-    assert not run.recovery.should_regroup()
+    assert run.recovery.should_regroup({}) is None
 
 
 def leave_again(run: FakeRun) -> None:
@@ -329,9 +329,9 @@ def test_a_draining_node_is_left_shortly_before_it_goes_and_is_no_failure(start:
     run = start(*SQUARE, "elastic.max_failures=0", "elastic.wait_seconds=1")
     run.fake.draining = {"node1": int(1000 * (run.fake.now + 20)), "elsewhere": 1}
     run.fake.now += CHECK_SECONDS
-    assert not run.recovery.should_regroup()
+    assert run.recovery.should_regroup({}) is None
     run.fake.now += 5
-    assert run.recovery.should_regroup()
+    assert run.recovery.should_regroup({}) is not None
     gone = run.fake.now + 13
 
     def on_sleep() -> None:
@@ -346,7 +346,7 @@ def test_a_draining_node_is_left_shortly_before_it_goes_and_is_no_failure(start:
     }
     assert run.events("recovered")[0]["how"] in ("repair", "checkpoint") and run.versions() == [state.version] * 4
     run.fake.now += CHECK_SECONDS
-    assert not run.recovery.should_regroup()
+    assert run.recovery.should_regroup({}) is None
 
 
 def test_a_rank_that_hangs_is_reported_and_replaced(start: StartRun) -> None:
@@ -372,7 +372,7 @@ def test_an_abort_ends_the_run_during_a_step(start: StartRun) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("mesh", [SQUARE, LINE])
+@pytest.mark.parametrize("mesh", [SQUARE, LINE, (*LINE, "elastic.replicate_every=3")])
 def test_every_step_is_recorded_once_whatever_dies(start: StartRun, mesh: tuple[str, ...], seed: int) -> None:
     """One or two ranks die, then a node, which returns, and then one of the ranks that are left; one dies in an
     evaluation; with checkpoints or without."""

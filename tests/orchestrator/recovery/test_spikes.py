@@ -20,6 +20,8 @@ from pentad.workers.checkpoint.checkpoint import Start
 STEPS = 40
 SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas hold identical state
 LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # no rank's state is anywhere else
+COPIED = (*LINE, "elastic.replicate_every=3")  # but in memory
+DEFAULT = (SQUARE, 4), (LINE, 1), (COPIED, 1)
 StartRun = Callable[..., FakeRun]
 
 
@@ -45,8 +47,8 @@ def expected(spikes: Collection[int], every: int) -> tuple[list[int], list[list[
 @pytest.mark.parametrize(
     ("mesh", "seed"),
     [
-        pytest.param(mesh, seed, marks=[] if (mesh, seed) in ((SQUARE, 4), (LINE, 1)) else [pytest.mark.slow])
-        for mesh in (SQUARE, LINE)
+        pytest.param(mesh, seed, marks=[] if (mesh, seed) in DEFAULT else [pytest.mark.slow])
+        for mesh in (SQUARE, LINE, COPIED)
         for seed in range(12)
     ],
 )

@@ -9,12 +9,31 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from elastic_cases import FAKE, LINE, SCHEDULES, SQUARE, STEPS, Outcome, Start, assert_recovered, assert_same, outcome
+from elastic_cases import (
+    CONTEXT,
+    CUT,
+    EXPERTS,
+    FAKE,
+    LINE,
+    PAIR,
+    SCHEDULES,
+    SMALL,
+    SQUARE,
+    STEPS,
+    TENSOR,
+    Outcome,
+    Reference,
+    Start,
+    assert_recovered,
+    assert_same,
+    outcome,
+    references,
+    started,
+)
 from multinode import Cluster, Run, kill, multinode_cluster
 from worker_processes import without_a_driver
 
@@ -23,32 +42,6 @@ from pentad.orchestrator.control.control_client import connect
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.workers.runtime.progress_file import read_progress
 
-SMALL = (
-    "model.layers=4",
-    "model.hidden=32",
-    "model.heads=4",
-    "model.kv_heads=2",
-    "model.ffn=64",
-    "model.vocab=300",
-    "batch.global_batch_size=8",
-    "batch.sequence_length=32",
-    f"run.steps={STEPS}",
-    "elastic.hang_seconds=3",
-    "cluster.start_timeout_seconds=150",
-    "cluster.device=cpu",
-    "cluster.auth=disabled",
-)
-PAIR = ("mesh.pp=2", "schedule.microbatches=4")
-CUT = (*SQUARE, "zero.stage=3")  # replicas hold different shards, so no state is redundant
-TENSOR = ("mesh.dp=2", "mesh.pp=1", "mesh.tp=2", "schedule.microbatches=4")
-EXPERTS = (
-    *("mesh.dp=2", "mesh.pp=1", "mesh.ep=2", "schedule.microbatches=2", "model.family=mixtral"),
-    *(
-        f"model.experts.{word}"
-        for word in ("num_experts=4", "top_k=2", "intermediate_size=32", "bias_update_rate=0.01")
-    ),
-)
-CONTEXT = ("mesh.pp=1", "mesh.cp=4", "schedule.microbatches=4")
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(300)
 
@@ -61,31 +54,13 @@ def nodes() -> Iterator[Cluster]:
 
 @pytest.fixture
 def start(nodes: Cluster, tmp_path: Path) -> Iterator[Start]:
-    runs: list[Run] = []
-
-    def do(*overrides: str, **options: Any) -> Run:
-        runs.append(Run(nodes, tmp_path / str(len(runs)), *SMALL, *overrides, **options))
-        return runs[-1]
-
-    yield do
-    for run in runs:
-        run.stop()
+    with started(nodes, tmp_path) as do:
+        yield do
 
 
 @pytest.fixture(scope="module")
-def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
-    """The outcome of a run without faults, computed once for each schedule and mesh."""
-    found: dict[tuple[str, tuple[str, ...]], Outcome] = {}
-
-    def do(schedule: str, mesh: tuple[str, ...]) -> Outcome:
-        if (schedule, mesh) not in found:
-            nodes.resize(2, 2, 2)
-            run = Run(nodes, tmp_path_factory.mktemp("reference"), *SMALL, *mesh, f"schedule.name={schedule}")
-            assert run.end() == 0, run.describe()
-            found[schedule, mesh] = outcome(run)
-        return found[schedule, mesh]
-
-    return do
+def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return references(nodes, tmp_path_factory)
 
 
 def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, start, workers):

@@ -67,7 +67,7 @@ def test_an_interrupt_ends_the_run_after_the_steps_in_flight_with_a_checkpoint(r
 
 def test_a_regroup_starts_with_every_step_done_and_saved(run: Run) -> None:
     def change(calls: StepLoop) -> None:
-        calls.regrouping = True
+        calls.leaving = ()
 
     ranks, calls = run("run.steps=1000", prepare=lambda r: r.at.update({20: change}))
     assert 20 < calls.done == calls.submitted == calls.durable < 40

@@ -1,0 +1,105 @@
+"""The driver's side of copies in memory: who holds whose part, and the two phases that make a copy count.
+
+First every rank stores its part in its own process and in its holder's; once all have said so, the driver tells all
+that the copy counts, and only then do they drop the one before. So whenever a rank dies, one complete copy is left,
+unless both processes with a part are gone.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from pentad.orchestrator.cluster.group import Refs, Tick, WorkerGroup
+from pentad.workers.replication.parts import CopyKey, HeldPart
+from pentad.workers.replication.source import CopySource, FoundPart
+from pentad.workers.replication.transfer import TOKEN_BYTES
+
+ANSWER_SECONDS = 5.0
+
+
+def holders_of(nodes: Sequence[str]) -> tuple[int, ...]:
+    """For each of several ranks, of which rank r is on `nodes[r]`: the rank that holds its part. It is on another node,
+    unless a node has more than half of all ranks; each rank holds one part."""
+    largest = max(Counter(nodes).values())
+    line = sorted(range(len(nodes)), key=lambda rank: (nodes[rank], rank))
+    shift = largest if largest < len(line) else 1
+    found = {rank: line[(at + shift) % len(line)] for at, rank in enumerate(line)}
+    return tuple(found[rank] for rank in range(len(nodes)))
+
+
+class GroupCopies:
+    """Copies of the state of a group, in one generation after another."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group, self.token = group, secrets.token_bytes(TOKEN_BYTES)
+        self.holders: tuple[int, ...] = ()
+        self._addresses: list[str] = []
+
+    def begin_generation(self) -> None:
+        """Has all ranks accept parts. Raises WorkerError if one is gone."""
+        group = self.group
+        hosts = enumerate(zip(group.actors, group.places, strict=True))
+        serving = {rank: actor.serve_copies.remote(place.ip, self.token) for rank, (actor, place) in hosts}
+        self._addresses = group.collect(serving)
+        self.holders = holders_of([place.node for place in group.places])
+
+    @property
+    def num_on_the_same_node(self) -> int:
+        """Ranks whose parts are held on their own nodes, and so are lost with them."""
+        places = self.group.places
+        return sum(places[rank].node == places[holder].node for rank, holder in enumerate(self.holders))
+
+    def key(self, step: int) -> CopyKey:
+        return CopyKey(self.group.generation, step, len(self.group.actors))
+
+    def submit(self, step: int) -> Refs:
+        """First phase, beside training: has every rank copy its part of the state after `step` steps, the last of which
+        may be open, and send it to its holder. The answers are of type SentPart, or say why a rank could not."""
+        group, key, refs = self.group, self.key(step), {}
+        for rank, actor in enumerate(group.actors):
+            group.call_runner(rank, "copy", step)  # `replicate` raises what goes wrong there
+            address = self._addresses[self.holders[rank]]
+            refs[rank] = actor.replicate.remote(group.generation, key, address, self.token)
+        return refs
+
+    def commit(self, step: int) -> Refs:
+        """Second phase: all parts are in place. Until all ranks have answered, no other copy may be made: one that has
+        not heard of it would drop what counts."""
+        return {rank: actor.commit_copy.remote(self.key(step)) for rank, actor in enumerate(self.group.actors)}
+
+    def forget(self) -> None:
+        """No copy counts any more: the run goes back to before their steps, and does others."""
+        asked = {rank: actor.forget_copies.remote() for rank, actor in enumerate(self.group.actors)}
+        self.group.gather(asked, ANSWER_SECONDS)  # a rank that does not answer is lost, and what it holds with it
+
+    def restore(self, source: CopySource, tick: Tick | None = None) -> None:
+        """Has every rank read its state from a copy. Raises WorkerError when a rank is lost meanwhile."""
+        group, known = self.group, ray.put(source)
+        calls = {rank: group.call_runner(rank, "restore_copy", known) for rank in range(len(group.actors))}
+        group.collect(calls, tick=tick)
+
+    def found(self, ranks: Iterable[int]) -> CopySource | None:
+        """The newest copy that counts and that these ranks, the living ones, hold all parts of."""
+        asked = {rank: self.group.actors[rank].held_copies.remote() for rank in ranks}
+        answers, _ = self.group.gather(asked, ANSWER_SECONDS)
+        return newest_copy(dict(answers.values()), self.token)
+
+
+def newest_copy(held: Mapping[str, Sequence[HeldPart]], token: bytes) -> CopySource | None:
+    """The newest copy that counts and is complete; `held[address]` are the parts of a process. If one process knows
+    that a copy counts, it does: all parts were in place."""
+    everything = [FoundPart(part, address) for address, parts in held.items() for part in parts]
+    for key in sorted({each.part.key for each in everything if each.part.committed}, key=_age, reverse=True):
+        parts = {each.part.owner: each for each in everything if each.part.key == key}
+        if len(parts) == key.ranks:
+            return CopySource(key, tuple(parts[owner] for owner in sorted(parts)), token)
+    return None
+
+
+def _age(key: CopyKey) -> Any:
+    return key.step, key.generation

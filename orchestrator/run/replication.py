@@ -1,0 +1,87 @@
+"""Keeps copies of the state in the memory of ranks (elastic.replicate_every), beside the steps of one generation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pentad.orchestrator.cluster.copies import GroupCopies
+from pentad.orchestrator.cluster.group import Refs, Tick
+from pentad.orchestrator.monitoring.event_bus import EventBus
+
+COMMIT_SECONDS = 5.0  # for the answers to a commit
+
+
+class Transfer(NamedTuple):
+    """A copy of the state after `step` steps that all ranks are making."""
+
+    refs: Refs
+    step: int
+    began: float
+
+
+class Replication:
+    """One copy at a time: if the ranks are still at the last one when the next is due, that one is made later. The
+    first one is due at once, as the parts of an earlier generation may be missing in the ranks that are new."""
+
+    def __init__(self, every: int, copies: GroupCopies, bus: EventBus) -> None:
+        self.every, self.copies, self.bus = every, copies, bus
+        self.attempted = -1  # steps in the newest copy submitted
+        self.copied = -1  # and in the one that counts
+        self.making: Transfer | None = None
+        self.committing: Refs = {}  # the answers to the newest commit
+
+    def begin_generation(self) -> None:
+        if self.every:
+            self.copies.begin_generation()
+
+    def next_due(self, step: int) -> list[int]:
+        """The number of steps, more than `step`, after which a copy is to be made; empty: none."""
+        return [(step // self.every + 1) * self.every] if self.every else []
+
+    def hands_over(self, step: int, leaving: Sequence[int]) -> bool:
+        """Whether a copy of `step` steps, rather than a checkpoint, takes the state to the next generation: not if one
+        could not be made, or if the ranks that are `leaving` take both copies of a part with them."""
+        if not self.every or any(self.copies.holders[rank] in leaving for rank in leaving):
+            return False
+        return self.making is not None or self.copied == step or self.attempted < step
+
+    def submit(self, step: int, *, required: bool = False) -> None:
+        """Has a copy made after `step` steps, if one is due, or `required`."""
+        if not self.every or self.making is not None or step <= self.attempted:
+            return
+        if required or self.attempted < 0 or step // self.every > self.attempted // self.every:
+            group = self.copies.group
+            if required:
+                group.gather(self.committing, COMMIT_SECONDS)
+            if self.committing and not group.is_ready(self.committing):
+                return
+            self.attempted = step
+            self.making = Transfer(self.copies.submit(step), step, time.monotonic())
+
+    def continue_(self, done: int, *, wait: Tick | None = None) -> None:
+        """Has a copy count whose parts are all in place; waits for them if it gets the `tick` for that. Never before
+        its steps are recorded.
+
+        Raises WorkerError when a rank has failed.
+        """
+        making, group = self.making, self.copies.group
+        if making is None or done < making.step or (wait is None and not group.is_ready(making.refs)):
+            return
+        answers, self.making = group.collect(making.refs, tick=wait), None
+        facts = {"generation": group.generation, "step": making.step}
+        for problem in (answer for answer in answers if isinstance(answer, str)):
+            self.bus.record("copies failed", **facts, error=problem)
+            self.bus.display.note(f"no copy of step {making.step} in memory, training continues: {problem}")
+            return
+        self.committing = self.copies.commit(making.step)
+        if self.copied < 0:
+            seconds = round(time.monotonic() - making.began, 3)
+            size, near = sum(answer.bytes for answer in answers), self.copies.num_on_the_same_node
+            holders = list(self.copies.holders)
+            self.bus.record("copies", **facts, seconds=seconds, bytes=size, holders=holders, on_the_same_node=near)
+            if near:
+                text = f"the state of {near} of {len(holders)} ranks is copied to ranks of the same node"
+                self.bus.display.note(f"{text}: that protects from the loss of ranks, not of the node")
+        self.copied = making.step

@@ -1,0 +1,114 @@
+"""A run whose state no replica has recovers from copies in the memory of ranks, to the bits of a run without a fault.
+
+Real ranks on a Ray cluster of several nodes on this machine, without a checkpoint before the last step. The default
+suite has the same in `tests/workers/replication` and `tests/orchestrator/recovery`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from elastic_cases import (
+    CONTEXT,
+    CUT,
+    EXPERT_PIPE,
+    LINE,
+    PAIR,
+    SQUARE,
+    STEPS,
+    TENSOR_PIPE,
+    Reference,
+    Start,
+    assert_recovered,
+    assert_same,
+    references,
+    started,
+)
+from multinode import Cluster, kill, multinode_cluster
+
+COPIES = ("elastic.replicate_every=3", "checkpoint.every_seconds=0")
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    with multinode_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def start(nodes: Cluster, tmp_path: Path) -> Iterator[Start]:
+    with started(nodes, tmp_path) as do:
+        yield do
+
+
+@pytest.fixture(scope="module")
+def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return references(nodes, tmp_path_factory)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "ranks", "how"),
+    [
+        ("1f1b", CUT, (3,), signal.SIGKILL),
+        ("1f1b", CUT, (2,), signal.SIGSTOP),
+        ("1f1b", (*SQUARE, "zero.stage=1"), (1,), signal.SIGKILL),
+        ("1f1b", TENSOR_PIPE, (1,), signal.SIGKILL),
+        ("1f1b", (*CONTEXT, "zero.stage=3"), (3,), signal.SIGKILL),
+        ("1f1b", EXPERT_PIPE, (1,), signal.SIGKILL),
+        ("zb-h2", LINE, (2,), signal.SIGKILL),
+        ("zb-h2", PAIR, (1,), signal.SIGKILL),
+    ],
+)
+def test_a_rank_whose_state_only_memory_has_is_replaced_to_the_same_bits(
+    nodes, start, reference, schedule, mesh, ranks, how
+):
+    expected = reference(schedule, mesh)
+    nodes.resize(2, 2, 2)
+    run = start(*mesh, f"schedule.name={schedule}", *COPIES)
+    run.wait_for_step(8)
+    run.signal_ranks(*ranks, how=how)
+    assert_recovered(run, "copies")
+    (recovered,) = run.events("recovered")
+    assert recovered["step"] > 0 and not [row for row in run.events("checkpoint") if row["step"] < STEPS]
+    assert_same(run, expected)
+
+
+def test_a_lost_node_is_replaced_from_the_memory_of_another_one(nodes, start, reference):
+    expected = reference("1f1b", CUT)
+    nodes.resize(2, 2, 2)
+    run = start(*CUT, "schedule.name=1f1b", *COPIES)
+    run.wait_for_step(8)
+    kill(nodes.node_of(run.pids()[0]))
+    assert_recovered(run, "copies")
+    assert_same(run, expected)
+
+
+def test_a_rank_and_its_holder_lost_at_once_go_back_to_the_disk(nodes, start, reference):
+    expected = reference("1f1b", CUT)
+    nodes.resize(2, 2, 2)
+    run = start(*CUT, "schedule.name=1f1b", "elastic.replicate_every=3", "checkpoint.every=10")
+    run.wait_for_checkpoint(10)
+    run.wait_for(lambda: run.events("copies"))
+    (first,) = run.events("copies")
+    run.signal_ranks(0, first["holders"][0])
+    assert_recovered(run, "checkpoint")
+    assert run.events("copies lost")
+    assert_same(run, expected)
+
+
+@pytest.mark.parametrize(("mesh", "how"), [(CUT, "copies"), (SQUARE, "repair")])
+def test_a_rank_that_receives_sigterm_hands_its_state_over(nodes, start, reference, mesh, how):
+    expected = reference("1f1b", mesh)
+    nodes.resize(2, 2, 2)
+    run = start(*mesh, "schedule.name=1f1b", *COPIES)
+    run.wait_for_step(8)
+    run.signal_ranks(3, how=signal.SIGTERM)
+    assert_recovered(run, how)
+    assert run.events("recovered")[0]["steps_replayed"] == 0
+    assert {(row["rank"], row["fault"], row["detector"]) for row in run.events("lost")} == {(3, "terminated", "notice")}
+    assert not [row for row in run.events("checkpoint") if row["step"] < STEPS]
+    assert_same(run, expected)

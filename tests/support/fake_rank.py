@@ -1,0 +1,231 @@
+"""One rank of `fake_ray`, and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from ray.exceptions import ActorDiedError, RayTaskError
+from small_checkpoint import save_small
+
+from pentad.orchestrator.cluster.worker import Status, WorkerPlace
+from pentad.schedules.simulate.timeline import Span
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.spikes import batch_of
+from pentad.workers.checkpoint.location import location
+from pentad.workers.replication.parts import CopyKey, HeldPart
+from pentad.workers.replication.replicator import SentPart
+from pentad.workers.replication.source import CopySource
+from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult, WrittenShards
+
+if TYPE_CHECKING:
+    from fake_ray import FakeRay
+
+STEP_SECONDS = 0.3
+
+
+class Blocked(Exception):
+    """The call waits in a collective that nobody else joins."""
+
+
+class Rank:
+    """One rank's process: the methods of a Worker and of its Runner, which `call` reaches by name. `version` steps are
+    in its weights, -1: it has none. While it `hangs`, nothing in it answers."""
+
+    def __init__(self, fake: FakeRay, bundle: int) -> None:
+        self.fake, self.bundle, self.node = fake, bundle, fake.nodes[bundle]
+        self.number, self.pid, self.generation, self.version = -1, 10_000_000 + len(fake.ranks), 0, -1
+        self.is_alive, self.hangs, self.ready, self.copied, self.copied_to_peers = True, False, False, -1, -1
+        self.leaving = self.node_leaving = ""  # why it, or its node, is about to end
+        self.results: list[StepResult] = []
+        self.open: list[StepResult] = []
+        self.held: dict[tuple[CopyKey, int], bool] = {}  # parts, and whether they count
+
+    def place(self) -> WorkerPlace:
+        return WorkerPlace(self.node, f"10.0.0.{self.node[-1]}", -1, self.pid, f"/nowhere/{self.pid}")
+
+    def status(self) -> Status:
+        return Status(self.generation, self.version, "", 0.0, leaving=self.leaving, node_leaving=self.node_leaving)
+
+    def clock(self) -> float:
+        return self.fake.now
+
+    def start(self, generation: int, plan: Plan, number: int, keep: bool) -> str:
+        self.generation, self.plan, self.number, self.ready = generation, plan, number, False
+        self.results, self.open = [], []
+        if not keep:
+            self.version = -1
+        return ""
+
+    def call(self, generation: int, method: str, *arguments: Any) -> Any:
+        assert generation == self.generation, "a call of an earlier generation"
+        return getattr(self, method)(*arguments)
+
+    def serve(self, host: str, seconds: float) -> str:
+        return f"{host}:1"
+
+    def connect(self, address: str, seconds: float) -> None:
+        assert {rank.generation for rank in self.fake.ranks if rank.is_alive} == {self.generation}
+
+    def restore(self, folder: str | None, step: int, optimizer: bool) -> None:
+        assert (int(location(folder).name[5:]) if folder else 0) == step
+        self.version = step
+
+    def receive(self, sources: dict[Any, int], step: int) -> None:
+        members = self.fake.members()
+        if not all(rank.is_alive and not rank.hangs for rank in members):
+            raise Blocked
+        assert all(members[source].version == step for source in sources.values()), "a source without the state"
+        if self.version != step:
+            assert set(self.plan.param_shards_of(self.number)) <= set(sources)
+        self.version = step
+
+    def run(self, first: int, count: int, more: bool, skipped_batches: tuple = ()) -> list[StepResult]:
+        if self.fake.is_broken(self.generation) and self.version != first:
+            raise Blocked
+        results, self.open = self.open, []
+        for step in range(first, first + count):
+            assert self.version == step, "steps come in order"
+            self.fake.strike(self, step)
+            self.fake.trained[step] = batch_of(step, skipped_batches)
+            results.append(self._result(step))
+            self.version, self.results = step + 1, [*self.results[-9:], results[-1]]
+        if more:
+            self.open = [results.pop()]
+        return results
+
+    def evaluate(self, step: int) -> Evaluation:
+        if self.fake.is_broken(self.generation) and self.version != step:
+            raise Blocked
+        assert self.version == step and not self.open and self.plan.eval is not None
+        self.fake.strike_evaluation(self, step)
+        results = (EvalResult(each.name, 64.0 * step, 64, 1) for each in self.plan.eval.data_sets)
+        return Evaluation(tuple(results), ())
+
+    def snapshot(self, step: int) -> None:
+        if self.fake.is_broken(self.generation) and self.version != step:
+            raise Blocked
+        assert self.version == step
+        self.copied = step
+
+    def write(self, generation: int, folder: str, step: int) -> WrittenShards | str:
+        assert generation == self.generation
+        if self.copied != step or (step, self.number) == self.fake.writing:
+            raise Blocked
+        if step in self.fake.full:
+            return "folder checkpoints cannot be written (No space left on device): expected room"
+        shards = self.plan.param_shards_of(self.number)
+        self.fake.written.setdefault(step, []).extend(shards)
+        return WrittenShards([{"bytes": 1}] * len(shards))
+
+    def serve_copies(self, host: str, token: bytes) -> str:
+        return str(self.pid)
+
+    def copy(self, step: int) -> None:
+        if self.fake.is_broken(self.generation) and self.version != step:
+            raise Blocked
+        self.copied_to_peers = step
+
+    def replicate(self, generation: int, key: CopyKey, address: str, token: bytes) -> SentPart | str:
+        assert generation == self.generation == key.generation
+        holder = next(rank for rank in self.fake.ranks if str(rank.pid) == address)
+        if self.copied_to_peers != key.step:
+            raise Blocked
+        if not holder.is_alive:
+            return "connection refused"
+        for each in (self, holder):
+            each.held[key, self.number] = False
+        return SentPart(1, 0.0, 0.0)
+
+    def commit_copy(self, key: CopyKey) -> None:
+        self.held = {each: True for each in self.held if each[0] == key}
+
+    def forget_copies(self) -> None:
+        self.held.clear()
+
+    def held_copies(self) -> tuple[str, list[HeldPart]]:
+        return str(self.pid), [HeldPart(key, owner, 1, counts, {}) for (key, owner), counts in self.held.items()]
+
+    def restore_copy(self, source: CopySource) -> None:
+        assert {each.address for each in source.parts} <= {str(rank.pid) for rank in self.fake.ranks if rank.is_alive}
+        self.version = source.key.step
+
+    def save(self, folder: str, step: int, shards: Any) -> list[dict[str, Any]]:
+        assert self.version == step
+        self.fake.written.setdefault(step, []).extend(shards)
+        return [{"bytes": 1}] * len(shards)
+
+    def commit(
+        self, generation: int, folder: str, step: int, shards: Any, meta: Any, keep: int, pinned: tuple[int, ...]
+    ) -> None:
+        assert generation == self.generation
+        save_small(location(folder), step)
+
+    def fence(self, generation: int) -> None:
+        assert generation > self.generation
+        self.generation = generation
+
+    def abort(self, generation: int) -> None:
+        assert generation == self.generation
+
+    def leave(self, generation: int) -> RankSnapshot:
+        return RankSnapshot(self.version, self.ready, 1.0, tuple(self.results))
+
+    def advance(self, norm: float, losses: tuple[float, ...]) -> None:
+        assert self.ready
+        self.version += 1
+
+    def kill(self, pid: int) -> None:
+        self.fake.kill(pid)
+
+    def read_progress_of(self, file: str, stream: Any) -> Status:
+        raise FileNotFoundError(file)
+
+    def close(self) -> None:
+        self.is_alive = False
+
+    def _result(self, step: int) -> StepResult:
+        end = STEP_SECONDS * (step + 1)
+        span = Span(step, self.number, "compute", "0F0", "F", 0, 0, -1, end - STEP_SECONDS, end)
+        skipped = self.fake.trained[step] in self.fake.spikes
+        return StepResult(step, {self.number: 1.0}, (LossSum(1.0, 1),), 1.0, 0.1, skipped, (span,), 0.0, 0.0, 1, 0)
+
+
+class Ref:
+    """A pending answer: ready once it has a value or an error, or its rank is dead."""
+
+    def __init__(self, rank: Rank, method: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.rank, self.is_ready = rank, rank.is_alive and not rank.hangs
+        self.value: Any = None
+        self.error: Exception | None = None
+        if self.is_ready:
+            try:
+                self.value = method(*arguments)
+            except Blocked:
+                self.is_ready = False
+            except Exception as error:
+                self.error = RayTaskError("call", "traceback", error)
+
+    def get(self) -> Any:
+        if not self.is_ready:
+            raise ActorDiedError
+        if self.error:
+            raise self.error
+        return self.value
+
+
+class Actor:
+    """A handle: `actor.METHOD.remote(...)` calls its rank at once, and first `fake.on_call`."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*arguments: Any) -> Ref:
+            self.rank.fake.on_call(self.rank, arguments[1] if name == "call" else name)
+            return Ref(self.rank, getattr(self.rank, name), arguments)
+
+        method = SimpleNamespace(remote=remote)
+        method.options = lambda **_: method
+        return method

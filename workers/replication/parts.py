@@ -1,0 +1,117 @@
+"""What a process holds of the copies in memory: its own part of the state after some step, and those of other ranks.
+
+A copy of a step consists of one part per rank, which is what that rank would write to a checkpoint. Each part is in two
+processes: in the rank's own and in another one, its holder. A copy counts once all parts are in both, which the driver
+finds and then tells everybody (`commit`); until then the copy before it is kept. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.safetensors_header import Stored
+
+Index = dict[str, dict[str, Stored]]  # where the tensors of each file of a part begin in it
+
+
+class CopyKey(NamedTuple):
+    """A copy of the state after `step` steps, made in a generation of so many `ranks`."""
+
+    generation: int
+    step: int
+    ranks: int
+
+
+class HeldPart(NamedTuple):
+    """A part that a process holds: of which copy and rank, its bytes, and whether the copy counts as far as the process
+    knows."""
+
+    key: CopyKey
+    owner: int
+    bytes: int
+    committed: bool
+    tensors: Index
+
+
+@dataclass
+class Part:
+    """A part in memory: `data` [bytes]. `memory`, which has it, goes to `recycle` when the part is dropped."""
+
+    index: Index
+    data: np.ndarray
+    memory: Any
+    recycle: Callable[[Any], object]
+
+
+class HostCopies:
+    """All parts that one process holds. From any thread."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.parts: dict[tuple[CopyKey, int], Part] = {}
+        self.committed: CopyKey | None = None
+        self.spare: list[np.ndarray] = []  # memory of parts of other ranks that were dropped
+        self.own_spare: list[Any] = []  # that of the process's own rank, of `own_bytes` bytes each
+        self.own_bytes = -1
+
+    def put(self, key: CopyKey, owner: int, part: Part) -> None:
+        """Adds a part, in place of those of this rank that are of no committed copy."""
+        self.discard(owner)
+        with self.lock:
+            self.parts[key, owner] = part
+
+    def discard(self, owner: int) -> None:
+        """Drops parts of this rank that are of no committed copy."""
+        with self.lock:
+            for each in [each for each in self.parts if each[1] == owner and each[0] != self.committed]:
+                self._drop(each)
+
+    def commit(self, key: CopyKey) -> None:
+        """The copy is complete: no other one is needed."""
+        with self.lock:
+            self.committed = key
+            for other in [each for each in self.parts if each[0] != key]:
+                self._drop(other)
+
+    def forget(self) -> None:
+        """Drops all parts: the steps in them no longer count."""
+        with self.lock:
+            self.committed = None
+            for each in list(self.parts):
+                self._drop(each)
+
+    def held(self) -> list[HeldPart]:
+        with self.lock:
+            found = self.parts.items()
+            return [HeldPart(k, owner, p.data.nbytes, k == self.committed, p.index) for (k, owner), p in found]
+
+    def find(self, key: CopyKey, owner: int) -> np.ndarray | None:
+        """The bytes of a part, if it is here."""
+        with self.lock:
+            part = self.parts.get((key, owner))
+            return None if part is None else part.data
+
+    def room(self, size: int) -> np.ndarray:
+        """Memory for a part of another rank, if possible that of one that was dropped. Raises PentadError if there is
+        none."""
+        with self.lock:
+            for number, memory in enumerate(self.spare):
+                if memory.nbytes == size:
+                    return self.spare.pop(number)
+            self.spare.clear()
+        try:
+            return np.empty(size, np.uint8)
+        except MemoryError:
+            raise PentadError(
+                f"a copy of another rank's state needs {size} bytes of host memory: expected room"
+            ) from None
+
+    def _drop(self, which: tuple[CopyKey, int]) -> None:
+        part = self.parts.pop(which)
+        part.recycle(part.memory)

@@ -1,0 +1,225 @@
+"""Moves parts between processes, over TCP connections of their own.
+
+Neither side takes part in a collective, so a transfer can neither block one nor be blocked by one; if either process
+dies, the other one gets an error. Whoever connects first sends the run's token, 32 bytes; then a request, as JSON
+behind its length:
+
+    put   a part, with all of its bytes and their CRC-32 behind the request; the answer says that it is there
+    get   some bytes of a part, which are the answer
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import socket
+import socketserver
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.safetensors_header import Stored
+from pentad.workers.replication.parts import CopyKey, HostCopies, Index, Part
+
+Check = Callable[[], None]  # raises if the transfer is no longer wanted
+
+CHUNK_BYTES = 4 << 20
+POLL_SECONDS = 0.2  # between two checks while nothing moves
+CONNECT_SECONDS = 5.0
+IDLE_SECONDS = 60.0  # without a byte, after which a connection is given up
+TOKEN_BYTES = 32
+MAX_REQUEST = 64 << 20  # bytes
+_LENGTH = struct.Struct("<Q")
+
+
+class _Ended(ConnectionError):
+    """The peer has ended the connection between two messages."""
+
+
+def _nothing() -> None:
+    """The check of a server, whose transfers end with their connections."""
+
+
+class CopyServer:
+    """Serves the parts of `copies`, and accepts those of others, at `address`, 'HOST:PORT'."""
+
+    def __init__(self, copies: HostCopies, host: str, token: bytes) -> None:
+        self.server = _Server((host, 0), _Handler)
+        self.server.copies, self.server.token = copies, token
+        self.address = f"{host}:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, args=(POLL_SECONDS,), daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def send_part(
+    address: str, token: bytes, key: CopyKey, owner: int, index: Index, data: np.ndarray, check: Check
+) -> None:
+    """Stores a rank's part in the process at `address`; on return it is there. Raises OSError if that fails, and what
+    `check` raises meanwhile."""
+    request = {"do": "put", "key": key, "owner": owner, "bytes": data.nbytes, "index": index}
+    with _connected(address, token) as peer:
+        _send_message(peer, request, check)
+        _send(peer, _LENGTH.pack(_send(peer, data.data, check)), check)
+        _receive_answer(peer, check)
+
+
+class RemotePart:
+    """A part in another process as a file, of which `readinto` reads."""
+
+    def __init__(self, peer: socket.socket, key: CopyKey, owner: int, check: Check) -> None:
+        self.peer, self.key, self.owner, self.check, self.at = peer, key, owner, check, 0
+
+    def seek(self, at: int) -> None:
+        self.at = at
+
+    def readinto(self, target: np.ndarray) -> int:
+        request = {"do": "get", "key": self.key, "owner": self.owner, "start": self.at, "bytes": target.nbytes}
+        _send_message(self.peer, request, self.check)
+        _receive_answer(self.peer, self.check)
+        _receive(self.peer, target.data, self.check)
+        self.at += target.nbytes
+        return target.nbytes
+
+
+@contextmanager
+def open_remote(address: str, token: bytes, key: CopyKey, owner: int, check: Check) -> Iterator[RemotePart]:
+    """Raises OSError, also while it is read, if the process at `address` is gone or no longer has the part."""
+    with _connected(address, token) as peer:
+        yield RemotePart(peer, key, owner, check)
+
+
+@contextmanager
+def _connected(address: str, token: bytes) -> Iterator[socket.socket]:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), CONNECT_SECONDS) as peer:
+        peer.settimeout(POLL_SECONDS)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.sendall(token)
+        yield peer
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads, block_on_close, request_queue_size = True, False, 128
+    copies: HostCopies
+    token: bytes
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    """One connection."""
+
+    server: _Server
+
+    def handle(self) -> None:
+        peer, copies = self.request, self.server.copies
+        peer.settimeout(POLL_SECONDS)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError, ValueError, KeyError, TypeError):  # the peer learns of it by the end of the connection
+            token = bytearray(TOKEN_BYTES)
+            _receive(peer, memoryview(token), _nothing)
+            if not hmac.compare_digest(bytes(token), self.server.token):
+                return
+            while (request := _receive_message(peer, _nothing)) is not None:
+                key = CopyKey(*request["key"])
+                if request["do"] == "put":
+                    self._put(peer, copies, key, request)
+                else:
+                    self._get(peer, copies, key, request)
+
+    def _put(self, peer: socket.socket, copies: HostCopies, key: CopyKey, request: dict[str, Any]) -> None:
+        try:
+            data = copies.room(request["bytes"])
+        except PentadError as error:
+            _send_message(peer, {"error": str(error)}, _nothing)
+            return
+        crc, sent = _receive(peer, data.data, _nothing), bytearray(_LENGTH.size)
+        _receive(peer, memoryview(sent), _nothing)
+        if _LENGTH.unpack(sent) != (crc,):
+            _send_message(peer, {"error": "the bytes that arrived are not those that were sent"}, _nothing)
+            return
+        index = {file: {n: Stored(*stored) for n, stored in its.items()} for file, its in request["index"].items()}
+        copies.put(key, request["owner"], Part(index, data, data, copies.spare.append))
+        _send_message(peer, {}, _nothing)
+
+    def _get(self, peer: socket.socket, copies: HostCopies, key: CopyKey, request: dict[str, Any]) -> None:
+        data, start = copies.find(key, request["owner"]), request["start"]
+        if data is None or not 0 <= start <= start + request["bytes"] <= data.nbytes:
+            _send_message(peer, {"error": f"this process has no such bytes of rank {request['owner']}"}, _nothing)
+            return
+        _send_message(peer, {}, _nothing)
+        _send(peer, data.data[start : start + request["bytes"]], _nothing)
+
+
+def _send_message(peer: socket.socket, message: dict[str, Any], check: Check) -> None:
+    text = json.dumps(message).encode()
+    _send(peer, memoryview(_LENGTH.pack(len(text)) + text), check)
+
+
+def _receive_message(peer: socket.socket, check: Check) -> dict[str, Any] | None:
+    """None if the peer has ended the connection."""
+    length = bytearray(_LENGTH.size)
+    try:
+        _receive(peer, memoryview(length), check)
+    except _Ended:
+        return None
+    (size,) = _LENGTH.unpack(length)
+    if size > MAX_REQUEST:
+        raise ValueError(f"a request of {size} bytes")
+    text = bytearray(size)
+    _receive(peer, memoryview(text), check)
+    message = json.loads(text)
+    assert isinstance(message, dict)
+    return message
+
+
+def _receive_answer(peer: socket.socket, check: Check) -> None:
+    answer = _receive_message(peer, check)
+    if answer is None:
+        raise ConnectionError("connection closed by peer")
+    if "error" in answer:
+        raise OSError(answer["error"])
+
+
+def _send(peer: socket.socket, data: memoryview | bytes, check: Check) -> int:
+    """Returns the CRC-32."""
+    view, at, crc, idle = memoryview(data).cast("B"), 0, 0, 0
+    while at < len(view):
+        chunk = view[at : at + CHUNK_BYTES]
+        try:
+            sent = peer.send(chunk)
+        except TimeoutError:
+            idle = _waited(idle, check)
+            continue
+        crc, at, idle = zlib.crc32(chunk[:sent], crc), at + sent, 0
+    return crc
+
+
+def _receive(peer: socket.socket, into: memoryview, check: Check) -> int:
+    """Fills `into`; returns its CRC-32."""
+    view, at, crc, idle = into.cast("B"), 0, 0, 0
+    while at < len(view):
+        try:
+            count = peer.recv_into(view[at : at + CHUNK_BYTES])
+        except TimeoutError:
+            idle = _waited(idle, check)
+            continue
+        if not count:
+            raise (ConnectionError if at else _Ended)("connection closed by peer")
+        crc, at, idle = zlib.crc32(view[at : at + count], crc), at + count, 0
+    return crc
+
+
+def _waited(idle: int, check: Check) -> int:
+    """Counts the polls in a row in which nothing moved."""
+    check()
+    if idle * POLL_SECONDS > IDLE_SECONDS:
+        raise ConnectionError(f"connection reset: nothing moved for {IDLE_SECONDS:g} s")
+    return idle + 1
