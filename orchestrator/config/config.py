@@ -19,10 +19,10 @@ from pentad.orchestrator.config.data_section import DataSection
 from pentad.orchestrator.config.errors import Broken, ConfigError
 from pentad.orchestrator.config.eval_section import EvalSection
 from pentad.orchestrator.config.includes import Layers, leaves, merged, read_file, with_includes
-from pentad.orchestrator.config.loggers_section import LoggersSection
+from pentad.orchestrator.config.loggers_section import LoggersSection, MetricsSection
 from pentad.orchestrator.config.lora_section import LoraSection
 from pentad.orchestrator.config.model_section import ModelSection, custom_model
-from pentad.orchestrator.config.optimizer_section import OptimizerSection
+from pentad.orchestrator.config.optimizer_section import OptimizerSection, SpikesSection
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.catalogue import CATALOGUE, spec_of
 from pentad.schedules.ir.errors import PentadError
@@ -73,8 +73,8 @@ class RunConfig(sections.Section):
     zero: sections.ZeroSection = sections.ZeroSection()
     checkpoint: sections.CheckpointSection = sections.CheckpointSection()
     elastic: sections.ElasticSection = sections.ElasticSection()
-    spikes: sections.SpikesSection = sections.SpikesSection()
-    metrics: sections.MetricsSection = sections.MetricsSection()
+    spikes: SpikesSection = SpikesSection()
+    metrics: MetricsSection = MetricsSection()
     eval: EvalSection = EvalSection()
     loggers: LoggersSection = LoggersSection()
     cluster: sections.ClusterSection = sections.ClusterSection()

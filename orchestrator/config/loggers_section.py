@@ -1,14 +1,14 @@
-"""The section of loggers."""
+"""The sections of loggers and of metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from pentad.orchestrator.config.errors import Broken
-from pentad.orchestrator.config.sections import Section, Text
+from pentad.orchestrator.config.sections import Port, Section, Text
 
 
 class WandbSection(Section):
@@ -47,3 +47,13 @@ class LoggersSection(Section):
         for kind in ("wandb", "mlflow"):
             if getattr(self, kind) is not None and kind not in self.use:
                 yield f"loggers.{kind} has keys, but loggers.use is {self.use}: expected {kind} in loggers.use"
+
+
+class MetricsSection(Section):
+    """Metrics, timelines and remote control (docs/observability.md)."""
+
+    port: Port = Field(default=0, description="port of the Prometheus exporter; 0: a free one")
+    host: Text = "127.0.0.1"
+    """address on which the exporter and the control service listen"""
+    control_port: Port = Field(default=0, description="port of the control service; 0: a free one")
+    timeline_steps: NonNegativeInt = Field(default=5, description="last steps whose measured timeline is kept")

@@ -23,7 +23,6 @@ from pentad.orchestrator.config.errors import Broken, RuleErrors, share_or_auto,
 from pentad.schedules.spec.batch import BatchSizes, RampupStage
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
-from pentad.schedules.spec.spikes import SpikeSpec
 from pentad.schedules.spec.tensors import LayerRange
 from pentad.workers.checkpoint.location import has_credentials
 
@@ -359,16 +358,6 @@ class ElasticSection(Section):
             yield Broken("notice", "an absolute path, or a URL that begins with http:// or https://")
 
 
-class MetricsSection(Section):
-    """Metrics, timelines and remote control (docs/observability.md)."""
-
-    port: Port = Field(default=0, description="port of the Prometheus exporter; 0: a free one")
-    host: Text = "127.0.0.1"
-    """address on which the exporter and the control service listen"""
-    control_port: Port = Field(default=0, description="port of the control service; 0: a free one")
-    timeline_steps: NonNegativeInt = Field(default=5, description="last steps whose measured timeline is kept")
-
-
 class ClusterSection(Section):
     """Where the ranks run (docs/cluster.md)."""
 
@@ -388,28 +377,3 @@ class ClusterSection(Section):
     """time that a stopped job has to finish its step and save a checkpoint"""
     start_timeout_seconds: PositiveFloat = 60.0
     """longest wait for ranks to be placed and started"""
-
-
-class SpikesSection(Section):
-    """Steps whose loss or gradient norm is not finite or a spike: far above that of the steps before
-    (docs/recovery.md)."""
-
-    policy: Literal["none", "skip", "rollback", "stop"] = "none"
-    """skip: such a step changes no weight; stop: the run stops as well; rollback: the run goes back to the last
-    checkpoint by steps and leaves out the batches since; none: only a step with a gradient norm that is not finite
-    changes no weight"""
-    threshold: PositiveFloat = 6.0
-    """standard deviations above the mean of the window from which on a value is a spike"""
-    window: int = Field(default=128, ge=2, description="steps that a step is compared with, the latest ones")
-    min_steps: int = Field(default=64, ge=2, description="steps in the window before any step can be a spike")
-    max_consecutive: Count = 10
-    """such steps in a row, or rollbacks to the same checkpoint, after which the run fails"""
-
-    def rules(self) -> Iterator[Broken | str]:
-        if self.min_steps > self.window:
-            yield Broken("min_steps", f"at most spikes.window = {self.window}")
-
-    @property
-    def spec(self) -> SpikeSpec | None:
-        """None where ranks need not look for spikes."""
-        return None if self.policy == "none" else SpikeSpec(self.threshold, self.window, self.min_steps)

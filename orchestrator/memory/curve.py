@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import accumulate
 
-from pentad.orchestrator.planning.activation_peaks import OPS, Walk
-from pentad.orchestrator.planning.allocations import BYTES, wide_bytes
+from pentad.orchestrator.activations.activation_peaks import OPS, Walk
+from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
 from pentad.orchestrator.planning.estimate import costs_of, memories
 from pentad.schedules.draw.memory import MemoryCurve, Sample, UnitName
 from pentad.schedules.ir.instruction import Instruction, Op, instructions_of
@@ -88,12 +88,15 @@ def _in_use(times: list[tuple[Instruction, float, float]], begin: Op, end: Op, s
 def _activations(
     plan: Plan, pp: int, times: list[tuple[Instruction, float, float]]
 ) -> tuple[list[tuple[float, dict[int, int], int]], int]:
-    """(second, bytes by unit, of a workspace) after each change, and the most at once."""
+    """(second, bytes by unit, of a workspace) after each change, and the most at once. Memory is taken in the order of
+    the stream: that of a RELOAD with the compute before it, though the copy runs beside the next."""
     walk, by_unit = Walk(plan, plan.program, pp), defaultdict[int, int](int)
-    found, highest = [(0.0, dict[int, int](), 0)], 0
+    found, highest, latest = [(0.0, dict[int, int](), 0)], 0, 0.0
     for part, start, end in times:
         if part.op not in OPS:
             continue
+        start, end = (latest, latest) if part.op is Op.RELOAD else (max(latest, start), max(latest, end))
+        latest = end
         before, walk.peak = walk.held, walk.held
         walk.run(part)
         highest = max(highest, walk.peak)

@@ -12,9 +12,9 @@ from pentad.schedules.draw.svg import svg_comparison
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.simulate.timeline import Span, Timeline, to_mesh_ranks
+from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.batch import BatchSpec
-from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.mesh import Mesh, to_mesh_ranks
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import num_parameters

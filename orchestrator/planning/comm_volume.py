@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple, cast
 
-from pentad.orchestrator.planning.allocations import BYTES, FP8_TILE, INDEX, Piece, piece_of, wide_bytes
-from pentad.orchestrator.planning.attention_memory import attention_shape
+from pentad.orchestrator.activations.allocations import BYTES, FP8_TILE, INDEX, Piece, piece_of, wide_bytes
+from pentad.orchestrator.activations.attention_memory import attention_shape
 from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Op, instructions_of
 from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec

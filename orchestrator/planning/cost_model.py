@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from pentad.orchestrator.planning.allocations import BYTES, Piece
+from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import Phase, stage_volume
 from pentad.orchestrator.planning.hardware import (
     EXPERT_FLOPS,

@@ -8,10 +8,10 @@ from itertools import chain
 from operator import mul
 from statistics import median
 
+from pentad.orchestrator.activations.activation_memory import cuts_of
+from pentad.orchestrator.activations.activation_peaks import activation_peaks, activations_of
+from pentad.orchestrator.activations.allocations import BYTES, INDEX, piece_of, wide_bytes
 from pentad.orchestrator.gpus.table import GPUS
-from pentad.orchestrator.planning.activation_memory import cuts_of
-from pentad.orchestrator.planning.activation_peaks import activation_peaks, activations_of
-from pentad.orchestrator.planning.allocations import BYTES, INDEX, piece_of, wide_bytes
 from pentad.orchestrator.planning.comm_volume import padded_elements, param_shards_at
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.schedules.ir.instruction import RECEIVES, Op, instructions_of

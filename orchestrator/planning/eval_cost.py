@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pentad.orchestrator.activations.activation_peaks import activation_peak
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.activation_peaks import activation_peak
 from pentad.orchestrator.planning.estimate import memories, step_seconds
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate

@@ -7,8 +7,8 @@ casts are part of kernels that move fewer bytes for them.
 
 from __future__ import annotations
 
+from pentad.orchestrator.activations.allocations import FP8_TILE
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.allocations import FP8_TILE
 from pentad.orchestrator.planning.hardware import EXPERT_FLOPS, FP8_EXPERT_WIDTH
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Mesh

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from pentad.orchestrator.activations.allocations import FP8_TILE
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.allocations import FP8_TILE
 from pentad.orchestrator.planning.fp8_experts import in_8_bits
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling

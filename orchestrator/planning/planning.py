@@ -12,9 +12,9 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from pentad.orchestrator.activations.activation_memory import cuts, with_slots
+from pentad.orchestrator.activations.allocations import Piece, wide_bytes
 from pentad.orchestrator.config.config import Layout, RunConfig
-from pentad.orchestrator.planning.activation_memory import cuts, with_slots
-from pentad.orchestrator.planning.allocations import Piece, wide_bytes
 from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
 from pentad.orchestrator.planning.fit import DeviceMemory, device_memory, fit_of, host_memory, require_host
 from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, gpu_of, local_device

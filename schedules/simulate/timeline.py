@@ -14,7 +14,6 @@ import pyarrow as pa
 from pentad.schedules.ir.arrow_file import read_table, require_no_nulls, require_range
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
-from pentad.schedules.spec.mesh import Mesh
 
 LONGEST_SECONDS = 1e10  # on a timeline's clock: more than 300 years
 COMPUTE = frozenset({"F", "B", "W", "BW", "RECOMPUTE"})
@@ -161,15 +160,3 @@ def attributed_seconds(spans: Sequence[Span]) -> Iterator[tuple[Span, float]]:
         other = other_half.get(span, span)
         together = max(span.end, other.end) - min(span.start, other.start)
         yield span, together * (1.0 if other is span else len(span.op) / len(span.op + other.op))
-
-
-def to_mesh_ranks(timeline: Timeline, mesh: Mesh) -> Timeline:
-    """A timeline of pipeline ranks as one of all ranks of the mesh: every replica does the same."""
-    spans = []
-    for rank in range(mesh.size):
-        pp = mesh.coordinates(rank).pp
-        for span in timeline.spans:
-            if span.rank == pp:
-                peer = span.peer if span.peer < 0 else mesh.move(rank, pp=span.peer)
-                spans.append(span._replace(rank=rank, peer=peer))
-    return Timeline(timeline.source, tuple(spans))

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Literal, NamedTuple
 
+from pentad.schedules.simulate.timeline import Timeline
+
 Axis = Literal["dp", "pp", "cp", "tp", "ep"]
 ORDER: tuple[Axis, ...] = ("pp", "dp", "ep", "cp", "tp")  # outermost first: tp ranks are adjacent
 
@@ -71,3 +73,15 @@ class Mesh:
     def __str__(self) -> str:
         sizes = asdict(self).items()
         return " x ".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "one rank"
+
+
+def to_mesh_ranks(timeline: Timeline, mesh: Mesh) -> Timeline:
+    """A timeline of pipeline ranks as one of all ranks of the mesh: every replica does the same."""
+    spans = []
+    for rank in range(mesh.size):
+        pp = mesh.coordinates(rank).pp
+        for span in timeline.spans:
+            if span.rank == pp:
+                peer = span.peer if span.peer < 0 else mesh.move(rank, pp=span.peer)
+                spans.append(span._replace(rank=rank, peer=peer))
+    return Timeline(timeline.source, tuple(spans))

@@ -19,7 +19,7 @@ from typing import Any
 
 from record import stamp, write
 
-from pentad.orchestrator.planning.allocations import Piece
+from pentad.orchestrator.activations.allocations import Piece
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program

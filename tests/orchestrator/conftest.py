@@ -1,4 +1,4 @@
-"""The fixtures `pentad`, which runs a command line, and `start`, which runs on ranks in this process."""
+"""The fixtures `pentad`, which runs a command line, `start`, which runs on ranks in this process, and `one_rank`."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,6 +10,14 @@ import pytest
 from commands import pentad
 
 __all__ = ["pentad"]
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers communicate without other ranks."""
+    from fake_groups import fake_collectives  # imports torch
+
+    fake_collectives(monkeypatch)
 
 
 @pytest.fixture

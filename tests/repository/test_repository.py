@@ -78,6 +78,7 @@ LAYERS = {
         "cluster",
         "memory",
         "planning",
+        "activations",
         "gpus",
         "config",
         "",

@@ -15,7 +15,7 @@ from gpus import gpu_of
 from plans import TILE
 from pool import Pool, send
 
-from pentad.orchestrator.planning.activation_memory import with_slots
+from pentad.orchestrator.activations.activation_memory import with_slots
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.results import Evaluation
 

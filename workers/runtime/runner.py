@@ -74,12 +74,8 @@ class Runner:
         self.shards: ZeroShards = ZeroShards(plan, rank, self.stages)
         self.has_reserved = False
         self.offload_memory: HostMemory | None = previous.offload_memory if previous else None
-        self.snapshots: Snapshots = Snapshots(
-            self.device,
-            previous.snapshots.memory if previous else None,
-            in_place=plan.host_optimizer,
-            check=self.fence_flag.check,
-        )
+        memory, check = previous.snapshots.memory if previous else None, self.fence_flag.check
+        self.snapshots: Snapshots = Snapshots(self.device, memory, in_place=plan.host_optimizer, check=check)
         self.copies = copies if copies is not None else HostCopies()
         self.replicator = Replicator(self.copies, rank, self.device)
         self.programs = [RankProgram.of(plan, number, rank) for number in range(len(plan.programs))]
@@ -128,8 +124,7 @@ class Runner:
 
     def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> None:
         """Reads the state of `step` steps from a verified checkpoint, or only the weights without `optimizer`; without
-        a checkpoint, starts from the initial values. All ranks must call it.
-        """
+        a checkpoint, starts from the initial values. All ranks must call it."""
         if folder is not None:
             self._read(open_verified(location(folder)), optimizer=optimizer)
         self._set_version(step)
@@ -388,8 +383,8 @@ class Runner:
         spans = []
         for part, start, end in times:
             peer = self.plan.mesh.move(self.rank, pp=part.peer) if part.peer >= 0 else -1
-            where = (part.op.value, part.stage, part.microbatch, peer)
-            spans.append(Span(step, self.rank, part.lane, str(part.key), *where, start, end))
+            where = str(part.key), part.op.value, part.stage, part.microbatch, peer
+            spans.append(Span(step, self.rank, part.lane, *where, start, end))
         return tuple(spans)
 
     def _longest_instruction(self) -> float:

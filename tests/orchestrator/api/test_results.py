@@ -19,7 +19,8 @@ from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
 from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.simulate.timeline import Span, Timeline, to_mesh_ranks
+from pentad.schedules.simulate.timeline import Span, Timeline
+from pentad.schedules.spec.mesh import to_mesh_ranks
 
 OPTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("zb-h2", {}, ()),

@@ -24,7 +24,8 @@ from pentad.schedules.draw.grid import time_grid
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.simulate.timeline import Timeline, to_mesh_ranks
+from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.spec.mesh import to_mesh_ranks
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / ".typings")}

@@ -13,7 +13,8 @@ from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.simulate.timeline import Timeline, to_mesh_ranks
+from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.spec.mesh import to_mesh_ranks
 from pentad.schedules.spec.plan import Plan
 
 SLOWDOWN = {3: 1.0, 4: 2.5}  # of the measured steps

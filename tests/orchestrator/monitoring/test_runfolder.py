@@ -21,7 +21,8 @@ from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.simulate.timeline import Timeline, to_mesh_ranks
+from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.spec.mesh import to_mesh_ranks
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / ".typings")}
 

@@ -15,7 +15,7 @@ import torch
 from fake_groups import FAMILIES, FakeGroup, in_tiles, make_stage
 from plans import MODEL, TILE, plan_of
 
-from pentad.orchestrator.planning.allocations import piece_of
+from pentad.orchestrator.activations.allocations import piece_of
 from pentad.orchestrator.planning.comm_volume import (
     CommKind,
     CommVolume,

@@ -27,8 +27,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.simulate.timeline import to_mesh_ranks
-from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.mesh import Mesh, to_mesh_ranks
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import num_parameters

@@ -9,7 +9,7 @@ import torch
 from custom_models import custom_model
 from plans import plan_of
 
-from pentad.orchestrator.planning.activation_peaks import activations_of
+from pentad.orchestrator.activations.activation_peaks import activations_of
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.custom.autograd import operands
 from pentad.workers.custom.loader import initial_values

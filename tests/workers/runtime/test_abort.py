@@ -16,7 +16,7 @@ from resume import commit
 from small_models import FAMILIES, MOE
 from worker_processes import WorkerProcess, call_all, check_recovery, start_generation, start_run
 
-from pentad.orchestrator.planning.activation_memory import with_slots
+from pentad.orchestrator.activations.activation_memory import with_slots
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions

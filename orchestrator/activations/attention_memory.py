@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from pentad.orchestrator.planning.allocations import BYTES, Allocation, Piece
+from pentad.orchestrator.activations.allocations import BYTES, Allocation, Piece
 from pentad.schedules.spec.model import ModelSpec
 
 TRITON_HEAD_DIMS = (32, 64, 128)  # of kernels/attention/attention_partial.py

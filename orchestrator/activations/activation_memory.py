@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
-from pentad.orchestrator.planning.allocations import BYTES, INDEX, Allocation, Piece, piece_of
-from pentad.orchestrator.planning.attention_memory import AttentionShape, attention_core, attention_shape
+from pentad.orchestrator.activations.allocations import BYTES, INDEX, Allocation, Piece, piece_of
+from pentad.orchestrator.activations.attention_memory import AttentionShape, attention_core, attention_shape
 from pentad.schedules.ir.columns import CODE
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.passes.offload_cut import Cut, cut

@@ -12,10 +12,10 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from pentad.orchestrator.planning import activation_memory as memory
-from pentad.orchestrator.planning.activation_memory import cuts_of, slots_of
-from pentad.orchestrator.planning.allocations import Piece, Totals, piece_of, total
-from pentad.orchestrator.planning.attention_memory import attention_shape
+from pentad.orchestrator.activations import activation_memory as memory
+from pentad.orchestrator.activations.activation_memory import cuts_of, slots_of
+from pentad.orchestrator.activations.allocations import Piece, Totals, piece_of, total
+from pentad.orchestrator.activations.attention_memory import attention_shape
 from pentad.schedules.ir.instruction import Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.offload_arena import arena
