@@ -58,7 +58,8 @@ class Fit:
         text = f"{needs} {format_bytes(self.needed)} {self.device.where}, which has {format_bytes(self.device.bytes)}"
         if self.ok:
             return f"fits: {text}"
-        kinds = [(part, name) for name, part in self.by_kind.items() if part and name not in ("total", *ON_HOST)]
+        others = ("total",) if self.device.is_shared else ("total", *ON_HOST)
+        kinds = [(part, name) for name, part in self.by_kind.items() if part and name not in others]
         shares = (f"{name} {format_bytes(part)}" for part, name in sorted(kinds, key=itemgetter(0), reverse=True))
         return f"does not fit: {text} (rank {self.rank}: {', '.join(shares)})"
 

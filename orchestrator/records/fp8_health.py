@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from pentad.workers.linear.fp8_samples import Fp8Sample, merged
+from pentad.workers.linear.fp8_sample import Fp8Sample, merged
 
 MOST = 3  # sentences about a step
 UNDERFLOWED = 0.25  # share of an operand's values that are zero in 8 bits

@@ -6,32 +6,17 @@ mesh: ranks that have the same operand count the same, those with parts of one c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pentad.kernels.fp8.fp8_tensor import Fp8Tensor, Role
+from pentad.workers.linear.fp8_sample import Fp8Sample, Key
 
 CHUNK = 2**24  # values that are looked at at once, which bounds the memory of a sample
 # The bits of the largest finite number, without the sign.
 LARGEST = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
-
-
-class Fp8Sample(NamedTuple):
-    """Of all that one rank multiplied of an operand in a step. `amax` is the absolute maximum, nan if a value is not
-    finite; `saturated` values have the largest magnitude that 8 bits have, `underflowed` ones are zero."""
-
-    weight: str  # the parameter whose product it is an operand of
-    role: Role
-    amax: float
-    saturated: int
-    underflowed: int
-    values: int
-
-
-Key = tuple[str, Role]
 
 
 class Fp8Samples:
@@ -70,21 +55,6 @@ class PendingSamples(NamedTuple):
         return tuple(
             Fp8Sample(*key, amax, *map(int, counts)) for key, (amax, *counts) in zip(self.keys, rows, strict=True)
         )
-
-
-def merged(samples: Iterable[Fp8Sample]) -> dict[Key, Fp8Sample]:
-    """Those of all ranks, by weight and role, in the order of names."""
-    found: dict[Key, Fp8Sample] = {}
-    for each in samples:
-        key = each.weight, each.role
-        before = found.get(key)
-        if before is not None:
-            amax = max(before.amax, each.amax) if before.amax == before.amax else before.amax
-            amax = each.amax if each.amax != each.amax else amax
-            counts = (a + b for a, b in zip(before[3:], each[3:], strict=True))
-            each = Fp8Sample(*key, amax, *counts)
-        found[key] = each
-    return dict(sorted(found.items()))
 
 
 def counts_of(operand: Fp8Tensor) -> Tensor:

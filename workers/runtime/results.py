@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pentad.schedules.simulate.timeline import Span
-from pentad.workers.linear.fp8_samples import Fp8Sample
+from pentad.workers.linear.fp8_sample import Fp8Sample
 
 
 class LossSum(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 from pentad.orchestrator.loggers.logger import scalars
 from pentad.orchestrator.records.fp8_health import Fp8Health, fp8_row
 from pentad.orchestrator.records.json_rows import checked_row
-from pentad.workers.linear.fp8_samples import Fp8Sample
+from pentad.workers.linear.fp8_sample import Fp8Sample
 
 
 def row_of(amax: float = 1.0, underflowed: int = 0, weights: int = 1) -> dict[str, Any]:

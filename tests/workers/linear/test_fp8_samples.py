@@ -9,7 +9,8 @@ import torch
 
 from pentad.kernels.fp8.fp8_tensor import Recipe, Scaling, quantize
 from pentad.workers.linear import fp8_samples
-from pentad.workers.linear.fp8_samples import Fp8Sample, Fp8Samples, counts_of, merged
+from pentad.workers.linear.fp8_sample import Fp8Sample, merged
+from pentad.workers.linear.fp8_samples import Fp8Samples, counts_of
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])

@@ -13,7 +13,7 @@ from resume import assert_repeatable
 from pentad.schedules.spec.model import MLA, Experts, Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.workers.linear.fp8_samples import merged
+from pentad.workers.linear.fp8_sample import merged
 
 # Whole tiles of 128 on two tensor ranks.
 MODEL = ModelSpec(layers=4, hidden=128, heads=2, kv_heads=2, head_dim=128, ffn=256, vocab=300)

@@ -113,7 +113,7 @@ def test_allocated_bytes_are_the_planned_ones(corpus, name, dp, pp, m, chunks, z
         shards = ZeroShards(plan, rank, stages)
         planned = memory(plan, rank)
         assert buffer_bytes(parameters, shards, {}) == {
-            kind: planned[kind] for kind in ("parameters", "gradients", "optimizer", "master")
+            kind: planned[kind] for kind in ("parameters", "gradients", "optimizer", "master", "host_optimizer")
         }
 
 

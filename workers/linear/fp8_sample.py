@@ -1,0 +1,39 @@
+"""How well the operands of products fit into 8 bits, as numbers: the driver reads them without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from pentad.kernels.fp8.fp8_tensor import Role  # imports torch
+
+
+class Fp8Sample(NamedTuple):
+    """Of all that one rank multiplied of an operand in a step. `amax` is the absolute maximum, nan if a value is not
+    finite; `saturated` values have the largest magnitude that 8 bits have, `underflowed` ones are zero."""
+
+    weight: str  # the parameter whose product it is an operand of
+    role: Role
+    amax: float
+    saturated: int
+    underflowed: int
+    values: int
+
+
+Key = tuple[str, "Role"]
+
+
+def merged(samples: Iterable[Fp8Sample]) -> dict[Key, Fp8Sample]:
+    """Those of all ranks, by weight and role, in the order of names."""
+    found: dict[Key, Fp8Sample] = {}
+    for each in samples:
+        key = each.weight, each.role
+        before = found.get(key)
+        if before is not None:
+            amax = max(before.amax, each.amax) if before.amax == before.amax else before.amax
+            amax = each.amax if each.amax != each.amax else amax
+            counts = (a + b for a, b in zip(before[3:], each[3:], strict=True))
+            each = Fp8Sample(*key, amax, *counts)
+        found[key] = each
+    return dict(sorted(found.items()))
