@@ -184,8 +184,7 @@ class PrecisionSection(Section):
     fp8_skip_last_layers: NonNegativeInt = 0
     """decoder layers at the end of the model that multiply in precision.compute"""
     fp8_experts: Literal["auto", "always", "never"] = "auto"
-    """whether experts multiply in 8 bits too, with fp8-block; auto: unless they are so small that casts take longer
-    than products gain, which the plan says"""
+    """whether experts multiply in 8 bits too, with fp8-block; auto: where that is faster, which the plan says"""
     fp8_sample_every: NonNegativeInt = 100
     """steps from one to the next in which absolute maxima, saturated and underflowed values of all operands in 8 bits
     are counted; 0: never. Other steps cost nothing"""

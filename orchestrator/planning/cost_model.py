@@ -132,7 +132,7 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
     attended = sum(model.attended_length(layer, length) for layer in range(first, end))
     attention = tokens * attended * model.heads * (model.qk_head_dim + value) / flops
     linear = 2 * tokens * sum(_active_parameters(model, layer) for layer in range(first, end)) / flops
-    expert_gain = 0.0  # in F and B
+    expert_gains = [0.0, 0.0, 0.0]  # in F, B and W
     width = model.ffn  # of all networks that a token passes in a layer
     if experts is not None:
         width = experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
@@ -140,8 +140,9 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
         grouped = 3 * model.hidden * experts.intermediate_size * routed
         linear += 2 * tokens * grouped * (1 / GROUPED_EFFICIENCY - 1) / flops
         if piece.casts_experts and piece.device == "cuda":
-            gain = 1 - EXPERT_FLOPS["compute"] / EXPERT_FLOPS["block"]
-            expert_gain = 2 * tokens * grouped / GROUPED_EFFICIENCY * gain / flops
+            seconds = 2 * tokens * grouped / GROUPED_EFFICIENCY / flops
+            pairs = zip(EXPERT_FLOPS["compute"], EXPERT_FLOPS["block"], strict=True)
+            expert_gains = [seconds * (1 - compute / block) for compute, block in pairs]
     if piece.fp8 is not None and piece.device == "cuda":
         matrices = fp8_matrices(model, piece.fp8, range(first, end))
         covered = sum(math.prod(each.shape) for each in matrices if not each.experts)
@@ -152,10 +153,10 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
     elementwise = count * tokens * piece.itemsize * (8 * model.hidden + 3 * width) / piece.mesh.tp / rates.memory
     wide_product = 4 * tokens * count * model.hidden * width / flops  # at most: in 8 bits it takes less
     return StageSeconds(
-        forward=linear - expert_gain + attention + head + elementwise,
+        forward=linear - expert_gains[0] + attention + head + elementwise,
         # five products of scores instead of two
-        backward=linear - expert_gain + 2.5 * attention + head + 1.5 * elementwise,
-        weight=linear + head,
+        backward=linear - expert_gains[1] + 2.5 * attention + head + 1.5 * elementwise,
+        weight=linear - expert_gains[2] + head,
         selective=wide_product + elementwise / 2,
         # the product of the feed-forward with its down projection is what nothing needs again
         attention=max(wide_product, linear - wide_product / 2) + elementwise,

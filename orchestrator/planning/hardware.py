@@ -77,10 +77,8 @@ def rates_of(device: str, gpu: str = "") -> Rates:
 
 # How many times faster products in 8 bits are on a Hopper GPU, by what has a scale (tests/bench/results/fp8-h200.json).
 FP8_SPEEDUPS: dict[Scaling, float] = {"tensor": 1.8, "row": 1.75, "block": 1.5}
-# FLOP/s of the experts' products in F and B on a Hopper GPU, and the least intermediate size on a rank that gains:
-# assumptions, until tests/bench/fp8_experts.py has been run.
-EXPERT_FLOPS = {"compute": 5.0e14, "block": 8.0e14}
-FP8_EXPERT_WIDTH = 512
+# FLOP/s of the experts' products in F, B and W on a Hopper GPU (tests/bench/results/fp8-experts-h200.json).
+EXPERT_FLOPS = {"compute": (6.0e14, 6.0e14, 3.9e14), "block": (5.9e14, 6.4e14, 1.6e14)}
 # Axes in the order in which ranks fill hosts, outermost first: replicas communicate once a step only.
 HOST_ORDER: tuple[Axis, ...] = ("dp", "pp", "ep", "cp", "tp")
 

@@ -92,9 +92,8 @@ def test_blocks_need_a_hopper_gpu(gpu: str) -> None:
 LARGE = {"family": "qwen3-moe", "hidden": 256, "experts": {"num_experts": 4, "top_k": 2, "intermediate_size": 1024}}
 
 
-def test_large_experts_multiply_in_8_bits() -> None:
-    batch = {"sequence_length": 4096}
-    plan = plan_with({"matmul": "fp8-block"}, model=LARGE, batch=batch)
+def test_experts_multiply_in_8_bits_if_they_are_to() -> None:
+    plan = plan_with({"matmul": "fp8-block", "fp8_experts": "always"}, model=LARGE)
     assert plan.fp8 is not None and plan.fp8.experts
     names = {each.name.partition(".")[2] for each in fp8_matrices(plan.model, plan.fp8, range(1))}
     assert {"0.experts.gate_up", "0.experts.down"} < names
@@ -105,17 +104,15 @@ def test_large_experts_multiply_in_8_bits() -> None:
     ("precision", "changes", "reason"),
     [
         ({}, {"experts": {"num_experts": 4, "top_k": 2, "intermediate_size": 96}}, "256 x 96 on a rank are not whole"),
-        ({}, {"experts": {"num_experts": 4, "top_k": 2, "intermediate_size": 128}}, "128 columns on a rank are fewer"),
-        ({}, {"experts": {"num_experts": 256, "top_k": 2, "intermediate_size": 1024}}, "64 rows an expert and step"),
+        ({}, {}, "in 8 bits their products take 1.6 times as long on an H200"),
         ({"matmul": "fp8-row"}, {}, "fp8-row has no products of experts"),
-        ({"fp8_experts": "never"}, {}, "precision.fp8_experts is never"),
+        ({"fp8_experts": "never"}, {}, "in 8 bits their products take"),
     ],
 )
 def test_the_plan_says_why_experts_stay_in_the_compute_dtype(
     precision: dict[str, Any], changes: dict[str, Any], reason: str
 ) -> None:
-    batch = {"sequence_length": 4096}
-    plan = plan_with({"matmul": "fp8-block", **precision}, model=LARGE | changes, batch=batch)
+    plan = plan_with({"matmul": "fp8-block", **precision}, model=LARGE | changes)
     assert plan.fp8 is not None and not plan.fp8.experts and reason in facts_of(plan)
 
 
