@@ -94,10 +94,8 @@ class Layer:
 
     def fp8(self) -> Tensor:
         rows, offsets, index = self.rows, self.rows.offsets, self.rows.tokens
-        x, dout = (
-            fp8_cast(each, BLOCK, role, columns=False).rows
-            for each, role in ((self.x, "activation"), (self.dout, "gradient"))
-        )
+        x = fp8_cast(self.x, BLOCK, "activation", columns=False).rows
+        dout = fp8_cast(self.dout, BLOCK, "gradient", columns=False).rows
         assert x is not None and dout is not None
         gate_up = fp8_grouped_gemm(x, self.up8.rows, offsets, COMPUTE, index)
         gated = fp8_weighted_glu(gate_up, rows.weights, offsets, BLOCK)

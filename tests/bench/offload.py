@@ -96,7 +96,7 @@ def copies(size: int) -> dict[str, float]:
     for ways in cases:
         product(*ways)
     # In turn, since clocks change in the course of it.
-    times = {ways: [] for ways in cases}
+    times: dict[tuple[str, ...], list[float]] = {ways: [] for ways in cases}
     for _ in range(ROUNDS):
         for ways in cases:
             times[ways].append(product(*ways))

@@ -109,7 +109,7 @@ def bind(state: State) -> MoE:
 
 def gradients_of(sublayer: MoE) -> State:
     """Main gradients by name."""
-    params = {"router": sublayer.router, "gate_up": sublayer.gate_up, "down": sublayer.down}
+    params = {"router": sublayer.router, "gate_up": sublayer.gate_up.param, "down": sublayer.down.param}
     if sublayer.shared is not None:
         params |= {"shared_gate_up": sublayer.shared.gate_up.param, "shared_down": sublayer.shared.down.param}
     return {name: param.gradient for name, param in params.items() if param.gradient is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from closeness import relative_error
-from fp8_experts import assert_products_agree, operands
+from expert_rows import assert_products_agree, operands
 from fp8_recipes import assert_nearly_equal
 
 from pentad.kernels.fp8 import fp8_expert_glu_triton, fp8_grouped_triton
@@ -20,9 +20,9 @@ BLOCKS = [Recipe("block"), Recipe("block", "e5m2", power_of_two=True)]
 @pytest.mark.parametrize("recipe", BLOCKS, ids=str)
 def test_products_are_those_of_the_numbers_that_the_operands_stand_for(recipe: Recipe) -> None:
     given, wide = operands((3, 0, 40), 128, 256, 384, recipe), torch.float64
-    x, dy = given.x.dequantize(wide)[given.index], given.dy.dequantize(wide)
+    x, dy = given.x.dequantize(wide)[given.tokens], given.dy.dequantize(wide)
     for found, rows, form in (
-        (fp8_grouped_gemm(given.x, given.weights.rows, given.offsets, wide, given.index), x, given.weights.rows),
+        (fp8_grouped_gemm(given.x, given.weights.rows, given.offsets, wide, given.tokens), x, given.weights.rows),
         (fp8_grouped_gemm(given.dy, given.weights.columns, given.offsets, wide), dy, given.weights.columns),
     ):
         pairs = zip(form.values, form.scales, strict=True)
@@ -30,7 +30,7 @@ def test_products_are_those_of_the_numbers_that_the_operands_stand_for(recipe: R
         assert relative_error(found[:43], grouped_gemm(rows, dense, given.offsets)[:43]) < 1e-12
     main = torch.randn(3, 256, 384).double()
     want = main.clone()
-    accumulate_fp8_grouped_gradient_(given.dy, given.x, main, given.offsets, wide, (None, given.index))
+    accumulate_fp8_grouped_gradient_(given.dy, given.x, main, given.offsets, wide, (None, given.tokens))
     accumulate_grouped_gradient_(want, dy, x, given.offsets)
     assert relative_error(main, want) < 1e-12
 
@@ -65,6 +65,6 @@ def test_triton_fuses_casts_as_the_reference_does(recipe: Recipe, width: int) ->
     want = fp8_weighted_glu(gate_up, weights, offsets, recipe)
     *wanted, want_dweights = fp8_weighted_glu_backward(dy, gate_up, weights, offsets, recipe)
     for a, b in zip((found, *casts), (want, *wanted), strict=True):
-        on_host = (Fp8Tensor(*(part[:used].cpu() for part in each)) for each in (a, b))
-        assert_nearly_equal(*on_host, differing=5e-3)
+        found, want = (Fp8Tensor(*(part[:used].cpu() for part in each)) for each in (a, b))
+        assert_nearly_equal(found, want, differing=5e-3)
     torch.testing.assert_close(dweights[:used].cpu(), want_dweights[:used], rtol=1e-3, atol=1e-3)

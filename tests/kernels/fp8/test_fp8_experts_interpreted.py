@@ -9,7 +9,7 @@ if torch.cuda.is_available():
     pytest.skip("runs without a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from fp8_experts import assert_products_agree, operands
+from expert_rows import assert_products_agree, operands
 from fp8_recipes import assert_nearly_equal
 
 from pentad.kernels.fp8 import fp8_expert_glu_triton, fp8_grouped_triton
@@ -38,5 +38,6 @@ def test_gated_linear_units(recipe: Recipe, width: int) -> None:
     *casts, dweights = fp8_expert_glu_triton.fp8_weighted_glu_backward(dy, gate_up, weights, offsets, recipe)
     *wanted, want_dweights = fp8_weighted_glu_backward(dy, gate_up, weights, offsets, recipe)
     for a, b in zip((found, *casts), (want, *wanted), strict=True):
-        assert_nearly_equal(*(Fp8Tensor(*(part[:used] for part in each)) for each in (a, b)))
+        found, want = (Fp8Tensor(*(part[:used] for part in each)) for each in (a, b))
+        assert_nearly_equal(found, want)
     torch.testing.assert_close(dweights[:used], want_dweights[:used])

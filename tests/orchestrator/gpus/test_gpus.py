@@ -46,7 +46,8 @@ def test_a_gpu_that_the_table_lacks_is_measured(monkeypatch: pytest.MonkeyPatch)
     done = subprocess.CompletedProcess([], 0, stdout=json.dumps(FOUND))
     monkeypatch.setattr(measured.subprocess, "run", lambda *_, **__: done)
     monkeypatch.setattr(hardware, "gpu_name", lambda: "NVIDIA New")
-    measured.measured_gpu.cache_clear(), hardware.rates_of.cache_clear()
+    measured.measured_gpu.cache_clear()
+    hardware.rates_of.cache_clear()
     assert device_memory("cuda", gpu="NVIDIA New").bytes == FOUND["memory"] - RESERVED
     plan = make_plan(load(None, CONFIG), "cuda")
     assert plan.gpu == "NVIDIA New" and hardware.rates_of("cuda", plan.gpu).flops == FOUND["bf16"]

@@ -36,7 +36,7 @@ def needed(config: RunConfig) -> int:
     return fit_of(make_plan(config, "cuda"), DeviceMemory(2**50, "")).needed
 
 
-def every_choice(layers: int, gathered: list[str]) -> Iterator[list[str]]:
+def every_choice(layers: int, gathered: list[list[str]]) -> Iterator[list[str]]:
     """By hand."""
     for count, mode in product(gathered, ("selective", "attention", "full")):
         yield from ([f"memory.recompute={mode}", f"memory.recompute_layers={n + 1}", *count] for n in range(layers))

@@ -89,7 +89,7 @@ def test_the_newest_state_is_restored_from_memory_first(start: StartRun, saved: 
 
 
 def test_a_fault_while_a_copy_is_restored_is_recovered_from_the_same_copy(start: StartRun) -> None:
-    run, done = copied(start, 5), []
+    run, done = copied(start, 5), list[str]()
 
     def on_call(rank: Rank, method: str) -> None:
         if (method, rank.number) == ("restore_copy", 1) and not done:
@@ -187,7 +187,7 @@ def test_ranks_that_receive_sigterm_hand_their_state_over_and_no_step_is_lost(
 def test_a_node_whose_end_a_file_announces_is_drained_and_left_five_seconds_before(start: StartRun) -> None:
     run = start(*LINE, "run.steps=300", "elastic.notice_seconds=30")
     run.group.restore(Start())
-    announced, left = [], []
+    announced, left = list[float](), list[float]()
 
     def on_call(rank: Rank, method: str) -> None:
         if method == "run" and rank.node == "node1" and rank.version > 6 and not announced:
@@ -227,8 +227,8 @@ def test_a_failed_transfer_is_a_note_and_the_next_one_counts(start: StartRun, mo
     run.group.restore(Start())
     replicate = Rank.replicate
 
-    def refused(rank: Rank, generation: int, key: CopyKey, *more: object) -> object:
-        return "no room" if (key.step, rank.number) == (3, 2) else replicate(rank, generation, key, *more)
+    def refused(rank: Rank, generation: int, key: CopyKey, address: str, token: bytes) -> object:
+        return "no room" if (key.step, rank.number) == (3, 2) else replicate(rank, generation, key, address, token)
 
     monkeypatch.setattr(Rank, "replicate", refused)
     run.fake.faults = {14: (1,)}

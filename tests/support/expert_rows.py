@@ -21,12 +21,12 @@ class Operands(NamedTuple):
     dy: Fp8Tensor  # [R, N]
     weights: ExpertMatrices  # [E, N, K]
     offsets: Tensor
-    index: Tensor  # [R]
+    tokens: Tensor  # [R]
 
     def on(self, device: str) -> Operands:
         x, dy = (Fp8Tensor(*(each.to(device) for each in pair)) for pair in (self.x, self.dy))
         weights = ExpertMatrices(*(Fp8Tensor(*(each.to(device) for each in form)) for form in self.weights))
-        return Operands(x, dy, weights, self.offsets.to(device), self.index.to(device))
+        return Operands(x, dy, weights, self.offsets.to(device), self.tokens.to(device))
 
 
 def operands(counts: tuple[int, ...], tokens: int, n: int, k: int, recipe: Recipe) -> Operands:
@@ -47,18 +47,18 @@ def assert_products_agree(
     """F, the gradient for the input, and the gradients of the weights by the kernels of `twin`, with operands `on` a
     device, against the reference in float64 of the `given` ones."""
     used, wide = int(given.offsets[-1]), torch.float64
-    found = twin.fp8_grouped_gemm(on.x, on.weights.rows, on.offsets, dtype, on.index)
-    want = fp8_grouped_gemm(given.x, given.weights.rows, given.offsets, wide, given.index)
+    found = twin.fp8_grouped_gemm(on.x, on.weights.rows, on.offsets, dtype, on.tokens)
+    want = fp8_grouped_gemm(given.x, given.weights.rows, given.offsets, wide, given.tokens)
     assert relative_error(found[:used].cpu(), want[:used]) < bound
     found = twin.fp8_grouped_gemm(on.dy, on.weights.columns, on.offsets, dtype)
     want = fp8_grouped_gemm(given.dy, given.weights.columns, given.offsets, wide)
     assert relative_error(found[:used].cpu(), want[:used]) < bound
     main = torch.randn(given.weights.rows.values.shape)
     expected = main.double()
-    accumulate_fp8_grouped_gradient_(given.dy, given.x, expected, given.offsets, wide, (None, given.index))
+    accumulate_fp8_grouped_gradient_(given.dy, given.x, expected, given.offsets, wide, (None, given.tokens))
 
     def add(sums: Tensor, *, overwrite: bool = False) -> Tensor:
-        indices = None, on.index
+        indices = None, on.tokens
         twin.accumulate_fp8_grouped_gradient_(on.dy, on.x, sums, on.offsets, dtype, indices, overwrite=overwrite)
         return sums
 
