@@ -285,7 +285,7 @@ def attention_backward(
 def blocks_for(width: int, device: torch.device) -> tuple[Blocks, Blocks]:
     """Of the kernel of dk and dv, and of that of dq."""
     if width < 128:
-        return Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 3)
+        return Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)
     large = device.type != "cuda" or _shared_memory(device) >= LARGE_SHARED_MEMORY
     return Blocks(32, 64, 4, 3), Blocks(128, 64, 8, 3) if large else Blocks(64, 64, 4, 2)
 

@@ -89,8 +89,9 @@ def attention_core(
         saves_output = not is_flash
         backward *= {"ring": 2, "all_gather": 3, "ulysses": 1}[piece.cp_method]  # gradients in flight are float32
         forward += is_split * piece.tokens * shape.heads * shape.value * piece.wide
-        forward += _padded_values(shape) if is_flash else score_workspace
-        backward += _flash_backward(shape) if is_flash else score_workspace
+        padded = 0 if _has_cudnn(piece, is_plain=is_plain) else _padded_values(shape)
+        forward += padded if is_flash else score_workspace
+        backward += _fused_backward(shape, is_plain=is_plain) if is_flash else score_workspace
     elif is_fused and shape.query == shape.value:
         # torch's own kernel, in an autograd graph
         is_graph, saves_output, other = True, False, log_sum_exps._replace(offload=False)
@@ -119,23 +120,27 @@ def attention_core(
     return saved, forward, backward
 
 
+def _has_cudnn(piece: Piece, *, is_plain: bool) -> bool:
+    """Whether its kernels serve forward; backward too, unless it has to be deterministic."""
+    return is_plain and not piece.document_mask and piece.slices == 1
+
+
 def _padded_values(shape: AttentionShape) -> int:
     """Values and output in columns of a query's width, the only ones that flash attention takes."""
-    piece = shape.piece
-    is_flash_attn = piece.deterministic or piece.document_mask or piece.slices > 1
-    if not is_flash_attn or shape.query == shape.value:
+    if shape.query == shape.value:
         return 0
-    return 2 * piece.tokens * shape.heads * shape.query * piece.itemsize
+    return 2 * shape.piece.tokens * shape.heads * shape.query * shape.piece.itemsize
 
 
-def _flash_backward(shape: AttentionShape) -> int:
-    """Two terms of each query where our kernels serve. Else dq in float32, in as many parts as keep all processors
-    busy, and gradients of keys and values for every query head."""
+def _fused_backward(shape: AttentionShape, *, is_plain: bool) -> int:
+    """dq in float32 and gradients of keys and values for every query head: of flash attention dq in as many parts as
+    keep all processors busy, if it is deterministic. Our kernels have two terms of each query instead."""
     piece = shape.piece
-    is_cudnn = not (piece.deterministic or piece.document_mask or piece.slices > 1)
-    if not is_cudnn and shape.query == shape.value and shape.query in TRITON_HEAD_DIMS:
-        return 2 * piece.tokens * shape.heads * BYTES["float32"]
-    parts = -(-PROCESSORS // (piece.rows * shape.heads)) if piece.deterministic else 1
     queries = piece.tokens * shape.heads * shape.query
     kv_gradients = 2 * queries * piece.itemsize if shape.kv_heads < shape.heads else 0
+    if _has_cudnn(piece, is_plain=is_plain) and not piece.deterministic:
+        return queries * BYTES["float32"] + kv_gradients
+    if shape.query == shape.value and shape.query in TRITON_HEAD_DIMS:
+        return 2 * piece.tokens * shape.heads * BYTES["float32"]
+    parts = -(-PROCESSORS // (piece.rows * shape.heads)) if piece.deterministic else 1
     return parts * queries * BYTES["float32"] + kv_gradients + _padded_values(shape)

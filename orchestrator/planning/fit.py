@@ -134,11 +134,15 @@ def require_host(config: RunConfig, plan: Plan) -> None:
     needed = host.ranks(plan) * sum(fullest[kind] for kind in ON_HOST)
     if needed <= host.bytes:
         return
+    every = "every" if config.checkpoint.every else "every_seconds"
     names = {
         "host": ("activations", f"memory.offload_fraction is {config.memory.offload_fraction}"),
         "host_optimizer": ("optimizer state", f"memory.optimizer is {config.memory.optimizer}"),
         "copies": ("copies of state", f"elastic.replicate_every is {config.elastic.replicate_every}"),
-        "snapshot": ("a checkpoint's copy", f"checkpoint.every is {config.checkpoint.every}"),
+        "snapshot": (
+            "a checkpoint's copy",
+            f"checkpoint.{every} is {getattr(config.checkpoint, every):g}",
+        ),
     }
     parts = ", ".join(f"{format_bytes(fullest[kind])} of {names[kind][0]}" for kind in ON_HOST if fullest[kind])
     key = next(key for kind, (_, key) in names.items() if fullest[kind])

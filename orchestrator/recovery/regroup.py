@@ -183,7 +183,7 @@ class Regroup:
             return None
         found = self.copies.found(rank for rank in range(len(self.group.actors)) if rank not in state.lost)
         if found is None:
-            text = "no copy of the state in memory is complete: a rank and the one that holds its part are both lost"
+            text = "the ranks that are left hold no complete copy of the state in memory"
             self.bus.record("copies lost", generation=self.group.generation, ranks=sorted(state.lost), cause=text)
             self.bus.display.note(text)
         return found

@@ -110,7 +110,7 @@ class Snapshots:
         """Waits for the requested snapshot of `step` steps; returns it with the seconds that the copy took. Call
         `release` when its memory is no longer read.
 
-        Meanwhile calls `check`, which may raise. Raises what prevented the snapshot.
+        Meanwhile calls `check`, which may raise. Raises what prevented the snapshot; the next may then be requested.
         """
         with self._changed:
             while self._copy is None:
@@ -118,12 +118,14 @@ class Snapshots:
                 self._changed.wait(POLL_SECONDS)
             copy = self._copy
         if isinstance(copy, Exception):
+            self.release()
             raise copy
         while copy.end is not None and not copy.end.query():
             check()
             time.sleep(POLL_SECONDS)
         if (copy.step, int(copy.version)) != (step, step):
             check()  # a fence prevents steps
+            self.release()
             raise PentadError(f"the snapshot is of step {int(copy.version)}: expected {step}")
         seconds = copy.seconds if copy.begin is None or copy.end is None else copy.begin.elapsed_time(copy.end) / 1000
         return copy.files, seconds

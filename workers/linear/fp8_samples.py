@@ -61,15 +61,12 @@ def counts_of(operand: Fp8Tensor) -> Tensor:
     """[amax, saturated, underflowed, values], float64, on the operand's device."""
     values, scales = operand
     (m, k), (down, across) = values.shape, scales.shape
-    height, width = m // down, k // across
-    step = max(1, CHUNK // (height * k))  # rows of tiles
     total = torch.zeros(4, dtype=torch.float64, device=values.device)
-    for first in range(0, down, step):
-        part = slice(first * height, (first + step) * height)
-        bits = values[part].view(torch.uint8) & 0x7F
-        largest = bits.view(-1, height, across, width).amax((1, 3)).view(values.dtype).double()
-        amax = (largest * scales[first : first + step]).amax()
-        total[0] = torch.maximum(total[0], amax)
+    size = max(1, CHUNK // k)  # rows
+    for part, rows in zip(values.split(size), torch.arange(m, device=values.device).split(size), strict=True):
+        bits = part.view(torch.uint8) & 0x7F
+        largest = bits.view(len(rows), across, -1).amax(2).view(values.dtype).double()
+        total[0] = torch.maximum(total[0], (largest * scales[rows // (m // down)]).amax())
         total[1] += (bits == LARGEST[values.dtype]).sum()
         total[2] += (bits == 0).sum()
     total[3] = m * k

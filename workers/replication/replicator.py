@@ -57,11 +57,7 @@ class Replicator:
 
         Raises PentadError if the holder does not take it, and what `check` raises.
         """
-        try:
-            files, snapshot_seconds = self.snapshots.take(key.step, check)
-        except PentadError:
-            self.snapshots.release()  # the next one may succeed
-            raise
+        files, snapshot_seconds = self.snapshots.take(key.step, check)
         index, memory = layout(files), self.snapshots.detach()
         data = memory.buffer.numpy()
         self.copies.put(key, self.rank, Part(index, data, memory, self.copies.own_spare.append))
@@ -78,6 +74,5 @@ class Replicator:
         while spare:
             if (memory := spare.pop()).buffer.numel() == size:
                 return memory
-        return HostMemory(
-            size, self.snapshots.device, "elastic.replicate_every needs"
-        )  # a generation that ended early has taken one with it
+        # A generation that ended early has taken one with it.
+        return HostMemory(size, self.snapshots.device, "elastic.replicate_every needs")

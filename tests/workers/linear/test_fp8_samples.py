@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pentad.kernels.fp8.fp8_tensor import Recipe, Scaling, quantize
 from pentad.workers.linear import fp8_samples
@@ -32,6 +33,27 @@ def test_counts_are_those_of_the_values(
     for chunk in (2**24, 1000):
         monkeypatch.setattr(fp8_samples, "CHUNK", chunk)
         assert counts_of(operand).tolist() == want
+
+
+class LargestResult(TorchDispatchMode):
+    """The most elements that an operation has made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and not func.is_view:
+            self.elements = max(self.elements, found.numel())
+        return found
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_a_sample_needs_no_more_memory_than_a_chunk(monkeypatch: pytest.MonkeyPatch, scaling: Scaling) -> None:
+    operand = quantize(torch.randn(256, 384), Recipe(scaling), "gradient")
+    monkeypatch.setattr(fp8_samples, "CHUNK", 1000)
+    with LargestResult() as largest:
+        counts_of(operand)
+    assert 0 < largest.elements <= 1000
 
 
 def test_what_is_not_finite_shows_in_the_maximum() -> None:

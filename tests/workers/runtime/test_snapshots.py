@@ -192,6 +192,16 @@ def test_a_second_snapshot_at_once_and_one_of_the_past_are_refused():
         it.take(1)
 
 
+def test_the_next_snapshot_is_taken_after_one_that_failed():
+    it = Fixture()
+    it.snapshots.fail(PentadError("no memory"))
+    with pytest.raises(PentadError, match="no memory"):
+        it.take(0)
+    it.snapshots.request(1, it.files, it.version)
+    it.step()
+    assert it.take(1) == [1.0] * 4
+
+
 def test_whoever_waits_for_a_snapshot_is_freed_by_a_fence_and_by_a_failure():
     it, found = Fixture(), list[Exception]()
 
