@@ -9,11 +9,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from pentad.orchestrator.cluster.ports import free_port
+from pentad.orchestrator.cluster.ports import reserve
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.schedules.ir.errors import PentadError
 
@@ -84,11 +84,16 @@ def launch(section: ClusterSection, ranks: int) -> Iterator[LocalHead | None]:
     """
     is_local = section.address == "local"
     has_dashboard = is_local and section.dashboard
-    port = free_port("cluster.dashboard_port", LOOPBACK, section.dashboard_port) if has_dashboard else None
-    _require_no_session(section.address)
-    if not is_local:
-        yield None
-        return
+    held = reserve("cluster.dashboard_port", LOOPBACK, section.dashboard_port) if has_dashboard else nullcontext()
+    with held as port:  # Ray's own daemons start before its dashboard, on any free ports
+        _require_no_session(section.address)
+        if is_local:
+            yield from _launch(section, ranks, port.getsockname()[1] if port else None)
+        else:
+            yield None
+
+
+def _launch(section: ClusterSection, ranks: int, port: int | None) -> Iterator[LocalHead]:
     token = secrets.token_hex(32) if section.auth == "token" else ""
     options = {
         "num_cpus": ranks,  # Ray starts as many worker processes in advance

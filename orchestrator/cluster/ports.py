@@ -1,4 +1,4 @@
-"""Whether a port of this machine is free, and if not, who has it."""
+"""Whether a port of this machine is free, and if not, who has it; and keeping it free."""
 
 from __future__ import annotations
 
@@ -8,17 +8,30 @@ import socket
 from pentad.schedules.ir.errors import PentadError
 
 
-def free_port(key: str, host: str, port: int) -> int:
-    """The port, or some free one for 0. Raises PentadError when nothing can listen there."""
+def require_free(key: str, host: str, port: int) -> None:
+    """Raises PentadError when nothing can listen at the port; 0 means any."""
+    reserve(key, host, port).close()
+
+
+def reserve(key: str, host: str, port: int) -> socket.socket:
+    """A socket bound to the port, or to a free one for 0. Until it is closed the system gives that port to nobody who
+    asks for any, while a server that asks for it by number (with SO_REUSEADDR) gets it, because nothing listens yet.
+
+    Raises PentadError when nothing can listen there.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-            probe.bind(address)
-            return probe.getsockname()[1]
+        held = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise PentadError(listen_error(key, host, port, error)) from None
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        held.bind(address)
+    except OSError as error:
+        held.close()
+        raise PentadError(listen_error(key, host, port, error)) from None
+    return held
 
 
 def listen_error(key: str, host: str, port: int, error: OSError | UnicodeError) -> str:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pentad.orchestrator.cluster.ports import free_port
+from pentad.orchestrator.cluster.ports import require_free
 from pentad.orchestrator.control.control_messages import ENDPOINT
 from pentad.orchestrator.control.interceptors import make_server
 from pentad.orchestrator.control.service import ControlMethods, HealthMethods, ViewQueue
@@ -32,7 +32,7 @@ class ControlServer(Watcher):
 
     def __init__(self, folder: Path, host: str, port: int, requests: ControlRequests) -> None:
         """Port 0 means a free one. Raises PentadError when the port is taken or the folder cannot be written."""
-        free_port("metrics.control_port", host, port)  # grpc itself would print many lines on stderr
+        require_free("metrics.control_port", host, port)  # grpc itself would print many lines on stderr
         self._requests, self._file = requests, folder / ENDPOINT
         self._views = ViewQueue(RunView(folder.name, str(folder), "starting", 0, 0, 0, "", "", ""))
         self._thread = threading.Thread(target=self._views.loop.run_forever, name="control", daemon=True)

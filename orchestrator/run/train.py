@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from pentad.orchestrator.cluster.local_head import launch
-from pentad.orchestrator.cluster.ports import free_port
+from pentad.orchestrator.cluster.ports import require_free
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.loggers.loggers import check_loggers
 from pentad.orchestrator.monitoring import runfolder
@@ -164,8 +164,8 @@ def _is_finished(config: RunConfig, plan: Plan) -> bool:
 
     Raises PentadError when its checkpoints are of another corpus, or a port is taken.
     """
-    free_port("metrics.port", config.metrics.host, config.metrics.port)
-    free_port("metrics.control_port", config.metrics.host, config.metrics.control_port)
+    require_free("metrics.port", config.metrics.host, config.metrics.port)
+    require_free("metrics.control_port", config.metrics.host, config.metrics.control_port)
     checkpoints = checkpoints_of(config)
     step, meta = _newest_manifest(checkpoints)
     if meta.get("data"):
