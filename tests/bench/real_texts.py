@@ -111,11 +111,11 @@ def main() -> None:
     parser.add_argument("debian", type=Path, help="where the packages were unpacked")
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="+", choices=texts, default=["essays", "dictionary", "code"])
-    parser.add_argument("--megabytes", type=int, default=8, help="of each text, at most")
+    parser.add_argument("--megabytes", type=float, default=8, help="of each text, at most")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.only:
-        chosen = documents(texts[name](options.debian), options.megabytes * 1_000_000)
+        chosen = documents(texts[name](options.debian), round(options.megabytes * 1e6))
         (options.out / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in chosen))
 
 

@@ -40,8 +40,7 @@ def documents(path: Path) -> list[str]:
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_packages(Path("debian"))
-    monkeypatch.setattr(real_texts, "BYTES", 400_000)
-    monkeypatch.setattr(sys, "argv", ["real_texts.py", "debian", "texts"])
+    monkeypatch.setattr(sys, "argv", ["real_texts.py", "debian", "texts", "--megabytes", "0.4"])
     real_texts.main()
     return tmp_path / "texts"
 
