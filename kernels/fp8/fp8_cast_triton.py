@@ -140,7 +140,7 @@ def twice(amax: Tensor | None) -> Amax | None:
 
 
 class Out:
-    """Memory for the forms of a matrix [T, K], and what their kernels are told."""
+    """Memory for the forms of a matrix [T, K], and the arguments of their kernels."""
 
     def __init__(
         self, shape: tuple[int, int], recipe: Recipe, role: Role, amax: Amax | None, like: Tensor, *forms: bool

@@ -23,7 +23,7 @@ MARGIN, PADDING = (
     1.05,
     1 / 256,
 )  # for what is offloaded: where its bytes are not known, and for statistics of GPU kernels
-OUTPUT_GRADIENT = "gradient of the result"  # what B receives, allocated by the layer or stage behind unless gathered
+OUTPUT_GRADIENT = "gradient of the result"  # what B receives, allocated by the next layer or stage unless gathered
 POST_NORM_GRADIENT = "gradient of the norm's input"  # the same where a norm follows, which allocates it
 
 

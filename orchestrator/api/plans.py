@@ -17,7 +17,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.advice import memory_advice
 from pentad.orchestrator.memory.choice import choices
 from pentad.orchestrator.memory.curve import memory_curves
-from pentad.orchestrator.memory.shortened import with_words
+from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
 from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume

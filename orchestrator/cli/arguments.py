@@ -40,7 +40,7 @@ class ScheduleArguments:
 
     name: Annotated[str, Argument(help=_SCHEDULES, autocompletion=schedule_names)]
     ranks: Annotated[int, Option(help="Pipeline ranks.")]
-    microbatches: Annotated[int, Option(help="Microbatches of a step.")]
+    microbatches: Annotated[int, Option(help="Microbatches per step.")]
     chunks: Annotated[int | None, Option(help="Parts that a rank's layers are cut into.")] = None
     group: Annotated[int | None, Option(help="Microbatches of an interleaved group.")] = None
     slices: Annotated[int | None, Option(help="Parts that sequences are cut into.")] = None
@@ -49,7 +49,7 @@ class ScheduleArguments:
     memory_limit: Annotated[float | None, Option(help="Most activations a rank may keep.")] = None
     recompute: Annotated[str | None, Option(metavar="STAGES", help="Stages to recompute: all, or such as 0,2.")] = None
     max_resident: Annotated[float | None, Option(help="Microbatches of activations to keep; offloads others.")] = None
-    zero: Annotated[int | None, Option(help="Stage of ZeRO, for two replicas.")] = None
+    zero: Annotated[int | None, Option(help="ZeRO stage, with two replicas.")] = None
     max_gathered: Annotated[int | None, Option(help="Most stages that a rank has gathered at once (ZeRO 3).")] = None
     prefetch: Annotated[int | None, Option(help="Compute actions between the start of a gather and its use.")] = None
     post_validation: Annotated[bool, Option("--post-validation", help="Start a step before the norm is known.")] = False

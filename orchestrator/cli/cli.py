@@ -105,9 +105,9 @@ def plan(
         int | None, Option(min=1, max=_MOST_GPUS, help="List the meshes of this many GPUs that fit, fastest first.")
     ] = None,
     memory: Annotated[
-        float | None, Option(min=0.001, help="GiB per device (default: of cluster.gpu, as here, or an H200's).")
+        float | None, Option(min=0.001, help="GiB per device (default: cluster.gpu's, this machine's, or an H200's).")
     ] = None,
-    html: Annotated[Path | None, Option(help="Write a page: the memory of every rank over a step.")] = None,
+    html: Annotated[Path | None, Option(help="Write a page with the memory of every rank over a step.")] = None,
     as_json: Json = False,
 ) -> int:
     """Show what would run: mesh, memory, traffic and predicted time; status 1 if it does not fit or has no data."""
@@ -140,7 +140,9 @@ def init(
     data: Annotated[str, Option(metavar="PATH", help="A corpus that `pentad data build` wrote.")] = "builtin:pydoc",
     sequence_length: Annotated[int | None, Option(min=1, help="Tokens of a sequence (default: 4096).")] = None,
     global_batch_size: Annotated[int | None, Option(min=1, help="Sequences of a step (default: 2^20 tokens).")] = None,
-    memory: Annotated[float | None, Option(min=0.001, help="GiB per GPU (default: as here, else an H200's).")] = None,
+    memory: Annotated[
+        float | None, Option(min=0.001, help="GiB per GPU (default: this machine's, else an H200's).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a commented configuration of a model for a number of GPUs, with the fastest mesh that fits."""

@@ -184,10 +184,10 @@ class PrecisionSection(Section):
     fp8_skip_last_layers: NonNegativeInt = 0
     """decoder layers at the end of the model that multiply in precision.compute"""
     fp8_experts: Literal["auto", "always", "never"] = "auto"
-    """whether experts multiply in 8 bits too, with fp8-block; auto: where that is faster, which the plan says"""
+    """whether the GEMMs of experts use FP8 too, with fp8-block; auto: where that is faster, by figures of one H200"""
     fp8_sample_every: NonNegativeInt = 100
-    """steps from one to the next in which absolute maxima, saturated and underflowed values of all operands in 8 bits
-    are counted; 0: never. Other steps cost nothing"""
+    """steps between samples of all FP8 operands: absolute maximum, saturated and underflowed values; 0: never. Other
+    steps cost nothing"""
     deterministic: bool = True
     """use kernels whose results are bit-identical in every run, at some cost in speed"""
 
@@ -202,7 +202,7 @@ class MemorySection(Section):
     recompute_stages: list[NonNegativeInt] | None = None
     """pipeline stages that recompute; null: all"""
     recompute_layers: Count | None = None
-    """layers of each stage that recompute, its first ones in whole units; null: all"""
+    """recompute only the first so many layers of each stage, rounded up to units; null: all"""
     unit_layers: Count | None = None
     """layers of a unit, in which stages gather and free weights, reduce gradients, recompute and offload, with the
     embedding and the head in units of their own; null: one with recomputation; else all layers of a stage, or where

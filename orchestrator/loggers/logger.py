@@ -1,4 +1,4 @@
-"""What a logger is, and what it is told of a run."""
+"""What a logger is, and what it receives from a run."""
 
 from __future__ import annotations
 

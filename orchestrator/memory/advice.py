@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.choice import Words, fitting_recompute
-from pentad.orchestrator.memory.shortened import estimated_seconds, with_words
+from pentad.orchestrator.memory.first_microbatches import estimated_seconds, with_words
 from pentad.orchestrator.planning.estimate import simulated_seconds
 from pentad.orchestrator.planning.fit import Fit, fit_of
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.memory.shortened import shortened, with_words
+from pentad.orchestrator.memory.first_microbatches import shortened, with_words
 from pentad.orchestrator.planning.estimate import simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan

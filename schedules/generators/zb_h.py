@@ -11,13 +11,13 @@ from pentad.schedules.spec.schedule_spec import ScheduleSpec
 
 
 def zb_h1(spec: ScheduleSpec) -> Columns:
-    """1F1B with W `rank` slots behind B, so every rank saves at most `ranks` microbatches: the memory of 1F1B (Qi et
+    """1F1B with W `rank` slots after B, so every rank saves at most `ranks` microbatches: the memory of 1F1B (Qi et
     al. 2023, arXiv 2401.10241, section 2). With several chunks: interleaved, with half the slope of its warm-up."""
     return _split_backward(spec, 1)
 
 
 def zb_h2(spec: ScheduleSpec) -> Columns:
-    """Twice the warm-up of ZB-H1, and W twice as far behind B: from `2 * ranks - 1` microbatches on there is no bubble
+    """Twice the warm-up of ZB-H1, and W twice as long after B: from `2 * ranks - 1` microbatches on there is no bubble
     if the optimizer step needs no barrier (Qi et al. 2023, arXiv 2401.10241, section 2 and table 2)."""
     return _split_backward(spec, 2)
 

@@ -32,7 +32,7 @@ class File(NamedTuple):
 class Storage(Protocol[L]):
     """Files in folders, whose names are those of places of one kind. Everything raises OSError."""
 
-    may_rot: bool  # whether a file may have other bytes than were written: else its size tells whether it is intact
+    may_rot: bool  # whether a file may have other bytes than were written: else its size shows whether it is intact
     grace_seconds: float  # after which a file that no manifest lists is nobody's: until then others may be writing it
 
     def folders(self, root: L) -> list[str]:

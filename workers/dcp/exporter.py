@@ -31,7 +31,7 @@ def export_dcp(
     in `dtype` (None: as it is stored), and beside it the files of an export but the weights.
 
     The optimizer's state has the names of torch's Adam: optimizer.state.NAME.exp_avg, .exp_avg_sq and .step. Raises
-    PentadError, with nothing left behind, for a model or an optimizer that these names cannot express.
+    PentadError, and leaves no file, for a model or an optimizer that these names cannot express.
     """
     weights = StoredTensors(source, "model", request.model)
     stored = weights.dtype("embedding") or torch.float32

@@ -22,7 +22,7 @@ def import_dcp(
     """Writes what `import_folder` does, from a checkpoint under the names of transformers or torchtitan; in float64 if
     it is. `kept` are the files that go along.
 
-    Raises PentadError, with nothing left behind, for a checkpoint that is damaged or of another model.
+    Raises PentadError, and leaves no file, for a checkpoint that is damaged or of another model.
     """
     found = DcpModel(source)
     names = found.weights.names

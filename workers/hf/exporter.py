@@ -68,7 +68,7 @@ class Exported(NamedTuple):
 def export_checkpoint(source: Checkpoint, out: Path, request: Request, progress: Progress) -> Exported:
     """Writes config.json, safetensors files (with an index if several) and the files kept from the import.
 
-    Raises PentadError, with nothing left behind, if the checkpoint holds another model than `request` says or the
+    Raises PentadError, and leaves no file, if the checkpoint holds another model than `request` says or the
     family's files cannot express it.
     """
     kept = make_files(request, request.dtype)

@@ -85,7 +85,7 @@ def import_folder(source: Path, target: Target, *, optimizer: bool = False) -> I
     """Writes OUT/checkpoints/step-00000000 with the weights of Hugging Face files in float32, OUT/model.yaml, and all
     files but the weights, in OUT/hf. With `optimizer`, its state too, and the step is that of the export.
 
-    Raises PentadError, with nothing left behind, for a folder that is incomplete or of an unsupported model.
+    Raises PentadError, and leaves no file, for a folder that is incomplete or of an unsupported model.
     """
     config, kept = read_config(source), read_files(source)
     family, model = parse_config(config)
@@ -100,7 +100,7 @@ def import_folder(source: Path, target: Target, *, optimizer: bool = False) -> I
 
 
 def write_import(found: Found, target: Target) -> Imported:
-    """Writes OUT. Raises PentadError, with nothing left behind, for a tensor that is missing or wrong."""
+    """Writes OUT. Raises PentadError, and leaves no file, for a tensor that is missing or wrong."""
     sources = {"model": found.weights} | {f"optimizer.{kind}": source for kind, source in found.moments.items()}
     entries = {f"{kind}.{entry.name}": (source, entry) for kind, source, entry in _stored(found, sources)}
     _refuse_unknown(found)

@@ -39,7 +39,7 @@ _KEEPING_W = (True, False, None, "gaussian", "orthogonal", "eva")  # initial val
 def export_adapter(source: Checkpoint, out: Path, request: Request, progress: Progress) -> Exported:
     """Writes what `peft.PeftModel.from_pretrained` loads beside the model that the run began with.
 
-    Raises PentadError, with nothing left behind, if the checkpoint has no adapters.
+    Raises PentadError, and leaves no file, if the checkpoint has no adapters.
     """
     lora = lora_of(source.meta)
     if lora is None:

@@ -72,7 +72,7 @@ Show = Callable[[Progress], None]
 def build_corpus(request: Request, note: Callable[[str], None], progress: Show) -> Corpus:
     """Builds the corpus and opens it; continues where an earlier call with the same request was ended.
 
-    The same sources and options give the same bytes, whatever the number of workers and interruptions. `note` is told
+    The same sources and options give the same bytes, whatever the number of workers and interruptions. `note` gets
     what people should know, `progress` how far it is. Raises PentadError for what is wrong with the request, the
     sources, or the folder.
     """
@@ -188,7 +188,7 @@ def _build_missing(
 
 
 def _reporter(phase: str, parts: Iterable[SourceFile | Part], progress: Show) -> Callable[[Done], None]:
-    """What tells `progress` how far a phase is."""
+    """Reports to `progress` how far a phase is."""
     total = sum(part.size if isinstance(part, SourceFile) else part.bytes for part in parts)
     began, done, characters = time.monotonic(), 0, 0
 

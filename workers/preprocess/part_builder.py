@@ -56,7 +56,7 @@ class PartBuilder:
         self.text = None if options.end is None else Encoder(tokenizer, options.end, note)
 
     def build(self, part: Part, key: str, report: Callable[[int], None]) -> None:
-        """Writes the folder `key`, complete or not at all; tells `report` the characters read since it was last told.
+        """Writes the folder `key`, complete or not at all; calls `report` with the characters read since its last call.
 
         Raises PentadError for what is wrong with a source, and for a folder that cannot be written.
         """

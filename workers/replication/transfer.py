@@ -2,9 +2,9 @@
 
 Neither side takes part in a collective, so a transfer can neither block one nor be blocked by one; if either process
 dies, the other one gets an error. Whoever connects first sends the run's token, 32 bytes; then a request, as JSON
-behind its length:
+after its length:
 
-    put   a part, with all of its bytes and their CRC-32 behind the request; the answer says that it is there
+    put   a part, with all of its bytes and their CRC-32 after the request; the answer says that it is there
     get   some bytes of a part, which are the answer
 """
 

@@ -31,7 +31,7 @@ def build(
     field: Annotated[str | None, Option(help="The column of the text (default: text) or the conversations.")] = None,
     chat: Annotated[bool, Option("--chat", help="Rows are conversations; train on what the assistant says.")] = False,
     chat_template: Annotated[Path | None, Option(help="A Jinja file instead of the tokenizer's template.")] = None,
-    workers: Annotated[int | None, Option(min=1, help="Processes (default: the CPUs there are).")] = None,
+    workers: Annotated[int | None, Option(min=1, help="Processes (default: one per CPU).")] = None,
     as_json: Json = False,
 ) -> None:
     """Turn text or conversations into token shards; continues a build that was interrupted."""
@@ -95,7 +95,7 @@ def _duration(seconds: float) -> str:
 @data.command()
 def inspect(
     path: Annotated[str, Argument(help="A folder or URI that `pentad data build` wrote.")],
-    samples: Annotated[int, Option(min=0, help="Documents to show the beginning of.")] = 2,
+    samples: Annotated[int, Option(min=0, help="Documents to show, each from its start.")] = 2,
     as_json: Json = False,
 ) -> None:
     """Verify token shards and show what is in them."""

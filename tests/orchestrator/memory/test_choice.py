@@ -12,7 +12,7 @@ from commands import Pentad
 
 from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.memory.choice import choices, with_choices
-from pentad.orchestrator.memory.shortened import estimated_seconds, shortened
+from pentad.orchestrator.memory.first_microbatches import estimated_seconds, shortened
 from pentad.orchestrator.planning.estimate import simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.planning import make_plan
