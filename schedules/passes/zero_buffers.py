@@ -92,7 +92,7 @@ def gradient_pool(program: Program, rank: int) -> Pool:
     numbers, running, reduced = dict[int, int](), set[int](), -1  # by stage, in the order of their first W
     held = sharded_stages(program, rank)
     apart = np.zeros((len(held), len(held)), bool)
-    for begins, stage, _ in _accumulations(program, rank, held):
+    for begins, stage, _ in accumulations(program, rank, held):
         if not begins:
             running.discard(stage)
             reduced = stage
@@ -186,7 +186,7 @@ def gradient_waits(program: Program, rank: int) -> Iterator[tuple[int, int]]:
     own, and the last of its own stage, whose sum it continues."""
     meeting, reduced = meeting_stages(program, gradient_pool(program, rank)), dict[int, int]()  # the last one last
     alone = {stage for stage in meeting if len(program.holders(stage)) == 1}
-    for begins, stage, row in _accumulations(program, rank, sharded_stages(program, rank)):
+    for begins, stage, row in accumulations(program, rank, sharded_stages(program, rank)):
         if not begins:
             if stage in alone:
                 reduced.pop(stage, None)
@@ -213,18 +213,17 @@ def meet(program: Program, pool: Pool, stage: int, other: int) -> bool:
     return any(max(a, b) < min(a + size, b + length) for (a, size), (b, length) in zip(parts, others, strict=True))
 
 
-def _accumulations(program: Program, rank: int, sharded: set[int]) -> Iterator[tuple[bool, int, int]]:
+def accumulations(program: Program, rank: int, sharded: set[int]) -> Iterator[tuple[bool, int, int]]:
     """Of each sum of gradients of `sharded` stages in turn the first W, with True, and the REDUCE_SCATTER: its row."""
-    columns, running = program.columns, set[int]()
-    rows = rows_of_rank(program, rank, IS_WEIGHT | _IS_SCATTER)
-    parts = _IS_SCATTER[columns.op[rows]].tolist(), columns.stage[rows].tolist(), rows.tolist()
-    for scatters, stage, row in zip(*parts, strict=True):
-        if scatters:
-            running.discard(stage)
-            yield False, stage, row
-        elif stage in sharded and stage not in running:
-            running.add(stage)
-            yield True, stage, row
+    columns, rows = program.columns, rows_of_rank(program, rank, IS_WEIGHT | _IS_SCATTER)
+    rows = rows[np.isin(columns.stage[rows], list(sharded))]
+    by_stage = rows[np.argsort(columns.stage[rows], kind="stable")]
+    scatters, stage = _IS_SCATTER[columns.op[by_stage]], columns.stage[by_stage]
+    follows_scatter = np.ones(len(rows), bool)
+    follows_scatter[1:] = scatters[:-1] | (stage[1:] != stage[:-1])
+    found = np.sort(by_stage[scatters | follows_scatter])
+    parts = (~_IS_SCATTER[columns.op[found]], columns.stage[found], found)
+    return zip(*(part.tolist() for part in parts), strict=True)
 
 
 def sharded_stages(program: Program, rank: int) -> set[int]:
