@@ -40,45 +40,50 @@ def weight_pool(program: Program, rank: int, sharded: set[int]) -> Pool:
 
     All gathers of a stage get one place if that takes no more memory than is in use at some time, else each its own.
     """
-    begins, ends = dict[Place, int](), dict[Place, int]()
-    rows = rows_of_rank(program, rank, _IS_GATHER_OR_FREE)
-    parts = (part[rows].tolist() for part in (program.columns.op, program.columns.stage, program.columns.microbatch))
-    for row, op, *place in zip(rows.tolist(), *parts, strict=True):
-        if place[0] in sharded:
-            (begins if op == _GATHER else ends)[place[0], place[1]] = row
-    held = sorted({stage for stage, _ in begins})
-    shared, in_use = _neighbours(program, begins, ends, held)
-    pool = _laid_out(program, [(stage, 0) for stage in held], shared)
+    stages, numbers, first, last = _gathered(program, rank, sharded)
+    held, index = np.unique(stages, return_inverse=True)
+    apart, in_use = np.zeros((len(held), len(held)), bool), _most_in_use(program, stages, first, last)
+    overlaps = _overlaps(first, last)
+    apart[index[overlaps[0]], index[overlaps[1]]] = True
+    places = list(zip(stages.tolist(), numbers.tolist(), strict=True))
+    pool = _laid_out(program, [(stage, 0) for stage in held.tolist()], apart | apart.T)
     if pool.elements == in_use:
-        return Pool({place: pool.offsets[place[0], 0] for place in begins}, pool.elements)
-    first = np.array(list(begins.values()), np.int64)
-    last = np.array([ends.get(place, program.columns.rows) for place in begins], np.int64)
-    return _laid_out(program, list(begins), (first[:, None] < last) & (first < last[:, None]))
+        return Pool({place: pool.offsets[place[0], 0] for place in places}, pool.elements)
+    apart = np.zeros((len(places), len(places)), bool)
+    apart[overlaps] = True
+    return _laid_out(program, places, apart | apart.T)
 
 
-def _neighbours(
-    program: Program, begins: dict[Place, int], ends: dict[Place, int], held: list[int]
-) -> tuple[Array, tuple[int, ...]]:
-    """[stages, stages] bool, which stages are gathered at the same time, and the most elements that are, by kind."""
-    index, sizes = {stage: k for k, stage in enumerate(held)}, [stage_sizes(program, stage) for stage in held]
-    apart, live = np.zeros((len(held), len(held)), bool), set[int]()
-    now, most = np.zeros(len(sizes[0]) if sizes else 0, np.int64), np.zeros(len(sizes[0]) if sizes else 0, np.int64)
-    events = sorted(
-        [(row, True, stage) for (stage, _), row in begins.items()]
-        + [(row, False, stage) for (stage, _), row in ends.items()]
-    )
-    for _, is_begin, stage in events:
-        k = index[stage]
-        if not is_begin:
-            live.discard(k)
-            now -= sizes[k]
-            continue
-        for other in live:
-            apart[k, other] = apart[other, k] = True
-        live.add(k)
-        now += sizes[k]
-        most = np.maximum(most, now)
-    return apart, tuple(most.tolist())
+def _gathered(program: Program, rank: int, sharded: set[int]) -> tuple[Array, Array, Array, Array]:
+    """(stage, number, row of ALL_GATHER, row of FREE or the end) of every gather, in order."""
+    columns, rows = program.columns, rows_of_rank(program, rank, _IS_GATHER_OR_FREE)
+    rows = rows[np.isin(columns.stage[rows], list(sharded))]
+    rows = rows[np.lexsort((rows, columns.microbatch[rows], columns.stage[rows]))]  # each FREE behind its gather
+    begins = columns.op[rows] == _GATHER
+    last = np.append(np.where(begins, columns.rows, rows), columns.rows)[1:][begins]
+    order = np.argsort(rows[begins])
+    first, last = rows[begins][order], last[order]
+    return columns.stage[first], columns.microbatch[first], first, last
+
+
+def _overlaps(first: Array, last: Array) -> tuple[Array, Array]:
+    """Pairs (a, b), a before b, of which b begins before a ends, in the order of their begins."""
+    found, step, ended = [np.zeros((2, 0), int)], 1, np.maximum.accumulate(last)
+    while (ended[:-step] > first[step:]).any():  # some pairs are at least so far apart in the order
+        earlier = np.flatnonzero(last[:-step] > first[step:])
+        found.append(np.stack((earlier, earlier + step)))
+        step += 1
+    a, b = np.concatenate(found, axis=1)
+    return a, b
+
+
+def _most_in_use(program: Program, stages: Array, first: Array, last: Array) -> tuple[int, ...]:
+    """The most elements that are gathered at once, by kind."""
+    if not len(stages):
+        return ()
+    sizes = np.array([stage_sizes(program, stage) for stage in range(program.stages)], np.int64)[stages]
+    order = np.argsort(np.concatenate((first, last)), kind="stable")
+    return tuple(np.concatenate((sizes, -sizes))[order].cumsum(axis=0).max(axis=0).tolist())
 
 
 def gradient_pool(program: Program, rank: int) -> Pool:

@@ -10,7 +10,7 @@ import numpy as np
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COMPUTE, Action, Instruction, Key, Op
-from pentad.schedules.ir.program import Program, Stream
+from pentad.schedules.ir.program import Program, Stream, index_of
 from pentad.schedules.passes.post_validation import REPEATABLE, ROLLBACK, VALIDATE, has_post_validation
 from pentad.schedules.passes.zero import READERS
 from pentad.schedules.passes.zero_buffers import accumulations, gradient_pool, meeting_stages
@@ -39,9 +39,29 @@ def prove_memory_passes(program: Program) -> None:
     if _ON_PARAMETERS[columns.op].any():
         _prove_gathers(program)
     if _ON_ACTIVATIONS[columns.op].any():
-        for rank, stream in enumerate(program.streams):
-            for index, fault in _activation_faults(stream, program.positions[rank]):
-                raise ScheduleError(f"rank {rank}: {fault}", rank, index)
+        _prove_activations(program)
+
+
+def _prove_activations(program: Program) -> None:
+    """Raises ScheduleError for the first fault of the first rank that has one."""
+    columns = program.columns
+    copying = set(columns.rank[columns.rows_of(op_mask({Op.OFFLOAD, Op.RELOAD}))].tolist())
+    rows, first, last = _recomputed(program)
+    here = columns.action[rows]
+    wrong = rows[(first < 0) | (last < 0) | (columns.action[first] >= here) | (columns.action[last] <= here)]
+    for rank in sorted({*copying, *columns.rank[wrong].tolist()}):
+        stream = program.streams[rank]
+        for index, fault in _activation_faults(stream, index_of(stream)):
+            raise ScheduleError(f"rank {rank}: {fault}", rank, index)
+
+
+def _recomputed(program: Program) -> tuple[Array, Array, Array]:
+    """(row of RECOMPUTE, of its forward, of its backward), -1 where its rank has none."""
+    columns = program.columns
+    rows = columns.rows_of(op_mask({Op.RECOMPUTE}))
+    keys = columns.rank[rows], columns.stage[rows], columns.microbatch[rows]
+    forward, *backward = (program.lookup.rows(keys[0], CODE[op], *keys[1:]) for op in (Op.F, Op.B, Op.BW))
+    return rows, forward, np.where(backward[0] < 0, backward[1], backward[0])
 
 
 def _prove_gathers(program: Program) -> None:
