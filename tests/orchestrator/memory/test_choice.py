@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
+from typing import Any
 
 import pytest
 from commands import Pentad
@@ -14,9 +16,11 @@ from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.memory.choice import choose, with_choices
 from pentad.orchestrator.memory.shortened import estimated_seconds, shortened
 from pentad.orchestrator.memory.variants import Variants, words_of
+from pentad.orchestrator.planning import planning
 from pentad.orchestrator.planning.estimate import simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 
 SCHEDULES = ("1f1b", "zb-h2", "zb-v", "dualpipe", "dualpipev", "looped-bfs")
@@ -79,6 +83,23 @@ def test_plans_that_share_a_program_need_and_take_what_they_do_with_their_own(na
         plan, own = variants.plan(mode, layers), make_plan(config_of(*given, *words_of(mode, layers)), "cuda")
         assert variants.fit(plan).needed == fit_of(own, room).needed
         assert variants.seconds(plan) == pytest.approx(simulated_seconds(own), rel=1e-9)
+
+
+def test_a_choice_compiles_one_program_for_each_number_of_gathered_units_and_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = Counter[str]()
+
+    def counted(*args: Any, **more: Any) -> Any:
+        compiled[args[0]] += 1
+        return compile_program(*args, **more)
+
+    monkeypatch.setattr(planning, "compile_program", counted)
+    given = ["mesh.dp=2", "zero.stage=3", "memory.unit_layers=1"]
+    room = room_of(*given, share=0.4)
+    compiled.clear()
+    assert choices(config_of(*given, "memory.recompute=auto", "zero.max_gathered=auto"), room)
+    assert compiled.total() == 3
 
 
 def test_a_run_with_a_choice_is_the_run_with_these_values() -> None:
