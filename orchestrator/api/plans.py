@@ -66,7 +66,7 @@ class PlannedRun:
         """A step simulated at the guessed costs."""
         return simulate(self.plan.program, self.costs)
 
-    @property
+    @cached_property
     def step_seconds(self) -> float:
         return step_seconds(self.timeline)
 
