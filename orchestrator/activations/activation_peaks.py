@@ -6,24 +6,28 @@ instructions in sequence make that of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+
 from pentad.orchestrator.activations import activation_memory as memory
 from pentad.orchestrator.activations.activation_memory import cuts_of, slots_of
 from pentad.orchestrator.activations.allocations import Piece, Totals, piece_of, total
 from pentad.orchestrator.activations.attention_memory import attention_shape
-from pentad.schedules.ir.instruction import Instruction, Key, Op, instructions_of
+from pentad.schedules.ir.columns import CODE, OPS, Array, op_mask
+from pentad.schedules.ir.instruction import COMPUTE, Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.offload_arena import arena
+from pentad.schedules.passes.offload_cut import Cut
 from pentad.schedules.spec.model import CustomModel, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import LayerRange
 
-OPS = (Op.F, Op.B, Op.W, Op.BW, Op.RECOMPUTE, Op.RELOAD)
+_HAS_EFFECT, _FREES = op_mask({*COMPUTE, Op.RECOMPUTE, Op.RELOAD}), op_mask({*COMPUTE, Op.RECOMPUTE})
 
 
 class Effect(NamedTuple):
@@ -232,68 +236,93 @@ def activation_peaks(plan: Plan, rank: int) -> ActivationPeak:
 
 def activation_peak(plan: Plan, program: Program, rank: int) -> ActivationPeak:
     """Of a rank of the mesh in one of the plan's programs."""
-    walk = Walk(plan, program, plan.mesh.coordinates(rank).pp)
-    for instruction in instructions_of(program.streams[walk.rank]):
-        if instruction.op in OPS:
-            walk.run(instruction)
-    on_host, on_device = arena(program, walk.rank, slots_of(plan)).bytes
-    return ActivationPeak(walk.peak + on_device, on_host)
+    pp = plan.mesh.coordinates(rank).pp
+    _, peaks = bytes_over_stream(plan, program, pp)
+    on_host, on_device = arena(program, pp, slots_of(plan)).bytes if _offloads(program, pp) else (0, 0)
+    return ActivationPeak(int(peaks.max(initial=0)) + on_device, on_host)
 
 
-class Walk:
-    """Applies the effects of a stream's instructions. A result stays until it is sent, or until the next stage reads it
-    if that is on the same rank."""
+def bytes_over_stream(plan: Plan, program: Program, pp: int) -> tuple[Array, Array]:
+    """([rows] bytes that a pipeline rank holds after each instruction, [rows] and at most during it)."""
+    columns, (first, end) = program.columns, program.columns.rank_offsets[pp : pp + 2]
+    places, mask = np.stack([*_places(program, pp)]), _HAS_EFFECT[columns.op[first:end]]
+    effects, taken = np.zeros((2, end - first), np.int64), np.zeros(end - first, np.int64)
+    cuts = cuts_of(plan) if _offloads(program, pp) else ()
+    shape = len(OPS), program.stages, *[2] * (len(places) - 2)
+    kinds, index = np.unique(np.ravel_multi_index(tuple(places[:, mask]), shape), return_inverse=True)
+    stages = {stage: activations_of(plan, stage) for stage in program.placement[pp]}
+    each = zip(*(part.tolist() for part in np.unravel_index(kinds, shape)), strict=True)
+    found = [_effect(plan, program, stages, cuts, _Place(*kind)) for kind in each]
+    effects[:, mask] = np.array(found, np.int64).reshape(-1, 2).T[:, index]
+    if cuts:  # frees what the OFFLOADs that an instruction waits for have copied
+        waits = slice(*columns.wait_offsets[[first, end]])
+        row, sizes = columns.wait_row[waits] - first, np.array([each.taken for each in cuts])
+        frees = (columns.wait_op[waits] == CODE[Op.OFFLOAD]) & _FREES[columns.op[first:end][row]]
+        np.add.at(taken, row[frees], sizes[columns.wait_stage[waits][frees]])
+    after = np.cumsum(effects[0] - taken)
+    before = after - effects[0] + taken
+    return after, np.maximum(before, before - taken + effects[1])
 
-    def __init__(self, plan: Plan, program: Program, rank: int) -> None:
-        self.plan, self.program, self.rank, self.slices = plan, program, rank, program.slices
-        self.stages = {stage: activations_of(plan, stage) for stage in program.placement[rank]}
-        self.cuts = cuts_of(plan)
-        self.held = self.peak = 0
 
-    def run(self, at: Instruction) -> None:
-        stage, mode = self.stages[at.stage], self.plan.recompute_mode(at.stage)
-        is_first_slice, is_last_slice = at.microbatch % self.slices == 0, (at.microbatch + 1) % self.slices == 0
-        if at.op is not Op.RELOAD:
-            self._release(at.waits)
-        input_in_slot = 0 if at.stage == 0 or self._is_local(at, -1) else stage.input
-        incoming_in_slot = 0 if self._is_local(at, 1) else stage.incoming
-        match at.op:
-            case Op.F:
-                self._apply(allocate(is_first_slice * stage.kv_cache))
-                received, result = self._local_stream(at, -1), self._local_stream(at, 1)
-                if self.program.forward_only:
-                    effect = Effect(-is_last_slice * stage.kv_cache, stage.forward["full"].peak - input_in_slot)
-                else:
-                    effect = stage.forward[mode].without(input_in_slot)
-                self._apply(sequence(allocate(-received), allocate(result), effect))
-            case Op.RECOMPUTE:
-                made = stage.saved - stage.kept(mode)
-                self._apply(Effect(made, made + stage.recompute))
-            case Op.RELOAD:
-                self._apply(allocate(self.cuts[at.stage].taken))
-            case Op.B | Op.BW:
-                self._apply(allocate(is_last_slice * stage.kv_gradients))
-                received, result = self._local_stream(at, 1), self._local_stream(at, -1)
-                effect = stage.backward if at.op is Op.B else stage.backward_and_weight
-                held = effect.held + input_in_slot - (incoming_in_slot if at.op is Op.B else 0)
-                effect = Effect(held, effect.peak - incoming_in_slot)
-                self._apply(sequence(allocate(-received), allocate(result), effect))
-                self._apply(allocate(-is_first_slice * (stage.kv_cache + stage.kv_gradients)))
-            case Op.W:
-                self._apply(stage.weight)
-                self.held += incoming_in_slot
+class _Place(NamedTuple):
+    """What the effect of an instruction depends on: its op code, its stage, whether the stages before and behind are on
+    this rank as well, and whether this is the first and the last slice of a microbatch."""
 
-    def _release(self, waits: Sequence[Key]) -> None:
-        """Frees what the OFFLOADs that an instruction waits for have copied."""
-        self.held -= sum(self.cuts[key.stage].taken for key in waits if key.op is Op.OFFLOAD)
+    op: int
+    stage: int
+    has_before: int
+    has_behind: int
+    is_first_slice: int
+    is_last_slice: int
 
-    def _apply(self, effect: Effect) -> None:
-        self.peak = max(self.peak, self.held + effect.peak)
-        self.held += effect.held
 
-    def _local_stream(self, at: Instruction, step: int) -> int:
-        """Bytes of the stream to or from a neighbouring stage, if that is on this rank."""
-        return self.stages[at.stage].input if self._is_local(at, step) else 0
+def _places(program: Program, pp: int) -> Iterator[Array]:
+    """The fields of `_Place`, by row of a rank."""
+    columns, lookup, (first, end) = program.columns, program.lookup, program.columns.rank_offsets[pp : pp + 2]
+    stage, number = columns.stage[first:end], columns.microbatch[first:end]
+    yield from (columns.op[first:end], stage)
+    for step in (-1, 1):
+        other = stage + step
+        exists = (other >= 0) & (other < program.stages) & (number >= 0) & (number < program.total_slices)
+        row = lookup.forward[np.where(exists, other * program.total_slices + number, 0)]
+        yield exists & (row >= 0) & (columns.rank[row] == pp)
+    yield number % program.slices == 0
+    yield (number + 1) % program.slices == 0
 
-    def _is_local(self, at: Instruction, step: int) -> bool:
-        return self.program.compute_rank.get((at.stage + step, at.microbatch)) == self.rank
+
+def _offloads(program: Program, pp: int) -> bool:
+    first, end = program.columns.rank_offsets[pp : pp + 2]
+    return bool((program.columns.op[first:end] == CODE[Op.OFFLOAD]).any())
+
+
+def _effect(
+    plan: Plan, program: Program, stages: dict[int, StageActivations], cuts: Sequence[Cut], at: _Place
+) -> Effect:
+    """A result stays until it is sent, or until the next stage reads it if that is on the same rank. A RECOMPUTE of a
+    unit that saves all has none."""
+    stage, mode = stages[at.stage], plan.recompute_mode(at.stage)
+    before, behind = at.has_before * stage.input, at.has_behind * stage.input  # streams that stay on this rank
+    input_in_slot = 0 if at.stage == 0 or at.has_before else stage.input
+    incoming_in_slot = 0 if at.has_behind else stage.incoming
+    match OPS[at.op]:
+        case Op.F:
+            if program.forward_only:
+                effect = Effect(-at.is_last_slice * stage.kv_cache, stage.forward["full"].peak - input_in_slot)
+            else:
+                effect = stage.forward[mode].without(input_in_slot)
+            cache = allocate(at.is_first_slice * stage.kv_cache)
+            return sequence(cache, allocate(-before), allocate(behind), effect)
+        case Op.RECOMPUTE:
+            made = stage.saved - stage.kept(mode)
+            return Effect(0, 0) if mode == "none" else Effect(made, made + stage.recompute)
+        case Op.RELOAD:
+            return allocate(cuts[at.stage].taken)
+        case Op.W:
+            return sequence(stage.weight, Effect(incoming_in_slot, 0))
+        case op:
+            effect = stage.backward if op is Op.B else stage.backward_and_weight
+            held = effect.held + input_in_slot - (incoming_in_slot if op is Op.B else 0)
+            effect = Effect(held, effect.peak - incoming_in_slot)
+            gradients = allocate(at.is_last_slice * stage.kv_gradients)
+            freed = allocate(-at.is_first_slice * (stage.kv_cache + stage.kv_gradients))
+            return sequence(gradients, allocate(-behind), allocate(before), effect, freed)

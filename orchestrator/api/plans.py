@@ -15,7 +15,7 @@ from pentad.orchestrator.api.configs import Config, load_config
 from pentad.orchestrator.api.rendering import as_text, line
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.advice import memory_advice
-from pentad.orchestrator.memory.choice import choices
+from pentad.orchestrator.memory.choice import choose
 from pentad.orchestrator.memory.curve import memory_curves
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
@@ -66,7 +66,7 @@ class PlannedRun:
         """A step simulated at the guessed costs."""
         return simulate(self.plan.program, self.costs)
 
-    @property
+    @cached_property
     def step_seconds(self) -> float:
         return step_seconds(self.timeline)
 
@@ -199,9 +199,10 @@ def planned(config: RunConfig, device: Device | None = None, device_gib: float |
     if place == "cuda":
         require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)
     room = device_memory(place, device_gib, gpu=gpu_of(config.cluster))
-    chosen = choices(config, place, room)
+    choice = choose(config, place, room)
+    chosen = () if choice is None else choice.words
     config = with_words(config, chosen)
-    found = make_plan(config, place, memory=room)
+    found = make_plan(config, place, memory=room) if choice is None else choice.plan
     require_shards(config, found)
     require_host(config, found)
     costs, fit = costs_of(found), fit_of(found, room)

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.memory.choice import Words, fitting_recompute
-from pentad.orchestrator.memory.first_microbatches import estimated_seconds, with_words
+from pentad.orchestrator.memory.choice import fitting_recompute
+from pentad.orchestrator.memory.first_microbatches import estimated_seconds, shortened, with_words
+from pentad.orchestrator.memory.variants import Variants, Words
 from pentad.orchestrator.planning.estimate import simulated_seconds
 from pentad.orchestrator.planning.fit import Fit, fit_of
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
@@ -23,7 +24,8 @@ def memory_advice(config: RunConfig, plan: Plan, fit: Fit) -> str:
     for words in changes(config):
         with suppress(PentadError):  # the schedule or the model does not allow this change
             changed = with_words(config, words)
-            for recompute in fitting_recompute(changed, plan.device, fit.device, tried):
+            variants = Variants(shortened(changed), plan.device, fit.device)
+            for recompute, _ in fitting_recompute(variants, tried):
                 seconds = estimated_seconds(with_words(changed, recompute), plan.device)
                 found.append((seconds, (*words, *recompute)))
     for _, words in sorted(found):

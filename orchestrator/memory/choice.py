@@ -7,85 +7,89 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.memory.first_microbatches import shortened, with_words
-from pentad.orchestrator.planning.estimate import simulated_seconds
+from pentad.orchestrator.memory.first_microbatches import with_words
+from pentad.orchestrator.memory.variants import AUTO, Variants, Words, words_of
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
+from pentad.orchestrator.planning.layout import unit_placement
 from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import RECOMPUTE_MODES, Plan
 
-AUTO = "auto"
-
-
-Words = tuple[str, ...]
 Tried = list[tuple[int, Words]]  # bytes that the fullest rank needs with these overrides, for what does not fit
+
+
+class Choice(NamedTuple):
+    """Overrides in place of `auto`, and the plan with them."""
+
+    words: Words
+    plan: Plan
 
 
 def with_choices(config: RunConfig, device: str, room: DeviceMemory) -> RunConfig:
     """The configuration with the planner's choices in place of `auto`, for ranks with this memory."""
-    return with_words(config, choices(config, device, room))
+    found = choose(config, device, room)
+    return config if found is None else with_words(config, found.words)
 
 
-def choices(config: RunConfig, device: str, room: DeviceMemory) -> Words:
-    """Overrides in place of `auto`: of those that fit the ones with the least simulated time, then the least memory; if
-    none fits, those that need least. Raises PentadError if the configuration allows none."""
+def choose(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
+    """Of what fits, that with the least simulated time, then the least memory; if nothing fits, that which needs least.
+    None without `auto`. Raises PentadError if the configuration allows nothing."""
     if AUTO not in (config.memory.recompute, config.zero.max_gathered):
-        return ()
+        return None
     tried, found = Tried(), list[tuple[float, int, Words]]()
     for gathered in _gathered(config, device):
-        placed = with_words(config, gathered)
-        modes = fitting_recompute(placed, device, room, tried) if config.memory.recompute == AUTO else [Words()]
-        for recompute in modes:
-            words = (*gathered, *recompute)
-            plan = make_plan(with_words(config, words), device)
-            if (fit := fit_of(plan, room)).ok:
-                found.append((simulated_seconds(plan), fit.needed, words))
+        variants = Variants(with_words(config, gathered), device, room)
+        is_open = config.memory.recompute == AUTO
+        for recompute, plan in fitting_recompute(variants, tried) if is_open else [variants.as_it_is]:
+            fit, words = variants.fit(plan), (*gathered, *recompute)
+            if fit.ok:
+                found.append((variants.seconds(plan), fit.needed, words))
             else:
                 tried.append((fit.needed, words))
-    if found:
-        return min(found)[2]
-    return (*_no_gathering(config), *min(tried)[1])
+    for _, _, words in sorted(found):
+        plan = make_plan(with_words(config, words), device, memory=room)
+        if (fit := fit_of(plan, room)).ok:
+            return Choice(words, plan)
+        tried.append((fit.needed, words))
+    words = (*_no_gathering(config), *min(tried)[1])
+    return Choice(words, make_plan(with_words(config, words), device, memory=room))
 
 
-def fitting_recompute(config: RunConfig, device: str, room: DeviceMemory, tried: Tried) -> Iterator[Words]:
-    """Overrides of memory.recompute that fit, by the first microbatches: as it is ('none' for auto) if that fits, else
+def fitting_recompute(variants: Variants, tried: Tried) -> Iterator[tuple[Words, Plan]]:
+    """Overrides of memory.recompute that fit, and the plans with them: as it is ('none' for auto) if that fits, else
     for that mode and each that recomputes more the fewest layers. Adds the others to `tried`."""
-    given = config.memory.recompute
-    start = "none" if given == AUTO else given
-    short, as_it_is = shortened(config), ("memory.recompute=none",) if given == AUTO else ()
-    if (fit := fit_of(make_plan(with_words(short, as_it_is), device), room)).ok:
-        yield as_it_is
+    as_it_is, plan = variants.as_it_is
+    if (fit := variants.fit(plan)).ok:
+        yield as_it_is, plan
         return
     tried.append((fit.needed, as_it_is))
-    for mode in RECOMPUTE_MODES[RECOMPUTE_MODES.index(start) :]:
+    given = variants.config.memory.recompute
+    for mode in RECOMPUTE_MODES[RECOMPUTE_MODES.index("none" if given == AUTO else given) :]:
         if mode != "none":
             with suppress(PentadError):  # a mode that the model or other keys do not allow
-                if words := _fewest_layers(short, mode, device, room, tried):
-                    yield words
+                if found := _fewest_layers(variants, mode, tried):
+                    yield found
 
 
-def _fewest_layers(config: RunConfig, mode: str, device: str, room: DeviceMemory, tried: Tried) -> Words | None:
+def _fewest_layers(variants: Variants, mode: str, tried: Tried) -> tuple[Words, Plan] | None:
     """Bisects memory.recompute_layers; null, all layers, if no fewer will do, and None if not even those."""
-    every = (f"memory.recompute={mode}", "memory.recompute_layers=null")
-
-    def needed(words: Words) -> tuple[Plan, bool]:
-        plan = make_plan(with_words(config, words), device)
-        fit = fit_of(plan, room)
-        if not fit.ok:
-            tried.append((fit.needed, words))
-        return plan, fit.ok
-
-    plan, fits = needed(every)
-    if not fits:
+    every = variants.plan(mode)
+    if not (fit := variants.fit(every)).ok:
+        tried.append((fit.needed, words_of(mode, None)))
         return None
-    low, high = 0, largest_stage(plan)  # with `low` it does not fit, with `high` it does
+    best, low, high = every, 0, largest_stage(every)  # with `low` layers it does not fit, with `high` it does
     while high - low > 1:
         middle = (low + high) // 2
-        _, fits = needed((every[0], f"memory.recompute_layers={middle}"))
-        low, high = (low, middle) if fits else (middle, high)
-    return every if high == largest_stage(plan) else (every[0], f"memory.recompute_layers={high}")
+        plan = variants.plan(mode, middle)
+        if (fit := variants.fit(plan)).ok:
+            best, high = plan, middle
+        else:
+            low = middle
+            tried.append((fit.needed, words_of(mode, middle)))
+    return words_of(mode, None if best is every else high), best
 
 
 def largest_stage(plan: Plan) -> int:
@@ -102,7 +106,7 @@ def _gathered(config: RunConfig, device: str) -> Iterator[Words]:
         yield ()
         return
     smallest = ("zero.max_gathered=null", "memory.unit_layers=1", *_no_recompute(config))
-    placement = make_plan(with_words(shortened(config), smallest), device).program.placement
+    placement = unit_placement(with_words(config, smallest), device)
     units, has_mirrors = max(map(len, placement)), sum(map(len, placement)) > 1 + max(map(max, placement))
     if has_mirrors:
         yield ("zero.max_gathered=null",)

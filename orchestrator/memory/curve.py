@@ -6,17 +6,18 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import accumulate
 
-from pentad.orchestrator.activations.activation_peaks import OPS, Walk
+from pentad.orchestrator.activations.activation_peaks import bytes_over_stream
 from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
 from pentad.orchestrator.planning.estimate import costs_of, memories
 from pentad.schedules.draw.memory import MemoryCurve, Sample, UnitName
-from pentad.schedules.ir.instruction import Instruction, Op, instructions_of
+from pentad.schedules.ir.instruction import COMPUTE, Instruction, Op, instructions_of
 from pentad.schedules.passes.zero_buffers import TRAINED_KINDS, gradient_pool, longest, sharded_stages, weight_pool
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.plan import Plan
 
 MOST_SAMPLES = 480  # of a rank: of those beyond, the highest in each part of the step
+ON_COMPUTE_LANE = COMPUTE | {Op.RECOMPUTE}
 Change = tuple[float, int]  # second, bytes
 
 
@@ -90,21 +91,20 @@ def _activations(
 ) -> tuple[list[tuple[float, dict[int, int], int]], int]:
     """(second, bytes by unit, of a workspace) after each change, and the most at once. Memory is taken in the order of
     the stream: that of a RELOAD with the compute before it, though the copy runs beside the next."""
-    walk, by_unit = Walk(plan, plan.program, pp), defaultdict[int, int](int)
-    found, highest, latest = [(0.0, dict[int, int](), 0)], 0, 0.0
-    for part, start, end in times:
-        if part.op not in OPS:
+    by_unit, before = defaultdict[int, int](int), 0
+    found, latest = [(0.0, dict[int, int](), 0)], 0.0
+    held, peaks = bytes_over_stream(plan, plan.program, pp)
+    for (part, start, end), after, peak in zip(times, held.tolist(), peaks.tolist(), strict=True):
+        if part.op not in ON_COMPUTE_LANE and part.op is not Op.RELOAD:
             continue
         start, end = (latest, latest) if part.op is Op.RELOAD else (max(latest, start), max(latest, end))
         latest = end
-        before, walk.peak = walk.held, walk.held
-        walk.run(part)
-        highest = max(highest, walk.peak)
         kept = {unit: size for unit, size in by_unit.items() if size}
-        found.append((start, kept, walk.peak - before))
-        by_unit[part.stage] += walk.held - before
+        found.append((start, kept, peak - before))
+        by_unit[part.stage] += after - before
+        before = after
         found.append((end, {unit: size for unit, size in by_unit.items() if size}, 0))
-    return found, highest
+    return found, int(peaks.max(initial=0))
 
 
 def _merged(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.estimate import read_costs
-from pentad.orchestrator.planning.planning import batch_spec
+from pentad.orchestrator.planning.layout import batch_spec
 from pentad.schedules.draw.html import timeline_page
 from pentad.schedules.draw.svg import svg_comparison
 from pentad.schedules.ir.program import Program

@@ -25,6 +25,8 @@ from pentad.schedules.spec.lora import trained_tensors
 from pentad.schedules.spec.plan import RECOMPUTE_MODES, Plan
 from pentad.schedules.spec.tensors import LayerRange, num_parameters
 
+Needs = Sequence[dict[str, int]]  # bytes of every rank, by kind
+
 
 def print_plan(console: Console, plan: Plan, costs: Costs, ranks: Sequence[RankView] = ()) -> None:
     """Prints a plan with a step simulated at `costs`; `ranks` are those placed, or none."""
@@ -40,7 +42,9 @@ def plan_view(console: Console, plan: Plan, costs: Costs, ranks: Sequence[RankVi
     rows = bars(timeline, max(20, console.width - label - 1), coloured=coloured)
     drawing = [Text.assemble((f"{rank:>{label - 1}} ", "dim"), row, no_wrap=True) for rank, row in enumerate(rows)]
     figures = f"  {format_duration(timeline.makespan)} of compute  bubble {bubble_text(timeline.bubble())}"
-    yield from (facts_table(plan, costs), Text(), ranks_table(plan, ranks, console.width), memory_line(plan), Text())
+    needs = memories(plan)
+    table = ranks_table(plan, needs, ranks, console.width)
+    yield from (facts_table(plan, costs), Text(), table, memory_line(plan, needs), Text())
     yield Text.assemble((" one step, simulated", "bold"), figures)
     yield from drawing
     yield Text.assemble(" " * label, legend(timeline, coloured=coloured))
@@ -118,11 +122,11 @@ def _by_rank(shares: list[float]) -> str:
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
 
 
-def ranks_table(plan: Plan, ranks: Sequence[RankView], width: int) -> Table:
-    """A row per rank: its coordinates, its layers, where it runs and its peak memory."""
+def ranks_table(plan: Plan, needs: Needs, ranks: Sequence[RankView], width: int) -> Table:
+    """A row per rank: its coordinates, its layers, where it runs and its peak memory, of those that ranks need."""
     where = {at.rank: (at.node, f"GPU {at.gpu}" if at.gpu >= 0 else "CPU", str(at.pid)) for at in ranks}
     heads = ["rank>", "place", "layers", *(("node", "device", "pid>") if where else ()), "memory>"]
-    needs, rows = memories(plan), []
+    rows = []
     for rank in range(min(plan.mesh.size, MOST_RANKS)):
         cells = [str(rank), str(plan.mesh.coordinates(rank)), layers_text(plan, *plan.stages_of(rank))]
         rows.append([*cells, *where.get(rank, ()), format_bytes(needs[rank]["total"])])
@@ -131,9 +135,8 @@ def ranks_table(plan: Plan, ranks: Sequence[RankView], width: int) -> Table:
     return with_rest(table, plan.mesh.size)
 
 
-def memory_line(plan: Plan) -> RenderableType:
+def memory_line(plan: Plan, needs: Needs) -> RenderableType:
     """What fills the memory of the rank that needs most."""
-    needs = memories(plan)
     rank = max(range(plan.mesh.size), key=lambda rank: needs[rank]["total"])
     kinds = ((name, part) for name, part in needs[rank].items() if part and name not in ("total", *ON_HOST))
     parts = [f"{name} {format_bytes(part)}" for name, part in kinds]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
-from itertools import chain
 from operator import mul
 from statistics import median
 
@@ -14,12 +14,14 @@ from pentad.orchestrator.activations.allocations import BYTES, INDEX, piece_of, 
 from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning.comm_volume import padded_elements, param_shards_at
 from pentad.orchestrator.planning.cost_model import guess_costs
-from pentad.schedules.ir.instruction import RECEIVES, Op, instructions_of
+from pentad.schedules.ir.instruction import RECEIVES, Op
+from pentad.schedules.ir.lookup import IS_RECEIVE
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.post_validation import has_post_validation
+from pentad.schedules.passes.zero import rows_of_rank
 from pentad.schedules.passes.zero_buffers import gradient_pool, longest, sharded_stages, weight_pool
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.events import acyclic_events
+from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.simulate.simulate import event_times
 from pentad.schedules.simulate.timeline import Timeline, attributed_seconds
 from pentad.schedules.spec.model import ModelSpec
@@ -45,9 +47,10 @@ def step_seconds(timeline: Timeline) -> float:
     return max(span.end for span in timeline.spans) - min(span.start for span in timeline.spans)
 
 
-def simulated_seconds(plan: Plan) -> float:
-    """`step_seconds` of a step simulated at guessed costs, without its spans."""
-    times = event_times(plan.program, acyclic_events(plan.program), costs_of(plan))
+def simulated_seconds(plan: Plan, events: Events | None = None) -> float:
+    """`step_seconds` of a step simulated at guessed costs, without its spans. `events` are those of the program, if
+    they are known already."""
+    times = event_times(plan.program, events or acyclic_events(plan.program), costs_of(plan))
     return float(times.ends.max() - times.starts.min())
 
 
@@ -134,6 +137,18 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
     weights and optimizer state that live there ('optimizer' is then the memory through which they pass), and 'copies'
     are those parts of this rank and of another one, each of two steps (elastic.replicate_every).
     """
+    return with_activations(plan, rank, _state(plan, rank))
+
+
+def with_activations(plan: Plan, rank: int, other: dict[str, int]) -> dict[str, int]:
+    """`memory` of a rank, from that of a plan which differs only in what layers recompute."""
+    activations, host = activation_peaks(plan, rank)
+    found = other | {"activations": _with_muon(plan, rank, activations), "host": host}
+    return found | {"total": sum(size for kind, size in found.items() if kind not in (*ON_HOST, "total"))}
+
+
+def _state(plan: Plan, rank: int) -> dict[str, int]:
+    """`memory` of a rank but for activations."""
     pp = plan.mesh.coordinates(rank).pp
     compute, wide = BYTES[plan.dtype], wide_bytes(plan.dtype)
     trained, frozen = plan.param_shards_of(rank), plan.frozen_shards_of(rank)
@@ -148,9 +163,7 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
         weights = shards + sum(map(plan.zero_shard_size, frozen)) + sum(longest(pools))
     if plan.zero > 1:
         gradients = shards + sum(longest([gradient_pool(program, pp) for program in plan.trained_programs]))
-    activations, host = activation_peaks(plan, rank)
-    streams = chain.from_iterable(instructions_of(program.streams[pp]) for program in plan.programs)
-    received = len({(part.op, part.slot) for part in streams if part.op in RECEIVES})
+    received = len(set().union(*(_receive_slots(program, pp) for program in plan.programs)))
     master = shards * wide if wide != compute or has_post_validation(plan.program) or plan.host_optimizer else 0
     optimizer = sum(optimizer_bytes(plan, shard, rank) for shard in trained)
     on_host = master + optimizer if plan.host_optimizer else 0
@@ -161,13 +174,13 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
         "master": master,
         "gradients": gradients * wide,
         "optimizer": optimizer,
-        "activations": _with_muon(plan, rank, activations),
+        "activations": 0,
         "slots": received * plan.sequence_parallel_tokens * plan.model.hidden * compute
         + inbox_elements(plan, rank) * wide,
         "tables": _tables(plan, rank),
     }
-    kinds = (host, snapshot_bytes(plan, rank), on_host, copies_bytes(plan, rank))
-    return {**found, "total": sum(found.values()), **dict(zip(ON_HOST, kinds, strict=True))}
+    kinds = (0, snapshot_bytes(plan, rank), on_host, copies_bytes(plan, rank))
+    return {**found, "total": 0, **dict(zip(ON_HOST, kinds, strict=True))}
 
 
 def fp8_weights(plan: Plan, rank: int, share: float) -> int:
@@ -180,13 +193,20 @@ def fp8_weights(plan: Plan, rank: int, share: float) -> int:
     return int(share * 2 * sum(math.prod(each.local_shape(plan.mesh)) for each in matrices))
 
 
-def memories(plan: Plan) -> list[dict[str, int]]:
-    """`memory` of every rank; those with the same stages need the same, except that Muon's ZeRO shards differ."""
+def _receive_slots(program: Program, pp: int) -> set[tuple[int, int]]:
+    """(op code, slot) of what a pipeline rank receives."""
+    columns, rows = program.columns, rows_of_rank(program, pp, IS_RECEIVE)
+    return set(zip(columns.op[rows].tolist(), columns.slot[rows].tolist(), strict=True))
+
+
+def memories(plan: Plan, others: Sequence[dict[str, int]] = ()) -> list[dict[str, int]]:
+    """`memory` of every rank; those with the same stages need the same, except that Muon's ZeRO shards differ. `others`
+    are those of a plan that differs only in what layers recompute, if they are known."""
     differ = plan.optimizer.name == "muon" and plan.zero > 0
 
     @cache
     def found(rank: int) -> dict[str, int]:
-        return memory(plan, rank)
+        return with_activations(plan, rank, others[rank]) if others else memory(plan, rank)
 
     pipeline = (plan.mesh.coordinates(rank).pp for rank in range(plan.mesh.size))
     return [found(rank if differ else plan.mesh.move(0, pp=pp)) for rank, pp in enumerate(pipeline)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
@@ -89,8 +90,12 @@ def device_of(config: RunConfig) -> tuple[str, DeviceMemory]:
 
 def fit_of(plan: Plan, device: DeviceMemory) -> Fit:
     """Whether all ranks have enough memory, by the planner's estimate."""
-    ranks = memories(plan)
-    fullest = max(range(plan.mesh.size), key=lambda rank: ranks[rank]["total"])
+    return fit_of_ranks(memories(plan), device)
+
+
+def fit_of_ranks(ranks: Sequence[dict[str, int]], device: DeviceMemory) -> Fit:
+    """`fit_of`, from the `memories` of a plan."""
+    fullest = max(range(len(ranks)), key=lambda rank: ranks[rank]["total"])
     shared = sum(each[kind] for each in ranks for kind in ("total", *ON_HOST))
     return Fit(device, shared if device.is_shared else ranks[fullest]["total"], fullest, ranks[fullest])
 

@@ -19,7 +19,8 @@ from pentad.orchestrator.planning.cost_model import local_parameters
 from pentad.orchestrator.planning.estimate import costs_of, memory, step_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.hardware import NODE_GPUS, require_tp_on_node
-from pentad.orchestrator.planning.planning import draft, max_gathered, reduction, split, units_of
+from pentad.orchestrator.planning.layout import split, units_of
+from pentad.orchestrator.planning.planning import draft, max_gathered, reduction
 from pentad.schedules.catalogue import generate, spec_of
 from pentad.schedules.compiler import add_memory_passes, add_reductions, compile_program
 from pentad.schedules.ir.errors import PentadError

@@ -13,34 +13,35 @@ from typing import Literal
 from pydantic import ValidationError
 
 from pentad.orchestrator.activations.activation_memory import cuts, with_slots
-from pentad.orchestrator.activations.allocations import Piece, wide_bytes
 from pentad.orchestrator.config.config import Layout, RunConfig
-from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
+from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.fit import DeviceMemory, device_memory, fit_of, host_memory, require_host
 from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, gpu_of, local_device
+from pentad.orchestrator.planning.layout import (
+    batch_spec,
+    compute_dtype,
+    compute_order,
+    default_units,
+    first_piece,
+    layout_of,
+    split,
+)
 from pentad.orchestrator.planning.memory_tiers import choose_tiers
 from pentad.orchestrator.planning.numerics import fp8_spec, optimizer_spec, require_fp8
-from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_forward_only, compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.units import place_units
-from pentad.schedules.search.auto import AUTO, choose
-from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalData, EvalSpec
-from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import Fp8Spec, ModelSpec
-from pentad.schedules.spec.plan import Plan, num_units, split_layers, split_layers_by_cost, split_layers_into_units
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.plan import Plan, split_layers_into_units
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.schedules.spec.tensors import LayerRange, head_in_layers
+from pentad.schedules.spec.tensors import LayerRange
 from pentad.schedules.spec.zero_layout import pool_sizes
 
 GATHERED_UNITS = 2  # one in use, one coming
-UNIT_BYTES = 400 * 2**20  # of gradients: large enough for the full speed of a link, small beside a backward
-Placement = Sequence[Sequence[int]]
 
 
 def make_plan(
@@ -66,15 +67,11 @@ def make_plan(
         make = partial(make_plan, device=device, hosts=hosts, model=model, units=units)
         room = memory or device_memory(device, gpu=gpu_of(config.cluster))
         return choose_tiers(config, room, host_memory(config), make)
-    transport, dtype = transport_of(config, device, hosts), _dtype(config, device)
+    transport, dtype = transport_of(config, device, hosts), compute_dtype(config, device)
     model = config.model_spec(dtype) if model is None else model
-    order = _order(config, model, device, config.schedule.microbatches)
-    layout = config.layout() if order is None else Layout.of(order)
-    assert layout is not None
-    config.check_layout(layout, model)
+    order, layout = layout_of(config, model, device)
     stages = split(model, layout.placement, config.batch.sequence_length)
-    shared = config.mesh.replicas > 1 or layout.has_mirrors
-    units = units or units_of(config, model, stages, config.mesh.mesh, dtype, shared=shared)
+    units = units or default_units(config, model, layout, dtype)
     layers = split_layers_into_units(stages, units)
     fractions = config.memory.fractions(layers) if fractions is None else fractions
     options = _memory_options(config, units, layout, model, layers, fractions)
@@ -96,7 +93,7 @@ def make_plan(
         )
 
     program = compiled(config.schedule.microbatches, order)
-    orders = {count: _order(config, model, device, count) for count in batch_spec(config).rampup_microbatches}
+    orders = {count: compute_order(config, model, device, count) for count in batch_spec(config).rampup_microbatches}
     _require_same_stages(config, program, list(orders.values()))
     smaller = [compiled(*each) for each in orders.items()]
     plan = draft(config, model, device, program, layers, transport=transport, zero=options.zero)
@@ -115,7 +112,8 @@ def _guessed(
     fractions: tuple[float, ...],
 ) -> Costs:
     """The costs of units, before they have a program."""
-    piece, modes = _piece(config, device, layout.slices, fp8_spec(config, model)), config.memory.modes(units, layers)
+    piece = first_piece(config, device, layout.slices, fp8_spec(config, model))
+    modes = config.memory.modes(units, layers)
     stage_of = [stage for stage, count in enumerate(units) for _ in range(count)]
     moved = [each.bytes for each in cuts(model, layers, stage_of, piece, modes, fractions)]
     given = model, layers, place_units(layout.placement, units), piece, modes, zero, config.lora_spec, moved
@@ -187,7 +185,7 @@ def draft(
         optimizer=optimizer_spec(config),
         data=_with_absolute_paths(config.data.spec),
         seed=config.run.seed,
-        dtype=_dtype(config, device),
+        dtype=compute_dtype(config, device),
         device=device,
         transport=transport,
         deterministic=config.precision.deterministic,
@@ -260,70 +258,6 @@ def reduction(config: RunConfig, zero: int) -> Literal["step", "microbatch"] | N
     return config.zero.reduce if zero > 1 else "step"
 
 
-def units_of(
-    config: RunConfig, model: ModelSpec, stages: Sequence[LayerRange], mesh: Mesh, dtype: str, *, shared: bool
-) -> tuple[int, ...]:
-    """The number of units of each stage, given its layers: of memory.unit_layers each; by default of one where layers
-    recompute or are offloaded, and of at most UNIT_BYTES of gradients where ranks have `shared` parameters, to reduce
-    some while backward goes on. What a custom model recomputes is a whole stage."""
-    found, lora = [], config.lora_spec
-    for layers in stages:
-        size = config.memory.unit_layers or len(layers.numbers)
-        if config.memory.unit_layers is None and config.memory.by_layer and model.custom is None:
-            size = 1
-        elif config.memory.unit_layers is None and shared:
-            inner = LayerRange(layers.first, layers.end)
-            gradients = wide_bytes(dtype) * sum(local_parameters(model, lora, inner, mesh))
-            size = max(1, int(size * UNIT_BYTES / max(1, gradients)))
-        found.append(num_units(layers, size))
-    return tuple(found)
-
-
-def _order(config: RunConfig, model: ModelSpec, device: str, microbatches: int) -> Program | None:
-    """The compute order of so many microbatches for a schedule from a file or 'auto', whose layout only its program
-    tells.
-
-    'auto' takes the order with the least makespan at guessed costs, or the one whose busiest rank ends first if there
-    is no barrier at the end of a step. None for a schedule of the catalogue.
-    """
-    section, ranks = config.schedule, config.mesh.pp
-    if section.name in CATALOGUE:
-        return None
-    if section.name != AUTO:
-        return generate(section.name, ranks, microbatches, config.options)
-
-    def costs_of(placed: Program) -> Costs | None:
-        if model.layers < placed.stages:
-            return None
-        layers = split(model, placed.placement, config.batch.sequence_length)
-        piece = _piece(config, device, placed.slices, fp8_spec(config, model))._replace(cp_method="ring")
-        return guess_costs(model, layers, placed.placement, piece, lora=config.lora_spec)
-
-    objective: Objective = "longest" if section.post_validation else "makespan"
-    return choose(ranks, microbatches, costs_of, section.options, objective).best.program
-
-
-def split(model: ModelSpec, placement: Placement, length: int) -> tuple[LayerRange, ...]:
-    """The layers of each stage."""
-    if model.custom is not None:
-        return split_layers_by_cost([layer.flops for layer in model.custom.layers], placement)
-    return split_layers(model.layers, placement, head_in_layers(model, length))
-
-
-def batch_spec(config: RunConfig) -> BatchSpec:
-    """The samples of a step."""
-    section, replicas = config.batch, config.mesh.dp * config.mesh.ep
-    sizes = section.global_batch_size, section.sequence_length, config.schedule.microbatches
-    return BatchSpec(*sizes, replicas, section.sizes.rampup)
-
-
-def _piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None) -> Piece:
-    batch, mesh = batch_spec(config), config.mesh.mesh
-    length = batch.sequence_length // slices // mesh.cp
-    sizes = batch.micro_batch_size, length, _dtype(config, device), device, slices
-    return Piece(*sizes, mesh, config.mesh.cp_method, fp8=fp8, gpu=gpu_of(config.cluster) if device == "cuda" else "")
-
-
 def shrunk_plan(config: RunConfig, full: Plan, ranks: int) -> Plan | None:
     """The plan of the same run on the largest mesh of at most `ranks` ranks, or None if elastic.min_ranks allows none.
 
@@ -374,11 +308,6 @@ def _place(path: str) -> str:
 
 def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
-
-
-def _dtype(config: RunConfig, device: str) -> str:
-    chosen = config.precision.compute
-    return {"cuda": "bfloat16", "cpu": "float32"}[device] if chosen == "auto" else chosen
 
 
 def transport_of(config: RunConfig, device: str, hosts: int) -> str:

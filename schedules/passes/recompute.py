@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
+
+from pentad.schedules.ir.columns import CODE, key_columns
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Instruction, Op
+from pentad.schedules.ir.instruction import Op
+from pentad.schedules.ir.lookup import IS_BACKWARD
 from pentad.schedules.ir.program import Program
-from pentad.schedules.ir.rewrite import Addition, insert
+from pentad.schedules.ir.rewrite import insert_rows
 
 
 def add_recompute(program: Program, stages: Collection[int]) -> Program:
@@ -20,10 +24,9 @@ def add_recompute(program: Program, stages: Collection[int]) -> Program:
     if unknown:
         found = f"memory.recompute_stages has stage {unknown[0]}"
         raise PentadError(f"{found}: expected stages from 0 to {program.stages - 1}")
-    additions: list[Addition] = []
-    for rank, stream in enumerate(program.streams):
-        for position, action in enumerate(stream):
-            for part in action.parts:
-                if part.op in (Op.B, Op.BW) and part.stage in stages:
-                    additions.append((rank, position, Instruction(Op.RECOMPUTE, part.stage, part.microbatch)))
-    return insert(program, additions)
+    columns = program.columns
+    rows = columns.rows_of(IS_BACKWARD)
+    rows = rows[np.isin(columns.stage[rows], list(stages))]
+    op = np.full(len(rows), CODE[Op.RECOMPUTE])
+    added = key_columns(np.array([0, len(rows)]), op, columns.stage[rows], columns.microbatch[rows])
+    return program.with_streams(insert_rows(columns, added, columns.rank[rows], rows - columns.is_second[rows]))

@@ -8,8 +8,6 @@ of microbatches.
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,19 +24,26 @@ READERS = frozenset({Op.F, Op.B, Op.BW, Op.RECOMPUTE})  # of parameters; W needs
 _IS_READER = op_mask(READERS)
 
 
-class Gather(NamedTuple):
-    """The `number`-th time that a rank gathers a stage, read by actions `first`, in row `reader`, to `last` of its
-    stream. There is room for it after action `freed`, -1 if there is from the start."""
+class Reads(NamedTuple):
+    """What a rank reads parameters in, by action and then stage: an action of its stream, the stage, and the row; where
+    an action reads a stage twice, the second row."""
 
-    stage: int
-    number: int
-    reader: int
-    first: int
-    last: int
-    freed: int
+    action: Array
+    stage: Array
+    row: Array
 
 
-Read = tuple[int, list[tuple[int, int]]]  # of parameters on a rank: the action, and (stage, row) of what reads in it
+class Gathers(NamedTuple):
+    """Gathers of a rank, by stage and then `number`: the `number`-th time that it gathers a stage, read by actions
+    `first`, in row `reader`, to `last` of its stream. There is room for it after action `freed`, -1 if there is from
+    the start."""
+
+    stage: Array
+    number: Array
+    reader: Array
+    first: Array
+    last: Array
+    freed: Array
 
 
 def add_gathers(program: Program, *, zero: int, prefetch: int = 1, max_gathered: int | None = None) -> Program:
@@ -55,9 +60,8 @@ def add_gathers(program: Program, *, zero: int, prefetch: int = 1, max_gathered:
         if zero == 3 and max_gathered is not None and max_gathered < room:
             least = _check_room(program, rank, reads, max_gathered)
             room, ahead = max_gathered, min(prefetch, max_gathered - least)
-        gathers = sorted(_gathers(reads, room - ahead, ahead), key=lambda gather: gather.stage)
-        found = np.array(gathers, np.int64).reshape(-1, len(Gather._fields)).T
-        by_rank.append(_placed(_compute_actions(program, rank), *found, prefetch=prefetch))
+        gathers = _gathers(reads, room - ahead, ahead)
+        by_rank.append(_placed(_compute_actions(program, rank), gathers, prefetch=prefetch))
     counts = [len(placed.stage) for placed in by_rank]
     placed, ranks = Placed(*map(np.concatenate, zip(*by_rank, strict=True))), np.repeat(np.arange(len(counts)), counts)
     return _inserted(program, placed, ranks, with_frees=zero == 3)
@@ -76,18 +80,9 @@ class Placed(NamedTuple):
     freed_number: Array
 
 
-def _placed(
-    compute: Array,
-    stage: Array,
-    number: Array,
-    reader: Array,
-    first: Array,
-    last: Array,
-    freed: Array,
-    *,
-    prefetch: int,
-) -> Placed:
+def _placed(compute: Array, gathers: Gathers, *, prefetch: int) -> Placed:
     """A gather goes at the start of the stream unless it has to wait for room, and waits for the last FREE before."""
+    stage, number, reader, first, last, freed = gathers
     place = np.searchsorted(compute, first) - prefetch
     early = np.where(place >= 0, compute[np.maximum(place, 0)], 0) if prefetch and len(compute) else first
     position = np.where(freed < 0, 0, np.maximum(freed + 1, early) if prefetch else first)
@@ -121,16 +116,13 @@ def _inserted(program: Program, placed: Placed, ranks: Array, *, with_frees: boo
     return program.with_streams(insert_rows(columns, added, on, before))
 
 
-def _reads(program: Program, rank: int) -> list[Read]:
-    columns, found = program.columns, list[Read]()
-    rows = rows_of_rank(program, rank, _IS_READER)
-    actions = (columns.action[rows] - columns.action_offsets[rank]).tolist()
-    for action, stage, row in zip(actions, columns.stage[rows].tolist(), rows.tolist(), strict=True):
-        if found and found[-1][0] == action:
-            found[-1][1].append((stage, row))
-        else:
-            found.append((action, [(stage, row)]))
-    return found
+def _reads(program: Program, rank: int) -> Reads:
+    columns, rows = program.columns, rows_of_rank(program, rank, _IS_READER)
+    action, stage = columns.action[rows] - columns.action_offsets[rank], columns.stage[rows]
+    order = np.lexsort((rows, stage, action))
+    action, stage, rows = action[order], stage[order], rows[order]
+    is_last = np.append((np.diff(action) != 0) | (np.diff(stage) != 0), True)[: len(rows)]
+    return Reads(action[is_last], stage[is_last], rows[is_last])
 
 
 def _compute_actions(program: Program, rank: int) -> Array:
@@ -146,53 +138,62 @@ def rows_of_rank(program: Program, rank: int, mask: Array) -> Array:
     return rows
 
 
-def _gathers(reads: list[Read], room: int, ahead: int) -> list[Gather]:
+def _gathers(reads: Reads, room: int, ahead: int) -> Gathers:
     """With `room` for stages that stay gathered between readers, and for `ahead` more that are gathered early."""
-    following = _following_reads(reads)
-    held = dict[int, tuple[int, int, int, int]]()  # by stage: number, reader, first, freed
-    next_read, last, ended = dict[int, int](), dict[int, int](), dict[int, int]()  # by stage; last of its last gather
-    counts: Counter[int] = Counter()
-    gathers, last_reads = list[Gather](), list[int]()  # of what was evicted, up to each time
-    for (index, readers), following_reads in zip(reads, following, strict=True):
-        if missing := sorted(reader for reader in dict(readers).items() if reader[0] not in held):
-            needed = dict(readers)
-            for stage, row in missing:
-                if len(held) == room:
-                    victim = max((next_read[other], other) for other in held if other not in needed)[1]
-                    number, reader, first, freed = held.pop(victim)
-                    gathers.append(Gather(victim, number, reader, first, last[victim], freed))
-                    ended[victim] = last[victim]
-                    last_reads.append(max(last[victim], last_reads[-1] if last_reads else -1))
-                freed = max(last_reads[-1 - ahead] if len(last_reads) > ahead else -1, ended.get(stage, -1))
-                held[stage] = (counts[stage], row, index, freed)
-                counts[stage] += 1
-        for (stage, _), following_read in zip(readers, following_reads, strict=True):
-            last[stage], next_read[stage] = index, following_read
-    kept = (
-        Gather(stage, number, reader, first, last[stage], freed)
-        for stage, (number, reader, first, freed) in held.items()
-    )
-    return [*gathers, *kept]
+    firsts, lasts, evicted = _evictions(reads, room)
+    stage, first, last = reads.stage[firsts], reads.action[firsts], reads.action[lasts]
+    # Each gather after the first `room` evicts one, and the space of the `ahead` last ones is for early gathers.
+    freed_by, freed = np.arange(len(firsts)) - room - ahead, np.full(len(firsts), -1)
+    freed[freed_by >= 0] = np.maximum.accumulate(last[evicted])[freed_by[freed_by >= 0]]
+    order = np.argsort(stage, kind="stable")
+    stage, first, last, freed = stage[order], first[order], last[order], freed[order]
+    is_again = np.append(False, stage[1:] == stage[:-1])[: len(stage)]
+    freed = np.maximum(freed, np.where(is_again, np.roll(last, 1), -1))
+    at = np.arange(len(stage))
+    number = at - np.maximum.accumulate(np.where(is_again, 0, at))
+    return Gathers(stage, number, reads.row[firsts[order]], first, last, freed)
 
 
-def _following_reads(reads: list[Read]) -> list[list[int]]:
-    """By read, where each of its stages is read next."""
-    following, later = list[list[int]](), dict[int, int]()
-    for index, readers in reversed(reads):
-        following.append([later.get(stage, sys.maxsize) for stage, _ in readers])
-        for stage, _ in readers:
-            later[stage] = index
-    return following[::-1]
+def _evictions(reads: Reads, room: int) -> tuple[Array, Array, Array]:
+    """Indices into the reads: of the first and of the last one of each gather, in order; and the gathers that are
+    evicted, in order. The victim is read last of those that this action does not read, of several the highest stage."""
+    stages = int(reads.stage.max(initial=-1)) + 1
+    urgency = (_following(reads) * stages + reads.stage).tolist()
+    firsts, lasts, evicted = list[int](), list[int](), list[int]()
+    held = dict[int, int]()  # by stage, its last read
+    gather = dict[int, int]()  # by stage, the number of its gather
+    begins = np.searchsorted(reads.action, reads.action).tolist()
+    for index, (stage, begin) in enumerate(zip(reads.stage.tolist(), begins, strict=True)):
+        if stage not in held:
+            if len(held) == room:
+                victim = max(urgency[last] for last in held.values() if last < begin) % stages
+                lasts[gather[victim]] = held.pop(victim)
+                evicted.append(gather[victim])
+            gather[stage] = len(firsts)
+            firsts.append(index)
+            lasts.append(-1)
+        held[stage] = index
+    for stage, last in held.items():
+        lasts[gather[stage]] = last
+    return np.array(firsts, int), np.array(lasts, int), np.array(evicted, int)
 
 
-def _check_room(program: Program, rank: int, reads: list[Read], max_gathered: int) -> int:
+def _following(reads: Reads) -> Array:
+    """By read, the action that reads the stage next; for the last ones an action beyond all."""
+    order, found = np.argsort(reads.stage, kind="stable"), np.full(len(reads.action), reads.action.max(initial=0) + 1)
+    is_read_again = np.diff(reads.stage[order]) == 0
+    found[order[:-1][is_read_again]] = reads.action[order[1:][is_read_again]]
+    return found
+
+
+def _check_room(program: Program, rank: int, reads: Reads, max_gathered: int) -> int:
     """The least stages that a rank has to hold at once. Raises PentadError if it may not."""
     held = program.placement[rank]
     where = f"rank {rank} of schedule {program.name}"
     if any(len(program.holders(stage)) > 1 for stage in held):
         least, why = len(held), f"{where} gathers that many stages together with their mirrors"
     else:
-        least = max(len(dict(readers)) for _, readers in reads)
+        least = int(np.unique_counts(reads.action).counts.max(initial=0))
         why = f"one action on {where} reads that many stages"
     if max_gathered < least:
         raise PentadError(f"zero.max_gathered is {max_gathered}: expected at least {least}, because {why}")

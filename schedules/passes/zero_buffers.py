@@ -40,45 +40,50 @@ def weight_pool(program: Program, rank: int, sharded: set[int]) -> Pool:
 
     All gathers of a stage get one place if that takes no more memory than is in use at some time, else each its own.
     """
-    begins, ends = dict[Place, int](), dict[Place, int]()
-    rows = rows_of_rank(program, rank, _IS_GATHER_OR_FREE)
-    parts = (part[rows].tolist() for part in (program.columns.op, program.columns.stage, program.columns.microbatch))
-    for row, op, *place in zip(rows.tolist(), *parts, strict=True):
-        if place[0] in sharded:
-            (begins if op == _GATHER else ends)[place[0], place[1]] = row
-    held = sorted({stage for stage, _ in begins})
-    shared, in_use = _neighbours(program, begins, ends, held)
-    pool = _laid_out(program, [(stage, 0) for stage in held], shared)
+    stages, numbers, first, last = _gathered(program, rank, sharded)
+    held, index = np.unique(stages, return_inverse=True)
+    apart, in_use = np.zeros((len(held), len(held)), bool), _most_in_use(program, stages, first, last)
+    overlaps = _overlaps(first, last)
+    apart[index[overlaps[0]], index[overlaps[1]]] = True
+    places = list(zip(stages.tolist(), numbers.tolist(), strict=True))
+    pool = _laid_out(program, [(stage, 0) for stage in held.tolist()], apart | apart.T)
     if pool.elements == in_use:
-        return Pool({place: pool.offsets[place[0], 0] for place in begins}, pool.elements)
-    first = np.array(list(begins.values()), np.int64)
-    last = np.array([ends.get(place, program.columns.rows) for place in begins], np.int64)
-    return _laid_out(program, list(begins), (first[:, None] < last) & (first < last[:, None]))
+        return Pool({place: pool.offsets[place[0], 0] for place in places}, pool.elements)
+    apart = np.zeros((len(places), len(places)), bool)
+    apart[overlaps] = True
+    return _laid_out(program, places, apart | apart.T)
 
 
-def _neighbours(
-    program: Program, begins: dict[Place, int], ends: dict[Place, int], held: list[int]
-) -> tuple[Array, tuple[int, ...]]:
-    """[stages, stages] bool, which stages are gathered at the same time, and the most elements that are, by kind."""
-    index, sizes = {stage: k for k, stage in enumerate(held)}, [stage_sizes(program, stage) for stage in held]
-    apart, live = np.zeros((len(held), len(held)), bool), set[int]()
-    now, most = np.zeros(len(sizes[0]) if sizes else 0, np.int64), np.zeros(len(sizes[0]) if sizes else 0, np.int64)
-    events = sorted(
-        [(row, True, stage) for (stage, _), row in begins.items()]
-        + [(row, False, stage) for (stage, _), row in ends.items()]
-    )
-    for _, is_begin, stage in events:
-        k = index[stage]
-        if not is_begin:
-            live.discard(k)
-            now -= sizes[k]
-            continue
-        for other in live:
-            apart[k, other] = apart[other, k] = True
-        live.add(k)
-        now += sizes[k]
-        most = np.maximum(most, now)
-    return apart, tuple(most.tolist())
+def _gathered(program: Program, rank: int, sharded: set[int]) -> tuple[Array, Array, Array, Array]:
+    """(stage, number, row of ALL_GATHER, row of FREE or the end) of every gather, in order."""
+    columns, rows = program.columns, rows_of_rank(program, rank, _IS_GATHER_OR_FREE)
+    rows = rows[np.isin(columns.stage[rows], list(sharded))]
+    rows = rows[np.lexsort((rows, columns.microbatch[rows], columns.stage[rows]))]  # each FREE behind its gather
+    begins = columns.op[rows] == _GATHER
+    last = np.append(np.where(begins, columns.rows, rows), columns.rows)[1:][begins]
+    order = np.argsort(rows[begins])
+    first, last = rows[begins][order], last[order]
+    return columns.stage[first], columns.microbatch[first], first, last
+
+
+def _overlaps(first: Array, last: Array) -> tuple[Array, Array]:
+    """Pairs (a, b), a before b, of which b begins before a ends, in the order of their begins."""
+    found, step, ended = [np.zeros((2, 0), int)], 1, np.maximum.accumulate(last)
+    while (ended[:-step] > first[step:]).any():  # some pairs are at least so far apart in the order
+        earlier = np.flatnonzero(last[:-step] > first[step:])
+        found.append(np.stack((earlier, earlier + step)))
+        step += 1
+    a, b = np.concatenate(found, axis=1)
+    return a, b
+
+
+def _most_in_use(program: Program, stages: Array, first: Array, last: Array) -> tuple[int, ...]:
+    """The most elements that are gathered at once, by kind."""
+    if not len(stages):
+        return ()
+    sizes = np.array([stage_sizes(program, stage) for stage in range(program.stages)], np.int64)[stages]
+    order = np.argsort(np.concatenate((first, last)), kind="stable")
+    return tuple(np.concatenate((sizes, -sizes))[order].cumsum(axis=0).max(axis=0).tolist())
 
 
 def gradient_pool(program: Program, rank: int) -> Pool:
@@ -92,7 +97,7 @@ def gradient_pool(program: Program, rank: int) -> Pool:
     numbers, running, reduced = dict[int, int](), set[int](), -1  # by stage, in the order of their first W
     held = sharded_stages(program, rank)
     apart = np.zeros((len(held), len(held)), bool)
-    for begins, stage, _ in _accumulations(program, rank, held):
+    for begins, stage, _ in accumulations(program, rank, held):
         if not begins:
             running.discard(stage)
             reduced = stage
@@ -186,7 +191,7 @@ def gradient_waits(program: Program, rank: int) -> Iterator[tuple[int, int]]:
     own, and the last of its own stage, whose sum it continues."""
     meeting, reduced = meeting_stages(program, gradient_pool(program, rank)), dict[int, int]()  # the last one last
     alone = {stage for stage in meeting if len(program.holders(stage)) == 1}
-    for begins, stage, row in _accumulations(program, rank, sharded_stages(program, rank)):
+    for begins, stage, row in accumulations(program, rank, sharded_stages(program, rank)):
         if not begins:
             if stage in alone:
                 reduced.pop(stage, None)
@@ -213,18 +218,17 @@ def meet(program: Program, pool: Pool, stage: int, other: int) -> bool:
     return any(max(a, b) < min(a + size, b + length) for (a, size), (b, length) in zip(parts, others, strict=True))
 
 
-def _accumulations(program: Program, rank: int, sharded: set[int]) -> Iterator[tuple[bool, int, int]]:
+def accumulations(program: Program, rank: int, sharded: set[int]) -> Iterator[tuple[bool, int, int]]:
     """Of each sum of gradients of `sharded` stages in turn the first W, with True, and the REDUCE_SCATTER: its row."""
-    columns, running = program.columns, set[int]()
-    rows = rows_of_rank(program, rank, IS_WEIGHT | _IS_SCATTER)
-    parts = _IS_SCATTER[columns.op[rows]].tolist(), columns.stage[rows].tolist(), rows.tolist()
-    for scatters, stage, row in zip(*parts, strict=True):
-        if scatters:
-            running.discard(stage)
-            yield False, stage, row
-        elif stage in sharded and stage not in running:
-            running.add(stage)
-            yield True, stage, row
+    columns, rows = program.columns, rows_of_rank(program, rank, IS_WEIGHT | _IS_SCATTER)
+    rows = rows[np.isin(columns.stage[rows], list(sharded))]
+    by_stage = rows[np.argsort(columns.stage[rows], kind="stable")]
+    scatters, stage = _IS_SCATTER[columns.op[by_stage]], columns.stage[by_stage]
+    follows_scatter = np.ones(len(rows), bool)
+    follows_scatter[1:] = scatters[:-1] | (stage[1:] != stage[:-1])
+    found = np.sort(by_stage[scatters | follows_scatter])
+    parts = (~_IS_SCATTER[columns.op[found]], columns.stage[found], found)
+    return zip(*(part.tolist() for part in parts), strict=True)
 
 
 def sharded_stages(program: Program, rank: int) -> set[int]:

@@ -25,9 +25,9 @@ class Costs:
     """Seconds, or any other unit, of every kind of instruction.
 
     `forward`, `backward` (input gradients only) and `weight` (weight gradients) hold one entry per stage, for one
-    microbatch; so do `recompute` (empty: as `forward`), `offload`, the time of one OFFLOAD or RELOAD (empty: 0),
-    `reduce`, that of an all-reduce of the stage's gradients (empty: 0), and `gather`, that of an all-gather of its
-    weights (empty: half of `reduce`).
+    microbatch; so do `recompute` (empty: as `forward`; 0: nothing is launched), `offload`, the time of one OFFLOAD or
+    RELOAD (empty: 0), `reduce`, that of an all-reduce of the stage's gradients (empty: 0), and `gather`, that of an
+    all-gather of its weights (empty: half of `reduce`).
     With sliced sequences an entry is for one slice: all slices cost the same, although under a causal mask later ones
     attend to more tokens. `transfer` is one activation or gradient sent to another rank, `norm` and `step` the end of a
     step (`norm` also that of an evaluation); `launch` is added to every compute instruction.
@@ -110,7 +110,8 @@ class Costs:
             case Op.SEND_F | Op.RECV_F | Op.SEND_B | Op.RECV_B:
                 return self.transfer
             case Op.RECOMPUTE:
-                return (self.recompute or self.forward)[stage] + self.launch
+                seconds = (self.recompute or self.forward)[stage]
+                return seconds + self.launch if seconds else 0.0
             case Op.OFFLOAD | Op.RELOAD:
                 return self.offload[stage] if self.offload else 0.0
             case Op.ALL_REDUCE:

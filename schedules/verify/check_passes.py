@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COMPUTE, Action, Instruction, Key, Op
-from pentad.schedules.ir.lookup import IS_WEIGHT
-from pentad.schedules.ir.program import Program, Stream
+from pentad.schedules.ir.program import Program, Stream, index_of
 from pentad.schedules.passes.post_validation import REPEATABLE, ROLLBACK, VALIDATE, has_post_validation
-from pentad.schedules.passes.zero import READERS, rows_of_rank
-from pentad.schedules.passes.zero_buffers import gradient_pool, meeting_stages
+from pentad.schedules.passes.zero import READERS
+from pentad.schedules.passes.zero_buffers import accumulations, gradient_pool, meeting_stages
 from pentad.schedules.simulate.events import ON_COMPUTE_LANE
 from pentad.schedules.verify.check_order import error_at, refuse
 
@@ -22,8 +22,8 @@ ALLOCATING = COMPUTE | {Op.RECOMPUTE}
 COMPUTE_LANE = ALLOCATING | {Op.FREE}
 Fault = tuple[int, str]  # index in a rank's stream, and what is wrong there
 _ON_ACTIVATIONS, _ON_PARAMETERS = op_mask(SAVED_ACTIVATION_OPS), op_mask({Op.ALL_GATHER, Op.FREE})
-_IS_READER, _IS_SCATTER = op_mask(READERS), op_mask({Op.REDUCE_SCATTER})
-_GATHER, _FREE, _SCATTER = (CODE[op] for op in (Op.ALL_GATHER, Op.FREE, Op.REDUCE_SCATTER))
+_IS_READER, _IS_GATHER, _IS_FREE = op_mask(READERS), op_mask({Op.ALL_GATHER}), op_mask({Op.FREE})
+_GATHER, _FREE = CODE[Op.ALL_GATHER], CODE[Op.FREE]
 
 
 def prove_memory_passes(program: Program) -> None:
@@ -39,58 +39,99 @@ def prove_memory_passes(program: Program) -> None:
     if _ON_PARAMETERS[columns.op].any():
         _prove_gathers(program)
     if _ON_ACTIVATIONS[columns.op].any():
-        for rank, stream in enumerate(program.streams):
-            for index, fault in _activation_faults(stream, program.positions[rank]):
-                raise ScheduleError(f"rank {rank}: {fault}", rank, index)
+        _prove_activations(program)
+
+
+def _prove_activations(program: Program) -> None:
+    """Raises ScheduleError for the first fault of the first rank that has one."""
+    columns = program.columns
+    copying = set(columns.rank[columns.rows_of(op_mask({Op.OFFLOAD, Op.RELOAD}))].tolist())
+    rows, first, last = _recomputed(program)
+    here = columns.action[rows]
+    wrong = rows[(first < 0) | (last < 0) | (columns.action[first] >= here) | (columns.action[last] <= here)]
+    for rank in sorted({*copying, *columns.rank[wrong].tolist()}):
+        stream = program.streams[rank]
+        for index, fault in _activation_faults(stream, index_of(stream)):
+            raise ScheduleError(f"rank {rank}: {fault}", rank, index)
+
+
+def _recomputed(program: Program) -> tuple[Array, Array, Array]:
+    """(row of RECOMPUTE, of its forward, of its backward), -1 where its rank has none."""
+    columns = program.columns
+    rows = columns.rows_of(op_mask({Op.RECOMPUTE}))
+    keys = columns.rank[rows], columns.stage[rows], columns.microbatch[rows]
+    forward, *backward = (program.lookup.rows(keys[0], CODE[op], *keys[1:]) for op in (Op.F, Op.B, Op.BW))
+    return rows, forward, np.where(backward[0] < 0, backward[1], backward[0])
 
 
 def _prove_gathers(program: Program) -> None:
     """Raises ScheduleError for the first fault of the first rank that has one."""
-    columns, pairs = program.columns, list[tuple[int, int]]()  # reader, the gather that its action has to wait for
-    latest, faults = _latest_compute_waits(program), list[tuple[int, str]]()
-    for rank in range(program.ranks):
-        faults += _gather_faults(program, rank, latest, pairs)
-    if pairs:
-        readers, gathers = np.array(pairs).T
-        for k in unmet_waits(columns.action, program, readers, gathers).tolist():
-            faults.append((int(readers[k]), f"{columns.key(readers[k])} does not wait for {columns.key(gathers[k])}"))
+    columns = program.columns
+    events = _gather_events(program)
+    faults = [*_gather_faults(program, events), *_late_gather_faults(program)]
+    readers, gathers = events.row[events.is_first_read], events.before[events.is_first_read]
+    for k in unmet_waits(columns.action, program, readers, gathers).tolist():
+        faults.append((int(readers[k]), f"{columns.key(readers[k])} does not wait for {columns.key(gathers[k])}"))
     for row, fault in sorted(faults)[:1]:
         rank, index = columns.position(row)
         raise ScheduleError(f"rank {rank}: {fault}", rank, index)
 
 
-def _gather_faults(
-    program: Program, rank: int, latest: Array, pairs: list[tuple[int, int]]
-) -> Iterator[tuple[int, str]]:
-    """(row, what is wrong there) of a rank; adds the waits that its readers need to `pairs`."""
+class _GatherEvents(NamedTuple):
+    """Gathers, frees and readers, by rank, stage and row. `before` is the row of the last gather or free of that stage
+    on that rank, -1 if there is none, and `is_first_read` whether this is the first reader of what `before` gathers."""
+
+    row: Array
+    before: Array
+    is_gathered: Array
+    is_first_read: Array
+
+
+def _gather_events(program: Program) -> _GatherEvents:
     columns = program.columns
-    rows = rows_of_rank(program, rank, _ON_PARAMETERS | _IS_READER)
-    parts = (part[rows].tolist() for part in (columns.op, columns.stage, columns.microbatch))
-    gathered: dict[int, int] = {}  # stage -> row of its gather, until it is freed
-    unread: set[int] = set()  # stages gathered that no action has waited for yet
-    freed = -1
-    for row, op, stage, number in zip(rows.tolist(), *parts, strict=True):
-        if op == _GATHER:
-            if stage in gathered:
-                yield row, f"{columns.key(row)} gathers what {columns.key(gathered[stage])} has gathered"
-            if freed >= 0 and latest[row] < columns.action[freed]:
-                yield row, f"{columns.key(row)} does not wait for {columns.key(freed)}"
-            gathered[stage] = row
-            unread.add(stage)
-        elif op == _FREE:
-            before = gathered.pop(stage, -1)
-            if before < 0 or columns.microbatch[before] != number:
-                yield row, f"{columns.key(row)} frees what is not gathered"
-            freed = row
-        else:
-            if stage not in gathered:
-                yield row, f"{columns.key(row)} reads stage {stage}, not gathered"
-            elif stage in unread:
-                pairs.append((row, gathered[stage]))
-            unread.discard(stage)
-    if freed >= 0 and gathered:
-        last = int(columns.rank_offsets[rank + 1]) - 1
-        yield last, f"{columns.key(next(iter(gathered.values())))} is never freed"
+    row = columns.rows_of(_ON_PARAMETERS | _IS_READER)
+    holding = columns.rank[row] * program.stages + columns.stage[row]
+    order = np.argsort(holding, kind="stable")
+    row, holding = row[order], holding[order]
+    on_parameters, at = _ON_PARAMETERS[columns.op[row]], np.arange(len(row))
+    is_new = np.append(True, holding[1:] != holding[:-1])[: len(row)]
+    latest = np.maximum.accumulate(np.where(on_parameters, at, -1))  # up to this one
+    before = np.append(-1, latest)[: len(row)]
+    known = before >= np.maximum.accumulate(np.where(is_new, at, 0))
+    before = np.where(known, row[before], -1)
+    is_gathered = known & (columns.op[before] == _GATHER)
+    follows = np.append(-1, row)[: len(row)] == before
+    return _GatherEvents(row, before, is_gathered, ~on_parameters & is_gathered & follows)
+
+
+def _gather_faults(program: Program, events: _GatherEvents) -> Iterator[tuple[int, str]]:
+    """(row, what is wrong there) of what happens to a stage on a rank."""
+    columns, (row, before, is_gathered, _) = program.columns, events
+    op, number = columns.op[row], columns.microbatch
+    for k in np.flatnonzero(is_gathered & (op == _GATHER)).tolist():
+        yield int(row[k]), f"{columns.key(row[k])} gathers what {columns.key(before[k])} has gathered"
+    for k in np.flatnonzero((op == _FREE) & ~(is_gathered & (number[before] == number[row]))).tolist():
+        yield int(row[k]), f"{columns.key(row[k])} frees what is not gathered"
+    for k in np.flatnonzero(_IS_READER[op] & ~is_gathered).tolist():
+        yield int(row[k]), f"{columns.key(row[k])} reads stage {columns.stage[row[k]]}, not gathered"
+
+
+def _late_gather_faults(program: Program) -> Iterator[tuple[int, str]]:
+    """The same of gathers that do not wait for the FREE before them on their rank, and of those that are not freed on a
+    rank that frees others."""
+    columns, latest = program.columns, _latest_compute_waits(program)
+    gathers, frees = columns.rows_of(_IS_GATHER), columns.rows_of(_IS_FREE)
+    freed = np.append(frees, -1)[np.searchsorted(frees, gathers) - 1]
+    freed = np.where(freed >= columns.rank_offsets[columns.rank[gathers]], freed, -1)
+    for k in np.flatnonzero((freed >= 0) & (latest[gathers] < columns.action[freed])).tolist():
+        yield int(gathers[k]), f"{columns.key(gathers[k])} does not wait for {columns.key(freed[k])}"
+    rows = columns.rows_of(_ON_PARAMETERS)
+    last = dict(zip((columns.rank[rows] * program.stages + columns.stage[rows]).tolist(), rows.tolist(), strict=True))
+    kept = np.sort(np.array([row for row in last.values() if columns.op[row] == _GATHER], int))
+    ranks, first = np.unique(columns.rank[kept], return_index=True)
+    for rank, row in zip(ranks.tolist(), kept[first].tolist(), strict=True):
+        if rank in columns.rank[frees]:
+            yield int(columns.rank_offsets[rank + 1]) - 1, f"{columns.key(row)} is never freed"
 
 
 def _latest_compute_waits(program: Program) -> Array:
@@ -114,21 +155,20 @@ def prove_gradient_buffers(program: Program) -> None:
     Raises ScheduleError."""
     columns, pairs = program.columns, list[tuple[int, int]]()  # the first W of a sum, what it has to wait for
     for rank in range(program.ranks):
-        meeting, accumulating = meeting_stages(program, gradient_pool(program, rank)), set[int]()
+        pool = gradient_pool(program, rank)
+        meeting, accumulating = meeting_stages(program, pool), set[int]()
         reduced = dict[int, int]()  # by stage the row, in order
-        rows = rows_of_rank(program, rank, IS_WEIGHT | _IS_SCATTER)
-        parts = (part[rows].tolist() for part in (columns.op, columns.stage))
-        for row, op, stage in zip(rows.tolist(), *parts, strict=True):
-            if op == _SCATTER:
+        for begins, stage, row in accumulations(program, rank, {stage for stage, _ in pool.offsets}):
+            if not begins:
                 accumulating.discard(stage)
                 reduced.pop(stage, None)
                 reduced[stage] = row
-            elif stage in meeting and stage not in accumulating:
-                for other in accumulating & meeting[stage]:
-                    raise error_at(program, row, f"{columns.key(row)} takes the buffer of stage {other}")
-                before = next((reduced[other] for other in reversed(reduced) if other in meeting[stage]), -1)
-                pairs += ((row, each) for each in {before, reduced.get(stage, -1)} if each >= 0)
-                accumulating.add(stage)
+                continue
+            for other in accumulating & meeting[stage]:
+                raise error_at(program, row, f"{columns.key(row)} takes the buffer of stage {other}")
+            before = next((reduced[other] for other in reversed(reduced) if other in meeting[stage]), -1)
+            pairs += ((row, each) for each in {before, reduced.get(stage, -1)} if each >= 0)
+            accumulating.add(stage)
     if pairs:
         waiting, waited = np.array(pairs).T
         for k in unmet_waits(np.arange(columns.rows), program, waiting, waited).tolist():

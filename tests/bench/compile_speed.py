@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import resource
+import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from pentad.schedules.compiler import compile_program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 REPEATS = 3
 SCHEDULES = {"interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
@@ -103,6 +105,18 @@ def replanning(ranks: int, microbatches: int) -> dict[str, float]:
     return results
 
 
+def with_units(ranks: int, microbatches: int, units: int) -> dict[str, float]:
+    """Seconds to compile and prove 1f1b with stages of so many units, by ZeRO stage."""
+    results = {}
+    sizes = tuple((1000 + unit % units,) for unit in range(units * ranks))
+    for zero in range(4):
+        gathered, reduced = (2 if zero == 3 else None), (None if zero > 1 else "step")
+        options = MemoryOptions(zero=zero, units=(units,) * ranks, max_gathered=gathered, reduce=reduced, sizes=sizes)
+        action = partial(compile_program, "1f1b", ranks, microbatches, replicas=2, memory_options=options)
+        results[f"zero{zero}"] = statistics.median(seconds(action, 1) for _ in range(5))
+    return results
+
+
 def simulation(ranks: int, microbatches: int) -> dict[str, float]:
     program = compile_program("zb-v", ranks, microbatches)
     costs = Costs.uniform(program.stages, chunks=2, transfer=0.1)
@@ -116,6 +130,7 @@ def measure(quick: bool) -> dict[str, Any]:
         "growth": growth(16 if quick else 128),
         "mesh": mesh_streams(Mesh(dp=64, pp=16, cp=2, tp=8)),
         "replanning_p16_m64": replanning(16, 64),
+        "units_8": with_units(16, 64, 8) if quick else with_units(64, 256, 8),
         "simulation": simulation(16, 64) if quick else simulation(128, 600),
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }

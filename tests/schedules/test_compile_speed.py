@@ -12,6 +12,7 @@ import pytest
 
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 
 def seconds_per_instruction(name: str, ranks: int) -> float:
@@ -27,6 +28,19 @@ def seconds_per_instruction(name: str, ranks: int) -> float:
 @pytest.mark.parametrize("name", ["interleaved", "zb-v"])
 def test_an_instruction_of_a_larger_program_compiles_as_fast(name: str) -> None:
     assert seconds_per_instruction(name, 32) < 1.5 * seconds_per_instruction(name, 8)
+
+
+@pytest.mark.slow
+def test_units_and_zero_make_an_instruction_at_most_two_and_a_half_times_as_slow() -> None:
+    """The first figure is that of 1f1b by stages; the second one counts gathers, frees and reductions as well."""
+    ranks, units = 32, (8,) * 32
+    options = MemoryOptions(zero=3, units=units, max_gathered=2, reduce=None, sizes=((1,),) * sum(units))
+    times = []
+    for _ in range(3):
+        started = time.process_time()
+        program = compile_program("1f1b", ranks, 4 * ranks, replicas=2, memory_options=options)
+        times.append((time.process_time() - started) / program.columns.rows)
+    assert min(times) < 2.5 * seconds_per_instruction("1f1b", ranks)
 
 
 def test_the_streams_of_16384_ranks_are_those_of_16() -> None:

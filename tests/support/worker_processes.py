@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import queue
-import signal
 import tempfile
 import threading
 import time
@@ -76,7 +75,7 @@ class WorkerProcess:
         os.kill(self.process.pid, number)
 
     def stop(self) -> None:
-        self.signal(signal.SIGKILL) if self.process.is_alive() else None
+        self.process.kill()  # it may have ended by itself, when it lost a peer
         self.process.join(10)
         self.end.close()
 

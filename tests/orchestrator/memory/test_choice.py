@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
+from typing import Any
 
 import pytest
 from commands import Pentad
 
 from pentad.orchestrator.config.config import RunConfig, dump, load
-from pentad.orchestrator.memory.choice import choices, with_choices
+from pentad.orchestrator.memory.choice import choose, with_choices
 from pentad.orchestrator.memory.first_microbatches import estimated_seconds, shortened
+from pentad.orchestrator.memory.variants import Variants, words_of
+from pentad.orchestrator.planning import planning
 from pentad.orchestrator.planning.estimate import simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 
+SCHEDULES = ("1f1b", "zb-h2", "zb-v", "dualpipe", "dualpipev", "looped-bfs")
 SIZES = ["model.hidden=1024", "model.heads=8", "model.kv_heads=8", "model.ffn=4096", "model.layers=6", "mesh.pp=1"]
 BATCH = ["schedule.name=1f1b", "schedule.microbatches=2", "batch.global_batch_size=8", "batch.sequence_length=2048"]
 
@@ -30,6 +36,12 @@ def room_of(*words: str, share: float) -> DeviceMemory:
     """Between what full recomputation needs, 0, and what none does, 1."""
     least, most = (needed(config_of(*words, f"memory.recompute={mode}")) for mode in ("full", "none"))
     return DeviceMemory(int(least + share * (most - least)), "of a test")
+
+
+def choices(config: RunConfig, room: DeviceMemory) -> tuple[str, ...]:
+    found = choose(config, "cuda", room)
+    assert found is not None
+    return found.words
 
 
 def needed(config: RunConfig) -> int:
@@ -58,10 +70,42 @@ def test_what_fits_is_chosen_and_nothing_that_fits_is_faster(zero: int, share: f
     assert (set(chosen.recompute) - {"none"} != set()) == (share < 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    [("1f1b", 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in product(SCHEDULES, range(4)))],
+)
+def test_plans_that_share_a_program_need_and_take_what_they_do_with_their_own(name: str, zero: int) -> None:
+    given = [f"schedule.name={name}", "mesh.dp=2", f"mesh.pp={2 + 2 * (name == 'dualpipe')}", f"zero.stage={zero}"]
+    given += ["schedule.microbatches=8", "batch.global_batch_size=16", "model.layers=12", "memory.unit_layers=1"]
+    room = DeviceMemory(2**50, "")
+    variants = Variants(config_of(*given), "cuda", room)
+    for mode, layers in [("none", None), ("selective", 1), ("attention", 2), ("full", 1), ("full", None)]:
+        plan, own = variants.plan(mode, layers), make_plan(config_of(*given, *words_of(mode, layers)), "cuda")
+        assert variants.fit(plan).needed == fit_of(own, room).needed
+        assert variants.seconds(plan) == pytest.approx(simulated_seconds(own), rel=1e-9)
+
+
+def test_a_choice_compiles_one_program_for_each_number_of_gathered_units_and_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = Counter[str]()
+
+    def counted(*args: Any, **more: Any) -> Any:
+        compiled[args[0]] += 1
+        return compile_program(*args, **more)
+
+    monkeypatch.setattr(planning, "compile_program", counted)
+    given = ["mesh.dp=2", "zero.stage=3", "memory.unit_layers=1"]
+    room = room_of(*given, share=0.4)
+    compiled.clear()
+    assert choices(config_of(*given, "memory.recompute=auto", "zero.max_gathered=auto"), room)
+    assert compiled.total() == 3
+
+
 def test_a_run_with_a_choice_is_the_run_with_these_values() -> None:
     config = config_of("mesh.dp=2", "zero.stage=3", "memory.recompute=auto", "zero.max_gathered=auto")
     room = room_of("mesh.dp=2", "zero.stage=3", share=0.5)
-    words = choices(config, "cuda", room)
+    words = choices(config, room)
     resolved = with_choices(config, "cuda", room)
     assert "auto" not in {resolved.memory.recompute, resolved.zero.max_gathered} and words
     assert make_plan(resolved, "cuda") == make_plan(config_of("mesh.dp=2", "zero.stage=3", *words), "cuda")
@@ -73,13 +117,13 @@ def test_weights_stay_gathered_through_the_microbatches_where_they_fit() -> None
     """All units of a rank are gathered once a step then, two in less memory for every reader."""
     config = config_of("mesh.dp=2", "zero.stage=3", "zero.max_gathered=auto", "memory.unit_layers=1")
     plain = config_of("mesh.dp=2", "zero.stage=3", "memory.unit_layers=1")
-    assert choices(config, "cuda", DeviceMemory(2**40, "")) == ("zero.max_gathered=8",)
-    assert choices(config, "cuda", DeviceMemory(needed(plain) + 2**20, "")) == ("zero.max_gathered=2",)
+    assert choices(config, DeviceMemory(2**40, "")) == ("zero.max_gathered=8",)
+    assert choices(config, DeviceMemory(needed(plain) + 2**20, "")) == ("zero.max_gathered=2",)
 
 
 def test_where_nothing_fits_the_plan_is_that_with_the_least_memory() -> None:
     config = config_of("mesh.dp=2", "memory.recompute=auto")
-    words = choices(config, "cuda", DeviceMemory(2**20, ""))
+    words = choices(config, DeviceMemory(2**20, ""))
     assert needed(config_of("mesh.dp=2", *words)) <= needed(config_of("mesh.dp=2", "memory.recompute=full"))
 
 

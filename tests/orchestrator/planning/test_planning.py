@@ -10,7 +10,7 @@ import pytest
 
 from pentad.orchestrator.cli.cli import main
 from pentad.orchestrator.config.config import RunConfig, load
-from pentad.orchestrator.planning import planning
+from pentad.orchestrator.planning import layout, planning
 from pentad.orchestrator.planning.estimate import (
     ON_HOST,
     costs_of,
@@ -225,7 +225,7 @@ def test_train_plans_once(monkeypatch: pytest.MonkeyPatch, corpus: str, tmp_path
         return call
 
     compiled = "compile_program", "compile_forward_only"
-    for module, function in ((planning, "choose"), *((planning, each) for each in compiled), (compiler, "check")):
+    for module, function in ((layout, "choose"), *((planning, each) for each in compiled), (compiler, "check")):
         monkeypatch.setattr(module, function, counted(getattr(module, function)))
     placed = []
 

@@ -22,14 +22,15 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MODELS = {"dense": MODEL, "experts": MOE, "tied": FAMILIES["qwen3"]}
 MODES = ("none", "selective", "attention", "full")
-CUTS = list(product((1, 2, None), (0.3, 1.0)))  # layers of a unit, share
+CUTS = list(product((1, 2, None), (0.0, 0.3, 1.0)))  # layers of a unit, share
 ALWAYS = [("1f1b", 3, "none", 1, 0.3, "dense"), ("dualpipev", 1, "attention", 1, 1.0, "dense")]
 ALWAYS += [("zb-h2", 2, "full", 2, 1.0, "experts")]
-# Every schedule with every ZeRO stage, mode and model, in two of the ways to cut: all pairs occur.
+# Every schedule with every ZeRO stage, mode and model, each with every number of layers and every share: all triples of
+# a schedule, a stage, a mode or a model with one of these occur, and all pairs of these two.
 MATRIX = [
     (name, zero, mode, *CUTS[(number + other) % len(CUTS)], model)
     for number, (name, zero, mode, model) in enumerate(product(SCHEDULES, (1, 2, 3), MODES, MODELS))
-    for other in (0, 3)
+    for other in (0, 4, 8)
 ]
 CASES = [*ALWAYS, *(pytest.param(*case, marks=slow) for case in MATRIX if case not in ALWAYS)]
 
@@ -42,8 +43,9 @@ def offloading(corpus: str, name: str, zero: int, mode: str, units: int | None, 
 @pytest.mark.parametrize(("name", "zero", "mode", "units", "alpha", "model"), CASES)
 def test_offloaded_units_equal_one_process(fleet, corpus, name, zero, mode, units, alpha, model) -> None:
     plan = offloading(corpus, name, zero, mode, units, alpha, model)
-    if units is not None:
-        assert Op.OFFLOAD in {part.op for stream in plan.program.streams for part in instructions_of(stream)}
+    ops = {part.op for stream in plan.program.streams for part in instructions_of(stream)}
+    assert units is None or (Op.OFFLOAD in ops) == (alpha > 0)
+    assert (Op.RECOMPUTE in ops) == (mode != "none")
     assert_equals_one_process(fleet, plan)
 
 

@@ -1,0 +1,120 @@
+"""How a run lays its model out before anything is compiled: the compute order, layers of stages, and their units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pentad.orchestrator.activations.allocations import Piece, wide_bytes
+from pentad.orchestrator.config.config import Layout, RunConfig
+from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
+from pentad.orchestrator.planning.hardware import gpu_of
+from pentad.orchestrator.planning.numerics import fp8_spec
+from pentad.schedules.catalogue import CATALOGUE, generate
+from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.units import place_units
+from pentad.schedules.search.auto import AUTO, choose
+from pentad.schedules.search.problem import Objective
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.spec.batch import BatchSpec
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.model import Fp8Spec, ModelSpec
+from pentad.schedules.spec.plan import num_units, split_layers, split_layers_by_cost
+from pentad.schedules.spec.tensors import LayerRange, head_in_layers
+
+UNIT_BYTES = 400 * 2**20  # of gradients: large enough for the full speed of a link, small beside a backward
+Placement = Sequence[Sequence[int]]
+
+
+def unit_placement(config: RunConfig, device: str) -> tuple[tuple[int, ...], ...]:
+    """The units of every pipeline rank in `make_plan`, which are known before anything is compiled."""
+    dtype = compute_dtype(config, device)
+    model = config.model_spec(dtype)
+    _, layout = layout_of(config, model, device)
+    return place_units(layout.placement, default_units(config, model, layout, dtype))
+
+
+def layout_of(config: RunConfig, model: ModelSpec, device: str) -> tuple[Program | None, Layout]:
+    """What `compute_order` finds, and how it, or else the schedule of the catalogue, places stages."""
+    order = compute_order(config, model, device, config.schedule.microbatches)
+    layout = config.layout() if order is None else Layout.of(order)
+    assert layout is not None
+    config.check_layout(layout, model)
+    return order, layout
+
+
+def default_units(config: RunConfig, model: ModelSpec, layout: Layout, dtype: str) -> tuple[int, ...]:
+    """`units_of` the stages of a layout."""
+    stages = split(model, layout.placement, config.batch.sequence_length)
+    shared = config.mesh.replicas > 1 or layout.has_mirrors
+    return units_of(config, model, stages, config.mesh.mesh, dtype, shared=shared)
+
+
+def units_of(
+    config: RunConfig, model: ModelSpec, stages: Sequence[LayerRange], mesh: Mesh, dtype: str, *, shared: bool
+) -> tuple[int, ...]:
+    """The number of units of each stage, given its layers: of memory.unit_layers each; by default of one where layers
+    recompute or are offloaded, and of at most UNIT_BYTES of gradients where ranks have `shared` parameters, to reduce
+    some while backward goes on. What a custom model recomputes is a whole stage."""
+    found, lora = [], config.lora_spec
+    for layers in stages:
+        size = config.memory.unit_layers or len(layers.numbers)
+        if config.memory.unit_layers is None and config.memory.by_layer and model.custom is None:
+            size = 1
+        elif config.memory.unit_layers is None and shared:
+            inner = LayerRange(layers.first, layers.end)
+            gradients = wide_bytes(dtype) * sum(local_parameters(model, lora, inner, mesh))
+            size = max(1, int(size * UNIT_BYTES / max(1, gradients)))
+        found.append(num_units(layers, size))
+    return tuple(found)
+
+
+def compute_order(config: RunConfig, model: ModelSpec, device: str, microbatches: int) -> Program | None:
+    """The compute order of so many microbatches for a schedule from a file or 'auto', whose layout only its program
+    tells.
+
+    'auto' takes the order with the least makespan at guessed costs, or the one whose busiest rank ends first if there
+    is no barrier at the end of a step. None for a schedule of the catalogue.
+    """
+    section, ranks = config.schedule, config.mesh.pp
+    if section.name in CATALOGUE:
+        return None
+    if section.name != AUTO:
+        return generate(section.name, ranks, microbatches, config.options)
+
+    def costs_of(placed: Program) -> Costs | None:
+        if model.layers < placed.stages:
+            return None
+        layers = split(model, placed.placement, config.batch.sequence_length)
+        piece = first_piece(config, device, placed.slices, fp8_spec(config, model))._replace(cp_method="ring")
+        return guess_costs(model, layers, placed.placement, piece, lora=config.lora_spec)
+
+    objective: Objective = "longest" if section.post_validation else "makespan"
+    return choose(ranks, microbatches, costs_of, section.options, objective).best.program
+
+
+def split(model: ModelSpec, placement: Placement, length: int) -> tuple[LayerRange, ...]:
+    """The layers of each stage."""
+    if model.custom is not None:
+        return split_layers_by_cost([layer.flops for layer in model.custom.layers], placement)
+    return split_layers(model.layers, placement, head_in_layers(model, length))
+
+
+def batch_spec(config: RunConfig) -> BatchSpec:
+    """The samples of a step."""
+    section, replicas = config.batch, config.mesh.dp * config.mesh.ep
+    sizes = section.global_batch_size, section.sequence_length, config.schedule.microbatches
+    return BatchSpec(*sizes, replicas, section.sizes.rampup)
+
+
+def first_piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None) -> Piece:
+    """What a rank computes at a time, in the steps of the full batch."""
+    batch, mesh = batch_spec(config), config.mesh.mesh
+    length = batch.sequence_length // slices // mesh.cp
+    sizes = batch.micro_batch_size, length, compute_dtype(config, device), device, slices
+    return Piece(*sizes, mesh, config.mesh.cp_method, fp8=fp8, gpu=gpu_of(config.cluster) if device == "cuda" else "")
+
+
+def compute_dtype(config: RunConfig, device: str) -> str:
+    """precision.compute, or what suits 'cpu' or 'cuda' devices."""
+    chosen = config.precision.compute
+    return {"cuda": "bfloat16", "cpu": "float32"}[device] if chosen == "auto" else chosen
