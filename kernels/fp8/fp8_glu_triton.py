@@ -108,11 +108,7 @@ def fp8_glu(gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: Ten
 
 
 def fp8_glu_backward(
-    dy: Tensor,
-    gate_up: Tensor,
-    recipe: Recipe,
-    act: Activation = "silu",
-    amax: tuple[Amax, Tensor] | None = None,
+    dy: Tensor, gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: tuple[Amax, Tensor] | None = None
 ) -> tuple[Fp8Forms, Fp8Tensor]:
     """Launches the backward kernel; see `pentad.kernels.fp8.fp8_glu.fp8_glu_backward`."""
     assert gate_up.is_contiguous() and dy.is_contiguous() and gate_up.shape[1] == 2 * dy.shape[1]

@@ -77,7 +77,7 @@ def schedule_page(
 
 
 def _page(data: dict[str, Any], title: str, facts: dict[str, str]) -> str:
-    return html_page("timelines.html", data, title=title, facts=facts, styles=STYLES, scripts=SCRIPTS)
+    return html_page("page.html", data, title=title, facts=facts, styles=STYLES, scripts=SCRIPTS)
 
 
 # ---- timelines ----

@@ -9,6 +9,32 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+_FRAME = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{{title}}</title>
+<style>
+{{style}}
+</style>
+</head>
+<body>
+<header>
+  <h1>{{title}}</h1>
+  <dl class="facts">{{facts}}</dl>
+</header>
+{{body}}
+<script type="application/json" id="data">{{data}}</script>
+<script>
+{{script}}
+</script>
+</body>
+</html>
+"""
+
 
 def html_page(
     body: str, data: Any, *, title: str, facts: Mapping[str, str], styles: Sequence[str], scripts: Sequence[str]
@@ -23,7 +49,7 @@ def html_page(
         "script": "".join(map(_asset, scripts)),
     }
     # One pass, so that a placeholder within a title or a name stays text.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]].rstrip("\n"), _asset("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]].rstrip("\n"), _FRAME)
 
 
 def _asset(name: str) -> str:

@@ -171,12 +171,7 @@ def test_recovery_from_two_lost_ranks_whose_state_survives_elsewhere(nodes, star
 @slow
 @pytest.mark.parametrize(
     ("schedule", "mesh", "ranks"),
-    [
-        ("1f1b", LINE, (1,)),
-        ("dualpipe", LINE, (0, 3)),
-        ("zb-h2", SQUARE, (0, 1)),
-        ("1f1b", CUT, (3,)),
-    ],
+    [("1f1b", LINE, (1,)), ("dualpipe", LINE, (0, 3)), ("zb-h2", SQUARE, (0, 1)), ("1f1b", CUT, (3,))],
 )
 def test_a_lost_stage_is_restored_from_the_newest_checkpoint(nodes, start, reference, schedule, mesh, ranks):
     expected = reference(schedule, mesh)
@@ -194,12 +189,7 @@ def test_a_lost_stage_is_restored_from_the_newest_checkpoint(nodes, start, refer
 @slow
 @pytest.mark.parametrize(
     ("schedule", "how"),
-    [
-        ("1f1b", signal.SIGKILL),
-        ("1f1b", signal.SIGTERM),
-        ("zb-h2", signal.SIGKILL),
-        ("dualpipe", signal.SIGKILL),
-    ],
+    [("1f1b", signal.SIGKILL), ("1f1b", signal.SIGTERM), ("zb-h2", signal.SIGKILL), ("dualpipe", signal.SIGKILL)],
 )
 def test_a_lost_node_is_replaced(nodes, start, reference, schedule, how):
     expected = reference(schedule, SCHEDULES[schedule])
