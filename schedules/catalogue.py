@@ -126,10 +126,7 @@ CATALOGUE = {
         zb_h2, "more forwards first: no bubble without a barrier, for up to twice 1F1B's memory", _ZERO_BUBBLE
     ),
     "zb-1p": Entry(
-        zb_1p,
-        "zero bubble planned for given costs, within 1F1B's memory by default",
-        _ZERO_BUBBLE,
-        accepts=_PLANNED,
+        zb_1p, "zero bubble planned for given costs, within 1F1B's memory by default", _ZERO_BUBBLE, accepts=_PLANNED
     ),
     "zb-2p": Entry(
         zb_2p,

@@ -18,11 +18,7 @@ def fp8_glu(gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: Ten
 
 @triton_on_gpu
 def fp8_glu_backward(
-    dy: Tensor,
-    gate_up: Tensor,
-    recipe: Recipe,
-    act: Activation = "silu",
-    amax: tuple[Amax, Tensor] | None = None,
+    dy: Tensor, gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: tuple[Amax, Tensor] | None = None
 ) -> tuple[Fp8Forms, Fp8Tensor]:
     """(both forms of dgate_up [T, 2I], the transposed one [I, T] of y) of `glu_backward`, with
     the `amax` of dgate_up and of the columns of y."""

@@ -42,20 +42,8 @@ def _forward(
 ):  # fmt: skip
     first_row, first_column, chunk = part_of(tl.program_id(0), I, 1, CHUNK)
     row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
-    store_rows(
-        _product(gate_up, row, column, I, ACT),
-        values,
-        scales,
-        first_column,
-        row,
-        column,
-        T,
-        I,
-        GIVEN,
-        STRIDE,
-        LIMIT,
-        POWER,
-    )
+    y = _product(gate_up, row, column, I, ACT)
+    store_rows(y, values, scales, first_column, row, column, T, I, GIVEN, STRIDE, LIMIT, POWER)
 
 
 @triton.jit
@@ -113,24 +101,14 @@ def fp8_glu(gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: Ten
     out = Out((tokens, width), recipe, "activation", twice(amax), gate_up, True, False)
     assert out.rows is not None
     _forward[parts(tokens, width)](
-        gate_up,
-        *out.rows,
-        tokens,
-        width,
-        ACT=act,
-        **out.common,
-        CHUNK=fp8_cast_triton.CHUNK,
-        num_warps=fp8_cast_triton.WARPS,
-    )
+        gate_up, *out.rows, tokens, width,
+        ACT=act, **out.common, CHUNK=fp8_cast_triton.CHUNK, num_warps=fp8_cast_triton.WARPS,
+    )  # fmt: skip
     return out.rows
 
 
 def fp8_glu_backward(
-    dy: Tensor,
-    gate_up: Tensor,
-    recipe: Recipe,
-    act: Activation = "silu",
-    amax: tuple[Amax, Tensor] | None = None,
+    dy: Tensor, gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: tuple[Amax, Tensor] | None = None
 ) -> tuple[Fp8Forms, Fp8Tensor]:
     """Launches the backward kernel; see `pentad.kernels.fp8.fp8_glu.fp8_glu_backward`."""
     assert gate_up.is_contiguous() and dy.is_contiguous() and gate_up.shape[1] == 2 * dy.shape[1]

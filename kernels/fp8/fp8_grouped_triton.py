@@ -13,6 +13,7 @@ from torch import Tensor
 from pentad.kernels.fp8 import fp8_grouped as reference
 from pentad.kernels.fp8 import fp8_tensor
 from pentad.kernels.fp8.fp8_tensor import Fp8Tensor
+from pentad.kernels.moe.grouped_gemm_triton import tile_of
 
 TILE = tl.constexpr(fp8_tensor.TILE)
 ROWS = 128  # of a program's tile
@@ -30,18 +31,9 @@ def _grouped(
 ):  # fmt: skip
     """N and K are multiples of TILE, and the values of both operands lie along K."""
     tile, block = tl.program_id(0) // (N // TILE), tl.program_id(0) % (N // TILE)
-    number = tl.arange(0, EXPERTS)
-    ends = tl.load(offsets + number, mask=number < experts, other=0)
-    starts = tl.load(offsets + number - 1, mask=(number > 0) & (number < experts), other=0)
-    tiles = tl.where(number < experts, tl.cdiv(ends - starts, ROWS), 0)
-    tile_ends = tl.cumsum(tiles, 0)  # tiles up to the end of each expert
-    expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+    expert, row, end = tile_of(tile, offsets, experts, EXPERTS, ROWS)
     if expert >= experts:
         return
-    start = tl.sum(tl.where(number == expert, starts, 0), 0)
-    end = tl.sum(tl.where(number == expert, ends, 0), 0)
-    first = tl.sum(tl.where(number == expert, tile_ends - tiles, 0), 0)
-    row = start + (tile - first) * ROWS + tl.arange(0, ROWS)
     own = row < end
     source = row
     if INDEXED:

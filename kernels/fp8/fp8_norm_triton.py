@@ -157,18 +157,8 @@ def fp8_normed(
     assert summed.is_contiguous() and weight.is_contiguous()
     tokens, width = summed.shape
     out = Out((tokens, width), recipe, "activation", amax, summed, rows, columns)
-    grid = parts(tokens, width, rows + columns)
-    constants = out.common | out.chosen
-    _again[grid](
-        summed,
-        weight,
-        rstd,
-        *out.pointers,
-        tokens,
-        width,
-        OFFSET=offset,
-        **constants,
-        CHUNK=fp8_cast_triton.CHUNK,
-        num_warps=fp8_cast_triton.WARPS,
-    )
+    _again[parts(tokens, width, rows + columns)](
+        summed, weight, rstd, *out.pointers, tokens, width,
+        OFFSET=offset, **out.common, **out.chosen, CHUNK=fp8_cast_triton.CHUNK, num_warps=fp8_cast_triton.WARPS,
+    )  # fmt: skip
     return out.forms

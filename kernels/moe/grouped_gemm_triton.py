@@ -11,6 +11,21 @@ ALIGNMENT = 16  # bytes, of the rows and matrices that torch's kernel supports
 
 
 @triton.jit
+def tile_of(tile, offsets, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """(expert, its rows in this tile, the end of its rows); the expert is `experts` behind the last tile."""
+    number = tl.arange(0, EXPERTS)
+    ends = tl.load(offsets + number, mask=number < experts, other=0)
+    starts = tl.load(offsets + number - 1, mask=(number > 0) & (number < experts), other=0)
+    tiles = tl.where(number < experts, tl.cdiv(ends - starts, ROWS), 0)
+    tile_ends = tl.cumsum(tiles, 0)  # tiles up to the end of each expert
+    expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+    start = tl.sum(tl.where(number == expert, starts, 0), 0)
+    end = tl.sum(tl.where(number == expert, ends, 0), 0)
+    first = tl.sum(tl.where(number == expert, tile_ends - tiles, 0), 0)
+    return expert, start + (tile - first) * ROWS + tl.arange(0, ROWS), end
+
+
+@triton.jit
 def _grouped(
     x, weights, offsets, y, experts, N, K,
     stride_x, stride_e, stride_n, stride_k,
@@ -18,18 +33,9 @@ def _grouped(
 ):  # fmt: skip
     tile = tl.program_id(0) // tl.cdiv(N, COLUMNS)
     column = tl.program_id(0) % tl.cdiv(N, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
-    number = tl.arange(0, EXPERTS)
-    ends = tl.load(offsets + number, mask=number < experts, other=0)
-    starts = tl.load(offsets + number - 1, mask=(number > 0) & (number < experts), other=0)
-    tiles = tl.where(number < experts, tl.cdiv(ends - starts, ROWS), 0)
-    tile_ends = tl.cumsum(tiles, 0)  # tiles up to the end of each expert
-    expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+    expert, row, end = tile_of(tile, offsets, experts, EXPERTS, ROWS)
     if expert >= experts:
         return
-    start = tl.sum(tl.where(number == expert, starts, 0), 0)
-    end = tl.sum(tl.where(number == expert, ends, 0), 0)
-    first = tl.sum(tl.where(number == expert, tile_ends - tiles, 0), 0)
-    row = start + (tile - first) * ROWS + tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH)
     left = x + row.to(tl.int64)[:, None] * stride_x
     right = weights + expert.to(tl.int64) * stride_e + column.to(tl.int64)[None, :] * stride_n

@@ -84,11 +84,8 @@ class Comparison:
             text = f"{format_duration(timeline.makespan):>8}, bubble {bubble_text(timeline.bubble())}"
             yield line((f" {timeline.source:<10}", "dim"), text)
 
-    def __repr__(self) -> str:
-        return as_text(self)
-
-    def _repr_svg_(self) -> str:
-        return self.svg()
+    __repr__ = as_text
+    _repr_svg_ = svg
 
 
 def compare(folder: Path, step: int | None = None, *, evaluation: bool = False) -> Comparison:

@@ -12,6 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 
 from pentad.orchestrator.api.rendering import as_text
 from pentad.orchestrator.config.data_section import DataSection
+from pentad.orchestrator.monitoring.display import sparkline
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS
 from pentad.orchestrator.monitoring.runfolder import EVALUATIONS, JOURNAL, METRIC_KEYS, METRICS, saved_config
 from pentad.orchestrator.monitoring.tables import fitted_table
@@ -21,7 +22,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.eval_spec import HOLDOUT
 
 _WINDOWS = 40  # of training, in a figure
-_BARS, _BAR_COUNT = "▁▂▃▄▅▆▇█", 24
+_BLOCKS = 24  # of a curve in the table
 _Row = Mapping[str, Any]
 
 
@@ -59,15 +60,12 @@ class Curves:
             for kind, losses in (("held out", [each.loss for each in curve.held_out]), ("training", trained)):
                 if losses:
                     figures = (f"{loss:.4f}" for loss in (losses[0], losses[-1], min(losses)))
-                    rows.append((curve.name, kind, *figures, _bars(losses)))
+                    rows.append((curve.name, kind, *figures, sparkline(losses, _BLOCKS)))
         heads = ("corpus", "loss", "first>", "last>", "lowest>", "curve")
         yield fitted_table(heads, rows, options.max_width, drop=("curve",))
 
-    def __repr__(self) -> str:
-        return as_text(self)
-
-    def _repr_svg_(self) -> str:
-        return self.svg()
+    __repr__ = as_text
+    _repr_svg_ = svg
 
 
 def curves_of(folder: Path) -> Curves:
@@ -120,10 +118,3 @@ def _window(rows: Sequence[_Row], name: str, first: str) -> Window:
     tokens = sum(each["target_tokens"] for each in counted)
     loss = sum(each["loss"] * each["target_tokens"] for each in counted) / tokens if tokens else None
     return Window(rows[0]["step"], rows[-1]["step"] + 1, loss, tokens)
-
-
-def _bars(losses: Sequence[float]) -> str:
-    """At most _BAR_COUNT characters whose height is the loss, from the lowest to the highest."""
-    low, spread = min(losses), max(losses) - min(losses) or 1.0
-    shown = losses[:: -(-len(losses) // _BAR_COUNT)]
-    return "".join(_BARS[round((loss - low) / spread * (len(_BARS) - 1))] for loss in shown)

@@ -41,24 +41,13 @@ def _tied(tied: bool) -> Section:
 
 
 _DEEPSEEK_MLA = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
+    **{"kv_lora_rank": 512, "q_lora_rank": 1536},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
 }
 _DEEPSEEK_EXPERTS = {
-    "num_experts": 256,
-    "top_k": 8,
-    "intermediate_size": 2048,
-    "shared_intermediate_size": 2048,
-    "scoring_func": "sigmoid",
-    "routed_scaling_factor": 2.5,
-    "num_groups": 8,
-    "topk_groups": 4,
-    "aux_loss_coef": 0.0001,
-    "bias_update_rate": 0.001,
-    "first_k_dense": 3,
+    **{"num_experts": 256, "top_k": 8, "intermediate_size": 2048, "shared_intermediate_size": 2048},
+    **{"scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "num_groups": 8, "topk_groups": 4},
+    **{"aux_loss_coef": 0.0001, "bias_update_rate": 0.001, "first_k_dense": 3},
 }
 MODEL_SIZES: Mapping[str, Section] = {
     "llama-1b": _llama(16, 2048, 32, 8, 8192, tied=True),
@@ -77,8 +66,6 @@ MODEL_SIZES: Mapping[str, Section] = {
     "mixtral-8x7b": _mixtral(32, 4096, 32, 8, 14336, aux_loss_coef=0.02),
     "mixtral-8x22b": _mixtral(56, 6144, 48, 8, 16384, aux_loss_coef=0.001),
     "deepseek-v3": _model(
-        *("deepseek-v3", (61, 7168, 128, 128, 18432), 129280, 1e4, 1e-6),
-        mla=_DEEPSEEK_MLA,
-        experts=_DEEPSEEK_EXPERTS,
+        *("deepseek-v3", (61, 7168, 128, 128, 18432), 129280, 1e4, 1e-6), mla=_DEEPSEEK_MLA, experts=_DEEPSEEK_EXPERTS
     ),
 }

@@ -172,8 +172,7 @@ class PlannedRun:
         if self.data_error:
             yield line(f" the data cannot be used on this machine: {self.data_error}", style="bold red")
 
-    def __repr__(self) -> str:
-        return as_text(self)
+    __repr__ = as_text
 
     def _repr_svg_(self) -> str:
         program = self.plan.program

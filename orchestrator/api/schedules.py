@@ -140,11 +140,8 @@ class Schedule:
         for name, text in self.lines().items():
             yield line((f"{name:<12}", "dim"), text)
 
-    def __repr__(self) -> str:
-        return as_text(self)
-
-    def _repr_svg_(self) -> str:
-        return self.svg()
+    __repr__ = as_text
+    _repr_svg_ = svg
 
 
 def schedule(

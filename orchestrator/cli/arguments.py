@@ -26,6 +26,7 @@ Run = Annotated[
     str,
     Argument(help="A run's folder or its name under runs/; or the ID of a submitted job.", autocompletion=run_names),
 ]
+Folder = Annotated[str, Argument(help="A run's folder, or its name under runs/.", autocompletion=run_names)]
 Timeout = Annotated[float, Option(min=0.01, help="Seconds to wait for the answer.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object on stdout.")]
 _SCHEDULES = (

@@ -353,8 +353,7 @@ def convert(
         Option(help="dcp: for torch.distributed.checkpoint, with transformers' names; torchtitan: with torchtitan's."),
     ],
     model: Annotated[
-        Path | None,
-        Option(help="What a DCP checkpoint holds: a folder with config.json, or YAML with a model."),
+        Path | None, Option(help="What a DCP checkpoint holds: a folder with config.json, or YAML with a model.")
     ] = None,
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None, Option(help="Dtype of the weights (default: as they are; hf: float32).")

@@ -114,18 +114,9 @@ def _check(output: Output) -> None:
 
 def _print_imported(done: Imported, out: Path, *, as_json: bool) -> None:
     if as_json:
-        summary = {
-            "folder": str(out),
-            "checkpoint": str(done.folder),
-            "step": done.step,
-            "family": done.family,
-            "parameters": done.parameters,
-            "tensors": done.tensors,
-            "bytes": done.bytes,
-            "model": str(out / MODEL_FILE),
-            "kept": list(done.kept),
-        }
-        print(json.dumps(summary))
+        facts = {key: getattr(done, key) for key in ("step", "family", "parameters", "tensors", "bytes")}
+        places = {"folder": str(out), "checkpoint": str(done.folder), "model": str(out / MODEL_FILE)}
+        print(json.dumps({**places, **facts, "kept": list(done.kept)}))
         return
     print(f"{done.folder}: {done.family}, {done.parameters:,} parameters, {format_bytes(done.bytes)}")
     print(f"{out / MODEL_FILE}: the model section for a configuration")

@@ -16,13 +16,7 @@ from pentad.orchestrator.monitoring.runfolder import resolve_run
 
 
 def show_timeline(
-    run: str,
-    console: Console,
-    *,
-    step: int | None = None,
-    evaluation: bool = False,
-    files: Mapping[str, Path],
-    as_json: bool = False,
+    run: str, console: Console, *, step: int | None, evaluation: bool, files: Mapping[str, Path], as_json: bool
 ) -> None:
     """Compares a measured step of a run, or an evaluation after so many steps, with its simulation at its own costs,
     two rows per rank.
@@ -48,7 +42,7 @@ def show_timeline(
         console.print(Text(f" written to {path}"), soft_wrap=True)
 
 
-def show_curves(run: str, console: Console, *, svg: Path | None, as_json: bool = False) -> None:
+def show_curves(run: str, console: Console, *, svg: Path | None, as_json: bool) -> None:
     """Prints the first, last and lowest loss of each corpus, and writes the figure of --svg."""
     folder = resolve_run(run)
     found = curves_of(folder)

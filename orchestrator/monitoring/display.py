@@ -214,10 +214,10 @@ def print_summary(console: Console, summary: dict[str, Any]) -> None:
 def print_evaluation(console: Console, checkpoint: str, rows: Sequence[dict[str, Any]]) -> None:
     """Prints what `pentad eval` has found, by the rows of eval.jsonl."""
     console.print(Text(f" {checkpoint}: after {rows[0]['step']} steps, {format_duration(rows[0]['seconds'])}\n"))
+    forms = {"perplexity": ",.2f", "tokens": ",", "sequences": ","}
     cells = [
-        [Text(row["data"]), Text(format_number(row["loss"], ".4f"), "bold")]
-        + [Text(format_number(row[key], form)) for key, form in (("perplexity", ",.2f"), ("tokens", ","))]
-        + [Text(format_number(row["sequences"], ","))]
+        [row["data"], Text(format_number(row["loss"], ".4f"), "bold")]
+        + [format_number(row[key], form) for key, form in forms.items()]
         for row in rows
     ]
     heads = ("data", "loss>", "perplexity>", "tokens>", "sequences>")
@@ -230,11 +230,9 @@ def _evaluated(rows: Sequence[dict[str, Any]]) -> str | None:
 
 
 def _best(best: dict[str, Any] | None) -> str | None:
-    return (
-        None
-        if best is None
-        else f"{format_number(best['loss'], '.4f')} after {best['step']} steps, {best['checkpoint']}"
-    )
+    if best is None:
+        return None
+    return f"{format_number(best['loss'], '.4f')} after {best['step']} steps, {best['checkpoint']}"
 
 
 def steps_table(rows: deque[dict[str, Any]], width: int) -> Table:

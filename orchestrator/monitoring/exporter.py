@@ -106,9 +106,7 @@ METRICS = {
     "pentad_steps_skipped_total": Metric("counter", "Steps that changed no weight: not finite, or spikes."),
     # checkpoints
     "pentad_checkpoint_duration_seconds": Metric(
-        "histogram",
-        "Time to copy the state, that training waited, and until a checkpoint was committed.",
-        ("stage",),
+        "histogram", "Time to copy the state, that training waited, and until a checkpoint was committed.", ("stage",)
     ),
     "pentad_checkpoint_last_success_timestamp_seconds": Metric(
         "gauge", "Unix time of the newest checkpoint that this driver committed.", ("tier",)

@@ -13,14 +13,7 @@ from typing import NamedTuple
 
 from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import Phase, stage_volume
-from pentad.orchestrator.planning.hardware import (
-    EXPERT_FLOPS,
-    FP8_SPEEDUPS,
-    Rates,
-    link_of,
-    rates_of,
-    spans_hosts,
-)
+from pentad.orchestrator.planning.hardware import EXPERT_FLOPS, FP8_SPEEDUPS, Rates, link_of, rates_of, spans_hosts
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.lora import LoraSpec, adapter_tensors, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Axis, Mesh

@@ -14,14 +14,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.gpus.table import ASSUMED_GPU
 from pentad.orchestrator.planning.estimate import ON_HOST, memories, memory
 from pentad.orchestrator.planning.formatting import format_bytes
-from pentad.orchestrator.planning.hardware import (
-    NODE_GPUS,
-    figures_of,
-    gpu_name,
-    gpu_of,
-    local_device,
-    local_gpus,
-)
+from pentad.orchestrator.planning.hardware import NODE_GPUS, figures_of, gpu_name, gpu_of, local_device, local_gpus
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
@@ -144,10 +137,7 @@ def require_host(config: RunConfig, plan: Plan) -> None:
         "host": ("activations", f"memory.offload_fraction is {config.memory.offload_fraction}"),
         "host_optimizer": ("optimizer state", f"memory.optimizer is {config.memory.optimizer}"),
         "copies": ("copies of state", f"elastic.replicate_every is {config.elastic.replicate_every}"),
-        "snapshot": (
-            "a checkpoint's copy",
-            f"checkpoint.{every} is {getattr(config.checkpoint, every):g}",
-        ),
+        "snapshot": ("a checkpoint's copy", f"checkpoint.{every} is {getattr(config.checkpoint, every):g}"),
     }
     parts = ", ".join(f"{format_bytes(fullest[kind])} of {names[kind][0]}" for kind in ON_HOST if fullest[kind])
     key = next(key for kind, (_, key) in names.items() if fullest[kind])

@@ -43,10 +43,7 @@ def fp8_spec(config: RunConfig, model: ModelSpec) -> Fp8Spec | None:
     given = config.precision
     if given.matmul == "compute":
         return None
-    kinds = {
-        "lora.rank": config.lora.rank is not None,
-        "a custom model": model.custom is not None,
-    }
+    kinds = {"lora.rank": config.lora.rank is not None, "a custom model": model.custom is not None}
     if found := [kind for kind, is_used in kinds.items() if is_used]:
         expected = "compute, or one of the model families with all weights trained"
         raise PentadError(f"precision.matmul is {given.matmul} with {found[0]}: expected {expected}")

@@ -6,15 +6,12 @@ are numbered in the order of the page: by rank, by row, by time.
 
 from __future__ import annotations
 
-import html
-import json
-import re
 from collections import defaultdict
 from collections.abc import Sequence
-from importlib.resources import files
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from pentad.schedules.draw.page import html_page
 from pentad.schedules.draw.palette import (
     BACKGROUNDS,
     OP_STYLES,
@@ -80,25 +77,7 @@ def schedule_page(
 
 
 def _page(data: dict[str, Any], title: str, facts: dict[str, str]) -> str:
-    parts = {
-        "title": html.escape(title),
-        "facts": "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items()),
-        "style": "".join(map(_asset, STYLES)),
-        "data": _json(data),
-        "script": "".join(map(_asset, SCRIPTS)),
-    }
-    # One pass, so that a placeholder within a title or a name stays text.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
-
-
-def _asset(name: str) -> str:
-    return (files("pentad.schedules.draw") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _json(value: Any) -> str:
-    """JSON that cannot close or comment out the <script> element that contains it."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return html_page("page.html", data, title=title, facts=facts, styles=STYLES, scripts=SCRIPTS)
 
 
 # ---- timelines ----

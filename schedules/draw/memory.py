@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import html
-import json
-import re
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any, NamedTuple
 
+from pentad.schedules.draw.page import html_page
 from pentad.schedules.ir.errors import PentadError
 
 # Fills of the layers, lowest first, on light and dark backgrounds; activations of units take turns with the last two.
-FIXED = (("#8a93a3", "#5d6776"), ("#1f3fa8", "#6f8ff7"), ("#8a1c3c", "#e8506a"), ("#c3c9d3", "#454d5a"))
-GATHERED, SUMMED, IDLE, WORKSPACE = (
-    ("#5b7be0", "#3f5fd0"),
-    ("#d2607f", "#b03a57"),
-    ("#e3e6eb", "#2c323c"),
-    ("#d97706", "#fbbf5a"),
-)
-ACTIVATIONS = (("#0f9b78", "#4fd1a5"), ("#66c2aa", "#2a8f72"))
+COLOURS = {
+    "fixed": (("#8a93a3", "#5d6776"), ("#1f3fa8", "#6f8ff7"), ("#8a1c3c", "#e8506a"), ("#c3c9d3", "#454d5a")),
+    "gathered": ("#5b7be0", "#3f5fd0"),
+    "summed": ("#d2607f", "#b03a57"),
+    "idle": ("#e3e6eb", "#2c323c"),
+    "workspace": ("#d97706", "#fbbf5a"),
+    "activations": (("#0f9b78", "#4fd1a5"), ("#66c2aa", "#2a8f72")),
+}
 
 
 class UnitName(NamedTuple):
@@ -63,26 +60,9 @@ def memory_page(curves: Sequence[MemoryCurve], *, title: str, facts: dict[str, s
     """The page, with a line at the bytes that are `available`. Raises PentadError if there is no curve."""
     if not curves:
         raise PentadError("memory_page has no curve: expected at least one")
-    data = {
-        "available": available,
-        "colours": {
-            "fixed": FIXED,
-            "gathered": GATHERED,
-            "summed": SUMMED,
-            "idle": IDLE,
-            "workspace": WORKSPACE,
-            "activations": ACTIVATIONS,
-        },
-        "ranks": [_rank(curve) for curve in curves],
-    }
-    parts = {
-        "title": html.escape(title),
-        "facts": "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items()),
-        "style": _asset("page.css") + _asset("memory/memory.css"),
-        "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
-        "script": _asset("memory/memory.js"),
-    }
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("memory/memory.html"))
+    data = {"available": available, "colours": COLOURS, "ranks": [_rank(curve) for curve in curves]}
+    styles, scripts = ("page.css", "memory/memory.css"), ("memory/memory.js",)
+    return html_page("memory/memory.html", data, title=title, facts=facts, styles=styles, scripts=scripts)
 
 
 def _rank(curve: MemoryCurve) -> dict[str, Any]:
@@ -103,7 +83,3 @@ def _rank(curve: MemoryCurve) -> dict[str, Any]:
 
 def _kib(size: int) -> int:
     return -(-size // 1024)
-
-
-def _asset(name: str) -> str:
-    return (files("pentad.schedules.draw") / "assets" / name).read_text(encoding="utf-8")

@@ -14,14 +14,7 @@ from typing import NamedTuple
 
 from pentad.schedules.ir.instruction import Action, Instruction, Op
 from pentad.schedules.search.list_scheduling import Rule, age_priority, in_flight_limits, list_schedule
-from pentad.schedules.search.problem import (
-    Orders,
-    Problem,
-    peak_memory,
-    step_ticks,
-    streams_of,
-    times_of,
-)
+from pentad.schedules.search.problem import Orders, Problem, peak_memory, step_ticks, streams_of, times_of
 from pentad.schedules.search.tabu_search import improve
 
 STRETCHES = (0.0, 1.0, 1.5, 0.5)

@@ -15,10 +15,7 @@ AdjustLrFn = Literal["original", "match_rms_adamw"]
 ROUND_ELEMENTS = 2**25  # of the matrices that Muon exchanges at once, for each rank that holds them
 PIECE_ELEMENTS = 2**24  # of a shard in host memory that are on the device at once to be updated, PIECES times
 PIECES = 3  # one is updated, while the next one comes and the one before goes back
-STATE_KINDS: dict[Method, tuple[str, ...]] = {
-    "adamw": ("optimizer.m", "optimizer.v"),
-    "muon": ("optimizer.momentum",),
-}
+STATE_KINDS: dict[Method, tuple[str, ...]] = {"adamw": ("optimizer.m", "optimizer.v"), "muon": ("optimizer.momentum",)}
 
 
 @dataclass(frozen=True)

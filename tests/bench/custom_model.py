@@ -27,7 +27,7 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.custom.loader import build_layers
 from pentad.workers.custom.stage import CustomStage
-from pentad.workers.model.base_stage import BaseStage
+from pentad.workers.model.base_stage import BaseStage, StageInputs
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.param_buffers import make_param_buffers
@@ -128,7 +128,7 @@ def stage_run(plan: Plan) -> Callable[[Times], None]:
     def run(seconds: Times) -> None:
         stage.begin(0, plan.batch.microbatches, plan.batch.tokens)
         times = [time.thread_time()]
-        run_to_completion(stage.forward(0, None, tokens, tokens))
+        run_to_completion(stage.forward(0, StageInputs(tokens=tokens, targets=tokens)))
         times.append(time.thread_time())
         run_to_completion(stage.backward_input(0, None))
         times.append(time.thread_time())

@@ -45,10 +45,7 @@ STEPS: dict[str, list[tuple[int, int, str]]] = {
         (8, 65536, "offload_fraction=0.6"),
         (8, 65536, "offload_fraction=1.0"),
     ],
-    "host": [
-        (8, 65536, "optimizer=host"),
-        (32, 131072, f"recompute=attention {ON_HOST}"),
-    ],
+    "host": [(8, 65536, "optimizer=host"), (32, 131072, f"recompute=attention {ON_HOST}")],
     "longest": [(32, 262144, f"recompute=full {ON_HOST} precision.optimizer_state=bfloat16")],
 }
 FEWER = {131072: 2, 262144: 1}  # steps with all layers

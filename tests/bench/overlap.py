@@ -35,6 +35,7 @@ from pentad.schedules.spec.model import Experts, ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import LayerRange
+from pentad.workers.model.base_stage import StageInputs
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
@@ -92,7 +93,7 @@ def make_stage(args: argparse.Namespace, ep_rank: int, device: torch.device) -> 
 
 
 def forward(stage: Stage, microbatch: int, received: torch.Tensor) -> Task[None]:
-    yield from stage.forward(microbatch, received, None, None)
+    yield from stage.forward(microbatch, StageInputs(received))
 
 
 def backward(stage: Stage, microbatch: int, dy: torch.Tensor) -> Task[None]:

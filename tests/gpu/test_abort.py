@@ -24,11 +24,7 @@ from worker_processes import (
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.runtime.abort import Aborted
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(120 * RANKS_A_GPU),
-    two_gpus,
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU), two_gpus]
 STEPS = 24
 Case = tuple[str, dict[str, Any]]
 PIPELINES: list[Case] = [("1f1b", {"dp": 2, "pp": 2}), ("zb-h2", {"dp": 2, "pp": 2}), ("dualpipe", {"pp": 4})]

@@ -14,11 +14,7 @@ from small_models import FAMILIES, GEMMA, HEADS, MOE, WIDE, WIDE_MOE
 
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(120 * RANKS_A_GPU),
-    two_gpus,
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU), two_gpus]
 Case = tuple[str, dict[str, int], dict[str, Any]]
 CASES: list[Case] = [
     ("1f1b", {"tp": 2}, {}),

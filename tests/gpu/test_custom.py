@@ -13,11 +13,7 @@ from plans import STEPS, is_close, plan_of
 
 from pentad.schedules.spec.plan import Plan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(90 * RANKS_A_GPU),
-    two_gpus,
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90 * RANKS_A_GPU), two_gpus]
 
 
 @pytest.fixture(scope="module")

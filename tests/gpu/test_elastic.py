@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from elastic_cases import LINE, SCHEDULES, SQUARE, Outcome, Start, assert_recovered, assert_same, outcome
+from elastic_cases import (
+    LINE,
+    SCHEDULES,
+    SQUARE,
+    Reference,
+    Start,
+    assert_recovered,
+    assert_same,
+    outcome,
+    references,
+    started,
+)
 from gpus import RANKS_A_GPU, num_places
-from multinode import Cluster, Run, kill, multinode_cluster
+from multinode import Cluster, kill, multinode_cluster
 
 from pentad.orchestrator.control.control_client import connect
 
@@ -48,29 +58,13 @@ def nodes() -> Iterator[Cluster]:
 
 @pytest.fixture
 def start(nodes: Cluster, tmp_path: Path) -> Iterator[Start]:
-    runs: list[Run] = []
-
-    def do(*overrides: str) -> Run:
-        runs.append(Run(nodes, tmp_path / str(len(runs)), *SMALL, *overrides))
-        return runs[-1]
-
-    yield do
-    for run in runs:
-        run.stop()
+    with started(nodes, tmp_path, SMALL) as do:
+        yield do
 
 
 @pytest.fixture(scope="module")
-def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
-    found: dict[Any, Outcome] = {}
-
-    def do(*words: str) -> Outcome:
-        if words not in found:
-            run = Run(nodes, tmp_path_factory.mktemp("reference"), *SMALL, *words)
-            assert run.end() == 0, run.describe()
-            found[words] = outcome(run, STEPS)
-        return found[words]
-
-    return do
+def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return references(nodes, tmp_path_factory, SMALL, STEPS, FOUR)
 
 
 @pytest.mark.parametrize(("schedule", "rank", "how"), [("1f1b", 1, signal.SIGKILL), ("dualpipe", 2, signal.SIGSTOP)])

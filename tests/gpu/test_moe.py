@@ -12,17 +12,8 @@ from closeness import relative_error
 from expert_ranks import NO_SEQUENCE, Ranks, State, bind, case_of, check, gradients_of, layer_context
 from gpus import two_gpus
 
-from pentad.kernels.moe.grouped_gemm import (
-    accumulate_grouped_gradient_,
-    grouped_gemm,
-)
-from pentad.kernels.moe.moe_permute import (
-    gather_rows,
-    sort_by_expert,
-    sum_rows,
-    weighted_glu,
-    weighted_glu_backward,
-)
+from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
+from pentad.kernels.moe.moe_permute import gather_rows, sort_by_expert, sum_rows, weighted_glu, weighted_glu_backward
 from pentad.schedules.spec.model import Experts
 from pentad.workers.linear.weight_grad import accumulate_wgrads
 from pentad.workers.parallel.async_ops import run_to_completion

@@ -12,11 +12,7 @@ from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import is_close, plan_of, reference, without_overlap
 from small_models import HEADS, MOE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(90 * RANKS_A_GPU),
-    two_gpus,
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90 * RANKS_A_GPU), two_gpus]
 
 
 @pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2}, {"cp": 2}], ids=str)

@@ -13,11 +13,7 @@ from plans import plan_of
 
 from pentad.schedules.spec.spikes import SpikeSpec
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(90 * RANKS_A_GPU),
-    two_gpus,
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90 * RANKS_A_GPU), two_gpus]
 SPIKES = SpikeSpec(threshold=50.0, window=4, min_steps=3)
 SPIKE = BadGradient(rank=0, step=4, value=1e3)
 

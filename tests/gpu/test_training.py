@@ -8,11 +8,7 @@ from fleet import Fleet, losses_of
 from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import STEPS, is_close, plan_of, reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(90 * RANKS_A_GPU),
-    two_gpus,
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90 * RANKS_A_GPU), two_gpus]
 SCHEDULES = [("gpipe", 3), ("1f1b", 5), ("seq-1f1b", 3), ("zb-h1", 8), ("zb-h2", 8), ("zb-v", 8), ("dualpipe", 8)]
 OTHERS = [("interleaved", 4), ("interleaved-zb", 4), ("zb-2p", 5), ("v-half", 6), ("v-min", 6), ("dualpipev", 5)]
 CASES = [

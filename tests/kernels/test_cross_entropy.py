@@ -4,11 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pentad.kernels.cross_entropy import (
-    IGNORE_INDEX,
-    cross_entropy,
-    cross_entropy_backward_,
-)
+from pentad.kernels.cross_entropy import IGNORE_INDEX, cross_entropy, cross_entropy_backward_
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan")
 

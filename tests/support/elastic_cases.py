@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,16 +64,16 @@ except PentadError as error:
 FAKE = (sys.executable, "-c", FAKED)
 Start = Callable[..., Run]
 Outcome = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
-Reference = Callable[[str, tuple[str, ...]], Outcome]
+Reference = Callable[..., Outcome]
 
 
 @contextmanager
-def started(nodes: Cluster, folder: Path) -> Iterator[Start]:
-    """Starts small runs, and ends those that are left."""
+def started(nodes: Cluster, folder: Path, small: Sequence[str] = SMALL) -> Iterator[Start]:
+    """Starts small runs, and ends those that are left; a run that is given the `name` of another resumes it."""
     runs: list[Run] = []
 
-    def do(*overrides: str, **options: Any) -> Run:
-        runs.append(Run(nodes, folder / str(len(runs)), *SMALL, *overrides, **options))
+    def do(*overrides: str, name: str = "", **options: Any) -> Run:
+        runs.append(Run(nodes, folder / (name or str(len(runs))), *small, *overrides, **options))
         return runs[-1]
 
     try:
@@ -83,17 +83,23 @@ def started(nodes: Cluster, folder: Path) -> Iterator[Start]:
             run.stop()
 
 
-def references(nodes: Cluster, folders: pytest.TempPathFactory) -> Reference:
-    """The outcome of a run without faults, computed once for each schedule and mesh."""
-    found: dict[tuple[str, tuple[str, ...]], Outcome] = {}
+def references(
+    nodes: Cluster,
+    folders: pytest.TempPathFactory,
+    small: Sequence[str] = SMALL,
+    steps: int = STEPS,
+    sizes: Sequence[int] = (2, 2, 2),
+) -> Reference:
+    """The outcome of a run without faults, computed once for the same overrides."""
+    found: dict[tuple[str, ...], Outcome] = {}
 
-    def do(schedule: str, mesh: tuple[str, ...]) -> Outcome:
-        if (schedule, mesh) not in found:
-            nodes.resize(2, 2, 2)
-            run = Run(nodes, folders.mktemp("reference"), *SMALL, *mesh, f"schedule.name={schedule}")
+    def do(*overrides: str) -> Outcome:
+        if overrides not in found:
+            nodes.resize(*sizes)
+            run = Run(nodes, folders.mktemp("reference"), *small, *overrides)
             assert run.end() == 0, run.describe()
-            found[schedule, mesh] = outcome(run)
-        return found[schedule, mesh]
+            found[overrides] = outcome(run, steps)
+        return found[overrides]
 
     return do
 

@@ -7,14 +7,7 @@ import signal
 from typing import Any
 
 import torch
-from worker_processes import (
-    WorkerProcess,
-    call_all,
-    losses_and_state,
-    start_generation,
-    start_run,
-    uninterrupted,
-)
+from worker_processes import WorkerProcess, call_all, losses_and_state, start_generation, start_run, uninterrupted
 
 from pentad.orchestrator.cluster.copies import holders_of, newest_copy
 from pentad.schedules.spec.plan import Plan

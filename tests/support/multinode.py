@@ -158,11 +158,7 @@ class Run:
         self.printed = folder / "printed"
         with self.printed.open("w") as out:
             self.process = subprocess.Popen(
-                [*command, *arguments],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
+                [*command, *arguments], stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
 
     def rows(self) -> list[dict[str, Any]]:

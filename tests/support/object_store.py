@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sysconfig
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,3 +100,17 @@ class ObjectStore:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+
+@contextmanager
+def served(folders: pytest.TempPathFactory, port: int, *, named: bool = True) -> Iterator[ObjectStore]:
+    """A running store; `named`: s3://BUCKET is there meanwhile."""
+    store = ObjectStore(folders.mktemp("store"), port)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in store.environment().items() if named else ():
+            patch.setenv(name, value)
+        try:
+            store.start()
+            yield store
+        finally:
+            store.stop()

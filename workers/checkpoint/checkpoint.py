@@ -88,12 +88,7 @@ def folder_of(root: L, step: int) -> L:
 
 
 def commit(
-    folder: L,
-    *,
-    step: int,
-    shards: Sequence[Shard],
-    meta: dict[str, Any],
-    publishing: Publishing = nullcontext,
+    folder: L, *, step: int, shards: Sequence[Shard], meta: dict[str, Any], publishing: Publishing = nullcontext
 ) -> L:
     """Makes the checkpoint visible by writing its manifest, within `publishing()`; returns where that is.
 

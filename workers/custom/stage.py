@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from pentad.workers.custom.autograd import (
 )
 from pentad.workers.custom.loader import build_layers, cast_layer, model_error, parameter_slots, set_parameters
 from pentad.workers.linear.weight_grad import Params
-from pentad.workers.model.base_stage import Activation, BaseStage, activation_storages, storage_id
+from pentad.workers.model.base_stage import BaseStage, StageInputs, activation_storages, storage_id
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.params.param_buffers import ParamBuffers
 from pentad.workers.params.param_init import derive_seed
@@ -79,19 +79,10 @@ class CustomStage(BaseStage, ParameterOwner):
         super().begin(step, microbatches, target_tokens)
         self.step = step
 
-    def forward(
-        self,
-        slice_index: int,
-        received: Activation | None,
-        tokens: Tensor | None,
-        targets: Tensor | None,
-        mtp_targets: Tensor | None = None,
-        document_starts: Sequence[Sequence[int]] = (),
-        mtp_inputs: Tensor | None = None,
-    ) -> Task[Tensor | None]:
+    def forward(self, slice_index: int, inputs: StageInputs) -> Task[Tensor | None]:
         yield from ()  # layers need no communication
-        assert not isinstance(received, tuple)
-        saved = CustomSaved((received, tokens, targets))
+        received, targets = _received(inputs), inputs.targets
+        saved = CustomSaved((received, inputs.tokens, targets))
         if self.recompute_mode == "full":
             with torch.no_grad():
                 result, losses, _ = self._run_layers(slice_index, self._input(saved), targets)
@@ -103,20 +94,13 @@ class CustomStage(BaseStage, ParameterOwner):
         self.loss_sums[slice_index].add_(losses.detach().view(self.loss_sums.shape[1], -1).sum(1))
         return None
 
-    def evaluate(
-        self,
-        slice_index: int,
-        received: Activation | None,
-        tokens: Tensor | None,
-        targets: Tensor | None,
-        document_starts: Sequence[Sequence[int]] = (),
-    ) -> Task[Tensor | None]:
+    def evaluate(self, slice_index: int, inputs: StageInputs) -> Task[Tensor | None]:
         """Modules are in evaluation mode meanwhile: without dropout, for example."""
         yield from ()
-        assert not isinstance(received, tuple)
+        received, targets = _received(inputs), inputs.targets
         known = targets if targets is None or self.loss is None else targets.clamp(min=0)  # as in training
         with torch.no_grad(), _evaluation_mode([*self.layers, self.loss]):
-            x = self._input(CustomSaved((received, tokens, None)))
+            x = self._input(CustomSaved((received, inputs.tokens, None)))
             result, losses, _ = self._run_layers(slice_index, x, known, step=-1)
         if losses is None or targets is None:
             return _output(result, received)
@@ -225,6 +209,12 @@ class CustomStage(BaseStage, ParameterOwner):
             return
         with deterministic_algorithms("warn"), sdpa_kernel(DETERMINISTIC_ATTENTION, set_priority=True):
             yield
+
+
+def _received(inputs: StageInputs) -> Tensor | None:
+    """A stage of a custom model is not cut within a layer: it receives one tensor."""
+    assert not isinstance(inputs.received, tuple)
+    return inputs.received
 
 
 def _output(result: Tensor, received: Tensor | None) -> Tensor:

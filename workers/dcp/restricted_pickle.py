@@ -14,10 +14,7 @@ from pentad.schedules.ir.errors import PentadError
 
 Known = Mapping[str, Any]  # "module name" of a class or constant -> what stands for it, a function for a class
 _MARK = object()
-_VALUES = {
-    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
-    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-}
+_VALUES = {*("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"), *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8")}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _IGNORED = {"PROTO", "FRAME"}

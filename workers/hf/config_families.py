@@ -71,13 +71,28 @@ OPTIONAL = (
     *("sliding_window", "layer_types", "rope_local_base_freq"),
     *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
 )
-_GEMMA: Values = {
-    **{"norms": "both", "norm_offset": 1.0},
-    **{"hidden_act": "gelu_pytorch_tanh", "scale_embedding": True},
-}
+_GEMMA: Values = {"norms": "both", "norm_offset": 1.0, "hidden_act": "gelu_pytorch_tanh", "scale_embedding": True}
 _GEMMA_KEYS = {name: name for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")}
 _GEMMA_DEFAULTS: Values = {"head_dim": 256, "tie_word_embeddings": True, "sliding_window": 4096}
 _GEMMA_FIXED: Values = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _experts(count: str, width: str, **others: str) -> Names:
+    return {"num_experts": count, "top_k": "num_experts_per_tok", "intermediate_size": width, **others}
+
+
+_MIXTRAL_EXPERTS = _experts("num_local_experts", "intermediate_size", aux_loss_coef="router_aux_loss_coef")
+_QWEN_EXPERTS = _experts(
+    *("num_experts", "moe_intermediate_size"), norm_topk_prob="norm_topk_prob", aux_loss_coef="router_aux_loss_coef"
+)
+_DEEPSEEK_EXPERTS = _experts(
+    *("n_routed_experts", "moe_intermediate_size"),
+    norm_topk_prob="norm_topk_prob",
+    routed_scaling_factor="routed_scaling_factor",
+    num_groups="n_group",
+    topk_groups="topk_group",
+    first_k_dense="first_k_dense_replace",
+)
 FAMILIES = {
     "llama": Family("llama", "LlamaForCausalLM"),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", traits={"qkv_bias": True}, layer_types=(SLIDING,)),
@@ -86,10 +101,7 @@ FAMILIES = {
     ),
     "mistral": Family("mistral", "MistralForCausalLM", layer_types=(SLIDING,), defaults={"sliding_window": 4096}),
     "olmo2": Family(
-        "olmo2",
-        "Olmo2ForCausalLM",
-        traits={"qk_norm": "all_heads", "norms": "after"},
-        defaults={"rms_norm_eps": 1e-5},
+        "olmo2", "Olmo2ForCausalLM", traits={"qk_norm": "all_heads", "norms": "after"}, defaults={"rms_norm_eps": 1e-5}
     ),
     "gemma2": Family(
         "gemma2",
@@ -97,11 +109,7 @@ FAMILIES = {
         traits=_GEMMA,
         optional=_GEMMA_KEYS,
         layer_types=(SLIDING, FULL),
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
+        defaults={**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         fixed=_GEMMA_FIXED,
     ),
     "gemma3": Family(
@@ -123,24 +131,14 @@ FAMILIES = {
     "mixtral": Family(
         "mixtral",
         "MixtralForCausalLM",
-        {
-            "num_experts": "num_local_experts",
-            "top_k": "num_experts_per_tok",
-            "intermediate_size": "intermediate_size",
-            "aux_loss_coef": "router_aux_loss_coef",
-        },
+        _MIXTRAL_EXPERTS,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
         fixed={"sliding_window": None},
     ),
     "gpt-oss": Family(
         "gpt_oss",
         "GptOssForCausalLM",
-        {
-            "num_experts": "num_local_experts",
-            "top_k": "num_experts_per_tok",
-            "intermediate_size": "intermediate_size",
-            "aux_loss_coef": "router_aux_loss_coef",
-        },
+        _MIXTRAL_EXPERTS,
         traits={
             **dict.fromkeys(("qkv_bias", "out_bias", "expert_biases", "attention_sinks"), True),
             "hidden_act": "clamped_silu",
@@ -155,29 +153,14 @@ FAMILIES = {
     "qwen3-moe": Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        {
-            "num_experts": "num_experts",
-            "top_k": "num_experts_per_tok",
-            "intermediate_size": "moe_intermediate_size",
-            "norm_topk_prob": "norm_topk_prob",
-            "aux_loss_coef": "router_aux_loss_coef",
-        },
+        _QWEN_EXPERTS,
         traits={"qk_norm": "head"},
         defaults={"num_experts_per_tok": 8, "norm_topk_prob": False},
     ),
     "deepseek-v3": Family(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        {
-            "num_experts": "n_routed_experts",
-            "top_k": "num_experts_per_tok",
-            "intermediate_size": "moe_intermediate_size",
-            "norm_topk_prob": "norm_topk_prob",
-            "routed_scaling_factor": "routed_scaling_factor",
-            "num_groups": "n_group",
-            "topk_groups": "topk_group",
-            "first_k_dense": "first_k_dense_replace",
-        },
+        _DEEPSEEK_EXPERTS,
         mla=True,
         # The norms inside its attention have this epsilon, whatever rms_norm_eps is.
         fixed={"rms_norm_eps": 1e-6, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},

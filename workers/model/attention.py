@@ -107,12 +107,7 @@ class Attention(NamedTuple):
         dout = self.out.input_grad(axes, doutput)
         self.out_adapter.input_grad_(dnarrow, dout)
         grads, dsinks = yield from attend_backward(
-            context,
-            sequence,
-            saved.context,
-            dout,
-            context.model.qk_head_dim,
-            self.sinks and self.sinks.weight,
+            context, sequence, saved.context, dout, context.model.qk_head_dim, self.sinks and self.sinks.weight
         )
         del dout
         dqkv = torch.cat(grads, dim=2).flatten(0, 1)  # [T, N + 2M, D]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,17 @@ from pentad.workers.params.router_bias import LoadBalancer
 from pentad.workers.params.unwritten import Unwritten
 
 Activation = Tensor | tuple[Tensor, Tensor]  # [T, H]; between units of a stage the two terms of the residual stream
+
+
+class StageInputs(NamedTuple):
+    """What F reads of a slice. Every tp rank has all tokens and targets, but only its part of the residual stream."""
+
+    received: Activation | None = None  # [T / tp, H], not on the first stage; unchanged until B
+    tokens: Tensor | None = None  # [T], first stage
+    targets: Tensor | None = None  # [T], last stage; -100 where there is no loss
+    mtp_targets: Tensor | None = None  # [mtp_layers, T], last stage, those after them; an evaluation runs no MTP layers
+    mtp_inputs: Tensor | None = None  # [mtp_layers, T], tokens that MTP layers read where targets are masked
+    document_starts: Sequence[Sequence[int]] = ()  # of packed sequences: positions, by row of the batch
 
 
 class BaseStage(ABC):
@@ -132,33 +143,11 @@ class BaseStage(ABC):
         self.weights_changed()
 
     @abstractmethod
-    def forward(
-        self,
-        slice_index: int,
-        received: Activation | None,
-        tokens: Tensor | None,
-        targets: Tensor | None,
-        mtp_targets: Tensor | None = None,
-        document_starts: Sequence[Sequence[int]] = (),
-        mtp_inputs: Tensor | None = None,
-    ) -> Task[Activation | None]:
-        """F: the residual stream [T, H], or None on the last stage, which adds to the loss sums instead.
-
-        The first stage reads `tokens` [T], every other one `received` [T, H], which must stay unchanged until B. The
-        last one also needs `targets` [T], -100 where there is no loss, and `mtp_targets` [mtp_layers, T], those after
-        them; `mtp_inputs` [mtp_layers, T] are the tokens that MTP layers read, None if no target is masked and so
-        targets are these tokens. `document_starts` of packed sequences are positions, by row of the batch.
-        """
+    def forward(self, slice_index: int, inputs: StageInputs) -> Task[Activation | None]:
+        """F: the residual stream [T, H], or None on the last stage, which adds to the loss sums instead."""
 
     @abstractmethod
-    def evaluate(
-        self,
-        slice_index: int,
-        received: Activation | None,
-        tokens: Tensor | None,
-        targets: Tensor | None,
-        document_starts: Sequence[Sequence[int]] = (),
-    ) -> Task[Activation | None]:
+    def evaluate(self, slice_index: int, inputs: StageInputs) -> Task[Activation | None]:
         """F of an evaluation: result and loss sums of `forward`, but nothing is saved or counted."""
 
     @abstractmethod

@@ -68,12 +68,7 @@ def squared_lse(saved: LossSaved) -> Tensor:
 
 
 def head_loss_backward(
-    param: Param,
-    saved: LossSaved,
-    scale: float,
-    tp: TensorParallelGroup,
-    softcap: float = 0.0,
-    z_loss: float = 0.0,
+    param: Param, saved: LossSaved, scale: float, tp: TensorParallelGroup, softcap: float = 0.0, z_loss: float = 0.0
 ) -> tuple[Tensor, LinearWgrad]:
     """(gradient [T / tp, H] of the normed stream, work for W), each token's loss with its `z_loss`, times `scale`.
 

@@ -13,7 +13,7 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.linear.casts import Casts
 from pentad.workers.linear.weight_grad import Param, Params, Wgrad
 from pentad.workers.model import lm_head
-from pentad.workers.model.base_stage import Activation, BaseStage, activation_storages, storage_id
+from pentad.workers.model.base_stage import Activation, BaseStage, StageInputs, activation_storages, storage_id
 from pentad.workers.model.layer import Layer, LayerKept, LayerRecomputable, LayerSaved
 from pentad.workers.model.layer_context import LayerContext, SequenceContext, rotary_tables
 from pentad.workers.model.mtp import MTPLayer, MTPSaved
@@ -26,17 +26,6 @@ from pentad.workers.params.parameters import DTYPES
 from pentad.workers.params.router_bias import LoadBalancer
 
 Documents = dict[int, DocumentMask | None]  # the mask of packed sequences, by the window of a layer
-
-
-class StageInputs(NamedTuple):
-    """The arguments of F. Every tp rank has all tokens and targets, but only its part of the residual stream."""
-
-    received: Activation | None  # [T / tp, H], not on the first stage
-    tokens: Tensor | None  # [T], first stage
-    targets: Tensor | None  # [T], last stage
-    mtp_targets: Tensor | None  # [mtp_layers, T], last stage; None in an evaluation, which runs no MTP layers
-    mtp_inputs: Tensor | None  # [mtp_layers, T], last stage, where targets are masked
-    documents: Documents
 
 
 class TokenLosses(NamedTuple):
@@ -111,6 +100,7 @@ class Stage(BaseStage):
         self.embedding_name = "embedding" if self.first else "head" if tied else "predicted.embedding"
         self.bind()
         self.kv_caches: dict[int, list[SlicedKVCache]] = {}  # by microbatch, one for each layer
+        self.documents: dict[int, Documents] = {}  # by slice index
 
     def _bind(self, params: Params) -> BoundParams:
         if not params:
@@ -133,34 +123,18 @@ class Stage(BaseStage):
             return None, None
         return self.casts, self.casts if fp8.experts else None
 
-    def forward(
-        self,
-        slice_index: int,
-        received: Activation | None,
-        tokens: Tensor | None,
-        targets: Tensor | None,
-        mtp_targets: Tensor | None = None,
-        document_starts: Sequence[Sequence[int]] = (),
-        mtp_inputs: Tensor | None = None,
-    ) -> Task[Activation | None]:
-        inputs = StageInputs(received, tokens, targets, mtp_targets, mtp_inputs, self._documents(document_starts))
+    def forward(self, slice_index: int, inputs: StageInputs) -> Task[Activation | None]:
         result, self.saved[slice_index] = yield from self._forward(
             slice_index, inputs, self.recompute_mode, self.layer_context
         )
         return result
 
-    def evaluate(
-        self,
-        slice_index: int,
-        received: Activation | None,
-        tokens: Tensor | None,
-        targets: Tensor | None,
-        document_starts: Sequence[Sequence[int]] = (),
-    ) -> Task[Activation | None]:
-        inputs = StageInputs(received, tokens, targets, None, None, self._documents(document_starts))
+    def evaluate(self, slice_index: int, inputs: StageInputs) -> Task[Activation | None]:
+        inputs = inputs._replace(mtp_targets=None, mtp_inputs=None)
         result, _ = yield from self._forward(slice_index, inputs, "full", self.layer_context._replace(count_load=False))
         if (slice_index + 1) % self.slices == 0:
             del self.kv_caches[slice_index // self.slices]
+        del self.documents[slice_index]
         return result
 
     def _forward(
@@ -170,6 +144,7 @@ class Stage(BaseStage):
         microbatch, slice_number = divmod(slice_index, self.slices)
         if slice_number == 0:
             self.kv_caches[microbatch] = [SlicedKVCache(self.length) for _ in self.layer_numbers]
+        self.documents[slice_index] = self._documents(inputs.document_starts)
         if isinstance(inputs.received, tuple) and recompute_mode == "full":  # one tensor to save
             inputs = inputs._replace(received=torch.add(*inputs.received))
         branch, stream, saved, losses = yield from self._run_layers(slice_index, inputs, recompute_mode, context)
@@ -195,10 +170,7 @@ class Stage(BaseStage):
                 saved.recomputable.append(layer.recompute(self.layer_context, layer_saved))
 
     def _rebuild(self, slice_index: int, saved: StageSaved) -> None:
-        microbatch, slice_number = divmod(slice_index, self.slices)
-        layers = zip(self.layer_numbers, self.bound.layers, self.kv_caches[microbatch], strict=True)
-        for number, layer, kv_cache in layers:
-            sequence = self._sequence(number, slice_number, kv_cache, saved.inputs.documents)
+        for layer, sequence in zip(self.bound.layers, self._sequences(slice_index), strict=True):
             task = layer.rebuild(self.layer_context, sequence, saved.kept.pop(0))
             layer_saved, recomputable = run_to_completion(task)
             saved.layers.append(layer_saved)
@@ -206,16 +178,17 @@ class Stage(BaseStage):
 
     def backward_input(self, slice_index: int, dy: Tensor | None) -> Task[Tensor | None]:
         microbatch, slice_number = divmod(slice_index, self.slices)
-        kv_caches = self.kv_caches[microbatch] if slice_number else self.kv_caches.pop(microbatch)
         saved = self.saved.pop(slice_index)
         if saved.head is not None:
-            dy, work = self._head_backward(saved.head, saved.inputs)
+            dy, work = self._head_backward(slice_index, saved.head)
             saved = saved._replace(head=None)
             yield from self._defer(slice_index, work)
         assert dy is not None
-        layers = list(zip(self.layer_numbers, self.bound.layers, kv_caches, strict=True))
-        for number, layer, kv_cache in reversed(layers):
-            sequence = self._sequence(number, slice_number, kv_cache, saved.inputs.documents)
+        layers = list(zip(self.bound.layers, self._sequences(slice_index), strict=True))
+        del self.documents[slice_index]
+        if slice_number == 0:
+            del self.kv_caches[microbatch]
+        for layer, sequence in reversed(layers):
             # Popped and deleted: what W does not need is free before the next layer allocates.
             activations = saved.layers.pop(), saved.recomputable.pop()
             dy, work = yield from layer.backward(self.layer_context, sequence, *activations, dy)
@@ -250,7 +223,6 @@ class Stage(BaseStage):
         self, slice_index: int, inputs: StageInputs, recompute_mode: str, context: LayerContext
     ) -> Task[tuple[Tensor, Tensor | None, StageSaved, TokenLosses | None]]:
         """(branch, stream, what this mode saves, the losses on the last stage); no stream after the embedding alone."""
-        microbatch, slice_number = divmod(slice_index, self.slices)
         branch: Tensor
         stream: Tensor | None = None
         if inputs.tokens is not None:
@@ -261,9 +233,7 @@ class Stage(BaseStage):
             assert inputs.received is not None
             branch, stream = inputs.received if isinstance(inputs.received, tuple) else (inputs.received, None)
         saved = StageSaved(inputs if recompute_mode == "full" else _without_pair(inputs), [], [], [], None)
-        layers = zip(self.layer_numbers, self.bound.layers, self.kv_caches[microbatch], strict=True)
-        for number, layer, kv_cache in layers:
-            sequence = self._sequence(number, slice_number, kv_cache, inputs.documents)
+        for layer, sequence in zip(self.bound.layers, self._sequences(slice_index), strict=True):
             branch, stream, layer_saved, recomputable = yield from layer.forward(context, sequence, branch, stream)
             if recompute_mode == "attention":
                 saved.kept.append(layer.keep(layer_saved))
@@ -274,15 +244,15 @@ class Stage(BaseStage):
             del layer_saved, recomputable  # what is not saved is free before the next layer allocates
         if inputs.targets is None:
             return branch, stream, saved, None
-        head, losses = self._head_forward(branch, stream, inputs.targets, inputs, context)
+        head, losses = self._head_forward(slice_index, branch, stream, inputs, context)
         return branch, stream, saved if recompute_mode == "full" else saved._replace(head=head), losses
 
     def _head_forward(
-        self, branch: Tensor, stream: Tensor | None, targets: Tensor, inputs: StageInputs, context: LayerContext
+        self, slice_index: int, branch: Tensor, stream: Tensor | None, inputs: StageInputs, context: LayerContext
     ) -> tuple[HeadSaved, TokenLosses]:
         """(what B needs, the losses)."""
-        params, mtp = self.bound.by_name, list[MTPSaved]()
-        assert self.bound.norm is not None
+        params, targets, mtp = self.bound.by_name, inputs.targets, list[MTPSaved]()
+        assert self.bound.norm is not None and targets is not None
         normed, saved_norm = self.bound.norm.forward(branch, stream)
         loss, losses = lm_head.head_loss(
             params[self.head_name], normed, targets, context.tp, self.model.final_logit_softcapping
@@ -290,17 +260,17 @@ class Stage(BaseStage):
         layers, mtp_targets = ([], ()) if inputs.mtp_targets is None else (self.bound.mtp, inputs.mtp_targets)
         tokens = (targets, *mtp_targets)[: len(layers)] if inputs.mtp_inputs is None else inputs.mtp_inputs
         for layer, following, further in zip(layers, tokens, mtp_targets, strict=True):
-            normed, saved = layer.forward(context, self._mtp_sequence(inputs), normed, following, further)
+            normed, saved = layer.forward(context, self._mtp_sequence(slice_index), normed, following, further)
             mtp.append(saved)
         squares = lm_head.squared_lse(loss) if self.plan.optimizer.z_loss else None
         return HeadSaved(saved_norm, loss, mtp), TokenLosses(losses, squares)
 
-    def _head_backward(self, head: HeadSaved, inputs: StageInputs) -> tuple[Tensor, list[Wgrad]]:
+    def _head_backward(self, slice_index: int, head: HeadSaved) -> tuple[Tensor, list[Wgrad]]:
         """(gradient of the residual stream, work for W)."""
         params, context, work = self.bound.by_name, self.layer_context, list[Wgrad]()
         dhidden: Tensor | None = None
         for layer, saved in reversed(list(zip(self.bound.mtp, head.mtp, strict=True))):
-            dhidden, mtp_work = layer.backward(context, self._mtp_sequence(inputs), saved, dhidden)
+            dhidden, mtp_work = layer.backward(context, self._mtp_sequence(slice_index), saved, dhidden)
             work += mtp_work
         dnormed, head_work = lm_head.head_loss_backward(
             params[self.head_name],
@@ -315,18 +285,20 @@ class Stage(BaseStage):
         dstream, norm_work = self.bound.norm.backward(dnormed, head.norm)
         return dstream, [*work, head_work, norm_work]
 
-    def _mtp_sequence(self, inputs: StageInputs) -> SequenceContext:
-        """MTP layers run on sequences that are not cut into slices."""
-        return self._sequence(self.model.layers, 0, SlicedKVCache(self.length), inputs.documents)
+    def _sequences(self, slice_index: int) -> list[SequenceContext]:
+        """What a slice is for each layer."""
+        kv_caches = self.kv_caches[slice_index // self.slices]
+        layers = zip(self.layer_numbers, kv_caches, strict=True)
+        return [self._sequence(slice_index, number, kv_cache) for number, kv_cache in layers]
 
-    def _sequence(
-        self, number: int, slice_number: int, kv_cache: SlicedKVCache, documents: Documents
-    ) -> SequenceContext:
-        """What a slice is for layer `number`."""
-        kind = self.layer_kinds[number]
-        return SequenceContext(
-            self.rotary_tables[kind][slice_number], kv_cache, kind.window, documents.get(kind.window)
-        )
+    def _mtp_sequence(self, slice_index: int) -> SequenceContext:
+        """MTP layers run on sequences that are not cut into slices."""
+        return self._sequence(slice_index, self.model.layers, SlicedKVCache(self.length))
+
+    def _sequence(self, slice_index: int, number: int, kv_cache: SlicedKVCache) -> SequenceContext:
+        kind, documents = self.layer_kinds[number], self.documents[slice_index]
+        rotary = self.rotary_tables[kind][slice_index % self.slices]
+        return SequenceContext(rotary, kv_cache, kind.window, documents.get(kind.window))
 
     def _documents(self, starts: Sequence[Sequence[int]]) -> Documents:
         """The masks of rows in which documents begin at `starts`."""

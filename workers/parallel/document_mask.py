@@ -42,13 +42,7 @@ DocumentMask = tuple[Step, ...]  # made once for all layers, forward and backwar
 
 
 def plan_steps(
-    method: CpMethod,
-    size: int,
-    rank: int,
-    length: int,
-    rows: Rows,
-    device: torch.device | str = "cpu",
-    window: int = 0,
+    method: CpMethod, size: int, rank: int, length: int, rows: Rows, device: torch.device | str = "cpu", window: int = 0
 ) -> DocumentMask:
     """The blocks that a rank computes of sequences of `length` tokens, by source of the keys. Each token sees the last
     `window` ones, itself included, or all before it (0).

@@ -16,7 +16,7 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.batch_loader import Batch, Tokens
 from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.linear.fp8_samples import PendingSamples
-from pentad.workers.model.base_stage import BaseStage
+from pentad.workers.model.base_stage import BaseStage, StageInputs
 from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.runtime.activation_offload import ActivationOffload
@@ -199,16 +199,20 @@ class Executor:
 
     def _forward(self, part: Instruction) -> Task[None]:
         stage, tokens = self.stages[part.stage], self.tokens.get(part.microbatch)
-        received, starts = self._input(part), tokens.document_starts if tokens else ()
-        inputs = tokens.inputs if tokens and part.stage == 0 else None
-        targets = tokens.targets if tokens and stage.last else None
+        inputs = StageInputs(self._input(part))
+        if tokens is not None and part.stage == 0:
+            inputs = inputs._replace(tokens=tokens.inputs)
+        if tokens is not None and stage.last:
+            mtp = tokens.mtp_targets, tokens.mtp_inputs
+            inputs = inputs._replace(targets=tokens.targets, mtp_targets=mtp[0], mtp_inputs=mtp[1])
+        if tokens is not None:
+            inputs = inputs._replace(document_starts=tokens.document_starts)
         if self._running.forward_only:
-            task = stage.evaluate(part.microbatch, received, inputs, targets, starts)
-            if targets is not None:
-                self.losses.count(part.microbatch // self.losses.slices, targets)
+            task = stage.evaluate(part.microbatch, inputs)
+            if inputs.targets is not None:
+                self.losses.count(part.microbatch // self.losses.slices, inputs.targets)
         else:
-            mtp = (tokens.mtp_targets, tokens.mtp_inputs) if tokens and stage.last else (None, None)
-            task = stage.forward(part.microbatch, received, inputs, targets, mtp[0], starts, mtp[1])
+            task = stage.forward(part.microbatch, inputs)
         self.results[part.key] = yield from task
 
     def _backward(self, part: Instruction) -> Task[None]:

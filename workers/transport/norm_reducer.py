@@ -34,13 +34,7 @@ class NormReducer:
     """
 
     def __init__(
-        self,
-        store: dist.TCPStore,
-        pipeline: int,
-        pp: int,
-        num_pipelines: int,
-        pp_size: int,
-        cancelled: torch.Tensor,
+        self, store: dist.TCPStore, pipeline: int, pp: int, num_pipelines: int, pp_size: int, cancelled: torch.Tensor
     ) -> None:
         self.cancelled = cancelled
         self.store, self.pipeline, self.pp = store, pipeline, pp

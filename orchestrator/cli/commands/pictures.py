@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
-from typer import Argument, Option
+from typer import Option
 
-from pentad.orchestrator.cli.arguments import Json, files_by_option
-from pentad.orchestrator.cli.completion import run_names
-
-_Folder = Annotated[str, Argument(help="A run's folder, or its name under runs/.", autocompletion=run_names)]
+from pentad.orchestrator.cli.arguments import Folder, Json, files_by_option
 
 
 def timeline(
-    run: _Folder,
+    run: Folder,
     step: Annotated[int | None, Option(help="The measured step to compare (default: the last).")] = None,
     evaluation: Annotated[
         bool, Option("--eval", help="Compare the last round of an evaluation; --step is the number of steps before it.")
@@ -33,9 +30,7 @@ def timeline(
 
 
 def curves(
-    run: _Folder,
-    svg: Annotated[Path | None, Option(help="Write a figure.")] = None,
-    as_json: Json = False,
+    run: Folder, svg: Annotated[Path | None, Option(help="Write a figure.")] = None, as_json: Json = False
 ) -> None:
     """Show the losses of a run by step: of each corpus, in training and on held-out data."""
     from pentad.orchestrator.cli.show_run import show_curves

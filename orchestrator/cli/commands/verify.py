@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from rich.progress import Progress
-from typer import Argument, Option
+from typer import Option
 
-from pentad.orchestrator.cli.arguments import Json
-from pentad.orchestrator.cli.completion import run_names
+from pentad.orchestrator.cli.arguments import Folder, Json
 
 if TYPE_CHECKING:
     from pentad.orchestrator.records.verify import Verdict
 
 
 def verify(
-    run: Annotated[str, Argument(help="A run's folder, or its name under runs/.", autocompletion=run_names)],
+    run: Folder,
     data: Annotated[bool, Option("--data/--no-data", help="Read the run's data and compare the samples, too.")] = True,
     as_json: Json = False,
 ) -> None:

@@ -12,13 +12,7 @@ pytest.importorskip("triton")
 
 from pentad.kernels.moe import grouped_gemm_triton, moe_permute_triton
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
-from pentad.kernels.moe.moe_permute import (
-    gather_rows,
-    sort_by_expert,
-    sum_rows,
-    weighted_glu,
-    weighted_glu_backward,
-)
+from pentad.kernels.moe.moe_permute import gather_rows, sort_by_expert, sum_rows, weighted_glu, weighted_glu_backward
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter")
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]

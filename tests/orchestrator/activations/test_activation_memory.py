@@ -17,6 +17,7 @@ from pentad.orchestrator.activations.allocations import piece_of
 from pentad.schedules.spec.model import Fp8Spec, Scaling
 from pentad.schedules.spec.plan import RECOMPUTE_MODES as MODES
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.model.base_stage import StageInputs
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.parameters import DTYPES
 
@@ -33,7 +34,7 @@ def check(plan: Plan, index: int) -> None:
     mtp_tokens = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
 
-    run_to_completion(stage.forward(0, received, *ends, mtp_tokens, starts))
+    run_to_completion(stage.forward(0, StageInputs(received, *ends, mtp_tokens, document_starts=starts)))
     received_bytes = 0 if stage.first else planned.input
     assert nbytes(stage.saved[0][1:], *excluded) == planned.kept(mode) - received_bytes
     sizes = offloadable(plan.model, plan.layers[index], piece_of(plan), mode, is_sent=not stage.first)

@@ -73,10 +73,7 @@ BEST = "checkpoint.keep_best"
         (["eval.data=[{name: holdout, path: a}]"], "eval.data is a list with the name holdout: expected another name"),
         (["eval.data=[{name: a, path: a}, {name: a, path: b}]"], "eval.data is a list with the name a twice"),
         (["eval.data=[{name: a}]"], "eval.data[0].path is missing: expected a value: folder that `pentad data build`"),
-        (
-            ["eval.data=[{name: a, path: b, sise: 3}]"],
-            "eval.data[0].sise is unknown: expected one of eval.data[0].",
-        ),
+        (["eval.data=[{name: a, path: b, sise: 3}]"], "eval.data[0].sise is unknown: expected one of eval.data[0]."),
         (["eval.data=[a]"], "eval.data[0] is 'a': expected a mapping with keys such as eval.data[0].name"),
         (["eval.data=3"], "eval.data is 3: expected a list"),
         (["eval.sequences=0"], "eval.sequences is 0: expected at least 1"),

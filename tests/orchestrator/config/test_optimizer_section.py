@@ -18,10 +18,7 @@ REFUSED = [
     ("momentum=0.9", "optimizer.momentum is 0.9: expected 0.95 for optimizer.name adamw: it belongs to muon"),
     ("nesterov=false", "optimizer.nesterov is false: expected true for optimizer.name adamw: it belongs to muon"),
     ("clip_norm=0", "optimizer.clip_norm is 0: expected more than 0"),
-    (
-        "stable_steps=3",
-        "optimizer.stable_steps is 3: expected null for optimizer.schedule cosine: it belongs to wsd",
-    ),
+    ("stable_steps=3", "optimizer.stable_steps is 3: expected null for optimizer.schedule cosine: it belongs to wsd"),
     (
         "cycles=3",
         "optimizer.cycles is 3: expected null for optimizer.schedule cosine: it belongs to cosine_with_restarts",
@@ -34,10 +31,7 @@ REFUSED = [
         "schedule=wsd stable_steps=55",
         "optimizer.stable_steps is 55: expected at most run.steps - optimizer.warmup_steps = 54",
     ),
-    (
-        "decay_steps=20 warmup_steps=30",
-        "optimizer.warmup_steps is 30: expected at most optimizer.decay_steps = 20",
-    ),
+    ("decay_steps=20 warmup_steps=30", "optimizer.warmup_steps is 30: expected at most optimizer.decay_steps = 20"),
     (
         "groups=[{pattern:layers.*.attn.qkv}]",
         "optimizer.groups[0].pattern is 'layers.*.attn.qkv': expected a pattern that matches a tensor of the model, "

@@ -31,6 +31,7 @@ from pentad.schedules.spec.model import Fp8Spec
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import num_parameters
+from pentad.workers.model.base_stage import StageInputs
 from pentad.workers.parallel import cp_ring, cp_ulysses
 from pentad.workers.parallel.async_ops import AsyncResult, run_to_completion
 
@@ -133,7 +134,7 @@ def check(sent: CommVolume, plan: Plan, index: int, device: str = "cpu") -> None
     piece, mode = piece_of(plan)._replace(device=device), plan.recompute_mode(index)
     mtp_tokens = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
-    steps: list[Any] = [("F", lambda: run_to_completion(stage.forward(0, received, *ends, mtp_tokens)))]
+    steps: list[Any] = [("F", lambda: run_to_completion(stage.forward(0, StageInputs(received, *ends, mtp_tokens))))]
     if mode != "none":
         steps.append((mode, lambda: stage.recompute(0)))
     steps.append(("B", lambda: run_to_completion(stage.backward_input(0, dy))))

@@ -1,9 +1,12 @@
-"""Runs on the cluster that test files share."""
+"""Runs on the cluster that test files share, or on nodes of their own that they may lose."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
+from elastic_cases import Reference, Start, references, started
+from multinode import Cluster, multinode_cluster
 from shared_cluster import shared_cluster
 from sharing import SHARED_CLUSTER, file_of
 
@@ -20,3 +23,20 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[clusters.Cluster]:
             patch.setattr(f"pentad.orchestrator.run.{command}.launch", lambda section, ranks: nullcontext())
         patch.setattr(clusters, "join", lambda section, ranks, head: nullcontext(running))
         yield running
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    with multinode_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def start(nodes: Cluster, tmp_path: Path) -> Iterator[Start]:
+    with started(nodes, tmp_path) as do:
+        yield do
+
+
+@pytest.fixture(scope="module")
+def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return references(nodes, tmp_path_factory)

@@ -9,8 +9,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from elastic_cases import (
@@ -26,15 +24,11 @@ from elastic_cases import (
     STEPS,
     TENSOR,
     Outcome,
-    Reference,
-    Start,
     assert_recovered,
     assert_same,
     outcome,
-    references,
-    started,
 )
-from multinode import Cluster, Run, kill, multinode_cluster
+from multinode import Run, kill
 from worker_processes import without_a_driver
 
 from pentad.orchestrator.config.config import load
@@ -44,23 +38,6 @@ from pentad.workers.runtime.progress_file import read_progress
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Cluster]:
-    with multinode_cluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def start(nodes: Cluster, tmp_path: Path) -> Iterator[Start]:
-    with started(nodes, tmp_path) as do:
-        yield do
-
-
-@pytest.fixture(scope="module")
-def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return references(nodes, tmp_path_factory)
 
 
 def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, start, workers):
@@ -102,7 +79,7 @@ def assert_resumes_after_its_driver_is_killed(
 
 @slow
 def test_resuming_after_a_killed_driver_is_bit_identical(nodes, start, reference):
-    expected = reference("zb-h2", PAIR)
+    expected = reference(*PAIR, "schedule.name=zb-h2")
     nodes.resize(2, 2, 2)
     overrides = (*PAIR, "schedule.name=zb-h2", "checkpoint.every=10")
     run = start(*overrides)
@@ -129,7 +106,7 @@ def test_resuming_after_a_killed_driver_is_bit_identical(nodes, start, reference
     ],
 )
 def test_recovery_from_a_lost_rank_is_bit_identical(nodes, start, reference, schedule, mesh, rank, how):
-    expected = reference(schedule, mesh)
+    expected = reference(*mesh, f"schedule.name={schedule}")
     nodes.resize(2, 2, 2)
     run = start(*mesh, f"schedule.name={schedule}")
     run.wait_for_step(4)
@@ -144,7 +121,7 @@ def test_recovery_from_a_lost_rank_is_bit_identical(nodes, start, reference, sch
     [("zb-h2", 1, signal.SIGKILL), ("zb-h2", 2, signal.SIGSTOP), ("dualpipe", 3, signal.SIGKILL)],
 )
 def test_recovery_with_post_validation_is_bit_identical(nodes, start, reference, schedule, rank, how):
-    expected = reference(schedule, SCHEDULES[schedule])
+    expected = reference(*SCHEDULES[schedule], f"schedule.name={schedule}")
     nodes.resize(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}", "schedule.post_validation=true")
     run.wait_for_step(4)
@@ -158,7 +135,7 @@ def test_recovery_with_post_validation_is_bit_identical(nodes, start, reference,
 @slow
 @pytest.mark.parametrize("schedule", ["dualpipe", "zb-h2"])
 def test_recovery_from_two_lost_ranks_whose_state_survives_elsewhere(nodes, start, reference, schedule):
-    expected = reference(schedule, SCHEDULES[schedule])
+    expected = reference(*SCHEDULES[schedule], f"schedule.name={schedule}")
     nodes.resize(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
     run.wait_for_step(4)
@@ -171,15 +148,10 @@ def test_recovery_from_two_lost_ranks_whose_state_survives_elsewhere(nodes, star
 @slow
 @pytest.mark.parametrize(
     ("schedule", "mesh", "ranks"),
-    [
-        ("1f1b", LINE, (1,)),
-        ("dualpipe", LINE, (0, 3)),
-        ("zb-h2", SQUARE, (0, 1)),
-        ("1f1b", CUT, (3,)),
-    ],
+    [("1f1b", LINE, (1,)), ("dualpipe", LINE, (0, 3)), ("zb-h2", SQUARE, (0, 1)), ("1f1b", CUT, (3,))],
 )
 def test_a_lost_stage_is_restored_from_the_newest_checkpoint(nodes, start, reference, schedule, mesh, ranks):
-    expected = reference(schedule, mesh)
+    expected = reference(*mesh, f"schedule.name={schedule}")
     nodes.resize(2, 2, 2)
     run = start(*mesh, f"schedule.name={schedule}", "checkpoint.every=10")
     run.wait_for_checkpoint(10)
@@ -194,15 +166,10 @@ def test_a_lost_stage_is_restored_from_the_newest_checkpoint(nodes, start, refer
 @slow
 @pytest.mark.parametrize(
     ("schedule", "how"),
-    [
-        ("1f1b", signal.SIGKILL),
-        ("1f1b", signal.SIGTERM),
-        ("zb-h2", signal.SIGKILL),
-        ("dualpipe", signal.SIGKILL),
-    ],
+    [("1f1b", signal.SIGKILL), ("1f1b", signal.SIGTERM), ("zb-h2", signal.SIGKILL), ("dualpipe", signal.SIGKILL)],
 )
 def test_a_lost_node_is_replaced(nodes, start, reference, schedule, how):
-    expected = reference(schedule, SCHEDULES[schedule])
+    expected = reference(*SCHEDULES[schedule], f"schedule.name={schedule}")
     nodes.resize(2, 2, 2)
     run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
     run.wait_for_step(4)
@@ -213,7 +180,7 @@ def test_a_lost_node_is_replaced(nodes, start, reference, schedule, how):
 
 @slow
 def test_a_draining_node_is_vacated_without_losing_anything(nodes, start, reference):
-    expected = reference("1f1b", SQUARE)
+    expected = reference(*SQUARE, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
     run = start(*SQUARE, "schedule.name=1f1b")
     run.wait_for(lambda: run.events("place"))
@@ -235,7 +202,7 @@ def test_a_draining_node_is_vacated_without_losing_anything(nodes, start, refere
 @slow
 @pytest.mark.parametrize("moment", ["create", "fence"])
 def test_a_fault_during_a_recovery(nodes, start, reference, moment):
-    expected = reference("1f1b", SQUARE)
+    expected = reference(*SQUARE, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
     run = start(*SQUARE, "schedule.name=1f1b")
     run.wait_for_step(4)
@@ -250,7 +217,7 @@ def test_a_fault_during_a_recovery(nodes, start, reference, moment):
 
 @slow
 def test_a_fault_while_a_checkpoint_is_restored(nodes, start, reference):
-    expected = reference("1f1b", LINE)
+    expected = reference(*LINE, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
     run = start(*LINE, "schedule.name=1f1b", "checkpoint.every=10")
     run.wait_for_checkpoint(10)
@@ -264,7 +231,7 @@ def test_a_fault_while_a_checkpoint_is_restored(nodes, start, reference):
 
 @slow
 def test_a_fault_in_the_first_step(nodes, start, reference):
-    expected = reference("1f1b", SQUARE)
+    expected = reference(*SQUARE, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
     run = start(*SQUARE, "schedule.name=1f1b")
     run.wait_for(lambda: run.events("place"))
@@ -289,7 +256,7 @@ def test_a_fault_in_the_first_step(nodes, start, reference):
     ],
 )
 def test_a_mesh_shrinks_and_grows_back(nodes, start, reference, schedule, mesh, sizes, small):
-    expected = reference(schedule, mesh)
+    expected = reference(*mesh, f"schedule.name={schedule}")
     nodes.resize(*sizes)
     elastic = ("checkpoint.every=10", "elastic.min_ranks=2", "elastic.wait_seconds=1", "elastic.hang_seconds=20")
     run = start(*mesh, f"schedule.name={schedule}", *elastic)

@@ -7,8 +7,6 @@ suite has the same in `tests/workers/replication` and `tests/orchestrator/recove
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from elastic_cases import (
@@ -20,34 +18,13 @@ from elastic_cases import (
     SQUARE,
     STEPS,
     TENSOR_PIPE,
-    Reference,
-    Start,
     assert_recovered,
     assert_same,
-    references,
-    started,
 )
-from multinode import Cluster, kill, multinode_cluster
+from multinode import kill
 
 COPIES = ("elastic.replicate_every=3", "checkpoint.every_seconds=0")
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Cluster]:
-    with multinode_cluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def start(nodes: Cluster, tmp_path: Path) -> Iterator[Start]:
-    with started(nodes, tmp_path) as do:
-        yield do
-
-
-@pytest.fixture(scope="module")
-def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return references(nodes, tmp_path_factory)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +43,7 @@ def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Refer
 def test_a_rank_whose_state_only_memory_has_is_replaced_to_the_same_bits(
     nodes, start, reference, schedule, mesh, ranks, how
 ):
-    expected = reference(schedule, mesh)
+    expected = reference(*mesh, f"schedule.name={schedule}")
     nodes.resize(2, 2, 2)
     run = start(*mesh, f"schedule.name={schedule}", *COPIES)
     run.wait_for_step(8)
@@ -78,7 +55,7 @@ def test_a_rank_whose_state_only_memory_has_is_replaced_to_the_same_bits(
 
 
 def test_a_lost_node_is_replaced_from_the_memory_of_another_one(nodes, start, reference):
-    expected = reference("1f1b", CUT)
+    expected = reference(*CUT, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
     run = start(*CUT, "schedule.name=1f1b", *COPIES)
     run.wait_for_step(8)
@@ -88,7 +65,7 @@ def test_a_lost_node_is_replaced_from_the_memory_of_another_one(nodes, start, re
 
 
 def test_a_rank_and_its_holder_lost_at_once_go_back_to_the_disk(nodes, start, reference):
-    expected = reference("1f1b", CUT)
+    expected = reference(*CUT, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
     run = start(*CUT, "schedule.name=1f1b", "elastic.replicate_every=3", "checkpoint.every=10")
     run.wait_for_checkpoint(10)
@@ -102,7 +79,7 @@ def test_a_rank_and_its_holder_lost_at_once_go_back_to_the_disk(nodes, start, re
 
 @pytest.mark.parametrize(("mesh", "how"), [(CUT, "copies"), (SQUARE, "repair")])
 def test_a_rank_that_receives_sigterm_hands_its_state_over(nodes, start, reference, mesh, how):
-    expected = reference("1f1b", mesh)
+    expected = reference(*mesh, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
     run = start(*mesh, "schedule.name=1f1b", *COPIES)
     run.wait_for_step(8)

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from elastic_cases import LINE, SQUARE, Outcome, assert_recovered, assert_same, outcome
-from multinode import Cluster, Run, kill, multinode_cluster
+from elastic_cases import LINE, SQUARE, Reference, Start, assert_recovered, assert_same, outcome, references, started
+from multinode import Cluster, Run, kill
 
 from pentad.orchestrator.control.control_client import connect
 
+STEPS = 40
 SMALL = (
     *("model.layers=4", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.ffn=64", "model.vocab=300"),
     *("batch.global_batch_size=8", "batch.sequence_length=32", "cluster.device=cpu"),
     *("cluster.auth=disabled", "cluster.start_timeout_seconds=150", "elastic.hang_seconds=3"),
+    f"run.steps={STEPS}",
 )
-STEPS = 40
 CUT = (*SQUARE, "zero.stage=3")  # of frozen weights every replica holds a shard as well
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Cluster]:
-    with multinode_cluster() as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -38,47 +33,25 @@ def adapters(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 @pytest.fixture
-def start(nodes: Cluster, adapters: tuple[str, ...], tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def do(*overrides: str, name: str = "", steps: int = STEPS) -> Run:
-        folder = tmp_path / (name or str(len(runs)))
-        runs.append(Run(nodes, folder, *SMALL, *adapters, f"run.steps={steps}", *overrides))
-        return runs[-1]
-
-    yield do
-    for run in runs:
-        run.stop()
+def start(nodes: Cluster, adapters: tuple[str, ...], tmp_path: Path) -> Iterator[Start]:
+    with started(nodes, tmp_path, (*SMALL, *adapters)) as do:
+        yield do
 
 
 @pytest.fixture(scope="module")
-def reference(
-    nodes: Cluster, adapters: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Outcome]:
-    """The outcome of a run without faults, computed once for each mesh and schedule."""
-    found: dict[tuple[str, ...], Outcome] = {}
-
-    def do(*mesh: str) -> Outcome:
-        if mesh not in found:
-            nodes.resize(2, 2, 2)
-            folder = tmp_path_factory.mktemp("reference")
-            run = Run(nodes, folder, *SMALL, *adapters, *mesh, f"run.steps={STEPS}")
-            assert run.end() == 0, run.describe()
-            found[mesh] = outcome(run, STEPS)
-            assert all("lora_" in name for name in found[mesh][1] if name.startswith(("model.", "optimizer.")))
-        return found[mesh]
-
-    return do
+def reference(nodes: Cluster, adapters: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return references(nodes, tmp_path_factory, (*SMALL, *adapters), STEPS)
 
 
 def test_a_resume_keeps_the_bits_of_adapters(start, reference):
     mesh = (*SQUARE, "schedule.name=zb-h2")
     expected = reference(*mesh)
-    stopped = start(*mesh, name="stopped", steps=7)
+    stopped = start(*mesh, "run.steps=7", name="stopped")
     assert stopped.end() == 0, stopped.describe()
     resumed = start(*mesh, name="stopped")
     assert resumed.end() == 0, resumed.describe()
     assert_same(resumed, expected, STEPS)
+    assert all("lora_" in name for name in expected[1] if name.startswith(("model.", "optimizer.")))
 
 
 @pytest.mark.parametrize(

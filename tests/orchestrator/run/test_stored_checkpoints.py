@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from bits import same_bits
 from fake_ray import FakeRun
-from object_store import BUCKET, SECRET, ObjectStore
+from object_store import BUCKET, SECRET, ObjectStore, served
 from saves import tensors_of
 from stores import change, shards_in
 
@@ -151,15 +151,8 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    store = ObjectStore(tmp_path_factory.mktemp("store"), FIRST_PORT)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in store.environment().items():
-            patch.setenv(name, value)
-        try:
-            store.start()
-            yield store
-        finally:
-            store.stop()
+    with served(tmp_path_factory, FIRST_PORT) as store:
+        yield store
 
 
 def command(*words: str) -> list[str]:

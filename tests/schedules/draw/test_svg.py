@@ -63,10 +63,7 @@ def test_overlapping_bars_share_the_height_of_their_row() -> None:
     assert [
         (rect.get("y", "0"), rect.get("height"))
         for rect in bars(svg_grid(Timeline("simulated", tuple(pair)), title="t"))
-    ] == [
-        ("0", "11"),
-        ("11", "11"),
-    ]
+    ] == [("0", "11"), ("11", "11")]
 
 
 def test_any_title_is_valid_xml() -> None:

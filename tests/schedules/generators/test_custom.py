@@ -106,9 +106,7 @@ def test_text_is_accepted_as_an_instruction(write: Write) -> None:
 
 def test_numpy_integers_are_accepted(write: Write) -> None:
     made = program(
-        write("import numpy\n" + body("yield from (F(numpy.int64(rank), mb) for mb in numpy.arange(2))")),
-        1,
-        2,
+        write("import numpy\n" + body("yield from (F(numpy.int64(rank), mb) for mb in numpy.arange(2))")), 1, 2
     )
     assert all(type(number) is int for action in made.streams[0] for part in action.parts for number in part[1:3])
 

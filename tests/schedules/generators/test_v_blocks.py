@@ -108,10 +108,7 @@ def test_the_published_example() -> None:
         assert (max(peak_activations(program)), saved_until_w(program)) == (saved, saved)
 
 
-@pytest.mark.parametrize(
-    ("name", "rate", "published"),
-    [("v-half", 0.1382, 0.145), ("v-min", 0.2295, 0.353)],
-)
+@pytest.mark.parametrize(("name", "rate", "published"), [("v-half", 0.1382, 0.145), ("v-min", 0.2295, 0.353)])
 def test_at_unequal_costs_the_bubble_is_below_the_published_one(name: str, rate: float, published: float) -> None:
     costs = uniform(8, *UNEQUAL)
     found = 1 - 32 * sum(UNEQUAL[:3]) / longest(program_of(name, 8, 32, costs), costs)

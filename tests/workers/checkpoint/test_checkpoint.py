@@ -12,14 +12,7 @@ from safetensors.torch import load_file
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import atomic_io
-from pentad.workers.checkpoint.checkpoint import (
-    MANIFEST,
-    commit,
-    folder_of,
-    newest,
-    open_checkpoint,
-    open_verified,
-)
+from pentad.workers.checkpoint.checkpoint import MANIFEST, commit, folder_of, newest, open_checkpoint, open_verified
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.checkpoint.retention import delete_checkpoint, delete_older
 from pentad.workers.checkpoint.shards import read, write_shard

@@ -16,12 +16,7 @@ import torch
 from checkpoints import save
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import (
-    MANIFEST,
-    folder_of,
-    newest,
-    open_checkpoint,
-)
+from pentad.workers.checkpoint.checkpoint import MANIFEST, folder_of, newest, open_checkpoint
 from pentad.workers.checkpoint.retention import delete_checkpoint, delete_older
 from pentad.workers.checkpoint.shards import write_shard
 

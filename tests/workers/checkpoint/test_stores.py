@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import save
-from object_store import BUCKET, ObjectStore
+from object_store import BUCKET, ObjectStore, served
 from stores import change, place, shards_in, without_grace
 
 from pentad.schedules.ir.errors import PentadError
@@ -43,15 +43,8 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    store = ObjectStore(tmp_path_factory.mktemp("store"), FIRST_PORT)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in store.environment().items():
-            patch.setenv(name, value)
-        try:
-            store.start()
-            yield store
-        finally:
-            store.stop()
+    with served(tmp_path_factory, FIRST_PORT) as store:
+        yield store
 
 
 @pytest.fixture(params=[pytest.param("folder", marks=SLOW), "store", pytest.param("s3", marks=SLOW)])

@@ -13,14 +13,7 @@ from small_checkpoint import FILE, save_small
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import checkpoint, local_storage
-from pentad.workers.checkpoint.checkpoint import (
-    MANIFEST,
-    Unreadable,
-    committed,
-    folder_of,
-    newest,
-    recover,
-)
+from pentad.workers.checkpoint.checkpoint import MANIFEST, Unreadable, committed, folder_of, newest, recover
 from pentad.workers.checkpoint.retention import delete_older
 
 ERRORS = (errno.EIO, errno.ESTALE, errno.EMFILE)

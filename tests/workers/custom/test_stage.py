@@ -15,7 +15,7 @@ from pentad.workers.custom.autograd import operands
 from pentad.workers.custom.loader import initial_values
 from pentad.workers.custom.stage import CustomStage
 from pentad.workers.linear.weight_grad import AddWgrad, EmbeddingWgrad, LinearWgrad
-from pentad.workers.model.base_stage import storage_id
+from pentad.workers.model.base_stage import StageInputs, storage_id
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.param_buffers import make_param_buffers
 from pentad.workers.params.parameters import Parameters, create_parameters
@@ -38,11 +38,11 @@ def stage_of(plan: Plan, index: int) -> CustomStage:
     return CustomStage(plan, index, make_param_buffers(plan, 0, index, {ParamShard(index): parameters_of(plan, index)}))
 
 
-def inputs_of(plan: Plan, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(received, tokens, targets)."""
+def inputs_of(plan: Plan, index: int) -> StageInputs:
     tokens = torch.arange(plan.slice_tokens) % plan.model.vocab
     last = index == plan.program.stages - 1
-    return None if index == 0 else random_stream(plan), tokens if index == 0 else None, tokens if last else None
+    received = None if index == 0 else random_stream(plan)
+    return StageInputs(received, tokens if index == 0 else None, tokens if last else None)
 
 
 def random_stream(plan: Plan) -> torch.Tensor:
@@ -55,10 +55,10 @@ def test_saved_and_deferred_bytes_are_those_of_the_planner(tmp_path: Path, corpu
     plan = plan_for(tmp_path, corpus, name)
     stage, planned = stage_of(plan, index), activations_of(plan, index)
     inputs = inputs_of(plan, index)
-    run_to_completion(stage.forward(0, *inputs))
+    run_to_completion(stage.forward(0, inputs))
     saved = stage.saved[0]
     assert saved.tape is not None
-    tensors = [*saved.tape.saved, *(each for each in (inputs[0], saved.logits, saved.lse) if each is not None)]
+    tensors = [*saved.tape.saved, *(each for each in (inputs.received, saved.logits, saved.lse) if each is not None)]
     buffers = sum(buffer.untyped_storage().nbytes() for layer in stage.layers for buffer in layer.buffers())
     assert distinct_bytes(tensors) == pytest.approx(planned.saved, rel=0.02, abs=buffers + 256)
     offloadable = sum(storage.nbytes() for storage in stage.offloadable(0))
@@ -76,7 +76,7 @@ def distinct_bytes(tensors: list[torch.Tensor]) -> int:
 def test_linear_layers_and_embeddings_are_left_to_w(tmp_path: Path, corpus: str) -> None:
     plan = plan_for(tmp_path, corpus, "gpt")
     stage = stage_of(plan, 0)
-    run_to_completion(stage.forward(0, *inputs_of(plan, 0)))
+    run_to_completion(stage.forward(0, inputs_of(plan, 0)))
     run_to_completion(stage.backward_input(0, random_stream(plan)))
     kinds, blocks = [type(item) for item in stage.deferred[0]], len(stage.layers) - 1
     assert kinds.count(LinearWgrad) == 4 * blocks
@@ -97,9 +97,9 @@ def test_w_does_not_read_transfer_buffers(tmp_path: Path, corpus: str, name: str
     for overwritten in (False, True):
         torch.manual_seed(3)
         stage, inputs, dy = stage_of(plan, 1), inputs_of(plan, 1), random_stream(plan)
-        run_to_completion(stage.forward(0, *inputs))
+        run_to_completion(stage.forward(0, inputs))
         run_to_completion(stage.backward_input(0, dy))
-        for slot in (inputs[0], dy) if overwritten else ():
+        for slot in (inputs.received, dy) if overwritten else ():
             assert slot is not None
             slot.fill_(torch.nan)
         stage.backward_weight(0)
@@ -114,7 +114,7 @@ def test_weights_may_move_between_f_and_b(tmp_path: Path, corpus: str) -> None:
     for moved in (False, True):
         torch.manual_seed(3)
         stage, inputs, dy = stage_of(plan, 1), inputs_of(plan, 1), random_stream(plan)
-        run_to_completion(stage.forward(0, *inputs))
+        run_to_completion(stage.forward(0, inputs))
         if moved:
             move_weights(stage)
         dx = run_to_completion(stage.backward_input(0, dy))
@@ -136,9 +136,9 @@ def move_weights(stage: CustomStage) -> None:
 def test_changing_in_place_what_b_needs_is_an_error(tmp_path: Path, corpus: str) -> None:
     plan = plan_for(tmp_path, corpus, "gpt")
     stage, inputs = stage_of(plan, 1), inputs_of(plan, 1)
-    run_to_completion(stage.forward(0, *inputs))
-    assert inputs[0] is not None
-    inputs[0].zero_()
+    run_to_completion(stage.forward(0, inputs))
+    assert inputs.received is not None
+    inputs.received.zero_()
     with pytest.raises(RuntimeError, match="changed in place"):
         run_to_completion(stage.backward_input(0, random_stream(plan)))
 
@@ -158,13 +158,13 @@ def test_an_evaluation_has_no_dropout_saves_nothing_and_skips_rows_without_targe
 ) -> None:
     plan = plan_for(tmp_path, corpus, name, stages=1)
     stage, length = stage_of(plan, 0), plan.batch.sequence_length
-    _, tokens, targets = inputs_of(plan, 0)
+    _, tokens, targets, *_ = inputs_of(plan, 0)
     assert tokens is not None and targets is not None
     padded = torch.where(torch.arange(len(targets)) < length, targets, -100)
     stage.begin(3, plan.batch.microbatches, plan.batch.tokens)
     losses = []
     for mb, given in enumerate((targets, padded)):
-        run_to_completion(stage.evaluate(mb, None, tokens, given))
+        run_to_completion(stage.evaluate(mb, StageInputs(None, tokens, given)))
         losses.append(stage.loss_sums[mb].sum().item())
     assert not stage.saved and all(module.training for layer in stage.layers for module in layer.modules())
     x = tokens.view(-1, length)

@@ -84,10 +84,7 @@ def test_damage_at_the_source_is_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        (
-            "nope://bucket/corpus",
-            r"data.path is 'nope://.*', which cannot be reached \(.*\): expected a folder",
-        ),
+        ("nope://bucket/corpus", r"data.path is 'nope://.*', which cannot be reached \(.*\): expected a folder"),
         (
             "file:///nowhere/corpus",
             r"data.path is 'file:///nowhere/.*', which cannot be read \(.*\): expected a corpus",

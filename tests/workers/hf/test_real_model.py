@@ -31,6 +31,7 @@ from pentad.workers.data.samples import Windows
 from pentad.workers.data.sources import open_dataset
 from pentad.workers.data.tokenizer import encode, load_tokenizer
 from pentad.workers.hf.config import parse_section
+from pentad.workers.model.base_stage import StageInputs
 from pentad.workers.parallel.async_ops import run_to_completion
 
 COMMAND = [sys.executable, "-P", "-c", "import sys; from pentad.orchestrator.cli.cli import main; sys.exit(main())"]
@@ -95,10 +96,9 @@ def test_the_loss_of_an_import_is_that_of_transformers(source: Path, home: Path)
     _, shape = parse_section(open_checkpoint(folder).meta["model"])
     plan = replace(plan_of("gpipe", 1, 1, 1, "", "float32", model=shape), batch=BatchSpec(1, READ, 1, 1))
     stage = stage_of(plan, folder)
+    no_mtp = torch.empty(0, READ, dtype=torch.int64)
     with torch.no_grad():
-        run_to_completion(
-            stage.forward(0, None, inputs.flatten(), targets.flatten(), torch.empty(0, READ, dtype=torch.int64))
-        )
+        run_to_completion(stage.forward(0, StageInputs(None, inputs.flatten(), targets.flatten(), no_mtp)))
     ending = stage.saved[0].head
     assert ending is not None
     assert stage.loss_sums.item() / READ == pytest.approx(loss, rel=TOLERANCE)

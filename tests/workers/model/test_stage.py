@@ -9,6 +9,7 @@ import torch
 from fake_groups import make_stage
 from plans import MODEL, plan_of
 
+from pentad.workers.model.base_stage import StageInputs
 from pentad.workers.model.layer import Layer
 from pentad.workers.parallel.async_ops import run_to_completion
 
@@ -19,7 +20,7 @@ def test_activations_are_freed_before_the_backward_of_the_next_layer(
     plan = plan_of("gpipe", 1, 1, 1, corpus)
     stage = make_stage(plan, 0)
     tokens = torch.arange(plan.batch.micro_batch_size * plan.batch.sequence_length)
-    run_to_completion(stage.forward(0, None, tokens, tokens))
+    run_to_completion(stage.forward(0, StageInputs(tokens=tokens, targets=tokens)))
     activations = [weakref.ref(each.mlp) for each in stage.saved[0].recomputable]
     alive, backward = [], Layer.backward
 

@@ -11,6 +11,7 @@ from plans import MODEL, is_close, plan_of
 from pentad.schedules.spec.plan import ParamShard
 from pentad.workers.data.batch_loader import BatchLoader
 from pentad.workers.data.sources import open_dataset
+from pentad.workers.model.base_stage import StageInputs
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.param_buffers import make_param_buffers
@@ -31,7 +32,7 @@ class Holder(NamedTuple):
         tokens: torch.Tensor | None,
         targets: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        result = run_to_completion(self.stage.forward(slice_index, received, tokens, targets))
+        result = run_to_completion(self.stage.forward(slice_index, StageInputs(received, tokens, targets)))
         assert not isinstance(result, tuple)
         return result
 

@@ -18,6 +18,7 @@ from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.sources import open_dataset
+from pentad.workers.model.base_stage import StageInputs
 from pentad.workers.parallel.async_ops import run_to_completion
 
 ROWS, TOLERANCE = 4, 1e-4
@@ -87,7 +88,7 @@ def test_logits_are_those_of_transformers(corpus, theirs, name):
     inputs, targets = tokens(corpus)
     for mb in range(plan.batch.microbatches):
         rows = slice(2 * mb, 2 * mb + 2)
-        run_to_completion(stage.forward(mb, None, inputs[rows].flatten(), targets[rows].flatten()))
+        run_to_completion(stage.forward(mb, StageInputs(None, inputs[rows].flatten(), targets[rows].flatten())))
         head = stage.saved[mb].head
         assert head is not None
         logits, cap = head.loss.logits.view(2, 8, -1), expected.model.final_logit_softcapping

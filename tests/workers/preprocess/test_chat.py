@@ -263,27 +263,15 @@ MISTAKES: dict[str, tuple[dict[str, Any], str | None, str]] = {
         r"line 1: .* cannot render .*\(no role poet\)",
     ),
     "undefined": (ROW, "{{ strftime_now('%Y') }}", r"line 1: .* cannot render .*\('strftime_now' is undefined\)"),
-    "unsafe": (
-        ROW,
-        "{{ messages.__class__.__mro__ }}",
-        r"line 1: .* cannot render .*\(access to attribute",
-    ),
-    "no role": (
-        {"messages": [{"content": "a"}]},
-        CHATML,
-        r"line 1 has 'content' as message 0: expected 'role' and",
-    ),
+    "unsafe": (ROW, "{{ messages.__class__.__mro__ }}", r"line 1: .* cannot render .*\(access to attribute"),
+    "no role": ({"messages": [{"content": "a"}]}, CHATML, r"line 1 has 'content' as message 0: expected 'role' and"),
     "no list": ({"messages": "a"}, CHATML, r"line 1 has a conversation of type str: expected a list of"),
     "unknown speaker": (
         {"conversations": [{"from": "cat", "value": "miaow"}]},
         CHATML,
         r"line 1 has from = 'cat' in message 0: expected one of human, user, gpt",
     ),
-    "no column": (
-        {"text": "a"},
-        CHATML,
-        r"line 1 has the fields 'text': expected 'messages' or 'conv",
-    ),
+    "no column": ({"text": "a"}, CHATML, r"line 1 has the fields 'text': expected 'messages' or 'conv"),
     "tools": (ROW | {"tools": "{"}, CHATML, r"line 1 has 'tools' that are not JSON \(.*\): expected a list of tools"),
     "nothing to train": ({"messages": PAIR[:1]}, CHATML, r"SOURCE holds no conversation with a turn .*\(1 without\)"),
 }

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from corpora import build
-from object_store import BUCKET, ObjectStore
+from object_store import BUCKET, ObjectStore, served
 from pyarrow import fs
 
 from pentad.schedules.ir.errors import PentadError
@@ -26,12 +26,8 @@ FIRST_PORT = 21_360
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    store = ObjectStore(tmp_path_factory.mktemp("store"), FIRST_PORT)
-    try:
-        store.start()
+    with served(tmp_path_factory, FIRST_PORT, named=False) as store:
         yield store
-    finally:
-        store.stop()
 
 
 @pytest.fixture(scope="module")

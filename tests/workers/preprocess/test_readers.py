@@ -130,11 +130,7 @@ MISTAKES: dict[str, tuple[str, bytes, str]] = {
     "ragged CSV": ("a.csv", b"a,text\n1,2\n3\n", r"a.csv line 3 has 1 values: expected 2, as in the first line"),
     "not CSV": ("a.csv", b'text\n"a" b\n', r"a.csv line 2 is not CSV"),
     "CSV not in UTF-8": ("a.csv", b"text\nab\xff\n", r"a.csv is not UTF-8 at byte 7"),
-    "compressed Parquet": (
-        "a.parquet.gz",
-        gzip.compress(b"PAR1"),
-        r"a.parquet.gz is compressed as a whole",
-    ),
+    "compressed Parquet": ("a.parquet.gz", gzip.compress(b"PAR1"), r"a.parquet.gz is compressed as a whole"),
 }
 
 

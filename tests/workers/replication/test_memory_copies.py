@@ -13,13 +13,7 @@ from fleet import assemble
 from memory_copies import Copies, assert_ends_the_same, assert_recovers_from_a_copy, lose, replaced
 from plans import plan_of
 from small_models import MOE
-from worker_processes import (
-    call_all,
-    ranks_of,
-    start_generation,
-    start_run,
-    uninterrupted,
-)
+from worker_processes import call_all, ranks_of, start_generation, start_run, uninterrupted
 
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions

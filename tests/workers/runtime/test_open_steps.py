@@ -30,11 +30,7 @@ SLOW = [
     ("dualpipe", 1, 4, 8, True),
     ("dualpipe", 1, 4, 8, False),
 ]
-CASES = [
-    ("zb-h2", 1, 2, 4, True),
-    ("1f1b", 1, 2, 3, False),
-    *(pytest.param(*case, marks=slow) for case in SLOW),
-]
+CASES = [("zb-h2", 1, 2, 4, True), ("1f1b", 1, 2, 3, False), *(pytest.param(*case, marks=slow) for case in SLOW)]
 STEPS = 16
 
 

@@ -17,6 +17,7 @@ from small_models import HEADS, MOE
 
 from pentad.schedules.spec.model import MLA
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.model.base_stage import StageInputs
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.expert_parallel import DispatchMode
@@ -54,7 +55,7 @@ def test_overlap_changes_no_bit_and_equals_one_process(fleet, corpus, name, size
 
 
 def forward(stage: Stage, microbatch: int, received: torch.Tensor) -> Task[None]:
-    yield from stage.forward(microbatch, received, None, None)
+    yield from stage.forward(microbatch, StageInputs(received))
 
 
 def backward(stage: Stage, microbatch: int, dy: torch.Tensor, with_weights: bool) -> Task[None]:

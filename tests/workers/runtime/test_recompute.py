@@ -18,6 +18,7 @@ from pentad.orchestrator.activations.activation_peaks import activation_peaks, a
 from pentad.schedules.ir.instruction import Key, Op, instructions_of
 from pentad.schedules.passes.offload_arena import Arena
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.workers.model.base_stage import StageInputs
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.param_buffers import make_param_buffers
@@ -104,7 +105,8 @@ def run_forward(stage: Stage, plan: Plan, index: int) -> torch.Tensor | None:
     """F of one slice; returns what it received."""
     tokens = torch.arange(plan.slice_tokens) + index
     received = None if stage.first else torch.randn(plan.slice_tokens, plan.model.hidden, dtype=torch.float64)
-    run_to_completion(stage.forward(index, received, tokens if stage.first else None, tokens if stage.last else None))
+    inputs = StageInputs(received, tokens if stage.first else None, tokens if stage.last else None)
+    run_to_completion(stage.forward(index, inputs))
     return received
 
 
