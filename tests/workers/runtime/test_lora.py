@@ -16,7 +16,7 @@ from small_models import FAMILIES, HEADS
 from worker_processes import check_recovery
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.spec.lora import FUSED, SEPARATE, LoraSpec
+from pentad.schedules.spec.lora import EXPERTS, FUSED, SEPARATE, LoraSpec, targets_of
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
@@ -74,6 +74,60 @@ def test_attention_has_adapters_in_every_family(fleet, corpus, family, name, siz
     model, options = replace(FAMILIES[family], layers=4), MemoryOptions(zero=zero)
     plan = plan_with(corpus, ATTENTION, name, sizes, model=model, memory_options=options)
     assert_equals_one_process(fleet, plan, check_bytes=True)
+
+
+LATENT_CASES: list[Any] = [
+    ("deepseek-v3", "zb-h2", {"pp": 2, "tp": 2}, 0),
+    pytest.param("deepseek-v3", "dualpipev", {"pp": 2, "ep": 2}, 1, marks=slow),
+    pytest.param("deepseek-v3", "zb-h2", {"pp": 2, "cp": 2}, 0, marks=slow),
+    pytest.param("deepseek-v3", "1f1b", {"ep": 2, "tp": 2}, 0, marks=slow),
+    pytest.param("deepseek-v3", "zb-v", {"pp": 2, "dp": 2}, 3, marks=slow),
+    pytest.param("deepseek-v3", "dualpipev", {"pp": 2, "ep": 2}, 3, marks=slow),
+    pytest.param("deepseek-v3", "gpipe", {"dp": 2}, 2, marks=slow),
+    pytest.param("deepseek-v2-lite", "zb-h2", {"pp": 2, "tp": 2}, 0, marks=slow),
+    pytest.param("deepseek-v2-lite", "dualpipev", {"pp": 2, "cp": 2}, 3, marks=slow),
+    pytest.param("deepseek-v2-lite", "1f1b", {"tp": 4}, 0, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "sizes", "zero"), LATENT_CASES)
+def test_latent_attention_and_experts_have_adapters(fleet, corpus, family, name, sizes, zero):
+    assert_equals_one_process(fleet, adapted(corpus, family, name, sizes, zero), check_bytes=True)
+
+
+EXPERT_CASES: list[Any] = [
+    ("qwen3-moe", "zb-h2", {"pp": 2, "ep": 2}, 0),
+    pytest.param("qwen3-moe", "1f1b", {"ep": 2, "tp": 2}, 0, marks=slow),
+    pytest.param("mixtral", "dualpipev", {"pp": 2, "tp": 2}, 0, marks=slow),
+    pytest.param("mixtral", "zb-v", {"ep": 2, "pp": 2}, 3, marks=slow),
+    pytest.param("mixtral", "1f1b", {"ep": 2, "dp": 2}, 3, marks=slow),
+    pytest.param("mixtral", "1f1b", {"ep": 2, "cp": 2}, 2, marks=slow),
+    pytest.param("gpt-oss", "zb-h2", {"ep": 2, "tp": 2}, 0, marks=slow),
+    pytest.param("gpt-oss", "dualpipe", {"pp": 4}, 3, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "sizes", "zero"), EXPERT_CASES)
+def test_experts_have_adapters(fleet, corpus, family, name, sizes, zero):
+    assert_equals_one_process(fleet, adapted(corpus, family, name, sizes, zero), check_bytes=True)
+
+
+@slow
+@pytest.mark.parametrize("targets", [EXPERTS, EXPERTS[:1], EXPERTS[1:]])
+def test_adapters_of_experts_alone(fleet, corpus, targets):
+    """Some layers then have none."""
+    plan = adapted(corpus, "deepseek-v3", "zb-h2", {"pp": 2, "ep": 2}, 1)
+    lora = LoraSpec(rank=3, alpha=6.0, targets=targets)
+    assert_equals_one_process(fleet, replace(plan, lora=lora))
+
+
+def adapted(corpus: str, family: str, name: str, sizes: dict[str, int], zero: int, **more: Any) -> Plan:
+    """A model with adapters everywhere, whose routing biases stay."""
+    model = replace(FAMILIES[family], layers=4)
+    if model.experts is not None:
+        model = replace(model, experts=replace(model.experts, bias_update_rate=0.0))
+    lora = LoraSpec(rank=3, alpha=6.0, targets=targets_of(model))
+    return plan_with(corpus, lora, name, sizes, model=model, memory_options=MemoryOptions(zero=zero), **more)
 
 
 @pytest.mark.parametrize(
