@@ -52,7 +52,7 @@ class LoraSection(Section):
         if spec is None:
             yield f"{found} for model {model.custom}, whose modules are its own"
         elif spec.mtp_layers:
-            yield f"{found} with model.mtp_layers = {spec.mtp_layers}"
+            yield f"model.mtp_layers is {spec.mtp_layers}: expected 0 with lora.rank, which leaves these layers out"
         elif spec.experts is not None and spec.experts.bias_update_rate:
             rate = spec.experts.bias_update_rate
             yield f"model.experts.bias_update_rate is {rate:g}: expected 0 with lora.rank, which keeps routing biases"

@@ -96,42 +96,50 @@ def targets_of(model: ModelSpec, *, fused: bool = False) -> tuple[str, ...]:
     return (*attention, *(mlp if model.experts is None else EXPERTS))
 
 
-def adapter_tensors(lora: LoraSpec, base: Iterable[Tensor]) -> list[Tensor]:
-    """A and B for every target among the `base` tensors, in their order; of experts [experts, rank, in] and [experts,
-    out, rank].
+class Adapter(NamedTuple):
+    """A and B of a target, and the first of the rows of its tensor that they add to."""
+
+    first_row: int
+    a: Tensor  # [rank, in], or of experts [experts, rank, in]
+    b: Tensor  # [out, rank], or of experts [experts, out, rank]
+
+
+def adapters_of(lora: LoraSpec, tensor: Tensor) -> list[Adapter]:
+    """Those of a tensor of the base model.
 
     Where tp splits the outputs of a target it splits B, and where it splits the inputs, A; the other one is replicated.
     A begins with values of the distribution of torch.nn.Linear, B with zeros.
     """
-    found = []
-    for tensor in base:
-        for name, places in TARGETS.items():
-            for target in places if name in lora.targets else ():
-                if tensor.name.endswith(f".{target.tensor}"):
-                    found += _adapter(lora, tensor, name, target.segment)
-    return found
+    return [
+        _adapter(lora, tensor, name, target.segment)
+        for name, places in TARGETS.items()
+        for target in (places if name in lora.targets else ())
+        if tensor.name.endswith(f".{target.tensor}")
+    ]
 
 
-def _adapter(lora: LoraSpec, tensor: Tensor, target: str, number: int | None) -> tuple[Tensor, Tensor]:
-    """A and B of a target whose weight is a tensor, or segment `number` of its rows."""
+def adapter_tensors(lora: LoraSpec, base: Iterable[Tensor]) -> list[Tensor]:
+    """A and B for every target among the `base` tensors, in their order."""
+    return [each for tensor in base for _, *pair in adapters_of(lora, tensor) for each in pair]
+
+
+def _adapter(lora: LoraSpec, tensor: Tensor, target: str, number: int | None) -> Adapter:
+    """That of a target whose weight is a tensor, or segment `number` of its rows."""
     *experts, rows, inputs = tensor.shape
-    out = len(experts)  # the dimension of the outputs
+    first, outputs = 0, len(experts)  # a row; the dimension of rows
     by_ep = tuple(split for split in tensor.splits if split.axis == "ep")
     split_a = split_b = by_ep
     for split in (each for each in tensor.splits if each.axis == "tp"):
-        if split.dim == out:
-            segments = split.segments if number is None else (split.segments[number],)
-            rows, split_b = sum(segment.size for segment in segments), (*by_ep, Split("tp", out, segments))
-        else:
+        if split.dim != outputs:
             split_a = (*by_ep, split)
-    module = target.rpartition(".")[2]
-    at, bound = f"{tensor.name.rpartition('.')[0]}.{module}", 1 / math.sqrt(inputs)
-    is_experts = tensor.experts
-    a, b = (*experts, lora.rank, inputs), (*experts, rows, lora.rank)
-    return (
-        Tensor(f"{at}.lora_A", a, bound, split_a, is_experts, is_uniform=True),
-        Tensor(f"{at}.lora_B", b, 0.0, split_b, is_experts, constant=0.0),
-    )
+            continue
+        segments = split.segments if number is None else (split.segments[number],)
+        first, rows = (sum(each.size for each in some) for some in (split.segments[: number or 0], segments))
+        split_b = (*by_ep, Split("tp", outputs, segments))
+    at, bound = f"{tensor.name.rpartition('.')[0]}.{target.rpartition('.')[2]}", 1 / math.sqrt(inputs)
+    shape_a, shape_b = (*experts, lora.rank, inputs), (*experts, rows, lora.rank)
+    a = Tensor(f"{at}.lora_A", shape_a, bound, split_a, tensor.experts, is_uniform=True)
+    return Adapter(first, a, Tensor(f"{at}.lora_B", shape_b, 0.0, split_b, tensor.experts, constant=0.0))
 
 
 def trained_tensors(model: ModelSpec, lora: LoraSpec | None) -> list[Tensor]:
