@@ -55,7 +55,7 @@ def origin_of(config: RunConfig) -> Origin:
         raise PentadError(f"run.init_from is '{run.init_from}', whose checkpoints are adapters: expected {expected}")
     home = home_of(checkpoint.folder)
     before = _model_of(checkpoint, home)
-    if config.lora_spec is not None:  # the frozen weights are read by name, without the layers of multi-token prediction
+    if config.lora_spec is not None:  # which leaves out the layers of multi-token prediction
         before = before.model_copy(update={"mtp_layers": config.model.mtp_layers})
     _require_same_tensors(config.model, before, run.init_from)
     step = checkpoint.step if run.init_step else 0
@@ -74,8 +74,7 @@ def origin_of(config: RunConfig) -> Origin:
 
 
 def _adapter(config: RunConfig, lora: LoraSpec, home: Path) -> Path | None:
-    """The folder of `lora.init_from`, if any. Raises PentadError unless it has such adapters for the model in `home`.
-    """
+    """The folder of `lora.init_from`, if any. Raises PentadError unless it has adapters for the model in `home`."""
     if config.lora.init_from is None:
         return None
     from pentad.workers.hf.peft import read_adapter  # imports torch

@@ -25,7 +25,8 @@ class LoraBase:
 class LoraSpec:
     """To the product x W^T of every target, x A^T B^T is added `alpha / rank` times; A [rank, in] and B [out, rank].
 
-    `targets` are keys of TARGETS; every expert has an A and a B of its own. Without a `base` the frozen weights are the initial values of the run's seed.
+    `targets` are keys of TARGETS; every expert has an A and a B of its own. Without a `base` the frozen weights are the
+    initial values of the run's seed.
     """
 
     rank: int
@@ -90,7 +91,9 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 def targets_of(model: ModelSpec, *, fused: bool = False) -> tuple[str, ...]:
     """What can have adapters: the modules of attention, and of the feed-forward, or of a model with experts their
     weights. `fused`: the family has one module for queries, keys and values, and one for gate and up."""
-    attention, mlp = (FUSED[:2], FUSED[2:]) if fused else (SEPARATE[:4], SEPARATE[4:])
+    names = FUSED if fused else SEPARATE
+    mlp = tuple(name for name in names if "mlp" in TARGETS[name][0].tensor)
+    attention = tuple(name for name in names if name not in mlp)
     if model.mla is not None:
         attention = LATENT_ATTENTION if model.mla.q_lora_rank else ("q_proj", *LATENT_ATTENTION[2:])
     return (*attention, *(mlp if model.experts is None else EXPERTS))

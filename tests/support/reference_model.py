@@ -120,12 +120,13 @@ def optimize(
         for name, t in p.items()
         if name not in muons
     ]
+    groups = groups or [{"params": [torch.zeros(1)]}]  # torch refuses to have none
     adam = torch.optim.AdamW(groups, lr=1.0, betas=(spec.beta1, spec.beta2), eps=spec.eps)
     losses, gradients, norms = [], [], []
     for step in range(steps):
         rate = spec.learning_rate.at(step)
         for group in adam.param_groups:
-            group["lr"] = rate * group["scale"]
+            group["lr"] = rate * group.get("scale", 1.0)
         for t in p.values():
             t.grad = None
         reported, total = losses_of(step)

@@ -38,8 +38,9 @@ _NAME = re.compile(
 )
 # Of PEFT's LoraConfig: variants whose products are not W x + alpha / r B A x, or that train other tensors as well.
 _VARIANTS = ("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "rank_pattern",
-             "alpha_pattern", "modules_to_save", "layer_replication", "trainable_token_indices", "alora_invocation_tokens",
-             "arrow_config", "kasa_config", "monteclora_config", "velora_config")  # fmt: skip
+             "alpha_pattern", "modules_to_save", "layer_replication", "trainable_token_indices",
+             "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config",
+             "velora_config")  # fmt: skip
 _KEEPING_W = (True, False, None, "gaussian", "orthogonal", "eva")  # initial values with which W is that of the model
 
 
@@ -82,8 +83,8 @@ def export_adapter(source: Checkpoint, out: Path, request: Request, progress: Pr
 
 
 class PeftTensor(NamedTuple):
-    """A or B of an adapter as PEFT stores it: one matrix, also of all experts. B has a `part`: its rows there are in the
-    order of the base's rows in files."""
+    """A or B of an adapter as PEFT stores it: one matrix, also of all experts. B has a `part`, as its rows there are in
+    the order of the base's rows in files."""
 
     name: str
     adapter: Tensor
@@ -126,8 +127,8 @@ def _peft_tensors(request: Request, lora: LoraSpec) -> list[PeftTensor]:
 
 
 def _peft_name(name: str, lora: LoraSpec) -> str:
-    """layers.0.attention.q_proj.lora_A is base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight there. Adapters
-    of parameters wrap the experts' module, those of down_proj those of gate_up_proj."""
+    """layers.0.attention.q_proj.lora_A is base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight there. The
+    adapters of parameters wrap the experts' module, that of down_proj the one of gate_up_proj."""
     layers, number, part, module, matrix = name.split(".")
     if part == "experts":
         module = "experts.base_layer" if module == "gate_up_proj" and set(EXPERTS) <= set(lora.targets) else "experts"

@@ -171,8 +171,7 @@ class ExpertAdapter(NamedTuple):
         out.add_(grouped_gemm(self._narrow(x, offsets), self.b.weight, offsets), alpha=context.lora_scale)
 
     def input_grad_(self, context: LayerContext, dout: Tensor, offsets: Tensor, dx: Tensor) -> Tensor:
-        """The gradient [R, r] of x A^T, from that of the products [R, N]; adds to the gradient dx [R, K] of the rows x.
-        """
+        """The gradient [R, r] of x A^T, from that of the products [R, N]; adds to the gradient [R, K] of x."""
         dnarrow = grouped_gemm(dout, self.b.weight.transpose(1, 2), offsets).mul_(context.lora_scale)
         dx.add_(grouped_gemm(dnarrow, self.a.weight.transpose(1, 2), offsets))
         return dnarrow

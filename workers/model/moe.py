@@ -72,9 +72,9 @@ class MoE(NamedTuple):
     shared: MLP | None  # of intermediate size Is
     act: Activation
     biases: ExpertBiases | None
-    gate_up_adapter: ExpertAdapter | None
-    down_adapter: ExpertAdapter | None
     bias: Param | None = None  # [E], added to the scores for the choice of experts; its "gradient" counts visits, int64
+    gate_up_adapter: ExpertAdapter | None = None
+    down_adapter: ExpertAdapter | None = None
 
     @classmethod
     def bind(cls, params: Params, prefix: str, model: ModelSpec, casts: Casts | None = None) -> MoE:
@@ -85,7 +85,7 @@ class MoE(NamedTuple):
         biases = ExpertBiases.bind(params, prefix)
         adapters = (ExpertAdapter.bind(params, f"{prefix}.experts.{name}_proj") for name in ("gate_up", "down"))
         bias = params.get(f"{prefix}.experts.bias")
-        return cls(router, gate_up, down, shared, model.hidden_act, biases, *adapters, bias)
+        return cls(router, gate_up, down, shared, model.hidden_act, biases, bias, *adapters)
 
     @property
     def input_casts(self) -> None:

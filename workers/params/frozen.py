@@ -1,4 +1,4 @@
-"""Frozen weights: a rank's parts of the tensors that LoRA does not train, in the dtype of compute alone, and the routing
+"""Frozen weights: a rank's parts of the tensors that LoRA does not train, in the dtype of compute alone, and routing
 biases, which are never rounded."""
 
 from __future__ import annotations
@@ -60,5 +60,7 @@ def _fill(weights: WeightShard, plan: Plan, source: Checkpoint | None) -> None:
             name = local.tensor.tied_to or local.name
             value = local.slice_of(read_full(source, f"model.{name}", local.tensor.shape))
         values.copy_(value.flatten()[span])
-    for name, bias in weights.router_bias.by_name.items() if source is not None else ():
+    if source is None:
+        return
+    for name, bias in weights.router_bias.by_name.items():
         bias.copy_(read_full(source, f"model.{name}", tuple(bias.shape)))

@@ -34,7 +34,9 @@ def router_biases(plan: Plan, shard: ParamShard, dtype: torch.dtype, device: tor
     """Zeros for the experts of a stage, with its parameters, or with LoRA its frozen weights, that are not experts'."""
     is_theirs = not shard.experts and shard.frozen == (plan.lora is not None)
     layers, experts = plan.router_bias_layers(shard.stage) if is_theirs else (), plan.model.experts
-    return RouterBias(layers, torch.zeros(len(layers), experts.num_experts if experts else 0, dtype=dtype, device=device))
+    return RouterBias(
+        layers, torch.zeros(len(layers), experts.num_experts if experts else 0, dtype=dtype, device=device)
+    )
 
 
 class LoadBalancer:

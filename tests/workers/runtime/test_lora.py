@@ -148,6 +148,14 @@ def test_one_adapter_serves_projections_that_are_one_module(fleet, corpus, name,
 
 
 @slow
+@pytest.mark.parametrize("mode", ["selective", "attention", "full"])
+def test_recomputed_latents_and_experts_have_adapters(fleet, corpus, mode):
+    plan = adapted(corpus, "deepseek-v3", "1f1b", {"pp": 2, "tp": 2}, 0, recompute=mode)
+    assert_equals_one_process(fleet, plan)
+    assert_equals_one_process(fleet, adapted(corpus, "deepseek-v3", "zb-v", {"pp": 2, "ep": 2}, 3, recompute=mode))
+
+
+@slow
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputed_layers_have_adapters(fleet, corpus, mode):
     plan = plan_with(corpus, ALL, "1f1b", {"pp": 2, "tp": 2}, model=DENSE, recompute=mode)
@@ -184,6 +192,27 @@ def test_runs_with_adapters_repeat_and_resume_bit_identically(fleet, corpus, tmp
     options, lora = MemoryOptions(zero=zero), ATTENTION if model.experts else ALL
     plan = plan_with(corpus, lora, name, sizes, model=model, memory_options=options, dtype="float32")
     assert_repeatable(fleet, plan, tmp_path)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("name", "sizes", "zero"),
+    [
+        ("zb-h2", {"pp": 2, "tp": 2}, 0),
+        ("dualpipev", {"pp": 2, "ep": 2}, 3),
+        ("1f1b", {"ep": 2, "tp": 2}, 1),
+        ("zb-v", {"pp": 2, "cp": 2}, 2),
+    ],
+)
+def test_adapters_of_latents_and_experts_repeat_and_resume_bit_identically(fleet, corpus, tmp_path, name, sizes, zero):
+    assert_repeatable(fleet, adapted(corpus, "deepseek-v3", name, sizes, zero, dtype="float32"), tmp_path)
+
+
+@slow
+@pytest.mark.parametrize(("name", "sizes", "zero"), [("1f1b", {"ep": 2, "tp": 2}, 1), ("zb-h2", {"pp": 2, "ep": 2}, 3)])
+def test_muon_updates_adapters(fleet, corpus, name, sizes, zero):
+    plan = adapted(corpus, "deepseek-v3", name, sizes, zero)
+    assert_equals_one_process(fleet, replace(plan, optimizer=replace(plan.optimizer, name="muon")))
 
 
 RECOVERIES: list[Any] = [
