@@ -303,8 +303,8 @@ class PostValidatedStep(_StepBase):
     """STEP updates the compute weights only; the master weights follow once the norm is known. Until then gradients and
     optimizer state stay as they were.
 
-    Muon's matrices are orthogonalized before the norm leaves, as if it were within the limit. A step that turns out to be
-    clipped has other directions: all ranks orthogonalize again when they validate it, and meet before any of them commits.
+    Muon's matrices are orthogonalized before the norm leaves, as if it were within the limit. A step that turns out to
+    be clipped has other directions: all ranks orthogonalize again when they validate it, and meet before any commits.
     """
 
     def __init__(
