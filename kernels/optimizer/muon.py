@@ -48,11 +48,21 @@ def muon_(
     nothing changes, which skips a step without the host.
     """
     finite = torch.isfinite(scale)
-    new_master = master - c.decay * master - c.size * direction.to(master.dtype)
+    new_master = _new_master(master, direction, c)
     for tensor, new in ((momentum, _new_momentum(momentum, grad * scale, c)), (master, new_master)):
         tensor.copy_(torch.where(finite, new.to(tensor.dtype), tensor))
     if out is not None:
         out.copy_(torch.where(finite, new_master.to(out.dtype), out))
+
+
+@triton_on_gpu
+def muon_optimistic_(out: Tensor, master: Tensor, direction: Tensor, c: MuonCoefficients) -> None:
+    """Writes to out [n], in its dtype, the master [n] that `muon_` makes with the orthogonalized direction [n]."""
+    out.copy_(_new_master(master, direction, c))
+
+
+def _new_master(master: Tensor, direction: Tensor, c: MuonCoefficients) -> Tensor:
+    return master - c.decay * master - c.size * direction.to(master.dtype)
 
 
 def _new_momentum(momentum: Tensor, g: Tensor, c: MuonCoefficients) -> Tensor:

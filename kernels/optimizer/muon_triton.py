@@ -20,6 +20,19 @@ def _direction(out, momentum, grad, scale, n, first, blend, BLOCK: tl.constexpr)
 
 
 @triton.jit
+def _optimistic(out, master, direction, n, decay, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    p = _new_master(tl.load(master + at, mask=mask), tl.load(direction + at, mask=mask), decay, size)
+    tl.store(out + at, p.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _new_master(master, direction, decay, size):
+    return master - decay * master - size * direction.to(tl.float32)
+
+
+@triton.jit
 def _step(
     master, momentum, grad, direction, out, scale, n, decay, first, size,
     BLOCK: tl.constexpr, CAST: tl.constexpr,
@@ -30,8 +43,7 @@ def _step(
         mask = at < n
         g = tl.load(grad + at, mask=mask).to(tl.float32) * s
         b = tl.load(momentum + at, mask=mask).to(tl.float32)
-        p = tl.load(master + at, mask=mask)
-        p = p - decay * p - size * tl.load(direction + at, mask=mask).to(tl.float32)
+        p = _new_master(tl.load(master + at, mask=mask), tl.load(direction + at, mask=mask), decay, size)
         b += (g - b) * first
         tl.store(momentum + at, b.to(momentum.dtype.element_ty), mask=mask)
         tl.store(master + at, p, mask=mask)
@@ -44,6 +56,13 @@ def muon_direction_(out: Tensor, momentum: Tensor, grad: Tensor, scale: Tensor, 
     assert all(t.is_contiguous() for t in (out, momentum, grad))
     n = out.numel()
     _direction[(triton.cdiv(n, BLOCK),)](out, momentum, grad, scale, n, c.first, c.blend, BLOCK=BLOCK)
+
+
+def muon_optimistic_(out: Tensor, master: Tensor, direction: Tensor, c: MuonCoefficients) -> None:
+    """Launches the kernel; see `pentad.kernels.optimizer.muon.muon_optimistic_`."""
+    assert all(t.is_contiguous() for t in (out, master, direction))
+    n = out.numel()
+    _optimistic[(triton.cdiv(n, BLOCK),)](out, master, direction, n, c.decay, c.size, BLOCK=BLOCK)
 
 
 def muon_(

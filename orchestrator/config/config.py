@@ -250,9 +250,6 @@ class RunConfig(sections.Section):
             }.items():
                 if holds:
                     yield f"memory.optimizer is host: expected device for {name}"
-        if self.schedule.post_validation and self.optimizer.name == "muon":
-            expected = "false for optimizer.name = muon, whose momentum takes in gradients that have been clipped"
-            yield f"schedule.post_validation is true: expected {expected}"
         for name, holds in sums_before_norm.items():
             if self.schedule.post_validation and holds:
                 expected = f"false for {name}, which sums over ranks before the norm"

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, field_validator
 from pentad.orchestrator.config.errors import Broken, shown
 from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.config.sections import Count, Section, Text
-from pentad.schedules.spec.lora import FUSED, SEPARATE, TARGETS, LoraSpec, targets_of
+from pentad.schedules.spec.lora import LoraSpec, targets_of
 
 ALL_LINEAR = "all-linear"
 FUSED_FAMILIES = ("phi3",)
@@ -24,8 +24,9 @@ class LoraSection(Section):
     alpha: PositiveFloat = 16.0
     """what the adapters add counts alpha / rank times"""
     targets: list[Text] = Field(default=["q_proj", "k_proj", "v_proj", "o_proj"])
-    """modules that get adapters, as Hugging Face names them: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj,
-    down_proj; of phi3 qkv_proj, o_proj, gate_up_proj, down_proj; all-linear: all of these"""
+    """what gets adapters, by the names of PEFT: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; of phi3
+    qkv_proj, o_proj, gate_up_proj, down_proj; of deepseek-v3's attention q_a_proj, q_b_proj, kv_a_proj_with_mqa,
+    kv_b_proj, o_proj; of experts experts.gate_up_proj, experts.down_proj; all-linear: all of the model's"""
 
     init_from: Text | None = None
     """folder of an adapter of PEFT that training continues; null: A begins with random values and B with zeros"""
@@ -50,23 +51,22 @@ class LoraSection(Section):
         found, spec = f"lora.rank is {self.rank}: expected null", model.spec if model.custom is None else None
         if spec is None:
             yield f"{found} for model {model.custom}, whose modules are its own"
-        elif spec.mla is not None:
-            yield f"{found} for model.family = {model.family}, whose latent attention has no modules to adapt"
         elif spec.mtp_layers:
-            yield f"{found} with model.mtp_layers = {spec.mtp_layers}"
-        elif spec.experts is not None and spec.experts.has_bias:
-            yield f"{found} for routing biases (model.experts), which training would move"
+            yield f"model.mtp_layers is {spec.mtp_layers}: expected 0 with lora.rank, which leaves these layers out"
+        elif spec.experts is not None and spec.experts.bias_update_rate:
+            rate = spec.experts.bias_update_rate
+            yield f"model.experts.bias_update_rate is {rate:g}: expected 0 with lora.rank, which keeps routing biases"
         else:
-            known = targets_of(spec, fused=model.family in FUSED_FAMILIES)
+            known = self._known(model)
             if unknown := [each for each in self._modules(model) if each not in known]:
-                why = "" if spec.experts is None or unknown[0] not in TARGETS else ", as experts have no adapters"
-                yield f"lora.targets has {', '.join(map(shown, unknown))}: expected some of {', '.join(known)}{why}"
+                yield f"lora.targets has {', '.join(map(shown, unknown))}: expected some of {', '.join(known)}"
 
     def spec(self, model: ModelSection) -> LoraSpec | None:
         """Without the checkpoint that has the frozen weights."""
         return None if self.rank is None else LoraSpec(self.rank, self.alpha, self._modules(model))
 
     def _modules(self, model: ModelSection) -> tuple[str, ...]:
-        if self.targets != [ALL_LINEAR]:
-            return tuple(self.targets)
-        return FUSED if model.family in FUSED_FAMILIES else SEPARATE
+        return self._known(model) if self.targets == [ALL_LINEAR] else tuple(self.targets)
+
+    def _known(self, model: ModelSection) -> tuple[str, ...]:
+        return targets_of(model.spec, fused=model.family in FUSED_FAMILIES)

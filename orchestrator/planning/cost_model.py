@@ -85,7 +85,7 @@ def _stage_seconds(
     """Compute, and communication inside layers, for which they wait; devices wait for the host to start it."""
     compute = _compute_seconds(model, span, piece, rates)
     if lora is not None:
-        adapters = sum(math.prod(each.shape) for each in adapter_tensors(lora, tensors(model, span)))
+        adapters = _active_adapters(model, lora, span)
         seconds = 2 * piece.tokens * adapters / (rates.flops * piece.mesh.tp)
         forward, backward = compute.forward + seconds, compute.backward + 1.5 * seconds  # B computes x A^T again
         compute = compute._replace(forward=forward, backward=backward, weight=seconds)
@@ -108,6 +108,13 @@ def _stage_seconds(
         selective=with_communication("selective", compute.selective),
         attention=with_communication("attention", compute.attention),
     )
+
+
+def _active_adapters(model: ModelSpec, lora: LoraSpec, span: LayerRange) -> float:
+    """Elements of adapters that a token uses: of those of experts only the top_k that it visits."""
+    visited = 1.0 if model.experts is None else model.experts.top_k / model.experts.num_experts
+    found = adapter_tensors(lora, tensors(model, span))
+    return sum(math.prod(each.shape) * (visited if each.experts else 1.0) for each in found)
 
 
 def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates) -> StageSeconds:

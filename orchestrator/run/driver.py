@@ -33,7 +33,7 @@ from pentad.orchestrator.recovery.hang_detection import HangDetector
 from pentad.orchestrator.recovery.recovery import Recovery
 from pentad.orchestrator.recovery.retention import rollback_target
 from pentad.orchestrator.recovery.spikes import roll_back, skipped_batches
-from pentad.orchestrator.run.init_from import Origin, origin_of
+from pentad.orchestrator.run.init_from import Origin, adapter_request, origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.measure import History
 from pentad.orchestrator.run.resumed_optimizer import dropped_state
@@ -228,7 +228,8 @@ def _resume(
         if adapter is not None and folder.plan.lora is not None:
             from pentad.workers.hf.peft import import_adapter
 
-            start = Start(import_adapter(adapter, folder.checkpoints, folder.plan.model, folder.plan.lora))
+            request = adapter_request(config, folder.path)
+            start = Start(import_adapter(adapter, folder.checkpoints, request, folder.plan.lora))
             display.note(f"they continue those in {adapter}")
     folder.rewind(start.step)
     return start, changes, generation

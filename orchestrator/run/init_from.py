@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.config.model_section import ModelSection
@@ -20,7 +20,11 @@ from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import tensors
 from pentad.workers.checkpoint.checkpoint import Checkpoint, Start, fingerprint
 from pentad.workers.checkpoint.lora_base import open_base
+from pentad.workers.hf.kept_files import FOLDER, read_files
 from pentad.workers.hf.names import MODEL_FILE
+
+if TYPE_CHECKING:
+    from pentad.workers.hf.exporter import Request
 
 _WITHOUT_TENSORS = ("family", "rope_theta", "rope_scaling", "norm_eps", "mtp_loss_weight")  # keys of the model section
 
@@ -51,6 +55,8 @@ def origin_of(config: RunConfig) -> Origin:
         raise PentadError(f"run.init_from is '{run.init_from}', whose checkpoints are adapters: expected {expected}")
     home = home_of(checkpoint.folder)
     before = _model_of(checkpoint, home)
+    if config.lora_spec is not None:  # which leaves out the layers of multi-token prediction
+        before = before.model_copy(update={"mtp_layers": config.model.mtp_layers})
     _require_same_tensors(config.model, before, run.init_from)
     step = checkpoint.step if run.init_step else 0
     if step >= run.steps:
@@ -63,19 +69,26 @@ def origin_of(config: RunConfig) -> Origin:
     folder = checkpoint.folder.absolute()
     if config.lora_spec is not None:
         base = LoraBase(str(folder), fingerprint(folder))
-        return Origin(Start(), changes, base, _adapter(config, config.lora_spec))
+        return Origin(Start(), changes, base, _adapter(config, config.lora_spec, home))
     return Origin(Start(folder, step, run.init_optimizer), changes)
 
 
-def _adapter(config: RunConfig, lora: LoraSpec) -> Path | None:
-    """The folder of `lora.init_from`, if any. Raises PentadError unless it has such adapters."""
+def _adapter(config: RunConfig, lora: LoraSpec, home: Path) -> Path | None:
+    """The folder of `lora.init_from`, if any. Raises PentadError unless it has adapters for the model in `home`."""
     if config.lora.init_from is None:
         return None
     from pentad.workers.hf.peft import read_adapter  # imports torch
 
     folder = Path(config.lora.init_from).expanduser()
-    read_adapter(folder, config.model.spec, lora)
+    read_adapter(folder, adapter_request(config, home), lora)
     return folder
+
+
+def adapter_request(config: RunConfig, home: Path) -> Request:
+    """What reading an adapter needs to know of its base model; `home` has the files that came with that."""
+    from pentad.workers.hf.exporter import Request  # imports torch
+
+    return Request(config.model.family, config.model.spec, 0, read_files(home / FOLDER))
 
 
 def with_base(plan: Plan, base: LoraBase | None) -> Plan:

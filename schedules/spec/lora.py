@@ -25,7 +25,8 @@ class LoraBase:
 class LoraSpec:
     """To the product x W^T of every target, x A^T B^T is added `alpha / rank` times; A [rank, in] and B [out, rank].
 
-    `targets` are keys of TARGETS. Without a `base` the frozen weights are the initial values of the run's seed.
+    `targets` are keys of TARGETS; every expert has an A and a B of its own. Without a `base` the frozen weights are the
+    initial values of the run's seed.
     """
 
     rank: int
@@ -36,6 +37,10 @@ class LoraSpec:
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+    @property
+    def adapts_experts(self) -> bool:
+        return any(target.startswith("experts.") for target in self.targets)
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -59,51 +64,85 @@ class Target(NamedTuple):
     segment: int | None = None
 
 
+# By the names of PEFT: modules, and after `experts.` parameters. Without a query latent, MLA has q_proj as well.
 TARGETS = {
-    "q_proj": Target("attention.qkv", 0),
-    "k_proj": Target("attention.qkv", 1),
-    "v_proj": Target("attention.qkv", 2),
-    "o_proj": Target("attention.out"),
-    "gate_proj": Target("mlp.gate_up", 0),
-    "up_proj": Target("mlp.gate_up", 1),
-    "down_proj": Target("mlp.down"),
-    "qkv_proj": Target("attention.qkv"),
-    "gate_up_proj": Target("mlp.gate_up"),
+    "q_proj": (Target("attention.qkv", 0), Target("attention.query")),
+    "k_proj": (Target("attention.qkv", 1),),
+    "v_proj": (Target("attention.qkv", 2),),
+    "q_a_proj": (Target("attention.query_down"),),
+    "q_b_proj": (Target("attention.query"),),
+    "kv_a_proj_with_mqa": (Target("attention.latent"),),
+    "kv_b_proj": (Target("attention.keys_values"),),
+    "o_proj": (Target("attention.out"),),
+    "gate_proj": (Target("mlp.gate_up", 0),),
+    "up_proj": (Target("mlp.gate_up", 1),),
+    "down_proj": (Target("mlp.down"),),
+    "qkv_proj": (Target("attention.qkv"),),
+    "gate_up_proj": (Target("mlp.gate_up"),),
+    "experts.gate_up_proj": (Target("experts.gate_up"),),
+    "experts.down_proj": (Target("experts.down"),),
 }
-FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 SEPARATE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def targets_of(model: ModelSpec, *, fused: bool = False) -> tuple[str, ...]:
-    """The modules that can have adapters: those of attention, and of the feed-forward if no layer has experts. `fused`:
-    the family has one module for queries, keys and values, and one for gate and up."""
+    """What can have adapters: the modules of attention, and of the feed-forward, or of a model with experts their
+    weights. `fused`: the family has one module for queries, keys and values, and one for gate and up."""
     names = FUSED if fused else SEPARATE
-    return tuple(name for name in names if model.experts is None or "attention" in TARGETS[name].tensor)
+    mlp = tuple(name for name in names if "mlp" in TARGETS[name][0].tensor)
+    attention = tuple(name for name in names if name not in mlp)
+    if model.mla is not None:
+        attention = LATENT_ATTENTION if model.mla.q_lora_rank else ("q_proj", *LATENT_ATTENTION[2:])
+    return (*attention, *(mlp if model.experts is None else EXPERTS))
 
 
-def adapter_tensors(lora: LoraSpec, base: Iterable[Tensor]) -> list[Tensor]:
-    """A and B for every target among the `base` tensors, in their order.
+class Adapter(NamedTuple):
+    """A and B of a target, and the first of the rows of its tensor that they add to."""
+
+    first_row: int
+    a: Tensor  # [rank, in], or of experts [experts, rank, in]
+    b: Tensor  # [out, rank], or of experts [experts, out, rank]
+
+
+def adapters_of(lora: LoraSpec, tensor: Tensor) -> list[Adapter]:
+    """Those of a tensor of the base model.
 
     Where tp splits the outputs of a target it splits B, and where it splits the inputs, A; the other one is replicated.
     A begins with values of the distribution of torch.nn.Linear, B with zeros.
     """
-    found = []
-    for tensor in base:
-        for target in (name for name in TARGETS if name in lora.targets):
-            if not tensor.name.endswith(f".{TARGETS[target].tensor}"):
-                continue
-            (split,) = tensor.splits
-            at = f"{tensor.name.rpartition('.')[0]}.{target}"
-            number, inputs = TARGETS[target].segment, tensor.shape[1]
-            segments = split.segments if number is None else (split.segments[number],)
-            rows = sum(segment.size for segment in segments) if split.dim == 0 else tensor.shape[0]
-            split_a, split_b = ((), (Split("tp", 0, segments),)) if split.dim == 0 else (tensor.splits, ())
-            bound = 1 / math.sqrt(inputs)
-            found += [
-                Tensor(f"{at}.lora_A", (lora.rank, inputs), bound, split_a, is_uniform=True),
-                Tensor(f"{at}.lora_B", (rows, lora.rank), 0.0, split_b, constant=0.0),
-            ]
-    return found
+    return [
+        _adapter(lora, tensor, name, target.segment)
+        for name, places in TARGETS.items()
+        for target in (places if name in lora.targets else ())
+        if tensor.name.endswith(f".{target.tensor}")
+    ]
+
+
+def adapter_tensors(lora: LoraSpec, base: Iterable[Tensor]) -> list[Tensor]:
+    """A and B for every target among the `base` tensors, in their order."""
+    return [each for tensor in base for _, *pair in adapters_of(lora, tensor) for each in pair]
+
+
+def _adapter(lora: LoraSpec, tensor: Tensor, target: str, number: int | None) -> Adapter:
+    """That of a target whose weight is a tensor, or segment `number` of its rows."""
+    *experts, rows, inputs = tensor.shape
+    first, outputs = 0, len(experts)  # a row; the dimension of rows
+    by_ep = tuple(split for split in tensor.splits if split.axis == "ep")
+    split_a = split_b = by_ep
+    for split in (each for each in tensor.splits if each.axis == "tp"):
+        if split.dim != outputs:
+            split_a = (*by_ep, split)
+            continue
+        segments = split.segments if number is None else (split.segments[number],)
+        first, rows = (sum(each.size for each in some) for some in (split.segments[: number or 0], segments))
+        split_b = (*by_ep, Split("tp", outputs, segments))
+    at, bound = f"{tensor.name.rpartition('.')[0]}.{target.rpartition('.')[2]}", 1 / math.sqrt(inputs)
+    shape_a, shape_b = (*experts, lora.rank, inputs), (*experts, rows, lora.rank)
+    a = Tensor(f"{at}.lora_A", shape_a, bound, split_a, tensor.experts, is_uniform=True)
+    return Adapter(first, a, Tensor(f"{at}.lora_B", shape_b, 0.0, split_b, tensor.experts, constant=0.0))
 
 
 def trained_tensors(model: ModelSpec, lora: LoraSpec | None) -> list[Tensor]:

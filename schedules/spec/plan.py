@@ -211,8 +211,8 @@ class Plan:
         return aligned_part(self.size(shard), self.num_zero_shards(shard))
 
     def _param_shards(self, stage: int, tp: int, ep: int) -> tuple[ParamShard, ...]:
-        experts = (ParamShard(stage, tp, True, ep),) if self.has_experts(stage) and self.lora is None else ()
-        return (ParamShard(stage, tp), *experts)
+        is_trained = self.has_experts(stage) and (self.lora is None or self.lora.adapts_experts)
+        return (ParamShard(stage, tp), *((ParamShard(stage, tp, True, ep),) if is_trained else ()))
 
     @property
     def slice_tokens(self) -> int:

@@ -53,7 +53,7 @@ def train(plan: Plan, batches: list[GlobalBatch]) -> Trained:
 
 def _train_adapters(plan: Plan, lora: LoraSpec, base: list[Tensor], batches: list[GlobalBatch]) -> Trained:
     """Adapters alone are parameters; every matrix is used as W + alpha / rank B A."""
-    frozen = {each.name: initial_values(each, plan.seed).double() for each in base}
+    frozen = {each.name: initial_values(each, plan.seed).double() for each in base} | zero_biases(plan)
     adapters = adapter_tensors(lora, base)
     p = {each.name: initial_values(each, plan.seed).double().requires_grad_() for each in adapters}
 
@@ -65,30 +65,45 @@ def _train_adapters(plan: Plan, lora: LoraSpec, base: list[Tensor], batches: lis
 
 def merged(model: ModelSpec, lora: LoraSpec, frozen: State, adapters: State) -> State:
     """The weights that a model with merged adapters has."""
-    q, kv = model.heads * model.qk_head_dim, model.kv_heads * model.qk_head_dim
-    modules = {
-        "attention.qkv": {"q_proj": q, "k_proj": kv, "v_proj": kv},
-        "attention.out": {"o_proj": model.hidden},
-        "mlp.gate_up": {"gate_proj": model.ffn, "up_proj": model.ffn},
-        "mlp.down": {"down_proj": model.hidden},
-    }
-    fused = {"attention.qkv": "qkv_proj", "mlp.gate_up": "gate_up_proj"}
     found = dict(frozen)
     for name, weight in frozen.items():
         layer, tensor = ".".join(name.split(".")[:2]), ".".join(name.split(".")[2:])
-        deltas = []
-        parts, whole = modules.get(tensor, {}), fused.get(tensor, "")
-        if whole in lora.targets:
-            parts = {whole: weight.shape[0]}
-        for module, rows in parts.items():
-            at = f"{layer}.{tensor.split('.')[0]}.{module}"
-            if module in lora.targets:
-                deltas.append(lora.alpha / lora.rank * adapters[f"{at}.lora_B"] @ adapters[f"{at}.lora_A"])
-            else:
-                deltas.append(weight.new_zeros(rows, weight.shape[1]))
+        at, parts = f"{layer}.{tensor.split('.')[0]}", _modules(model, tensor, weight, lora.targets)
+        deltas = [
+            lora.alpha / lora.rank * adapters[f"{at}.{module}.lora_B"] @ adapters[f"{at}.{module}.lora_A"]
+            if f"{at}.{module}.lora_A" in adapters
+            else weight.new_zeros(rows, weight.shape[1])
+            for module, rows in parts.items()
+        ]
         if deltas:
             found[name] = weight + torch.cat(deltas)
     return found
+
+
+def _modules(model: ModelSpec, tensor: str, weight: torch.Tensor, targets: tuple[str, ...]) -> dict[str, int]:
+    """The modules whose weights are a tensor of a layer, with their numbers of rows; none if no target is among
+    them."""
+    q, kv = model.heads * model.qk_head_dim, model.kv_heads * model.qk_head_dim
+    one = {
+        "attention.out": "o_proj",
+        "attention.query_down": "q_a_proj",
+        "attention.query": "q_b_proj" if model.mla is not None and model.mla.q_lora_rank else "q_proj",
+        "attention.latent": "kv_a_proj_with_mqa",
+        "attention.keys_values": "kv_b_proj",
+        "mlp.down": "down_proj",
+        "experts.gate_up": "experts.gate_up_proj",
+        "experts.down": "experts.down_proj",
+    }
+    fused = {"attention.qkv": "qkv_proj", "mlp.gate_up": "gate_up_proj"}
+    separate = {
+        "attention.qkv": {"q_proj": q, "k_proj": kv, "v_proj": kv},
+        "mlp.gate_up": {"gate_proj": model.ffn, "up_proj": model.ffn},
+    }
+    for whole in (one.get(tensor), fused.get(tensor)):
+        if whole in targets:
+            return {whole.removeprefix("experts."): weight.shape[0]}
+    parts = separate.get(tensor, {})
+    return parts if set(parts) & set(targets) else {}
 
 
 def optimize(
@@ -105,12 +120,13 @@ def optimize(
         for name, t in p.items()
         if name not in muons
     ]
+    groups = groups or [{"params": [torch.zeros(1)]}]  # torch refuses to have none
     adam = torch.optim.AdamW(groups, lr=1.0, betas=(spec.beta1, spec.beta2), eps=spec.eps)
     losses, gradients, norms = [], [], []
     for step in range(steps):
         rate = spec.learning_rate.at(step)
         for group in adam.param_groups:
-            group["lr"] = rate * group["scale"]
+            group["lr"] = rate * group.get("scale", 1.0)
         for t in p.values():
             t.grad = None
         reported, total = losses_of(step)

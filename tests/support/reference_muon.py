@@ -37,10 +37,10 @@ def matrices(model: ModelSpec, name: str, tensor: torch.Tensor) -> Iterator[torc
     if tensor.dim() == 3:
         for expert in tensor:
             yield from matrices(model, name, expert)
-    elif name.endswith("qkv"):
+    elif name.endswith(("qkv", "qkv_proj.lora_B")):
         queries, keys = model.heads * model.qk_head_dim, model.kv_heads * model.qk_head_dim
         yield from tensor.split([queries, keys, keys])
-    elif name.endswith("gate_up"):
+    elif name.endswith(("gate_up", "gate_up_proj.lora_B")):
         yield from tensor.chunk(2)
     else:
         yield tensor

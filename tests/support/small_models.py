@@ -77,3 +77,9 @@ FAMILIES = {
 # For GPUs: large enough for the kernels.
 WIDE = replace(MODEL, hidden=64, heads=8, kv_heads=8, ffn=64, head_dim=16)
 WIDE_MOE = replace(WIDE, layers=4, experts=replace(ROUTED, intermediate_size=32, shared_intermediate_size=32))
+LATENT_MOE = replace(
+    WIDE_MOE,
+    head_dim=0,
+    mla=MLA(kv_lora_rank=32, q_lora_rank=48, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
+    experts=replace(WIDE_MOE.experts or ROUTED, scoring_func="sigmoid", bias_update_rate=0.0),
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.lora import TARGETS, LoraSpec, adapter_tensors, lora_of
+from pentad.schedules.spec.lora import adapters_of, lora_of
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.tensors import Tensor, tensors
 from pentad.workers.checkpoint.checkpoint import Checkpoint
@@ -43,25 +43,13 @@ class StoredTensors:
         full = read_full(self.base, f"{self.kind}.{name}", shape)
         if self.lora is None or name not in self.targets:
             return full
-        tensor = self.targets[name]
-        pairs = adapter_pairs(self.lora, tensor)
-        if not pairs:
+        adapters = adapters_of(self.lora, self.targets[name])
+        if not adapters:
             return full
         wide = full.to(torch.promote_types(full.dtype, torch.float32))
-        for start, a, b in pairs:
+        for first, a, b in adapters:
             values_a, values_b = (
                 read_full(self.source, f"model.{each.name}", each.shape).to(wide.dtype) for each in (a, b)
             )
-            wide[start : start + b.shape[0]] += self.lora.scale * (values_b @ values_a)
+            wide[..., first : first + b.shape[-2], :] += self.lora.scale * (values_b @ values_a)
         return wide
-
-
-def adapter_pairs(lora: LoraSpec, tensor: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-    """The adapters of a tensor: (the first of its rows that they add to, A, B)."""
-    found = adapter_tensors(lora, [tensor])
-    pairs = []
-    for a, b in zip(found[::2], found[1::2], strict=True):
-        segments = tensor.splits[0].segments if tensor.splits[0].dim == 0 else ()
-        number = TARGETS[a.name.split(".")[-2]].segment
-        pairs.append((sum(segment.size for segment in segments[: number or 0]), a, b))
-    return pairs

@@ -13,9 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pentad.kernels.moe.grouped_gemm import grouped_gemm
+from pentad.kernels.moe.moe_permute import gather_rows
 from pentad.workers.linear.casts import Operand
 from pentad.workers.linear.linear import plain
-from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params, Wgrad
+from pentad.workers.linear.weight_grad import GroupedWgrad, LinearWgrad, Param, Params, Wgrad
 from pentad.workers.model.layer_context import LayerContext
 from pentad.workers.parallel.async_ops import Task, gather2
 
@@ -118,3 +120,79 @@ class RowAdapter(NamedTuple):
             LinearWgrad(self.adapter.b.gradient, dout, narrow * context.lora_scale),
             LinearWgrad(self.adapter.a.gradient, dnarrow, plain(x)),
         ]
+
+
+class LocalAdapter(NamedTuple):
+    """Of a module that every tp rank applies to its own tokens: A and B are replicated. None: it has no adapter."""
+
+    adapter: Adapter | None = None
+
+    @classmethod
+    def bind(cls, params: Params, name: str, width: int) -> LocalAdapter:
+        return cls(RowAdapter.bind(params, name, width).adapter)
+
+    def add_(self, context: LayerContext, x: Tensor, out: Tensor) -> None:
+        """Adds to the product [T / tp, N] of x [T / tp, K]."""
+        if self.adapter is not None:
+            narrow = torch.mm(x, self.adapter.a.weight.t())
+            out.addmm_(narrow, self.adapter.b.weight.t(), alpha=context.lora_scale)
+
+    def backward_(self, context: LayerContext, x: Tensor, dout: Tensor, dx: Tensor) -> list[Wgrad]:
+        """The work for W, from the gradient [T / tp, N] of the product; adds to the gradient dx [T / tp, K] of x."""
+        if self.adapter is None:
+            return []
+        (a, b, _), scale = self.adapter, context.lora_scale
+        dnarrow = torch.mm(dout, b.weight).mul_(scale)
+        dx.addmm_(dnarrow, a.weight)
+        narrow = torch.mm(x, a.weight.t()).mul_(scale)
+        return [LinearWgrad(b.gradient, dout, narrow), LinearWgrad(a.gradient, dnarrow, x)]
+
+
+class ExpertAdapter(NamedTuple):
+    """Of the matrices of experts; every expert has an A and a B of its own.
+
+    tp splits B where it splits the outputs of the matrices, and A where it splits their inputs: either way the sum over
+    the ranks of what they add is right, and so are the sums of the gradients of what is replicated. R rows, sorted by
+    expert, which end at `offsets`.
+    """
+
+    a: Param  # [local, r, K]
+    b: Param  # [local, N, r]
+
+    @classmethod
+    def bind(cls, params: Params, name: str) -> ExpertAdapter | None:
+        """None: these matrices have no adapters."""
+        if f"{name}.lora_A" not in params:
+            return None
+        return cls(params[f"{name}.lora_A"], params[f"{name}.lora_B"])
+
+    def add_(self, context: LayerContext, x: Tensor, offsets: Tensor, out: Tensor) -> None:
+        """Adds to the products [R, N] of the rows x [R, K]."""
+        out.add_(grouped_gemm(self._narrow(x, offsets), self.b.weight, offsets), alpha=context.lora_scale)
+
+    def input_grad_(self, context: LayerContext, dout: Tensor, offsets: Tensor, dx: Tensor) -> Tensor:
+        """The gradient [R, r] of x A^T, from that of the products [R, N]; adds to the gradient [R, K] of x."""
+        dnarrow = grouped_gemm(dout, self.b.weight.transpose(1, 2), offsets).mul_(context.lora_scale)
+        dx.add_(grouped_gemm(dnarrow, self.a.weight.transpose(1, 2), offsets))
+        return dnarrow
+
+    def wgrads(
+        self,
+        context: LayerContext,
+        dout: Tensor,
+        x: Tensor,
+        dnarrow: Tensor,
+        offsets: Tensor,
+        dout_rows: Tensor | None,
+        x_rows: Tensor | None,
+    ) -> list[Wgrad]:
+        """The work for W; indices as in GroupedWgrad."""
+        rows = x if x_rows is None else gather_rows(x, x_rows, offsets)
+        narrow = self._narrow(rows, offsets).mul_(context.lora_scale)
+        return [
+            GroupedWgrad(self.b.gradient, dout, narrow, offsets, dout_rows, None),
+            GroupedWgrad(self.a.gradient, dnarrow, x, offsets, None, x_rows),
+        ]
+
+    def _narrow(self, x: Tensor, offsets: Tensor) -> Tensor:
+        return grouped_gemm(x, self.a.weight, offsets)

@@ -32,6 +32,7 @@ from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params, Wgrad,
 from pentad.workers.model import router
 from pentad.workers.model.expert_biases import ExpertBiases
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
+from pentad.workers.model.lora import ExpertAdapter
 from pentad.workers.model.mlp import MLP
 from pentad.workers.model.router import Routing
 from pentad.workers.parallel.async_ops import AsyncResult, Task, gather2, ready
@@ -72,6 +73,8 @@ class MoE(NamedTuple):
     act: Activation
     biases: ExpertBiases | None
     bias: Param | None = None  # [E], added to the scores for the choice of experts; its "gradient" counts visits, int64
+    gate_up_adapter: ExpertAdapter | None = None
+    down_adapter: ExpertAdapter | None = None
 
     @classmethod
     def bind(cls, params: Params, prefix: str, model: ModelSpec, casts: Casts | None = None) -> MoE:
@@ -80,7 +83,9 @@ class MoE(NamedTuple):
         gate_up, down = (GroupedLinear.bind(params, f"{prefix}.experts.{name}", casts) for name in ("gate_up", "down"))
         shared = MLP.bind(params, f"{prefix}.shared", model) if f"{prefix}.shared.down" in params else None
         biases = ExpertBiases.bind(params, prefix)
-        return cls(router, gate_up, down, shared, model.hidden_act, biases, params.get(f"{prefix}.experts.bias"))
+        adapters = (ExpertAdapter.bind(params, f"{prefix}.experts.{name}_proj") for name in ("gate_up", "down"))
+        bias = params.get(f"{prefix}.experts.bias")
+        return cls(router, gate_up, down, shared, model.hidden_act, biases, bias, *adapters)
 
     @property
     def input_casts(self) -> None:
@@ -99,7 +104,7 @@ class MoE(NamedTuple):
         if shared_gate_up is not None and self.shared is not None:
             shared = torch.mm(glu(shared_gate_up, self.act), self.shared.down.weight.t())
         saved = yield from in_flight
-        partial, gate_up = self._compute_experts(full, saved, 1.0 / context.tp.size)
+        partial, gate_up = self._compute_experts(context, full, saved)
         out = yield from dispatcher.combine(partial)
         out = out if shared is None else out + shared
         if context.count_load and routing.logits is not None and context.router_squared_lse is not None:
@@ -112,7 +117,7 @@ class MoE(NamedTuple):
 
     def recompute(self, context: LayerContext, x: Tensor, saved: MoESaved) -> MoERecomputable:
         full = context.tp.all_gather(x).wait()
-        return MoERecomputable(self._gate_up(full, saved), self._shared_gate_up(full))
+        return MoERecomputable(self._gate_up(context, full, saved), self._shared_gate_up(full))
 
     def backward(
         self,
@@ -126,8 +131,7 @@ class MoE(NamedTuple):
         shape, scale = _shape(context), context.aux_loss_scale / context.tp.size  # dx is summed over the tp ranks
         x, dy = yield from gather2(context.tp.all_gather(x), context.tp.all_gather(dy))
         dout = yield from dispatch(saved.dispatcher, operand(self.down, dy, "gradient"))
-        share = 1.0 / context.tp.size
-        dtokens, dweights, work = self._experts_backward(x, saved, recomputable.gate_up, dout, share)
+        dtokens, dweights, work = self._experts_backward(context, x, saved, recomputable.gate_up, dout)
         in_flight = gather2(saved.dispatcher.combine(dtokens), saved.dispatcher.combine(dweights))
         dshared_gate_up, shared_work = self._shared_backward(x, recomputable.shared_gate_up, dy)
         dtokens, dweights = yield from in_flight
@@ -160,24 +164,27 @@ class MoE(NamedTuple):
 
         return gather2(choices, dispatch(dispatcher, operand(self.gate_up, x, "activation"))).then(received)
 
-    def _compute_experts(self, x: Tensor, saved: MoESaved, share: float) -> tuple[Tensor, Tensor]:
-        """(sum [T', H] over the local experts of each received token, gate_up [R, 2I]); `share` of it is this rank's
-        part of biases."""
-        gate_up = self._gate_up(x, saved)
+    def _compute_experts(self, context: LayerContext, x: Tensor, saved: MoESaved) -> tuple[Tensor, Tensor]:
+        """(sum [T', H] over the local experts of each received token, gate_up [R, 2I])."""
+        gate_up = self._gate_up(context, x, saved)
         # Weights are applied before the down projection, where activations are narrower than after it.
         gated = weighted_glu(self.down.casts, gate_up, saved.rows, self.act)
         out = self.down.forward(gated, saved.rows.offsets)
+        if self.down_adapter is not None:
+            self.down_adapter.add_(context, plain(gated), saved.rows.offsets, out)
         if self.biases is not None:
-            self.biases.add_down_(out, saved.rows, share)
+            self.biases.add_down_(out, saved.rows, 1.0 / context.tp.size)
         return sum_rows(out, saved.rows.positions), gate_up
 
     def _experts_backward(
-        self, x: Tensor, saved: MoESaved, gate_up: Tensor, dout: RowOperand, share: float
+        self, context: LayerContext, x: Tensor, saved: MoESaved, gate_up: Tensor, dout: RowOperand
     ) -> tuple[Tensor, Tensor, list[Wgrad]]:
         """(gradients of the received tokens [T', H] and of their weights [T', K], work for W) from `dout` [T', H]."""
-        rows, tokens = saved.rows, self._tokens(x, saved)
+        rows, tokens, share = saved.rows, self._tokens(x, saved), 1.0 / context.tp.size
         dout_rows, index = gathered(dout, rows)
         dgated = self.down.input_grad(dout_rows, rows.offsets, index)
+        down, up = self.down_adapter, self.gate_up_adapter
+        dnarrow = down and down.input_grad_(context, plain(dout_rows), rows.offsets, dgated)
         dgate_up, gated, drow_weights = weighted_glu_backward(self.down.casts, dgated, gate_up, rows, self.act)
         if self.biases is not None:
             drow_weights = drow_weights + self.biases.weights_backward(plain(dout_rows), rows, share)
@@ -190,6 +197,11 @@ class MoE(NamedTuple):
         ]
         if self.biases is not None:
             work += self.biases.wgrads(plain(dgate_up), plain(dout), rows, share)
+        if down is not None and dnarrow is not None:
+            work += down.wgrads(context, plain(dout), plain(gated), dnarrow, rows.offsets, rows.tokens, None)
+        if up is not None:
+            dgates, dnarrow = plain(dgate_up), up.input_grad_(context, plain(dgate_up), rows.offsets, drows)
+            work += up.wgrads(context, dgates, plain(tokens), dnarrow, rows.offsets, None, rows.tokens)
         return sum_rows(drows, rows.positions), dweights, work
 
     def _shared_backward(self, x: Tensor, gate_up: Tensor | None, dy: Tensor) -> tuple[Tensor | None, list[Wgrad]]:
@@ -200,10 +212,12 @@ class MoE(NamedTuple):
         dgate_up, gated = glu_backward(torch.mm(dy, down.weight), gate_up, self.act)
         return dgate_up, [LinearWgrad(down.gradient, dy, gated), LinearWgrad(up.gradient, dgate_up, x)]
 
-    def _gate_up(self, x: Tensor, saved: MoESaved) -> Tensor:
+    def _gate_up(self, context: LayerContext, x: Tensor, saved: MoESaved) -> Tensor:
         rows = saved.rows
         tokens, index = gathered(self._tokens(x, saved), rows)
         gate_up = self.gate_up.forward(tokens, rows.offsets, index)
+        if self.gate_up_adapter is not None:
+            self.gate_up_adapter.add_(context, plain(tokens), rows.offsets, gate_up)
         if self.biases is not None:
             self.biases.add_gate_up_(gate_up, rows)
         return gate_up

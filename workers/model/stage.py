@@ -89,8 +89,9 @@ class Stage(BaseStage):
             kind: rotary_tables(plan, rank, kind, self.device, parameters.master.dtype)
             for kind in dict.fromkeys(self.layer_kinds.values())
         }
-        if experts is not None and parameters.router_bias.layers:
-            self.load_balancer = LoadBalancer(parameters.router_bias, experts.bias_update_rate)
+        router_bias = (frozen[0].shard if frozen else parameters).router_bias
+        if experts is not None and router_bias.layers:
+            self.load_balancer = LoadBalancer(router_bias, experts.bias_update_rate)
         self.embedding_scale = 1.0
         if plan.model.scale_embedding:
             self.embedding_scale = torch.tensor(plan.model.hidden**0.5, dtype=DTYPES[plan.dtype]).item()

@@ -1,4 +1,5 @@
-"""Frozen weights: a rank's parts of the tensors that LoRA does not train, in the dtype of compute alone."""
+"""Frozen weights: a rank's parts of the tensors that LoRA does not train, in the dtype of compute alone, and routing
+biases, which are never rounded."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pentad.workers.checkpoint.lora_base import open_base
 from pentad.workers.params.local_tensor import local_tensors
 from pentad.workers.params.param_init import initial_values
 from pentad.workers.params.parameters import DTYPES
+from pentad.workers.params.router_bias import router_biases
 from pentad.workers.params.sharded_state import read_full
 from pentad.workers.params.weight_shard import WeightShard, shard_of
 
@@ -38,14 +40,16 @@ def frozen_weights(
 
 def _allocate(plan: Plan, shard: ParamShard, rank: int, held: WeightShard | None, device: torch.device) -> WeightShard:
     """The `held` weights if they are the same part of the same tensors, else zeros."""
-    layout, local = zero_layout(plan, shard, rank), local_tensors(plan, shard)
+    layout, local, narrow = zero_layout(plan, shard, rank), local_tensors(plan, shard), DTYPES[plan.dtype]
     if held is not None and (held.layout, held.local_tensors) == (layout, local):
         return held
     if layout.num_shards > 1:
-        compute = torch.zeros(layout.part, dtype=DTYPES[plan.dtype], device=device)
-        return WeightShard(local, layout, compute, None)
-    full = torch.zeros(layout.padded_size, dtype=DTYPES[plan.dtype], device=device)
-    return WeightShard(local, layout, shard_of(layout, full), full)
+        full, compute = None, torch.zeros(layout.part, dtype=narrow, device=device)
+    else:
+        full = torch.zeros(layout.padded_size, dtype=narrow, device=device)
+        compute = shard_of(layout, full)
+    bias = router_biases(plan, shard, torch.promote_types(narrow, torch.float32), device)
+    return WeightShard(local, layout, compute, full, bias)
 
 
 def _fill(weights: WeightShard, plan: Plan, source: Checkpoint | None) -> None:
@@ -56,3 +60,7 @@ def _fill(weights: WeightShard, plan: Plan, source: Checkpoint | None) -> None:
             name = local.tensor.tied_to or local.name
             value = local.slice_of(read_full(source, f"model.{name}", local.tensor.shape))
         values.copy_(value.flatten()[span])
+    if source is None:
+        return
+    for name, bias in weights.router_bias.by_name.items():
+        bias.copy_(read_full(source, f"model.{name}", tuple(bias.shape)))

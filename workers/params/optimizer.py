@@ -7,7 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from pentad.kernels.optimizer.adamw import Coefficients, adamw_, adamw_optimistic_, coefficients
-from pentad.kernels.optimizer.muon import MuonCoefficients, muon_, muon_coefficients, muon_direction_
+from pentad.kernels.optimizer.muon import (
+    MuonCoefficients,
+    muon_,
+    muon_coefficients,
+    muon_direction_,
+    muon_optimistic_,
+)
 from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.params.update_layout import Run
@@ -75,15 +81,20 @@ class _Update:
         self.done = index.stop
 
 
-def optimistic_step(parameters: Parameters, spec: OptimizerSpec, number: int) -> None:
-    """Writes the compute weights as `step` would with a scale of 1; nothing else changes. AdamW only."""
+def optimistic_step(
+    parameters: Parameters, spec: OptimizerSpec, number: int, directions: torch.Tensor | None = None
+) -> None:
+    """Writes the compute weights as `step` would with a scale of 1; nothing else changes."""
     assert parameters.compute is not parameters.master
     for run in parameters.updates.runs:
-        assert run.rule.method == "adamw"
         buffers = parameters.compute, parameters.master, parameters.m
         compute, master, m = (buffer[run.where] for buffer in buffers)
-        v, gradient = parameters.v[run.place], parameters.gradient[run.where]
-        adamw_optimistic_(compute, master, m, v, gradient, _adamw(spec, run, number))
+        if run.rule.method == "adamw":
+            v, gradient = parameters.v[run.place], parameters.gradient[run.where]
+            adamw_optimistic_(compute, master, m, v, gradient, _adamw(spec, run, number))
+        else:
+            assert directions is not None
+            muon_optimistic_(compute, master, directions[run.place], _muon(spec, run, number))
 
 
 def muon_directions(parameters: Parameters, spec: OptimizerSpec, number: int, scale: torch.Tensor) -> torch.Tensor:

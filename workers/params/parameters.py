@@ -14,7 +14,7 @@ from pentad.schedules.spec.zero_layout import zero_layout
 from pentad.workers.params.host_state import HostShard, StateStream
 from pentad.workers.params.local_tensor import LocalTensor, local_tensors
 from pentad.workers.params.param_init import initial_values
-from pentad.workers.params.router_bias import RouterBias
+from pentad.workers.params.router_bias import router_biases
 from pentad.workers.params.update_layout import UpdateLayout, update_layout
 from pentad.workers.params.weight_shard import WeightShard, shard_of
 
@@ -31,8 +31,8 @@ class Parameters(WeightShard):
     Both have the dtype of optimizer state; `master` and `gradient` are float32 (float64 when compute is). `compute` is
     a copy of `master` in the compute dtype, or `master` itself. Layers read `full_weights` and add to `full_gradients`,
     flat; `compute` and `gradient` are views of them. Both are None where stages share buffers
-    (workers/runtime/zero.py). `master`, `m` and `v` may be in `host` memory. `router_bias` is not sharded; it comes
-    with the parameters that are not experts', as every rank of the stage needs it.
+    (workers/runtime/zero.py). `master`, `m` and `v` may be in `host` memory. The `router_bias` of a model that LoRA
+    freezes is with its weights.
     """
 
     updates: UpdateLayout
@@ -41,7 +41,6 @@ class Parameters(WeightShard):
     m: torch.Tensor
     v: torch.Tensor
     full_gradients: torch.Tensor | None
-    router_bias: RouterBias
     host: HostShard | None = None
 
     def state_parts(self) -> Iterator[StatePart]:
@@ -81,7 +80,7 @@ def create_parameters(
     Initial values depend only on the seed and the tensors' names; `initial` overrides them by full tensors. `blank`
     buffers are zeros, for state that comes from a checkpoint or another rank.
     """
-    layout, experts = zero_layout(plan, shard, rank), plan.model.experts
+    layout = zero_layout(plan, shard, rank)
     local, narrow = local_tensors(plan, shard), DTYPES[plan.dtype]
     wide = torch.float64 if narrow is torch.float64 else torch.float32
     state, updates = torch.bfloat16 if plan.optimizer.bf16_state else wide, update_layout(plan.optimizer, local, layout)
@@ -99,7 +98,6 @@ def create_parameters(
         host = HostShard(shapes, stream or StateStream(device))
     # With post-validation the compute weights can be a step ahead, so they need memory of their own.
     shared = host is None and narrow is wide and not has_post_validation(plan.program)
-    bias_layers = () if shard.experts else plan.router_bias_layers(shard.stage)
     parameters = Parameters(
         local_tensors=local,
         layout=layout,
@@ -112,7 +110,7 @@ def create_parameters(
         full_weights=full_weights,
         full_gradients=full_gradients,
         host=host,
-        router_bias=RouterBias(bias_layers, zeros(len(bias_layers), experts.num_experts if experts else 0)),
+        router_bias=router_biases(plan, shard, wide, device),
     )
     for part, span, values in () if blank else parameters.shard_parts(parameters.master):
         if initial is not None:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from pentad.schedules.spec.plan import ParamShard, Plan
+
 
 def updated_bias(bias: torch.Tensor, load: torch.Tensor, rate: float) -> torch.Tensor:
     """The bias [..., E] after a step that sent `load` [..., E] int64 tokens to each expert: up by `rate` below the mean
@@ -26,6 +28,15 @@ class RouterBias(NamedTuple):
     def by_name(self) -> dict[str, torch.Tensor]:
         """The bias [E] of each layer."""
         return {f"layers.{layer}.experts.bias": row for layer, row in zip(self.layers, self.values, strict=True)}
+
+
+def router_biases(plan: Plan, shard: ParamShard, dtype: torch.dtype, device: torch.device) -> RouterBias:
+    """Zeros for the experts of a stage, with its parameters, or with LoRA its frozen weights, that are not experts'."""
+    is_theirs = not shard.experts and shard.frozen == (plan.lora is not None)
+    layers, experts = plan.router_bias_layers(shard.stage) if is_theirs else (), plan.model.experts
+    return RouterBias(
+        layers, torch.zeros(len(layers), experts.num_experts if experts else 0, dtype=dtype, device=device)
+    )
 
 
 class LoadBalancer:

@@ -9,6 +9,7 @@ import torch
 
 from pentad.schedules.spec.zero_layout import ZeroLayout
 from pentad.workers.params.local_tensor import LocalTensor
+from pentad.workers.params.router_bias import RouterBias
 from pentad.workers.params.update_layout import spans
 
 
@@ -16,13 +17,15 @@ from pentad.workers.params.update_layout import spans
 class WeightShard:
     """`compute` [part] is this rank's ZeRO shard of the weights ([size] without ZeRO), in the order of
     `local_tensors` and in the dtype of compute. `full_weights` [padded_size], of which it is a view, is None where
-    stages share buffers (workers/runtime/zero.py).
+    stages share buffers (workers/runtime/zero.py). `router_bias` is not sharded; it comes with the weights that are not
+    experts', as every rank of the stage needs it.
     """
 
     local_tensors: tuple[LocalTensor, ...]
     layout: ZeroLayout
     compute: torch.Tensor
     full_weights: torch.Tensor | None
+    router_bias: RouterBias
 
     def spans(self) -> Iterator[tuple[LocalTensor, int, int]]:
         """The local tensors with where each starts and ends in a full buffer."""

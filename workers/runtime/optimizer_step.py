@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.snapshot import Snapshots, state_update
 from pentad.workers.model.base_stage import BaseStage
+from pentad.workers.model.step_totals import StepTotals
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params import optimizer
 from pentad.workers.params.muon import MuonExchange
@@ -43,81 +44,6 @@ class CommittedStep(NamedTuple):
     norm: torch.Tensor
     taken: torch.Tensor
     squared_lse: torch.Tensor
-
-
-class StepTotals:
-    """What ranks add up at the end of a step, in float64: squared gradient norms by shard; squared log-sum-exps by
-    rank; losses by replica, microbatch, sequence and cp rank; target tokens by source of the data and digests of
-    samples, which `begin` sets for a step.
-
-    Every entry has one contributor, or whole numbers of many, so sums are exact in any order. All ranks get the losses:
-    those of a committed step survive the rank that computed them.
-    """
-
-    def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage]) -> None:
-        self.plan, self.stages, self.at, self.rank = plan, stages, plan.mesh.coordinates(rank), rank
-        *first, self.num_squares = accumulate(map(plan.num_zero_shards, plan.param_shards), initial=0)
-        self.first_square = dict(zip(plan.param_shards, first, strict=True))
-        batch, self.num_sources = plan.batch, len(plan.data.sources)
-        self.loss_shape = (batch.replicas, batch.microbatches, batch.micro_batch_size, plan.mesh.cp)
-        self.counts = plan.owner(ParamShard(plan.program.stages - 1)) == rank
-        self.lse_shape = (batch.replicas, plan.mesh.cp, plan.mesh.pp, 2)
-        self.first_loss = self.num_squares + math.prod(self.lse_shape)
-        self.num_losses = math.prod(self.loss_shape)
-        size = self.first_loss + self.num_losses + self.num_sources + 1
-        self.values = torch.zeros(size, dtype=torch.float64, device=next(iter(stages.values())).device)
-        self.own_counts = self.values[-self.num_sources - 1 :].clone()
-
-    def begin(self, counts: torch.Tensor) -> None:
-        """`counts` [sources + 1] are those of the rank's `Batch`."""
-        self.own_counts = counts
-
-    def fill(self) -> torch.Tensor:
-        """This rank's entries, zeros elsewhere. The owner of an unsharded parameter shard contributes its square."""
-        self.values.zero_()
-        at = self.at
-        for param_shard in self.plan.param_shards_of(self.rank):
-            stage = self.stages[param_shard.stage]
-            buffers = stage.param_buffers[param_shard.experts]
-            buffers.replicated.reduce(stage.layer_context.tp.group)
-            layout = buffers.parameters.layout
-            if layout.num_shards > 1 or self.plan.owner(param_shard) == self.rank:
-                square = optimizer.square_sum(buffers.parameters, buffers.replicated.counted)
-                self.values[self.first_square[param_shard] + layout.shard_index] = square
-        replica = at.dp * self.plan.mesh.ep + at.ep
-        for stage in self.stages.values() if at.tp == 0 else ():
-            self._squared_lse(self.values)[replica, at.cp, at.pp] += stage.squared_lse
-            if stage.last:
-                self._losses(self.values)[replica, ..., at.cp] += stage.loss_sums
-        first = 0 if self.counts else self.num_sources
-        self._counts(self.values)[first:].copy_(self.own_counts[first:])
-        return self.values
-
-    def norm(self, totals: torch.Tensor) -> torch.Tensor:
-        """The global gradient norm, a scalar."""
-        return totals[: self.num_squares].sum().sqrt()
-
-    def losses(self, totals: torch.Tensor) -> torch.Tensor:
-        """[global_batch_size + sources + 1], as in CommittedStep."""
-        return torch.cat((self._losses(totals).sum(3).flatten(), self._counts(totals)))
-
-    def squared_lse(self, totals: torch.Tensor) -> torch.Tensor:
-        """[2], 0 without a z-loss."""
-        return self._squared_lse(totals).sum((0, 1, 2))
-
-    def mean_loss(self, losses: torch.Tensor) -> torch.Tensor:
-        """A scalar, 0 without target tokens."""
-        first = -self.num_sources - 1  # of the counts
-        return losses[:first].sum() / losses[first:-1].sum().clamp(min=1)
-
-    def _counts(self, totals: torch.Tensor) -> torch.Tensor:
-        return totals[-self.num_sources - 1 :]
-
-    def _squared_lse(self, totals: torch.Tensor) -> torch.Tensor:
-        return totals[self.num_squares : self.first_loss].view(self.lse_shape)
-
-    def _losses(self, totals: torch.Tensor) -> torch.Tensor:
-        return totals[self.first_loss : self.first_loss + self.num_losses].view(self.loss_shape)
 
 
 class LocalUpdate(NamedTuple):
@@ -148,18 +74,23 @@ class _StepBase:
     def __init__(
         self,
         plan: Plan,
-        rank: int,
+        groups: ProcessGroups,
         stages: dict[int, BaseStage],
         spikes: SpikeFilter | None,
         snapshots: Sequence[Snapshots],
         cancelled: torch.Tensor,
     ) -> None:
-        self.plan, self.stages, self.spikes, self.totals = plan, stages, spikes, StepTotals(plan, rank, stages)
+        self.plan, self.stages, self.spikes, self.totals = plan, stages, spikes, StepTotals(plan, groups.rank, stages)
         self.snapshots, self.cancelled = snapshots, cancelled
         self.device = self.totals.values.device
         self.version = torch.zeros((), dtype=torch.int64, device=self.device)
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
         self.committed: list[CommittedStep] = []
+        self.muon = {
+            shard: MuonExchange(plan, groups.rank, shard, groups.matrices[shard.stage][shard.experts])
+            for shard in sorted(self._parameters() if groups.matrices else ())
+        }
+        self.directions: dict[ParamShard, torch.Tensor] = {}
 
     def validate(self, check: Check) -> bool:
         """VALIDATE: commits the previous step. False if everything computed since must be discarded."""
@@ -171,9 +102,24 @@ class _StepBase:
 
     def forget(self) -> None:
         """Frees what only a commit of the last step needs. Called when W is about to overwrite its gradients."""
+        self.directions.clear()
 
     def close(self) -> None:
         """Ends background work."""
+
+    def _orthogonalize(self, step: int, norm: torch.Tensor) -> None:
+        """The directions of a step with this global norm, together with the ranks that hold parts of the same
+        matrices."""
+        parameters, spec = self._parameters(), self.plan.optimizer
+        for shard, exchange in self.muon.items():  # in the same order on every rank
+            each = parameters[shard]
+            scale = optimizer.clip_scale(norm, spec.clip_norm, each.master.dtype)
+            self.directions[shard] = optimizer.muon_directions(each, spec, step, scale)
+            exchange.run(self.directions[shard])
+
+    def _not_cancelled(self) -> torch.Tensor:
+        """A bool scalar; on a GPU, as of when the current stream reaches this point."""
+        return self.cancelled.to(self.device, non_blocking=True) == 0
 
     def _taken(self, norm: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
         """The norm, or nan if the step is skipped."""
@@ -204,17 +150,12 @@ class BarrierStep(_StepBase):
         snapshots: Sequence[Snapshots],
         cancelled: torch.Tensor,
     ) -> None:
-        super().__init__(plan, groups.rank, stages, spikes, snapshots, cancelled)
+        super().__init__(plan, groups, stages, spikes, snapshots, cancelled)
         self.world = groups.world
         self.tied = TiedEmbedding(plan, groups.rank, stages, groups.tied)
         # Sorted, because DualPipe's mirror ranks hold the same stages in another order.
         balances = [(stage.load_balancer, groups.gradients[index][0]) for index, stage in sorted(stages.items())]
         self.balances = [(balance, group) for balance, group in balances if balance is not None and balance.rate]
-        self.muon = {
-            shard: MuonExchange(plan, groups.rank, shard, groups.matrices[shard.stage][shard.experts])
-            for shard in sorted(self._parameters() if groups.matrices else ())
-        }
-        self.directions: dict[ParamShard, torch.Tensor] = {}
         self.update: LocalUpdate | None = None
         self.global_norm: GlobalNorm | None = None
 
@@ -232,28 +173,14 @@ class BarrierStep(_StepBase):
         totals = self.totals.fill()
         if not self.muon:
             self.update = LocalUpdate(step, self._not_cancelled())
-        self._sum(totals, check)
+        _sum(totals, self.world, check)
         if self.muon:
             self._orthogonalize(step, self.totals.norm(totals))
             self.update = LocalUpdate(step, self._not_cancelled())
-            self._sum(torch.zeros_like(self.norm), check)
+            _sum(torch.zeros_like(self.norm), self.world, check)
         accepted = self._not_cancelled()
         norm = torch.where(accepted, self.totals.norm(totals), torch.nan)
         self.global_norm = GlobalNorm(step, accepted, norm, self.totals.losses(totals), self.totals.squared_lse(totals))
-
-    def _sum(self, values: torch.Tensor, check: Check) -> None:
-        """Over all ranks, in place."""
-        if self.world is not None:
-            dist.all_reduce(values, group=self.world)
-        check()
-
-    def _orthogonalize(self, step: int, norm: torch.Tensor) -> None:
-        parameters, spec = self._parameters(), self.plan.optimizer
-        for shard, exchange in self.muon.items():  # in the same order on every rank
-            each = parameters[shard]
-            scale = optimizer.clip_scale(norm, spec.clip_norm, each.master.dtype)
-            self.directions[shard] = optimizer.muon_directions(each, spec, step, scale)
-            exchange.run(self.directions[shard])
 
     def step(self, step: int) -> None:
         """STEP, scaled by the norm; changes nothing if the norm is not finite."""
@@ -265,9 +192,6 @@ class BarrierStep(_StepBase):
         accepted = torch.ones((), dtype=torch.bool, device=self.device)
         values = [torch.tensor(each, dtype=torch.float64, device=self.device) for each in (norm, losses, (0.0, 0.0))]
         self._commit(GlobalNorm(step, accepted, *values))
-
-    def forget(self) -> None:
-        self.directions.clear()
 
     def _commit(self, result: GlobalNorm) -> None:
         with state_update(self.snapshots, result.step + 1):
@@ -299,36 +223,38 @@ class BarrierStep(_StepBase):
         self.norm = torch.where(result.accepted, result.norm, self.norm)
         return taken
 
-    def _not_cancelled(self) -> torch.Tensor:
-        """A bool scalar; on a GPU, as of when the current stream reaches this point."""
-        return self.cancelled.to(self.device, non_blocking=True) == 0
-
 
 class PostValidatedStep(_StepBase):
     """STEP updates the compute weights only; the master weights follow once the norm is known. Until then gradients and
-    optimizer state stay as they were."""
+    optimizer state stay as they were.
+
+    Muon's matrices are orthogonalized before the norm leaves, as if it were within the limit. A step that turns out to
+    be clipped has other directions: all ranks orthogonalize again when they validate it, and meet before any commits.
+    """
 
     def __init__(
         self,
         plan: Plan,
-        rank: int,
+        groups: ProcessGroups,
         stages: dict[int, BaseStage],
         spikes: SpikeFilter | None,
         snapshots: Sequence[Snapshots],
         cancelled: torch.Tensor,
         reducer: NormReducer,
     ) -> None:
-        super().__init__(plan, rank, stages, spikes, snapshots, cancelled)
-        self.reducer = reducer
+        super().__init__(plan, groups, stages, spikes, snapshots, cancelled)
+        self.reducer, self.world = reducer, groups.world
         self.unvalidated: int | None = None  # the step whose norm is not known yet
+        self.clipped: LocalUpdate | None = None  # the newest step that was orthogonalized again
 
     @property
     def is_ready(self) -> bool:
         return self.unvalidated is not None and self.unvalidated == self.reducer.newest_partial
 
     def reduce_norm(self, step: int, check: Check) -> None:
-        """NORM: submits this rank's sums."""
+        """NORM: submits this rank's sums. A step that any rank commits thus has directions on every rank."""
         totals = self.totals.fill()
+        self._orthogonalize(step, torch.zeros_like(self.norm))
         self.unvalidated = step
         if totals.device.type == "cpu":
             self.reducer.submit(NormPartial(step, totals.clone(), lambda: True))
@@ -340,8 +266,8 @@ class PostValidatedStep(_StepBase):
 
     def step(self, step: int) -> None:
         """STEP, as if the norm were within the limit."""
-        for parameters in self._parameters().values():
-            optimizer.optimistic_step(parameters, self.plan.optimizer, step)
+        for shard, parameters in self._parameters().items():
+            optimizer.optimistic_step(parameters, self.plan.optimizer, step, self.directions.get(shard))
 
     def validate(self, check: Check) -> bool:
         """Waits for the norm. False if it is over the limit or not finite: the compute weights have then changed."""
@@ -349,37 +275,75 @@ class PostValidatedStep(_StepBase):
             return True
         # Every entry is one pipeline's, and zero in the others.
         totals = self.reducer.wait(self.unvalidated, check).sum(0)
-        sums = self.totals.losses(totals), self.totals.squared_lse(totals)
-        return self._commit(self.unvalidated, self.totals.norm(totals), *sums)
+        norm, sums = self.totals.norm(totals), (self.totals.losses(totals), self.totals.squared_lse(totals))
+        accepted = self._orthogonalize_again(self.unvalidated, norm, check) if self._changes_directions(norm) else None
+        return self._commit(self.unvalidated, norm, *sums, accepted)
 
     def commit(self, step: int, norm: float, losses: Sequence[float]) -> None:
-        self._commit(step, *(torch.tensor(each, dtype=torch.float64) for each in (norm, losses, (0.0, 0.0))))
+        values = [torch.tensor(each, dtype=torch.float64) for each in (norm, losses, (0.0, 0.0))]
+        if self._changes_directions(values[0]):
+            found = self.clipped
+            if found is None or found.step != step or not found.complete:
+                raise PentadError(f"step {step} was clipped, and its directions need the other ranks")
+        self._commit(step, *values)
 
     def close(self) -> None:
         self.reducer.close()
 
-    def _commit(self, step: int, norm: torch.Tensor, losses: torch.Tensor, squared_lse: torch.Tensor) -> bool:
+    def _changes_directions(self, norm: torch.Tensor) -> bool:
+        """Whether clipping makes the optimistic directions wrong."""
+        return bool(self.muon) and bool(optimizer.clip_scale(norm, self.plan.optimizer.clip_norm, norm.dtype) < 1)
+
+    def _orthogonalize_again(self, step: int, norm: torch.Tensor, check: Check) -> torch.Tensor:
+        """The directions of a clipped step; a bool scalar, false after an abort. When it returns, every rank has
+        them."""
+        self._orthogonalize(step, norm.to(self.device))
+        self.clipped = LocalUpdate(step, self._not_cancelled())
+        _sum(torch.zeros_like(self.norm), self.world, check)
+        return self._not_cancelled()
+
+    def _commit(
+        self,
+        step: int,
+        norm: torch.Tensor,
+        losses: torch.Tensor,
+        squared_lse: torch.Tensor,
+        accepted: torch.Tensor | None = None,
+    ) -> bool:
         with state_update(self.snapshots, step + 1):
-            taken, unscaled = self._update(step, norm, losses)
+            taken, unscaled = self._update(step, norm, losses, accepted)
         self.norm, self.unvalidated = norm, None
         self.committed.append(CommittedStep(step, losses, norm, taken, squared_lse))
         return unscaled
 
-    def _update(self, step: int, norm: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Changes the state; returns the norm, or nan if the step is skipped, and whether nothing was clipped."""
-        parameters, taken = list(self._parameters().values()), self._taken(norm, losses)
-        factor = optimizer.clip_scale(taken, self.plan.optimizer.clip_norm, parameters[0].master.dtype)
+    def _update(
+        self, step: int, norm: torch.Tensor, losses: torch.Tensor, accepted: torch.Tensor | None
+    ) -> tuple[torch.Tensor, bool]:
+        """Changes the state, unless it is not `accepted`; returns the norm, or nan if the step is skipped, and whether
+        nothing was clipped."""
+        parameters, taken = self._parameters(), self._taken(norm, losses)
+        dtype = next(iter(parameters.values())).master.dtype
+        factor = optimizer.clip_scale(taken, self.plan.optimizer.clip_norm, dtype)
         finite, unscaled = bool(factor.isfinite()), bool(factor == 1)
-        scale = factor.to(self.device, non_blocking=True)
-        for each in parameters:
+        scale, version = factor.to(self.device, non_blocking=True), torch.full_like(self.version, step + 1)
+        if accepted is not None:
+            scale, version = torch.where(accepted, scale, torch.nan), torch.where(accepted, version, self.version)
+        for shard, each in parameters.items():
             if not finite:
                 each.refresh()
-            optimizer.step(each, self.plan.optimizer, step, scale)
-        self.version.fill_(step + 1)
+            optimizer.step(each, self.plan.optimizer, step, scale, self.directions.get(shard))
+        self.version.copy_(version)
         return taken, unscaled
 
 
 OptimizerStep = BarrierStep | PostValidatedStep
+
+
+def _sum(values: torch.Tensor, world: dist.ProcessGroup | None, check: Check) -> None:
+    """Over all ranks, in place."""
+    if world is not None:
+        dist.all_reduce(values, group=world)
+    check()
 
 
 def _to_host(value: torch.Tensor) -> torch.Tensor:

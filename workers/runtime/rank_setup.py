@@ -138,4 +138,4 @@ def make_optimizer_step(
     pipeline = first_ranks.index(mesh.move(groups.rank, pp=0))
     store = join_store(address, mesh.size, timeout_seconds)
     reducer = NormReducer(store, pipeline, mesh.coordinates(groups.rank).pp, len(first_ranks), mesh.pp, cancelled)
-    return PostValidatedStep(plan, groups.rank, stages, spikes, snapshots, cancelled, reducer)
+    return PostValidatedStep(plan, groups, stages, spikes, snapshots, cancelled, reducer)

@@ -7,7 +7,13 @@ from closeness import relative_error
 from reference_muon import newton_schulz as expected_newton_schulz
 from torch import Tensor
 
-from pentad.kernels.optimizer.muon import MuonCoefficients, muon_, muon_coefficients, muon_direction_
+from pentad.kernels.optimizer.muon import (
+    MuonCoefficients,
+    muon_,
+    muon_coefficients,
+    muon_direction_,
+    muon_optimistic_,
+)
 from pentad.kernels.optimizer.newton_schulz import newton_schulz
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (1, 7)]
@@ -73,6 +79,16 @@ def test_a_scale_that_is_not_finite_changes_nothing(device: str, bad: float) -> 
     before = [t.clone() for t in tensors]
     muon_(*tensors, torch.tensor([bad], device=device), coefficients())
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_optimistic_step_writes_the_bits_of_the_step(device: str, narrow: torch.dtype) -> None:
+    master, momentum, grad, direction = shard(3001, device, torch.float32)
+    expected, found = torch.empty(2, 3001, device=device, dtype=narrow)
+    muon_optimistic_(found, master, direction, coefficients())
+    muon_(master, momentum, grad, direction, expected, torch.ones(1, device=device), coefficients())
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from pentad.orchestrator.planning.estimate import costs_of, flops_per_token, mem
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.run.init_from import with_base
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.lora import LoraBase
+from pentad.schedules.spec.lora import EXPERTS, LATENT_ATTENTION, SEPARATE, LoraBase
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.checkpoint.manifest import Shard
@@ -24,7 +25,10 @@ ZERO_3 = ("zero.stage=3", "zero.max_gathered=1")
 ATTENTION = "q_proj, k_proj, v_proj, o_proj"
 MIXTRAL = ("model.family=mixtral", "model.experts.num_experts=4", "model.experts.top_k=2",
            "model.experts.intermediate_size=32")  # fmt: skip
-SEPARATE = "lora.targets has 'q_proj', 'k_proj', 'v_proj'"
+DEEPSEEK = (*MIXTRAL[1:], "model.family=deepseek-v3", "model.kv_heads=8", "model.mla.kv_lora_rank=8",
+            "model.mla.q_lora_rank=8", "model.mla.qk_nope_head_dim=8", "model.mla.qk_rope_head_dim=4",
+            "model.mla.v_head_dim=8")  # fmt: skip
+DEFAULTS = "lora.targets has 'q_proj', 'k_proj', 'v_proj'"
 REFUSED = [
     ("lora.targets=[wq]", f"lora.targets has 'wq': expected some of {ATTENTION}, gate_proj, up_proj, down_proj"),
     ("lora.targets=[]", "lora.targets is []: expected at least one module"),
@@ -33,7 +37,7 @@ REFUSED = [
     ("lora.alpha=0", "lora.alpha is 0: expected more than 0.0"),
     ("run.init_from=null", "run.init_from is null: expected the model that lora.rank = 4 trains adapters for"),
     ("run.init_step=true", "run.init_step is true: expected false with lora.rank, whose adapters begin anew"),
-    ("model.family=phi3", f"{SEPARATE}: expected some of qkv_proj, o_proj, gate_up_proj, down_proj"),
+    ("model.family=phi3", f"{DEFAULTS}: expected some of qkv_proj, o_proj, gate_up_proj, down_proj"),
 ]
 
 
@@ -49,12 +53,24 @@ def test_an_adapter_to_continue_needs_a_rank() -> None:
         load(None, ["lora.init_from=adapter"])
 
 
-def test_experts_have_no_adapters() -> None:
-    assert load(None, [*LORA, *MIXTRAL]).lora_spec is not None  # the targets are those of attention
-    with pytest.raises(
-        PentadError, match=f"'up_proj', 'down_proj': expected some of {ATTENTION}, as experts have no adapters"
+def test_experts_have_adapters_by_the_names_of_their_weights() -> None:
+    lora = load(None, [*LORA, *MIXTRAL, "lora.targets=all-linear"]).lora_spec
+    assert lora is not None and lora.targets == (*SEPARATE[:4], *EXPERTS)
+    expected = f"lora.targets has 'gate_proj': expected some of {ATTENTION}, {', '.join(EXPERTS)}"
+    with pytest.raises(PentadError, match=expected):
+        load(None, [*LORA, *MIXTRAL, "lora.targets=[q_proj,gate_proj]"])
+
+
+def test_latent_attention_has_adapters_and_routing_biases_stay() -> None:
+    lora = load(None, [*LORA, *DEEPSEEK, "lora.targets=all-linear"]).lora_spec
+    assert lora is not None and lora.targets == (*LATENT_ATTENTION, *EXPERTS)
+    for override, sentence in (
+        ("lora.targets=[q_proj]", f"lora.targets has 'q_proj': expected some of {', '.join(lora.targets)}"),
+        ("model.experts.bias_update_rate=0.001", "model.experts.bias_update_rate is 0.001: expected 0 with lora.rank"),
+        ("model.mtp_layers=1", "model.mtp_layers is 1: expected 0 with lora.rank"),
     ):
-        load(None, [*LORA, *MIXTRAL, "lora.targets=all-linear"])
+        with pytest.raises(PentadError, match=re.escape(sentence)):
+            load(None, [*LORA, *DEEPSEEK, "lora.targets=all-linear", override])
 
 
 def test_all_linear_stands_for_every_module() -> None:

@@ -60,12 +60,6 @@ def test_a_model_of_ones_own_has_neither_z_loss_nor_muon(tmp_path: Path) -> None
     assert "optimizer.name is muon: expected adamw for model" in str(caught.value)
 
 
-def test_muon_refuses_post_validation() -> None:
-    expected = "schedule.post_validation is true: expected false for optimizer.name = muon"
-    with pytest.raises(PentadError, match=expected):
-        load(None, ["optimizer.name=muon", "schedule.post_validation=true"])
-
-
 @pytest.mark.parametrize(("name", "key"), [("adamw", "beta2"), ("adamw", "beta1"), ("muon", "momentum")])
 def test_a_moment_that_bfloat16_would_freeze_is_refused(name: str, key: str) -> None:
     overrides = [f"optimizer.name={name}", "precision.optimizer_state=bfloat16"]

@@ -19,16 +19,28 @@ from safetensors.torch import load_file, save_file
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.learning_rate import LearningRate
-from pentad.schedules.spec.lora import LoraBase, LoraSpec, targets_of
+from pentad.schedules.spec.lora import EXPERTS, LATENT_ATTENTION, LoraBase, LoraSpec, targets_of
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.data.sources import open_dataset
 from pentad.workers.hf.exporter import Request, export_checkpoint
+from pentad.workers.hf.importer import Imported
+from pentad.workers.hf.kept_files import FOLDER, read_files
 from pentad.workers.hf.peft import WEIGHTS, export_adapter, import_adapter, read_adapter
 
-STEPS, MESHES = 20, {"llama": {"tp": 2}, "phi3": {"tp": 2}, "qwen3-moe": {"ep": 2, "tp": 2}}
+STEPS = 20
+MESHES = {
+    "llama": {"tp": 2},
+    "phi3": {"tp": 2},
+    "qwen3-moe": {"ep": 2, "tp": 2},
+    "mixtral": {"tp": 2},
+    "gpt-oss": {"ep": 2, "tp": 2},
+    "deepseek-v3": {"ep": 2, "tp": 2},
+    "deepseek-v3-yarn": {"tp": 2},
+    "deepseek-v3-halves": {"ep": 2},
+}
 
 
 @pytest.mark.slow
@@ -40,8 +52,9 @@ def test_training_equals_that_of_peft(fleet, corpus, tmp_path, family):
     files = hf_models.save(model, tmp_path / "files")
     imported = take(files, tmp_path / "base")
     lora = LoraSpec(3, 6.0, targets_of(imported.model, fused=family == "phi3"), base_of(imported.folder))
-    plan, theirs = plan_on(corpus, imported.model, lora, MESHES[family]), saved_by_peft(model, lora, tmp_path / "first")
-    first = import_adapter(tmp_path / "first", tmp_path / "checkpoints", plan.model, lora)
+    plan = plan_on(corpus, without_balancing(imported.model), lora, MESHES[family])
+    theirs, request = saved_by_peft(model, lora, tmp_path / "first"), request_of(imported)
+    first = import_adapter(tmp_path / "first", tmp_path / "checkpoints", request, lora)
     last = checkpoint.folder_of(tmp_path / "checkpoints", STEPS)
     outcomes = fleet.run(plan, [(0, STEPS)], restore=str(first), save=str(last))
     entries = [Shard.from_plain(entry) for outcome in outcomes for entry in outcome.shards]
@@ -51,7 +64,7 @@ def test_training_equals_that_of_peft(fleet, corpus, tmp_path, family):
         sums = losses_of(outcomes, step).values()
         assert sum(sums) / plan.batch.tokens == pytest.approx(loss, rel=1e-4)
 
-    source, request = checkpoint.open_checkpoint(last), request_of(family, plan.model)
+    source = checkpoint.open_checkpoint(last)
     export_adapter(source, tmp_path / "adapter", request, lambda done, total: None)
     export_checkpoint(source, tmp_path / "merged", request, lambda done, total: None)
     tokens = batch_of(plan, 0)[0]
@@ -65,15 +78,28 @@ def test_training_equals_that_of_peft(fleet, corpus, tmp_path, family):
         assert (merged(tokens).logits - loaded(tokens).logits).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-def test_an_imported_adapter_has_the_logits_of_peft(tmp_path, dtype):
+LOGITS: list[Any] = [
+    ("llama", ("q_proj", "v_proj", "up_proj", "down_proj"), torch.float32),
+    ("deepseek-v3", (*LATENT_ATTENTION, *EXPERTS), torch.float32),
+    pytest.param("llama", ("q_proj", "down_proj"), torch.bfloat16, marks=pytest.mark.slow),
+    pytest.param("deepseek-v3-halves", (*LATENT_ATTENTION, *EXPERTS), torch.float32, marks=pytest.mark.slow),
+    pytest.param("deepseek-v3-yarn", ("q_proj", "experts.down_proj"), torch.float32, marks=pytest.mark.slow),
+    pytest.param("gpt-oss", EXPERTS, torch.float32, marks=pytest.mark.slow),
+    pytest.param("gpt-oss", EXPERTS[:1], torch.float32, marks=pytest.mark.slow),
+    pytest.param("mixtral", EXPERTS[1:], torch.float32, marks=pytest.mark.slow),
+    pytest.param("qwen3-moe", EXPERTS, torch.bfloat16, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "targets", "dtype"), LOGITS)
+def test_an_imported_adapter_has_the_logits_of_peft(tmp_path, family, targets, dtype):
     torch.manual_seed(0)
-    model = hf_models.make("llama")
+    model = hf_models.make(family)
     imported = take(hf_models.save(model, tmp_path / "files"), tmp_path / "base")
-    lora = LoraSpec(3, 6.0, ("q_proj", "v_proj", "up_proj", "down_proj"), base_of(imported.folder))
-    theirs = saved_by_peft(model, lora, tmp_path / "adapter", dtype)
-    folder = import_adapter(tmp_path / "adapter", tmp_path / "checkpoints", imported.model, lora)
-    source, request = checkpoint.open_checkpoint(folder), request_of("llama", imported.model)
+    lora = LoraSpec(3, 6.0, targets, base_of(imported.folder))
+    theirs, request = saved_by_peft(model, lora, tmp_path / "adapter", dtype), request_of(imported)
+    folder = import_adapter(tmp_path / "adapter", tmp_path / "checkpoints", request, lora)
+    source = checkpoint.open_checkpoint(folder)
     export_checkpoint(source, tmp_path / "merged", request, lambda done, total: None)
     export_adapter(source, tmp_path / "again", request, lambda done, total: None)
     tokens = torch.arange(32).view(2, 16)
@@ -117,7 +143,8 @@ BAD_FOLDERS: list[tuple[dict[str, Any], LoraSpec, str]] = [
 @pytest.mark.parametrize(("changes", "lora", "sentence"), BAD_FOLDERS)
 def test_an_adapter_of_another_kind_is_refused(tmp_path, changes, lora, sentence):
     write_adapter(tmp_path, ADAPTED, **changes)
-    assert read_adapter(write_adapter(tmp_path / "good", ADAPTED), ADAPTED, LoraSpec(2, 4.0, ATTENTION))
+    good = write_adapter(tmp_path / "good", ADAPTED)
+    assert read_adapter(good, Request("llama", ADAPTED, 0), LoraSpec(2, 4.0, ATTENTION))
     refused_adapter(tmp_path, ADAPTED, lora, sentence)
 
 
@@ -156,20 +183,21 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path):
     file = write_adapter(tmp_path, ADAPTED) / WEIGHTS
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(PentadError, match=r"adapter_model\.safetensors cannot be read \(.*\): expected the adapters"):
-        read_adapter(tmp_path, ADAPTED, lora)
+        read_adapter(tmp_path, Request("llama", ADAPTED, 0), lora)
     save_file({"base_model.model.lm_head.lora_A.weight": torch.zeros(2, 16)}, file)
     refused_adapter(
         tmp_path,
         ADAPTED,
         lora,
         "tensor base_model.model.lm_head.lora_A.weight is in {file}: expected only adapters of q_proj, k_proj, v_proj, "
-        "o_proj, gate_proj, up_proj, down_proj, qkv_proj, gate_up_proj",
+        "q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj, gate_proj, up_proj, down_proj, qkv_proj, "
+        "gate_up_proj, experts.gate_up_proj, experts.down_proj",
     )
 
 
 def refused_adapter(folder: Path, model: ModelSpec, lora: LoraSpec, sentence: str) -> None:
     with pytest.raises(PentadError) as caught:
-        read_adapter(folder, model, lora)
+        read_adapter(folder, Request("llama", model, 0), lora)
     assert str(caught.value) == sentence.format(at=folder, file=folder / WEIGHTS)
 
 
@@ -180,7 +208,8 @@ def saved_by_peft(
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=int(lora.alpha),
-        target_modules=list(lora.targets),
+        target_modules=[target for target in lora.targets if target not in EXPERTS],
+        target_parameters=[target for target in lora.targets if target in EXPERTS] or None,
         lora_dropout=0.0,
         init_lora_weights=False,
     )
@@ -204,8 +233,16 @@ def base_of(folder: Path) -> LoraBase:
     return LoraBase(str(folder), checkpoint.fingerprint(folder))
 
 
-def request_of(family: str, model: ModelSpec) -> Request:
-    return Request(family, model, positions=64)
+def request_of(imported: Imported) -> Request:
+    kept = read_files(imported.folder.parent.parent / FOLDER)
+    return Request(imported.family, imported.model, positions=64, kept=kept)
+
+
+def without_balancing(model: ModelSpec) -> ModelSpec:
+    """As transformers trains it unless asked for the routers' logits."""
+    if model.experts is None:
+        return model
+    return replace(model, experts=replace(model.experts, aux_loss_coef=0.0, bias_update_rate=0.0))
 
 
 def batch_of(plan: Plan, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from small_models import FAMILIES, HEADS
 from worker_processes import check_recovery
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.spec.lora import FUSED, SEPARATE, LoraSpec
+from pentad.schedules.spec.lora import EXPERTS, FUSED, SEPARATE, LoraSpec, targets_of
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
@@ -76,6 +76,60 @@ def test_attention_has_adapters_in_every_family(fleet, corpus, family, name, siz
     assert_equals_one_process(fleet, plan, check_bytes=True)
 
 
+LATENT_CASES: list[Any] = [
+    ("deepseek-v3", "zb-h2", {"pp": 2, "tp": 2}, 0),
+    pytest.param("deepseek-v3", "dualpipev", {"pp": 2, "ep": 2}, 1, marks=slow),
+    pytest.param("deepseek-v3", "zb-h2", {"pp": 2, "cp": 2}, 0, marks=slow),
+    pytest.param("deepseek-v3", "1f1b", {"ep": 2, "tp": 2}, 0, marks=slow),
+    pytest.param("deepseek-v3", "zb-v", {"pp": 2, "dp": 2}, 3, marks=slow),
+    pytest.param("deepseek-v3", "dualpipev", {"pp": 2, "ep": 2}, 3, marks=slow),
+    pytest.param("deepseek-v3", "gpipe", {"dp": 2}, 2, marks=slow),
+    pytest.param("deepseek-v2-lite", "zb-h2", {"pp": 2, "tp": 2}, 0, marks=slow),
+    pytest.param("deepseek-v2-lite", "dualpipev", {"pp": 2, "cp": 2}, 3, marks=slow),
+    pytest.param("deepseek-v2-lite", "1f1b", {"tp": 4}, 0, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "sizes", "zero"), LATENT_CASES)
+def test_latent_attention_and_experts_have_adapters(fleet, corpus, family, name, sizes, zero):
+    assert_equals_one_process(fleet, adapted(corpus, family, name, sizes, zero), check_bytes=True)
+
+
+EXPERT_CASES: list[Any] = [
+    ("qwen3-moe", "zb-h2", {"pp": 2, "ep": 2}, 0),
+    pytest.param("qwen3-moe", "1f1b", {"ep": 2, "tp": 2}, 0, marks=slow),
+    pytest.param("mixtral", "dualpipev", {"pp": 2, "tp": 2}, 0, marks=slow),
+    pytest.param("mixtral", "zb-v", {"ep": 2, "pp": 2}, 3, marks=slow),
+    pytest.param("mixtral", "1f1b", {"ep": 2, "dp": 2}, 3, marks=slow),
+    pytest.param("mixtral", "1f1b", {"ep": 2, "cp": 2}, 2, marks=slow),
+    pytest.param("gpt-oss", "zb-h2", {"ep": 2, "tp": 2}, 0, marks=slow),
+    pytest.param("gpt-oss", "dualpipe", {"pp": 4}, 3, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "sizes", "zero"), EXPERT_CASES)
+def test_experts_have_adapters(fleet, corpus, family, name, sizes, zero):
+    assert_equals_one_process(fleet, adapted(corpus, family, name, sizes, zero), check_bytes=True)
+
+
+@slow
+@pytest.mark.parametrize("targets", [EXPERTS, EXPERTS[:1], EXPERTS[1:]])
+def test_adapters_of_experts_alone(fleet, corpus, targets):
+    """Some layers then have none."""
+    plan = adapted(corpus, "deepseek-v3", "zb-h2", {"pp": 2, "ep": 2}, 1)
+    lora = LoraSpec(rank=3, alpha=6.0, targets=targets)
+    assert_equals_one_process(fleet, replace(plan, lora=lora))
+
+
+def adapted(corpus: str, family: str, name: str, sizes: dict[str, int], zero: int, **more: Any) -> Plan:
+    """A model with adapters everywhere, whose routing biases stay."""
+    model = replace(FAMILIES[family], layers=4)
+    if model.experts is not None:
+        model = replace(model, experts=replace(model.experts, bias_update_rate=0.0))
+    lora = LoraSpec(rank=3, alpha=6.0, targets=targets_of(model))
+    return plan_with(corpus, lora, name, sizes, model=model, memory_options=MemoryOptions(zero=zero), **more)
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "zero"),
     [
@@ -91,6 +145,14 @@ def test_one_adapter_serves_projections_that_are_one_module(fleet, corpus, name,
     lora = LoraSpec(rank=3, alpha=6.0, targets=FUSED)
     plan = plan_with(corpus, lora, name, sizes, model=DENSE, memory_options=MemoryOptions(zero=zero))
     assert_equals_one_process(fleet, plan, check_bytes=True)
+
+
+@slow
+@pytest.mark.parametrize("mode", ["selective", "attention", "full"])
+def test_recomputed_latents_and_experts_have_adapters(fleet, corpus, mode):
+    plan = adapted(corpus, "deepseek-v3", "1f1b", {"pp": 2, "tp": 2}, 0, recompute=mode)
+    assert_equals_one_process(fleet, plan)
+    assert_equals_one_process(fleet, adapted(corpus, "deepseek-v3", "zb-v", {"pp": 2, "ep": 2}, 3, recompute=mode))
 
 
 @slow
@@ -130,6 +192,27 @@ def test_runs_with_adapters_repeat_and_resume_bit_identically(fleet, corpus, tmp
     options, lora = MemoryOptions(zero=zero), ATTENTION if model.experts else ALL
     plan = plan_with(corpus, lora, name, sizes, model=model, memory_options=options, dtype="float32")
     assert_repeatable(fleet, plan, tmp_path)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("name", "sizes", "zero"),
+    [
+        ("zb-h2", {"pp": 2, "tp": 2}, 0),
+        ("dualpipev", {"pp": 2, "ep": 2}, 3),
+        ("1f1b", {"ep": 2, "tp": 2}, 1),
+        ("zb-v", {"pp": 2, "cp": 2}, 2),
+    ],
+)
+def test_adapters_of_latents_and_experts_repeat_and_resume_bit_identically(fleet, corpus, tmp_path, name, sizes, zero):
+    assert_repeatable(fleet, adapted(corpus, "deepseek-v3", name, sizes, zero, dtype="float32"), tmp_path)
+
+
+@slow
+@pytest.mark.parametrize(("name", "sizes", "zero"), [("1f1b", {"ep": 2, "tp": 2}, 1), ("zb-h2", {"pp": 2, "ep": 2}, 3)])
+def test_muon_updates_adapters(fleet, corpus, name, sizes, zero):
+    plan = adapted(corpus, "deepseek-v3", name, sizes, zero)
+    assert_equals_one_process(fleet, replace(plan, optimizer=replace(plan.optimizer, name="muon")))
 
 
 RECOVERIES: list[Any] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,9 @@ from bits import same_bits
 from exactness import assert_equals_one_process
 from fleet import assemble
 from plans import global_batches, plan_on_mesh
-from resume import run_and_save, save_and_resume
+from resume import assert_repeatable, run_and_save, save_and_resume
 from small_models import FAMILIES, HEADS, MOE
+from worker_processes import check_recovery
 
 from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
@@ -90,6 +92,50 @@ def test_muon_on_experts(fleet, corpus, family, name, sizes, zero):
 def test_options_of_the_optimizer(fleet, corpus, optimizer):
     sizes, options = {"tp": 2, "dp": 2}, MemoryOptions(zero=1)
     assert_equals_one_process(fleet, plan_with(corpus, optimizer, "1f1b", sizes, memory_options=options))
+
+
+POST_VALIDATED: list[Any] = [
+    ("zb-h2", {"pp": 2, "tp": 2}, 0, 0.5),
+    pytest.param("zb-h2", {"pp": 4}, 0, 100.0, marks=slow),
+    pytest.param("zb-h2", {"pp": 2, "dp": 2}, 3, 0.5, marks=slow),
+    pytest.param("dualpipev", {"pp": 2, "tp": 2}, 0, 0.5, marks=slow),
+    pytest.param("dualpipe", {"pp": 2, "dp": 2}, 1, 0.5, marks=slow),
+    pytest.param("zb-v", {"pp": 2, "cp": 2}, 2, None, marks=slow),
+    pytest.param("1f1b", {"pp": 2, "dp": 2}, 1, 100.0, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "zero", "clip_norm"), POST_VALIDATED)
+def test_muon_with_post_validation(fleet, corpus, name, sizes, zero, clip_norm):
+    """Steps that are clipped are orthogonalized again, those within the limit are not."""
+    model, optimizer = replace(HEADS, layers=4), replace(MUON, clip_norm=clip_norm)
+    options = {"model": model, "memory_options": MemoryOptions(zero=zero), "post_validation": True}
+    assert_equals_one_process(fleet, plan_with(corpus, optimizer, name, sizes, **options))
+
+
+@slow
+@pytest.mark.parametrize(("name", "sizes"), [("zb-h2", {"pp": 2, "ep": 2}), ("dualpipev", {"pp": 2, "ep": 2})])
+def test_muon_on_experts_with_post_validation(fleet, corpus, name, sizes):
+    model = replace(FAMILIES["mixtral"], layers=4)
+    assert_equals_one_process(fleet, plan_with(corpus, MUON, name, sizes, model=model, post_validation=True))
+
+
+@slow
+@pytest.mark.parametrize("clip_norm", [0.5, 100.0])
+def test_muon_with_post_validation_repeats_and_resumes_bit_identically(fleet, corpus, tmp_path, clip_norm):
+    model, optimizer = replace(HEADS, layers=4), replace(MUON, clip_norm=clip_norm)
+    plan = plan_with(corpus, optimizer, "zb-h2", {"pp": 2, "tp": 2}, model=model, post_validation=True, dtype="float32")
+    assert_repeatable(fleet, plan, tmp_path)
+
+
+@slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("clip_norm", [0.5, 100.0])
+@pytest.mark.parametrize("sizes", [{"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}])
+def test_muon_with_post_validation_that_loses_a_rank_ends_with_the_same_bits(workers, corpus, sizes, clip_norm):
+    model, optimizer = replace(HEADS, layers=4), replace(MUON, clip_norm=clip_norm)
+    plan = plan_with(corpus, optimizer, "zb-h2", sizes, model=model, post_validation=True, dtype="float32")
+    check_recovery(workers, plan, 16, signal.SIGKILL)
 
 
 @slow

@@ -1,0 +1,87 @@
+"""What all ranks add up at the end of a step: gradient norms, losses, counts."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+import torch
+
+from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.workers.model.base_stage import BaseStage
+from pentad.workers.params import optimizer
+
+
+class StepTotals:
+    """What ranks add up at the end of a step, in float64: squared gradient norms by shard; squared log-sum-exps by
+    rank; losses by replica, microbatch, sequence and cp rank; target tokens by source of the data and digests of
+    samples, which `begin` sets for a step.
+
+    Every entry has one contributor, or whole numbers of many, so sums are exact in any order. All ranks get the losses:
+    those of a committed step survive the rank that computed them.
+    """
+
+    def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage]) -> None:
+        self.plan, self.stages, self.at, self.rank = plan, stages, plan.mesh.coordinates(rank), rank
+        *first, self.num_squares = accumulate(map(plan.num_zero_shards, plan.param_shards), initial=0)
+        self.first_square = dict(zip(plan.param_shards, first, strict=True))
+        batch, self.num_sources = plan.batch, len(plan.data.sources)
+        self.loss_shape = (batch.replicas, batch.microbatches, batch.micro_batch_size, plan.mesh.cp)
+        self.counts = plan.owner(ParamShard(plan.program.stages - 1)) == rank
+        self.lse_shape = (batch.replicas, plan.mesh.cp, plan.mesh.pp, 2)
+        self.first_loss = self.num_squares + math.prod(self.lse_shape)
+        self.num_losses = math.prod(self.loss_shape)
+        size = self.first_loss + self.num_losses + self.num_sources + 1
+        self.values = torch.zeros(size, dtype=torch.float64, device=next(iter(stages.values())).device)
+        self.own_counts = self.values[-self.num_sources - 1 :].clone()
+
+    def begin(self, counts: torch.Tensor) -> None:
+        """`counts` [sources + 1] are those of the rank's `Batch`."""
+        self.own_counts = counts
+
+    def fill(self) -> torch.Tensor:
+        """This rank's entries, zeros elsewhere. The owner of an unsharded parameter shard contributes its square."""
+        self.values.zero_()
+        at = self.at
+        for param_shard in self.plan.param_shards_of(self.rank):
+            stage = self.stages[param_shard.stage]
+            buffers = stage.param_buffers[param_shard.experts]
+            buffers.replicated.reduce(stage.layer_context.tp.group)
+            layout = buffers.parameters.layout
+            if layout.num_shards > 1 or self.plan.owner(param_shard) == self.rank:
+                square = optimizer.square_sum(buffers.parameters, buffers.replicated.counted)
+                self.values[self.first_square[param_shard] + layout.shard_index] = square
+        replica = at.dp * self.plan.mesh.ep + at.ep
+        for stage in self.stages.values() if at.tp == 0 else ():
+            self._squared_lse(self.values)[replica, at.cp, at.pp] += stage.squared_lse
+            if stage.last:
+                self._losses(self.values)[replica, ..., at.cp] += stage.loss_sums
+        first = 0 if self.counts else self.num_sources
+        self._counts(self.values)[first:].copy_(self.own_counts[first:])
+        return self.values
+
+    def norm(self, totals: torch.Tensor) -> torch.Tensor:
+        """The global gradient norm, a scalar."""
+        return totals[: self.num_squares].sum().sqrt()
+
+    def losses(self, totals: torch.Tensor) -> torch.Tensor:
+        """[global_batch_size + sources + 1], as in CommittedStep."""
+        return torch.cat((self._losses(totals).sum(3).flatten(), self._counts(totals)))
+
+    def squared_lse(self, totals: torch.Tensor) -> torch.Tensor:
+        """[2], 0 without a z-loss."""
+        return self._squared_lse(totals).sum((0, 1, 2))
+
+    def mean_loss(self, losses: torch.Tensor) -> torch.Tensor:
+        """A scalar, 0 without target tokens."""
+        first = -self.num_sources - 1  # of the counts
+        return losses[:first].sum() / losses[first:-1].sum().clamp(min=1)
+
+    def _counts(self, totals: torch.Tensor) -> torch.Tensor:
+        return totals[-self.num_sources - 1 :]
+
+    def _squared_lse(self, totals: torch.Tensor) -> torch.Tensor:
+        return totals[self.num_squares : self.first_loss].view(self.lse_shape)
+
+    def _losses(self, totals: torch.Tensor) -> torch.Tensor:
+        return totals[self.first_loss : self.first_loss + self.num_losses].view(self.loss_shape)
