@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from itertools import chain, combinations, permutations, product
+from itertools import chain, combinations, pairwise, permutations, product
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.batch_planner import DocumentCosts, DynamicPlan, dynamic, fixed, packed
+from pentad.schedules.search.batch_planner import DocumentCosts, DynamicPlan, dynamic, fixed, packed
 
 CAPACITY = 64
 COSTS = DocumentCosts(1e-3, 1e-2, 1e-3)
@@ -37,7 +37,7 @@ def test_similar_microbatches_follow_each_other(lengths: list[int], replicas: in
     seconds = COSTS.alone(lengths)
     for parts in packed(lengths, CAPACITY, replicas, COSTS).replicas:
         work = [sum(seconds[document] for document in part) for part in parts]
-        assert all(first >= second - 1e-12 for first, second in zip(work, work[1:], strict=False))
+        assert all(first >= second - 1e-12 for first, second in pairwise(work))
 
 
 @settings(deadline=None)
