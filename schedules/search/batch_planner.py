@@ -97,15 +97,22 @@ def fixed(lengths: Sequence[int], capacity: int, replicas: int, costs: DocumentC
 
 
 def packed(lengths: Sequence[int], capacity: int, replicas: int, costs: DocumentCosts) -> StaticPlan:
-    """Microbatches of at most `capacity` tokens with costs as equal as longest-processing-time first gets them, as few
-    as it finds, dealt so that replicas have equal work; a replica's are in descending order of cost, so that those that
-    follow each other in a pipeline are similar. Raises PentadError for a document that does not fit."""
+    """`balanced` documents. Raises PentadError for one that no microbatch holds."""
     _require_room(lengths, capacity, 1)
-    seconds = costs.alone(lengths)
-    each = max(1, -(-sum(lengths) // (capacity * replicas)))
-    while (found := _filled(lengths, capacity, each * replicas, seconds)) is None:
+    return balanced(lengths, costs.alone(lengths), capacity, replicas)
+
+
+def balanced(sizes: Sequence[int], seconds: NDArray[np.float64], capacity: int, replicas: int) -> StaticPlan:
+    """Documents, or sequences of packed ones, of `sizes` up to `capacity` tokens that take `seconds` [sizes].
+
+    Microbatches of at most `capacity` tokens have costs as equal as longest-processing-time first gets them, and are as
+    few as it finds, dealt so that replicas have equal work; a replica's are in descending order of cost, so that those
+    that follow each other in a pipeline are similar.
+    """
+    each = max(1, -(-sum(sizes) // (capacity * replicas)))
+    while (found := _filled(sizes, capacity, each * replicas, seconds)) is None:
         each += 1
-    work = [sum(seconds[document] for document in part) for part in found]
+    work = [float(sum(seconds[item] for item in part)) for part in found]
     dealt: list[list[list[int]]] = [[] for _ in range(replicas)]
     loads = [(0.0, replica) for replica in range(replicas)]
     for number in sorted(range(len(found)), key=lambda number: (-work[number], found[number])):
