@@ -214,7 +214,11 @@ def planned(config: RunConfig, device: Device | None = None, device_gib: float |
     sequences, data_error = _data(config, found)
     evaluation = eval_cost(config, found, costs, sequences)
     remedy = "" if fit.ok else memory_advice(config, found, fit)
-    balance = None if data_error else _balance(found, config.run.steps)
+    balance = None
+    try:
+        balance = None if data_error else _balance(found, config.run.steps)
+    except PentadError as error:  # a damaged shard, which is first read here
+        data_error = str(error)
     return PlannedRun(found, costs, fit, evaluation, config.run.steps, data_error, remedy, chosen, balance)
 
 

@@ -2,12 +2,12 @@
 
 python tests/bench/uneven.py RESULTS.json
 
-Nothing is trained, and no cost is measured. A document of s tokens costs s + s^2 / 65,536 on one rank: attention is half
-of the work at 65,536 tokens; each token received in a ring costs 2 % of one that is computed. A rank holds 32,768 tokens,
-a batch has twice as many for each rank. `fixed`: cp ranks share every microbatch, as many as the longest document may
-need, and documents come as they are drawn; `packed`: on the same mesh, by cost; `dynamic`: ranks by document. Times are
-ends of the last rank over the lower bound of `dynamic`, means of 3 batches. No static mesh but this one was tried, and
-there are no pipelines.
+Nothing is trained, and no cost is measured. A document of s tokens costs s + s^2 / 65,536 on one rank: attention is
+half of the work at 65,536 tokens; each token received in a ring costs 2 % of one that is computed. A rank holds
+32,768 tokens, a batch has twice as many for each rank. `fixed`: cp ranks share every microbatch, as many as the
+longest document may need, and documents come as they are drawn; `packed`: on the same mesh, by cost; `dynamic`: ranks
+by document. Times are ends of the last rank over the lower bound of `dynamic`, means of 3 batches. No static mesh but
+this one was tried, and there are no pipelines.
 """
 
 from __future__ import annotations

@@ -107,8 +107,9 @@ def open_dataset(data: DataSpec, batch: BatchSpec, vocab: int, seed: int) -> Dat
 
 
 def open_prepared(data: DataSpec, batch: BatchSpec, vocab: int, seed: int) -> Dataset | None:
-    """`open_dataset`, or None where that would have to build a corpus or pack documents first."""
-    if not all(_is_built(spec.path, vocab, data.cache) for spec in data.sources):
+    """`open_dataset`, or None where that would have to build a corpus or pack documents first, or read a
+    remote one."""
+    if not all("://" not in spec.path and _is_built(spec.path, vocab, data.cache) for spec in data.sources):
         return None
     length, cache = batch.sequence_length, Path(data.cache)
     if data.packing == "documents" and not all(
