@@ -20,6 +20,7 @@ from pentad.orchestrator.memory.curve import memory_curves
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
 from pentad.orchestrator.monitoring.tables import fitted_table
+from pentad.orchestrator.planning.balance import DataBalance, data_balance
 from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume
 from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage_memory, step_seconds
 from pentad.orchestrator.planning.eval_cost import EvalCost, eval_cost
@@ -36,7 +37,7 @@ from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpLayout, imbalance
 from pentad.schedules.spec.plan import RECOMPUTE_MODES, Plan
 from pentad.schedules.spec.tensors import num_parameters
-from pentad.workers.data.sources import check_data, count_eval_sequences
+from pentad.workers.data.sources import check_data, count_eval_sequences, open_prepared
 
 Device = Literal["cpu", "cuda"]
 
@@ -45,7 +46,8 @@ Device = Literal["cpu", "cuda"]
 class PlannedRun:
     """What would run: the plan, guessed costs of its instructions in seconds, whether it fits in memory, what its
     evaluations cost (None: there are none) beside so many training steps, what is wrong with the data, '' if nothing
-    is, what to change if it does not fit, and what the planner chose in place of `auto`, as overrides."""
+    is, what to change if it does not fit, what the planner chose in place of `auto`, as overrides;
+    and how evenly documents divide over ranks (None: attention crosses documents, or the data are not prepared)."""
 
     plan: Plan
     costs: Costs
@@ -55,6 +57,7 @@ class PlannedRun:
     data_error: str = ""
     remedy: str = ""
     chosen: tuple[str, ...] = ()
+    balance: DataBalance | None = None
 
     @property
     def ok(self) -> bool:
@@ -133,6 +136,7 @@ class PlannedRun:
             "ranks": ranks,
             "fullest": {"rank": fit.rank, "stages": stage_memory(plan, fit.rank), "sends": sent},
             "cp_imbalance": _imbalance(plan),
+            "balance": None if self.balance is None else self.balance._asdict(),
             "predicted": {**figures(self.timeline), **pace},
             "evaluation": self._evaluation_facts(),
             "costs": asdict(self.costs),
@@ -163,6 +167,8 @@ class PlannedRun:
         yield line(f" {pace}: from assumed rates, which a run measures")
         if self.evaluation is not None:
             yield line(f" {_evaluation_sentence(self.evaluation, self.evaluation_share)}")
+        if self.balance is not None:
+            yield line(f" {_balance_sentence(self.balance)}")
         yield from _rank_view(self.plan, self.fit.rank, console.width)
         yield line(f" {self.fit.sentence}", style="green" if self.fit.ok else "bold red")
         if self.chosen:
@@ -208,7 +214,20 @@ def planned(config: RunConfig, device: Device | None = None, device_gib: float |
     sequences, data_error = _data(config, found)
     evaluation = eval_cost(config, found, costs, sequences)
     remedy = "" if fit.ok else memory_advice(config, found, fit)
-    return PlannedRun(found, costs, fit, evaluation, config.run.steps, data_error, remedy, chosen)
+    balance = None
+    try:
+        balance = None if data_error else _balance(found, config.run.steps)
+    except PentadError as error:  # a damaged shard, which is first read here
+        data_error = str(error)
+    return PlannedRun(found, costs, fit, evaluation, config.run.steps, data_error, remedy, chosen, balance)
+
+
+def _balance(plan: Plan, steps: int) -> DataBalance | None:
+    """Of the first steps with a full batch size; without a document mask all sequences cost the same."""
+    if not plan.data.document_mask or plan.batch.rampup:
+        return None
+    dataset = open_prepared(plan.data, plan.batch, plan.model.vocab, plan.seed)
+    return None if dataset is None else data_balance(plan, dataset, steps)
 
 
 def _data(config: RunConfig, plan: Plan) -> tuple[list[int | None], str]:
@@ -223,6 +242,15 @@ def _data(config: RunConfig, plan: Plan) -> tuple[list[int | None], str]:
     except PentadError as error:
         return [None], str(error)
     return found, ""
+
+
+def _balance_sentence(found: DataBalance) -> str:
+    """'work by document in the first 4 steps: the busiest replica has 1.32 times the mean (simulated: ...)'"""
+    steps = "the first step" if found.steps == 1 else f"the first {found.steps} steps"
+    others = f"{found.packed:.2f} with sequences dealt by cost, {found.dynamic:.2f} with ranks by document"
+    return (
+        f"work by document in {steps}: the busiest replica has {found.fixed:.2f} times the mean (simulated: {others})"
+    )
 
 
 def _evaluation_sentence(cost: EvalCost, share: float | None) -> str:

@@ -105,6 +105,12 @@ def _target_mask(corpus: Corpus, span: Span, eod_mask_loss: bool) -> np.ndarray:
     return mask
 
 
+def _lengths(corpus: Corpus, span: Span) -> list[int]:
+    """Positions of the documents in a span, whose first and last ones may be parts."""
+    edges = np.unique(np.concatenate([[0], corpus.boundaries(*span), [span.size]]))
+    return np.diff(edges).tolist()
+
+
 def shuffled(index: int, sequences: int, seed: int, fingerprint: str) -> int:
     """The sequence of a source that is its sample `index` of the run, counted over all epochs."""
     epoch, index_in_epoch = divmod(index, sequences)
@@ -179,6 +185,13 @@ class Dataset:
         """`digest_of` all rows of a step's batch."""
         pairs = zip(*self.rows(step), strict=True)
         return digest_of(step, {row: self.sample(int(source), int(index)) for row, (source, index) in enumerate(pairs)})
+
+    def document_lengths(self, step: int) -> list[list[int]]:
+        """By row, how many positions each document has, or the part of one that is in the row. Reads no tokens."""
+        return [
+            [length for span in self._spans(source, index) for length in _lengths(self.sources[source].corpus, span)]
+            for source, index in zip(*(each.tolist() for each in self.rows(step)), strict=True)
+        ]
 
     def target_counts(self, step: int, map_rows: Callable[..., Iterable[int]] = map) -> np.ndarray:
         """[sources] int64: target tokens of the step's global batch. `map_rows` may read rows at once."""

@@ -106,6 +106,19 @@ def open_dataset(data: DataSpec, batch: BatchSpec, vocab: int, seed: int) -> Dat
     return Dataset(described(data, sources), sources, seed, batch.sequence_length, batch.sizes)
 
 
+def open_prepared(data: DataSpec, batch: BatchSpec, vocab: int, seed: int) -> Dataset | None:
+    """`open_dataset`, or None where that would have to build a corpus or pack documents first, or read a
+    remote one."""
+    if not all("://" not in spec.path and _is_built(spec.path, vocab, data.cache) for spec in data.sources):
+        return None
+    length, cache = batch.sequence_length, Path(data.cache)
+    if data.packing == "documents" and not all(
+        is_packed(corpus, length, cache) for corpus in _open_corpora(data, vocab)
+    ):
+        return None
+    return open_dataset(data, batch, vocab, seed)
+
+
 def described(data: DataSpec, sources: list[Source]) -> DataSpec:
     """`data` with the fingerprints and sizes of its opened sources. Raises PentadError for `epochs` of no sequence."""
     found = []

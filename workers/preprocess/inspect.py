@@ -8,6 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from pentad.workers.data.corpus import Corpus, open_corpus, read_index
@@ -35,12 +36,29 @@ def inspect_corpus(path: str | Path, samples: int, length: int) -> dict[str, Any
         "tokens": corpus.tokens,
         "trained_tokens": _trained_tokens(corpus),
         "documents": corpus.documents,
+        "lengths": length_histogram(np.fromiter((tokens for _, tokens in corpus.extents()), np.int64)),
         "fingerprint": corpus.fingerprint,
         "tokenizer": asdict(index.tokenizer),
         "origin": asdict(index.origin),
         "shards": [{key: getattr(shard, key) for key in _SHARD_FACTS} for shard in index.shards],
         "samples": [_segments(corpus, tokenizer, start, length) for start in starts],
     }
+
+
+def length_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
+    """Of documents' `lengths` in tokens [documents] int64: how many have `shortest` to `longest` tokens, and how many
+    tokens these hold. Each bin ends where a power of two does; the first and last ones have documents."""
+    last = np.maximum(np.ceil(np.log2(np.maximum(lengths, 1))), 0).astype(np.int64)  # 2^last is the longest of its bin
+    documents, tokens = np.bincount(last), np.bincount(last, lengths).astype(np.int64)
+    return [
+        {
+            "shortest": 2 ** (power - 1) + 1 if power else 0,
+            "longest": 2**power,
+            "documents": int(documents[power]),
+            "tokens": int(tokens[power]),
+        }
+        for power in range(int(last.min()) if len(last) else 0, len(documents))
+    ]
 
 
 def _document_start(corpus: Corpus, place: int) -> list[int]:

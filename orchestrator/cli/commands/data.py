@@ -115,9 +115,29 @@ def inspect(
         share = facts["trained_tokens"] / facts["tokens"]
         marks = "in colour" if console.color_system else "between « and »"
         console.print(f"{share:.1%} of the tokens are trained; they are {marks}")
+    console.print()
+    console.print(_length_bars(facts["lengths"], console.width))
     for number, segments in enumerate(facts["samples"]):
         console.print(f"\n--- document {number}")
         console.print(_marked(segments, masked, console.color_system is not None))
+
+
+def _length_bars(lengths: list[dict[str, int]], width: int) -> Text:
+    """A line for each bin of lengths: its documents, its share of the tokens, and a bar as long as that share."""
+    names = [f"{each['shortest']:,} to {each['longest']:,}" for each in lengths]
+    counts = [f"{each['documents']:,}" for each in lengths]
+    total = max(1, sum(each["tokens"] for each in lengths))
+    most = max((each["tokens"] for each in lengths), default=1) or 1
+    of_name, of_count = (max(map(len, (head, *texts))) for head, texts in (("tokens", names), ("documents", counts)))
+    heads = f"{'tokens':>{of_name}}  {'documents':>{of_count}}  share of tokens\n"
+    text, room = Text(heads, "bold"), max(8, min(60, width - of_name - of_count - 12))
+    for name, count, each in zip(names, counts, lengths, strict=True):
+        share = f"{each['tokens'] / total:6.1%}"
+        text.append(f"{name:>{of_name}}  {count:>{of_count}}  {share} ", "default")
+        text.append("█" * round(room * each["tokens"] / most), "cyan")
+        text.append("\n")
+    text.rstrip()
+    return text
 
 
 def _marked(segments: list[dict[str, Any]], masked: bool, colour: bool) -> Text:

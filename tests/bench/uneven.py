@@ -1,0 +1,80 @@
+"""Simulates how evenly batches of documents of unequal lengths divide over pools of ranks, by method.
+
+python tests/bench/uneven.py RESULTS.json
+
+Nothing is trained, and no cost is measured. A document of s tokens costs s + s^2 / 65,536 on one rank: attention is
+half of the work at 65,536 tokens; each token received in a ring costs 2 % of one that is computed. A rank holds
+32,768 tokens, a batch has twice as many for each rank. `fixed`: cp ranks share every microbatch, as many as the
+longest document may need, and documents come as they are drawn; `packed`: on the same mesh, by cost; `dynamic`: ranks
+by document. Times are ends of the last rank over the lower bound of `dynamic`, means of 3 batches. No static mesh but
+this one was tried, and there are no pipelines.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from pentad.schedules.search.batch_planner import DocumentCosts, dynamic, fixed, packed
+
+CAPACITY, MICROBATCHES, BATCHES = 2**15, 2, 3
+COSTS = DocumentCosts(1 / 65_536, 1.0, 0.02)
+CAPS = {64: 2**18, 256: 2**18, 4096: 2**21}
+
+
+def lognormal_pareto(random: np.random.Generator, count: int) -> np.ndarray:
+    """Body exp(N(ln 1,200, 1.3)); those above 16,384 are replaced by a Pareto tail of index 1.1 from there."""
+    body = random.lognormal(np.log(1200), 1.3, count)
+    return np.where(body > 16_384, 16_384 * (1 + random.pareto(1.1, count)), body)
+
+
+def bimodal(random: np.random.Generator, count: int) -> np.ndarray:
+    """As in fine-tuning: 95 % near 1,024 tokens and 5 % near 65,536, each lognormal with sigma 0.25."""
+    return np.where(random.random(count) < 0.95, 1024, 65_536) * random.lognormal(0, 0.25, count)
+
+
+MIXES = {"lognormal body, Pareto tail": lognormal_pareto, "bimodal, as in fine-tuning": bimodal}
+
+
+def batch_of(mix: str, cap: int, tokens: int, seed: int) -> list[int]:
+    """Lengths up to `cap`, `tokens` in all but for the last document."""
+    lengths = np.clip(MIXES[mix](np.random.default_rng(seed), tokens // 200), 1, cap).astype(int)
+    return lengths[: int(np.searchsorted(lengths.cumsum(), tokens))].tolist()
+
+
+def simulated(mix: str, ranks: int, seed: int) -> dict[str, float]:
+    """The end of a step by method, over the lower bound of all groupings."""
+    cap = CAPS[ranks]
+    lengths = batch_of(mix, cap, CAPACITY * ranks * MICROBATCHES, seed)
+    cp = cap // CAPACITY
+    shared = DocumentCosts(COSTS.quadratic / cp, (COSTS.linear + COSTS.ring * (cp - 1)) / cp)
+    pool = dynamic(lengths, CAPACITY, ranks, COSTS).balance
+    ends = {
+        method.__name__: method(lengths, cap, ranks // cp, shared).balance.end / pool.bound
+        for method in (fixed, packed)
+    }
+    return {**ends, "dynamic": pool.end / pool.bound, "documents": len(lengths)}
+
+
+def main(out: Path) -> None:
+    rows = []
+    for mix in MIXES:
+        for ranks, cap in CAPS.items():
+            found = [simulated(mix, ranks, seed) for seed in range(BATCHES)]
+            means = {key: round(fmean(each[key] for each in found), 3) for key in found[0]}
+            rows.append({"mix": mix, "ranks": ranks, "cap": cap, "cp": cap // CAPACITY, **means})
+            print(rows[-1])
+    machine = f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
+    facts = {"kind": "simulation", "command": f"python tests/bench/uneven.py {out}", "machine": machine}
+    facts |= {"date": datetime.now(UTC).date().isoformat(), "about": __doc__}
+    out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
