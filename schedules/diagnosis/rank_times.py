@@ -6,25 +6,32 @@ had not been issued.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 
 from pentad.schedules.diagnosis.attribution import LayerWait, Measured
+from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, HOST, StepView
 from pentad.schedules.ir.arrow_file import read_table, require_no_nulls, require_range
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.simulate.timeline import LONGEST_SECONDS
+from pentad.schedules.ir.instruction import RECEIVES, Key
+from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.timeline import COMPUTE, LONGEST_SECONDS, Span, Timeline, attributed_seconds
 from pentad.schedules.spec.mesh import Axis, Mesh
 
 DATA, HOST_OP = "DATA", "HOST"
+MOST_SPANS = 20_000  # of a step whose waits are told apart, in some 0.1 s of the driver's time
 INNER_AXES: tuple[Axis, ...] = ("tp", "cp", "ep")
 
 
 class RankTime(NamedTuple):
     """A rank's `seconds` in all instructions of an op on a stage (-1: none) in a step. In compute, `waited` of them
-    passed in communication inside layers."""
+    passed in communication inside layers. Of receives they are the time of the transfers, from when the sender had the
+    result, if all took as long as those that compute waited for."""
 
     step: int
     rank: int
@@ -34,8 +41,51 @@ class RankTime(NamedTuple):
     waited: float = 0.0
 
 
+class RankWaits(NamedTuple):
+    """Seconds that a rank's host waited for the data of a step, and that its compute waited for communication inside
+    layers, by op and stage."""
+
+    rank: int
+    data: float
+    layers: tuple[tuple[str, int, float], ...] = ()
+
+
 _TYPES = [pa.int64(), pa.int32(), pa.string(), pa.int32(), pa.float64(), pa.float64()]
 SCHEMA = pa.schema(list(zip(RankTime._fields, _TYPES, strict=True)))
+
+
+def times_of_step(
+    program: Program, mesh: Mesh, spans: Sequence[Span], waits: Sequence[RankWaits]
+) -> tuple[RankTime, ...]:
+    """Of the spans of one step. Ranks that have none are missing; what takes the program to tell, receives and HOST, is
+    missing in incomplete steps and in those with more than MOST_SPANS."""
+    step, seconds = spans[0].step, dict[tuple[int, str, int], float]()
+    waited = {(each.rank, op, stage): took for each in waits for op, stage, took in each.layers}
+    for span, took in attributed_seconds([span for span in spans if span.op in (*COMPUTE, "STEP")]):
+        key = span.rank, span.op, span.stage
+        seconds[key] = seconds.get(key, 0.0) + took
+    seconds |= {(each.rank, DATA, -1): each.data for each in waits}
+    if len(spans) <= MOST_SPANS:
+        with suppress(PentadError):
+            seconds |= _host_and_receives(StepView(program, mesh, Timeline("measured", tuple(spans))))
+    found = (RankTime(step, *key, took, min(took, waited.get(key, 0.0))) for key, took in seconds.items())
+    return tuple(sorted(found))
+
+
+def _host_and_receives(view: StepView) -> dict[tuple[int, str, int], float]:
+    found = dict[tuple[int, str, int], float]()
+    for rank in range(view.mesh.size):
+        exposed = dict[Key, list[int]]()  # by receive, without its microbatch
+        host = 0
+        for busy in view.busy(rank, view.first_start(rank)):
+            host += busy.idle.get(HOST, 0)
+            if busy.last is not None and busy.last.op in RECEIVES and (length := busy.idle.get(BETWEEN_STAGES)):
+                exposed.setdefault(busy.last._replace(microbatch=-1), []).append(length)
+        found[rank, HOST_OP, -1] = host / 1e9
+        count = Counter(action.key._replace(microbatch=-1) for action in view.stream(rank) if action.key.op in RECEIVES)
+        for key, lengths in exposed.items():
+            found[rank, key.op.value, key.stage] = count[key] * sum(lengths) / len(lengths) / 1e9
+    return found
 
 
 def to_arrow(times: Iterable[RankTime]) -> pa.Table:

@@ -22,12 +22,14 @@ Interval = tuple[int, int]
 
 
 class Busy(NamedTuple):
-    """A compute-lane action of a rank and, by kind, the nanoseconds that the lane stood still before it."""
+    """A compute-lane action of a rank and, by kind, the nanoseconds that the lane stood still before it; `last` is what
+    it waited for longest, if for anything."""
 
     action: Action
     start: int
     end: int
     idle: dict[str, int]
+    last: Key | None
 
 
 class StepView:
@@ -83,7 +85,8 @@ class StepView:
             waits: tuple[Key, ...] = (action.key,) if is_loss else action.waits
             start = max(end if is_loss else start, cursor)
             end = max(start, end)
-            yield Busy(action, start, end, self._idle(rank, waits, cursor, start))
+            last = max(waits, key=lambda key: self._times[rank, key][1], default=None)
+            yield Busy(action, start, end, self._idle(rank, last, cursor, start), last)
             cursor = end
 
     def available(self, rank: int, key: Key) -> int:
@@ -113,10 +116,9 @@ class StepView:
         action = self.program.streams[pp][self.program.positions[pp][key]]
         return next(part for part in action.parts if part.key == key)
 
-    def _idle(self, rank: int, waits: tuple[Key, ...], begin: int, end: int) -> dict[str, int]:
+    def _idle(self, rank: int, last: Key | None, begin: int, end: int) -> dict[str, int]:
         if begin == end:
             return {}
-        last = max(waits, key=lambda key: self._times[rank, key][1], default=None)
         if last is None or (ready := min(end, self._times[rank, last][1])) <= begin or not _kind(last.op):
             return {HOST: end - begin}
         under_way = self._under_way(rank, last, begin, ready)

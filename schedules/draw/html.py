@@ -6,6 +6,7 @@ are numbered in the order of the page: by rank, by row, by time.
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import re
@@ -54,15 +55,16 @@ class SimulatedProgram(NamedTuple):
     timeline: Timeline
 
 
-def timeline_page(timelines: Sequence[Timeline], *, title: str, facts: dict[str, str]) -> str:
-    """The page of a run: a panel per timeline, of which the reader chooses a step. Times are in seconds.
+def timeline_page(timelines: Sequence[Timeline], *, title: str, facts: dict[str, str], figure: str = "") -> str:
+    """The page of a run: a panel per timeline, of which the reader chooses a step, and below them the SVG text of a
+    figure, if there is one. Times are in seconds.
 
     Time zero of a panel is the first compute start of its step. Raises PentadError if there is no span to draw.
     """
     drawn = [timeline for timeline in timelines if timeline.spans]
     if not drawn:
         raise PentadError("timeline_page has no spans to draw: expected a timeline with at least one")
-    return _page(_timelines(drawn, [None] * len(drawn)) | {"unit": "s"}, title, facts)
+    return _page(_timelines(drawn, [None] * len(drawn)) | {"unit": "s"}, title, facts, figure)
 
 
 def schedule_page(
@@ -79,16 +81,24 @@ def schedule_page(
     return _page(data | {"unit": ""}, title, facts)
 
 
-def _page(data: dict[str, Any], title: str, facts: dict[str, str]) -> str:
+def _page(data: dict[str, Any], title: str, facts: dict[str, str], figure: str = "") -> str:
     parts = {
         "title": html.escape(title),
         "facts": "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items()),
+        "figure": _figure(figure) if figure else "",
         "style": "".join(map(_asset, STYLES)),
         "data": _json(data),
         "script": "".join(map(_asset, SCRIPTS)),
     }
     # One pass, so that a placeholder within a title or a name stays text.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
+
+
+def _figure(svg: str) -> str:
+    """An image, in which the styles of the figure are its own."""
+    name = html.escape(svg.partition("<title>")[2].partition("</title>")[0])
+    data = base64.b64encode(svg.encode()).decode()
+    return f'<figure><img alt="{name}" src="data:image/svg+xml;base64,{data}"></figure>'
 
 
 def _asset(name: str) -> str:
