@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from pentad.orchestrator.api.comparison import Comparison
     from pentad.orchestrator.api.curves import Curves
+    from pentad.orchestrator.api.explanation import Explanation
     from pentad.schedules.ir.program import Program
     from pentad.schedules.simulate.timeline import Timeline
 
@@ -87,6 +88,13 @@ class Run:
         from pentad.orchestrator.api.comparison import compare
 
         return compare(self.folder, step, evaluation=evaluation)
+
+    def explain(self, step: int | None = None) -> Explanation:
+        """What a measured step's time (None: the last) went into, by rank, and what would shorten it, as
+        `pentad timeline --explain` shows it."""
+        from pentad.orchestrator.api.explanation import explain
+
+        return explain(self.folder, step)
 
     def curves(self) -> Curves:
         """The losses by step, as `pentad curves` shows them. Raises PentadError if there is none yet."""

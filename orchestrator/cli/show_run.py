@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -11,8 +11,10 @@ from rich.text import Text
 
 from pentad.orchestrator.api.comparison import compare
 from pentad.orchestrator.api.curves import curves_of
+from pentad.orchestrator.api.explanation import explain
 from pentad.orchestrator.cli.show_schedule import write
 from pentad.orchestrator.monitoring.runfolder import resolve_run
+from pentad.schedules.ir.errors import PentadError
 
 
 def show_timeline(
@@ -40,6 +42,18 @@ def show_timeline(
     console.print(found, crop=False)
     for path in files.values():
         console.print(Text(f" written to {path}"), soft_wrap=True)
+
+
+def show_explanation(run: str, console: Console, *, step: int | None, refused: Sequence[str], as_json: bool) -> None:
+    """What a measured step's time went into, and what would shorten it. Raises PentadError with options that draw."""
+    if refused:
+        raise PentadError(f"{refused[0]} is given: expected --explain without it, which draws nothing and is of a step")
+    folder = resolve_run(run)
+    found = explain(folder, step)
+    if as_json:
+        print(json.dumps({"run": str(folder), **found.facts()}))
+    else:
+        console.print(found, crop=False)
 
 
 def show_curves(run: str, console: Console, *, svg: Path | None, as_json: bool) -> None:

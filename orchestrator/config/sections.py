@@ -345,6 +345,9 @@ class ElasticSection(Section):
     """wait for a replacement before the mesh shrinks or the run ends"""
     hang_seconds: PositiveFloat = 10.0
     """shortest time without progress after which a rank counts as hung"""
+    slow_rank: Literal["report"] = "report"
+    """what happens once a rank is 6 to 8 % slower than those with the same stages. report: a line in the terminal, the
+    status and the journal (docs/observability.md)"""
     replicate_every: NonNegativeInt = 0
     """steps between copies of each rank's state in the memory of a rank of another node; 0: none"""
     notice: Text | None = None

@@ -59,8 +59,8 @@ def simulate_steps(plan: Plan | DrawnRun, measured: Timeline, costs: Costs) -> T
     return Timeline("simulated", tuple(spans))
 
 
-def comparison_page(run: DrawnRun, measured: Timeline, simulated: Timeline) -> str:
-    """The HTML page of all measured steps; `simulated` is of `simulate_steps`."""
+def comparison_page(run: DrawnRun, measured: Timeline, simulated: Timeline, figure: str = "") -> str:
+    """The HTML page of all measured steps; `simulated` is of `simulate_steps`, `figure` an SVG text below them."""
     program = run.program
     facts = {
         "schedule": f"{program.name}, {program.microbatches} microbatches",
@@ -69,7 +69,7 @@ def comparison_page(run: DrawnRun, measured: Timeline, simulated: Timeline) -> s
         "batch": f"{run.batch.global_batch_size} x {run.batch.sequence_length} tokens",
         "program": program.hash[:12],
     }
-    return timeline_page([measured, simulated], title=f"pentad run {run.name}", facts=facts)
+    return timeline_page([measured, simulated], title=f"pentad run {run.name}", facts=facts, figure=figure)
 
 
 def comparison_svg(plan: Plan | DrawnRun, measured: Timeline, simulated: Timeline) -> str:

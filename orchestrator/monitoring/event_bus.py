@@ -15,6 +15,7 @@ from pentad.orchestrator.monitoring.run_state import RankView, RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.records.fp8_health import Fp8Health
 from pentad.schedules.simulate.timeline import Span
+from pentad.workers.runtime.telemetry import GpuState
 
 
 class EventBus:
@@ -26,6 +27,8 @@ class EventBus:
         self.config, self.folder, self.display = config, folder, display
         self.watchers: list[Watcher] = []
         self.fp8_health = Fp8Health()
+        self.slow_ranks = ""  # which ranks are slow, in words
+        self.gpus = dict[int, GpuState]()  # the ranks' GPUs, as last read
         self.on_first_step: Callable[[], None] = lambda: None
         plan = folder.plan
         self.view = RunView(
@@ -78,15 +81,17 @@ class EventBus:
                 view = view._replace(state=state, step=status.step, instruction=status.instruction)
             views.append(view._replace(heartbeat=last_heard.get(view.rank, view.heartbeat)))
         self._set_ranks(tuple(views))
-        gpus = {rank: status.gpu for rank, status in statuses.items() if status.gpu is not None}
+        self.gpus = {rank: status.gpu for rank, status in statuses.items() if status.gpu is not None}
         for watcher in self.watchers:
-            watcher.on_gpu_states(gpus)
+            watcher.on_gpu_states(self.gpus)
 
     def rank_lost(self, rank: int) -> None:
         self._set_ranks(tuple(v._replace(state="lost") if v.rank == rank else v for v in self.view.ranks))
 
     def steps_done(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         """Records completed steps: their rows of metrics.jsonl, and the spans of each."""
+        times = [row.pop("rank_times", ()) for row in rows]
+        self.folder.rank_times.extend(times)
         rows = [self.folder.metrics(row) for row in rows]
         for row in rows:
             self.display.step(row)
@@ -101,8 +106,10 @@ class EventBus:
         self.on_first_step = lambda: None
         for watcher in self.watchers:
             watcher.on_steps(rows, spans)
-        last = rows[-1]
-        self.update(step=last["step"] + 1, loss=last["loss"], tokens_per_second=last["tokens_per_second"], verdict="")
+            for each in filter(None, times):
+                watcher.on_rank_times(each)
+        last, pace = rows[-1], rows[-1]["tokens_per_second"]
+        self.update(step=last["step"] + 1, loss=last["loss"], tokens_per_second=pace, verdict=self.slow_ranks)
 
     def evaluated(self, rows: Sequence[dict[str, Any]], spans: tuple[Span, ...]) -> None:
         """Records a completed evaluation: its rows of eval.jsonl, and the spans of its last round."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, product
 from math import inf, nan
@@ -20,6 +21,7 @@ from prometheus_client.utils import floatToGoString
 from pentad.orchestrator.config.version import release
 from pentad.orchestrator.monitoring.metrics_server import MetricsServer
 from pentad.orchestrator.monitoring.run_state import RUN_STATES, RankView, RunView, Watcher
+from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.simulate.timeline import Span
 from pentad.workers.runtime.telemetry import THROTTLES, GpuState
 
@@ -35,6 +37,7 @@ DETECTORS = ("ray", "heartbeat", "deadline", "peer", "notice")
 CHECKPOINT_STAGES = {"snapshot": "snapshot_seconds", "wait": "waited_seconds", "disk": "seconds"}  # keys of the event
 PHASES = ("detect", "fence", "place", "connect", "state")
 FP8: Labels = ("parameter", "operand")
+MOST_SERIES = 2000  # of a rank's seconds; beyond that its stages are added up
 TENSORS = {"loss": "loss", "grad_norm": "gradient"}
 
 
@@ -94,6 +97,12 @@ METRICS = {
     ),
     "pentad_bubble_planned_ratio": Metric("gauge", "The same, simulated with measured costs.", row="bubble_planned"),
     "pentad_instruction_duration_seconds": Metric("histogram", "Duration of an instruction on its lane.", ("op",)),
+    "pentad_rank_seconds": Metric(
+        "gauge",
+        "Seconds of a rank in an op on a stage in the last step, without waits inside layers; DATA and HOST are what "
+        "the loader and the host kept waiting.",
+        ("rank", "op", "stage"),
+    ),
     # the ranks
     "pentad_heartbeat_timestamp_seconds": Metric("gauge", "Unix time at which the rank last answered.", RANK),
     "pentad_world_size": Metric("gauge", "Live ranks of the mesh."),
@@ -192,6 +201,16 @@ class Exporter(Watcher, Collector):
                 histograms = {op: self._histogram("pentad_instruction_duration_seconds", op) for op in ops}
                 for span in each:
                     histograms[span.op].observe(span.end - span.start)
+
+    def on_rank_times(self, times: tuple[RankTime, ...]) -> None:
+        series = Counter(each.rank for each in times)
+        seconds: dict[Labels, float] = {}
+        for each in times:
+            stage = "" if each.stage < 0 or series[each.rank] > MOST_SERIES else str(each.stage)
+            labels = str(each.rank), each.op, stage
+            seconds[labels] = seconds.get(labels, 0.0) + each.seconds - each.waited
+        with self._lock:
+            self._values["pentad_rank_seconds"] = seconds
 
     def on_view(self, view: RunView) -> None:
         """The run's state and size, and heartbeats on this host's clock."""

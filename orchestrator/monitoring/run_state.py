@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.mesh import Coordinates
 from pentad.workers.runtime.telemetry import GpuState
@@ -45,8 +46,9 @@ class EvalView(NamedTuple):
 class RunView(NamedTuple):
     """The run: `state` is one of RUN_STATES, `step` the number of steps done, `program` the hash of its program.
 
-    `verdict` says which rank a stalled run waits for, '' otherwise. `endpoints` may have 'control' and 'metrics'
-    (HOST:PORT) and 'dashboard' (a URL). The next evaluation is due after `next_evaluation` steps, None if no other is.
+    `verdict` says which rank a stalled run waits for, or which ranks are slow; else it is ''. `endpoints` may have
+    'control' and 'metrics' (HOST:PORT) and 'dashboard' (a URL). The next evaluation is due after `next_evaluation`
+    steps, None if no other is.
     """
 
     run: str
@@ -76,6 +78,9 @@ class Watcher:
 
     def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         """Completed steps: their rows of metrics.jsonl, and the spans of each on this host's monotonic clock."""
+
+    def on_rank_times(self, times: tuple[RankTime, ...]) -> None:
+        """Seconds of the ranks in a completed step, by op and stage; after `on_steps`."""
 
     def on_evaluation(self, rows: Sequence[dict[str, Any]], spans: tuple[Span, ...]) -> None:
         """A completed evaluation: its rows of eval.jsonl, and the spans of its last round as of a step."""

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,8 @@ from pentad.orchestrator.records.checkpoint_places import (
 )
 from pentad.orchestrator.records.hash_chain import AUDIT, hash_of, linked
 from pentad.orchestrator.records.json_lines import append, line_of, read_lines, reported, trim
+from pentad.schedules.diagnosis.rank_rows import svg_rank_times
+from pentad.schedules.diagnosis.rank_times import RankTime, save
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
@@ -49,7 +52,9 @@ from pentad.workers.hf.names import MODEL_FILE
 
 PROGRAM, METRICS, JOURNAL = "program.arrow", "metrics.jsonl", "journal.jsonl"
 EVALUATIONS, EVAL_PROGRAM, EVAL_TIMELINE = "eval.jsonl", "eval-program.arrow", "eval-timeline.arrow"
-TIMELINE, TRACE, PAGE = "timeline.arrow", "trace.json.gz", "timeline.html"
+TIMELINE, RANK_TIMES, TRACE, PAGE = "timeline.arrow", "rank-times.arrow", "trace.json.gz", "timeline.html"
+RANK_TIMES_SVG = "rank-times.svg"
+TIMED_STEPS = 200  # whose times by rank are kept
 # Keys of every line of metrics.jsonl; bubbles are shares of the makespan, null where a step was not measured.
 METRIC_KEYS = (
     *("step", "time", "loss", "grad_norm", "lr", "tokens", "total_tokens", "step_seconds", "tokens_per_second"),
@@ -75,6 +80,7 @@ class RunFolder:
         self.path, self.config = path_of(config), config
         self.checkpoints = checkpoints_of(config)
         self.plan, self.keep_best = plan, config.checkpoint.keep_best
+        self.rank_times: deque[tuple[RankTime, ...]] = deque(maxlen=TIMED_STEPS)  # of the last steps
         self.total_tokens = 0  # of the steps in metrics.jsonl, once `rewind` has been called
         saved = resumed_config(config)
         self.resumed, self.changes = saved is not None, changed_keys(saved, config) if saved else {}
@@ -164,6 +170,8 @@ class RunFolder:
         if (evaluations := self.evaluations()) and max(row["step"] for row in evaluations) > step:
             kept = [row for row in evaluations if row["step"] <= step]
             _replace(self.path / EVALUATIONS, "".join(json.dumps(row) + "\n" for row in kept))
+        still = [times for times in self.rank_times if times and times[0].step < step]
+        self.rank_times = deque(still, maxlen=TIMED_STEPS)
         kept = [row for row in read_lines(self.path / METRICS, METRIC_KEYS) if row["step"] < step]
         self.total_tokens = kept[-1]["total_tokens"] if kept else 0
         _replace(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
@@ -188,7 +196,18 @@ class RunFolder:
         names, simulated = process_names(plan), simulate_steps(plan, measured, costs)
         with atomic_file(self.path / TRACE) as partial:
             write_trace(partial, [measured, simulated.of_step(measured.steps[-1])], process_names=names)
-        _replace(self.path / PAGE, comparison_page(DrawnRun.of_plan(plan), measured, simulated))
+        drawing = self._rank_times(plan)
+        _replace(self.path / PAGE, comparison_page(DrawnRun.of_plan(plan), measured, simulated, drawing))
+
+    def _rank_times(self, plan: Plan) -> str:
+        """Writes rank-times.arrow and, of what the ranks of this mesh did, rank-times.svg, which is returned."""
+        times = [each for step in self.rank_times for each in step]
+        with atomic_file(self.path / RANK_TIMES) as partial:
+            save(times, partial)
+        drawing = svg_rank_times(times, plan.mesh, title=f"{plan.name}: ranks beside their peers")
+        if drawing:
+            _replace(self.path / RANK_TIMES_SVG, drawing)
+        return drawing
 
     def eval_timeline(self, measured: Timeline) -> None:
         """Writes eval-timeline.arrow."""

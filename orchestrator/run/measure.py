@@ -12,6 +12,7 @@ from typing import Any
 
 from pentad.orchestrator.planning.estimate import costs_of, mfu, read_costs
 from pentad.orchestrator.records.fp8_health import fp8_row
+from pentad.schedules.diagnosis.rank_times import RankTime, RankWaits, times_of_step
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span, Timeline
@@ -51,7 +52,8 @@ class History:
         return Timeline("measured", tuple(chain.from_iterable(self.recent_evaluations)))
 
     def add(self, results: Sequence[Sequence[StepResult]]) -> list[dict[str, Any]]:
-        """Adds the results of a call, [rank][step]; returns the row of each step, without `total_tokens`.
+        """Adds the results of a call, [rank][step]; returns the row of each step, without `total_tokens`,
+        but with its `rank_times`.
 
         The results of lost ranks may be missing.
         """
@@ -128,9 +130,14 @@ class History:
             "peak_bytes": max(result.peak_bytes for result in step),
             "host_seconds": max(result.host_seconds for result in step),
             "data_wait_seconds": max(result.data_wait_seconds for result in step),
+            "rank_times": self._rank_times(step, spans),
             **self._sources(step),
             **fp8_row(sample for result in step for sample in result.fp8),
         }
+
+    def _rank_times(self, step: Sequence[StepResult], spans: tuple[Span, ...]) -> tuple[RankTime, ...]:
+        waits = [RankWaits(each.spans[0].rank, each.data_wait_seconds, each.layer_waits) for each in step if each.spans]
+        return times_of_step(self.plan.programs[step[0].program], self.plan.mesh, spans, waits)
 
     def _sources(self, step: Sequence[StepResult]) -> dict[str, Any]:
         """Loss and target tokens by source, where there are several."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.control.server import ControlServer
+from pentad.orchestrator.diagnosis.slow_ranks import SlowRankWatch
 from pentad.orchestrator.loggers.loggers import Loggers
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.exporter import Exporter
@@ -26,7 +27,7 @@ def monitored(config: RunConfig, bus: EventBus, requests: ControlRequests) -> It
         stack.enter_context(closing(control))
         metrics = stack.enter_context(closing(RayMetrics(config.run.name)))
         timeline = stack.enter_context(closing(RayTimeline(section.timeline_steps, bus.display.note)))
-        bus.watchers += [control, exporter, metrics, timeline]
+        bus.watchers += [control, exporter, metrics, timeline, SlowRankWatch(bus)]
         endpoints = {"control": control.address, "metrics": exporter.address}
         bus.update(endpoints=bus.view.endpoints | endpoints)
         announce(bus.view.endpoints)

@@ -51,15 +51,16 @@ class SimulatedProgram(NamedTuple):
     timeline: Timeline
 
 
-def timeline_page(timelines: Sequence[Timeline], *, title: str, facts: dict[str, str]) -> str:
-    """The page of a run: a panel per timeline, of which the reader chooses a step. Times are in seconds.
+def timeline_page(timelines: Sequence[Timeline], *, title: str, facts: dict[str, str], figure: str = "") -> str:
+    """The page of a run: a panel per timeline, of which the reader chooses a step, and below them the SVG text of a
+    figure, if there is one. Times are in seconds.
 
     Time zero of a panel is the first compute start of its step. Raises PentadError if there is no span to draw.
     """
     drawn = [timeline for timeline in timelines if timeline.spans]
     if not drawn:
         raise PentadError("timeline_page has no spans to draw: expected a timeline with at least one")
-    return _page(_timelines(drawn, [None] * len(drawn)) | {"unit": "s"}, title, facts)
+    return _page(_timelines(drawn, [None] * len(drawn)) | {"unit": "s"}, title, facts, figure)
 
 
 def schedule_page(
@@ -76,8 +77,8 @@ def schedule_page(
     return _page(data | {"unit": ""}, title, facts)
 
 
-def _page(data: dict[str, Any], title: str, facts: dict[str, str]) -> str:
-    return html_page("page.html", data, title=title, facts=facts, styles=STYLES, scripts=SCRIPTS)
+def _page(data: dict[str, Any], title: str, facts: dict[str, str], figure: str = "") -> str:
+    return html_page("page.html", data, title=title, facts=facts, styles=STYLES, scripts=SCRIPTS, figure=figure)
 
 
 # ---- timelines ----

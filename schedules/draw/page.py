@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import re
@@ -37,19 +38,35 @@ _FRAME = """\
 
 
 def html_page(
-    body: str, data: Any, *, title: str, facts: Mapping[str, str], styles: Sequence[str], scripts: Sequence[str]
+    body: str,
+    data: Any,
+    *,
+    title: str,
+    facts: Mapping[str, str],
+    styles: Sequence[str],
+    scripts: Sequence[str],
+    figure: str = "",
 ) -> str:
-    """`body`, `styles` and `scripts` are names of assets; the scripts find `data` as JSON in the element #data."""
+    """`body`, `styles` and `scripts` are names of assets; the scripts find `data` as JSON in the element #data.
+    `figure`, if not empty, is the text of an SVG figure, drawn where
+    the body has {{figure}}."""
     parts = {
         "title": html.escape(title),
         "facts": "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items()),
-        "body": _asset(body),
+        "body": _asset(body).replace("{{figure}}", _figure(figure) if figure else ""),
         "style": "".join(map(_asset, styles)),
         "data": _json(data),
         "script": "".join(map(_asset, scripts)),
     }
     # One pass, so that a placeholder within a title or a name stays text.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]].rstrip("\n"), _FRAME)
+
+
+def _figure(svg: str) -> str:
+    """An image, in which the styles of the figure are its own."""
+    name = html.escape(svg.partition("<title>")[2].partition("</title>")[0])
+    data = base64.b64encode(svg.encode()).decode()
+    return f'<figure><img alt="{name}" src="data:image/svg+xml;base64,{data}"></figure>'
 
 
 def _asset(name: str) -> str:

@@ -44,7 +44,7 @@ MAY_IMPORT = {
 }
 # Sub-folders, upper ones first: each imports only from those below it. "" is the package's own folder.
 LAYERS = {
-    "schedules": ("search", "", "verify", "draw", "passes", "generators", "spec", "simulate", "ir"),
+    "schedules": ("search", "", "diagnosis", "verify", "draw", "passes", "generators", "spec", "simulate", "ir"),
     "kernels": ("attention", "fp8", "moe", "optimizer", ""),
     "workers": (
         "runtime",
@@ -73,6 +73,7 @@ LAYERS = {
         "control",
         "jobs",
         "loggers",
+        "diagnosis",
         "monitoring",
         "records",
         "cluster",

@@ -7,6 +7,7 @@ start their operations in the same order.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Generic, TypeVar
 
@@ -21,6 +22,15 @@ Task = Generator[None, None, T]  # yields when it has started communication, ret
 # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class HostWaits:
+    """How long this process's host has waited for operations inside layers so far; on a GPU it does not wait."""
+
+    seconds = 0.0
+
+
+host_waits = HostWaits()
 
 
 class AsyncResult(Generic[T_co]):
@@ -44,9 +54,11 @@ class AsyncResult(Generic[T_co]):
 
     def wait(self) -> T_co:
         """Waits without yielding."""
+        began = time.monotonic()
         for work in self.works:
             if work is not None:  # torch returns None to a rank outside the group
                 work.wait()
+        host_waits.seconds += time.monotonic() - began
         return self.result()
 
 

@@ -26,7 +26,8 @@ class StepResult:
     is the global norm before clipping; if it was not finite, or the step a spike, it was `skipped`: no weight changed.
     `spans` are in seconds of the host's monotonic clock, their ranks and peers are ranks of the mesh. The host waited
     for the step's data for `data_wait_seconds` and issued `instructions` in `host_seconds`; `peak_bytes` is the largest
-    GPU memory allocated so far, 0 on a CPU. `fp8` are the operands in 8 bits of a step that was sampled.
+    GPU memory allocated so far, 0 on a CPU. `fp8` are the operands in 8 bits of a step that was sampled. On a CPU
+    `layer_waits` are the seconds, by op and stage, that the host waited for communication inside layers.
     """
 
     step: int
@@ -45,6 +46,7 @@ class StepResult:
     program: int = 0
     samples: int = 0
     fp8: tuple[Fp8Sample, ...] = ()
+    layer_waits: tuple[tuple[str, int, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -373,6 +373,7 @@ class Runner:
             learning_rate=self.plan.optimizer.learning_rate.at(committed.step),
             skipped=not math.isfinite(float(committed.taken)),
             spans=self._spans(committed.step, times),
+            layer_waits=self._connected.lanes.take_layer_waits(),
             data_wait_seconds=self.data_wait_seconds.pop(committed.step, 0.0),
             host_seconds=self._connected.host_seconds.pop(committed.step, 0.0),
             instructions=len(times),
@@ -390,8 +391,7 @@ class Runner:
     def _longest_instruction(self) -> float:
         """Seconds of the longest compute instruction in the newest known step. From any thread."""
         newest = [call[-1] for call in tuple(self.recent_calls) if call][-1:]
-        spans = [span for result in newest for span in result.spans if span.lane == "compute"]
-        return max((span.end - span.start for span in spans), default=0.0)
+        return max((s.end - s.start for each in newest for s in each.spans if s.lane == "compute"), default=0.0)
 
 
 def _by_source(losses: torch.Tensor, row_sources: np.ndarray, target_tokens: torch.Tensor) -> tuple[LossSum, ...]:

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import Instruction, Key
+from pentad.workers.parallel.async_ops import host_waits
 from pentad.workers.runtime.gpu_progress import GpuProgress
 from pentad.workers.runtime.gpu_timer import GpuTimer, StepTimes
 
 AHEAD = 2  # instructions that the host issues before the compute lane needs them
+LayerWaits = tuple[tuple[str, int, float], ...]  # seconds of a step by op and stage, as in StepResult
 Check = Callable[[], None]  # called while the host waits; raises Aborted once the generation is over
 
 
@@ -29,6 +31,9 @@ class HostStreams:
 
     def __init__(self) -> None:
         self.steps: list[StepTimes] = []
+        self.waits: list[dict[tuple[str, int], float]] = []  # of each step, in layers, by op and stage
+        self.read_waits: list[dict[tuple[str, int], float]] = []  # of the steps read last
+        self.waited = host_waits.seconds  # up to the end of the last instruction
         self.running: dict[Key, tuple[list[dist.Work], int]] = {}  # works, and where their times are
 
     @property
@@ -37,6 +42,7 @@ class HostStreams:
 
     def begin_step(self) -> None:
         self.steps.append([])
+        self.waits.append({})
 
     @contextmanager
     def issue(self, part: Instruction) -> Iterator[None]:
@@ -46,6 +52,10 @@ class HostStreams:
         start = time.monotonic()
         yield
         times.append((part, start, time.monotonic()))
+        if host_waits.seconds > self.waited:  # of an overlapped pair, to the half that ends first
+            waits, where = self.waits[-1], (part.op.value, part.stage)
+            waits[where] = waits.get(where, 0.0) + host_waits.seconds - self.waited
+            self.waited = host_waits.seconds
 
     def end_with(self, part: Instruction, works: list[dist.Work]) -> None:
         self.running[part.key] = (works, len(self.steps[-1]))
@@ -63,11 +73,17 @@ class HostStreams:
         for key in list(self.running):
             self._wait_for(key)
         self.steps[-1].clear()
+        self.waits[-1].clear()
 
     def read_times(self, check: Check, num_open: int = 0) -> list[StepTimes]:
         count = len(self.steps) - num_open
         found, self.steps = self.steps[:count], self.steps[count:]
+        self.read_waits, self.waits = self.waits[:count], self.waits[count:]
         return found
+
+    def take_layer_waits(self) -> LayerWaits:
+        """Of the oldest of the steps read last that has not been taken yet."""
+        return tuple((op, stage, seconds) for (op, stage), seconds in self.read_waits.pop(0).items())
 
     def _wait_for(self, key: Key) -> None:
         if key not in self.running:
@@ -164,6 +180,10 @@ class CudaStreams:
         else:
             torch.cuda.synchronize(self.device)
         return self.timer.read(count)
+
+    def take_layer_waits(self) -> LayerWaits:
+        """None: the GPU waits inside compute instructions, where nothing is timed."""
+        return ()
 
     def position(self) -> tuple[int, Instruction] | None:
         """(steps behind the newest one, instruction) that the compute lane is at; None if it is idle. From any

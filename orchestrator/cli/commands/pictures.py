@@ -17,15 +17,21 @@ def timeline(
     evaluation: Annotated[
         bool, Option("--eval", help="Compare the last round of an evaluation; --step is the number of steps before it.")
     ] = False,
+    explain: Annotated[
+        bool, Option("--explain", help="Show what each rank's time went into, and what would shorten the step.")
+    ] = False,
     html: Annotated[Path | None, Option(help="Write an interactive page of all measured steps.")] = None,
     svg: Annotated[Path | None, Option(help="Write a figure of the step.")] = None,
     trace: Annotated[Path | None, Option(help="Write a trace that opens in Perfetto (.json.gz).")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare a measured step of a run with the same step simulated at its measured costs."""
-    from pentad.orchestrator.cli.show_run import show_timeline
+    from pentad.orchestrator.cli.show_run import show_explanation, show_timeline
 
     files = files_by_option(html=html, svg=svg, trace=trace)
+    if explain:
+        show_explanation(run, Console(), step=step, refused=["--eval"] * evaluation + [*files], as_json=as_json)
+        return
     show_timeline(run, Console(), step=step, evaluation=evaluation, files=files, as_json=as_json)
 
 

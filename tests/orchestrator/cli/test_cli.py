@@ -278,6 +278,21 @@ def test_timeline_compares_the_last_measured_step(pentad: Pentad, run: Path) -> 
     assert (status, err) == (1, "pentad: --step is 5: expected a measured step, 3, 4\n")
 
 
+def test_a_step_is_explained_by_parts_that_add_up(pentad: Pentad, run: Path) -> None:
+    facts = json.loads(pentad("timeline", "trial", "--explain", "--json")[1])
+    assert facts["step"] == 4 and len(facts["ranks"]) == 8
+    for rank in facts["ranks"]:
+        assert sum(rank["parts"].values()) == pytest.approx(rank["seconds"], rel=1e-12)
+    assert sum(facts["parts"].values()) == pytest.approx(facts["seconds"], rel=1e-12)
+    assert facts["replayed_seconds"] == pytest.approx(facts["seconds"], rel=0.02)
+    assert 0 < len(facts["causes"]) <= 5
+    assert all(set(cause) == {"cause", "remedy", "seconds"} and cause["seconds"] > 0 for cause in facts["causes"])
+    status, out, err = pentad("timeline", "trial", "--explain", "--step", "3")
+    assert (status, err) == (0, "") and "step 3 of trial" in out and "saves" in out
+    status, _, err = pentad("timeline", "trial", "--explain", "--svg", "a.svg")
+    assert (status, err.count("\n")) == (1, 1) and "--svg is given: expected --explain without it" in err
+
+
 def test_a_run_without_a_timeline_is_reported(pentad: Pentad, run: Path) -> None:
     (run / "timeline.arrow").unlink()
     status, _, err = pentad("timeline", "trial")

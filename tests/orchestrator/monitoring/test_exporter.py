@@ -21,6 +21,7 @@ from pentad.orchestrator.monitoring import ray_metrics
 from pentad.orchestrator.monitoring.exporter import COARSE, FINE, FP8, METRICS, RANK, Exporter
 from pentad.orchestrator.monitoring.ray_metrics import GAUGES, RayMetrics
 from pentad.orchestrator.monitoring.run_state import RankView, RunView
+from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.simulate.timeline import Span
@@ -91,8 +92,9 @@ def full(exporter: Exporter) -> Exporter:
     """An exporter that has received every kind of update."""
     exporter.on_ranks_placed(view_of(Mesh(pp=4), next_evaluation=8))
     exporter.on_steps([ROW], [spans_of(4, 100)])
-    losses = {"holdout": 3.5, "code": None}
-    exporter.on_evaluation([{"step": 4, "seconds": 0.5, "data": name, "loss": losses[name]} for name in losses], ())
+    exporter.on_rank_times((RankTime(4, 0, "F", 1, 0.5, 0.1),))
+    row = {"step": 4, "seconds": 0.5}
+    exporter.on_evaluation([row | {"data": "holdout", "loss": 3.5}, row | {"data": "code", "loss": None}], ())
     exporter.on_gpu_states(dict.fromkeys(range(4), GPU))
     for entry in (CHECKPOINT, RECOVERED, {"event": "lost", "rank": 1, "fault": "hang", "detector": "deadline"}):
         exporter.on_event(entry)
@@ -101,14 +103,12 @@ def full(exporter: Exporter) -> Exporter:
 
 def test_every_metric_is_exported_with_the_job_label(full: Exporter) -> None:
     samples = scrape(full)
-    received = {re.sub(r"_(bucket|count|sum)$", "", name) for name in samples}
-    assert received == set(METRICS)
+    assert {re.sub(r"_(bucket|count|sum)$", "", name) for name in samples} == set(METRICS)
     assert {s.labels["job"] for its in samples.values() for s in its} == {"quick"}
 
 
 def test_promtool_accepts_names_units_and_help(full: Exporter) -> None:
-    text = urllib.request.urlopen(f"http://{full.address}/metrics", timeout=10).read()
-    promtool("check", "metrics", given=text)
+    promtool("check", "metrics", given=urllib.request.urlopen(f"http://{full.address}/metrics", timeout=10).read())
 
 
 def test_labels_have_few_values(full: Exporter) -> None:

@@ -1,0 +1,150 @@
+"""`pentad timeline --explain` and `Run.explain`: what a measured step's time went into, and what would shorten it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
+
+from pentad.orchestrator.api.comparison import Comparison, compare
+from pentad.orchestrator.api.rendering import as_text, line
+from pentad.orchestrator.diagnosis.remedies import Remedy, better_schedule, left_of_parts, place_names, remedy_of
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, RANK_TIMES, saved_config
+from pentad.orchestrator.monitoring.tables import fitted_table
+from pentad.orchestrator.planning.estimate import read_costs
+from pentad.orchestrator.planning.formatting import format_duration, format_percent
+from pentad.orchestrator.records.json_lines import read_lines
+from pentad.schedules.diagnosis.attribution import PARTS, Measured, RankStep, attribute, mean_parts
+from pentad.schedules.diagnosis.causes import find_causes
+from pentad.schedules.diagnosis.rank_times import load, measured_of
+from pentad.schedules.diagnosis.replay import Replay
+from pentad.schedules.diagnosis.step_view import StepView
+from pentad.schedules.ir.errors import PentadError
+
+MOST_CAUSES = 5
+MOST_COLUMNS = 8  # ranks that get a column each
+LEAST_SHARE = 0.001  # of the step, for a cause to be worth a line
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """`ranks` have the parts of the step of each rank, which add up to its time; `remedies` are the causes that cost
+    most, with what would remove each. A replay of the step as it was takes `replayed` seconds."""
+
+    run: str
+    program: str
+    step: int
+    ranks: tuple[RankStep, ...]
+    remedies: tuple[Remedy, ...]
+    replayed: float
+    layers_measured: bool
+
+    @property
+    def seconds(self) -> float:
+        """The step's time, on average over the ranks."""
+        return sum(step.nanoseconds for step in self.ranks) / len(self.ranks) / 1e9
+
+    def facts(self) -> dict[str, Any]:
+        """What `--json` prints, in seconds."""
+        by_rank = [{part: length / 1e9 for part, length in step.parts.items()} for step in self.ranks]
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "parts": mean_parts(self.ranks),
+            "ranks": [
+                {"rank": step.rank, "seconds": step.nanoseconds / 1e9, "parts": parts}
+                for step, parts in zip(self.ranks, by_rank, strict=True)
+            ],
+            "causes": [remedy._asdict() for remedy in self.remedies],
+            "replayed_seconds": self.replayed,
+            "layers_measured": self.layers_measured,
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        width = options.max_width
+        yield line((f" step {self.step}", "bold"), f" of {self.run}, {self.program}: {format_duration(self.seconds)}")
+        yield Text()
+        yield self._parts_table(width)
+        yield Text()
+        if not self.remedies:
+            yield line((" nothing that takes more than 0.1 % of the step has a remedy", "dim"))
+            return
+        heads = ("saves>", "share>", "cause", "what would remove it")
+        rows = [
+            (_ms(each.seconds), format_percent(each.seconds / self.seconds), each.cause, each.remedy)
+            for each in self.remedies
+        ]
+        yield fitted_table(heads, rows, width, drop=("share",), wrapped="what would remove it")
+
+    def _parts_table(self, width: int) -> RenderableType:
+        means = mean_parts(self.ranks)
+        shown = [part for part in PARTS if any(step.parts[part] for step in self.ranks)]
+        by_rank = len(self.ranks) <= MOST_COLUMNS
+        last = [f"r{step.rank}>" for step in self.ranks] if by_rank else ["most>", "on>"]
+        heads = ["part", "mean>", "share>", *last]
+        rows: list[tuple[str, ...]] = []
+        for part in shown:
+            lengths = [step.parts[part] / 1e9 for step in self.ranks]
+            most = max(range(len(lengths)), key=lengths.__getitem__)
+            cells = map(_ms, lengths) if by_rank else (_ms(lengths[most]), f"rank {self.ranks[most].rank}")
+            rows.append((part, _ms(means[part]), format_percent(means[part] / self.seconds), *cells))
+        totals = [step.nanoseconds / 1e9 for step in self.ranks]
+        longest = max(range(len(totals)), key=totals.__getitem__)
+        cells = map(_ms, totals) if by_rank else (_ms(totals[longest]), f"rank {self.ranks[longest].rank}")
+        rows.append(("step", _ms(self.seconds), "", *cells))
+        drop = [head.rstrip(">") for head in reversed(last)]
+        return fitted_table(heads, rows, width, drop=(*drop, "share"))
+
+    def __repr__(self) -> str:
+        return as_text(self)
+
+
+def explain(folder: Path, step: int | None = None) -> Explanation:
+    """Of the last measured step if none is given. Raises PentadError if the run has not measured that one."""
+    found = compare(folder, step)
+    config, mesh, program = saved_config(folder), found.run.mesh, found.run.program
+    row = next((row for row in read_lines(folder / METRICS) if row.get("step") == found.step), {})
+    costs = read_costs(program, found.measured) or read_costs(program, found.all_measured)
+    assert costs is not None  # `compare` has read them
+    measured = _measured(folder, found, row)
+    ranks = attribute(program, mesh, found.measured, costs, measured)
+    view = StepView(program, mesh, found.measured)
+    begins = {rank.rank: view.end(rank.rank) - rank.nanoseconds for rank in ranks}
+    on_host = not row.get("peak_bytes")
+    replay = Replay(view, begins, measured.data, measured.layers, blocking_host=on_host)
+    places = place_names(read_lines(folder / JOURNAL))
+    remedies = [remedy_of(cause, config, places) for cause in find_causes(replay, left_of_parts(config))]
+    if (schedule := better_schedule(program, costs, config)) is not None:
+        remedies.append(schedule)
+    seconds = sum(rank.nanoseconds for rank in ranks) / len(ranks) / 1e9
+    worth = sorted((each for each in remedies if each.seconds > LEAST_SHARE * seconds), key=lambda each: -each.seconds)
+    layers = bool(measured.layers) or mesh.tp * mesh.cp * mesh.ep == 1
+    return Explanation(
+        found.run.name, program.name, found.step, ranks, tuple(worth[:MOST_CAUSES]), replay.makespan(), layers
+    )
+
+
+def _measured(folder: Path, found: Comparison, row: dict[str, Any]) -> Measured:
+    """Each rank began when it had ended the step before; after a pause, as the row says, when the run went on."""
+    path, mesh = folder / RANK_TIMES, found.run.mesh
+    times = [each for each in load(path) if each.step == found.step] if path.is_file() else []
+    began = dict[int, float]()
+    seconds = row.get("step_seconds")
+    if seconds is not None:
+        since = max(span.end for span in found.measured.spans) - seconds
+        before = found.all_measured.of_step(found.step - 1)
+        ends = {span.rank: span.end for span in sorted(before.spans, key=lambda s: s.end) if span.lane == "compute"}
+        resumes = not ends or since > max(ends.values()) + 1e-6
+        began = {rank: since if resumes else ends.get(rank, since) for rank in range(mesh.size)}
+    try:
+        return measured_of(times, mesh, began)
+    except KeyError:
+        raise PentadError(f"{path} has a rank that {mesh} lacks: expected the run's own") from None
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms"

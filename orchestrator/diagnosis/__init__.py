@@ -1,0 +1,1 @@
+"""What slows a run down: which rank, since when, and what would help."""

@@ -1,0 +1,135 @@
+"""What would remove the causes that make a step long: a configuration key or a command for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.planning.formatting import format_percent
+from pentad.schedules.catalogue import CATALOGUE, generate
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.diagnosis.causes import Cause
+from pentad.schedules.diagnosis.replay import RECOMPUTE
+from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, COPIES, HOST, PARAMETERS
+from pentad.schedules.ir.errors import PentadError, ScheduleError
+from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.memory import peak_activations
+from pentad.schedules.simulate.simulate import simulate_step_time
+from pentad.schedules.spec.schedule_spec import ScheduleOptions
+
+MOST_ACTIONS = 4096  # forwards of a program up to which other schedules are tried
+
+
+class Remedy(NamedTuple):
+    """What takes time (`cause`), what would remove it (`remedy`), and the seconds of a step without it."""
+
+    cause: str
+    remedy: str
+    seconds: float
+
+
+def remedy_of(cause: Cause, config: RunConfig, places: Mapping[int, str]) -> Remedy:
+    """In words. `places` says where ranks are."""
+    mesh, seconds, ranks = config.mesh, cause.seconds, cause.ranks
+    match cause.kind:
+        case "slow rank":
+            text = f"rank {ranks[0]} computes {format_percent(cause.factor - 1)} longer than its peers"
+            return Remedy(text, f"look at {places.get(ranks[0], 'its GPU')}, or replace it", seconds)
+        case "slow link":
+            source, target = (f"rank {rank} ({places[rank]})" if rank in places else f"rank {rank}" for rank in ranks)
+            times = f"{cause.factor:.3g} times as long" if cause.factor < 1000 else "far longer"
+            return Remedy(f"transfers from {source} to {target} take {times} as others", "look at that link", seconds)
+        case "uneven stages":
+            pp = config.mesh.mesh.coordinates(ranks[0]).pp
+            text = f"pp{pp} computes {format_percent(cause.factor - 1)} longer than the mean of the stages"
+            return Remedy(text, f"model.layers or mesh.pp (now {mesh.pp}) that divide evenly", seconds)
+        case "inside layers":
+            axis = max(("tp", "cp", "ep"), key=lambda axis: getattr(mesh, axis))
+            size = getattr(mesh, axis)
+            other = "dp" if axis != "cp" else "pp"
+            return Remedy("communication inside layers", f"mesh.{axis}={size // 2} with more mesh.{other}", seconds)
+        case kind if kind == BETWEEN_STAGES:
+            peer = config.cluster.transport == "nccl"
+            text = "cluster.transport=auto" if peer else f"mesh.pp={max(1, mesh.pp // 2)} with more mesh.dp"
+            return Remedy("transfers between stages", text, seconds)
+        case kind if kind == PARAMETERS:
+            return Remedy("gathers, reductions and the norm", _fewer_collectives(config), seconds)
+        case "optimizer":
+            return _optimizer(config, seconds)
+        case kind if kind == RECOMPUTE:
+            return Remedy("recomputation of activations", "memory.recompute=none, if it fits", seconds)
+        case kind if kind == COPIES:
+            key = "memory.max_resident_microbatches=null" if config.memory.max_resident_microbatches else ""
+            return Remedy("copies to and from host memory", key or "memory.offload_fraction=auto", seconds)
+        case "data":
+            return Remedy("waiting for the loader", "data on a local disk, built with `pentad data build`", seconds)
+        case kind if kind == HOST:
+            fewer = max(1, config.schedule.microbatches // 2)
+            return Remedy("the host issues late", f"schedule.microbatches={fewer}: fewer, larger instructions", seconds)
+        case kind:
+            raise AssertionError(kind)
+
+
+def better_schedule(program: Program, costs: Costs, config: RunConfig) -> Remedy | None:
+    """The schedule with the shortest step at these costs among those that give ranks the same stages."""
+    options = config.schedule.options
+    if program.forward_only or config.memory.recompute != "none" or program.ranks == 1:
+        return None
+    if program.stages * program.total_slices > MOST_ACTIONS or program.slices > 1 or program.name not in CATALOGUE:
+        return None
+    found = dict[str, tuple[float, float]]()  # seconds, and microbatches whose activations are held
+    for name, entry in CATALOGUE.items():
+        chunks = options.chunks if "chunks" in entry.accepts else None
+        given = name, program.ranks, program.microbatches
+        try:
+            if name != "auto" and generate(*given, ScheduleOptions(chunks=chunks)).placement == program.placement:
+                other = compile_program(*given, costs=costs, options=ScheduleOptions(chunks=chunks))
+                found[name] = (simulate_step_time(other, costs).makespan, max(peak_activations(other)))
+        except (PentadError, ScheduleError):
+            continue  # not for these sizes
+    if program.name not in found:
+        return None
+    (now, held), best = found[program.name], min(found, key=lambda name: found[name])
+    seconds, more = found[best]
+    if seconds >= now:
+        return None
+    memory = f", with activations of {more:g} microbatches instead of {held:g}" if more > held else ""
+    return Remedy(f"the bubble that {program.name} has", f"schedule.name={best}{memory}", now - seconds)
+
+
+def left_of_parts(config: RunConfig) -> dict[str, float]:
+    """The share of a part that would remain with its remedy, where it is not 0: of an update that ZeRO divides."""
+    divides = not config.zero.stage and config.mesh.replicas > 1 and config.memory.optimizer == "device"
+    return {"optimizer": 1 / config.mesh.replicas} if divides else {}
+
+
+def _optimizer(config: RunConfig, seconds: float) -> Remedy:
+    if config.memory.optimizer == "host":
+        return Remedy("the update passes through host memory", "memory.optimizer=device, if it fits", seconds)
+    if not config.zero.stage and config.mesh.replicas > 1:
+        return Remedy("every replica updates all parameters", "zero.stage=1", seconds)
+    return Remedy("the update", "batch.global_batch_size: fewer updates for the same tokens", seconds)
+
+
+def _fewer_collectives(config: RunConfig) -> str:
+    if config.zero.stage == 3:
+        return "zero.max_gathered=null or zero.stage=2, if it fits"
+    if config.zero.stage == 2 and config.zero.reduce == "microbatch":
+        return "zero.reduce=step"
+    if config.mesh.replicas > 1:
+        return "batch.global_batch_size: fewer reductions for the same tokens"
+    if config.schedule.post_validation:
+        return "batch.global_batch_size: fewer updates for the same tokens"
+    return "schedule.post_validation=true"
+
+
+def place_names(entries: list[dict[str, Any]]) -> dict[int, str]:
+    """'node 10.0.0.4, GPU 2' by rank, from the last `place` event of a journal."""
+    placed = [entry for entry in entries if entry.get("event") == "place"]
+    found = {}
+    for each in placed[-1].get("ranks", []) if placed else []:
+        gpu = f", GPU {each['gpu']}" if each.get("gpu", -1) >= 0 else ""
+        found[each["rank"]] = f"node {each['node']}{gpu}"
+    return found

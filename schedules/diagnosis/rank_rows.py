@@ -1,0 +1,53 @@
+"""The times of ranks as the rows of a heat map."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+
+from pentad.schedules.diagnosis.rank_times import INNER_AXES, RankTime
+from pentad.schedules.draw.heat_map import RankRow, ordered_ops, svg_heat_map
+from pentad.schedules.simulate.timeline import COMPUTE
+from pentad.schedules.spec.mesh import Mesh
+
+SHOWN = (*COMPUTE, "STEP")  # ops that a rank's own speed decides
+
+
+def svg_rank_times(times: Sequence[RankTime], mesh: Mesh, *, title: str) -> str:
+    """The figure of all ranks of a mesh, beside those with the same stages; '' where no rank has such peers, or there
+    are no times."""
+    times = [each for each in times if each.rank < mesh.size and each.op in SHOWN]
+    peers = {rank: mesh.group(("dp", *INNER_AXES), rank) for rank in range(mesh.size)}
+    if not times or len(peers[0]) == 1:
+        return ""
+    work: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # by step, then rank
+    by_op: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))  # all steps
+    for each in times:
+        own = each.seconds - each.waited
+        by_op[each.op][each.rank].append(own)
+        if each.op in COMPUTE:
+            work[each.step][each.rank] += own
+    steps = sorted(work)
+    by_step = [_differences(work[step], peers) for step in steps]
+    ops = ordered_ops(set(by_op))
+    medians = [_differences({rank: median(own) for rank, own in by_op[op].items()}, peers) for op in ops]
+    rows = [
+        RankRow(
+            f"rank {rank} ({mesh.coordinates(rank)})",
+            [found.get(rank) for found in by_step],
+            [found.get(rank) for found in medians],
+        )
+        for rank in range(mesh.size)
+    ]
+    return svg_heat_map(rows, steps, ops, title=title)
+
+
+def _differences(values: dict[int, float], peers: dict[int, tuple[int, ...]]) -> dict[int, float]:
+    """Of each rank's value from the median of its peers', as a share of it; without those that have no peers."""
+    found = dict[int, float]()
+    for rank, value in values.items():
+        others = [values[peer] for peer in peers[rank] if peer != rank and peer in values]
+        if others and (usual := median(others)) > 0:
+            found[rank] = value / usual - 1
+    return found

@@ -1,0 +1,136 @@
+"""Seconds of every rank by op and stage, one step after another: few enough numbers to keep for many steps.
+
+Besides the ops of instructions there are DATA, what the host waited for the loader, and HOST, what could have run and
+had not been issued.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from pentad.schedules.diagnosis.attribution import LayerWait, Measured
+from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, HOST, StepView
+from pentad.schedules.ir.arrow_file import read_table, require_no_nulls, require_range
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import RECEIVES, Key
+from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.timeline import COMPUTE, LONGEST_SECONDS, Span, Timeline, attributed_seconds
+from pentad.schedules.spec.mesh import Axis, Mesh
+
+DATA, HOST_OP = "DATA", "HOST"
+MOST_SPANS = 20_000  # of a step whose waits are told apart, in some 0.1 s of the driver's time
+INNER_AXES: tuple[Axis, ...] = ("tp", "cp", "ep")
+
+
+class RankTime(NamedTuple):
+    """A rank's `seconds` in all instructions of an op on a stage (-1: none) in a step. In compute, `waited` of them
+    passed in communication inside layers. Of receives they are the time of the transfers, from when the sender had the
+    result, if all took as long as those that compute waited for."""
+
+    step: int
+    rank: int
+    op: str
+    stage: int
+    seconds: float
+    waited: float = 0.0
+
+
+class RankWaits(NamedTuple):
+    """Seconds that a rank's host waited for the data of a step, and that its compute waited for communication inside
+    layers, by op and stage."""
+
+    rank: int
+    data: float
+    layers: tuple[tuple[str, int, float], ...] = ()
+
+
+_TYPES = [pa.int64(), pa.int32(), pa.string(), pa.int32(), pa.float64(), pa.float64()]
+SCHEMA = pa.schema(list(zip(RankTime._fields, _TYPES, strict=True)))
+
+
+def times_of_step(
+    program: Program, mesh: Mesh, spans: Sequence[Span], waits: Sequence[RankWaits]
+) -> tuple[RankTime, ...]:
+    """Of the spans of one step. Ranks that have none are missing; what takes the program to tell, receives and HOST, is
+    missing in incomplete steps and in those with more than MOST_SPANS."""
+    step, seconds = spans[0].step, dict[tuple[int, str, int], float]()
+    waited = {(each.rank, op, stage): took for each in waits for op, stage, took in each.layers}
+    for span, took in attributed_seconds([span for span in spans if span.op in (*COMPUTE, "STEP")]):
+        key = span.rank, span.op, span.stage
+        seconds[key] = seconds.get(key, 0.0) + took
+    seconds |= {(each.rank, DATA, -1): each.data for each in waits}
+    if len(spans) <= MOST_SPANS:
+        with suppress(PentadError):
+            seconds |= _host_and_receives(StepView(program, mesh, Timeline("measured", tuple(spans))))
+    found = (RankTime(step, *key, took, min(took, waited.get(key, 0.0))) for key, took in seconds.items())
+    return tuple(sorted(found))
+
+
+def _host_and_receives(view: StepView) -> dict[tuple[int, str, int], float]:
+    found = dict[tuple[int, str, int], float]()
+    for rank in range(view.mesh.size):
+        exposed = dict[Key, list[int]]()  # by receive, without its microbatch
+        host = 0
+        for busy in view.busy(rank, view.first_start(rank)):
+            host += busy.idle.get(HOST, 0)
+            if busy.last is not None and busy.last.op in RECEIVES and (length := busy.idle.get(BETWEEN_STAGES)):
+                exposed.setdefault(busy.last._replace(microbatch=-1), []).append(length)
+        found[rank, HOST_OP, -1] = host / 1e9
+        count = Counter(action.key._replace(microbatch=-1) for action in view.stream(rank) if action.key.op in RECEIVES)
+        for key, lengths in exposed.items():
+            found[rank, key.op.value, key.stage] = count[key] * sum(lengths) / len(lengths) / 1e9
+    return found
+
+
+def to_arrow(times: Iterable[RankTime]) -> pa.Table:
+    rows = list(times)
+    columns = zip(*rows, strict=True) if rows else ([] for _ in SCHEMA)
+    return pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
+
+
+def save(times: Iterable[RankTime], path: Path) -> None:
+    table = to_arrow(times)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def load(path: Path) -> tuple[RankTime, ...]:
+    """Raises PentadError if `save` did not write the file."""
+    try:
+        table = read_table(path.read_bytes())
+        if not table.schema.equals(SCHEMA):
+            raise PentadError(f"its columns are {table.schema.names}: expected {SCHEMA.names}")
+        require_no_nulls(table)
+        for name, low in {"step": 0, "rank": 0, "stage": -1, "seconds": 0.0, "waited": 0.0}.items():
+            require_range(table, name, low, LONGEST_SECONDS)
+    except (OSError, PentadError) as error:
+        raise PentadError(f"{path} is not a readable table of rank times: {error}") from None
+    return tuple(map(RankTime._make, zip(*(table.column(name).to_pylist() for name in SCHEMA.names), strict=True)))
+
+
+def measured_of(times: Iterable[RankTime], mesh: Mesh, began: dict[int, float] | None = None) -> Measured:
+    """What `attribute` takes besides the spans, from the times of one step.
+
+    A peer that is late keeps the others waiting in every collective of the layer, and itself waits least: what the
+    shortest wait of the group exceeds is waiting for a late peer.
+    """
+    data, waited = dict[int, float](), dict[tuple[int, str, int], float]()
+    for each in times:
+        if each.op == DATA:
+            data[each.rank] = each.seconds
+        if each.waited:
+            waited[each.rank, each.op, each.stage] = each.waited
+    total, late = dict[int, float](), dict[int, float]()
+    for (rank, op, stage), seconds in waited.items():
+        group = mesh.group(INNER_AXES, rank)
+        shortest = min(waited.get((other, op, stage), 0.0) for other in group)
+        total[rank] = total.get(rank, 0.0) + seconds
+        late[rank] = late.get(rank, 0.0) + seconds - shortest
+    layers = {rank: LayerWait(seconds, late[rank]) for rank, seconds in total.items()}
+    return Measured(began or {}, data, layers)

@@ -1,0 +1,199 @@
+"""Names ranks and links that are slower than their peers, from every rank's seconds of each step.
+
+A rank's compute is without its waits, so a rank that only waits for a slow one is not slow. It is compared with the
+ranks that have the same stages; without such peers, with itself in its first steps, as all other ranks have changed
+since. What a score is in doubt by comes from its own changes from step to step: noisy ranks need larger differences.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from pentad.schedules.diagnosis.rank_times import DATA, HOST_OP, INNER_AXES, RankTime
+from pentad.schedules.ir.instruction import RECEIVES
+from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.timeline import COMPUTE
+from pentad.schedules.spec.mesh import Mesh
+
+LEAST = 0.06  # of a step's compute, from which a difference counts; one of 8 % stays above it
+WINDOW = 8  # steps whose median decides
+REMEMBERED = 64  # steps of a score
+SURE = 2.2  # of the noise of one step: five standard deviations of the median of WINDOW steps
+SURE_ALONE = 2.8  # the same where ranks have no peers, as the steps that they are compared with were noisy too
+WARM_UP, BASELINE = 2, 32  # steps that are left out, and those that a rank without peers is compared with later
+FEW = 4  # peers up to which a rank is not among those that it is compared with
+KINDS = ("compute", "data", "host", "link")
+Entity = tuple[str, int, int]  # kind, rank, and the receiver of a link or -1
+
+
+class SlowRank(NamedTuple):
+    """`ranks` (of a link, its sender and receiver) are slow since `since`, known at `step`: they take `excess` longer,
+    as a share of the compute of a step. `kind` is 'compute', 'data', 'host' or 'link'. `evidence` are the ops that take
+    longer, with their stage and the share by which. Several ranks of 'compute' wait for each other inside layers, which
+    one is slow is not known. Once a rank is no longer slow, `over` is set."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    step: int
+    since: int
+    excess: float
+    evidence: tuple[tuple[str, int, float], ...] = ()
+    over: bool = False
+
+
+class _Series:
+    """The scores of an entity, newest last, and how much they change from step to step."""
+
+    def __init__(self) -> None:
+        self.scores: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)
+        self.changes: deque[float] = deque(maxlen=REMEMBERED)
+        self.above = 0  # steps in a row that it has been too large
+
+    def add(self, step: int, score: float) -> None:
+        if self.scores:
+            self.changes.append(abs(score - self.scores[-1][1]))
+        self.scores.append((step, score))
+
+    @property
+    def middle(self) -> float:
+        return median(score for _, score in list(self.scores)[-WINDOW:])
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of one score, robust to jumps and outliers."""
+        return median(self.changes) / 0.954 if self.changes else 0.0
+
+    def since(self) -> int:
+        """The first step of the newest ones of which at most one in four is below half of the present score."""
+        half, low, found = self.middle / 2, 0, self.scores[-1][0]
+        for count, (step, score) in enumerate(reversed(self.scores), 1):
+            low += score < half
+            if count >= WINDOW and 4 * low > count:
+                break
+            found = step if score >= half else found
+        return found
+
+
+class SlowRanks:
+    """Of one program on one mesh; a rank is reported once, until it is no longer slow."""
+
+    def __init__(self, program: Program, mesh: Mesh) -> None:
+        self.mesh, self.steps = mesh, 0
+        ranks = range(mesh.size)
+        self.peers = [tuple(other for other in mesh.group(("dp", *INNER_AXES), rank)) for rank in ranks]
+        self.inner = [mesh.group(INNER_AXES, rank) for rank in ranks]
+        self.sender = {
+            (rank, str(action.key.op), action.key.stage): mesh.move(rank, pp=action.parts[0].peer)
+            for rank in ranks
+            for action in program.streams[mesh.coordinates(rank).pp]
+            if action.key.op in RECEIVES
+        }
+        self.series: dict[Entity, _Series] = {}
+        self.named: dict[Entity, SlowRank] = {}
+        self.first: dict[int, list[float]] = {rank: [] for rank in ranks}
+        self.by_op: dict[tuple[int, str, int], deque[float]] = {}
+
+    def add(self, times: Sequence[RankTime]) -> list[SlowRank]:
+        """Adds a step; returns the ranks that have become slow, and those that no longer are."""
+        self.steps += 1
+        work = _work(times)
+        if self.steps <= WARM_UP or len(work) < self.mesh.size:
+            return []
+        for each in times:
+            if each.op in COMPUTE:
+                key = each.rank, each.op, each.stage
+                self.by_op.setdefault(key, deque(maxlen=WINDOW // 2)).append(each.seconds - each.waited)
+        step = times[0].step
+        for entity, score in self._scores(times, work).items():
+            self.series.setdefault(entity, _Series()).add(step, score)
+        return [*self._ended(step), *self._begun(step, any(each.waited for each in times))]
+
+    def _scores(self, times: Sequence[RankTime], work: dict[int, float]) -> dict[Entity, float]:
+        typical = max(1e-9, median(work.values()))
+        found = self._compute_scores(work)
+        for kind, op in (("data", DATA), ("host", HOST_OP)):
+            seconds = {each.rank: each.seconds for each in times if each.op == op}
+            for rank, took in seconds.items():
+                found[kind, rank, -1] = (took - _median_of_others(seconds, rank)) / typical
+        links = dict.fromkeys({(source, key[0]) for key, source in self.sender.items()}, 0.0)
+        for each in times:
+            if (source := self.sender.get((each.rank, each.op, each.stage))) is not None:
+                links[source, each.rank] += each.seconds
+        for link, took in links.items():
+            found["link", *link] = (took - _median_of_others(links, link)) / typical
+        return found
+
+    def _compute_scores(self, work: dict[int, float]) -> dict[Entity, float]:
+        found = dict[Entity, float]()
+        for rank, peers in enumerate(self.peers):
+            if len(peers) > 1:
+                usual = _median_of_others({peer: work[peer] for peer in peers}, rank)
+                found["compute", rank, -1] = work[rank] / max(1e-9, usual) - 1
+        if found or self.mesh.size == 1:
+            return found
+        if len(self.first[0]) < BASELINE:
+            for rank, seconds in work.items():
+                self.first[rank].append(seconds)
+            return {}
+        change = {rank: seconds / max(1e-9, median(self.first[rank])) for rank, seconds in work.items()}
+        return {("compute", rank, -1): change[rank] / _median_of_others(change, rank) - 1 for rank in change}
+
+    def _begun(self, step: int, layers_measured: bool) -> list[SlowRank]:
+        noise = {kind: median([s.noise for (k, *_), s in self.series.items() if k == kind] or [0.0]) for kind in KINDS}
+        found, alone = list[SlowRank](), len(self.peers[0]) == 1
+        for kind in KINDS:
+            sure = SURE_ALONE if alone and kind == "compute" else SURE
+            for entity, series in self.series.items():
+                if entity[0] != kind or entity in self.named or len(series.scores) < WINDOW:
+                    continue
+                is_slow = series.middle >= max(LEAST, sure * max(noise[kind], series.noise))
+                series.above = series.above + 1 if is_slow else 0
+                if series.above < (2 if kind == "link" else 1) or self._is_explained(entity):
+                    continue
+                found.append(self._name(entity, series, step, layers_measured))
+        return found
+
+    def _is_explained(self, entity: Entity) -> bool:
+        """A slow rank sends late, and issues late what it computes late; a rank is named once."""
+        _, rank, other = entity
+        return any({rank, other} & {*named.ranks} for named in self.named.values())
+
+    def _name(self, entity: Entity, series: _Series, step: int, layers_measured: bool) -> SlowRank:
+        kind, rank, other = entity
+        ranks: tuple[int, ...] = (rank, other) if kind == "link" else (rank,)
+        if kind == "compute" and not layers_measured:
+            ranks = self.inner[rank]
+        evidence = self._evidence(rank) if kind == "compute" else ()
+        since = series.since()
+        excess = median(score for at, score in series.scores if at >= since)
+        self.named[entity] = SlowRank(kind, ranks, step, since, excess, evidence)
+        return self.named[entity]
+
+    def _evidence(self, rank: int) -> tuple[tuple[str, int, float], ...]:
+        """The two ops whose time differs most from that of the peers."""
+        peers, found = [peer for peer in self.peers[rank] if peer != rank], list[tuple[str, int, float]]()
+        for (who, op, stage), seconds in self.by_op.items():
+            others = [median(self.by_op[key]) for peer in peers if (key := (peer, op, stage)) in self.by_op]
+            if who == rank and others and (usual := median(others)):
+                found.append((op, stage, median(seconds) / usual - 1))
+        return tuple(sorted(found, key=lambda each: -each[2])[:2])
+
+    def _ended(self, step: int) -> list[SlowRank]:
+        over = [entity for entity in self.named if self.series[entity].middle < LEAST / 2]
+        return [self.named.pop(entity)._replace(step=step, over=True) for entity in over]
+
+
+def _work(times: Iterable[RankTime]) -> dict[int, float]:
+    found = dict[int, float]()
+    for each in times:
+        if each.op in COMPUTE:
+            found[each.rank] = found.get(each.rank, 0.0) + each.seconds - each.waited
+    return found
+
+
+def _median_of_others(values: dict, own: object) -> float:
+    others = list(values.values()) if len(values) > FEW else [value for key, value in values.items() if key != own]
+    return median(others) if others else 0.0

@@ -1,0 +1,133 @@
+"""Heat maps of rank x step and rank x op: how much longer each rank takes than its peers, as an SVG figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from pentad.schedules.draw.palette import OP_STYLES
+from pentad.schedules.draw.svg import LEFT, MARGIN, STYLE, THEMES, escaped
+from pentad.schedules.ir.errors import PentadError
+
+HEADER, HEADING, BELOW, GAP = 54, 30, 24, 28  # pixels
+WIDTH, COLUMN, PITCH, SMALLEST_PITCH, HEIGHT = 640, 64, 18, 3, 560
+MOST_RANKS = 256
+FULL = 0.2  # the difference that has the full colour
+BINS = 5  # of each sign
+FASTER, SLOWER = ("#2166ac", "#74a9f0"), ("#c2410c", "#ff8a3d")  # on light and dark; differ in lightness as well
+IDLE = ("#eef0f3", "#262c35")
+
+
+class RankRow(NamedTuple):
+    """A rank's name, and its differences from its peers as shares, None where unknown: by step, and by op."""
+
+    name: str
+    steps: list[float | None]
+    ops: list[float | None]
+
+
+def svg_heat_map(rows: Sequence[RankRow], steps: Sequence[int], ops: Sequence[str], *, title: str) -> str:
+    """The SVG text. Of more than MOST_RANKS rows it has those that were slowest in any step.
+
+    Raises PentadError without rows or steps."""
+    if not rows or not steps:
+        raise PentadError("svg_heat_map got no times: expected those of at least one rank and step")
+    if len(rows) > MOST_RANKS:
+        slowest = sorted(rows, key=lambda row: -max((each for each in row.steps if each is not None), default=0.0))
+        shown = {row.name for row in slowest[:MOST_RANKS]}
+        rows = [row for row in rows if row.name in shown]
+    pitch = max(SMALLEST_PITCH, min(PITCH, HEIGHT // len(rows)))
+    left = max(LEFT, 7 * max(len(row.name) for row in rows) + 24)
+    right = left + WIDTH + GAP
+    width, bottom = right + COLUMN * len(ops) + MARGIN, HEADER + HEADING + pitch * len(rows)
+    size = f"{width:.0f}", f"{bottom + BELOW + MARGIN:.0f}"
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" viewBox="0 0 {" ".join(size)}">',
+        f"<title>{escaped(title)}</title><style>{STYLE}{_colours()}</style>",
+        '<rect class="page" width="100%" height="100%" rx="8"/>',
+        f'<text class="title" x="{MARGIN}" y="28">{escaped(title)}</text>',
+        *_legend(),
+        f'<text class="bold" x="{left}" y="{HEADER + 20}">by step</text>',
+        *_op_heads(ops, right),
+    ]
+    cell = WIDTH / len(steps)
+    for index, row in enumerate(rows):
+        y = HEADER + HEADING + index * pitch
+        if pitch >= 11 or index % -(-11 // pitch) == 0:
+            lines.append(f'<text class="end" x="{left - 10}" y="{y + pitch / 2 + 4:g}">{escaped(row.name)}</text>')
+        lines += _cells(row.steps, left, y, cell, pitch)
+        lines += _cells(row.ops, right, y, COLUMN, pitch)
+        lines += _numbers(row.ops, right, y, pitch)
+    lines += _step_axis(steps, left, bottom, cell)
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def ordered_ops(ops: set[str]) -> list[str]:
+    """In the order of legends, then others by name."""
+    return [op for op in OP_STYLES if op in ops] + sorted(ops - OP_STYLES.keys())
+
+
+def _bin(value: float | None) -> int | None:
+    return None if value is None else max(-BINS, min(BINS, round(value / FULL * BINS)))
+
+
+def _cells(values: Sequence[float | None], x: float, y: float, cell: float, pitch: int) -> Iterator[str]:
+    """Neighbours of one colour are one rectangle."""
+    at, height = 0, pitch - (1 if pitch > 4 else 0)
+    for colour, group in groupby(map(_bin, values)):
+        count = len(list(group))
+        name = "idle" if not colour else f"{'s' if colour > 0 else 'f'}{abs(colour)}"
+        if colour is not None:
+            place = f'x="{x + at * cell:.1f}" y="{y}" width="{count * cell:.2f}" height="{height}"'
+            yield f'<rect class="{name}" {place}/>'
+        at += count
+
+
+def _numbers(values: Sequence[float | None], x: float, y: float, pitch: int) -> Iterator[str]:
+    for index, value in enumerate(values):
+        if value is not None and pitch >= 13:
+            strong = " strong" if abs(_bin(value) or 0) > 2 else ""
+            middle = x + (index + 0.5) * COLUMN
+            yield f'<text class="middle{strong}" x="{middle:g}" y="{y + pitch / 2 + 4:g}">{value:+.0%}</text>'
+
+
+def _legend() -> Iterator[str]:
+    x = float(MARGIN)
+    yield f'<text class="soft" x="{x}" y="50">{FULL:.0%} faster</text>'
+    x += 76
+    for number in range(-BINS, BINS + 1):
+        name = "idle" if not number else f"{'s' if number > 0 else 'f'}{abs(number)}"
+        yield f'<rect class="{name}" x="{x:g}" y="40" width="14" height="12"/>'
+        x += 14
+    yield f'<text class="soft" x="{x + 8:g}" y="50">{FULL:.0%} slower than ranks with the same stages</text>'
+
+
+def _op_heads(ops: Sequence[str], x: float) -> Iterator[str]:
+    for index, op in enumerate(ops):
+        name = op if len(op) <= 9 else f"{op[:8]}…"
+        yield f'<text class="middle bold" x="{x + (index + 0.5) * COLUMN:g}" y="{HEADER + 20}">{escaped(name)}</text>'
+
+
+def _step_axis(steps: Sequence[int], x: float, y: float, cell: float) -> Iterator[str]:
+    count = max(1, len(steps) // 8)
+    for index in range(0, len(steps), count):
+        if index + count // 2 < len(steps) or index == 0:
+            yield f'<text class="soft middle" x="{x + (index + 0.5) * cell:.1f}" y="{y + 17}">{steps[index]}</text>'
+
+
+def _colours() -> str:
+    themes = []
+    for theme, style in enumerate(THEMES):
+        rules = [style]
+        for name, fills in (("f", FASTER), ("s", SLOWER)):
+            for number in range(1, BINS + 1):
+                rules.append(f".{name}{number}{{fill:{_mixed(IDLE[theme], fills[theme], number / BINS)}}}")
+        rules.append(f".strong{{fill:{('#ffffff', '#16191f')[theme]}}}")
+        themes.append("".join(rules))
+    return f"{themes[0]}@media(prefers-color-scheme:dark){{{themes[1]}}}"
+
+
+def _mixed(fill: str, other: str, share: float) -> str:
+    channels = ((int(fill[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in channels)
