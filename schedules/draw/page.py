@@ -48,8 +48,8 @@ def html_page(
     figure: str = "",
 ) -> str:
     """`body`, `styles` and `scripts` are names of assets; the scripts find `data` as JSON in the element #data.
-    `figure`, if not empty, is the text of an SVG figure, drawn where
-    the body has {{figure}}."""
+    `figure`, if not empty, is the text of an SVG figure, drawn where the body
+    has {{figure}}."""
     parts = {
         "title": html.escape(title),
         "facts": "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items()),

@@ -110,8 +110,13 @@ def with_units(ranks: int, microbatches: int, units: int) -> dict[str, float]:
     results = {}
     sizes = tuple((1000 + unit % units,) for unit in range(units * ranks))
     for zero in range(4):
-        gathered, reduced = (2 if zero == 3 else None), (None if zero > 1 else "step")
-        options = MemoryOptions(zero=zero, units=(units,) * ranks, max_gathered=gathered, reduce=reduced, sizes=sizes)
+        options = MemoryOptions(
+            zero=zero,
+            units=(units,) * ranks,
+            max_gathered=2 if zero == 3 else None,
+            reduce=None if zero > 1 else "step",
+            sizes=sizes,
+        )
         action = partial(compile_program, "1f1b", ranks, microbatches, replicas=2, memory_options=options)
         results[f"zero{zero}"] = statistics.median(seconds(action, 1) for _ in range(5))
     return results

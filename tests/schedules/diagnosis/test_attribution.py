@@ -65,8 +65,10 @@ def costs_of(program: Program, seed: int = 0) -> Costs:
         return tuple(draw.uniform(low, high) * 1e-3 for _ in range(program.stages))
 
     forward, backward, weight = each(2, 3), each(2, 3), each(1, 3)
-    tail = {"norm": 4e-4, "step": 2e-3, "reduce": each(1, 4), "gather": each(0.2, 2), "offload": each(0.2, 2)}
-    return Costs(forward, backward, weight, transfer=4e-4, **tail)
+    reduce, gather, offload = each(1, 4), each(0.2, 2), each(0.2, 2)
+    return Costs(
+        *(forward, backward, weight), transfer=4e-4, norm=4e-4, step=2e-3, reduce=reduce, gather=gather, offload=offload
+    )
 
 
 def mesh_of(ranks: int, sizes: dict[str, int]) -> Mesh:

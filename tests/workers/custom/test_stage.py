@@ -100,7 +100,7 @@ def test_w_does_not_read_transfer_buffers(tmp_path: Path, corpus: str, name: str
         run_to_completion(stage.forward(0, inputs))
         run_to_completion(stage.backward_input(0, dy))
         for slot in (inputs.received, dy) if overwritten else ():
-            assert slot is not None
+            assert isinstance(slot, torch.Tensor)
             slot.fill_(torch.nan)
         stage.backward_weight(0)
         results.append(stage.param_buffers[0].parameters.gradient)
@@ -137,7 +137,7 @@ def test_changing_in_place_what_b_needs_is_an_error(tmp_path: Path, corpus: str)
     plan = plan_for(tmp_path, corpus, "gpt")
     stage, inputs = stage_of(plan, 1), inputs_of(plan, 1)
     run_to_completion(stage.forward(0, inputs))
-    assert inputs.received is not None
+    assert isinstance(inputs.received, torch.Tensor)
     inputs.received.zero_()
     with pytest.raises(RuntimeError, match="changed in place"):
         run_to_completion(stage.backward_input(0, random_stream(plan)))
