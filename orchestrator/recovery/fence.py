@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from pentad.orchestrator.cluster.faults import WorkerError
+from pentad.orchestrator.cluster.faults import Superseded, WorkerError
 from pentad.orchestrator.cluster.group import Member, WorkerGroup
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.runtime.results import RankSnapshot, StepResult
@@ -56,11 +56,13 @@ class RecoveryState:
 def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     """Ends the generation on every living rank and fills `state`; ranks that do not follow are added to the lost.
 
-    Raises CannotRecover when no rank is left.
+    Raises CannotRecover when no rank is left, and Superseded when another driver has fenced a rank meanwhile.
     """
     began = time.monotonic()
     group.generation += 1
     _call_living(group, state.lost, "fence", FENCE_SECONDS, record)
+    if group.superseded:
+        raise Superseded(f"another driver has taken over the ranks of {group.plan.name}: this one ends")
     if group.plan.device == "cuda":
         _call_living(group, state.lost, "abort", FENCE_SECONDS, record)
     kill(group, state.lost)
@@ -84,6 +86,12 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     seconds = time.monotonic() - began
     state.seconds["fence"] = state.seconds.get("fence", 0.0) + seconds
     record("fence", generation=group.generation, step=state.version, seconds=round(seconds, 3))
+
+
+def is_recordable(state: RecoveryState, done: int) -> bool:
+    """Whether the steps after the first `done`, which are recorded, can be recorded too: some rank has their results.
+    A driver records a step only after all ranks have taken it, and may have died in between."""
+    return all(state.results.get(step) for step in range(done, state.version))
 
 
 def is_complete(plan: Plan, state: RecoveryState) -> bool:

@@ -51,7 +51,7 @@ class Rank:
     def clock(self) -> float:
         return self.fake.now
 
-    def start(self, generation: int, plan: Plan, number: int, keep: bool) -> str:
+    def start(self, generation: int, plan: Plan, number: int, bundles: tuple[int, ...], keep: bool) -> str:
         self.generation, self.plan, self.number, self.ready = generation, plan, number, False
         self.results, self.open = [], []
         if not keep:
