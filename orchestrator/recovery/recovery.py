@@ -137,12 +137,8 @@ class Recovery:
         for _ in range(ATTEMPTS):
             try:
                 fence(self.group, state, self.bus.record)
-                if not is_recordable(state, done):
-                    state.current = ()
                 if adopts:
-                    lost = bool(state.lost)
-                    how = self.ranks.repair(state, self.elastic.wait_seconds)
-                    how = "adopt" if how == "repair" and not lost else how
+                    how = self._repair_adopted(state, done)
                 elif fault is None and not state.lost:
                     how = self.ranks.grow(state)
                 else:
@@ -170,6 +166,13 @@ class Recovery:
         seconds = time.monotonic() - began
         self.bus.display.note(f"{DONE[how]} after {seconds:.1f} s on {mesh}: continuing from step {state.version}")
         return state
+
+    def _repair_adopted(self, state: RecoveryState, done: int) -> str:
+        if not is_recordable(state, done):  # the folder is not as the former driver has left it
+            state.current = ()
+        is_full = not state.lost
+        how = self.ranks.repair(state, self.elastic.wait_seconds)
+        return "adopt" if is_full and how == "repair" else how
 
     def _record_lost(self, state: RecoveryState, fault: WorkerError) -> None:
         for rank in fault.lost:

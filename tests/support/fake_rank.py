@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import ActorDiedError, RayTaskError
 from small_checkpoint import save_small
 
-from pentad.orchestrator.cluster.worker import Status, WorkerPlace
+from pentad.orchestrator.cluster.worker import StaleGeneration, Status, WorkerPlace
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.spikes import batch_of
@@ -52,10 +52,9 @@ class Rank:
         return self.fake.now
 
     def start(self, generation: int, plan: Plan, number: int, bundles: tuple[int, ...], keep: bool) -> str:
-        self.generation, self.plan, self.number, self.ready = generation, plan, number, False
-        self.results, self.open = [], []
+        self.generation, self.plan, self.number, self.ready, self.open = generation, plan, number, False, []
         if not keep:
-            self.version = -1
+            self.version, self.results = -1, []
         return ""
 
     def call(self, generation: int, method: str, *arguments: Any) -> Any:
@@ -163,7 +162,8 @@ class Rank:
         save_small(location(folder), step)
 
     def fence(self, generation: int) -> None:
-        assert generation > self.generation
+        if generation <= self.generation:
+            raise StaleGeneration(f"it is {self.generation} now")
         self.generation = generation
 
     def abort(self, generation: int) -> None:
