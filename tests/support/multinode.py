@@ -63,12 +63,27 @@ class Cluster:
         return next(node for node in self.nodes if _raylet(node).pid == parent)
 
     def ranks(self) -> list[str]:
-        """Processes of ranks, whether running, stopped or exiting."""
-        titles = []
-        for node in self.nodes:
+        """Processes of ranks, and of a keeper of their lease, whether running, stopped or exiting."""
+        return list(self._actors().values())
+
+    def kill_keeper(self) -> None:
+        """Kills the process that keeps the lease of a run."""
+        (pid,) = [pid for pid, title in self._actors().items() if title.startswith("ray::Keeper")]
+        os.kill(pid, signal.SIGKILL)
+
+    def free_cpus(self) -> float:
+        """CPUs that nothing on the cluster has reserved."""
+        client = ray._raylet.GcsClient(address=self.address)
+        loads = client.get_all_resource_usage(timeout=10).resource_usage_data.batch
+        return sum(load.resources_available.get("CPU", 0.0) for load in loads)
+
+    def _actors(self) -> dict[int, str]:
+        titles = {}
+        for node in (self.head, *self.nodes):
             with suppress(psutil.Error):
-                titles += [" ".join(process.cmdline()) for process in psutil.Process(_raylet(node).pid).children()]
-        return [title for title in titles if title.startswith("ray::") and not title.startswith(RAYS_OWN)]
+                for process in psutil.Process(_raylet(node).pid).children():
+                    titles[process.pid] = " ".join(process.cmdline())
+        return {pid: t for pid, t in titles.items() if t.startswith("ray::") and not t.startswith(RAYS_OWN)}
 
     def board(self, pid: int) -> Path:
         """The file to which a rank writes its progress."""
