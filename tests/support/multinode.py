@@ -39,11 +39,8 @@ class Cluster:
     def __init__(self, folder: Path, places: int = 0) -> None:
         self.folder, self.places = folder, places
         self.head = self._node(0)
+        self.address: str = self.head.gcs_address
         self.nodes: list[Node] = []
-
-    @property
-    def address(self) -> str:
-        return self.head.gcs_address
 
     def resize(self, *sizes: int) -> None:
         """Adds and removes nodes until there is one node for each of `sizes`, with room for that many ranks."""
@@ -97,6 +94,15 @@ class Cluster:
         )
         assert accepted, reason
 
+    def stop_head(self) -> None:
+        """Kills the process that knows the cluster."""
+        self.head.kill_gcs_server(check_alive=False)
+
+    def start_head(self) -> None:
+        """At the same address; what a persistent cluster has stored is there again."""
+        self.head._ray_params.gcs_server_port = int(self.address.rpartition(":")[2])
+        self.head.start_gcs_server()
+
     def stop(self) -> None:
         self.resize()
         self.head.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
@@ -145,13 +151,16 @@ def _raylet(node: Node) -> subprocess.Popen[bytes]:
 
 
 @contextmanager
-def multinode_cluster(places: int = 0) -> Iterator[Cluster]:
-    """A cluster that leaves nothing behind."""
+def multinode_cluster(places: int = 0, *, persistent: bool = False) -> Iterator[Cluster]:
+    """A cluster that leaves nothing behind. The head of a `persistent` one can be lost and start again."""
     variables = {f"RAY_health_check_{name}": value for name, value in HEALTH.items()}
     variables |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
     folder = Path(
         tempfile.mkdtemp(prefix="pentad-nodes-", dir="/tmp")
     )  # a short path: socket paths have at most 107 bytes
+    if persistent:
+        (folder / "gcs").mkdir()
+        variables |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         stack.enter_context(clusters.environment(variables))

@@ -32,6 +32,8 @@ from elastic_cases import (
 )
 from multinode import Cluster, Run, kill, multinode_cluster
 
+from pentad.orchestrator.control.control_client import connect
+
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 NO_SAVES = ("checkpoint.every_seconds=0",)
 COPIES = ("elastic.replicate_every=3", *NO_SAVES)
@@ -219,13 +221,18 @@ def test_a_second_driver_is_refused_while_the_first_lives(nodes, start, referenc
     run = start(*overrides)
     run.wait_for_step(4)
     (run.folder / ".lock").unlink()  # as where a shared folder has no locks
-    second = Run(nodes, run.folder.parent, *SMALL, *overrides)
-    try:
-        assert second.end() == 1
-        sentence = second.printed.read_text().strip().splitlines()[-1]
-        assert sentence.startswith("pentad: run.name is run, whose ranks another driver commands (process "), sentence
-    finally:
-        second.stop()
+    with connect(run.folder) as client:
+        client.request("pause")  # else it might end meanwhile
+        second = Run(nodes, run.folder.parent, *SMALL, *overrides)
+        try:
+            assert second.end() == 1, second.describe()
+            text = " ".join(second.printed.read_text().split())
+            assert (
+                f"pentad: run.name is run, whose ranks another driver commands (process {run.process.pid} on " in text
+            )
+        finally:
+            second.stop()
+        client.request("resume")
     assert run.end() == 0, run.describe()
     assert not run.events("fence")
     assert_same(run, expected)
