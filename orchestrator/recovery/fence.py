@@ -73,10 +73,11 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
         text = f"{cause}no rank is left of the run; the same command resumes from the newest checkpoint"
         raise CannotRecover(text, min(state.lost), text)
     state.version = max(snapshot.version for snapshot in snapshots.values())
-    # A rank that lacks only the last step's global norm gets it from one that has taken the step.
+    # A rank that lacks only the last step's global norm gets it from one that has taken the step, and still knows it: a
+    # rank that a former driver has already started in another generation does not.
     late = [rank for rank, s in snapshots.items() if s.version == state.version - 1 and s.ready]
-    done = next(s for s in snapshots.values() if s.version == state.version)
-    calls = {rank: group.call_runner(rank, "advance", done.norm, done.losses) for rank in late}
+    done = [s for s in snapshots.values() if s.version == state.version and s.losses]
+    calls = {rank: group.call_runner(rank, "advance", s.norm, s.losses) for s in done[:1] for rank in late}
     answers, _ = group.gather(calls, SNAPSHOT_SECONDS)
     newest = [rank for rank, s in snapshots.items() if s.version == state.version >= 0]  # -1: no state yet
     state.current = tuple(sorted([*newest, *answers]))

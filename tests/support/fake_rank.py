@@ -38,6 +38,7 @@ class Rank:
         self.number, self.pid, self.generation, self.version = -1, 10_000_000 + len(fake.ranks), 0, -1
         self.is_alive, self.hangs, self.ready, self.copied, self.copied_to_peers = True, False, False, -1, -1
         self.leaving = self.node_leaving = ""  # why it, or its node, is about to end
+        self.losses = (1.0,)  # of the newest step; empty if the rank does not know them
         self.results: list[StepResult] = []
         self.open: list[StepResult] = []
         self.held: dict[tuple[CopyKey, int], bool] = {}  # parts, and whether they count
@@ -170,7 +171,7 @@ class Rank:
         assert generation == self.generation
 
     def leave(self, generation: int) -> RankSnapshot:
-        return RankSnapshot(self.version, self.ready, 1.0, tuple(self.results))
+        return RankSnapshot(self.version, self.ready, 1.0, tuple(self.results), self.losses)
 
     def advance(self, norm: float, losses: tuple[float, ...]) -> None:
         assert self.ready

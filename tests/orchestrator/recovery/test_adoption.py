@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,6 +143,18 @@ def test_a_rank_that_dies_during_the_adoption_is_replaced(start: StartRun) -> No
     state = recovery.adopt(lost, 7)
     assert state.version == 7 and run.versions() == [7] * 4
     assert run.events("recovered")[0]["how"] == "repair"
+
+
+def test_no_rank_takes_a_step_whose_norm_nobody_knows_any_more(start: StartRun) -> None:
+    """A former driver has died while it started a generation: rank 1 has taken the step and is in it, rank 3 not."""
+    run = start(*SQUARE)
+    for rank in run.before:
+        rank.version, rank.losses = (8, ()) if rank.number in (0, 1, 2) else (7, (1.0,))
+        rank.results.append(replace(rank.results[-1], step=7))
+    run.before[3].ready = True
+    recovery, lost = adopted(run)
+    state = recovery.adopt(lost, 7)
+    assert (state.version, state.current) == (8, (0, 1, 2)) and run.versions() == [8] * 4
 
 
 def test_a_former_driver_that_wakes_up_leaves_everything_alone(start: StartRun) -> None:
