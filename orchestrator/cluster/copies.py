@@ -35,8 +35,9 @@ def holders_of(nodes: Sequence[str]) -> tuple[int, ...]:
 class GroupCopies:
     """Copies of the state of a group, in one generation after another."""
 
-    def __init__(self, group: WorkerGroup) -> None:
-        self.group, self.token = group, secrets.token_bytes(TOKEN_BYTES)
+    def __init__(self, group: WorkerGroup, token: bytes | None = None) -> None:
+        """`token` is that of a group that has copies already."""
+        self.group, self.token = group, token or secrets.token_bytes(TOKEN_BYTES)
         self.holders: tuple[int, ...] = ()
         self._addresses: list[str] = []
 

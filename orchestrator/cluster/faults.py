@@ -36,6 +36,10 @@ class WorkerError(PentadError):
         self.stalled_seconds = stalled_seconds
 
 
+class Superseded(PentadError):
+    """Another driver commands the ranks of this run: this one must end, and leave them and the run's files alone."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """One rank's error as it arrived."""

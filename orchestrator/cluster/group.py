@@ -16,8 +16,9 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pentad.orchestrator.cluster.faults import Failure, WorkerError, grace_seconds
+from pentad.orchestrator.cluster.held_lease import HeldLease
 from pentad.orchestrator.cluster.placement import Place, bundle_places, order_places, release
-from pentad.orchestrator.cluster.worker import Actor, Status, WorkerPlace, read_status, streams_of
+from pentad.orchestrator.cluster.worker import Actor, StaleGeneration, Status, WorkerPlace, read_status, streams_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.spikes import batch_of
@@ -40,8 +41,12 @@ LOG_CHARACTERS = 10_000
 class WorkerGroup:
     """Workers by rank. A call goes to all of them and returns all answers by rank, or raises WorkerError."""
 
-    def __init__(self, plan: Plan, placement: PlacementGroup, generation: int, runner: str) -> None:
+    def __init__(
+        self, plan: Plan, placement: PlacementGroup, generation: int, runner: str, lease: HeldLease | None = None
+    ) -> None:
+        """With a `lease` the workers outlive this driver."""
         self.plan, self.placement, self.generation, self.runner = plan, placement, generation, runner
+        self.lease = lease
         self.actors: list[Any] = []
         self.bundles: list[int] = []  # of the placement group, by rank
         self.places: tuple[WorkerPlace, ...] = ()
@@ -53,6 +58,7 @@ class WorkerGroup:
         self.last_heard: dict[int, float] = {}  # monotonic second of each rank's last answer
         self._polled = time.monotonic()
         self._failed = self._stopped = False
+        self.superseded = False  # whether a rank has refused a fence, as another driver has fenced it meanwhile
 
     @staticmethod
     def start(
@@ -62,12 +68,13 @@ class WorkerGroup:
         *,
         runner: str,
         generation: int = 1,
+        lease: HeldLease | None = None,
         progress: Callable[[str], None] = lambda phase: None,
     ) -> WorkerGroup:
         """Creates and connects one worker per rank in `placement`, which belongs to the group from now on, and reports
         each phase to `progress`. Raises PentadError, with nothing left, when that fails or takes longer."""
         deadline = time.monotonic() + timeout_seconds
-        group = WorkerGroup(plan, placement, generation, runner)
+        group = WorkerGroup(plan, placement, generation, runner, lease)
         try:
             group._create(deadline)
             group.start_generation(deadline, keep=False, progress=progress)
@@ -82,8 +89,9 @@ class WorkerGroup:
         """Creates a runner on every rank for this plan and generation (with `keep` from what the rank holds), and
         connects them. Raises WorkerError, or PentadError when that lasts beyond the monotonic second `deadline`."""
         progress("loading the ranks")
-        plan = ray.put(self.plan)
-        calls = {rank: actor.start.remote(self.generation, plan, rank, keep) for rank, actor in enumerate(self.actors)}
+        plan, bundles = ray.put(self.plan), tuple(self.bundles)
+        ranks = enumerate(self.actors)
+        calls = {rank: actor.start.remote(self.generation, plan, rank, bundles, keep) for rank, actor in ranks}
         self.device_name = self.collect(calls, deadline=deadline)[0]
         progress("connecting the ranks")
         self.offsets = tuple(self._clock_offset(rank, deadline) for rank in range(self.plan.mesh.size))
@@ -173,6 +181,8 @@ class WorkerGroup:
         failures: list[Failure] = []
         until = deadline
         while pending and time.monotonic() < until:
+            if self.lease is not None:
+                self.lease.require()
             ready, _ = ray.wait(list(pending), timeout=max(0.0, min(POLL_SECONDS, until - time.monotonic())))
             for ref in ready:
                 rank = pending.pop(ref)
@@ -204,6 +214,7 @@ class WorkerGroup:
                 answers[ranks[ref]] = ray.get(ref)
             except RayError as error:
                 missing[ranks[ref]] = Failure(ranks[ref], error).cause
+                self.superseded |= isinstance(getattr(error, "cause", None), StaleGeneration)
         return answers, missing
 
     def statuses(self) -> dict[int, Status]:
@@ -224,6 +235,8 @@ class WorkerGroup:
         if self._stopped:
             return
         self._stopped = True
+        if self.lease is not None and self.lease.is_lost():
+            return  # they are another driver's
         if not (kill or self._failed):
             self.gather(self._call("close"), CLOSE_SECONDS)
         self._kill()
@@ -260,10 +273,12 @@ class WorkerGroup:
         """A new actor for a rank of `plan` in a bundle of the placement; it may take a while to answer."""
         at = plan.mesh.coordinates(rank)
         suffix = f"-{self.generation}" if self.places else ""  # the name of a dead actor may not be free yet
+        lifetime = {"namespace": self.lease.ranks, "lifetime": "detached"} if self.lease else {}
         kind = Actor.options(
             name=f"pentad/{plan.name}/{str(at).replace(' ', '-')}{suffix}",
             num_gpus=1 if plan.device == "cuda" else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=bundle),
+            **lifetime,
         )
         since = f", since generation {self.generation}" if self.places else ""
         return kind.remote(f"{plan.name} {at}{since}", self.runner)

@@ -48,8 +48,11 @@ def order_places(places: Sequence[Place], mesh: Mesh, *, tensor_across_nodes: bo
     return tuple(found[rank] for rank in range(mesh.size))
 
 
-def reserve(mesh: Mesh, device: str, timeout_seconds: float, *, fixed: bool) -> PlacementGroup:
-    """A placement group of one bundle per rank, packed onto as few nodes as possible; waits until it is placed.
+def reserve(
+    mesh: Mesh, device: str, timeout_seconds: float, *, fixed: bool, detached: str | None = None
+) -> PlacementGroup:
+    """A placement group of one bundle per rank, packed onto as few nodes as possible; waits until it is placed. With a
+    name, `detached`, it outlives this driver.
 
     Raises PentadError, with nothing reserved, when the cluster has no room within the time, and at once when it never
     will: it is too small and `fixed`, without an autoscaler that adds nodes.
@@ -58,7 +61,8 @@ def reserve(mesh: Mesh, device: str, timeout_seconds: float, *, fixed: bool) -> 
     total = ray.cluster_resources()
     if fixed and any(total.get(kind, 0) < mesh.size for kind in bundle):
         raise PentadError(f"{_needed(mesh, bundle)}, but the cluster has only {_amounts(total, bundle)} on {_nodes()}")
-    group = ray.util.placement_group([bundle] * mesh.size, strategy="PACK")
+    lifetime = {"name": detached, "lifetime": "detached"} if detached else {}
+    group = ray.util.placement_group([bundle] * mesh.size, strategy="PACK", **lifetime)
     try:
         if group.wait(timeout_seconds):
             return group

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 
 from pentad.orchestrator.cluster.notice import Notice
+from pentad.orchestrator.config.version import release
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Action
 from pentad.schedules.spec.plan import Plan
@@ -69,6 +70,18 @@ class Status(NamedTuple):
     node_leaving: str = ""
 
 
+class Seat(NamedTuple):
+    """Which rank a worker was started as, -1: none yet, and in which bundles of the placement group all ranks were.
+    `fits`: it runs the plan and the version of pentad that was asked about. `token` is that of its copies in memory."""
+
+    place: WorkerPlace
+    generation: int
+    rank: int
+    bundles: tuple[int, ...]
+    fits: bool
+    token: bytes | None
+
+
 class StaleGeneration(Exception):
     """The call belongs to an earlier generation."""
 
@@ -83,6 +96,8 @@ class Worker:
         threading.Thread(target=self._preload, daemon=True).start()
         session = ray._private.worker.global_worker.node.get_session_dir_path()
         self.streams: Streams = ()
+        self.plan: Plan | None = None
+        self.rank, self.bundles = -1, tuple[int, ...]()
         self.generation, self.changing = 0, threading.Lock()
         self.gpu, self.gpu_read = -1, 0.0
         self.gpu_state: GpuState | None = None
@@ -95,9 +110,9 @@ class Worker:
         return self.label
 
     @ray.method(concurrency_group="train")
-    def start(self, generation: int, plan: Plan, rank: int, keep: bool) -> str:
-        """Creates the runner. With `keep` it takes over the state that this rank holds from the generation before, and
-        leaves uninitialized what it will receive from another rank.
+    def start(self, generation: int, plan: Plan, rank: int, bundles: tuple[int, ...], keep: bool) -> str:
+        """Creates the runner; all ranks are in these `bundles`. With `keep` it takes over the state that this rank
+        holds from the generation before, and leaves uninitialized what it will receive from another rank.
 
         Returns the name of its GPU, '' on a CPU.
         """
@@ -110,6 +125,7 @@ class Worker:
             if generation < self.generation:
                 raise StaleGeneration(f"generation {generation} is over")
             self.generation, self.runner = generation, runner
+            self.plan, self.rank, self.bundles = plan, rank, bundles
             self.streams = streams_of(plan, rank)
         self.notice.watch(plan.notice)
         return _device_name(gpu) if plan.device == "cuda" else ""
@@ -229,6 +245,13 @@ class Worker:
         gpus = [int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdecimal()]  # MIG instances have names instead
         ip, gpu = ray.util.get_node_ip_address(), gpus[0] if gpus else -1
         return WorkerPlace(node, ip, gpu, os.getpid(), str(self.progress_file))
+
+    @ray.method(concurrency_group="control")
+    def seat(self, plan: Plan, version: str) -> Seat:
+        """For a driver that may take this rank over, with this `plan` and in this `version` of pentad."""
+        fits = self.plan == plan and version == release()
+        token = self.copy_server.token if self.copy_server else None
+        return Seat(self.place(), self.generation, self.rank, self.bundles, fits, token)
 
     @ray.method(concurrency_group="control")
     def folder_problem(self, folder: str) -> str | None:

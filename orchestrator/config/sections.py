@@ -334,6 +334,9 @@ class CheckpointSection(Section):
             yield "checkpoint.path has a user or password, which would get into files: expected it in the environment"
 
 
+SHORTEST_LEASE = 5.0
+
+
 class ElasticSection(Section):
     """What happens when ranks fail (docs/recovery.md)."""
 
@@ -350,12 +353,18 @@ class ElasticSection(Section):
     status and the journal (docs/observability.md)"""
     replicate_every: NonNegativeInt = 0
     """steps between copies of each rank's state in the memory of a rank of another node; 0: none"""
+    driver_lease: NonNegativeFloat = 120.0
+    """time that ranks on a cluster that outlives the driver wait for another one; 0: they end with the driver"""
     notice: Text | None = None
     """file that appears on a node, or URL that answers with 200 there, when the node is about to end; null: none"""
     notice_seconds: PositiveFloat = 30.0
     """from that notice to the end of the node"""
 
     def rules(self) -> Iterator[Broken | str]:
+        if 0 < self.driver_lease < SHORTEST_LEASE:
+            yield Broken(
+                "driver_lease", f"0, or at least {SHORTEST_LEASE:g}: a busy driver is silent for a second or two"
+            )
         if self.notice is not None and not self.notice.startswith(("/", "http://", "https://")):
             yield Broken("notice", "an absolute path, or a URL that begins with http:// or https://")
 

@@ -15,7 +15,7 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 
 CHECK_SECONDS = 0.5
 LOCAL_SECONDS = 2.0  # nobody restarts a local head
-JOINED_SECONDS = 50.0  # somebody may restart this one; Ray itself waits for 60
+JOINED_SECONDS = 45.0  # somebody may restart this one; Ray itself waits for 60
 EXIT_SECONDS = 8.0
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from pentad.orchestrator.cluster.faults import WorkerError
+from pentad.orchestrator.cluster.faults import Superseded, WorkerError
 from pentad.orchestrator.cluster.group import Member, WorkerGroup
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.runtime.results import RankSnapshot, StepResult
@@ -56,11 +56,13 @@ class RecoveryState:
 def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     """Ends the generation on every living rank and fills `state`; ranks that do not follow are added to the lost.
 
-    Raises CannotRecover when no rank is left.
+    Raises CannotRecover when no rank is left, and Superseded when another driver has fenced a rank meanwhile.
     """
     began = time.monotonic()
     group.generation += 1
     _call_living(group, state.lost, "fence", FENCE_SECONDS, record)
+    if group.superseded:
+        raise Superseded(f"another driver has taken over the ranks of {group.plan.name}: this one ends")
     if group.plan.device == "cuda":
         _call_living(group, state.lost, "abort", FENCE_SECONDS, record)
     kill(group, state.lost)
@@ -71,10 +73,11 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
         text = f"{cause}no rank is left of the run; the same command resumes from the newest checkpoint"
         raise CannotRecover(text, min(state.lost), text)
     state.version = max(snapshot.version for snapshot in snapshots.values())
-    # A rank that lacks only the last step's global norm gets it from one that has taken the step.
+    # A rank that lacks only the last step's global norm gets it from one that has taken the step, and still knows it: a
+    # rank that a former driver has already started in another generation does not.
     late = [rank for rank, s in snapshots.items() if s.version == state.version - 1 and s.ready]
-    done = next(s for s in snapshots.values() if s.version == state.version)
-    calls = {rank: group.call_runner(rank, "advance", done.norm, done.losses) for rank in late}
+    done = [s for s in snapshots.values() if s.version == state.version and s.losses]
+    calls = {rank: group.call_runner(rank, "advance", s.norm, s.losses) for s in done[:1] for rank in late}
     answers, _ = group.gather(calls, SNAPSHOT_SECONDS)
     newest = [rank for rank, s in snapshots.items() if s.version == state.version >= 0]  # -1: no state yet
     state.current = tuple(sorted([*newest, *answers]))
@@ -84,6 +87,12 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     seconds = time.monotonic() - began
     state.seconds["fence"] = state.seconds.get("fence", 0.0) + seconds
     record("fence", generation=group.generation, step=state.version, seconds=round(seconds, 3))
+
+
+def is_recordable(state: RecoveryState, done: int) -> bool:
+    """Whether the steps after the first `done`, which are recorded, can be recorded too: some rank has their results.
+    A driver records a step only after all ranks have taken it, and may have died in between."""
+    return all(state.results.get(step) for step in range(done, state.version))
 
 
 def is_complete(plan: Plan, state: RecoveryState) -> bool:

@@ -6,16 +6,17 @@ import time
 from collections.abc import Mapping
 
 from pentad.orchestrator.cluster.copies import GroupCopies
-from pentad.orchestrator.cluster.faults import WorkerError
+from pentad.orchestrator.cluster.faults import Superseded, WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.placement import drain, draining
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
-from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, fence
+from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, fence, is_recordable
 from pentad.orchestrator.recovery.regroup import Regroup
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import Start
 
 ATTEMPTS = 5  # faults during one recovery
@@ -30,6 +31,7 @@ DONE = {
     "checkpoint": "repaired from a checkpoint",
     "shrink": "shrunk",
     "grow": "grown back",
+    "adopt": "adopted",
 }
 
 
@@ -45,9 +47,11 @@ class Recovery:
         requests: ControlRequests,
         start: Start,
         copies: GroupCopies,
+        full: Plan | None = None,
     ) -> None:
+        """`full` is the plan of the full mesh, if not that of the group."""
         self.elastic, self.group, self.bus = config.elastic, group, bus
-        self.ranks = Regroup(config, group, bus, requests, start, copies)
+        self.ranks = Regroup(config, group, bus, requests, start, copies, full or group.plan)
         self.faults = self.faults_without_progress = 0
         self.furthest, self.checked = -1, time.monotonic()
         self.leaving: tuple[int, ...] = ()  # ranks that are about to end
@@ -67,6 +71,13 @@ class Recovery:
             raise fault
         self.bus.display.note(f"{fault}; recovering")
         return self._attempt(fault, done)
+
+    def adopt(self, lost: Mapping[int, str], done: int) -> RecoveryState:
+        """Takes over the ranks that a former driver has left, with `done` steps recorded; replaces the `lost` ones."""
+        for rank, cause in lost.items():
+            facts = {"fault": "killed", "detector": "adoption", "cause": cause}
+            self.bus.record("lost", generation=self.group.generation, rank=rank, **facts)
+        return self._attempt(None, done, RecoveryState(lost=dict(lost)), adopts=True)
 
     def regroup(self, done: int) -> RecoveryState:
         """At a step boundary, of which there is a checkpoint or a copy in memory: replaces ranks that are about to end,
@@ -113,23 +124,28 @@ class Recovery:
             rest = "" if accepted else ", but Ray does not drain it: its loss is found when it happens"
             self.bus.display.note(f"the node of {self.group.label(rank)} is about to end ({status.node_leaving}){rest}")
 
-    def _attempt(self, fault: WorkerError | None, done: int) -> RecoveryState:
-        """Recovers; a fault meanwhile adds to the lost ranks and starts over. Without a fault, the mesh grows."""
-        began = time.monotonic()
-        state = RecoveryState(seconds={"detect": fault.stalled_seconds if fault else 0.0})
+    def _attempt(
+        self, fault: WorkerError | None, done: int, state: RecoveryState | None = None, *, adopts: bool = False
+    ) -> RecoveryState:
+        """Recovers; a fault meanwhile adds to the lost ranks and starts over. Without a fault, the mesh grows, or this
+        driver `adopts` it."""
+        began, state = time.monotonic(), state or RecoveryState()
+        state.seconds["detect"] = fault.stalled_seconds if fault else 0.0
         self.bus.set_state("recovering")
         if fault is not None:
             self._record_lost(state, fault)
         for _ in range(ATTEMPTS):
             try:
                 fence(self.group, state, self.bus.record)
-                if fault is None and not state.lost:
+                if adopts:
+                    how = self._repair_adopted(state, done)
+                elif fault is None and not state.lost:
                     how = self.ranks.grow(state)
                 else:
                     wait, self.drain_seconds = self.elastic.wait_seconds + self.drain_seconds, 0.0
                     how = self.ranks.repair(state, wait)
                 break
-            except CannotRecover:
+            except (CannotRecover, Superseded):
                 raise
             except PentadError as error:
                 fault = as_worker_error(self.group, error)
@@ -150,6 +166,13 @@ class Recovery:
         seconds = time.monotonic() - began
         self.bus.display.note(f"{DONE[how]} after {seconds:.1f} s on {mesh}: continuing from step {state.version}")
         return state
+
+    def _repair_adopted(self, state: RecoveryState, done: int) -> str:
+        if not is_recordable(state, done):  # the folder is not as the former driver has left it
+            state.current = ()
+        is_full = not state.lost
+        how = self.ranks.repair(state, self.elastic.wait_seconds)
+        return "adopt" if is_full and how == "repair" else how
 
     def _record_lost(self, state: RecoveryState, fault: WorkerError) -> None:
         for rank in fault.lost:

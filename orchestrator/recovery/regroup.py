@@ -45,9 +45,10 @@ class Regroup:
         requests: ControlRequests,
         start: Start,
         copies: GroupCopies,
+        full: Plan,
     ) -> None:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
-        self.full, self.start, self.copies = group.plan, start, copies
+        self.full, self.start, self.copies = full, start, copies
 
     def can_grow(self) -> bool:
         """Whether the mesh has shrunk and there is room for the full one again."""

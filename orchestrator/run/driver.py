@@ -6,17 +6,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
-from ray.util.placement_group import PlacementGroup
-
-from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.cluster import Cluster
 from pentad.orchestrator.cluster.copies import GroupCopies
-from pentad.orchestrator.cluster.faults import WorkerError
+from pentad.orchestrator.cluster.faults import Superseded, WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.local_head import LocalHead
-from pentad.orchestrator.cluster.placement import hosts, release, reserve
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
@@ -25,9 +21,9 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.headwatch import watched_head
 from pentad.orchestrator.monitoring.plan_view import print_plan
 from pentad.orchestrator.monitoring.run_state import ControlRequests, Watcher
-from pentad.orchestrator.monitoring.runfolder import JOURNAL, Changes, RunFolder
-from pentad.orchestrator.planning.planning import plan_on
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS, RunFolder, has_checkpoint
 from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.recovery.adoption import Parked
 from pentad.orchestrator.recovery.fence import RecoveryState
 from pentad.orchestrator.recovery.hang_detection import HangDetector
 from pentad.orchestrator.recovery.recovery import Recovery
@@ -36,6 +32,7 @@ from pentad.orchestrator.recovery.spikes import roll_back, skipped_batches
 from pentad.orchestrator.run.init_from import Origin, adapter_request, origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.run.measure import History
+from pentad.orchestrator.run.placing import Room, reserved, reserved_or_left
 from pentad.orchestrator.run.resumed_optimizer import dropped_state
 from pentad.orchestrator.run.start_monitoring import monitored
 from pentad.orchestrator.run.step_loop import StepLoop
@@ -59,31 +56,25 @@ def drive(
 ) -> int:
     """Trains on the cluster of `head`, None: the existing one, and returns the number of steps done. A run without an
     intact checkpoint starts from `origin` (None: found here). `watchers` are notified after those of `monitored`."""
-    timeout = config.cluster.start_timeout_seconds
     with ExitStack() as stack:
-        cluster, placement, plan = stack.enter_context(_placed(config, plan, head, display))
+        room = stack.enter_context(reserved_or_left(config, plan, head, display, runner))
+        cluster, plan, parked = room.cluster, room.plan, room.parked
         folder = stack.enter_context(RunFolder(config, plan))
         _show_cluster(display, cluster)
-        start, changes, generation = _resume(config, folder, display, origin)
-        bus, requests = EventBus(config, folder, display, start.step, cluster.dashboard), ControlRequests()
+        began = _resume(config, folder, display, origin) if parked is None else _adopt(config, folder, parked, origin)
+        bus, requests = EventBus(config, folder, display, began.step, cluster.dashboard), ControlRequests()
         with watched_head(cluster, bus), monitored(config, bus, requests), _failures_recorded(bus):
             bus.watchers += watchers
             folder.begin(config)
-            facts = {"checkpoint": str(start.folder) if start.folder else None, "changes": changes}
-            bus.record("start", generation=generation, step=start.step, program=plan.program.hash, **facts)
-            group = stack.enter_context(
-                WorkerGroup.start(
-                    plan, placement, timeout, generation=generation, runner=runner, progress=display.phase
-                )
-            )
-            bus.on_first_step = cluster.start_dashboard  # later, because ranks need the CPU while they start
-            bus.record("place", generation=generation, ranks=_ranks(group))
-            key = "run.folder" if config.checkpoint.path is None else "checkpoint.path"
-            group.check_folder(folder.checkpoints, key)
-            group.restore(start)
-            group.skipped_batches = skipped_batches(folder, start)
+            facts = began.facts | {"lease": room.lease and room.lease.ranks, "adopts": parked is not None}
+            bus.record("start", step=began.step, program=plan.program.hash, **facts)
+            if parked is None:
+                group = stack.enter_context(_started(config, room, bus, began, runner))
+            else:
+                group = stack.enter_context(parked.group)
+            group.skipped_batches = skipped_batches(folder, began.start)
             interrupts.stop = requests.stop
-            done = _run_generations(config, group, bus, requests, start)
+            done = _run_generations(config, group, bus, requests, began.start, parked)
             state = "finished" if done == config.run.steps else "stopped"
             bus.record("end" if state == "finished" else "stop", generation=group.generation, step=done)
             bus.set_state(state)
@@ -96,8 +87,9 @@ def evaluate_on(
     """Evaluates the weights of a checkpoint on the cluster of `head`, None: the existing one."""
     timeout = config.cluster.start_timeout_seconds
     with ExitStack() as stack:
-        _, placement, plan = stack.enter_context(_placed(config, plan, head, display))
-        group = stack.enter_context(WorkerGroup.start(plan, placement, timeout, runner=runner, progress=display.phase))
+        room = stack.enter_context(reserved(config, plan, head, display))
+        given = room.plan, room.placement, timeout
+        group = stack.enter_context(WorkerGroup.start(*given, runner=runner, progress=display.phase))
         group.restore(start)
         display.phase("evaluating")
         detector = HangDetector(group, config.elastic.hang_seconds, timeout)
@@ -112,54 +104,56 @@ def evaluate_on(
         return evaluation_rows(start.step, results, time.monotonic() - began, group.generation)
 
 
-@contextmanager
-def _placed(
-    config: RunConfig, plan: Plan, head: LocalHead | None, display: Display
-) -> Iterator[tuple[Cluster, PlacementGroup, Plan]]:
-    """The cluster of `head`, None: the existing one, the resources of the ranks in it, and the plan for them."""
-    size, timeout = config.mesh.size, config.cluster.start_timeout_seconds
-    with ExitStack() as stack:
-        cluster = stack.enter_context(clusters.join(config.cluster, size, head))
-        display.phase(f"placing {size} rank{'s' * (size > 1)}")
-        placement = reserve(config.mesh.mesh, cluster.device, timeout, fixed=cluster.local)
-        stack.callback(release, placement)
-        yield cluster, placement, plan_on(config, cluster.device, hosts=hosts(placement), expected=plan)
+def _started(config: RunConfig, room: Room, bus: EventBus, began: Beginning, runner: str) -> WorkerGroup:
+    """New ranks, with the state that the run begins with."""
+    timeout, generation = config.cluster.start_timeout_seconds, began.facts["generation"]
+    options = {"runner": runner, "generation": generation, "lease": room.lease, "progress": bus.display.phase}
+    group = WorkerGroup.start(room.plan, room.placement, timeout, **options)
+    try:
+        bus.on_first_step = room.cluster.start_dashboard  # later, because ranks need the CPU while they start
+        bus.record("place", generation=generation, ranks=_ranks(group))
+        key = "run.folder" if config.checkpoint.path is None else "checkpoint.path"
+        group.check_folder(bus.folder.checkpoints, key)
+        group.restore(began.start)
+    except BaseException:
+        group.stop(kill=True)
+        raise
+    return group
 
 
 def _run_generations(
-    config: RunConfig, group: WorkerGroup, bus: EventBus, requests: ControlRequests, start: Start
+    config: RunConfig,
+    group: WorkerGroup,
+    bus: EventBus,
+    requests: ControlRequests,
+    start: Start,
+    parked: Parked | None = None,
 ) -> int:
-    """Runs steps from `start` on, one generation after another, until all are done or the run is stopped; returns how
-    many are done."""
-    copies = GroupCopies(group)
-    recovery, shown = Recovery(config, group, bus, requests, start, copies), None
-    first = saved = start.step
-    if rollback_target(config, first) == 0 and first not in bus.folder.saved():
+    """Runs steps from `start` on, or from where a former driver has `parked` the ranks, one generation after another,
+    until all are done or the run is stopped; returns how many are done."""
+    copies = GroupCopies(group, parked.token if parked else None)
+    recovery = Recovery(config, group, bus, requests, start, copies, full=parked and parked.full)
+    first = saved = bus.view.step if parked else start.step
+    if parked is not None:
+        saved = max((step for step in _saved(bus) if step <= first), default=-1)
+    elif rollback_target(config, first) == 0 and first not in bus.folder.saved():
         saved = -1  # the initial weights are something to go back to as well
-    saved_at = time.monotonic()
+    saved_at, shown = time.monotonic(), None
     while True:
-        steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup)
-        bus.ranks_placed(group)
-        if group.plan is not shown:
-            shown = group.plan
-            print_plan(bus.display.console, shown, steps.history.costs, bus.view.ranks)
-            bus.display.phase("first step")
-        fault: WorkerError | None = None
-        try:
-            bus.set_state("running")
-            steps.run()
-        except WorkerError as error:
-            fault = error
-        finally:
-            _write_timelines(bus, steps.history)  # of this plan: the next may be another
-        if fault is not None:
-            state = recovery.recover(fault, steps.done)
-        elif steps.spikes.spike is not None:
-            state = RecoveryState(version=steps.done)
-        elif not steps.regrouping or requests.stopping or requests.aborted or steps.done == config.run.steps:
-            return steps.done
+        if parked is not None:
+            state, parked = recovery.adopt(parked.lost, first), None
+            steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup)
         else:
-            state = recovery.regroup(steps.done)
+            steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup)
+            bus.ranks_placed(group)
+            if group.plan is not shown:
+                shown = group.plan
+                print_plan(bus.display.console, shown, steps.history.costs, bus.view.ranks)
+                bus.display.phase("first step")
+            after = _run(steps, recovery, bus)
+            if after is None:
+                return steps.done
+            state = after
         replayed = sorted(step for step in state.results if steps.done <= step < state.version)
         steps.add([list(state.results[step].values()) for step in replayed])
         if (spike := steps.spikes.spike) is not None and spike < state.version:
@@ -169,6 +163,26 @@ def _run_generations(
             bus.rewind(state.version)
         first, saved_at = state.version, steps.saved_at
         saved = max((s for s in (steps.durable, *_saved(bus)) if s <= state.version), default=-1)
+
+
+def _run(steps: StepLoop, recovery: Recovery, bus: EventBus) -> RecoveryState | None:
+    """Runs the steps of a generation; returns with what the next one begins, None if there is none."""
+    fault: WorkerError | None = None
+    try:
+        bus.set_state("running")
+        steps.run()
+    except WorkerError as error:
+        fault = error
+    finally:
+        _write_timelines(bus, steps.history)  # of this plan: the next may be another
+    requests = steps.requests
+    if fault is not None:
+        return recovery.recover(fault, steps.done)
+    if steps.spikes.spike is not None:
+        return RecoveryState(version=steps.done)
+    if not steps.regrouping or requests.stopping or requests.aborted or steps.done == steps.config.run.steps:
+        return None
+    return recovery.regroup(steps.done)
 
 
 def _saved(bus: EventBus) -> list[int]:
@@ -196,19 +210,25 @@ def _show_cluster(display: Display, cluster: Cluster) -> None:
         display.note(f"Ray dashboard{when}: {cluster.dashboard}{token}")
 
 
-def _resume(
-    config: RunConfig, folder: RunFolder, display: Display, origin: Origin | None
-) -> tuple[Start, Changes, int]:
-    """What to start from, the keys that differ from the steps before, and the number of this generation.
+class Beginning(NamedTuple):
+    """`step` steps are recorded; `start` is what the run goes back to if all else is lost. `facts` are for the journal:
+    the generation, the checkpoint, and the keys that have changed."""
+
+    step: int
+    start: Start
+    facts: dict[str, Any]
+
+
+def _resume(config: RunConfig, folder: RunFolder, display: Display, origin: Origin | None) -> Beginning:
+    """From the newest checkpoint, or as a new run.
 
     Newer checkpoints that are damaged are renamed, and their steps run again. Raises PentadError if all are damaged,
     unless checkpoint.restart_if_damaged, and if one cannot be read.
     """
     found = recover(folder.checkpoints, restart=config.checkpoint.restart_if_damaged)
-    known = [row.get("generation", 0) for row in read_lines(folder.path / JOURNAL, ["event"])]
+    known = _generations(folder)
     if found.checkpoint:  # perhaps of a run whose folder is gone
         known.append(found.checkpoint.meta.get("generation", 0))
-    generation = 1 + max(known, default=0)
     for aside, reason in found.refused:
         display.note(f"checkpoint refused and renamed to {aside.name}: {reason}")
     if found.checkpoint:
@@ -217,22 +237,51 @@ def _resume(
         if note := dropped_state(folder.plan, found.checkpoint.tensors):
             display.note(note)
     else:
-        start, changes, base, adapter = origin or origin_of(config)
-        if start.folder or found.refused:
-            display.note(f"starting from {start.folder or 'the initial weights'} at step {start.step}")
+        origin = origin or origin_of(config)
+        first, changes, base, adapter = origin
+        if first.folder or found.refused:
+            display.note(f"starting from {first.folder or 'the initial weights'} at step {first.step}")
         if base is not None:
             display.note(f"the adapters of lora are trained beside the weights of {base.folder}")
-        origin_folder = start.folder if base is None else location(base.folder)
-        if origin_folder is not None:
-            folder.keep_files(origin_folder)
-        if adapter is not None and folder.plan.lora is not None:
-            from pentad.workers.hf.peft import import_adapter
-
-            request = adapter_request(config, folder.path)
-            start = Start(import_adapter(adapter, folder.checkpoints, request, folder.plan.lora))
+        if adapter is not None:
             display.note(f"they continue those in {adapter}")
+        start = _start_of(config, origin, folder)
     folder.rewind(start.step)
-    return start, changes, generation
+    checkpoint = str(start.folder) if start.folder else None
+    facts = {"generation": 1 + max(known, default=0), "checkpoint": checkpoint, "changes": changes}
+    return Beginning(start.step, start, facts)
+
+
+def _adopt(config: RunConfig, folder: RunFolder, parked: Parked, origin: Origin | None) -> Beginning:
+    """With the ranks that a former driver has left; reads no checkpoint."""
+    group = parked.group
+    if group.plan is not folder.plan:
+        folder.replan(group.plan)
+    rows = read_lines(folder.path / METRICS, METRIC_KEYS)
+    step = rows[-1]["step"] + 1 if rows else (origin.start.step if origin else 0)
+    folder.rewind(step)
+    group.generation = max(group.generation, *_generations(folder))
+    start = _start_of(config, origin or origin_of(config), folder) if not has_checkpoint(config) else Start()
+    facts = {"generation": group.generation + 1, "checkpoint": None, "changes": folder.changes}
+    return Beginning(step, start, facts)
+
+
+def _start_of(config: RunConfig, origin: Origin, folder: RunFolder) -> Start:
+    """What a new run starts from, with what it keeps of that in its folder."""
+    origin_folder = origin.start.folder if origin.base is None else location(origin.base.folder)
+    if origin_folder is not None:
+        folder.keep_files(origin_folder)
+    if origin.adapter is not None and folder.plan.lora is not None:
+        from pentad.workers.hf.peft import import_adapter
+
+        request = adapter_request(config, folder.path)
+        return Start(import_adapter(origin.adapter, folder.checkpoints, request, folder.plan.lora))
+    return origin.start
+
+
+def _generations(folder: RunFolder) -> list[int]:
+    """All that the journal knows."""
+    return [row.get("generation", 0) for row in read_lines(folder.path / JOURNAL, ["event"])]
 
 
 @contextmanager
@@ -248,6 +297,8 @@ def _failures_recorded(bus: EventBus) -> Iterator[None]:
         except OSError:
             raise error from None
         raise WorkerError(f"{error} (more in {path})", error.rank, error.detail) from None
+    except Superseded:
+        raise
     except BaseException as error:
         _record_failure(bus, error=str(error) or type(error).__name__)
         raise

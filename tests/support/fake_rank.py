@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import ActorDiedError, RayTaskError
 from small_checkpoint import save_small
 
-from pentad.orchestrator.cluster.worker import Status, WorkerPlace
+from pentad.orchestrator.cluster.worker import StaleGeneration, Status, WorkerPlace
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.spikes import batch_of
@@ -38,6 +38,7 @@ class Rank:
         self.number, self.pid, self.generation, self.version = -1, 10_000_000 + len(fake.ranks), 0, -1
         self.is_alive, self.hangs, self.ready, self.copied, self.copied_to_peers = True, False, False, -1, -1
         self.leaving = self.node_leaving = ""  # why it, or its node, is about to end
+        self.losses = (1.0,)  # of the newest step; empty if the rank does not know them
         self.results: list[StepResult] = []
         self.open: list[StepResult] = []
         self.held: dict[tuple[CopyKey, int], bool] = {}  # parts, and whether they count
@@ -51,11 +52,10 @@ class Rank:
     def clock(self) -> float:
         return self.fake.now
 
-    def start(self, generation: int, plan: Plan, number: int, keep: bool) -> str:
-        self.generation, self.plan, self.number, self.ready = generation, plan, number, False
-        self.results, self.open = [], []
+    def start(self, generation: int, plan: Plan, number: int, bundles: tuple[int, ...], keep: bool) -> str:
+        self.generation, self.plan, self.number, self.ready, self.open = generation, plan, number, False, []
         if not keep:
-            self.version = -1
+            self.version, self.results = -1, []
         return ""
 
     def call(self, generation: int, method: str, *arguments: Any) -> Any:
@@ -163,14 +163,15 @@ class Rank:
         save_small(location(folder), step)
 
     def fence(self, generation: int) -> None:
-        assert generation > self.generation
+        if generation <= self.generation:
+            raise StaleGeneration(f"it is {self.generation} now")
         self.generation = generation
 
     def abort(self, generation: int) -> None:
         assert generation == self.generation
 
     def leave(self, generation: int) -> RankSnapshot:
-        return RankSnapshot(self.version, self.ready, 1.0, tuple(self.results))
+        return RankSnapshot(self.version, self.ready, 1.0, tuple(self.results), self.losses)
 
     def advance(self, norm: float, losses: tuple[float, ...]) -> None:
         assert self.ready

@@ -179,12 +179,19 @@ class FakeRun:
             self.group.actors[rank].rank.is_alive = False
         return WorkerError(f"rank {ranks[0]} died", ranks[0], "", ranks, "killed", "ray")
 
+    def lose_nobody(self, group: groups.WorkerGroup) -> WorkerError:
+        """A fault as the driver of a group hears of it, in which nobody has died."""
+        return WorkerError(f"{group.label(0)} failed", 0, "", (), "error", "peer")
+
     def save(self, step: int) -> None:
         """Has a checkpoint of `step` steps."""
         save_small(self.folder.checkpoint(step), step)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [row for row in read_lines(self.folder.path / "journal.jsonl") if row["event"] == kind]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return read_lines(self.folder.path / "metrics.jsonl")
 
     def versions(self) -> list[int]:
         assert all(rank.is_alive for rank in self.fake.members())

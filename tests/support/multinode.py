@@ -39,11 +39,8 @@ class Cluster:
     def __init__(self, folder: Path, places: int = 0) -> None:
         self.folder, self.places = folder, places
         self.head = self._node(0)
+        self.address: str = self.head.gcs_address
         self.nodes: list[Node] = []
-
-    @property
-    def address(self) -> str:
-        return self.head.gcs_address
 
     def resize(self, *sizes: int) -> None:
         """Adds and removes nodes until there is one node for each of `sizes`, with room for that many ranks."""
@@ -63,12 +60,27 @@ class Cluster:
         return next(node for node in self.nodes if _raylet(node).pid == parent)
 
     def ranks(self) -> list[str]:
-        """Processes of ranks, whether running, stopped or exiting."""
-        titles = []
-        for node in self.nodes:
+        """Processes of ranks, and of a keeper of their lease, whether running, stopped or exiting."""
+        return list(self._actors().values())
+
+    def kill_keeper(self) -> None:
+        """Kills the process that keeps the lease of a run."""
+        (pid,) = [pid for pid, title in self._actors().items() if title.startswith("ray::Keeper")]
+        os.kill(pid, signal.SIGKILL)
+
+    def free_cpus(self) -> float:
+        """CPUs that nothing on the cluster has reserved."""
+        client = ray._raylet.GcsClient(address=self.address)
+        loads = client.get_all_resource_usage(timeout=10).resource_usage_data.batch
+        return sum(load.resources_available.get("CPU", 0.0) for load in loads)
+
+    def _actors(self) -> dict[int, str]:
+        titles = {}
+        for node in (self.head, *self.nodes):
             with suppress(psutil.Error):
-                titles += [" ".join(process.cmdline()) for process in psutil.Process(_raylet(node).pid).children()]
-        return [title for title in titles if title.startswith("ray::") and not title.startswith(RAYS_OWN)]
+                for process in psutil.Process(_raylet(node).pid).children():
+                    titles[process.pid] = " ".join(process.cmdline())
+        return {pid: t for pid, t in titles.items() if t.startswith("ray::") and not t.startswith(RAYS_OWN)}
 
     def board(self, pid: int) -> Path:
         """The file to which a rank writes its progress."""
@@ -81,6 +93,15 @@ class Cluster:
             node.node_id, PREEMPTION, "test", deadline
         )
         assert accepted, reason
+
+    def stop_head(self) -> None:
+        """Kills the process that knows the cluster."""
+        self.head.kill_gcs_server(check_alive=False)
+
+    def start_head(self) -> None:
+        """At the same address; what a persistent cluster has stored is there again."""
+        self.head._ray_params.gcs_server_port = int(self.address.rpartition(":")[2])
+        self.head.start_gcs_server()
 
     def stop(self) -> None:
         self.resize()
@@ -130,13 +151,16 @@ def _raylet(node: Node) -> subprocess.Popen[bytes]:
 
 
 @contextmanager
-def multinode_cluster(places: int = 0) -> Iterator[Cluster]:
-    """A cluster that leaves nothing behind."""
+def multinode_cluster(places: int = 0, *, persistent: bool = False) -> Iterator[Cluster]:
+    """A cluster that leaves nothing behind. The head of a `persistent` one can be lost and start again."""
     variables = {f"RAY_health_check_{name}": value for name, value in HEALTH.items()}
     variables |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
     folder = Path(
         tempfile.mkdtemp(prefix="pentad-nodes-", dir="/tmp")
     )  # a short path: socket paths have at most 107 bytes
+    if persistent:
+        (folder / "gcs").mkdir()
+        variables |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         stack.enter_context(clusters.environment(variables))

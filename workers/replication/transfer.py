@@ -50,7 +50,7 @@ class CopyServer:
     """Serves the parts of `copies`, and accepts those of others, at `address`, 'HOST:PORT'."""
 
     def __init__(self, copies: HostCopies, host: str, token: bytes) -> None:
-        self.server = _Server((host, 0), _Handler)
+        self.server, self.token = _Server((host, 0), _Handler), token
         self.server.copies, self.server.token = copies, token
         self.address = f"{host}:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, args=(POLL_SECONDS,), daemon=True).start()

@@ -42,8 +42,7 @@ CALLS_KEPT = 4  # recent calls whose results the driver may ask for again
 
 
 class Runner:
-    """A rank for one generation. Order of the calls: serve (rank 0), connect, restore or receive, run and snapshot,
-    close.
+    """A rank for one generation. Order of calls: serve (rank 0), connect, restore or receive, run and snapshot, close.
 
     Another thread calls `write` for every `snapshot`. Another one may call `fence` at any time. `leave` then returns a
     snapshot of the rank, and the Runner of the next generation takes over the state of `previous`; what it lacks is
@@ -83,7 +82,8 @@ class Runner:
         self.eval_loader = rank_setup.make_eval_loader(plan, self.load_batch)
         self.data_wait_seconds = dict[int, float]()  # by step
         self.newest_losses: tuple[int, tuple[float, ...]] = (-1, ())  # step and losses of the newest CommittedStep
-        self.recent_calls: deque[list[StepResult]] = deque(maxlen=CALLS_KEPT)
+        calls = (*previous.recent_calls, previous.unreported) if previous else ()
+        self.recent_calls: deque[list[StepResult]] = deque(calls, maxlen=CALLS_KEPT)
         self.unreported: list[StepResult] = []  # of complete steps, for the next `run` to return
         self.last_position = (0, -1, 0.0)  # step, counter, and since when
         self.store: dist.TCPStore | None = None

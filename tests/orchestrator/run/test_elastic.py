@@ -58,33 +58,33 @@ def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, star
         run.wait_for(lambda count=number + 1: len(run.events("recovered")) == count)
         assert {row["rank"] for row in run.events("lost")[before:]} >= set(ranks)
     run.wait_for_step(26)
-    assert_resumes_after_its_driver_is_killed(run, overrides, expected, steps)
-    assert [row["how"] for row in run.events("recovered")] == ["repair"] * 3, run.describe()
-
-
-def assert_resumes_after_its_driver_is_killed(
-    run: Run, overrides: tuple[str, ...], expected: Outcome, steps: int = STEPS
-) -> None:
-    run.wait_for_checkpoint(10)
     run.stop()  # SIGKILL
+    assert_ends_as_expected(run, overrides, expected, steps)
+    assert [row["how"] for row in run.events("recovered")] == [*["repair"] * 3, "adopt"], run.describe()
+
+
+def assert_ends_as_expected(run: Run, overrides: tuple[str, ...], expected: Outcome, steps: int = STEPS) -> Run:
+    """Starts a run again whose driver is dead."""
     again = Run(run.cluster, run.folder.parent, *SMALL, *overrides)
     try:
         assert again.end() == 0, again.describe()
-        assert "resuming from step" in again.printed.read_text()
         assert_same(again, expected, steps)
         again.assert_gone()
     finally:
         again.stop()
+    return again
 
 
 @slow
-def test_resuming_after_a_killed_driver_is_bit_identical(nodes, start, reference):
+def test_resuming_from_a_checkpoint_after_a_killed_driver_is_bit_identical(nodes, start, reference):
     expected = reference(*PAIR, "schedule.name=zb-h2")
     nodes.resize(2, 2, 2)
-    overrides = (*PAIR, "schedule.name=zb-h2", "checkpoint.every=10")
+    overrides = (*PAIR, "schedule.name=zb-h2", "checkpoint.every=10", "elastic.driver_lease=0")
     run = start(*overrides)
-    run.wait_for_step(12)
-    assert_resumes_after_its_driver_is_killed(run, overrides, expected)
+    run.wait_for_checkpoint(10)
+    run.stop()
+    again = assert_ends_as_expected(run, overrides, expected)
+    assert "resuming from step" in again.printed.read_text()
 
 
 @slow

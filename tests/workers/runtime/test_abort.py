@@ -131,6 +131,22 @@ def test_a_runner_whose_generation_ended_early_passes_its_state_on(corpus, tmp_p
         assert all(torch.equal(*pair) for pair in zip(found, tensors, strict=True))
 
 
+def test_results_that_a_dead_driver_has_not_recorded_outlive_a_generation(corpus, tmp_path):
+    """The next driver may die, too, between its fence and its record."""
+    first = Runner(make_plan("1f1b", corpus, {"microbatches": 2}), 0, tmp_path / "progress")
+    first.connect(first.serve("127.0.0.1", 30.0), 30.0)
+    first.restore(None, 0)
+    first.run(0, 1)
+    first.run(1, 2, more=True)  # step 2 stays open, and its result unreported
+    first.fence()
+    snapshot = first.leave()
+    second = Runner(first.plan, 0, tmp_path / "progress", 2, previous=first, blank=True)
+    assert [result.step for result in snapshot.results] == list(range(snapshot.version))
+    assert second.leave() == replace(snapshot, norm=0.0, losses=())
+    blank = Runner(first.plan, 0, tmp_path / "progress", 3)
+    assert not blank.leave().results
+
+
 def test_a_blank_rank_that_has_received_nothing_is_not_ready(corpus, tmp_path):
     runner = Runner(make_plan("1f1b", corpus, {"microbatches": 2}), 0, tmp_path / "progress", 2, blank=True)
     runner.connect(runner.serve("127.0.0.1", 30.0), 30.0)

@@ -1,0 +1,154 @@
+"""The driver's side of the lease on a run's ranks: it gets the lease, or says who has it, and renews it in a thread."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup
+
+from pentad.orchestrator.cluster.faults import Superseded
+from pentad.orchestrator.cluster.lease import KEEPER, Holder, KeeperActor, renew_seconds, silent_seconds
+from pentad.schedules.ir.errors import PentadError
+
+ANSWER_SECONDS = 10.0
+SETTLE_SECONDS = 30.0  # for a keeper that starts, or ends
+POLL_SECONDS = 0.1
+
+
+class HeldLease:
+    """The lease of this driver on the ranks of the run `name`, whose files are in `folder`. `ranks` is the namespace of
+    their actors and the name of their placement group; `found` says that a former driver may have left some."""
+
+    def __init__(self, name: str, folder: str, seconds: float) -> None:
+        """Gets the lease, at once or when its holder has been silent for a while. Raises PentadError if that lives."""
+        self.name, self.seconds = name, seconds
+        self.namespace = f"pentad/{name}/{hashlib.sha256(folder.encode()).hexdigest()[:12]}"
+        context = ray.get_runtime_context()
+        host = ray.util.get_node_ip_address()
+        self.driver = Holder(secrets.token_hex(8), context.get_job_id(), host, os.getpid())
+        self.lost, self._over, self._asking = "", threading.Event(), threading.Lock()
+        self.keeper, self.ranks, self.found = self._acquire()
+        self._renewing = threading.Thread(target=self._renew, daemon=True)
+        self._renewing.start()
+
+    def require(self) -> None:
+        """Raises Superseded if another driver has the lease by now, or it has expired."""
+        if self.lost:
+            raise Superseded(self.lost)
+
+    def is_lost(self) -> bool:
+        """As of now: asks the keeper."""
+        self._renew_once()
+        return bool(self.lost)
+
+    def placement(self) -> PlacementGroup | None:
+        """The placement group of the ranks, if it exists."""
+        with suppress(RayError):
+            return ray.get(self.keeper.found.remote(), timeout=ANSWER_SECONDS)[1]
+        return None
+
+    def actors(self) -> list[Any]:
+        """Those of the ranks that are not known to be dead."""
+        known = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if self._is_rank(each)]
+        found = []
+        for name in sorted(known):
+            with suppress(ValueError):  # it has just ended
+                found.append(ray.get_actor(name, namespace=self.ranks))
+        return found
+
+    def start_over(self) -> None:
+        """Ends all that a former driver has left, and begins another set of ranks."""
+        with self._asking:
+            self._end()
+            self.keeper, self.ranks, self.found = self._acquire()
+
+    def close(self) -> None:
+        """Ends all that is left of the run on the cluster, unless it is another driver's."""
+        self._over.set()
+        self._renewing.join()
+        if not self.is_lost():
+            self._end()
+
+    def _end(self) -> None:
+        if (placement := self.placement()) is not None:
+            ray.util.remove_placement_group(placement)
+        ray.kill(self.keeper)
+
+    def _is_rank(self, named: dict[str, str]) -> bool:
+        return named["namespace"] == self.ranks
+
+    def _acquire(self) -> tuple[Any, str, bool]:
+        """The keeper, the namespace of its ranks, and whether it was there already."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        options = {"name": KEEPER, "namespace": self.namespace, "lifetime": "detached"}
+        while True:
+            ranks = f"{self.namespace}/{secrets.token_hex(4)}"
+            with suppress(ValueError):  # there is one
+                return KeeperActor.options(**options).remote(ranks, self.seconds, self.driver), ranks, False
+            try:
+                keeper = ray.get_actor(KEEPER, namespace=self.namespace)
+                self._take_over(keeper)
+                return keeper, ray.get(keeper.found.remote(), timeout=ANSWER_SECONDS)[0], True
+            except (ValueError, RayError) as error:  # it is about to end, or starts again on another node
+                if time.monotonic() > deadline:
+                    text = f"the lease of the run {self.name} could not be had within {SETTLE_SECONDS:g} s"
+                    raise PentadError(f"{text} ({error}): expected its keeper to answer") from None
+                time.sleep(POLL_SECONDS)
+
+    def _take_over(self, keeper: Any) -> None:
+        """Waits until the holder is gone or renews. Raises PentadError if it renews."""
+        first = ray.get(keeper.view.remote(), timeout=ANSWER_SECONDS)
+        while True:
+            view = ray.get(keeper.view.remote(), timeout=ANSWER_SECONDS)
+            is_gone = view.holder is None or view.age > silent_seconds(self.seconds) or has_ended(view.holder.job)
+            if is_gone and ray.get(keeper.acquire.remote(self.driver, view.holder), timeout=ANSWER_SECONDS):
+                return
+            if view.holder is not None and view.renewals != first.renewals:
+                at = f"process {view.holder.pid} on {view.holder.host}"
+                text = f"run.name is {self.name}, whose ranks another driver commands ({at})"
+                raise PentadError(f"{text}: expected another name, or that you stop it")
+            time.sleep(POLL_SECONDS)
+
+    def _renew(self) -> None:
+        while not self._over.wait(renew_seconds(self.seconds)) and not self.lost:
+            self._renew_once()
+
+    def _renew_once(self) -> None:
+        try:
+            with self._asking:
+                is_ours = ray.get(self.keeper.renew.remote(self.driver), timeout=ANSWER_SECONDS)
+            if not is_ours:
+                self.lost = "another driver commands the ranks of this run by now: this one ends"
+        except (ActorUnavailableError, GetTimeoutError):  # Ray starts it again on another node
+            pass
+        except RayError:
+            self.lost = f"elastic.driver_lease = {self.seconds:g} s have passed while this driver stood still"
+
+
+@contextmanager
+def held_lease(name: str, folder: str, seconds: float) -> Iterator[HeldLease]:
+    """Holds the lease of a run for the length of the block, and then ends what is left of its ranks. Raises PentadError
+    while another driver has it."""
+    lease = HeldLease(name, folder, seconds)
+    try:
+        yield lease
+    finally:
+        lease.close()
+
+
+def has_ended(job: str) -> bool:
+    """Whether Ray knows that the driver of this job is gone."""
+    try:
+        jobs = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address).get_all_job_info()
+    except Exception:  # private to Ray: without it the holder must be silent for a while
+        return False
+    return any(found.is_dead for key, found in jobs.items() if key.hex() == job)

@@ -1,0 +1,122 @@
+"""Who commands the ranks of a run: one driver at a time, and for a while after its death nobody.
+
+On a cluster that outlives the driver, the ranks are detached actors. A small actor, the keeper, has the lease: the
+driver renews it, another driver gets it once the first one is gone, and when nobody has renewed it for
+`elastic.driver_lease` seconds, the keeper ends the ranks and itself. Ray allows one actor of a name, so a run has one
+keeper on a cluster; it is restarted if its node is lost, and then takes the first driver that renews as the holder. The
+fence is not here: every command to a rank carries its generation (see `Worker.fence`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from typing import NamedTuple
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+KEEPER = "lease"  # the keeper's name, in a namespace of the run
+MAX_RENEW_SECONDS = 2.0
+
+
+class Holder(NamedTuple):
+    """A driver: its process, the Ray job in which it runs, and a `token` of its own."""
+
+    token: str
+    job: str
+    host: str
+    pid: int
+
+
+class LeaseView(NamedTuple):
+    """The lease as others see it: who has it (None: nobody), how often it was renewed, and how long ago."""
+
+    holder: Holder | None
+    renewals: int
+    age: float
+
+
+def renew_seconds(lease_seconds: float) -> float:
+    """Time between two renewals."""
+    return min(MAX_RENEW_SECONDS, lease_seconds / 10)
+
+
+def silent_seconds(lease_seconds: float) -> float:
+    """Without a renewal for so long, the holder counts as gone."""
+    return 5 * renew_seconds(lease_seconds)
+
+
+class Lease:
+    """The rules, without Ray and without a clock: `now` are monotonic seconds."""
+
+    def __init__(self, seconds: float, holder: Holder | None, now: float) -> None:
+        self.seconds, self.holder, self.renewals, self.renewed = seconds, holder, 0, now
+
+    def view(self, now: float) -> LeaseView:
+        return LeaseView(self.holder, self.renewals, now - self.renewed)
+
+    def acquire(self, driver: Holder, replaces: Holder | None, now: float) -> bool:
+        """Gives the lease to `driver` if `replaces`, who is gone, is still the holder."""
+        if self.holder not in (None, replaces, driver):
+            return False
+        self.holder = driver
+        return self.renew(driver, now)
+
+    def renew(self, driver: Holder, now: float) -> bool:
+        """False if another driver has the lease."""
+        if self.holder not in (None, driver):
+            return False
+        self.holder, self.renewed = driver, now
+        self.renewals += 1
+        return True
+
+    def is_expired(self, now: float) -> bool:
+        return now > self.renewed + self.seconds
+
+
+class Keeper:
+    """The actor with the lease of a run. `ranks` is the namespace of the ranks, and the name of the placement group
+    with which they end; another set of ranks of the same run has another one."""
+
+    def __init__(self, ranks: str, seconds: float, holder: Holder) -> None:
+        self.ranks, self.changing = ranks, threading.Lock()
+        is_new = not ray.get_runtime_context().was_current_actor_reconstructed
+        self.lease = Lease(seconds, holder if is_new else None, time.monotonic())
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def acquire(self, driver: Holder, replaces: Holder | None) -> bool:
+        with self.changing:
+            return self.lease.acquire(driver, replaces, time.monotonic())
+
+    def renew(self, driver: Holder) -> bool:
+        with self.changing:
+            return self.lease.renew(driver, time.monotonic())
+
+    def view(self) -> LeaseView:
+        return self.lease.view(time.monotonic())
+
+    def found(self) -> tuple[str, PlacementGroup | None]:
+        """`ranks`, and their placement group, if it exists."""
+        with suppress(ValueError):
+            return self.ranks, ray.util.get_placement_group(self.ranks)
+        return self.ranks, None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(renew_seconds(self.lease.seconds))
+            with self.changing:
+                if self.lease.is_expired(time.monotonic()):
+                    break
+        print(f"no driver has renewed the lease of {self.ranks} for {self.lease.seconds:g} s: these ranks end")
+        while True:  # the head of the cluster may be away
+            with suppress(Exception):
+                _, placement = self.found()
+                if placement is not None:
+                    ray.util.remove_placement_group(placement)
+                ray.kill(ray.get_runtime_context().current_actor)
+            time.sleep(renew_seconds(self.lease.seconds))
+
+
+KeeperActor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(Keeper)

@@ -1,0 +1,118 @@
+"""The ranks that a former driver has left, as a group that this one can adopt.
+
+A rank whose driver is gone finishes the calls that it has got, and then waits: for a new driver, or until the lease
+expires. What it holds is what a rank holds after a fault: the newest weights, the results of the last steps, its parts
+of copies in memory. So adopting a group is a recovery without a fault: a fence, which refuses what the former driver
+may still say, then a new generation. A step counts if a rank has committed it, as always, whether or not the former
+driver has recorded it: the ranks' results of it are recorded then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
+
+from pentad.orchestrator.cluster.group import WorkerGroup
+from pentad.orchestrator.cluster.held_lease import HeldLease
+from pentad.orchestrator.cluster.worker import Seat, WorkerPlace
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.config.version import release
+from pentad.orchestrator.planning.planning import shrunk_plan
+from pentad.schedules.spec.plan import Plan
+
+ANSWER_SECONDS = 10.0
+NOWHERE = WorkerPlace("", "", -1, 0, "")  # of a rank that does not answer
+GONE = "it did not answer the driver that adopted the run"
+
+
+class Seating(NamedTuple):
+    """Who of several workers, by number, is which rank; the ranks are in these bundles, by rank. `generation` is the
+    highest that any worker has seen; `extra` are workers that are no ranks."""
+
+    bundles: tuple[int, ...]
+    members: dict[int, int]
+    extra: tuple[int, ...]
+    generation: int
+
+
+def seating(seats: Mapping[int, Seat]) -> Seating | None:
+    """Of the workers that answer, by number. None if none of them is a rank of the plan.
+
+    A former driver may have died while it started a generation: ranks that it had not reached yet are in the same
+    bundles, and a rank that was replaced has a newer process.
+    """
+    fitting = {number: seat for number, seat in seats.items() if seat.fits and seat.rank >= 0}
+    if not fitting:
+        return None
+    bundles = max(fitting.values(), key=lambda seat: seat.generation).bundles
+    members: dict[int, int] = {}
+    for number, seat in sorted(fitting.items(), key=lambda each: each[1].generation):
+        if seat.bundles == bundles:
+            members[seat.rank] = number
+    extra = tuple(number for number in seats if number not in members.values())
+    return Seating(bundles, members, extra, max(seat.generation for seat in seats.values()))
+
+
+def can_adopt(journal: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], ranks: str) -> bool:
+    """Whether the ranks of the namespace `ranks` are those of this run's journal, and in the middle of no rollback,
+    which the newest checkpoint repeats; `rows` are the lines of metrics.jsonl."""
+    starts = [event for event in journal if event["event"] == "start"]
+    rollbacks = [event["time"] for event in journal if event["event"] == "rollback"]
+    is_rolling_back = bool(rollbacks) and (not rows or rows[-1]["time"] <= rollbacks[-1])
+    return bool(starts) and starts[-1].get("lease") == ranks and not is_rolling_back
+
+
+class Parked(NamedTuple):
+    """A group to adopt, the plan of its full mesh, the causes of its lost ranks, and the token of its copies."""
+
+    group: WorkerGroup
+    full: Plan
+    lost: dict[int, str]
+    token: bytes | None
+
+
+def find_parked(
+    config: RunConfig, full: Plan, placement: PlacementGroup, lease: HeldLease, runner: str
+) -> Parked | None:
+    """The ranks in `placement`, of the plan `full` or of one that a former driver has shrunk it to. None if they run
+    another plan or are all gone.
+
+    Workers that do not answer, and those that are no ranks, are ended.
+    """
+    actors = dict(enumerate(lease.actors()))
+    if not actors or placement.bundle_count != full.mesh.size:
+        return None
+    plan, seats = full, _seats(actors, full)
+    sizes = {len(seat.bundles) for seat in seats.values() if seat.rank >= 0}
+    if sizes and max(sizes) < full.mesh.size and (smaller := shrunk_plan(config, full, max(sizes))) is not None:
+        plan, seats = smaller, _seats(actors, smaller)
+    found = seating(seats)
+    if found is None:
+        return None
+    for number in (*found.extra, *(actors.keys() - seats.keys())):
+        ray.kill(actors[number])
+    group = WorkerGroup(plan, placement, found.generation, runner, lease)
+    living = {rank: (actors[number], seats[number].place) for rank, number in found.members.items()}
+    ranks = range(plan.mesh.size)
+    group.adopt(plan, found.bundles, [living.get(rank, (None, NOWHERE)) for rank in ranks])
+    tokens = [seats[number].token for number in found.members.values()]
+    lost = {rank: f"{group.label(rank)} is gone: {GONE}" for rank in ranks if rank not in living}
+    return Parked(group, full, lost, next((token for token in tokens if token), None))
+
+
+def _seats(actors: Mapping[int, Any], plan: Plan) -> dict[int, Seat]:
+    """Of the workers that answer."""
+    known, version = ray.put(plan), release()
+    refs = {actor.seat.remote(known, version): number for number, actor in actors.items()}
+    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=ANSWER_SECONDS)
+    found = {}
+    for ref in ready:
+        try:
+            found[refs[ref]] = ray.get(ref)
+        except RayError:  # it has died
+            continue
+    return found

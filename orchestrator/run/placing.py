@@ -1,0 +1,89 @@
+"""Room on a cluster for the ranks of a run: reserved, or with ranks in it that a former driver of the run has left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+from ray.util.placement_group import PlacementGroup
+
+from pentad.orchestrator.cluster import cluster as clusters
+from pentad.orchestrator.cluster.cluster import Cluster
+from pentad.orchestrator.cluster.held_lease import HeldLease, held_lease
+from pentad.orchestrator.cluster.local_head import LocalHead
+from pentad.orchestrator.cluster.placement import hosts, release, reserve
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.monitoring.display import Display
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS
+from pentad.orchestrator.planning.planning import plan_on
+from pentad.orchestrator.records.checkpoint_places import path_of
+from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.recovery.adoption import Parked, can_adopt, find_parked
+from pentad.schedules.spec.plan import Plan
+
+
+class Room(NamedTuple):
+    """The resources of the ranks on a cluster, and the plan for them. With a `lease` the ranks outlive this driver;
+    `parked` are those that another one has left there."""
+
+    cluster: Cluster
+    placement: PlacementGroup
+    plan: Plan
+    lease: HeldLease | None = None
+    parked: Parked | None = None
+
+
+@contextmanager
+def reserved(config: RunConfig, plan: Plan, head: LocalHead | None, display: Display) -> Iterator[Room]:
+    """Room on the cluster of `head`, None: the existing one, for ranks that end with the block."""
+    with clusters.join(config.cluster, config.mesh.size, head) as cluster:
+        placement = _reserve(config, cluster, display, None)
+        try:
+            yield Room(cluster, placement, _planned(config, plan, cluster, placement))
+        finally:
+            release(placement)
+
+
+@contextmanager
+def reserved_or_left(
+    config: RunConfig, plan: Plan, head: LocalHead | None, display: Display, runner: str
+) -> Iterator[Room]:
+    """Likewise, or what a former driver of the run has left there. Raises PentadError while another driver commands the
+    ranks of the run."""
+    if head is not None or not config.elastic.driver_lease:
+        with reserved(config, plan, head, display) as room:
+            yield room
+        return
+    with ExitStack() as stack:
+        cluster = stack.enter_context(clusters.join(config.cluster, config.mesh.size, head))
+        folder = str(path_of(config).absolute())
+        lease = stack.enter_context(held_lease(config.run.name, folder, config.elastic.driver_lease))
+        if lease.found:
+            if (found := _left(config, plan, cluster, lease, runner)) is not None:
+                yield found
+                return
+            lease.start_over()
+        placement = _reserve(config, cluster, display, lease.ranks)
+        yield Room(cluster, placement, _planned(config, plan, cluster, placement), lease)
+
+
+def _left(config: RunConfig, plan: Plan, cluster: Cluster, lease: HeldLease, runner: str) -> Room | None:
+    """What a former driver has left, if it can be adopted."""
+    folder, placement = path_of(config), lease.placement()
+    journal, rows = read_lines(folder / JOURNAL, ["event", "time"]), read_lines(folder / METRICS, METRIC_KEYS)
+    if placement is None or not can_adopt(journal, rows, lease.ranks):
+        return None
+    plan = _planned(config, plan, cluster, placement)
+    parked = find_parked(config, plan, placement, lease, runner)
+    return None if parked is None else Room(cluster, placement, plan, lease, parked)
+
+
+def _reserve(config: RunConfig, cluster: Cluster, display: Display, detached: str | None) -> PlacementGroup:
+    size, timeout = config.mesh.size, config.cluster.start_timeout_seconds
+    display.phase(f"placing {size} rank{'s' * (size > 1)}")
+    return reserve(config.mesh.mesh, cluster.device, timeout, fixed=cluster.local, detached=detached)
+
+
+def _planned(config: RunConfig, plan: Plan, cluster: Cluster, placement: PlacementGroup) -> Plan:
+    return plan_on(config, cluster.device, hosts=hosts(placement), expected=plan)
