@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from dying_driver import command
@@ -24,36 +22,15 @@ from elastic_cases import (
     SQUARE,
     TENSOR_PIPE,
     Outcome,
-    Reference,
-    Start,
     assert_same,
-    references,
-    started,
 )
-from multinode import Cluster, Run, kill, multinode_cluster
+from multinode import Run, kill
 
 from pentad.orchestrator.control.control_client import connect
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 NO_SAVES = ("checkpoint.every_seconds=0",)
 COPIES = ("elastic.replicate_every=3", *NO_SAVES)
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Cluster]:
-    with multinode_cluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def start(nodes: Cluster, tmp_path: Path) -> Iterator[Start]:
-    with started(nodes, tmp_path) as do:
-        yield do
-
-
-@pytest.fixture(scope="module")
-def reference(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return references(nodes, tmp_path_factory)
 
 
 def assert_adopted(run: Run, expected: Outcome, *overrides: str, how: tuple[str, ...] = ("adopt",)) -> Run:
@@ -89,7 +66,7 @@ def wait_until_dead(run: Run) -> None:
     ],
 )
 def test_a_killed_driver_costs_no_step(nodes, start, reference, schedule, mesh):
-    expected, overrides = reference(schedule, mesh), (*mesh, f"schedule.name={schedule}", *NO_SAVES)
+    expected, overrides = reference(*mesh, f"schedule.name={schedule}"), (*mesh, f"schedule.name={schedule}", *NO_SAVES)
     nodes.resize(2, 2, 2)
     run = start(*overrides)
     run.wait_for_step(8)
@@ -113,7 +90,7 @@ def test_a_killed_driver_costs_no_step(nodes, start, reference, schedule, mesh):
 )
 @pytest.mark.parametrize(("schedule", "mesh"), [("1f1b", CUT), ("zb-h2", (*SQUARE, "schedule.post_validation=true"))])
 def test_the_point_at_which_a_driver_dies_does_not_matter(nodes, start, reference, schedule, mesh, point):
-    expected = reference(schedule, mesh)
+    expected = reference(*mesh, f"schedule.name={schedule}")
     overrides = (*mesh, f"schedule.name={schedule}", "checkpoint.every=10", "elastic.replicate_every=3")
     nodes.resize(2, 2, 2)
     run = start(*overrides, command=command(point))
@@ -133,7 +110,7 @@ def test_the_point_at_which_a_driver_dies_does_not_matter(nodes, start, referenc
     ],
 )
 def test_a_driver_that_dies_during_a_recovery(nodes, start, reference, point, mesh, how):
-    expected, overrides = reference("1f1b", mesh), (*mesh, "schedule.name=1f1b", *COPIES)
+    expected, overrides = reference(*mesh, "schedule.name=1f1b"), (*mesh, "schedule.name=1f1b", *COPIES)
     nodes.resize(2, 2, 2)
     run = start(*overrides, command=command(point))
     run.wait_for_step(8)
@@ -143,7 +120,7 @@ def test_a_driver_that_dies_during_a_recovery(nodes, start, reference, point, me
 
 
 def test_a_driver_that_dies_during_an_adoption(nodes, start, reference):
-    expected, overrides = reference("1f1b", SQUARE), (*SQUARE, "schedule.name=1f1b", *NO_SAVES)
+    expected, overrides = reference(*SQUARE, "schedule.name=1f1b"), (*SQUARE, "schedule.name=1f1b", *NO_SAVES)
     nodes.resize(2, 2, 2)
     run = start(*overrides)
     run.wait_for_step(8)
@@ -164,7 +141,7 @@ def test_a_driver_that_dies_during_an_adoption(nodes, start, reference):
     ],
 )
 def test_a_rank_is_lost_with_the_driver(nodes, start, reference, mesh, ranks, how, result):
-    expected, overrides = reference("1f1b", mesh), (*mesh, "schedule.name=1f1b", *COPIES)
+    expected, overrides = reference(*mesh, "schedule.name=1f1b"), (*mesh, "schedule.name=1f1b", *COPIES)
     nodes.resize(2, 2, 2)
     run = start(*overrides)
     run.wait_for_step(8)
@@ -174,7 +151,7 @@ def test_a_rank_is_lost_with_the_driver(nodes, start, reference, mesh, ranks, ho
 
 
 def test_a_node_is_lost_with_the_driver(nodes, start, reference):
-    expected, overrides = reference("1f1b", CUT), (*CUT, "schedule.name=1f1b", *COPIES)
+    expected, overrides = reference(*CUT, "schedule.name=1f1b"), (*CUT, "schedule.name=1f1b", *COPIES)
     nodes.resize(2, 2, 2)
     run = start(*overrides)
     run.wait_for_step(8)
@@ -184,7 +161,10 @@ def test_a_node_is_lost_with_the_driver(nodes, start, reference):
 
 
 def test_all_ranks_are_lost_with_the_driver(nodes, start, reference):
-    expected, overrides = reference("1f1b", SQUARE), (*SQUARE, "schedule.name=1f1b", "checkpoint.every=10")
+    expected, overrides = (
+        reference(*SQUARE, "schedule.name=1f1b"),
+        (*SQUARE, "schedule.name=1f1b", "checkpoint.every=10"),
+    )
     nodes.resize(2, 2, 2)
     run = start(*overrides)
     run.wait_for_checkpoint(10)
@@ -215,7 +195,7 @@ def test_another_configuration_begins_with_other_ranks_at_the_newest_checkpoint(
 
 
 def test_a_second_driver_is_refused_while_the_first_lives(nodes, start, reference):
-    expected = reference("1f1b", SQUARE)
+    expected = reference(*SQUARE, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
     overrides = (*SQUARE, "schedule.name=1f1b")
     run = start(*overrides)
@@ -255,7 +235,7 @@ def test_without_a_driver_nothing_is_left_once_the_lease_has_expired(nodes, star
 
 
 def test_a_keeper_that_dies_is_replaced_and_refuses_as_before(nodes, start, reference):
-    expected, overrides = reference("1f1b", SQUARE), (*SQUARE, "schedule.name=1f1b", *NO_SAVES)
+    expected, overrides = reference(*SQUARE, "schedule.name=1f1b"), (*SQUARE, "schedule.name=1f1b", *NO_SAVES)
     nodes.resize(2, 2, 2)
     run = start(*overrides)
     run.wait_for_step(4)
