@@ -10,6 +10,10 @@ from typing import Any
 from chaos_world import DriverEnded, Task, World
 from ray.exceptions import ActorDiedError, RayTaskError
 
+from pentad.orchestrator.cluster.worker import StaleGeneration
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.runtime.abort import Aborted
+
 DRIVER_NODE = "node0"
 RPC_SECONDS = 0.001
 DEATH_SECONDS = (0.015, 0.04)  # until the driver learns that a process has died
@@ -17,6 +21,8 @@ NODE_SECONDS = (3.7, 8.0)  # that a node has
 REACHABLE_AGAIN_SECONDS = 62.0  # after which Ray gives up a node that does not answer
 SECONDS = {"start": 0.2, "place": 0.0, "connect": 0.05, "restore": 0.02, "serve": 0.01}  # of a call
 IDEMPOTENT = {"commit_copy", "held_copies", "status", "clock", "fence", "serve_copies"}  # may arrive twice
+
+EXPECTED = (PentadError, OSError, RuntimeError, StaleGeneration, Aborted)  # errors of ranks; others are defects
 
 
 class Node:
@@ -37,12 +43,22 @@ class Process:
         self.busy: set[str] = set()
         self.refs: set[Ref] = set()
         self.next_arrival = 0.0
+        self.killed_by_driver = False
         self.worker: Any = None
         self.rank = -1
 
     @property
     def frozen(self) -> bool:
         return self.stopped
+
+    @property
+    def is_well(self) -> bool:
+        """Whether no fault keeps it from answering, apart from its death."""
+        return not self.stopped and not self.node.cut_off and self.node.is_alive
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.is_alive and self.is_well
 
     def unlink(self, missing_ok: bool = False) -> None:
         """It stands for its progress file, too."""
@@ -106,7 +122,7 @@ class Process:
         self._next(group)
 
     def _answer(self, ref: Ref, value: Any, error: Exception | None) -> None:
-        if isinstance(error, (AssertionError, AttributeError, LookupError, TypeError, ValueError)):
+        if error is not None and not isinstance(error, EXPECTED):
             self.world.broken = self.world.broken or error
         if not self.is_alive:
             return
@@ -222,6 +238,7 @@ class Cluster:
         if process.node.cut_off:
             process.node.pending.append(process.die)
         else:
+            process.killed_by_driver = process.killed_by_driver or process.is_alive
             process.die()
 
     def kill_pid(self, pid: int) -> None:

@@ -51,9 +51,9 @@ class Faults:
         if fault is None or point not in ALSO.get(fault.point, (fault.point,)):
             return
         last = self.simulation.scenario.steps - 1
-        if point in OF_STEPS or fault.point == "end":
-            if step < (last if fault.point == "end" else fault.step):
-                return
+        least = last if fault.point == "end" else fault.step if point in OF_STEPS else -1
+        if step < least:
+            return
         if fault.point == "recovering" and not self.simulation.recovers:
             return
         self.times += 1

@@ -1,62 +1,55 @@
 """Runs the driver on a simulated cluster through the faults of a scenario, and checks that the run keeps its promises.
 
-    no sample is lost or counted twice     every committed step has the digest of its batch, in a chain that `verify`
-                                           accepts, and all ranks have the state of these steps
-    no earlier generation acts             neither commits a step nor a checkpoint, and no number is used twice
-    committed steps never go back          beyond the newest state that survives: replicas, copies or checkpoints
-    the run ends                           within an hour of virtual time, with status 0 if all steps are done and saved,
-                                           else with an error that the faults explain, and the same command goes on
+no sample is lost or counted twice     every committed step has the digest of its batch, in a chain that `verify`
+                                       accepts, and all ranks have the state of these steps
+no earlier generation acts             neither commits a step nor a checkpoint, and no number is used twice
+committed steps never go back          beyond the newest state that survives: replicas, copies or checkpoints
+the run ends                           within an hour of virtual time, with status 0 if all steps are done and saved,
+                                       else with an error that the faults explain, and the same command goes on
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from chaos_cluster import DRIVER_NODE, Cluster, Process
+from chaos_cluster import Cluster, Process
+from chaos_fabric import INITIAL, Action, Fabric, compiled, digest, next_state
 from chaos_faults import Faults, justified
-from chaos_rank import INITIAL, Action, Fabric, SimRunner, SimWorker, compiled, digest, next_state
+from chaos_install import Silent
+from chaos_rank import SimRunner
 from chaos_scenario import Scenario
+from chaos_worker import SimWorker
 from chaos_world import DriverEnded, Signal, World
-from rich.console import Console
 
-from pentad.orchestrator.cluster import cluster as clusters
-from pentad.orchestrator.cluster import copies, placement
 from pentad.orchestrator.cluster import group as groups
-from pentad.orchestrator.cluster import worker as workers
 from pentad.orchestrator.cluster.copies import newest_copy
-from pentad.orchestrator.cluster.placement import Place
 from pentad.orchestrator.config.config import RunConfig, load
-from pentad.orchestrator.monitoring import event_bus, run_state, runfolder
-from pentad.orchestrator.monitoring.display import Display
+from pentad.orchestrator.monitoring import event_bus, runfolder
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.records import verify as verification
 from pentad.orchestrator.records.hash_chain import AUDIT, read_chain
 from pentad.orchestrator.records.json_lines import read_lines
-from pentad.orchestrator.recovery import fence, hang_detection, recovery, regroup
-from pentad.orchestrator.run import driver, measure, replication, step_loop
+from pentad.orchestrator.recovery import fence
+from pentad.orchestrator.run import driver
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.checkpoint import checkpoint as checkpoints
-from pentad.workers.checkpoint import local_storage
 from pentad.workers.checkpoint.checkpoint import complete_folders, open_checkpoint
+from pentad.workers.replication.parts import CopyKey
 
+real_fence, real_rewind = fence.fence, event_bus.EventBus.rewind
 SMALL = (
     *("model.layers=8", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.ffn=32", "model.vocab=256"),
     *("batch.sequence_length=16", "elastic.hang_seconds=3", "cluster.start_timeout_seconds=20"),
     *("elastic.wait_seconds=2", "metrics.timeline_steps=0", "data.holdout=0", "eval.every=0", "cluster.device=cpu"),
 )
 MOST_COMMANDS = 8  # of one history
-CLOCKED = (
-    *(groups, fence, recovery, regroup, hang_detection, step_loop, replication, driver, measure, workers),
-    *(event_bus, runfolder, checkpoints, placement, copies),
-)
 
 
 class Broken(AssertionError):
@@ -73,16 +66,16 @@ def planned(schedule: str, mesh: tuple[str, ...]) -> tuple[RunConfig, Plan]:
     return config, make_plan(config, "cpu")
 
 
-@lru_cache(2048)
+@lru_cache(4096)
 def configured(schedule: str, mesh: tuple[str, ...], overrides: tuple[str, ...], steps: int, folder: str) -> RunConfig:
     config, _ = planned(schedule, mesh)
-    changed = config.model_dump()
-    for override in (*overrides, f"run.steps={steps}"):
+    changed: dict[str, dict[str, Any]] = {"run": {"folder": folder, "name": "chaos", "steps": steps}}
+    for override in overrides:
         key, _, value = override.partition("=")
         section, _, name = key.partition(".")
-        changed[section][name] = int(value)
-    changed["run"] |= {"folder": folder, "name": "chaos"}
-    return RunConfig.model_validate(changed)
+        changed.setdefault(section, {})[name] = int(value)
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changed.items()}
+    return config.model_copy(update=sections)
 
 
 class Simulation:
@@ -97,9 +90,7 @@ class Simulation:
         steps = scenario.steps
         self.config = configured(scenario.schedule, scenario.mesh, scenario.overrides, steps, str(folder))
         self.plan = planned(scenario.schedule, scenario.mesh)[1]
-        every = self.config.elastic.replicate_every
-        if self.plan.replicate_every != every:
-            self.plan = make_plan(self.config, "cpu")
+        self.plan = replace(self.plan, name="chaos", replicate_every=self.config.elastic.replicate_every)
         self.checkpoints = folder / "chaos" / "checkpoints"
         self.kinds: set[str] = set()
         self.damaged, self.on_saved = 0, list[Callable[[], None]]()
@@ -107,6 +98,7 @@ class Simulation:
         self.compiled: dict[tuple[int, int], tuple[Action, ...]] = {}
         self.plans: list[Plan] = []  # kept, so that their ids stay theirs
         self.generation = self.earlier = 0  # newest that has begun; newest of earlier commands
+        self.fenced_before = 0  # generations before this one are over
         self.recovers, self.pauses, self.floor = False, False, (-1, -1)
         self.never = Signal()
         self.bus: Any = None
@@ -143,14 +135,24 @@ class Simulation:
         except OSError as error:
             raise PentadError(f"folder cannot be written ({error.strerror})") from error
 
-    def saved(self, folder: Path, step: int) -> None:
+    def saved(self) -> None:
         waiting, self.on_saved = self.on_saved, []
         for each in waiting:
             each()
 
     def check_acts(self, generation: int, process: Process, what: str) -> None:
-        if generation < self.generation and not process.node.cut_off:
-            raise Broken(f"rank {process.rank} {what} in generation {generation}, after {self.generation} has begun")
+        newest = max(self.generation, self.fenced_before)
+        if generation < newest and not process.node.cut_off:
+            raise Broken(f"rank {process.rank} {what} in generation {generation}, after {newest} has begun")
+
+    def check_copy(self, key: CopyKey) -> None:
+        """A copy counts only once every part is in two processes."""
+        if key.generation < max(self.generation, self.fenced_before):
+            return  # told late
+        held = [process.worker.copies for process in self.cluster.processes]
+        for owner in range(key.ranks):
+            if sum(each.find(key, owner) is not None for each in held) < 2:
+                raise Broken(f"the copy of {key.step} steps counts without the part of rank {owner} in its holder")
 
     def check_state(self, runner: SimRunner) -> None:
         """A rank's state is that of exactly its steps."""
@@ -199,7 +201,14 @@ class Simulation:
     def fenced(self, group: groups.WorkerGroup, state: fence.RecoveryState, record: Any) -> None:
         """The driver's `fence`, and what must survive it."""
         self.recovers = True
-        real_fence(group, state, record)
+        healthy = [a.process for r, a in enumerate(group.actors) if r not in state.lost and a.process.is_healthy]
+        try:
+            real_fence(group, state, record)
+        except fence.CannotRecover as error:
+            if "late message" not in self.kinds and any(each.killed_by_driver and each.is_well for each in healthy):
+                raise Broken(f"the run is given up though ranks were left: {error}") from None
+            raise
+        self.fenced_before = group.generation
         self.floor = self._surviving(group, set(state.lost)), max(self._intact(), default=-1)
 
     def _surviving(self, group: groups.WorkerGroup, lost: set[int]) -> int:
@@ -211,7 +220,7 @@ class Simulation:
             current = {rank for rank, runner in runners.items() if runner.version == version}
             if all(len(current & {*plan.holders(s)}) >= plan.num_zero_shards(s) for s in plan.param_shards):
                 newest = max(newest, version)
-        if self.config.elastic.replicate_every:
+        if self.config.elastic.replicate_every and "late message" not in self.kinds:  # its answer may be too late
             held = {str(p.pid): p.worker.copies.held() for p in living.values()}
             found = newest_copy(held, b"")
             newest = max(newest, found.key.step if found else -1)
@@ -230,7 +239,7 @@ class Simulation:
         return found
 
     def rewound(self, bus: Any, step: int) -> None:
-        floor = self.floor[0] if self.world.now < self.faults.away_until or self.damaged else max(self.floor)
+        floor = self.floor[0] if self.damaged else max(self.floor)
         if step < floor:
             raise Broken(f"the run goes back to step {step}, though the state of {floor} steps has survived")
         real_rewind(bus, step)
@@ -283,6 +292,9 @@ class Simulation:
             self.check_files()
             if status == 0:
                 break
+            if "checkpoint.restart_if_damaged" in message:  # as the error says
+                section = self.config.checkpoint.model_copy(update={"restart_if_damaged": True})
+                self.config = self.config.model_copy(update={"checkpoint": section})
             if status == 1 and not justified(self, message):
                 raise Broken(f"the run ended with an error that no fault explains: {message}")
         else:
@@ -292,7 +304,7 @@ class Simulation:
 
     def _command(self) -> tuple[int, str]:
         """The status and the error of one command."""
-        display = Display(Console(quiet=True), "chaos", self.scenario.steps, began=0.0)
+        display: Any = Silent()
         try:
             interrupts: Any = SimpleNamespace(stop=None)
             done = driver.drive(self.config, self.plan, None, "chaos_rank:SimRunner", display, interrupts, None)
@@ -343,89 +355,9 @@ def _without_torn_end(history: Any, metrics: Any) -> tuple[Any, Any]:
     return history, metrics
 
 
-real_fence, real_rewind = fence.fence, event_bus.EventBus.rewind
-
-
-def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> None:
-    """Replaces Ray, time and storage in the driver by those of the `current` simulation, once for all histories."""
-    fake = SimpleNamespace(
-        wait=lambda *a, **k: current().cluster.wait(*a, **k),
-        get=Cluster.get,
-        put=lambda value: value,
-        kill=lambda actor: current().cluster.kill(actor.process),
-        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: DRIVER_NODE),
-        get_gpu_ids=lambda: [],
-    )
-    clock = SimpleNamespace(
-        monotonic=lambda: current().world.now,
-        time=lambda: current().world.now,
-        sleep=lambda seconds: current().world.wait(seconds),
-    )
-    for module in (groups, copies, fence, regroup, workers):
-        patch.setattr(module, "ray", fake)
-    for module in CLOCKED:
-        if hasattr(module, "time"):
-            patch.setattr(module, "time", clock)
-    patch.setattr(fence, "os", SimpleNamespace(kill=lambda pid, number: current().cluster.kill_pid(pid)))
-    options = lambda *, scheduling_strategy, **_: SimpleNamespace(  # noqa: E731
-        remote=lambda label, runner: current().cluster.create(scheduling_strategy)
-    )
-    patch.setattr(groups, "Actor", SimpleNamespace(options=options))
-    patch.setattr(groups, "PlacementGroupSchedulingStrategy", lambda group, **bundle: bundle.popitem()[1])
-    patch.setattr(groups, "bundle_places", lambda group: tuple(starmap_places(current())))
-    patch.setattr(groups, "release", lambda group: None)
-    patch.setattr(groups, "read_status", lambda path, streams: current().read_status(str(path)))
-    patch.setattr(regroup, "living_bundles", lambda group: current().cluster.living_bundles())
-    patch.setattr(recovery, "draining", lambda: current().cluster.draining)
-    patch.setattr(recovery, "fence", lambda *a: current().fenced(*a))
-    patch.setattr(event_bus.EventBus, "rewind", lambda bus, step: current().rewound(bus, step))
-    patch.setattr(driver, "monitored", lambda *a: current().monitored(*a))
-    patch.setattr(driver, "watched_head", lambda *a: nullcontext())
-    patch.setattr(driver, "_placed", _placed)
-    patch.setattr(run_state.ControlRequests, "wait", lambda requests, seconds: current().pause(seconds))
-    _install_storage(patch, current)
-
-
-def starmap_places(simulation: Simulation) -> Iterator[Place]:
-    return (Place(bundle, node) for bundle, node in enumerate(simulation.cluster.bundles))
-
-
-@contextmanager
-def _placed(config: RunConfig, plan: Plan, head: Any, display: Display) -> Iterator[tuple[Any, Any, Plan]]:
-    yield clusters.Cluster("address", False, "cpu"), None, plan
-
-
-def _install_storage(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> None:
-    """Faults of the disk; and a driver that has died writes nothing more."""
-
-    def guarded(function: Callable[..., Any], check: Callable[[Simulation], None]) -> Callable[..., Any]:
-        def call(*arguments: Any, **named: Any) -> Any:
-            check(current())
-            return function(*arguments, **named)
-
-        return call
-
-    def of_storage(writes: bool, simulation: Simulation) -> None:
-        simulation.world.check()
-        simulation.faults.check_storage(writes=writes)
-
-    def of_run(simulation: Simulation) -> None:
-        simulation.world.check()
-        try:
-            simulation.faults.check_disk()
-        except OSError as error:
-            raise PentadError(f"metrics.jsonl cannot be written ({error.strerror})") from None
-
-    local = local_storage.Local
-    for name, writes in (("folders", False), ("files", False), ("opened", False), ("write", True), ("write_new", True)):
-        patch.setattr(local, name, guarded(getattr(local, name), partial(of_storage, writes)))
-    for name in ("append", "_replace"):
-        patch.setattr(runfolder, name, guarded(getattr(runfolder, name), of_run))
-
-
 def play(scenario: Scenario, folder: Path, current: list[Simulation]) -> Simulation:
     """Runs one history in a folder of its own, which is removed."""
-    place = folder / str(scenario.seed)
+    place = folder / "runs"
     shutil.rmtree(place, ignore_errors=True)
     simulation = Simulation(scenario, place)
     current[:] = [simulation]
@@ -434,4 +366,3 @@ def play(scenario: Scenario, folder: Path, current: list[Simulation]) -> Simulat
     finally:
         shutil.rmtree(place, ignore_errors=True)
     return simulation
-

@@ -1,24 +1,19 @@
-"""One simulated rank: the real Worker around a runner that walks through its stream in virtual time.
-
-The state of a parameter shard after `n` steps is one number, which depends on the batches of these steps and on the
-samples that were counted: two ranks have the same state only if they have counted the same.
-"""
+"""The runner of one simulated rank: what a Runner does for its Worker, in generators, in virtual time."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Generator, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.numpy
 from chaos_cluster import Process
+from chaos_fabric import INITIAL, Fabric, Meeting, State, digest, next_state, parts_of, read_state
 from chaos_world import Signal
 
-from pentad.orchestrator.cluster.worker import Status, Worker, WorkerPlace, status_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Op
 from pentad.schedules.passes.post_validation import has_post_validation
@@ -26,7 +21,6 @@ from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.mesh import Coordinates
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.spikes import batch_of
-from pentad.workers.checkpoint.checkpoint import read_manifest
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.checkpoint.storage import storage_errors, storage_of
@@ -39,102 +33,7 @@ from pentad.workers.runtime.results import LossSum, RankSnapshot, StepResult, Wr
 if TYPE_CHECKING:
     from chaos_history import Simulation
 
-UNIT_SECONDS = 0.02  # of F of a whole rank, of B and of W
 WRITE_SECONDS = (0.02, 0.3)
-NUMBER = 2**62
-INITIAL = 1
-
-
-def next_state(state: int, batch: int, samples: int) -> int:
-    return hash((state, batch, samples)) % NUMBER
-
-
-def digest(batch: int, microbatch: int) -> int:
-    """Of the samples of a microbatch of a global batch."""
-    return hash((batch, microbatch, 77)) % 2**40
-
-
-class State(NamedTuple):
-    """Of one part of a parameter shard."""
-
-    steps: int
-    value: int
-
-
-class Action(NamedTuple):
-    """An instruction, or an overlapped pair, as a rank runs it."""
-
-    waits: tuple[Any, ...]  # keys of receives and collectives
-    parts: tuple[Any, ...]
-    seconds: float
-    meets: bool  # with the ranks that share its layers
-
-
-def compiled(plan: Plan, pp: int) -> tuple[Action, ...]:
-    program, found = plan.program, list[Action]()
-    seconds = {Op.F: 1.0, Op.B: 1.0, Op.W: 1.0, Op.BW: 2.0}
-    scale = UNIT_SECONDS / max(1, program.chunks)
-    for action in program.streams[pp]:
-        waits = tuple(k for k in action.waits if k.op in RECEIVES or k.op in COLLECTIVES)
-        took = scale * sum(seconds.get(part.op, 0.0) for part in action.parts)
-        found.append(Action(waits, action.parts, took, any(part.op in (Op.F, Op.B, Op.BW) for part in action.parts)))
-    return tuple(found)
-
-
-class Meeting(Signal):
-    """Over once all of `absent` have come. `total` adds up what they bring."""
-
-    def __init__(self, members: Sequence[int]) -> None:
-        super().__init__()
-        self.members, self.absent, self.total = tuple(members), set(members), 0
-        self.brought: dict[int, Any] = {}
-
-
-class Fabric:
-    """What the ranks of one generation send each other."""
-
-    def __init__(self, simulation: Simulation, processes: dict[int, Process]) -> None:
-        self.simulation, self.world, self.processes = simulation, simulation.world, processes
-        self.meetings: dict[int, dict[Any, Meeting]] = {}  # by step
-        self.dead: set[int] = set()
-
-    def meeting(self, step: int, key: Any, members: Sequence[int]) -> Meeting:
-        found = self.meetings.setdefault(step, {})
-        if key not in found:
-            found[key] = Meeting(members)
-            self.meetings.pop(step - 3, None)
-        return found[key]
-
-    def come(self, meeting: Meeting, rank: int, brings: int = 0, value: Any = None) -> None:
-        """What a rank sends arrives, unless its node cannot be reached."""
-        if rank not in meeting.absent:
-            return
-        process = self.processes.get(rank)
-        if process is not None and process.node.cut_off:
-            process.node.pending.append(partial(self.come, meeting, rank, brings, value))
-            return
-        meeting.total += brings
-        meeting.brought[rank] = value
-        meeting.absent.discard(rank)
-        if not meeting.absent:
-            meeting.fire()
-
-    def wait(self, meeting: Meeting) -> Generator[Any, None, None]:
-        if meeting.absent & self.dead:
-            yield self.world.random.uniform(0.05, 0.3)
-            raise RuntimeError("Connection closed by peer")
-        yield meeting
-
-    def lose(self, rank: int) -> None:
-        self.dead.add(rank)
-        for by_key in self.meetings.values():
-            for meeting in by_key.values():
-                if rank in meeting.absent and meeting.waiting:
-                    self.world.at(self.world.random.uniform(0.05, 0.3), partial(self._break, meeting))
-
-    @staticmethod
-    def _break(meeting: Meeting) -> None:
-        meeting.fail(RuntimeError("Connection closed by peer"))
 
 
 class SimRunner:
@@ -163,10 +62,10 @@ class SimRunner:
         self.post_validated = has_post_validation(plan.program)
         self.everyone = range(plan.mesh.size)
         self.parts = parts_of(plan, rank)
-        kept = previous.state if previous is not None and previous.plan.layers == plan.layers else {}
+        kept: dict[Any, State] = previous.state if previous is not None and previous.plan.layers == plan.layers else {}
         complete = previous is not None and set(kept) >= set(self.parts)
-        self.state = {part: kept.get(part, State(0, INITIAL)) for part in self.parts}
-        self.version = previous.version if previous is not None and complete else -1
+        self.state: dict[Any, State] = {part: kept.get(part, State(0, INITIAL)) for part in self.parts}
+        self.version: int = previous.version if previous is not None and complete else -1
         self.fabric: Fabric | None = None
         self.position = Progress(generation, -1, -1, self.world.now)
         self.norm: tuple[int, int, Meeting] | None = None  # step, batch and NORM of the step that is not committed
@@ -196,10 +95,7 @@ class SimRunner:
 
     def restore(self, folder: str | None, step: int, optimizer: bool) -> Generator[Any, None, None]:
         self.simulation.reached("restoring", self.process)
-        if folder is None:
-            state = State(0, INITIAL)
-        else:
-            state = read_state(self.simulation, location(folder))
+        state = State(0, INITIAL) if folder is None else read_state(location(folder))
         assert state.steps == step, f"a checkpoint of {state.steps} steps restored as one of {step}"
         yield from self._all_meet(f"restore {folder}")
         self._load(state)
@@ -405,6 +301,7 @@ class SimRunner:
             self.fence_flag.check()
             self.simulation.may_write(self.process)
             entry = self._write_file(location(folder), state, self.fence_flag.publishing)
+            self.simulation.check_acts(self.generation, self.process, f"wrote a file of checkpoint {step}")
             yield self.world.random.uniform(*WRITE_SECONDS)
             return WrittenShards([entry], 0.0)
         except PentadError as error:
@@ -492,90 +389,3 @@ class Snapshot(Signal):
         if self.state is None:
             self.state = dict(state)
             self.fire()
-
-
-def parts_of(plan: Plan, rank: int) -> tuple[tuple[ParamShard, int, int], ...]:
-    """The parts of parameter shards that a rank holds: (shard, index, count)."""
-    found = []
-    for shard in plan.param_shards_of(rank):
-        count = plan.num_zero_shards(shard)
-        found.append((shard, plan.holders(shard).index(rank) if count > 1 else 0, count))
-    return tuple(found)
-
-
-def read_state(simulation: Simulation, folder: Any) -> State:
-    """Of a checkpoint, all parts of which must be there and be the same."""
-    found, counts = set[State](), dict[str, set[int]]()
-    for shard in read_manifest(folder).shards:
-        with storage_of(folder).opened(folder / shard.file) as file:
-            for name, value in safetensors.numpy.load(file.read()).items():
-                found.add(State(*map(int, value)))
-                first, _, count = name.rpartition("of")
-                which, _, index = first.rpartition(".")
-                counts.setdefault(f"{which}/{count}", set()).add(int(index))
-    assert all(len(indices) == int(which.rpartition("/")[2]) for which, indices in counts.items()), "parts are missing"
-    assert len(found) == 1, f"a checkpoint of several states: {found}"
-    return found.pop()
-
-
-class SimWorker(Worker):
-    """The real refusal of stale calls, around a simulated process."""
-
-    def __init__(self, simulation: Simulation, process: Process) -> None:
-        self.simulation, self.process = simulation, process
-        self.runner_class, self.streams = "chaos_rank:SimRunner", ()
-        self.generation, self.changing = 0, threading.Lock()
-        self.gpu, self.gpu_state, self.gpu_read = -1, None, 0.0
-        self.runner: Any = None
-        self.notice = SimpleNamespace(text="", of_node="", watch=lambda where: None)
-        self.copies, self.copy_server = HostCopies(), None
-        self.progress_file: Any = process
-        self.started = set[int]()
-
-    def start(self, generation: int, plan: Plan, rank: int, keep: bool) -> str:
-        assert generation not in self.started, f"generation {generation} has begun twice"
-        self.started.add(generation)
-        name = super().start(generation, plan, rank, keep)
-        self.simulation.on_start(generation)
-        return name
-
-    def place(self) -> WorkerPlace:
-        self.simulation.reached("placing", self.process)
-        process = self.process
-        return WorkerPlace(process.node.name, f"10.0.0.{process.node.name[4:]}", -1, process.pid, f"/no/{process.pid}")
-
-    def status(self) -> Status:
-        leaving, of_node = self.notice.text, self.notice.of_node
-        if self.runner is None:
-            return Status(self.generation, -1, "", 0.0, leaving=leaving, node_leaving=of_node)
-        return self.read_status()._replace(leaving=leaving, node_leaving=of_node)
-
-    def read_status(self) -> Status:
-        return status_of(self.runner.position, self.streams)
-
-    def read_progress_of(self, progress_file: str, streams: Any) -> Status:
-        return self.simulation.read_status(progress_file)
-
-    def commit(self, generation: int, folder: str, step: int, *rest: Any) -> None:
-        self.simulation.reached("committing", self.process)
-        self.simulation.may_write(self.process)
-        super().commit(generation, folder, step, *rest)
-        self.simulation.check_acts(generation, self.process, f"committed checkpoint {step}")
-        self.simulation.saved(location(folder), step)
-
-    def serve_copies(self, host: str, token: bytes) -> str:
-        return str(self.process.pid)
-
-    def held_copies(self) -> Any:
-        return str(self.process.pid), self.copies.held()
-
-    def kill(self, pid: int) -> None:
-        self.simulation.cluster.kill_pid(pid)
-
-    def clock(self) -> float:
-        return self.simulation.world.now
-
-    @staticmethod
-    def group_of(method: str) -> str:
-        return getattr(getattr(Worker, method), "__ray_concurrency_group__", "train")
-

@@ -90,6 +90,8 @@ def scenario(seed: int) -> Scenario:
         if point == "recovering" or random.random() < 0.5:  # while the first is recovered from
             where = random.choice(("within F", "within B", "before NORM"))
             faults = [Fault("kill", where, random.randrange(1, steps), random.randrange(4)), faults[0]]
+    if kind in ("torn checkpoint", "flipped byte"):  # which somebody should have to read
+        faults.append(Fault(random.choice(("driver killed", "two at once")), "before NORM", 0, random.randrange(2)))
     while random.random() < 0.3:
         kind, point = random.choice(FAULTS), random.choice(POINTS)
         faults.append(Fault(kind, point, random.randrange(steps), random.randrange(ranks)))

@@ -26,9 +26,11 @@ class Host(Protocol):
     takes `slow` times as long."""
 
     is_alive: bool
-    frozen: bool
     slow: float
     deferred: list[Callable[[], None]]
+
+    @property
+    def frozen(self) -> bool: ...
 
 
 class Signal:
