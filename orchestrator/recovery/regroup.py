@@ -14,10 +14,12 @@ from pentad.orchestrator.cluster.placement import Place, living_bundles, order_p
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
+from pentad.orchestrator.monitoring.runfolder import JOURNAL
 from pentad.orchestrator.planning.planning import shrunk_plan
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, end_processes, is_complete, sources
 from pentad.orchestrator.recovery.hang_detection import check_answers
-from pentad.orchestrator.recovery.retention import pinned_checkpoints
+from pentad.orchestrator.recovery.retention import newest_recorded, pinned_checkpoints
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import (
     Checkpoint,
@@ -190,10 +192,11 @@ class Regroup:
         return found
 
     def _newest_step(self) -> int:
-        """Of the newest checkpoint, which may be damaged; -1 without one, or if it cannot be read now."""
+        """Of the newest checkpoint, which may be damaged; -1 without one. As the journal has it if the storage does not
+        answer: to go back beyond that would undo steps that are safe."""
         with suppress(Unreadable):
             return max(complete_folders(self.bus.folder.checkpoints), default=-1)
-        return -1
+        return newest_recorded(read_lines(self.bus.folder.path / JOURNAL, ["event"]))
 
     def _check_answers(self) -> Tick:
         return check_answers(self.group, self.config.elastic.hang_seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from pentad.orchestrator.config.config import RunConfig
@@ -34,3 +34,15 @@ def pinned_checkpoints(config: RunConfig, folder: RunFolder, step: int) -> tuple
     """Those to keep beside the newest ones once there is one of `step` steps, the newest."""
     saved = {saved for saved in folder.saved() if saved < step}
     return kept_steps(config, saved | {step}, folder.evaluations())
+
+
+def newest_recorded(events: Iterable[dict[str, Any]]) -> int:
+    """Steps of the newest checkpoint that was committed, by the lines of journal.jsonl, and that no rollback has
+    deleted; -1 without one."""
+    steps = {-1}
+    for event in events:
+        if event["event"] == "checkpoint":
+            steps.add(event["step"])
+        elif event["event"] == "rollback":
+            steps = {step for step in steps if step <= event["to"]}
+    return max(steps)

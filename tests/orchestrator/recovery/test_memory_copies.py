@@ -10,9 +10,10 @@ from fake_ray import FakeRun, Rank
 from pentad.orchestrator.cluster.copies import holders_of, newest_copy
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import first_plan
+from pentad.orchestrator.recovery import regroup
 from pentad.orchestrator.run import driver
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import Start
+from pentad.workers.checkpoint.checkpoint import Start, Unreadable
 from pentad.workers.replication.parts import CopyKey, HeldPart
 
 LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8", "elastic.replicate_every=3")  # no replicas
@@ -66,6 +67,27 @@ def test_ranks_that_do_not_hold_each_others_parts_are_replaced_without_a_disk(st
     (recovered,) = run.events("recovered")
     assert (recovered["how"], recovered["step"], recovered["steps_replayed"]) == ("copies", 5, 2)
     assert state.version == 5 and run.versions() == [5] * 4
+
+
+@pytest.mark.parametrize(("saved", "counts"), [(6, False), (4, True)])
+def test_a_store_that_is_away_does_not_take_the_run_back_beyond_its_newest_checkpoint(
+    start: StartRun, monkeypatch: pytest.MonkeyPatch, saved: int, counts: bool
+) -> None:
+    """A later recovery would find it, and leave out the steps in between."""
+    run = copied(start, 5)
+    run.save(saved)
+    run.bus.record("checkpoint", generation=1, step=saved)
+    monkeypatch.setattr(regroup, "complete_folders", away)
+    monkeypatch.setattr(regroup, "recover", away)
+    if counts:
+        assert run.recovery.recover(run.lose(1), 7).version == 5
+    else:
+        with pytest.raises(Unreadable, match=r"^the store is away$"):
+            run.recovery.recover(run.lose(1), 7)
+
+
+def away(*_: object, **__: object) -> None:
+    raise Unreadable("the store is away")
 
 
 @pytest.mark.parametrize("saved", [0, 4])

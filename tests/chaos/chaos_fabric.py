@@ -1,0 +1,143 @@
+"""What simulated ranks compute and send each other: their streams, their states, and where they meet.
+
+The state of a parameter shard after `n` steps is one number, which depends on the batches of these steps and on the
+samples that were counted: two ranks have the same state only if they have counted the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import safetensors.numpy
+from chaos_cluster import Process
+from chaos_world import Signal
+
+from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, Op
+from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.workers.checkpoint.checkpoint import read_manifest
+from pentad.workers.checkpoint.storage import storage_of
+
+if TYPE_CHECKING:
+    from chaos_history import Simulation
+
+UNIT_SECONDS = 0.02  # of F of a whole rank, of B and of W
+NUMBER = 2**62
+INITIAL = 1
+
+
+def next_state(state: int, batch: int, samples: int) -> int:
+    return hash((state, batch, samples)) % NUMBER
+
+
+def digest(batch: int, microbatch: int) -> int:
+    """Of the samples of a microbatch of a global batch."""
+    return hash((batch, microbatch, 77)) % 2**40
+
+
+class State(NamedTuple):
+    """Of one part of a parameter shard."""
+
+    steps: int
+    value: int
+
+
+class Action(NamedTuple):
+    """An instruction, or an overlapped pair, as a rank runs it."""
+
+    waits: tuple[Any, ...]  # keys of receives and collectives
+    parts: tuple[Any, ...]
+    seconds: float
+    meets: bool  # with the ranks that share its layers
+
+
+def compiled(plan: Plan, pp: int) -> tuple[Action, ...]:
+    program, found = plan.program, list[Action]()
+    seconds = {Op.F: 1.0, Op.B: 1.0, Op.W: 1.0, Op.BW: 2.0}
+    scale = UNIT_SECONDS / max(1, program.chunks)
+    for action in program.streams[pp]:
+        waits = tuple(k for k in action.waits if k.op in RECEIVES or k.op in COLLECTIVES)
+        took = scale * sum(seconds.get(part.op, 0.0) for part in action.parts)
+        found.append(Action(waits, action.parts, took, any(part.op in (Op.F, Op.B, Op.BW) for part in action.parts)))
+    return tuple(found)
+
+
+class Meeting(Signal):
+    """Over once all of `absent` have come. `total` adds up what they bring."""
+
+    def __init__(self, members: Sequence[int]) -> None:
+        super().__init__()
+        self.members, self.absent, self.total = tuple(members), set(members), 0
+        self.brought: dict[int, Any] = {}
+
+
+class Fabric:
+    """What the ranks of one generation send each other."""
+
+    def __init__(self, simulation: Simulation, processes: dict[int, Process]) -> None:
+        self.simulation, self.world, self.processes = simulation, simulation.world, processes
+        self.meetings: dict[int, dict[Any, Meeting]] = {}  # by step
+        self.dead: set[int] = set()
+
+    def meeting(self, step: int, key: Any, members: Sequence[int]) -> Meeting:
+        found = self.meetings.setdefault(step, {})
+        if key not in found:
+            found[key] = Meeting(members)
+            self.meetings.pop(step - 3, None)
+        return found[key]
+
+    def come(self, meeting: Meeting, rank: int, brings: int = 0, value: Any = None) -> None:
+        """What a rank sends arrives, unless its node cannot be reached."""
+        if rank not in meeting.absent:
+            return
+        process = self.processes.get(rank)
+        if process is not None and process.node.cut_off:
+            process.node.pending.append(partial(self.come, meeting, rank, brings, value))
+            return
+        meeting.total += brings
+        meeting.brought[rank] = value
+        meeting.absent.discard(rank)
+        if not meeting.absent:
+            meeting.fire()
+
+    def wait(self, meeting: Meeting) -> Generator[Any, None, None]:
+        if meeting.absent & self.dead:
+            yield self.world.random.uniform(0.05, 0.3)
+            raise RuntimeError("Connection closed by peer")
+        yield meeting
+
+    def lose(self, rank: int) -> None:
+        self.dead.add(rank)
+        for by_key in self.meetings.values():
+            for meeting in by_key.values():
+                if rank in meeting.absent and meeting.waiting:
+                    self.world.at(self.world.random.uniform(0.05, 0.3), partial(self._break, meeting))
+
+    @staticmethod
+    def _break(meeting: Meeting) -> None:
+        meeting.fail(RuntimeError("Connection closed by peer"))
+
+
+def parts_of(plan: Plan, rank: int) -> tuple[tuple[ParamShard, int, int], ...]:
+    """The parts of parameter shards that a rank holds: (shard, index, count)."""
+    found = []
+    for shard in plan.param_shards_of(rank):
+        count = plan.num_zero_shards(shard)
+        found.append((shard, plan.holders(shard).index(rank) if count > 1 else 0, count))
+    return tuple(found)
+
+
+def read_state(folder: Any) -> State:
+    """Of a checkpoint, all parts of which must be there and be the same."""
+    found, counts = set[State](), dict[str, set[int]]()
+    for shard in read_manifest(folder).shards:
+        with storage_of(folder).opened(folder / shard.file) as file:
+            for name, value in safetensors.numpy.load(file.read()).items():
+                found.add(State(*map(int, value)))
+                first, _, count = name.rpartition("of")
+                which, _, index = first.rpartition(".")
+                counts.setdefault(f"{which}/{count}", set()).add(int(index))
+    assert all(len(indices) == int(which.rpartition("/")[2]) for which, indices in counts.items()), "parts are missing"
+    assert len(found) == 1, f"a checkpoint of several states: {found}"
+    return found.pop()

@@ -1,0 +1,147 @@
+"""Puts simulations in the place of Ray, time and storage, as the driver sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from chaos_cluster import DRIVER_NODE, Cluster
+
+from pentad.orchestrator.cluster import cluster as clusters
+from pentad.orchestrator.cluster import copies, placement
+from pentad.orchestrator.cluster import group as groups
+from pentad.orchestrator.cluster import worker as workers
+from pentad.orchestrator.cluster.placement import Place
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.monitoring import event_bus, run_state, runfolder
+from pentad.orchestrator.recovery import fence, hang_detection, recovery, regroup
+from pentad.orchestrator.run import driver, measure, replication, step_loop
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint import checkpoint as checkpoints
+from pentad.workers.checkpoint import local_storage
+
+if TYPE_CHECKING:
+    from chaos_history import Simulation
+
+CLOCKED = (
+    *(groups, fence, recovery, regroup, hang_detection, step_loop, replication, driver, measure, workers),
+    *(event_bus, runfolder, checkpoints, placement, copies),
+)
+
+
+real_dump, real_saved_config = runfolder.dump, runfolder.saved_config
+
+
+class Texts:
+    """Configurations as YAML: to write and read them takes longer than all else in a history."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, tuple[RunConfig, str]] = {}
+        self.configs: dict[str, RunConfig] = {}
+
+    def dump(self, config: RunConfig) -> str:
+        if id(config) not in self.texts:
+            self.texts[id(config)] = config, real_dump(config)
+        return self.texts[id(config)][1]
+
+    def read(self, folder: Path) -> RunConfig:
+        text = (folder / "config.yaml").read_text()
+        if text not in self.configs:
+            self.configs[text] = real_saved_config(folder)
+        return self.configs[text]
+
+
+class Silent:
+    """A display that shows nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+texts = Texts()
+
+
+def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> None:
+    """Replaces Ray, time and storage in the driver by those of the `current` simulation, once for all histories."""
+    fake = SimpleNamespace(
+        wait=lambda *a, **k: current().cluster.wait(*a, **k),
+        get=Cluster.get,
+        put=lambda value: value,
+        kill=lambda actor: current().cluster.kill(actor.process),
+        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: DRIVER_NODE),
+        get_gpu_ids=lambda: [],
+    )
+    clock = SimpleNamespace(
+        monotonic=lambda: current().world.now,
+        time=lambda: current().world.now,
+        sleep=lambda seconds: current().world.wait(seconds),
+    )
+    for module in (groups, copies, fence, regroup, workers):
+        patch.setattr(module, "ray", fake)
+    for module in CLOCKED:
+        if hasattr(module, "time"):
+            patch.setattr(module, "time", clock)
+    patch.setattr(fence, "os", SimpleNamespace(kill=lambda pid, number: current().cluster.kill_pid(pid)))
+    options = lambda *, scheduling_strategy, **_: SimpleNamespace(  # noqa: E731
+        remote=lambda label, runner: current().cluster.create(scheduling_strategy)
+    )
+    patch.setattr(groups, "Actor", SimpleNamespace(options=options))
+    patch.setattr(groups, "PlacementGroupSchedulingStrategy", lambda group, **bundle: bundle.popitem()[1])
+    patch.setattr(groups, "bundle_places", lambda group: tuple(places_of(current())))
+    patch.setattr(groups, "release", lambda group: None)
+    patch.setattr(groups, "read_status", lambda path, streams: current().read_status(str(path)))
+    patch.setattr(regroup, "living_bundles", lambda group: current().cluster.living_bundles())
+    patch.setattr(recovery, "draining", lambda: current().cluster.draining)
+    patch.setattr(recovery, "fence", lambda *a: current().fenced(*a))
+    patch.setattr(event_bus.EventBus, "rewind", lambda bus, step: current().rewound(bus, step))
+    patch.setattr(driver, "monitored", lambda *a: current().monitored(*a))
+    patch.setattr(driver, "watched_head", lambda *a: nullcontext())
+    patch.setattr(driver, "_placed", _placed)
+    patch.setattr(driver, "print_plan", lambda *a: None)
+    patch.setattr(runfolder, "dump", texts.dump)
+    patch.setattr(runfolder, "saved_config", texts.read)
+    patch.setattr(run_state.ControlRequests, "wait", lambda requests, seconds: current().pause(seconds))
+    _install_storage(patch, current)
+
+
+def places_of(simulation: Simulation) -> Iterator[Place]:
+    return (Place(bundle, node) for bundle, node in enumerate(simulation.cluster.bundles))
+
+
+@contextmanager
+def _placed(config: RunConfig, plan: Plan, head: Any, display: Any) -> Iterator[tuple[Any, Any, Plan]]:
+    yield clusters.Cluster("address", False, "cpu"), None, plan
+
+
+def _install_storage(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> None:
+    """Faults of the disk; and a driver that has died writes nothing more."""
+
+    def guarded(function: Callable[..., Any], check: Callable[[Simulation], None]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            check(current())
+            return function(*arguments, **named)
+
+        return call
+
+    def of_storage(writes: bool, simulation: Simulation) -> None:
+        simulation.world.check()
+        simulation.faults.check_storage(writes=writes)
+
+    def of_run(simulation: Simulation) -> None:
+        simulation.world.check()
+        try:
+            simulation.faults.check_disk()
+        except OSError as error:
+            raise PentadError(f"metrics.jsonl cannot be written ({error.strerror})") from None
+
+    local = local_storage.Local
+    for name, writes in (("folders", False), ("files", False), ("opened", False), ("write", True), ("write_new", True)):
+        patch.setattr(local, name, guarded(getattr(local, name), partial(of_storage, writes)))
+    for name in ("append", "_replace"):
+        patch.setattr(runfolder, name, guarded(getattr(runfolder, name), of_run))

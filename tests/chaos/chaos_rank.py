@@ -1,0 +1,391 @@
+"""The runner of one simulated rank: what a Runner does for its Worker, in generators, in virtual time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import safetensors.numpy
+from chaos_cluster import Process
+from chaos_fabric import INITIAL, Fabric, Meeting, State, digest, next_state, parts_of, read_state
+from chaos_world import Signal
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Op
+from pentad.schedules.passes.post_validation import has_post_validation
+from pentad.schedules.simulate.timeline import Span
+from pentad.schedules.spec.mesh import Coordinates
+from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.spikes import batch_of
+from pentad.workers.checkpoint.location import location
+from pentad.workers.checkpoint.manifest import Shard
+from pentad.workers.checkpoint.storage import storage_errors, storage_of
+from pentad.workers.replication.parts import CopyKey, HostCopies, Part
+from pentad.workers.replication.source import CopySource
+from pentad.workers.runtime.abort import Aborted, Fence
+from pentad.workers.runtime.progress_file import Progress
+from pentad.workers.runtime.results import LossSum, RankSnapshot, StepResult, WrittenShards
+
+if TYPE_CHECKING:
+    from chaos_history import Simulation
+
+WRITE_SECONDS = (0.02, 0.3)
+
+
+class SimRunner:
+    """What a Runner does for its Worker, in generators."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        progress: Process,
+        generation: int = 1,
+        gpu: int = 0,
+        previous: SimRunner | None = None,
+        *,
+        blank: bool = False,
+        copies: HostCopies,
+    ) -> None:
+        self.plan, self.rank, self.process, self.generation, self.copies = plan, rank, progress, generation, copies
+        self.simulation: Simulation = progress.worker.simulation
+        self.world = self.simulation.world
+        progress.rank = rank
+        self.fence_flag = Fence()
+        self.at = plan.mesh.coordinates(rank)
+        self.inner = plan.mesh.group(("tp", "cp", "ep"), rank)
+        self.actions = self.simulation.actions(plan, self.at.pp)
+        self.post_validated = has_post_validation(plan.program)
+        self.everyone = range(plan.mesh.size)
+        self.parts = parts_of(plan, rank)
+        kept: dict[Any, State] = previous.state if previous is not None and previous.plan.layers == plan.layers else {}
+        complete = previous is not None and set(kept) >= set(self.parts)
+        self.state: dict[Any, State] = {part: kept.get(part, State(0, INITIAL)) for part in self.parts}
+        self.version: int = previous.version if previous is not None and complete else -1
+        self.fabric: Fabric | None = None
+        self.position = Progress(generation, -1, -1, self.world.now)
+        self.norm: tuple[int, int, Meeting] | None = None  # step, batch and NORM of the step that is not committed
+        self.ready_step = -1  # whose gradients are complete
+        self.counted = 0
+        self.newest: tuple[float, ...] = ()  # the digest of the newest committed step
+        self.committed: list[StepResult] = []
+        self.unreported: list[StepResult] = []
+        self.recent: deque[list[StepResult]] = deque(maxlen=4)
+        self.began = self.world.now
+        self.snapshots: dict[str, dict[int, Snapshot]] = {"checkpoint": {}, "copy": {}}
+        self.simulation.reached("loading", progress)
+
+    # -- set-up
+
+    def serve(self, host: str, seconds: float) -> str:
+        return f"{host}:1"
+
+    def connect(self, address: str, seconds: float) -> Generator[Any, None, None]:
+        self.simulation.reached("connecting", self.process)
+        with self.fence_flag.guard():
+            self.fabric = self.simulation.fabric(self.generation, self.rank, self.process)
+            meeting = self.fabric.meeting(-1, "connect", self.everyone)
+            self.fabric.come(meeting, self.rank)
+            self.world.at(seconds, partial(meeting.fail, RuntimeError("gloo: timed out")))
+            yield from self.fabric.wait(meeting)
+
+    def restore(self, folder: str | None, step: int, optimizer: bool) -> Generator[Any, None, None]:
+        self.simulation.reached("restoring", self.process)
+        state = State(0, INITIAL) if folder is None else read_state(location(folder))
+        assert state.steps == step, f"a checkpoint of {state.steps} steps restored as one of {step}"
+        yield from self._all_meet(f"restore {folder}")
+        self._load(state)
+
+    def restore_copy(self, source: CopySource) -> Generator[Any, None, None]:
+        self.simulation.reached("restoring", self.process)
+        found = set[State]()
+        for each in source.parts:
+            data = self.copies.find(each.part.key, each.part.owner)
+            if data is None:
+                holder = next(p for p in self.simulation.cluster.processes if str(p.pid) == each.address)
+                if not holder.is_alive:
+                    raise OSError("connection refused")
+                data = holder.worker.copies.find(each.part.key, each.part.owner)
+            assert data is not None, "a part that was held is gone"
+            found.add(State(*map(int, data.view(np.int64))))
+        (state,) = found
+        assert state.steps == source.key.step
+        yield from self._all_meet(f"copy {source.key}")
+        self._load(state)
+
+    def _all_meet(self, key: str) -> Generator[Any, None, None]:
+        assert self.fabric is not None
+        with self.fence_flag.guard():
+            meeting = self.fabric.meeting(-1, key, self.everyone)
+            self.fabric.come(meeting, self.rank)
+            yield from self.fabric.wait(meeting)
+
+    def _load(self, state: State) -> None:
+        self.state = dict.fromkeys(self.parts, state)
+        self.version = state.steps
+        self.simulation.check_state(self)
+
+    def receive(self, sources: dict[ParamShard, int], step: int) -> Generator[Any, None, None]:
+        self.simulation.reached("restoring", self.process)
+        assert self.fabric is not None
+        current, self.version = self.version, self.version if self.version == step else -1
+        with self.fence_flag.guard():
+            for shard in sorted(s for s in sources if s in {part[0] for part in self.parts}):
+                meeting = self.fabric.meeting(-1, ("receive", shard), self.plan.holders(shard))
+                own = {part: its for part, its in self.state.items() if part[0] == shard}
+                if sources[shard] == self.rank:
+                    assert current == step, "a rank that is not current was named as a source"
+                self.fabric.come(meeting, self.rank, value=tuple(own.values()))
+                yield from self.fabric.wait(meeting)
+                (state,) = set(meeting.brought[sources[shard]])
+                for part in own:
+                    self.state[part] = state
+        self.version = step
+        self.simulation.check_state(self)
+
+    # -- steps
+
+    def run(
+        self, first: int, count: int, more: bool = False, skipped: Sequence[tuple[int, int]] = ()
+    ) -> Generator[Any, None, list[StepResult]]:
+        with self.fence_flag.guard():
+            for step in range(first, first + count):
+                yield from self._run_step(step, batch_of(step, skipped))
+            if not more and self.post_validated:
+                yield from self._validate()
+            keep_open = 1 if more and not self.post_validated and self.committed else 0
+            done = self.committed[: len(self.committed) - keep_open]
+            self.unreported += done
+            del self.committed[: len(done)]
+            results, self.unreported = self.unreported, []
+            self.recent.append(results)
+            return results
+
+    def _run_step(self, step: int, batch: int) -> Generator[Any, None, None]:
+        fabric, simulation, world, rank = self.fabric, self.simulation, self.world, self.rank
+        assert fabric is not None
+        pending: dict[Any, Meeting] = {}
+        began = world.now
+        if not self.post_validated:
+            assert self.version == step, f"step {step} runs on the weights of {self.version} steps"
+        self.counted = 0
+        for counter, action in enumerate(self.actions):
+            self.fence_flag.check()
+            self.position = Progress(self.generation, step, counter, world.now)
+            for key in action.waits:
+                meeting = pending.get(key)
+                if meeting is not None and meeting.absent:
+                    yield from fabric.wait(meeting)
+            first = action.parts[0]
+            if simulation.armed:
+                simulation.reached(f"before {first.op}", self.process, step)
+            if action.seconds:
+                if action.meets and len(self.inner) > 1:
+                    meeting = fabric.meeting(step, (self.at.pp, self.at.dp, counter), self.inner)
+                    fabric.come(meeting, rank)
+                    yield from fabric.wait(meeting)
+                if simulation.armed:
+                    simulation.reached(f"within {first.op}", self.process, step, within=action.seconds)
+                yield action.seconds
+                self.fence_flag.check()
+            for part in action.parts:
+                yield from self._execute(part, step, batch, pending, began)
+            if simulation.armed:
+                simulation.reached(f"after {first.op}", self.process, step)
+        self.position = Progress(self.generation, step, -1, world.now)
+
+    def _execute(
+        self, part: Any, step: int, batch: int, pending: dict[Any, Meeting], began: float
+    ) -> Generator[Any, None, None]:
+        fabric, op = self.fabric, part.op
+        assert fabric is not None
+        if op is Op.F:
+            if part.stage == self.plan.program.stages - 1 and self.at.tp == 0 and self.at.cp == 0:
+                replica = self.at.dp * self.plan.mesh.ep + self.at.ep
+                self.counted += digest(batch, replica * self.plan.program.microbatches + part.microbatch)
+        elif op in SENDS:
+            received = SENDS[op]
+            stage = part.stage + (1 if op is Op.SEND_F else -1)
+            target = self.plan.mesh.rank(self.at._replace(pp=part.peer))
+            meeting = fabric.meeting(step, (received, stage, part.microbatch, target), (self.rank,))
+            self.simulation.transfer(partial(fabric.come, meeting, self.rank), self.process, step)
+        elif op in RECEIVES:
+            source = self.plan.mesh.rank(self.at._replace(pp=part.peer))
+            pending[part.key] = fabric.meeting(step, (op, part.stage, part.microbatch, self.rank), (source,))
+        elif op is Op.NORM:
+            meeting = fabric.meeting(step, "NORM", self.everyone)
+            self.ready_step, self.norm, self.began = step, (step, batch, meeting), began
+            fabric.come(meeting, self.rank, self.counted)
+            if not self.post_validated:
+                yield from fabric.wait(meeting)
+                self.fence_flag.check()
+        elif op in COLLECTIVES:
+            group = self.at._replace(dp=0, ep=0, cp=0, pp=0)
+            members = self._members(part.stage)
+            meeting = fabric.meeting(step, (part.key, group), members)
+            pending[part.key] = meeting
+            fabric.come(meeting, self.rank)
+        elif op is Op.STEP and not self.post_validated:
+            self._commit(step, batch, self._total())
+        elif op is Op.VALIDATE:
+            yield from self._validate()
+
+    def _total(self) -> int:
+        assert self.norm is not None and not self.norm[2].absent
+        return self.norm[2].total % 2**40
+
+    def _validate(self) -> Generator[Any, None, None]:
+        if self.norm is not None and self.fabric is not None:
+            step, batch, meeting = self.norm
+            if meeting.absent:
+                yield from self.fabric.wait(meeting)
+            self.fence_flag.check()
+            self._commit(step, batch, self._total())
+
+    def _members(self, stage: int) -> tuple[int, ...]:
+        mesh, at = self.plan.mesh, self.at
+        places = [
+            Coordinates(dp=dp, pp=pp, cp=cp, tp=at.tp, ep=ep)
+            for dp in range(mesh.dp)
+            for pp in self.plan.program.holders(stage)
+            for cp in range(mesh.cp)
+            for ep in range(mesh.ep)
+        ]
+        return tuple(map(mesh.rank, places))
+
+    def _commit(self, step: int, batch: int, samples: int) -> None:
+        assert self.version == step, f"step {step} is committed on the weights of {self.version} steps"
+        self.simulation.check_acts(self.generation, self.process, f"committed step {step}")
+        self.state = {
+            part: State(its.steps + 1, next_state(its.value, batch, samples)) for part, its in self.state.items()
+        }
+        self.version, self.norm, self.newest = step + 1, None, (float(samples),)
+        self.simulation.check_state(self)
+        end = self.world.now
+        spans = tuple(
+            Span(step, self.rank, "compute", f"{self.at.pp}{op}0", op, self.at.pp, 0, -1, start, stop)
+            for op, start, stop in (("F", min(self.began, end - 1e-3), end),)
+        )
+        self.committed.append(
+            StepResult(
+                step, {self.rank: 1.0}, (LossSum(1.0, 1),), 1.0, 0.1, False, spans, 0.0, 0.0, 1, 0, samples=samples
+            )
+        )
+        for by_step in self.snapshots.values():
+            if (snapshot := by_step.get(step + 1)) is not None and snapshot.requested:
+                snapshot.take(self.state)
+
+    # -- copies of the state
+
+    def snapshot(self, step: int) -> None:
+        self._request("checkpoint", step)
+
+    def copy(self, step: int) -> None:
+        self._request("copy", step)
+
+    def _request(self, kind: str, step: int) -> None:
+        snapshot = self.snapshots[kind].setdefault(step, Snapshot())
+        snapshot.requested = True
+        if self.version == step:
+            snapshot.take(self.state)
+
+    def write(self, folder: str, step: int) -> Generator[Any, None, WrittenShards | str]:
+        try:
+            state = yield from self._taken("checkpoint", step)
+            yield self.world.random.uniform(*WRITE_SECONDS)
+            self.simulation.reached("saving", self.process)
+            self.fence_flag.check()
+            self.simulation.may_write(self.process)
+            entry = self._write_file(location(folder), state, self.fence_flag.publishing)
+            self.simulation.check_acts(self.generation, self.process, f"wrote a file of checkpoint {step}")
+            yield self.world.random.uniform(*WRITE_SECONDS)
+            return WrittenShards([entry], 0.0)
+        except PentadError as error:
+            return str(error)
+
+    def replicate(self, key: CopyKey, address: str, token: bytes) -> Generator[Any, None, Any]:
+        state = yield from self._taken("copy", key.step)
+        (only,) = set(state.values())
+        data = np.array(only, np.int64).view(np.uint8)
+        self.copies.put(key, self.rank, Part({}, data, None, lambda memory: None))
+        holder = next(p for p in self.simulation.cluster.processes if str(p.pid) == address)
+        yield self.world.random.uniform(*WRITE_SECONDS)
+        self.fence_flag.check()
+        if not holder.is_alive:
+            return "connection refused"
+        if holder.stopped or holder.node.cut_off or self.process.node.cut_off:
+            yield self.simulation.never  # until the generation ends
+        holder.worker.copies.put(key, self.rank, Part({}, data, None, lambda memory: None))
+        return SimpleNamespace(bytes=16, snapshot_seconds=0.0, transfer_seconds=0.0)
+
+    def _taken(self, kind: str, step: int) -> Generator[Any, None, dict[Any, State]]:
+        snapshot = self.snapshots[kind].setdefault(step, Snapshot())
+        self.fence_flag.check()
+        yield snapshot
+        assert snapshot.state is not None
+        return snapshot.state
+
+    def save(self, folder: str, step: int, shards: tuple[ParamShard, ...]) -> list[dict[str, Any]]:
+        self.simulation.reached("saving", self.process)
+        assert self.version == step
+        state = {part: its for part, its in self.state.items() if part[0] in shards}
+        return [self._write_file(location(folder), state)]
+
+    def _write_file(self, folder: Any, state: dict[Any, State], *publishing: Any) -> dict[str, Any]:
+        file = f"rank-{self.rank:03}-of-{self.plan.mesh.size:03}.safetensors"
+        tensors = {self._name_of(part, whole=not publishing): np.array(its, np.int64) for part, its in state.items()}
+        content = safetensors.numpy.save(tensors)
+        specs: Any = {name: {"dtype": "I64", "shape": [2]} for name in tensors}
+        with storage_errors(folder, len(content)):
+            storage_of(folder).make_folder(folder)
+            size, sha256 = storage_of(folder).write(folder / file, [memoryview(content)], *publishing)
+        return Shard(file, size, sha256, specs).plain()
+
+    def _name_of(self, part: tuple[ParamShard, int, int], *, whole: bool) -> str:
+        """As a checkpoint has it. Replicas write equal parts, or one of them the `whole`."""
+        shard, index, count = part
+        if count == 1 and not whole:
+            holders = self.plan.holders(shard)
+            index, count = holders.index(self.rank), len(holders)
+        return f"{shard.stage}.{shard.tp}.{int(shard.experts)}.{shard.ep}.{index}of{count}"
+
+    # -- the end of a generation
+
+    def fence(self) -> None:
+        self.simulation.reached("recovering", self.process)
+        self.fence_flag.set()
+        self.process.interrupt(Aborted)
+
+    def leave(self) -> RankSnapshot:
+        self.unreported += self.committed
+        self.committed.clear()
+        known = [result for call in (*self.recent, self.unreported) for result in call]
+        self.simulation.reached("recovering", self.process)
+        ready = self.norm is not None and self.norm[0] == self.version
+        results = tuple(result for result in known if result.step < self.version)
+        return RankSnapshot(self.version, ready, 1.0, results, self.newest)
+
+    def advance(self, norm: float, losses: tuple[float, ...]) -> None:
+        assert self.norm is not None
+        self._commit(self.version, self.norm[1], int(losses[0]))
+
+    def close(self) -> None:
+        self.fence_flag.set()
+
+
+class Snapshot(Signal):
+    """The state after some step, once it has fired."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requested = False
+        self.state: dict[Any, State] | None = None
+
+    def take(self, state: dict[Any, State]) -> None:
+        if self.state is None:
+            self.state = dict(state)
+            self.fire()

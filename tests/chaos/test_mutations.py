@@ -1,0 +1,146 @@
+"""The simulator finds what is broken in a driver: each defect here is found by a seed, which is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chaos_history
+import pytest
+from chaos_history import Simulation, play
+from chaos_scenario import scenario
+
+from pentad.orchestrator.cluster import copies
+from pentad.orchestrator.cluster.group import WorkerGroup
+from pentad.orchestrator.cluster.worker import Worker
+from pentad.orchestrator.monitoring.event_bus import EventBus
+from pentad.orchestrator.recovery import fence, regroup
+from pentad.orchestrator.run import driver, step_loop
+from pentad.workers.checkpoint import checkpoint
+from pentad.workers.runtime.abort import Fence
+
+Patch = pytest.MonkeyPatch
+SEEDS = range(300)
+
+
+def no_fence(patch: Patch) -> None:
+    """The ranks are not told that their generation is over."""
+    call = fence._call_living
+
+    def without(group: Any, lost: Any, method: str, *rest: Any) -> Any:
+        return {} if method == "fence" else call(group, lost, method, *rest)
+
+    patch.setattr(fence, "_call_living", without)
+
+
+def same_generation(patch: Patch) -> None:
+    """A command begins with the number of the one before."""
+    resume = driver._resume
+    patch.setattr(driver, "_resume", lambda *a: (*(found := resume(*a))[:2], max(1, found[2] - 1)))
+
+
+def stale_calls(patch: Patch) -> None:
+    """Ranks take calls of earlier generations, and end no generation."""
+    patch.setattr(Worker, "fence", lambda worker, generation: None)
+
+
+def forgotten_rewind(patch: Patch) -> None:
+    """Steps that run again stay in the records."""
+    patch.setattr(chaos_history, "real_rewind", lambda bus, step: None)
+
+
+def committed_twice(patch: Patch) -> None:
+    """The results of steps are recorded twice."""
+    done = EventBus.steps_done
+
+    def twice(bus: EventBus, rows: Any, spans: Any) -> None:
+        done(bus, rows, spans)
+        done(bus, rows, spans)
+
+    patch.setattr(EventBus, "steps_done", twice)
+
+
+def lost_results(patch: Patch) -> None:
+    """What survivors know of completed steps is forgotten."""
+    patch.setattr(step_loop.StepLoop, "add", lambda loop, steps: None)
+
+
+def any_source(patch: Patch) -> None:
+    """A rank without the newest state sends it."""
+    patch.setattr(regroup, "is_complete", lambda plan, state: True)
+
+
+def unfinished_copy(patch: Patch) -> None:
+    """A copy counts before its parts are in place."""
+    submit = copies.GroupCopies.submit
+
+    def early(group: copies.GroupCopies, step: int) -> Any:
+        refs = submit(group, step)
+        group.commit(step)
+        return refs
+
+    patch.setattr(copies.GroupCopies, "submit", early)
+
+
+def no_copies_found(patch: Patch) -> None:
+    """A recovery does not look for copies in memory."""
+    patch.setattr(regroup.Regroup, "_find_copy", lambda self, state: None)
+
+
+def unsaved_end(patch: Patch) -> None:
+    """A run ends without its last checkpoint."""
+    patch.setattr(step_loop.StepLoop, "_save_due", lambda loop, step: False)
+
+
+def no_hangs(patch: Patch) -> None:
+    """Nobody looks whether the ranks make progress."""
+    patch.setattr(step_loop.StepLoop, "_tick", lambda loop, statuses, *, stepping=False: None)
+
+
+def processes_left(patch: Patch) -> None:
+    """A run ends, and leaves its ranks."""
+    patch.setattr(WorkerGroup, "stop", lambda group, *, kill=False: None)
+
+
+def late_publishing(patch: Patch) -> None:
+    """A checkpoint is committed in a generation that is over, and its files written."""
+    patch.setattr(Fence, "check", lambda self: None)
+
+
+def damage_ignored(patch: Patch) -> None:
+    """A run resumes from a damaged checkpoint."""
+    patch.setattr(checkpoint, "_check_content", lambda folder, shard: None)
+
+
+DEFECTS: tuple[Callable[[Patch], None], ...] = (
+    *(no_fence, same_generation, stale_calls, forgotten_rewind, committed_twice, lost_results, any_source),
+    *(unfinished_copy, no_copies_found, unsaved_end, no_hangs, processes_left, late_publishing, damage_ignored),
+)
+QUICK = (no_fence, same_generation, forgotten_rewind, committed_twice, unfinished_copy)  # by one of the first seeds
+
+
+@pytest.mark.parametrize("defect", QUICK, ids=lambda defect: defect.__name__)
+def test_a_defect_of_the_driver_is_found(
+    defect: Callable[[Patch], None], memory: Path, current: list[Simulation], monkeypatch: Patch
+) -> None:
+    find(defect, memory, current, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("defect", [each for each in DEFECTS if each not in QUICK], ids=lambda defect: defect.__name__)
+def test_every_defect_of_the_driver_is_found(
+    defect: Callable[[Patch], None], memory: Path, current: list[Simulation], monkeypatch: Patch
+) -> None:
+    find(defect, memory, current, monkeypatch)
+
+
+def find(defect: Callable[[Patch], None], memory: Path, current: list[Simulation], patch: Patch) -> None:
+    defect(patch)
+    for seed in SEEDS:
+        try:
+            play(scenario(seed), memory, current)
+        except Exception as error:
+            print(f"seed {seed}: {type(error).__name__}: {error}")
+            return
+    pytest.fail(f"no seed of {SEEDS} finds it")
