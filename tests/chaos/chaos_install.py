@@ -21,6 +21,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import event_bus, run_state, runfolder
 from pentad.orchestrator.recovery import fence, hang_detection, recovery, regroup
 from pentad.orchestrator.run import driver, measure, replication, step_loop
+from pentad.orchestrator.run.placing import Room
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint import checkpoint as checkpoints
@@ -102,7 +103,7 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
     patch.setattr(event_bus.EventBus, "rewind", lambda bus, step: current().rewound(bus, step))
     patch.setattr(driver, "monitored", lambda *a: current().monitored(*a))
     patch.setattr(driver, "watched_head", lambda *a: nullcontext())
-    patch.setattr(driver, "_placed", _placed)
+    patch.setattr(driver, "reserved_or_left", _room)
     patch.setattr(driver, "print_plan", lambda *a: None)
     patch.setattr(runfolder, "dump", texts.dump)
     patch.setattr(runfolder, "saved_config", texts.read)
@@ -115,8 +116,9 @@ def places_of(simulation: Simulation) -> Iterator[Place]:
 
 
 @contextmanager
-def _placed(config: RunConfig, plan: Plan, head: Any, display: Any) -> Iterator[tuple[Any, Any, Plan]]:
-    yield clusters.Cluster("address", False, "cpu"), None, plan
+def _room(config: RunConfig, plan: Plan, *_: Any) -> Iterator[Room]:
+    placement: Any = None
+    yield Room(clusters.Cluster("address", False, "cpu"), placement, plan)
 
 
 def _install_storage(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> None:

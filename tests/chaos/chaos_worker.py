@@ -30,10 +30,10 @@ class SimWorker(Worker):
         self.progress_file: Any = process
         self.started = set[int]()
 
-    def start(self, generation: int, plan: Plan, rank: int, keep: bool) -> str:
+    def start(self, generation: int, plan: Plan, rank: int, bundles: tuple[int, ...], keep: bool) -> str:
         assert generation not in self.started, f"generation {generation} has begun twice"
         self.started.add(generation)
-        name = super().start(generation, plan, rank, keep)
+        name = super().start(generation, plan, rank, bundles, keep)
         self.simulation.on_start(generation)
         return name
 
