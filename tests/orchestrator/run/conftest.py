@@ -32,7 +32,7 @@ def nodes() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def start(nodes: Cluster, tmp_path: Path) -> Iterator[Start]:
+def start_run(nodes: Cluster, tmp_path: Path) -> Iterator[Start]:
     with started(nodes, tmp_path) as do:
         yield do
 

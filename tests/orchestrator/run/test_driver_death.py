@@ -65,10 +65,10 @@ def wait_until_dead(run: Run) -> None:
         ("1f1b", (*CONTEXT, "zero.stage=3")),
     ],
 )
-def test_a_killed_driver_costs_no_step(nodes, start, reference, schedule, mesh):
+def test_a_killed_driver_costs_no_step(nodes, start_run, reference, schedule, mesh):
     expected, overrides = reference(*mesh, f"schedule.name={schedule}"), (*mesh, f"schedule.name={schedule}", *NO_SAVES)
     nodes.resize(2, 2, 2)
-    run = start(*overrides)
+    run = start_run(*overrides)
     run.wait_for_step(8)
     run.stop()
     again = assert_adopted(run, expected, *overrides)
@@ -89,11 +89,11 @@ def test_a_killed_driver_costs_no_step(nodes, start, reference, schedule, mesh):
     ],
 )
 @pytest.mark.parametrize(("schedule", "mesh"), [("1f1b", CUT), ("zb-h2", (*SQUARE, "schedule.post_validation=true"))])
-def test_the_point_at_which_a_driver_dies_does_not_matter(nodes, start, reference, schedule, mesh, point):
+def test_the_point_at_which_a_driver_dies_does_not_matter(nodes, start_run, reference, schedule, mesh, point):
     expected = reference(*mesh, f"schedule.name={schedule}")
     overrides = (*mesh, f"schedule.name={schedule}", "checkpoint.every=10", "elastic.replicate_every=3")
     nodes.resize(2, 2, 2)
-    run = start(*overrides, command=command(point))
+    run = start_run(*overrides, command=command(point))
     wait_until_dead(run)
     how = "checkpoint" if point == "before the ranks have a state" else "adopt"  # which is what a run starts from
     assert_adopted(run, expected, *overrides, how=(how,))
@@ -109,20 +109,20 @@ def test_the_point_at_which_a_driver_dies_does_not_matter(nodes, start, referenc
         ("copies are about to be restored", CUT, "copies"),
     ],
 )
-def test_a_driver_that_dies_during_a_recovery(nodes, start, reference, point, mesh, how):
+def test_a_driver_that_dies_during_a_recovery(nodes, start_run, reference, point, mesh, how):
     expected, overrides = reference(*mesh, "schedule.name=1f1b"), (*mesh, "schedule.name=1f1b", *COPIES)
     nodes.resize(2, 2, 2)
-    run = start(*overrides, command=command(point))
+    run = start_run(*overrides, command=command(point))
     run.wait_for_step(8)
     run.signal_ranks(1)
     wait_until_dead(run)
     assert_adopted(run, expected, *overrides, how=(how,))
 
 
-def test_a_driver_that_dies_during_an_adoption(nodes, start, reference):
+def test_a_driver_that_dies_during_an_adoption(nodes, start_run, reference):
     expected, overrides = reference(*SQUARE, "schedule.name=1f1b"), (*SQUARE, "schedule.name=1f1b", *NO_SAVES)
     nodes.resize(2, 2, 2)
-    run = start(*overrides)
+    run = start_run(*overrides)
     run.wait_for_step(8)
     run.stop()
     point = "the ranks have their state again, but what they did is not recorded"
@@ -140,33 +140,33 @@ def test_a_driver_that_dies_during_an_adoption(nodes, start, reference):
         (CUT, (3,), signal.SIGSTOP, "copies"),
     ],
 )
-def test_a_rank_is_lost_with_the_driver(nodes, start, reference, mesh, ranks, how, result):
+def test_a_rank_is_lost_with_the_driver(nodes, start_run, reference, mesh, ranks, how, result):
     expected, overrides = reference(*mesh, "schedule.name=1f1b"), (*mesh, "schedule.name=1f1b", *COPIES)
     nodes.resize(2, 2, 2)
-    run = start(*overrides)
+    run = start_run(*overrides)
     run.wait_for_step(8)
     run.stop()
     run.signal_ranks(*ranks, how=how)
     assert_adopted(run, expected, *overrides, how=(result,))
 
 
-def test_a_node_is_lost_with_the_driver(nodes, start, reference):
+def test_a_node_is_lost_with_the_driver(nodes, start_run, reference):
     expected, overrides = reference(*CUT, "schedule.name=1f1b"), (*CUT, "schedule.name=1f1b", *COPIES)
     nodes.resize(2, 2, 2)
-    run = start(*overrides)
+    run = start_run(*overrides)
     run.wait_for_step(8)
     run.stop()
     kill(nodes.node_of(run.pids()[0]))
     assert_adopted(run, expected, *overrides, how=("copies",))
 
 
-def test_all_ranks_are_lost_with_the_driver(nodes, start, reference):
+def test_all_ranks_are_lost_with_the_driver(nodes, start_run, reference):
     expected, overrides = (
         reference(*SQUARE, "schedule.name=1f1b"),
         (*SQUARE, "schedule.name=1f1b", "checkpoint.every=10"),
     )
     nodes.resize(2, 2, 2)
-    run = start(*overrides)
+    run = start_run(*overrides)
     run.wait_for_checkpoint(10)
     run.stop()
     run.signal_ranks(0, 1, 2, 3)
@@ -180,9 +180,9 @@ def test_all_ranks_are_lost_with_the_driver(nodes, start, reference):
         again.stop()
 
 
-def test_another_configuration_begins_with_other_ranks_at_the_newest_checkpoint(nodes, start):
+def test_another_configuration_begins_with_other_ranks_at_the_newest_checkpoint(nodes, start_run):
     nodes.resize(2, 2, 2)
-    run = start(*SQUARE, "schedule.name=1f1b", "checkpoint.every=10")
+    run = start_run(*SQUARE, "schedule.name=1f1b", "checkpoint.every=10")
     run.wait_for_checkpoint(10)
     run.stop()
     again = Run(nodes, run.folder.parent, *SMALL, *PAIR, "schedule.name=1f1b", "checkpoint.every=10")
@@ -194,11 +194,11 @@ def test_another_configuration_begins_with_other_ranks_at_the_newest_checkpoint(
         again.stop()
 
 
-def test_a_second_driver_is_refused_while_the_first_lives(nodes, start, reference):
+def test_a_second_driver_is_refused_while_the_first_lives(nodes, start_run, reference):
     expected = reference(*SQUARE, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
     overrides = (*SQUARE, "schedule.name=1f1b")
-    run = start(*overrides)
+    run = start_run(*overrides)
     run.wait_for_step(4)
     (run.folder / ".lock").unlink()  # as where a shared folder has no locks
     with connect(run.folder) as client:
@@ -219,9 +219,9 @@ def test_a_second_driver_is_refused_while_the_first_lives(nodes, start, referenc
     run.assert_gone()
 
 
-def test_without_a_driver_nothing_is_left_once_the_lease_has_expired(nodes, start):
+def test_without_a_driver_nothing_is_left_once_the_lease_has_expired(nodes, start_run):
     nodes.resize(2, 2, 2)
-    run = start(*SQUARE, "schedule.name=1f1b", "elastic.driver_lease=6", "run.steps=100000")
+    run = start_run(*SQUARE, "schedule.name=1f1b", "elastic.driver_lease=6", "run.steps=100000")
     run.wait_for_step(4)
     run.stop()
     ended = time.monotonic()
@@ -234,10 +234,10 @@ def test_without_a_driver_nothing_is_left_once_the_lease_has_expired(nodes, star
     assert nodes.free_cpus() == 6
 
 
-def test_a_keeper_that_dies_is_replaced_and_refuses_as_before(nodes, start, reference):
+def test_a_keeper_that_dies_is_replaced_and_refuses_as_before(nodes, start_run, reference):
     expected, overrides = reference(*SQUARE, "schedule.name=1f1b"), (*SQUARE, "schedule.name=1f1b", *NO_SAVES)
     nodes.resize(2, 2, 2)
-    run = start(*overrides)
+    run = start_run(*overrides)
     run.wait_for_step(4)
     nodes.kill_keeper()
     run.wait_for_step(12)

@@ -40,14 +40,14 @@ slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, start, workers):
+def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, start_run, workers):
     """One run with four faults in turn, the end-to-end recovery of the default suite; tests marked slow take one fault
     each."""
     steps = 44
     overrides = (*SQUARE, "schedule.name=1f1b", "checkpoint.every=10", f"run.steps={steps}")
     expected = without_a_driver(workers, make_plan(load(None, [*SMALL, *overrides]), "cpu"), steps)
     nodes.resize(2, 2)
-    run = start(*overrides)
+    run = start_run(*overrides)
     for number, (ranks, how) in enumerate([((1,), signal.SIGKILL), ((2,), signal.SIGSTOP), ((0, 3), signal.SIGKILL)]):
         run.wait_for_step(4 + 8 * number)
         before = len(run.events("lost"))
@@ -76,11 +76,11 @@ def assert_ends_as_expected(run: Run, overrides: tuple[str, ...], expected: Outc
 
 
 @slow
-def test_resuming_from_a_checkpoint_after_a_killed_driver_is_bit_identical(nodes, start, reference):
+def test_resuming_from_a_checkpoint_after_a_killed_driver_is_bit_identical(nodes, start_run, reference):
     expected = reference(*PAIR, "schedule.name=zb-h2")
     nodes.resize(2, 2, 2)
     overrides = (*PAIR, "schedule.name=zb-h2", "checkpoint.every=10", "elastic.driver_lease=0")
-    run = start(*overrides)
+    run = start_run(*overrides)
     run.wait_for_checkpoint(10)
     run.stop()
     again = assert_ends_as_expected(run, overrides, expected)
@@ -105,10 +105,10 @@ def test_resuming_from_a_checkpoint_after_a_killed_driver_is_bit_identical(nodes
         ("1f1b", CONTEXT, 3, signal.SIGKILL),
     ],
 )
-def test_recovery_from_a_lost_rank_is_bit_identical(nodes, start, reference, schedule, mesh, rank, how):
+def test_recovery_from_a_lost_rank_is_bit_identical(nodes, start_run, reference, schedule, mesh, rank, how):
     expected = reference(*mesh, f"schedule.name={schedule}")
     nodes.resize(2, 2, 2)
-    run = start(*mesh, f"schedule.name={schedule}")
+    run = start_run(*mesh, f"schedule.name={schedule}")
     run.wait_for_step(4)
     run.signal_ranks(rank, how=how)
     assert_recovered(run, "repair")
@@ -120,10 +120,10 @@ def test_recovery_from_a_lost_rank_is_bit_identical(nodes, start, reference, sch
     ("schedule", "rank", "how"),
     [("zb-h2", 1, signal.SIGKILL), ("zb-h2", 2, signal.SIGSTOP), ("dualpipe", 3, signal.SIGKILL)],
 )
-def test_recovery_with_post_validation_is_bit_identical(nodes, start, reference, schedule, rank, how):
+def test_recovery_with_post_validation_is_bit_identical(nodes, start_run, reference, schedule, rank, how):
     expected = reference(*SCHEDULES[schedule], f"schedule.name={schedule}")
     nodes.resize(2, 2, 2)
-    run = start(*SCHEDULES[schedule], f"schedule.name={schedule}", "schedule.post_validation=true")
+    run = start_run(*SCHEDULES[schedule], f"schedule.name={schedule}", "schedule.post_validation=true")
     run.wait_for_step(4)
     run.signal_ranks(rank, how=how)
     assert_recovered(run, "repair")
@@ -134,10 +134,10 @@ def test_recovery_with_post_validation_is_bit_identical(nodes, start, reference,
 
 @slow
 @pytest.mark.parametrize("schedule", ["dualpipe", "zb-h2"])
-def test_recovery_from_two_lost_ranks_whose_state_survives_elsewhere(nodes, start, reference, schedule):
+def test_recovery_from_two_lost_ranks_whose_state_survives_elsewhere(nodes, start_run, reference, schedule):
     expected = reference(*SCHEDULES[schedule], f"schedule.name={schedule}")
     nodes.resize(2, 2, 2)
-    run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
+    run = start_run(*SCHEDULES[schedule], f"schedule.name={schedule}")
     run.wait_for_step(4)
     run.signal_ranks(*((0, 1) if schedule == "dualpipe" else (0, 3)))
     assert_recovered(run, "repair")
@@ -150,10 +150,10 @@ def test_recovery_from_two_lost_ranks_whose_state_survives_elsewhere(nodes, star
     ("schedule", "mesh", "ranks"),
     [("1f1b", LINE, (1,)), ("dualpipe", LINE, (0, 3)), ("zb-h2", SQUARE, (0, 1)), ("1f1b", CUT, (3,))],
 )
-def test_a_lost_stage_is_restored_from_the_newest_checkpoint(nodes, start, reference, schedule, mesh, ranks):
+def test_a_lost_stage_is_restored_from_the_newest_checkpoint(nodes, start_run, reference, schedule, mesh, ranks):
     expected = reference(*mesh, f"schedule.name={schedule}")
     nodes.resize(2, 2, 2)
-    run = start(*mesh, f"schedule.name={schedule}", "checkpoint.every=10")
+    run = start_run(*mesh, f"schedule.name={schedule}", "checkpoint.every=10")
     run.wait_for_checkpoint(10)
     run.signal_ranks(*ranks)
     assert_recovered(run, "checkpoint")
@@ -168,10 +168,10 @@ def test_a_lost_stage_is_restored_from_the_newest_checkpoint(nodes, start, refer
     ("schedule", "how"),
     [("1f1b", signal.SIGKILL), ("1f1b", signal.SIGTERM), ("zb-h2", signal.SIGKILL), ("dualpipe", signal.SIGKILL)],
 )
-def test_a_lost_node_is_replaced(nodes, start, reference, schedule, how):
+def test_a_lost_node_is_replaced(nodes, start_run, reference, schedule, how):
     expected = reference(*SCHEDULES[schedule], f"schedule.name={schedule}")
     nodes.resize(2, 2, 2)
-    run = start(*SCHEDULES[schedule], f"schedule.name={schedule}")
+    run = start_run(*SCHEDULES[schedule], f"schedule.name={schedule}")
     run.wait_for_step(4)
     kill(nodes.node_of(run.pids()[0]), how)
     assert_recovered(run, "repair")
@@ -179,10 +179,10 @@ def test_a_lost_node_is_replaced(nodes, start, reference, schedule, how):
 
 
 @slow
-def test_a_draining_node_is_vacated_without_losing_anything(nodes, start, reference):
+def test_a_draining_node_is_vacated_without_losing_anything(nodes, start_run, reference):
     expected = reference(*SQUARE, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
-    run = start(*SQUARE, "schedule.name=1f1b")
+    run = start_run(*SQUARE, "schedule.name=1f1b")
     run.wait_for(lambda: run.events("place"))
     draining = nodes.node_of(run.pids()[0])
     with connect(run.folder) as client:
@@ -201,10 +201,10 @@ def test_a_draining_node_is_vacated_without_losing_anything(nodes, start, refere
 
 @slow
 @pytest.mark.parametrize("moment", ["create", "fence"])
-def test_a_fault_during_a_recovery(nodes, start, reference, moment):
+def test_a_fault_during_a_recovery(nodes, start_run, reference, moment):
     expected = reference(*SQUARE, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
-    run = start(*SQUARE, "schedule.name=1f1b")
+    run = start_run(*SQUARE, "schedule.name=1f1b")
     run.wait_for_step(4)
     run.signal_ranks(1)
     run.wait_for(lambda: run.events("fence"))
@@ -216,10 +216,10 @@ def test_a_fault_during_a_recovery(nodes, start, reference, moment):
 
 
 @slow
-def test_a_fault_while_a_checkpoint_is_restored(nodes, start, reference):
+def test_a_fault_while_a_checkpoint_is_restored(nodes, start_run, reference):
     expected = reference(*LINE, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
-    run = start(*LINE, "schedule.name=1f1b", "checkpoint.every=10")
+    run = start_run(*LINE, "schedule.name=1f1b", "checkpoint.every=10")
     run.wait_for_checkpoint(10)
     run.signal_ranks(1)
     run.wait_for(lambda: run.events("fence"))
@@ -230,10 +230,10 @@ def test_a_fault_while_a_checkpoint_is_restored(nodes, start, reference):
 
 
 @slow
-def test_a_fault_in_the_first_step(nodes, start, reference):
+def test_a_fault_in_the_first_step(nodes, start_run, reference):
     expected = reference(*SQUARE, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
-    run = start(*SQUARE, "schedule.name=1f1b")
+    run = start_run(*SQUARE, "schedule.name=1f1b")
     run.wait_for(lambda: run.events("place"))
     board = nodes.board(run.pids()[3])
     run.wait_for(lambda: read_progress(board).counter >= 0)
@@ -255,11 +255,11 @@ def test_a_fault_in_the_first_step(nodes, start, reference):
         ("1f1b", EXPERTS, (2, 2), "ep2"),
     ],
 )
-def test_a_mesh_shrinks_and_grows_back(nodes, start, reference, schedule, mesh, sizes, small):
+def test_a_mesh_shrinks_and_grows_back(nodes, start_run, reference, schedule, mesh, sizes, small):
     expected = reference(*mesh, f"schedule.name={schedule}")
     nodes.resize(*sizes)
     elastic = ("checkpoint.every=10", "elastic.min_ranks=2", "elastic.wait_seconds=1", "elastic.hang_seconds=20")
-    run = start(*mesh, f"schedule.name={schedule}", *elastic)
+    run = start_run(*mesh, f"schedule.name={schedule}", *elastic)
     run.wait_for(lambda: run.events("place"))
     lost = nodes.node_of(run.pids()[3])
     with connect(run.folder) as client:
@@ -282,9 +282,9 @@ def test_a_mesh_shrinks_and_grows_back(nodes, start, reference, schedule, mesh, 
 
 
 @slow
-def test_a_mesh_that_may_not_shrink_ends_the_run_with_the_reason(nodes, start):
+def test_a_mesh_that_may_not_shrink_ends_the_run_with_the_reason(nodes, start_run):
     nodes.resize(2, 2)
-    run = start(*SQUARE, "schedule.name=1f1b", "elastic.wait_seconds=1")
+    run = start_run(*SQUARE, "schedule.name=1f1b", "elastic.wait_seconds=1")
     run.wait_for_step(4)
     kill(nodes.node_of(run.pids()[0]))
     assert run.end() == 1
@@ -298,9 +298,9 @@ def test_a_mesh_that_may_not_shrink_ends_the_run_with_the_reason(nodes, start):
 
 
 @slow
-def test_max_failures_zero_ends_the_run_at_the_first_fault(nodes, start):
+def test_max_failures_zero_ends_the_run_at_the_first_fault(nodes, start_run):
     nodes.resize(2, 2, 2)
-    run = start(*SQUARE, "schedule.name=1f1b", "elastic.max_failures=0")
+    run = start_run(*SQUARE, "schedule.name=1f1b", "elastic.max_failures=0")
     run.wait_for_step(4)
     run.signal_ranks(1)
     assert run.end() == 1
@@ -313,9 +313,9 @@ def test_max_failures_zero_ends_the_run_at_the_first_fault(nodes, start):
 
 
 @slow
-def test_a_recurring_fault_ends_the_run_with_its_cause(nodes, start):
+def test_a_recurring_fault_ends_the_run_with_its_cause(nodes, start_run):
     nodes.resize(2, 2)
-    run = start(
+    run = start_run(
         "mesh.pp=2",
         "schedule.name=1f1b",
         "schedule.microbatches=4",

@@ -41,11 +41,11 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
     ],
 )
 def test_a_rank_whose_state_only_memory_has_is_replaced_to_the_same_bits(
-    nodes, start, reference, schedule, mesh, ranks, how
+    nodes, start_run, reference, schedule, mesh, ranks, how
 ):
     expected = reference(*mesh, f"schedule.name={schedule}")
     nodes.resize(2, 2, 2)
-    run = start(*mesh, f"schedule.name={schedule}", *COPIES)
+    run = start_run(*mesh, f"schedule.name={schedule}", *COPIES)
     run.wait_for_step(8)
     run.signal_ranks(*ranks, how=how)
     assert_recovered(run, "copies")
@@ -54,20 +54,20 @@ def test_a_rank_whose_state_only_memory_has_is_replaced_to_the_same_bits(
     assert_same(run, expected)
 
 
-def test_a_lost_node_is_replaced_from_the_memory_of_another_one(nodes, start, reference):
+def test_a_lost_node_is_replaced_from_the_memory_of_another_one(nodes, start_run, reference):
     expected = reference(*CUT, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
-    run = start(*CUT, "schedule.name=1f1b", *COPIES)
+    run = start_run(*CUT, "schedule.name=1f1b", *COPIES)
     run.wait_for_step(8)
     kill(nodes.node_of(run.pids()[0]))
     assert_recovered(run, "copies")
     assert_same(run, expected)
 
 
-def test_a_rank_and_its_holder_lost_at_once_go_back_to_the_disk(nodes, start, reference):
+def test_a_rank_and_its_holder_lost_at_once_go_back_to_the_disk(nodes, start_run, reference):
     expected = reference(*CUT, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
-    run = start(*CUT, "schedule.name=1f1b", "elastic.replicate_every=3", "checkpoint.every=10")
+    run = start_run(*CUT, "schedule.name=1f1b", "elastic.replicate_every=3", "checkpoint.every=10")
     run.wait_for_checkpoint(10)
     run.wait_for(lambda: run.events("copies"))
     (first,) = run.events("copies")
@@ -78,10 +78,10 @@ def test_a_rank_and_its_holder_lost_at_once_go_back_to_the_disk(nodes, start, re
 
 
 @pytest.mark.parametrize(("mesh", "how"), [(CUT, "copies"), (SQUARE, "repair")])
-def test_a_rank_that_receives_sigterm_hands_its_state_over(nodes, start, reference, mesh, how):
+def test_a_rank_that_receives_sigterm_hands_its_state_over(nodes, start_run, reference, mesh, how):
     expected = reference(*mesh, "schedule.name=1f1b")
     nodes.resize(2, 2, 2)
-    run = start(*mesh, "schedule.name=1f1b", *COPIES)
+    run = start_run(*mesh, "schedule.name=1f1b", *COPIES)
     run.wait_for_step(8)
     run.signal_ranks(3, how=signal.SIGTERM)
     assert_recovered(run, how)

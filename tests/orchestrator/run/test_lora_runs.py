@@ -33,7 +33,7 @@ def adapters(nodes: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 @pytest.fixture
-def start(nodes: Cluster, adapters: tuple[str, ...], tmp_path: Path) -> Iterator[Start]:
+def start_run(nodes: Cluster, adapters: tuple[str, ...], tmp_path: Path) -> Iterator[Start]:
     with started(nodes, tmp_path, (*SMALL, *adapters)) as do:
         yield do
 
@@ -43,12 +43,12 @@ def reference(nodes: Cluster, adapters: tuple[str, ...], tmp_path_factory: pytes
     return references(nodes, tmp_path_factory, (*SMALL, *adapters), STEPS)
 
 
-def test_a_resume_keeps_the_bits_of_adapters(start, reference):
+def test_a_resume_keeps_the_bits_of_adapters(start_run, reference):
     mesh = (*SQUARE, "schedule.name=zb-h2")
     expected = reference(*mesh)
-    stopped = start(*mesh, "run.steps=7", name="stopped")
+    stopped = start_run(*mesh, "run.steps=7", name="stopped")
     assert stopped.end() == 0, stopped.describe()
-    resumed = start(*mesh, name="stopped")
+    resumed = start_run(*mesh, name="stopped")
     assert resumed.end() == 0, resumed.describe()
     assert_same(resumed, expected, STEPS)
     assert all("lora_" in name for name in expected[1] if name.startswith(("model.", "optimizer.")))
@@ -62,11 +62,13 @@ def test_a_resume_keeps_the_bits_of_adapters(start, reference):
         ("dualpipe", LINE, 2, signal.SIGSTOP),
     ],
 )
-def test_a_lost_rank_whose_adapters_survive_elsewhere_costs_no_bit(nodes, start, reference, schedule, mesh, rank, how):
+def test_a_lost_rank_whose_adapters_survive_costs_no_bit(
+    nodes, start_run, reference, schedule, mesh, rank, how
+):
     mesh = (*mesh, f"schedule.name={schedule}")
     expected = reference(*mesh)
     nodes.resize(2, 2, 2)
-    run = start(*mesh)
+    run = start_run(*mesh)
     run.wait_for_step(4)
     run.signal_ranks(rank, how=how)
     assert_recovered(run, "repair")
@@ -74,11 +76,11 @@ def test_a_lost_rank_whose_adapters_survive_elsewhere_costs_no_bit(nodes, start,
 
 
 @pytest.mark.parametrize(("mesh", "rank"), [(LINE, 1), (CUT, 3)])
-def test_lost_adapters_are_restored_from_the_newest_checkpoint(nodes, start, reference, mesh, rank):
+def test_lost_adapters_are_restored_from_the_newest_checkpoint(nodes, start_run, reference, mesh, rank):
     mesh = (*mesh, "schedule.name=1f1b")
     expected = reference(*mesh)
     nodes.resize(2, 2, 2)
-    run = start(*mesh, "checkpoint.every=10")
+    run = start_run(*mesh, "checkpoint.every=10")
     run.wait_for_checkpoint(10)
     run.signal_ranks(rank)
     assert_recovered(run, "checkpoint")
@@ -86,13 +88,13 @@ def test_lost_adapters_are_restored_from_the_newest_checkpoint(nodes, start, ref
 
 
 @pytest.mark.parametrize("mesh", [SQUARE, CUT])
-def test_a_mesh_with_adapters_shrinks_and_grows_back(nodes, start, reference, mesh):
+def test_a_mesh_with_adapters_shrinks_and_grows_back(nodes, start_run, reference, mesh):
     """On the smaller mesh sums have another order; the frozen weights of every rank are those of the base again."""
     mesh = (*mesh, "schedule.name=1f1b")
     expected = reference(*mesh)
     nodes.resize(2, 2)
     elastic = ("checkpoint.every=10", "elastic.min_ranks=2", "elastic.wait_seconds=1", "elastic.hang_seconds=20")
-    run = start(*mesh, *elastic)
+    run = start_run(*mesh, *elastic)
     run.wait_for(lambda: run.events("place"))
     lost = nodes.node_of(run.pids()[3])
     with connect(run.folder) as client:
