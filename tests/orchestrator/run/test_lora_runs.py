@@ -62,9 +62,7 @@ def test_a_resume_keeps_the_bits_of_adapters(start_run, reference):
         ("dualpipe", LINE, 2, signal.SIGSTOP),
     ],
 )
-def test_a_lost_rank_whose_adapters_survive_costs_no_bit(
-    nodes, start_run, reference, schedule, mesh, rank, how
-):
+def test_a_lost_rank_whose_adapters_survive_costs_no_bit(nodes, start_run, reference, schedule, mesh, rank, how):
     mesh = (*mesh, f"schedule.name={schedule}")
     expected = reference(*mesh)
     nodes.resize(2, 2, 2)
