@@ -49,10 +49,12 @@ def assert_products_agree(
     used, wide = int(given.offsets[-1]), torch.float64
     found = twin.fp8_grouped_gemm(on.x, on.weights.rows, on.offsets, dtype, on.tokens)
     want = fp8_grouped_gemm(given.x, given.weights.rows, given.offsets, wide, given.tokens)
-    assert relative_error(found[:used].cpu(), want[:used]) < bound
+    error = relative_error(found[:used].cpu(), want[:used])
+    assert error < bound, error
     found = twin.fp8_grouped_gemm(on.dy, on.weights.columns, on.offsets, dtype)
     want = fp8_grouped_gemm(given.dy, given.weights.columns, given.offsets, wide)
-    assert relative_error(found[:used].cpu(), want[:used]) < bound
+    error = relative_error(found[:used].cpu(), want[:used])
+    assert error < bound, error
     main = torch.randn(given.weights.rows.values.shape)
     expected = main.double()
     accumulate_fp8_grouped_gradient_(given.dy, given.x, expected, given.offsets, wide, (None, given.tokens))
@@ -63,6 +65,7 @@ def assert_products_agree(
         return sums
 
     sums = main.to(on.offsets.device)
-    assert relative_error(add(sums).cpu(), expected) < wgrad_bound
+    error = relative_error(add(sums).cpu(), expected)
+    assert error < wgrad_bound, error
     again = add(torch.zeros_like(sums))
     assert torch.equal(add(sums.fill_(torch.nan), overwrite=True), again), "also of an expert without rows"

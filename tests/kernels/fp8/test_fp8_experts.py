@@ -45,7 +45,8 @@ def test_triton_multiplies_as_the_reference_does(recipe: Recipe, counts: tuple[i
     given = operands(counts, 512, n, k, recipe)
     on = given.on("cuda")
     assert_products_agree(fp8_grouped_triton, given, on, torch.bfloat16, 4e-3, 4e-3)
-    assert_products_agree(fp8_grouped_triton, given, on, torch.float32, 1e-4, 1e-4)
+    # Tensor cores add up products of FP8 numbers with some 14 bits; those of the weights' gradients are of float32.
+    assert_products_agree(fp8_grouped_triton, given, on, torch.float32, 1e-3, 1e-4)
 
 
 @pytest.mark.gpu
