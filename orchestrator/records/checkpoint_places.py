@@ -81,7 +81,8 @@ def check_store(config: RunConfig) -> str | None:
         raise PentadError(f"checkpoint.path is '{config.checkpoint.path}', {reason}: {expected}") from None
     if is_exclusive:
         return None
-    return f"{config.checkpoint.path} cannot refuse a second writer of a checkpoint: no other run may write there"
+    shown = root.public if isinstance(root, RemotePath) else root
+    return f"{shown} cannot refuse a second writer of a checkpoint: no other run may write there"
 
 
 def saved_config(path: Path) -> RunConfig:

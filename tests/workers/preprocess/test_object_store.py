@@ -1,4 +1,4 @@
-"""Corpora in an S3-compatible object store: built there, read from there, and what is wrong named in a sentence."""
+"""Corpora in object stores: built there, read from there, and what is wrong named in a sentence."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from corpora import build
-from object_store import BUCKET, ObjectStore, served
+from object_store import BUCKET, ObjectStore, served, served_google
 from pyarrow import fs
 
 from pentad.schedules.ir.errors import PentadError
@@ -28,6 +28,13 @@ FIRST_PORT = 21_360
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
     with served(tmp_path_factory, FIRST_PORT, named=False) as store:
         yield store
+
+
+@pytest.fixture(scope="module")
+def google(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """The URI of a path in a store that speaks the protocol of Google's."""
+    with served_google(tmp_path_factory, FIRST_PORT + 9) as uri:
+        yield uri
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +71,38 @@ def test_what_was_built_in_the_store_is_the_local_corpus(uri: str, local: Corpus
     corpus = open_corpus(uri, verify=True, cache=str(tmp_path))
     assert corpus.fingerprint == local.fingerprint
     assert np.array_equal(corpus.read(0, corpus.tokens), local.read(0, local.tokens))
+
+
+def test_a_corpus_and_checkpoints_in_the_store_of_google_are_those_of_a_folder(
+    google: Callable[[str], str], source: Path, tmp_path: Path
+) -> None:
+    """Small ones: this server reads an entire file for every part of it."""
+    rows = (source / "rows.jsonl").read_text().splitlines(keepends=True)[:10]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    few = {"source": tmp_path / "rows.jsonl", "staging": tmp_path / "staging"}
+    uri, local = google(f"{BUCKET}/first"), build(**options(source, tmp_path / "local") | few)
+    build(**options(source, uri) | few)
+    corpus = open_corpus(uri, verify=True, cache=str(tmp_path))
+    assert corpus.fingerprint == local.fingerprint
+    small = ["model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.ffn=128"]
+    stored = f"checkpoint.path={google(f'{BUCKET}/runs')}"
+    for steps in (2, 4):
+        words = [*small, f"run.steps={steps}"]
+        found = losses("store", uri, tmp_path, *words, stored)
+        assert found == losses("local", str(local.path), tmp_path, *words) and len(found) == steps
+    events = [json.loads(row) for row in (tmp_path / "runs/store/journal.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "start"] == [0, 2]
+
+
+def losses(name: str, corpus: str, folder: Path, *overrides: str) -> list[float]:
+    """Of a run of four steps, or of what it already has."""
+    words = [f"data.path={corpus}", f"data.cache={folder}/cache", f"run.name={name}", "run.steps=4", "mesh.pp=2"]
+    words += ["model.vocab=300", "schedule.name=1f1b", "schedule.microbatches=4"]
+    words.append("cluster.start_timeout_seconds=250")
+    command = [sys.executable, "-m", "pentad.orchestrator.cli.cli", "train", *words, *overrides]
+    subprocess.run(command, cwd=folder, check=True, timeout=400, stdout=subprocess.DEVNULL)
+    rows = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(row)["loss"] for row in rows]
 
 
 def test_sources_in_the_store_are_those_of_a_folder(store: ObjectStore, source: Path, tmp_path: Path) -> None:
@@ -105,15 +144,8 @@ def test_a_build_that_is_killed_while_it_uploads_continues(store: ObjectStore, s
 def test_training_reads_the_store_and_has_the_losses_of_the_local_corpus(
     uri: str, local: Corpus, tmp_path: Path
 ) -> None:
-    losses = {}
-    for name, path in (("store", uri), ("local", str(local.path))):
-        words = [f"data.path={path}", f"data.cache={tmp_path}/cache", f"run.name={name}", "run.steps=4", "mesh.pp=2"]
-        words += ["model.vocab=300", "schedule.name=1f1b", "schedule.microbatches=4"]
-        command = [sys.executable, "-m", "pentad.orchestrator.cli.cli", "train", *words]
-        subprocess.run(command, cwd=tmp_path, check=True, timeout=400, stdout=subprocess.DEVNULL)
-        rows = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
-        losses[name] = [json.loads(row)["loss"] for row in rows]
-    assert losses["store"] == losses["local"] and len(losses["local"]) == 4
+    found = losses("store", uri, tmp_path)
+    assert found == losses("local", str(local.path), tmp_path) and len(found) == 4
 
 
 @pytest.mark.parametrize(("path", "key"), [("no-such-bucket/corpus", "someone"), (f"{BUCKET}/denied", "stranger")])
