@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from typing import Any
 def stamp(machine: str = "") -> dict[str, str]:
     """What a result needs to be reproduced; `machine` defaults to a description of the CPUs and of the versions."""
     if not machine:
-        machine = f"{os.cpu_count()} cores, {sys.platform}, Python {sys.version.split()[0]}, Ray {version('ray')}"
+        used = {each.name: f"{each.name} {each.version}" for each in distributions() if each.name in ("torch", "ray")}
+        python = f"Python {sys.version.split()[0]}"
+        machine = ", ".join([f"{os.cpu_count()} cores", sys.platform, python, *used.values()])
     return {
         "command": f"PYTHONPATH=.typings:tests/support python {' '.join(sys.argv)}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
