@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.batch import BatchSizes
+from pentad.schedules.spec.batch import BatchSizes, DocumentCosts
 from pentad.schedules.spec.data import DataSpec
 from pentad.workers.data.corpus import Corpus
 from pentad.workers.data.mixture import Mixture
@@ -192,6 +192,17 @@ class Dataset:
             [length for span in self._spans(source, index) for length in _lengths(self.sources[source].corpus, span)]
             for source, index in zip(*(each.tolist() for each in self.rows(step)), strict=True)
         ]
+
+    def row_work(self, step: int, costs: DocumentCosts, map_rows: Callable[..., Iterable[float]] = map) -> np.ndarray:
+        """[batch size] float64: what the documents of each row cost. Padding costs as much as a document: it attends to
+        itself. `map_rows` may read rows at once."""
+
+        def work(source: int, index: int) -> float:
+            corpus = self.sources[source].corpus
+            lengths = [length for span in self._spans(source, index) for length in _lengths(corpus, span)]
+            return float(costs.alone([*lengths, self.length - sum(lengths)]).sum())
+
+        return np.array([*map_rows(work, *(each.tolist() for each in self.rows(step)))])
 
     def target_counts(self, step: int, map_rows: Callable[..., Iterable[int]] = map) -> np.ndarray:
         """[sources] int64: target tokens of the step's global batch. `map_rows` may read rows at once."""

@@ -48,10 +48,11 @@ class RankProgram:
 
 
 class IssuedStep(NamedTuple):
-    """What a step runs, and the source of every row of its global batch."""
+    """What a step runs, the source of every row of its global batch, and the row in every slot (see `Batch`)."""
 
     program: RankProgram
     row_sources: np.ndarray
+    rows_by_slot: np.ndarray
 
 
 @dataclass(eq=False)
@@ -85,7 +86,7 @@ class Executor:
 
     def run(self, program: RankProgram, step: int, batch: Batch) -> None:
         """Issues one step. Raises Aborted if the generation ends."""
-        self.issued[step] = IssuedStep(program, batch.row_sources)
+        self.issued[step] = IssuedStep(program, batch.row_sources, batch.rows_by_slot)
         self._begin(program, step, batch.tokens)
         self.shards.begin(program.number)
         self.activations.begin(program.number)

@@ -20,7 +20,8 @@ class LossSum(NamedTuple):
 class StepResult:
     """One rank's result of one step, which has run this `program` of the plan's programs.
 
-    `losses` are sums over target tokens, by microbatch of the global batch; `sources` has them by source of the data;
+    `losses` are sums over target tokens, by microbatch of a global batch whose rows are in the order in which they are
+    drawn; `sources` has them by source of the data;
     `samples` is the digest of all samples whose losses were counted (see `digest_of`). `squared_lse` is the sum of
     squared log-sum-exps of the logits, for a z-loss, and `router_squared_lse` that of all routers' logits. `grad_norm`
     is the global norm before clipping; if it was not finite, or the step a spike, it was `skipped`: no weight changed.

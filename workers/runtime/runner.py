@@ -357,9 +357,11 @@ class Runner:
 
     def _result(self, committed: CommittedStep, times: StepTimes) -> StepResult:
         batch, self.newest_losses = self.plan.batch, (committed.step, tuple(committed.losses.tolist()))
-        program, row_sources = self._connected.issued.pop(committed.step)
+        program, row_sources, rows_by_slot = self._connected.issued.pop(committed.step)
         largest = committed.losses[: batch.global_batch_size].view(batch.replicas, batch.microbatches, -1)
-        losses = largest[:, : program.microbatches].flatten()
+        by_slot = largest[:, : program.microbatches].flatten()
+        losses = torch.empty_like(by_slot)
+        losses[torch.from_numpy(rows_by_slot)] = by_slot
         return StepResult(
             step=committed.step,
             program=program.number,
