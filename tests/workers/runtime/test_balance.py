@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from mixtures import mixed
 from plans import MODEL, plan_of, plan_on_mesh, with_rampup
 from resume import assert_repeatable
 from small_models import HEADS, MOE
+from worker_processes import WorkerProcess, check_recovery
 
 from pentad.schedules.spec.batch import DocumentCosts
 from pentad.schedules.spec.data import Packing
@@ -75,3 +77,10 @@ def test_balanced_runs_resume_with_the_same_bits(fleet: Fleet, folder: Path, tmp
     sizes = {"dp": 2, "pp": 2}
     plan = with_ramp(folder) if is_ramp else balanced_plan(folder, "documents", "zb-h2", sizes)
     assert_repeatable(fleet, replace(plan, dtype="float32"), tmp_path)
+
+
+@slow
+@pytest.mark.timeout(150)
+def test_a_balanced_run_recovers_with_the_same_bits(workers: list[WorkerProcess], folder: Path) -> None:
+    plan = balanced_plan(folder, "documents", "1f1b", {"dp": 2, "pp": 2}, dtype="float32")
+    check_recovery(workers, plan, 16, signal.SIGKILL)
