@@ -33,10 +33,11 @@ def data_balance(plan: Plan, dataset: Dataset, steps: int) -> DataBalance:
     capacity, pool = batch.micro_batch_size * batch.sequence_length, batch.replicas * plan.mesh.cp
     found = list[tuple[float, float, float]]()
     for step in range(min(STEPS, steps)):
-        rows, seconds = dataset.document_lengths(step), dataset.row_work(step, costs)
+        rows = dataset.document_lengths(step)
+        seconds = costs.rows(rows, batch.sequence_length)
         work = seconds.reshape(batch.replicas, -1).sum(1)
         dealt = balanced([1] * len(rows), seconds, batch.micro_batch_size, batch.replicas).balance
-        groups = dynamic([length for row in rows for length in row], -(-capacity // plan.mesh.cp), pool, costs).balance
+        groups = dynamic(np.concatenate(rows).tolist(), -(-capacity // plan.mesh.cp), pool, costs).balance
         drawn = Balance(work, float(work.max()), dealt.bound)
         found.append((drawn.max_over_mean, dealt.max_over_mean, groups.max_over_mean))
     fixed, packed, grouped = (fmean(each) for each in zip(*found, strict=True))

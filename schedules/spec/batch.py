@@ -65,10 +65,16 @@ class DocumentCosts(NamedTuple):
     linear: float
     ring: float = 0.0
 
-    def alone(self, lengths: Sequence[int]) -> NDArray[np.float64]:
+    def alone(self, lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
         """[documents] seconds of each on one rank."""
         tokens = np.asarray(lengths, np.float64)
         return self.quadratic * tokens**2 + self.linear * tokens
+
+    def rows(self, documents: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.float64]:
+        """[rows] seconds of sequences of `length` tokens with `documents` of so many. Padding at the end costs what a
+        document does: it attends to itself."""
+        sums = (float(self.alone(row).sum()) for row in documents)
+        return np.fromiter(sums, np.float64) + self.alone([length - int(row.sum()) for row in documents])
 
     def shared(self, lengths: Sequence[int], ranks: NDArray[np.int64]) -> NDArray[np.float64]:
         """[documents] seconds of each on `ranks` [documents] ranks, which do equal shares of its work."""

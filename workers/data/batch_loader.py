@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
@@ -16,7 +16,7 @@ from pentad.schedules.ir.program import Program
 from pentad.schedules.search.batch_planner import balanced
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.data.samples import Dataset, Sample, digest_of
+from pentad.workers.data.samples import Dataset, MapRows, Sample, digest_of
 from pentad.workers.model.layer_context import local_positions
 
 T = TypeVar("T")
@@ -182,15 +182,13 @@ def local_part(plan: Plan, rank: int, program: Program) -> LocalPart:
     return LocalPart(sorted(local), [*chain(*slots.values())], {*chain(*(slots[mb] for mb in counted))})
 
 
-def rows_by_slot(
-    dataset: Dataset, batch: BatchSpec, step: int, map_rows: Callable[..., Iterable[float]] = map
-) -> np.ndarray:
+def rows_by_slot(dataset: Dataset, batch: BatchSpec, step: int, map_rows: MapRows = map) -> np.ndarray:
     """[batch size] int64: the row of a step's global batch in every slot. Slots are in the order of replicas, of the
     microbatches of each, and of sequences in them. `map_rows` may read rows at once."""
     size = batch.sizes.size(step)
     if batch.document_costs is None:
         return np.arange(size)
-    work = dataset.row_work(step, batch.document_costs, map_rows)
+    work = batch.document_costs.rows(dataset.document_lengths(step, map_rows), batch.sequence_length)
     return balanced([1] * size, work, batch.micro_batch_size, batch.replicas).order
 
 

@@ -25,7 +25,7 @@ def test_balance_is_of_the_samples_that_steps_read(tmp_path: Path, packing: Pack
         starts = dataset.sample(source, index).document_starts
         read = np.diff([*starts, 8]).tolist()
         work.append(read)
-    lengths = dataset.document_lengths(0)
+    lengths = [row.tolist() for row in dataset.document_lengths(0)]
     assert all(read[: len(each)] == each and sum(each) <= 8 for read, each in zip(work, lengths, strict=True))
     halves = [
         costs.alone([n for row in half for n in row]).sum()
