@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype
 
-GROUP = 256  # tokens of segments that are computed together on a CPU
+GROUP = 128  # tokens of segments that are computed together on a CPU
 
 
 class PackedLengths(NamedTuple):
