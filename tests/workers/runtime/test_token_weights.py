@@ -27,7 +27,7 @@ def masked_plan(
     folder: Path, seed: int, share: float, packing: Packing, name: str, sizes: dict[str, Any], *, ramp: bool
 ) -> Plan:
     """Of documents of 2 to 30 tokens, of which a random `share` counts."""
-    path = random_corpus(folder / "masked", seed, 80, 30, targets=share)
+    path = random_corpus(folder / "masked", seed, 160, 30, targets=share)
     data = data_of(path, document_mask=True, packing=packing, cache=str(folder))
 
     def compiled(microbatches: int) -> Plan:
