@@ -250,7 +250,9 @@ def _balance_sentence(found: DataBalance) -> str:
     ways = ("as they are drawn", found.fixed), ("dealt by cost", found.packed)
     (way, ratio), (other, its) = ways if found.trained == "fixed" else reversed(ways)
     others = f"simulated: {its:.2f} {other}, {found.dynamic:.2f} with ranks by document"
-    return f"work by document in {steps}, sequences {way}: the busiest replica has {ratio:.2f} times the mean ({others})"
+    return (
+        f"work by document in {steps}, sequences {way}: the busiest replica has {ratio:.2f} times the mean ({others})"
+    )
 
 
 def _evaluation_sentence(cost: EvalCost, share: float | None) -> str:

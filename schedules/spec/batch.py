@@ -59,7 +59,8 @@ class BatchSizes:
 
 
 class DocumentCosts(NamedTuple):
-    """Seconds of a document by its tokens. `ring` is for every token that a context rank receives from another."""
+    """Seconds (or FLOPs: only ratios matter) of a document by its tokens. `ring` is for every token that a context rank
+    receives from another."""
 
     quadratic: float
     linear: float
@@ -71,8 +72,8 @@ class DocumentCosts(NamedTuple):
         return self.quadratic * tokens**2 + self.linear * tokens
 
     def rows(self, documents: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.float64]:
-        """[rows] seconds of sequences of `length` tokens with `documents` of so many. Padding at the end costs what a
-        document does: it attends to itself."""
+        """[rows] seconds of sequences of `length` tokens, by the lengths of the documents in each. The padding at the
+        end costs as much as a document: it attends to itself."""
         sums = (float(self.alone(row).sum()) for row in documents)
         return np.fromiter(sums, np.float64) + self.alone([length - int(row.sum()) for row in documents])
 
@@ -87,8 +88,8 @@ class BatchSpec:
     """A step's `global_batch_size` sequences of `sequence_length` tokens, over the whole mesh.
 
     Each of the dp x ep `replicas` has its own samples, in `microbatches` microbatches. Steps of a stage of `rampup`
-    have fewer microbatches of the same size. Sequences are dealt to replicas and microbatches by the `document_costs` of
-    their documents (None: in the order in which they are drawn).
+    have fewer microbatches of the same size. Sequences are dealt to replicas and microbatches by the `document_costs`
+    of their documents (None: in the order in which they are drawn).
     """
 
     global_batch_size: int

@@ -7,8 +7,9 @@ half of the work at 65,536 tokens; each token received in a ring costs 2 % of on
 32,768 tokens, a batch has twice as many for each rank. `fixed`: cp ranks share every microbatch, as many as the
 longest document may need, and documents come as they are drawn; `packed`: on the same mesh, by cost; `dynamic`: ranks
 by document. Lengths are those of two distributions, whose parameters the functions below state, and of real texts: a
-histogram (results/lengths-real-texts.json, with its commands), uniform within its bins. Times are ends of the last rank over the lower bound of `dynamic`, means of 3 batches. No static mesh but
-this one was tried, and there are no pipelines.
+histogram (results/lengths-real-texts.json, with its commands), uniform within its bins. Times are ends of the last
+rank over the lower bound of `dynamic`, means of 3 batches. No static mesh but this one was tried, and there are no
+pipelines.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def bimodal(random: np.random.Generator, count: int) -> np.ndarray:
 
 
 def real_texts(random: np.random.Generator, count: int) -> np.ndarray:
-    """Essays, a dictionary, manuals and code: 95 % have up to 512 tokens, and half of all tokens are in the 1 % that are
-    longer than 8,192."""
+    """Essays, a dictionary, manuals and code: 95 % have up to 512 tokens, and half of all tokens are in the 1 % that
+    are longer than 8,192."""
     shares = np.array([each["documents"] for each in TEXTS])
     bins = random.choice(len(TEXTS), count, p=shares / shares.sum())
     shortest, longest = (np.array([each[key] for each in TEXTS])[bins] for key in ("shortest", "longest"))

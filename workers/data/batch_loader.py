@@ -59,8 +59,8 @@ class Batch(NamedTuple):
 
 class HostBatch(NamedTuple):
     """What a loader thread prepares: `tokens` [microbatches, slices, kinds, T] int64, pinned for a GPU, where kinds are
-    the fields of Tokens in order; `counts` [sources + 1] float64, also pinned; document starts by microbatch; the row of
-    the global batch in every slot of it."""
+    the fields of Tokens in order; `counts` [sources + 1] float64, also pinned; document starts by microbatch;
+    `rows_by_slot` (see the function)."""
 
     tokens: torch.Tensor
     counts: torch.Tensor

@@ -103,8 +103,8 @@ def target_count(corpus: Corpus, spans: list[Span], eod_mask_loss: bool) -> int:
 
 
 def _windows(spans: list[Span]) -> tuple[list[Span], np.ndarray]:
-    """What to read for spans with the token after each, and where in that, joined, the positions of the spans are. Spans
-    that are close to each other are read at once: there may be thousands in a sequence."""
+    """What to read for spans and the token after each, and where the positions of the spans are in all that, joined.
+    Spans close to each other are read at once: there may be thousands in a sequence."""
     if not spans:
         return [], np.empty(0, np.int64)
     starts, sizes = np.array(spans, np.int64).T

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, assert_never
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import SENDS, Action, Instruction, Key, Op, instructions_of
@@ -53,6 +54,12 @@ class IssuedStep(NamedTuple):
     program: RankProgram
     row_sources: np.ndarray
     rows_by_slot: np.ndarray
+
+    def by_row(self, by_slot: torch.Tensor) -> torch.Tensor:
+        """[batch size], from the same by slot."""
+        found = torch.empty_like(by_slot)
+        found[torch.from_numpy(self.rows_by_slot)] = by_slot
+        return found
 
 
 @dataclass(eq=False)

@@ -265,16 +265,16 @@ def test_segments_that_are_computed_by_themselves_equal_dense_attention(starts, 
     """Three rows of 200 tokens, more than a group of segments has."""
     ends = torch.tensor(sorted({*starts, 200, 400, 600}), dtype=torch.int32)
     longest = int(ends.diff().max())
-    tensors = inputs((3, 4, 2, 200, 8, 6), "cpu", torch.float64)
+    q, k, v, dout = inputs((3, 4, 2, 200, 8, 6), "cpu", torch.float64)
     options = AttentionOptions(True, 0.3, True, PackedLengths(ends, ends, (longest, longest)), softcap=softcap)
     options = options.within(window)
-    out, lse = partial_attention(*tensors[:3], options)
-    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+    out, lse = partial_attention(q, k, v, options)
+    found = partial_attention_backward(dout, q, k, v, out, lse, options)
     documents = torch.searchsorted(ends, torch.arange(600), right=True).view(3, 200)
-    expected = dense_attention(*leaves, 0.3, documents, window, softcap)
-    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
-    found = partial_attention_backward(tensors[3], *tensors[:3], out, lse, options)
-    gradients = torch.autograd.grad(expected, leaves, tensors[3])
+    leaves = tuple(x.requires_grad_() for x in (q, k, v))
+    expected = dense_attention(q, k, v, 0.3, documents, window, softcap)
+    gradients = torch.autograd.grad(expected, leaves, dout)
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(list(found), list(gradients), rtol=1e-10, atol=1e-12)
 
 
@@ -283,11 +283,11 @@ def test_segments_that_are_computed_by_themselves_equal_dense_attention(starts, 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_ten_thousand_segments_of_one_token_return_their_values(width, deterministic):
     """On the device, too, by our backward (128) and by flash attention's (72)."""
-    tensors = [x.contiguous() for x in inputs((1, 4, 4, 10_000, width, width), "cuda", torch.bfloat16)]
+    q, k, v, dout = (x.contiguous() for x in inputs((1, 4, 4, 10_000, width, width), "cuda", torch.bfloat16))
     ends = torch.arange(10_001, dtype=torch.int32, device="cuda")
     options = AttentionOptions(True, 0.1, deterministic, PackedLengths(ends, ends, (1, 1)))
-    out, lse = partial_attention(*tensors[:3], options)
-    dq, dk, dv = partial_attention_backward(tensors[3], *tensors[:3], out, lse, options)
-    torch.testing.assert_close(out, tensors[2])
-    torch.testing.assert_close(dv, tensors[3])
+    out, lse = partial_attention(q, k, v, options)
+    dq, dk, dv = partial_attention_backward(dout, q, k, v, out, lse, options)
+    torch.testing.assert_close(out, v)
+    torch.testing.assert_close(dv, dout)
     assert max(float(x.abs().max()) for x in (dq, dk)) < 0.05

@@ -27,10 +27,7 @@ def test_balance_is_of_the_samples_that_steps_read(tmp_path: Path, packing: Pack
         work.append(read)
     lengths = [row.tolist() for row in dataset.document_lengths(0)]
     assert all(read[: len(each)] == each and sum(each) <= 8 for read, each in zip(work, lengths, strict=True))
-    halves = [
-        costs.alone([n for row in half for n in row]).sum()
-        for half in (work[:8], work[8:])
-    ]
+    halves = [costs.alone([n for row in half for n in row]).sum() for half in (work[:8], work[8:])]
     found = data_balance(plan, dataset, 1)
     assert found.steps == 1 and found.fixed == pytest.approx(max(halves) / np.mean(halves))
     assert found.fixed >= found.packed - 1e-12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mixtures import mixed
-from plans import plan_on_mesh
+from mixtures import mixed, random_corpus
+from plans import data_of, plan_on_mesh
 
 from pentad.schedules.search.batch_planner import balanced
 from pentad.schedules.spec.batch import DocumentCosts
@@ -77,3 +78,16 @@ def test_slots_hold_the_rows_that_balance_the_work(folder: Path) -> None:
         changed |= not np.array_equal(rows, np.arange(32))
     assert changed
     assert np.array_equal(rows_by_slot(dataset, replace(plan.batch, document_costs=None), 0), np.arange(32))
+
+
+def test_256_sequences_of_8192_tokens_are_dealt_in_50_ms_of_cpu(tmp_path: Path) -> None:
+    path = random_corpus(tmp_path / "corpus", 0, 2000, 2500)
+    plan = plan_on_mesh(data_of(path, document_mask=True, packing="documents", cache=str(tmp_path)), "1f1b", {"dp": 4})
+    batch = replace(plan.batch, global_batch_size=256, sequence_length=8192, document_costs=COSTS)
+    dataset = open_dataset(plan.data, batch, plan.model.vocab, plan.seed)
+    times = []
+    for step in range(3):
+        since = time.process_time()
+        rows_by_slot(dataset, batch, step)
+        times.append(time.process_time() - since)
+    assert min(times) < 0.05, times

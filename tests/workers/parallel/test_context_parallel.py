@@ -165,12 +165,11 @@ def test_ten_thousand_documents_a_row_are_exact(ranks, method, rows):
     expected = [v.clone(), torch.zeros_like(q), torch.zeros_like(k), dout.clone()]
     for first, end in pairwise((*ROWS[rows], MANY)):
         if end - first > 1:
-            leaves = [x[:, :, first:end].clone().requires_grad_() for x in (q, k, v)]
-            out = dense_attention(*leaves)
-            for whole, part in zip(
-                expected, [out, *torch.autograd.grad(out, leaves, dout[:, :, first:end])], strict=True
-            ):
-                whole[:, :, first:end] = part.detach()
+            leaves = tuple(x[:, :, first:end].clone().requires_grad_() for x in (q, k, v))
+            out = dense_attention(leaves[0], leaves[1], leaves[2])
+            gradients = torch.autograd.grad(out, leaves, dout[:, :, first:end])
+            for joined, its in zip(expected, (out.detach(), *gradients), strict=True):
+                joined[:, :, first:end] = its
     found = case.join([answer.parts for answer in ranks.run(case)])
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(found, expected, strict=True))
 

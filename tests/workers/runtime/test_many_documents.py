@@ -50,7 +50,9 @@ def long_plan(path: str, folder: Path, length: int, name: str, sizes: dict[str, 
     data = data_of(path, document_mask=True, packing="documents", cache=str(folder))
     plan = plan_of(**{"dp": 1, "pp": 1, "model": SMALL, "microbatches": 2, **sizes, **more}, name=name, data=data)
     costs, rows = DocumentCosts(1.0, 3.0), plan.batch.replicas * plan.program.microbatches
-    return replace(plan, batch=replace(plan.batch, global_batch_size=rows, sequence_length=length, document_costs=costs))
+    return replace(
+        plan, batch=replace(plan.batch, global_batch_size=rows, sequence_length=length, document_costs=costs)
+    )
 
 
 @pytest.mark.parametrize(("length", "name", "sizes", "more"), MESHES)

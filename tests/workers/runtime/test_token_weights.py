@@ -88,7 +88,8 @@ def test_any_masks_train_like_one_process(fleet: Fleet, tmp_path: Path, seed: in
 
 @slow
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("1f1b", PACKED_CP), ("zb-h2", {"dp": 2, "pp": 2}), ("dualpipe", {"pp": 2, "ep": 2, "model": MOE})]
+    ("name", "sizes"),
+    [("1f1b", PACKED_CP), ("zb-h2", {"dp": 2, "pp": 2}), ("dualpipe", {"pp": 2, "ep": 2, "model": MOE})],
 )
 def test_masked_data_is_evaluated_like_one_process(
     fleet: Fleet, tmp_path: Path, name: str, sizes: dict[str, Any]
