@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype
+
+GROUP = 128  # tokens of segments that are computed together on a CPU
 
 
 class PackedLengths(NamedTuple):
@@ -46,7 +49,17 @@ def softmax_scale(q: Tensor, scale: float | None) -> float:
 
 
 def partial_attention_reference(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """(out [B, N, S, Dv], lse [B, N, S] in float32 or wider); memory grows with S K."""
+    """(out [B, N, S, Dv], lse [B, N, S] in float32 or wider). Memory grows with S K; on a CPU, with the longest segment
+    and the number of tokens."""
+    if not _is_grouped(q, options):
+        return _attention(q, k, v, options)
+    joined = [_joined(x) for x in (q, k, v)]
+    parts = [_attention(*_cut(joined, at, keys), its) for at, keys, its in _groups(options)]
+    out, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    return _as_rows(out, q), _as_rows(lse.unsqueeze(-1), q).squeeze(-1)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     scores = _masked(_scores(q, k, options), q, k, options)
     lse = scores.logsumexp(-1)
     out = (scores - lse.unsqueeze(-1)).exp() @ _expand_kv(v)
@@ -56,7 +69,21 @@ def partial_attention_reference(q: Tensor, k: Tensor, v: Tensor, options: Attent
 def partial_attention_backward_reference(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of this part, from `dout`, `out` and `lse` of the full attention."""
+    """(dq, dk, dv) of this part, from `dout`, `out` and `lse` of the full attention. Memory as above."""
+    if not _is_grouped(q, options):
+        return _attention_backward(dout, q, k, v, out, lse, options)
+    dout, out, lse, *joined = (_joined(x) for x in (dout, out, lse.unsqueeze(-1), q, k, v))
+    parts = [
+        _attention_backward(dout[:, :, at], *_cut(joined, at, keys), out[:, :, at], lse[:, :, at, 0], its)
+        for at, keys, its in _groups(options)
+    ]
+    dq, dk, dv = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    return _as_rows(dq, q), _as_rows(dk, k), _as_rows(dv, v)
+
+
+def _attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor, Tensor]:
     groups = k.shape[1]
     scores = _scores(q, k, options)
     slope = 1.0 - (scores / options.softcap).square() if options.softcap else None
@@ -71,6 +98,40 @@ def partial_attention_backward_reference(
     dq = ds @ _expand_kv(k)
     dk = ds.transpose(-1, -2) @ _group_heads(q, groups)
     return dq.flatten(1, 2).to(q.dtype), dk.sum(2).to(k.dtype), dv.sum(2).to(v.dtype)
+
+
+def _is_grouped(q: Tensor, options: AttentionOptions) -> bool:
+    """Whether there are segments to compute by themselves. Not on a GPU, where only the device knows where they are."""
+    return options.lengths is not None and q.device.type == "cpu" and q.shape[0] * q.shape[2] > GROUP
+
+
+def _groups(options: AttentionOptions) -> Iterator[tuple[slice, slice, AttentionOptions]]:
+    """Queries, keys and options of neighbouring segments, of GROUP tokens or one longer segment."""
+    assert options.lengths is not None
+    queries, keys = (ends.tolist() for ends in options.lengths[:2])
+    first = 0
+    for end in range(1, len(queries)):
+        if end + 1 < len(queries) and max(ends[end + 1] - ends[first] for ends in (queries, keys)) <= GROUP:
+            continue
+        cu_q, cu_k = (ends[first : end + 1] - ends[first] for ends in options.lengths[:2])
+        lengths = PackedLengths(cu_q, cu_k, options.lengths.max_seqlens)
+        yield slice(queries[first], queries[end]), slice(keys[first], keys[end]), options._replace(lengths=lengths)
+        first = end
+
+
+def _joined(x: Tensor) -> Tensor:
+    """[B, heads, S, D] as [1, heads, B S, D]."""
+    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def _as_rows(x: Tensor, like: Tensor) -> Tensor:
+    """[1, heads, B S, D] as [B, heads, S, D], with the B and S of `like`."""
+    return x.squeeze(0).unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)
+
+
+def _cut(joined: list[Tensor], queries: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = joined
+    return q[:, :, queries], k[:, :, keys], v[:, :, keys]
 
 
 def _group_heads(x: Tensor, groups: int) -> Tensor:

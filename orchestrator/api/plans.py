@@ -245,11 +245,13 @@ def _data(config: RunConfig, plan: Plan) -> tuple[list[int | None], str]:
 
 
 def _balance_sentence(found: DataBalance) -> str:
-    """'work by document in the first 4 steps: the busiest replica has 1.32 times the mean (simulated: ...)'"""
+    """'work by document in the first 4 steps, sequences as they are drawn: the busiest replica has 1.32 times ...'"""
     steps = "the first step" if found.steps == 1 else f"the first {found.steps} steps"
-    others = f"{found.packed:.2f} with sequences dealt by cost, {found.dynamic:.2f} with ranks by document"
+    ways = ("as they are drawn", found.fixed), ("dealt by cost", found.packed)
+    (way, ratio), (other, its) = ways if found.trained == "fixed" else reversed(ways)
+    others = f"simulated: {its:.2f} {other}, {found.dynamic:.2f} with ranks by document"
     return (
-        f"work by document in {steps}: the busiest replica has {found.fixed:.2f} times the mean (simulated: {others})"
+        f"work by document in {steps}, sequences {way}: the busiest replica has {ratio:.2f} times the mean ({others})"
     )
 
 

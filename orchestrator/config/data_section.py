@@ -55,6 +55,9 @@ class DataSection(Section):
     """attend only within a document where a sequence holds several"""
     eod_mask_loss: bool | None = None
     """no loss where the end of a document would predict the start of the next; null: as data.document_mask"""
+    balance: Literal["none", "documents"] = "none"
+    """how sequences are divided over replicas and microbatches: in the order in which they are drawn, or by the work of
+    their documents, so that replicas have as equal work as possible"""
     cache: Text = "~/.cache/pentad"
     """folder in which built-in corpora are built"""
 
@@ -89,6 +92,8 @@ class DataSection(Section):
             return
         if self.packing == "documents" and not self.document_mask:
             yield Broken("document_mask", "true for data.packing = documents")
+        elif self.balance == "documents" and not self.document_mask:
+            yield Broken("document_mask", "true for data.balance = documents")
         names = self._names
         for number, name in enumerate(names):
             if name in names[:number]:

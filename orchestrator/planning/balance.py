@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pentad.orchestrator.planning.estimate import flops_per_token
-from pentad.schedules.search.batch_planner import Balance, DocumentCosts, balanced, dynamic
-from pentad.schedules.spec.model import ModelSpec
+from pentad.orchestrator.planning.estimate import document_costs
+from pentad.schedules.search.batch_planner import Balance, balanced, dynamic
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.samples import Dataset
 
@@ -19,19 +18,13 @@ STEPS = 4  # that are looked at
 class DataBalance(NamedTuple):
     """Time of the busiest rank over that with all work divided equally, the mean of `steps` steps: of sequences as they
     are drawn, of the same sequences dealt to replicas and microbatches by cost, and of documents on as many ranks as
-    each needs."""
+    each needs. The run does what `trained` says, 'fixed' or 'packed'; the others are simulated."""
 
     steps: int
+    trained: str
     fixed: float
     packed: float
     dynamic: float
-
-
-def document_costs(model: ModelSpec, length: int) -> DocumentCosts:
-    """In FLOPs of training: linear in the tokens but for attention, whose share is that at `length` tokens."""
-    least, most = flops_per_token(model, 1), flops_per_token(model, length)
-    quadratic = (most - least) / max(1, length - 1)
-    return DocumentCosts(quadratic, least - quadratic)
 
 
 def data_balance(plan: Plan, dataset: Dataset, steps: int) -> DataBalance:
@@ -41,11 +34,11 @@ def data_balance(plan: Plan, dataset: Dataset, steps: int) -> DataBalance:
     found = list[tuple[float, float, float]]()
     for step in range(min(STEPS, steps)):
         rows = dataset.document_lengths(step)
-        seconds = np.array([costs.alone(row).sum() for row in rows])
+        seconds = costs.rows(rows, batch.sequence_length)
         work = seconds.reshape(batch.replicas, -1).sum(1)
-        dealt = balanced([batch.sequence_length] * len(rows), seconds, capacity, batch.replicas).balance
-        groups = dynamic([length for row in rows for length in row], -(-capacity // plan.mesh.cp), pool, costs).balance
+        dealt = balanced([1] * len(rows), seconds, batch.micro_batch_size, batch.replicas).balance
+        groups = dynamic(np.concatenate(rows).tolist(), -(-capacity // plan.mesh.cp), pool, costs).balance
         drawn = Balance(work, float(work.max()), dealt.bound)
         found.append((drawn.max_over_mean, dealt.max_over_mean, groups.max_over_mean))
     fixed, packed, grouped = (fmean(each) for each in zip(*found, strict=True))
-    return DataBalance(len(found), fixed, packed, grouped)
+    return DataBalance(len(found), "fixed" if batch.document_costs is None else "packed", fixed, packed, grouped)

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pentad.orchestrator.activations.activation_memory import cuts, with_slots
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.cost_model import guess_costs
+from pentad.orchestrator.planning.estimate import document_costs
 from pentad.orchestrator.planning.fit import DeviceMemory, device_memory, fit_of, host_memory, require_host
 from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, gpu_of, local_device
 from pentad.orchestrator.planning.layout import (
@@ -175,13 +176,16 @@ def draft(
     zero: int = 0,
 ) -> Plan:
     """A plan with a given program."""
+    batch = batch_spec(config)
+    if config.data.balance == "documents":
+        batch = replace(batch, document_costs=document_costs(model, batch.sequence_length))
     plan = Plan(
         name=config.run.name,
         mesh=config.mesh.mesh,
         program=program,
         layers=layers,
         model=model,
-        batch=batch_spec(config),
+        batch=batch,
         optimizer=optimizer_spec(config),
         data=_with_absolute_paths(config.data.spec),
         seed=config.run.seed,

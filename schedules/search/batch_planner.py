@@ -9,33 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.batch import DocumentCosts
 
 Microbatch = tuple[int, ...]  # the numbers of its documents
 TARGETS = 8  # step times that `dynamic` tries
-
-
-class DocumentCosts(NamedTuple):
-    """Seconds of a document by its tokens. `ring` is for every token that a context rank receives from another."""
-
-    quadratic: float
-    linear: float
-    ring: float = 0.0
-
-    def alone(self, lengths: Sequence[int]) -> NDArray[np.float64]:
-        """[documents] seconds of each on one rank."""
-        tokens = np.asarray(lengths, np.float64)
-        return self.quadratic * tokens**2 + self.linear * tokens
-
-    def shared(self, lengths: Sequence[int], ranks: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[documents] seconds of each on `ranks` [documents] ranks, which do equal shares of its work."""
-        tokens = np.asarray(lengths, np.float64)
-        return (self.alone(lengths) + self.ring * tokens * (ranks - 1)) / ranks
 
 
 class Balance(NamedTuple):
@@ -62,6 +46,11 @@ class StaticPlan(NamedTuple):
 
     replicas: tuple[tuple[Microbatch, ...], ...]
     balance: Balance
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """[documents] those of the first replica's first microbatch, then of its second, and so on."""
+        return np.array([*chain(*chain(*self.replicas))], np.int64)
 
 
 class Task(NamedTuple):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 class RampupStage(NamedTuple):
@@ -54,12 +58,38 @@ class BatchSizes:
         return (*self.rampup, RampupStage(self.global_batch_size, 0))
 
 
+class DocumentCosts(NamedTuple):
+    """Seconds (or FLOPs: only ratios matter) of a document by its tokens. `ring` is for every token that a context rank
+    receives from another."""
+
+    quadratic: float
+    linear: float
+    ring: float = 0.0
+
+    def alone(self, lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
+        """[documents] seconds of each on one rank."""
+        tokens = np.asarray(lengths, np.float64)
+        return self.quadratic * tokens**2 + self.linear * tokens
+
+    def rows(self, documents: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.float64]:
+        """[rows] seconds of sequences of `length` tokens, by the lengths of the documents in each. The padding at the
+        end costs as much as a document: it attends to itself."""
+        sums = (float(self.alone(row).sum()) for row in documents)
+        return np.fromiter(sums, np.float64) + self.alone([length - int(row.sum()) for row in documents])
+
+    def shared(self, lengths: Sequence[int], ranks: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[documents] seconds of each on `ranks` [documents] ranks, which do equal shares of its work."""
+        tokens = np.asarray(lengths, np.float64)
+        return (self.alone(lengths) + self.ring * tokens * (ranks - 1)) / ranks
+
+
 @dataclass(frozen=True)
 class BatchSpec:
     """A step's `global_batch_size` sequences of `sequence_length` tokens, over the whole mesh.
 
     Each of the dp x ep `replicas` has its own samples, in `microbatches` microbatches. Steps of a stage of `rampup`
-    have fewer microbatches of the same size.
+    have fewer microbatches of the same size. Sequences are dealt to replicas and microbatches by the `document_costs`
+    of their documents (None: in the order in which they are drawn).
     """
 
     global_batch_size: int
@@ -67,6 +97,7 @@ class BatchSpec:
     microbatches: int
     replicas: int
     rampup: tuple[RampupStage, ...] = ()
+    document_costs: DocumentCosts | None = None
 
     @property
     def micro_batch_size(self) -> int:

@@ -83,9 +83,9 @@ def expected_losses(plan: Plan, state: State) -> list[tuple[float, int]]:
             if plan.data.document_mask:
                 documents[0, corpus.boundaries(start, length)] = 1
                 is_target[0, corpus.boundaries(start + 1, length)] = False
+            is_target &= torch.from_numpy(corpus.loss_mask(start + 1, length))
             arguments = state, tokens[:, :-1], tokens[:, 1:], is_target, documents.cumsum(1)
-            count = int(is_target.sum())
-            total += count * reference_families.losses(plan.model, *arguments).main.item()
-            targets += count
+            total += reference_families.losses(plan.model, *arguments, count=1).main.item()
+            targets += int(is_target.sum())
         found.append((total, targets))
     return found

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fleet import Fleet, assemble, losses_of
 from plans import STEPS, is_close, reference
+from reference_model import Trained
 
 from pentad.orchestrator.planning.estimate import memory
 from pentad.schedules.spec.plan import Plan
@@ -14,10 +15,12 @@ from pentad.workers.data.sources import open_dataset
 TIED_COPIES = {"head", "predicted.embedding"}
 
 
-def assert_equals_one_process(fleet: Fleet, plan: Plan, *, check_bytes: bool = False) -> None:
-    """Runs STEPS steps in two calls, in float64, and compares to 1e-10. `check_bytes` also compares buffer sizes to the
-    plan."""
-    losses, gradients, norms, weights = reference(plan)
+def assert_equals_one_process(
+    fleet: Fleet, plan: Plan, expected: Trained | None = None, *, check_bytes: bool = False
+) -> None:
+    """Runs STEPS steps in two calls, in float64, and compares to 1e-10, with `expected` or the plan's reference.
+    `check_bytes` also compares buffer sizes to the plan."""
+    losses, gradients, norms, weights = expected or reference(plan)
     outcomes = fleet.run(plan, [(0, 2), (2, 1)])
     for rank, outcome in enumerate(outcomes) if check_bytes else ():
         planned = memory(plan, rank)

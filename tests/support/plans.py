@@ -26,6 +26,7 @@ from pentad.schedules.spec.plan import Plan, num_units, split_layers, split_laye
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.tensors import LayerRange
 from pentad.schedules.spec.zero_layout import pool_sizes
+from pentad.workers.data.batch_loader import rows_by_slot
 from pentad.workers.data.samples import Dataset
 from pentad.workers.data.sources import open_dataset
 
@@ -132,9 +133,9 @@ def with_rampup(plan: Plan, stages: dict[int, int], compiled: Callable[[int], Pl
 
 def reference(plan: Plan) -> Trained:
     """STEPS steps of the plan in a single process, independent of how the mesh divides the batch."""
-    rows = plan.batch.micro_batch_size if is_by_microbatch(plan) else 2
+    rows, balance = (plan.batch.micro_batch_size, plan.batch) if is_by_microbatch(plan) else (2, None)
     given = plan.model, rows, plan.batch.sequence_length, plan.optimizer, plan.lora, plan.fp8
-    return _reference(plan.data, plan.batch.sizes, *given)
+    return _reference(plan.data, plan.batch.sizes, *given, balance)
 
 
 @functools.cache
@@ -147,22 +148,27 @@ def _reference(
     optimizer: OptimizerSpec,
     lora: LoraSpec | None,
     fp8: Fp8Spec | None,
+    balance: BatchSpec | None,
 ) -> Trained:
+    """`balance` is how sequences are dealt to microbatches, None where results do not depend on that."""
     plan = plan_of("gpipe", 1, 1, sizes.global_batch_size // 2, data, model=model)
     batch = replace(plan.batch, rampup=sizes.rampup, sequence_length=sequence_length)
     plan = replace(plan, optimizer=optimizer, lora=lora, fp8=fp8, batch=batch)
     assert plan.batch.micro_batch_size == micro_batch_size
-    return train(plan, global_batches(plan))
+    return train(plan, global_batches(plan, balance))
 
 
-def global_batches(plan: Plan) -> list[GlobalBatch]:
+def global_batches(plan: Plan, balance: BatchSpec | None = None) -> list[GlobalBatch]:
     """Those of STEPS steps."""
     dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
-    return [global_batch(dataset, step) for step in range(STEPS)]
+    return [global_batch(dataset, step, balance) for step in range(STEPS)]
 
 
-def global_batch(dataset: Dataset, step: int) -> GlobalBatch:
-    samples = [dataset.sample(*map(int, row)) for row in zip(*dataset.rows(step), strict=True)]
+def global_batch(dataset: Dataset, step: int, balance: BatchSpec | None = None) -> GlobalBatch:
+    """Rows in the order in which they are drawn, or in which `balance` deals them to microbatches."""
+    rows = np.stack(dataset.rows(step), 1)
+    rows = rows if balance is None else rows[rows_by_slot(dataset, balance, step)]
+    samples = [dataset.sample(*map(int, row)) for row in rows]
     inputs, following, is_target, starts = zip(*samples, strict=True)
     documents = np.zeros_like(inputs)
     if dataset.data.document_mask:

@@ -13,8 +13,10 @@ import torch
 
 from pentad.kernels.backend import IGNORE_INDEX
 from pentad.schedules.ir.program import Program
+from pentad.schedules.search.batch_planner import balanced
+from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.data.samples import Dataset, Sample, digest_of
+from pentad.workers.data.samples import Dataset, MapRows, Sample, digest_of
 from pentad.workers.model.layer_context import local_positions
 
 T = TypeVar("T")
@@ -44,31 +46,35 @@ class Batch(NamedTuple):
 
     A rank that computes losses knows how many target tokens the global batch has; the others have 0. `counts`
     [sources + 1], float64 on the device, are these target tokens by source of the data, and the digest of the rows
-    whose losses this rank counts: every row is one rank's. `row_sources` [batch size] are on the host.
+    whose losses this rank counts: every row is one rank's. `row_sources` and `rows_by_slot` (see the function), both
+    [batch size], are on the host.
     """
 
     tokens: dict[int, Tokens]
     target_tokens: int
     counts: torch.Tensor
     row_sources: np.ndarray
+    rows_by_slot: np.ndarray
 
 
 class HostBatch(NamedTuple):
     """What a loader thread prepares: `tokens` [microbatches, slices, kinds, T] int64, pinned for a GPU, where kinds are
-    the fields of Tokens in order; `counts` [sources + 1] float64, also pinned; document starts by microbatch."""
+    the fields of Tokens in order; `counts` [sources + 1] float64, also pinned; document starts by microbatch;
+    `rows_by_slot` (see the function)."""
 
     tokens: torch.Tensor
     counts: torch.Tensor
     document_starts: list[tuple[tuple[int, ...], ...]]
+    rows_by_slot: np.ndarray
 
 
 class LocalPart(NamedTuple):
-    """The microbatches of its replica that a rank reads, their rows of the global batch, and those whose losses it
+    """The microbatches of its replica that a rank reads, their slots of the global batch, and those whose losses it
     counts."""
 
     microbatches: list[int]
-    rows: list[int]
-    counted_rows: set[int]
+    slots: list[int]
+    counted_slots: set[int]
 
 
 class BatchLoader:
@@ -91,15 +97,16 @@ class BatchLoader:
         row_sources, _ = self.dataset.rows(step)
         part = self.parts[self.plan.program_of(step)]
         if not part.microbatches:
-            return Batch({}, 0, self.no_counts, row_sources)
+            assert self.plan.batch.document_costs is None, "with document masks, every stage reads microbatches"
+            return Batch({}, 0, self.no_counts, row_sources, np.arange(len(row_sources)))
         host = self.prefetcher.get(step, check)
-        counts = host.counts.to(self.device, non_blocking=True)
-        return Batch(self._on_device(host, part), int(host.counts[:-1].sum()), counts, row_sources)
+        counts, target_tokens = host.counts.to(self.device, non_blocking=True), int(host.counts[:-1].sum())
+        return Batch(self._on_device(host, part), target_tokens, counts, row_sources, host.rows_by_slot)
 
     def load(self, read: Callable[[int], Sample]) -> dict[int, Tokens]:
-        """Tokens by slice, as those of a step, where `read` returns a row of a full global batch."""
+        """Tokens by slice, as those of a step, where `read` returns what is in a slot of a full global batch."""
         part = self.parts[0]
-        return self._on_device(self._prepared([read(row) for row in part.rows]), part) if part.microbatches else {}
+        return self._on_device(self._prepared([read(slot) for slot in part.slots]), part) if part.microbatches else {}
 
     def _on_device(self, host: HostBatch, part: LocalPart) -> dict[int, Tokens]:
         tokens, mtp = host.tokens.to(self.device, non_blocking=True), 2 + self.plan.model.mtp_layers
@@ -120,13 +127,16 @@ class BatchLoader:
         """The reads of a step are all requested at once."""
         dataset, part = self.dataset, self.parts[self.plan.program_of(step)]
         sources, indices = (each.tolist() for each in dataset.rows(step))
-        samples = list(self.pool.map(lambda row: dataset.sample(sources[row], indices[row]), part.rows))
-        counted = {row: each for row, each in zip(part.rows, samples, strict=True) if row in part.counted_rows}
+        by_slot = rows_by_slot(dataset, self.plan.batch, step, self.pool.map)
+        rows = by_slot[part.slots].tolist()
+        samples = list(self.pool.map(lambda row: dataset.sample(sources[row], indices[row]), rows))
+        read = zip(part.slots, rows, samples, strict=True)
+        counted = {row: each for slot, row, each in read if slot in part.counted_slots}
         counts = dataset.target_counts(step, self.pool.map) if self.has_losses else np.zeros(len(dataset.sources))
-        return self._prepared(samples, np.append(counts, digest_of(step, counted)))
+        return self._prepared(samples, np.append(counts, digest_of(step, counted)))._replace(rows_by_slot=by_slot)
 
     def _prepared(self, samples: list[Sample], counts: np.ndarray | None = None) -> HostBatch:
-        """From the samples of this rank's rows."""
+        """From the samples of this rank's slots."""
         size, is_masked = self.plan.batch.micro_batch_size, self.plan.data.document_mask
         kinds = np.array([self._kinds(sample) for sample in samples])
         # [microbatches, rows, kinds, positions] -> [microbatches, slices, kinds, T]
@@ -136,6 +146,7 @@ class BatchLoader:
             local.permute(0, 3, 2, 1, 4).flatten(3).contiguous(),
             torch.from_numpy(np.zeros(0) if counts is None else counts.astype(np.float64)),
             [tuple(starts[at : at + size]) if is_masked else () for at in range(0, len(starts), size)],
+            np.empty(0, np.int64),
         )
         if self.device.type != "cuda":
             return found
@@ -167,8 +178,18 @@ def local_part(plan: Plan, rank: int, program: Program) -> LocalPart:
         if stage == last and pp == at.pp and at.tp == at.cp == 0
     }
     first = (at.dp * plan.mesh.ep + at.ep) * program.microbatches  # of the global batch
-    rows = {mb: range((first + mb) * size, (first + mb + 1) * size) for mb in sorted(local)}
-    return LocalPart(sorted(local), [*chain(*rows.values())], {*chain(*(rows[mb] for mb in counted))})
+    slots = {mb: range((first + mb) * size, (first + mb + 1) * size) for mb in sorted(local)}
+    return LocalPart(sorted(local), [*chain(*slots.values())], {*chain(*(slots[mb] for mb in counted))})
+
+
+def rows_by_slot(dataset: Dataset, batch: BatchSpec, step: int, map_rows: MapRows = map) -> np.ndarray:
+    """[batch size] int64: the row of a step's global batch in every slot. Slots are in the order of replicas, of the
+    microbatches of each, and of sequences in them. `map_rows` may read rows at once."""
+    size = batch.sizes.size(step)
+    if batch.document_costs is None:
+        return np.arange(size)
+    work = batch.document_costs.rows(dataset.document_lengths(step, map_rows), batch.sequence_length)
+    return balanced([1] * size, work, batch.micro_batch_size, batch.replicas).order
 
 
 def _shifted(tokens: np.ndarray, by: int, fill: int) -> np.ndarray:

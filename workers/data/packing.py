@@ -47,8 +47,14 @@ class Packs:
             raise PentadError(f"{key} is '{corpus.path}', which has only empty documents: expected one of two tokens")
 
     def spans(self, number: int) -> list[Span]:
-        spans = slice(int(self.first[number]), int(self.first[number + 1]))
-        return [Span(*span) for span in zip(self.starts[spans].tolist(), self.sizes[spans].tolist(), strict=True)]
+        items = self._items(number)
+        return [Span(*span) for span in zip(self.starts[items].tolist(), self.sizes[items].tolist(), strict=True)]
+
+    def lengths(self, number: int) -> np.ndarray:
+        return self.sizes[self._items(number)].astype(np.int64)
+
+    def _items(self, number: int) -> slice:
+        return slice(int(self.first[number]), int(self.first[number + 1]))
 
 
 def is_packed(corpus: Corpus, length: int, cache: Path) -> bool:

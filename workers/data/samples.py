@@ -11,7 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from pentad.workers.data.corpus import Corpus
 from pentad.workers.data.mixture import Mixture
 
 _ROUNDS = 8
+NEAR = 1024  # tokens between spans that are read rather than skipped: less work than another read
+MapRows = Callable[..., Iterable[Any]]  # map, or that of a thread pool
 DIGEST_BITS = 40  # sums of 2^13 digests are exact in float64
 
 
@@ -50,7 +52,7 @@ class Windows:
     """
 
     def __init__(self, corpus: Corpus, length: int, key: str = "data.path") -> None:
-        self.length, self.sequences = length, (corpus.tokens - 1) // length
+        self.corpus, self.length, self.sequences = corpus, length, (corpus.tokens - 1) // length
         if self.sequences < 1:
             raise PentadError(
                 f"{key} is '{corpus.path}', which holds {corpus.tokens} tokens: "
@@ -59,6 +61,11 @@ class Windows:
 
     def spans(self, number: int) -> list[Span]:
         return [Span(number * self.length, self.length)]
+
+    def lengths(self, number: int) -> np.ndarray:
+        edges = np.concatenate([[0], self.corpus.boundaries(number * self.length, self.length), [self.length]])
+        lengths = np.diff(edges)
+        return lengths[lengths > 0]
 
 
 def digest_of(batch: int, samples: Mapping[int, Sample]) -> int:
@@ -76,39 +83,62 @@ def digest_of(batch: int, samples: Mapping[int, Sample]) -> int:
 
 def sample_of(corpus: Corpus, spans: list[Span], length: int, eod_mask_loss: bool) -> Sample:
     """The sequence of `length` tokens that consists of these spans, padded with zeros. See DataSpec for the mask."""
+    windows, at = _windows(spans)
+    tokens, used = _joined(corpus.read, windows, np.int64), len(at)
     inputs, following = np.zeros((2, length), np.int64)
-    is_target, starts, at = np.zeros(length, bool), {0}, 0
-    for span in spans:
-        end, tokens = at + span.size, corpus.read(span.start, span.size + 1)
-        inputs[at:end], following[at:end] = tokens[:-1], tokens[1:]
-        is_target[at:end] = _target_mask(corpus, span, eod_mask_loss)
-        starts |= {at, *(at + corpus.boundaries(*span)).tolist()}
-        at = end
-    if at < length:
-        starts.add(at)
-    return Sample(inputs, following, is_target, tuple(sorted(starts)))
+    is_target, is_start = np.zeros(length, bool), np.zeros(length, bool)
+    inputs[:used], following[:used] = tokens[at], tokens[at + 1]
+    is_target[:used] = _target_mask(corpus, windows, at, eod_mask_loss)
+    is_start[:used] = _document_starts(corpus, windows)[at]
+    is_start[np.cumsum([0, *(span.size for span in spans)])[: None if used < length else -1]] = True
+    return Sample(inputs, following, is_target, tuple(np.flatnonzero(is_start).tolist()))
 
 
 def target_count(corpus: Corpus, spans: list[Span], eod_mask_loss: bool) -> int:
     """The number of targets in `sample_of`, without reading tokens."""
     if corpus.has_loss_mask:
-        return sum(int(_target_mask(corpus, span, eod_mask_loss).sum()) for span in spans)
+        return int(_target_mask(corpus, *_windows(spans), eod_mask_loss).sum())
     ends = (len(corpus.boundaries(span.start + 1, span.size)) for span in spans) if eod_mask_loss else ()
     return sum(span.size for span in spans) - sum(ends)
 
 
-def _target_mask(corpus: Corpus, span: Span, eod_mask_loss: bool) -> np.ndarray:
-    """[size] bool."""
-    mask = corpus.loss_mask(span.start + 1, span.size)
-    if eod_mask_loss:
-        mask[corpus.boundaries(span.start + 1, span.size)] = False
-    return mask
+def _windows(spans: list[Span]) -> tuple[list[Span], np.ndarray]:
+    """What to read for spans and the token after each, and where the positions of the spans are in all that, joined.
+    Spans close to each other are read at once: there may be thousands in a sequence."""
+    if not spans:
+        return [], np.empty(0, np.int64)
+    starts, sizes = np.array(spans, np.int64).T
+    order = starts.argsort(kind="stable")
+    ends = np.maximum.accumulate((starts + sizes)[order] + 1)
+    first = np.append(0, 1 + np.flatnonzero(starts[order[1:]] > ends[:-1] + NEAR))  # span of each window
+    begins, ends = starts[order[first]], np.append(ends[first[1:] - 1], ends[-1])
+    joined = np.cumsum(ends - begins) - (ends - begins)
+    window = np.searchsorted(begins, starts, "right") - 1
+    shifts = joined[window] - begins[window] + starts - (np.cumsum(sizes) - sizes)
+    windows = [Span(*each) for each in zip(begins.tolist(), (ends - begins).tolist(), strict=True)]
+    return windows, np.repeat(shifts, sizes) + np.arange(sizes.sum())
 
 
-def _lengths(corpus: Corpus, span: Span) -> list[int]:
-    """Positions of the documents in a span, whose first and last ones may be parts."""
-    edges = np.unique(np.concatenate([[0], corpus.boundaries(*span), [span.size]]))
-    return np.diff(edges).tolist()
+def _joined(read: Callable[[int, int], np.ndarray], windows: list[Span], dtype: type) -> np.ndarray:
+    """[tokens of all windows]"""
+    return np.concatenate([np.empty(0, dtype), *(read(*window) for window in windows)])
+
+
+def _document_starts(corpus: Corpus, windows: list[Span]) -> np.ndarray:
+    """[tokens of all windows] bool."""
+
+    def starts(start: int, count: int) -> np.ndarray:
+        found = np.zeros(count, bool)
+        found[corpus.boundaries(start, count)] = True
+        return found
+
+    return _joined(starts, windows, bool)
+
+
+def _target_mask(corpus: Corpus, windows: list[Span], at: np.ndarray, eod_mask_loss: bool) -> np.ndarray:
+    """[positions] bool: whether the token after each position counts."""
+    mask = _joined(corpus.loss_mask, windows, bool)[at + 1]
+    return mask & ~_document_starts(corpus, windows)[at + 1] if eod_mask_loss else mask
 
 
 def shuffled(index: int, sequences: int, seed: int, fingerprint: str) -> int:
@@ -148,6 +178,9 @@ class Sequences(Protocol):
 
     def spans(self, number: int) -> list[Span]: ...
 
+    def lengths(self, number: int) -> np.ndarray:
+        """[documents] int64: positions of each document in a sequence, or of the part of one."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -186,15 +219,13 @@ class Dataset:
         pairs = zip(*self.rows(step), strict=True)
         return digest_of(step, {row: self.sample(int(source), int(index)) for row, (source, index) in enumerate(pairs)})
 
-    def document_lengths(self, step: int) -> list[list[int]]:
-        """By row, how many positions each document has, or the part of one that is in the row. Reads no tokens."""
-        return [
-            [length for span in self._spans(source, index) for length in _lengths(self.sources[source].corpus, span)]
-            for source, index in zip(*(each.tolist() for each in self.rows(step)), strict=True)
-        ]
+    def document_lengths(self, step: int, map_rows: MapRows = map) -> list[np.ndarray]:
+        """By row, how many positions each document has, or the part of one that is in the row. Reads no tokens.
+        `map_rows` may read rows at once."""
+        return [*map_rows(self._lengths, *(each.tolist() for each in self.rows(step)))]
 
-    def target_counts(self, step: int, map_rows: Callable[..., Iterable[int]] = map) -> np.ndarray:
-        """[sources] int64: target tokens of the step's global batch. `map_rows` may read rows at once."""
+    def target_counts(self, step: int, map_rows: MapRows = map) -> np.ndarray:
+        """[sources] int64: target tokens of the step's global batch. `map_rows` as above."""
         sources, indices = self.rows(step)
         counts = np.full(len(sources), self.length)
         if not self.all_count:
@@ -202,8 +233,17 @@ class Dataset:
         return np.bincount(sources, counts, minlength=len(self.sources)).astype(np.int64)
 
     def _target_count(self, source: int, index: int) -> int:
-        return target_count(self.sources[source].corpus, self._spans(source, index), self.data.eod_mask_loss)
+        corpus = self.sources[source].corpus
+        if self.data.packing == "documents" and not corpus.has_loss_mask:  # no position follows the end of a document
+            return int(self._lengths(source, index).sum())
+        return target_count(corpus, self._spans(source, index), self.data.eod_mask_loss)
+
+    def _lengths(self, source: int, index: int) -> np.ndarray:
+        return self.sources[source].cut.lengths(self._number(source, index))
 
     def _spans(self, source: int, index: int) -> list[Span]:
+        return self.sources[source].cut.spans(self._number(source, index))
+
+    def _number(self, source: int, index: int) -> int:
         corpus, cut = self.sources[source].corpus, self.sources[source].cut
-        return cut.spans(shuffled(index, cut.sequences, self.seed, corpus.fingerprint))
+        return shuffled(index, cut.sequences, self.seed, corpus.fingerprint)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, assert_never
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import SENDS, Action, Instruction, Key, Op, instructions_of
@@ -48,10 +49,17 @@ class RankProgram:
 
 
 class IssuedStep(NamedTuple):
-    """What a step runs, and the source of every row of its global batch."""
+    """What a step runs, the source of every row of its global batch, and the row in every slot (see `Batch`)."""
 
     program: RankProgram
     row_sources: np.ndarray
+    rows_by_slot: np.ndarray
+
+    def by_row(self, by_slot: torch.Tensor) -> torch.Tensor:
+        """[batch size], from the same by slot."""
+        found = torch.empty_like(by_slot)
+        found[torch.from_numpy(self.rows_by_slot)] = by_slot
+        return found
 
 
 @dataclass(eq=False)
@@ -85,7 +93,7 @@ class Executor:
 
     def run(self, program: RankProgram, step: int, batch: Batch) -> None:
         """Issues one step. Raises Aborted if the generation ends."""
-        self.issued[step] = IssuedStep(program, batch.row_sources)
+        self.issued[step] = IssuedStep(program, batch.row_sources, batch.rows_by_slot)
         self._begin(program, step, batch.tokens)
         self.shards.begin(program.number)
         self.activations.begin(program.number)

@@ -20,14 +20,15 @@ class LossSum(NamedTuple):
 class StepResult:
     """One rank's result of one step, which has run this `program` of the plan's programs.
 
-    `losses` are sums over target tokens, by microbatch of the global batch; `sources` has them by source of the data;
-    `samples` is the digest of all samples whose losses were counted (see `digest_of`). `squared_lse` is the sum of
-    squared log-sum-exps of the logits, for a z-loss, and `router_squared_lse` that of all routers' logits. `grad_norm`
-    is the global norm before clipping; if it was not finite, or the step a spike, it was `skipped`: no weight changed.
-    `spans` are in seconds of the host's monotonic clock, their ranks and peers are ranks of the mesh. The host waited
-    for the step's data for `data_wait_seconds` and issued `instructions` in `host_seconds`; `peak_bytes` is the largest
-    GPU memory allocated so far, 0 on a CPU. `fp8` are the operands in 8 bits of a step that was sampled. On a CPU
-    `layer_waits` are the seconds, by op and stage, that the host waited for communication inside layers.
+    `losses` are sums over target tokens, by microbatch of a global batch with rows in the order in which they are drawn
+    (whatever microbatches they were dealt to); `sources` has them by source of the data; `samples` is the digest of all
+    samples whose losses were counted (see `digest_of`). `squared_lse` is the sum of squared log-sum-exps of the logits,
+    for a z-loss, and `router_squared_lse` that of all routers' logits. `grad_norm` is the global norm before clipping;
+    if it was not finite, or the step a spike, it was `skipped`: no weight changed. `spans` are in seconds of the host's
+    monotonic clock, their ranks and peers are ranks of the mesh. The host waited for the step's data for
+    `data_wait_seconds` and issued `instructions` in `host_seconds`; `peak_bytes` is the largest GPU memory allocated so
+    far, 0 on a CPU. `fp8` are the operands in 8 bits of a step that was sampled. On a CPU `layer_waits` are the
+    seconds, by op and stage, that the host waited for communication inside layers.
     """
 
     step: int

@@ -357,14 +357,14 @@ class Runner:
 
     def _result(self, committed: CommittedStep, times: StepTimes) -> StepResult:
         batch, self.newest_losses = self.plan.batch, (committed.step, tuple(committed.losses.tolist()))
-        program, row_sources = self._connected.issued.pop(committed.step)
+        issued = self._connected.issued.pop(committed.step)
         largest = committed.losses[: batch.global_batch_size].view(batch.replicas, batch.microbatches, -1)
-        losses = largest[:, : program.microbatches].flatten()
+        losses = issued.by_row(largest[:, : issued.program.microbatches].flatten())
         return StepResult(
             step=committed.step,
-            program=program.number,
+            program=issued.program.number,
             losses=dict(enumerate(losses.view(-1, batch.micro_batch_size).sum(1).tolist())),
-            sources=_by_source(losses, row_sources, committed.losses[batch.global_batch_size : -1]),
+            sources=_by_source(losses, issued.row_sources, committed.losses[batch.global_batch_size : -1]),
             samples=int(committed.losses[-1]) % 2**DIGEST_BITS,
             fp8=tuple(each for stage in self._connected.fp8_samples.pop(committed.step, ()) for each in stage.read()),
             squared_lse=float(committed.squared_lse[0]),

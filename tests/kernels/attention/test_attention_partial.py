@@ -257,3 +257,37 @@ def test_gradients_do_not_depend_on_the_layout_of_an_earlier_call(shape):
     gapped = [torch.cat([x, x], 2)[:, :, : x.shape[2]] for x in (dout, out)]
     for one, other in (dout, out), (dout.contiguous(), out.contiguous()), gapped, (dout, out):
         assert_close(list(partial_attention_backward(one, q, k, v, other, lse, options)), list(expected), 1e-2)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (0, 0.7)])
+@pytest.mark.parametrize("starts", [(0, 200), (0, 1, 2, 3, 50, 200, 201, 390, 400, 401, 599), range(600)])
+def test_segments_that_are_computed_by_themselves_equal_dense_attention(starts, window, softcap):
+    """Three rows of 200 tokens, more than a group of segments has."""
+    ends = torch.tensor(sorted({*starts, 200, 400, 600}), dtype=torch.int32)
+    longest = int(ends.diff().max())
+    q, k, v, dout = inputs((3, 4, 2, 200, 8, 6), "cpu", torch.float64)
+    options = AttentionOptions(True, 0.3, True, PackedLengths(ends, ends, (longest, longest)), softcap=softcap)
+    options = options.within(window)
+    out, lse = partial_attention(q, k, v, options)
+    found = partial_attention_backward(dout, q, k, v, out, lse, options)
+    documents = torch.searchsorted(ends, torch.arange(600), right=True).view(3, 200)
+    leaves = tuple(x.requires_grad_() for x in (q, k, v))
+    expected = dense_attention(q, k, v, 0.3, documents, window, softcap)
+    gradients = torch.autograd.grad(expected, leaves, dout)
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(list(found), list(gradients), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [128, 72])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_ten_thousand_segments_of_one_token_return_their_values(width, deterministic):
+    """On the device, too, by our backward (128) and by flash attention's (72)."""
+    q, k, v, dout = (x.contiguous() for x in inputs((1, 4, 4, 10_000, width, width), "cuda", torch.bfloat16))
+    ends = torch.arange(10_001, dtype=torch.int32, device="cuda")
+    options = AttentionOptions(True, 0.1, deterministic, PackedLengths(ends, ends, (1, 1)))
+    out, lse = partial_attention(q, k, v, options)
+    dq, dk, dv = partial_attention_backward(dout, q, k, v, out, lse, options)
+    torch.testing.assert_close(out, v)
+    torch.testing.assert_close(dv, dout)
+    assert max(float(x.abs().max()) for x in (dq, dk)) < 0.05

@@ -50,6 +50,7 @@ def test_each_source_holds_out_a_data_set_of_its_own() -> None:
         (("data.path=null",), "data.path is null: expected a corpus, or null and data.sources"),
         (MIXED[1:], "data.path is builtin:pydoc, but there are data.sources: expected a corpus, or null"),
         (("data.packing=documents",), "data.document_mask is false: expected true for data.packing = documents"),
+        (("data.balance=documents",), "data.document_mask is false: expected true for data.balance = documents"),
         (
             (*MIXED, "data.sources=[{path: a, weight: 0}]"),
             "data.sources has weights that sum to 0: expected a positive",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
 from closeness import relative_error
 from cp_ranks import Case, Ranks, document_indices, run_rank
+from dense_attention import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,6 +142,36 @@ def test_any_packing_is_exact(ranks, method, seed):
     starts = [torch.randperm(39, generator=generator)[: 4 * (seed + row) % 13] + 1 for row in range(2)]
     documents = tuple((0, *sorted(each.tolist())) for each in starts)
     assert_equals_plain_attention(ranks, Case(4, method, batch=2, length=40, documents=documents, seed=seed), 1e-10)
+
+
+MANY = 10_000
+ROWS = {
+    "one token each": tuple(range(MANY)),
+    "some over several ranks": (*range(1000), 1000, *range(2600, 6200), 6200, *range(7500, MANY)),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "rows"),
+    [
+        each if each == ("ring", "one token each") else pytest.param(*each, marks=pytest.mark.slow)
+        for each in product(METHODS, ROWS)
+    ],
+)
+def test_ten_thousand_documents_a_row_are_exact(ranks, method, rows):
+    """Each of one token returns its value; the others are computed by themselves."""
+    case = Case(4, method, kv_heads=4, length=MANY, documents=(ROWS[rows],))
+    q, k, v, dout = case.inputs()
+    expected = [v.clone(), torch.zeros_like(q), torch.zeros_like(k), dout.clone()]
+    for first, end in pairwise((*ROWS[rows], MANY)):
+        if end - first > 1:
+            leaves = tuple(x[:, :, first:end].clone().requires_grad_() for x in (q, k, v))
+            out = dense_attention(leaves[0], leaves[1], leaves[2])
+            gradients = torch.autograd.grad(out, leaves, dout[:, :, first:end])
+            for joined, its in zip(expected, (out.detach(), *gradients), strict=True):
+                joined[:, :, first:end] = its
+    found = case.join([answer.parts for answer in ranks.run(case)])
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_ring_communicates_while_it_computes(ranks):
