@@ -1,0 +1,76 @@
+"""`pentad doctor`: a line for each check as soon as it is made, with the remedy below it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.doctor.checks import CHECKS, examine
+from pentad.orchestrator.doctor.finding import Row, Verdict, worst
+from pentad.orchestrator.planning.formatting import format_duration
+from pentad.schedules.ir.errors import printable
+
+_COLOURS: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "failure": "bold red", "not applicable": "dim"}
+_NAME = max(len(check.name) for check in CHECKS)
+_LONG = 1.0  # seconds
+
+
+def show_doctor(config: RunConfig, burn: float | None, console: Console, *, as_json: bool) -> int:
+    """Makes all checks and prints them. Returns the exit status: 1 if one has failed."""
+    rows = []
+    for row in examine(config, burn, _under_way):
+        rows.append(row)
+        if not as_json:
+            show_row(row, console)
+    verdicts = [row.finding.verdict for row in rows]
+    if as_json:
+        print(json.dumps({"verdict": worst(verdicts), "checks": list(map(_facts, rows))}))
+    else:
+        counts = Counter(verdicts)
+        texts = [f"{counts[each]} {each}{'s' * (counts[each] > 1)}" for each in ("failure", "warning") if counts[each]]
+        console.print(Text(f"\n {' and '.join(texts) or 'nothing wrong'}", _COLOURS[worst(verdicts)]))
+    return int("failure" in verdicts)
+
+
+def show_row(row: Row, console: Console) -> None:
+    """The name, the verdict and the sentence, and the remedy below; wrapped on a terminal only."""
+    finding, where = row.finding, f"{row.node}: " if row.node else ""
+    text = Text.assemble(where, (finding.verdict, _COLOURS[finding.verdict]))
+    text.append(f"{' ' if finding.verdict == 'ok' else ': '}{printable(finding.text)}")
+    lines = [(Text(row.check, "dim"), text)]
+    if finding.remedy:
+        lines.append((Text(), Text(f"> {printable(finding.remedy)}", "italic")))
+    if not console.is_terminal:
+        for name, line in lines:
+            console.print(Text(f" {name!s:<{_NAME}}  {line}"), soft_wrap=True)
+        return
+    table = Table.grid(padding=(0, 1), pad_edge=True)
+    table.add_column(min_width=_NAME, no_wrap=True)
+    table.add_column(overflow="fold")
+    for cells in lines:
+        table.add_row(*cells)
+    console.print(table)
+
+
+@contextmanager
+def _under_way(name: str, seconds: float) -> Iterator[None]:
+    """A clock on stderr while a long check is made, if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn(" {task.description}"), TimeElapsedColumn())
+    disable = seconds < _LONG or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=disable) as progress:
+        progress.add_task(f"{name}, about {format_duration(seconds)}", total=None)
+        yield
+
+
+def _facts(row: Row) -> dict[str, object]:
+    finding = row.finding._asdict() | {"figures": dict(row.finding.figures)}
+    return {"check": row.check, **({"node": row.node} if row.node else {}), **finding}

@@ -1,0 +1,42 @@
+"""All checks of one machine, in the order in which they are made and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.doctor import burn, disk, gpus, host, links, nccl, versions
+from pentad.orchestrator.doctor.finding import Check, Row, Subject, UnderWay
+from pentad.workers.health.gpu_facts import read_gpus
+
+CHECKS = (
+    Check("versions", versions.examine_versions),
+    Check("driver", versions.examine_driver),
+    Check("GPUs", gpus.examine_gpus),
+    Check("GPU memory", gpus.examine_memory),
+    Check("ECC", gpus.examine_ecc),
+    Check("clocks", gpus.examine_clocks),
+    Check("links", links.examine_links, links.seconds_of_links),
+    Check("NCCL", nccl.examine_variables),
+    Check("open files", host.examine_files),
+    Check("/dev/shm", host.examine_shm),
+    Check("memory", host.examine_memory),
+    Check("pinned memory", host.examine_pinned),
+    Check("disk", disk.examine_disk, lambda _: 2 * disk.SECONDS),
+    Check("burn", burn.examine_burn, lambda subject: subject.burn),
+)
+
+
+def examine(config: RunConfig, seconds: float | None, under_way: UnderWay) -> Iterator[Row]:
+    """Every check of this machine, as soon as it is made. `seconds` are those of the burn, None: the default for GPUs,
+    and none on CPUs."""
+    subject = subject_of(config, seconds)
+    for check in CHECKS:
+        with under_way(check.name, check.seconds(subject)):
+            finding = check.examine(subject)
+        yield Row(check.name, finding)
+
+
+def subject_of(config: RunConfig, seconds: float | None) -> Subject:
+    found = read_gpus()
+    return Subject(config, found, (burn.GPU_SECONDS if found else 0.0) if seconds is None else seconds)

@@ -1,0 +1,156 @@
+"""Multiplies fixed matrices on every GPU, or every CPU core, at once and compares the products bit by bit.
+
+`python -m pentad.workers.health.burn DEVICE SECONDS` prints a JSON list of what `burn` returns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from typing import NamedTuple
+
+import torch
+
+from pentad.workers.health.gpu_facts import index_of, read_gpus
+
+SIZE = {"cuda": 8192, "cpu": 512}  # of the factors
+DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
+SEED = 1
+ROWS = 16  # of the first product that are compared with float64
+ROUND = 10  # products between two looks at the clock, of a GPU
+WARM_UP = 0.25  # share of the time that does not count for the rate
+
+
+class Burned(NamedTuple):
+    """What one unit, 'GPU 3' or 'CPU 5', did. `digest` is of its first product's bits, `differing` counts later
+    products with other bits, and `error` is the largest one of the first in units of the rounding that is allowed.
+    `rate` is in FLOP/s; `clock` in hertz and `throttles` are those under load, `clock_most` the GPU's highest."""
+
+    unit: str
+    model: str
+    digest: str
+    products: int
+    differing: int
+    error: float
+    rate: float
+    clock: float | None = None
+    clock_most: float | None = None
+    throttles: tuple[str, ...] = ()
+
+
+def burn(device: str, seconds: float) -> list[Burned]:
+    """Burns all visible GPUs ('cuda') or the cores that this process may use ('cpu') for so many seconds.
+
+    The factors are the same everywhere, drawn on the host. Raises what torch raises if a unit fails.
+    """
+    factors = _factors(device)
+    found: dict[int, Burned] = {}
+    failed: list[BaseException] = []
+    units = range(torch.cuda.device_count()) if device == "cuda" else sorted(os.sched_getaffinity(0))
+
+    def work(unit: int) -> None:
+        try:
+            found[unit] = _burn_gpu(unit, factors, seconds) if device == "cuda" else _burn_core(unit, factors, seconds)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(unit,)) for unit in units]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return [found[unit] for unit in units]
+
+
+def _factors(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator, size = torch.Generator().manual_seed(SEED), SIZE[device]
+    a, b = (torch.randn(size, size, generator=generator).to(DTYPE[device]) for _ in range(2))
+    return a, b
+
+
+def _burn_gpu(index: int, factors: tuple[torch.Tensor, torch.Tensor], seconds: float) -> Burned:
+    device = torch.device("cuda", index)
+    with torch.cuda.device(device):
+        a, b = (factor.to(device) for factor in factors)
+        first = torch.mm(a, b)
+        product = torch.empty_like(first)
+        differing = torch.zeros((), dtype=torch.int64, device=device)
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        count, timed, since = 0, 0, began
+        while (now := time.monotonic()) < began + seconds:
+            if not timed and now >= began + WARM_UP * seconds:
+                timed, since = count, now
+            for _ in range(ROUND):
+                torch.mm(a, b, out=product)
+                differing += (product.view(torch.int16) != first.view(torch.int16)).any()
+            count += ROUND
+            torch.cuda.current_stream().synchronize()
+        took = time.monotonic() - since
+        state = _under_load(index, a, b, product)
+        host = first.cpu()
+    properties = torch.cuda.get_device_properties(index)
+    number = index_of(str(properties.uuid))
+    return Burned(
+        unit=f"GPU {index if number is None else number}",
+        model=properties.name,
+        digest=_digest(host),
+        products=count,
+        differing=int(differing),
+        error=_error(host, *factors),
+        rate=2 * SIZE["cuda"] ** 3 * (count - timed) / took,
+        **state,
+    )
+
+
+def _under_load(index: int, a: torch.Tensor, b: torch.Tensor, product: torch.Tensor) -> dict:
+    """The GPU's clocks and throttles while it multiplies."""
+    for _ in range(4 * ROUND):
+        torch.mm(a, b, out=product)
+    uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    facts = next((each for each in read_gpus() if each.uuid == uuid), None)
+    torch.cuda.current_stream().synchronize()
+    if facts is None:
+        return {}
+    return {"clock": facts.clock, "clock_most": facts.clock_most, "throttles": facts.throttles}
+
+
+def _burn_core(core: int, factors: tuple[torch.Tensor, torch.Tensor], seconds: float) -> Burned:
+    """In a thread of its own, which stays on the core."""
+    os.sched_setaffinity(0, {core})
+    a, b = factors
+    first = torch.mm(a, b)
+    product = torch.empty_like(first)
+    count, differing, began = 0, 0, time.thread_time()
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        torch.mm(a, b, out=product)
+        differing += not torch.equal(product.view(torch.int32), first.view(torch.int32))
+        count += 1
+    took = time.thread_time() - began  # others may use the core
+    rate = 2 * SIZE["cpu"] ** 3 * count / max(took, 1e-9)
+    return Burned(f"CPU {core}", "", _digest(first), count, differing, _error(first, a, b), rate)
+
+
+def _digest(product: torch.Tensor) -> str:
+    return hashlib.sha256(product.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _error(product: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest error of some rows in units of what float32 sums and one rounding of the result may cause."""
+    step = product.shape[0] // ROWS
+    exact = a[::step].double() @ b.double()
+    sums = a[::step].double().abs() @ b.double().abs()
+    allowed = torch.finfo(product.dtype).eps * exact.abs() + a.shape[1] * torch.finfo(torch.float32).eps * sums
+    return float(((product[::step].double() - exact).abs() / allowed).nan_to_num(nan=torch.inf).max())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps([each._asdict() for each in burn(sys.argv[1], float(sys.argv[2]))]))
