@@ -1,0 +1,87 @@
+"""`pentad doctor` from end to end on this machine, without its GPUs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import Pentad
+from rich.console import Console
+
+from pentad.orchestrator.cli.show_doctor import show_row
+from pentad.orchestrator.doctor import checks, disk, finding
+from pentad.orchestrator.doctor.checks import CHECKS
+from pentad.orchestrator.doctor.finding import Finding, ProbeError, Row, probe
+
+NEEDS_GPU = {"driver", "GPUs", "GPU memory", "ECC", "clocks", "links"}
+
+
+@pytest.fixture(autouse=True)
+def little_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "BLOCKS", 1)
+    monkeypatch.setattr(checks, "read_gpus", lambda: ())
+
+
+def test_every_check_is_made_and_nothing_stays(pentad: Pentad, tmp_path: Path) -> None:
+    status, out, err = pentad("doctor", "--json", "--burn", "0.1", f"run.folder={tmp_path}/new/runs")
+    report = json.loads(out)
+    found = {each["check"]: each for each in report["checks"]}
+    assert list(found) == [check.name for check in CHECKS] and not err
+    assert status == int(report["verdict"] == "failure")
+    assert all(found[name]["verdict"] == "not applicable" for name in NEEDS_GPU)
+    assert all(found[name]["text"] == "no GPU" for name in NEEDS_GPU)
+    assert found["versions"]["verdict"] == "ok"
+    assert found["disk"]["figures"]["write"] > 0
+    assert found["burn"]["verdict"] == "ok" and found["burn"]["figures"]["units"][0]["products"] > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_line_a_check_with_its_remedy_below(pentad: Pentad, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    status, out, _ = pentad("doctor", f"run.folder={blocked}/runs")
+    lines = out.splitlines()
+    assert status == 1
+    at = next(number for number, line in enumerate(lines) if line.startswith(" disk"))
+    assert lines[at].split(maxsplit=1)[1].startswith(f"failure: run.folder is '{blocked}/runs', which cannot be written")
+    assert lines[at + 1].strip().startswith("> choose another run.folder")
+    assert " burn           not applicable: no GPU" in lines
+    assert "1 failure" in lines[-1]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_line_is_wider_than_the_terminal(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    row = Row("pinned memory", Finding("failure", "word " * 40, "remedy " * 30), "10.0.0.1")
+    show_row(row, Console(width=width, force_terminal=True, color_system=None))
+    out = capsys.readouterr().out
+    assert out.startswith(" pinned memory 10.0.0.1: failure: word")
+    assert out.count("word") == 40 and max(map(len, out.splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (["missing.yaml"], 1, "CONFIG is 'missing.yaml'"),
+        (["--burn", "-1"], 2, "--burn"),
+        (["a.yaml", "b.yaml"], 2, "CONFIG is given twice"),
+    ],
+)
+def test_bad_input_costs_one_sentence(pentad: Pentad, arguments: list[str], status: int, sentence: str) -> None:
+    found, out, err = pentad("doctor", *arguments)
+    assert (found, out, err.count("\n")) == (status, "", 1) and sentence in err
+
+
+def test_a_probe_that_fails_or_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ProbeError, match="No module named"):
+        probe("nonsense")
+    monkeypatch.setattr(finding, "START_SECONDS", 0.05)
+    with pytest.raises(ProbeError, match="no answer within"):
+        probe("burn", "cpu", "60")
+
+
+@pytest.mark.gpu
+def test_a_machine_with_gpus_is_examined(pentad: Pentad, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    _, out, _ = pentad("doctor", "--json", "--burn", "3")
+    found = {each["check"]: each for each in json.loads(out)["checks"]}
+    assert all(found[name]["text"] != "no GPU" for name in (*NEEDS_GPU, "burn"))
+    assert found["burn"]["verdict"] in ("ok", "failure") and found["burn"]["figures"]["units"]
