@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -13,22 +13,22 @@ from rich.table import Table
 from rich.text import Text
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.doctor.checks import CHECKS, examine
+from pentad.orchestrator.doctor.examine import NAMES, examine
 from pentad.orchestrator.doctor.finding import Row, Verdict, worst
 from pentad.orchestrator.planning.formatting import format_duration
 from pentad.schedules.ir.errors import printable
 
 _COLOURS: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "failure": "bold red", "not applicable": "dim"}
-_NAME = max(len(check.name) for check in CHECKS)
+_NAME = max(map(len, NAMES))
 _LONG = 1.0  # seconds
 
 
 def show_doctor(config: RunConfig, burn: float | None, console: Console, *, as_json: bool) -> int:
     """Makes all checks and prints them. Returns the exit status: 1 if one has failed."""
-    rows = []
-    for row in examine(config, burn, _under_way):
-        rows.append(row)
-        if not as_json:
+    rows: list[Row] = []
+    for found in examine(config, burn, _under_way):
+        rows += found
+        for row in () if as_json else merged(found):
             show_row(row, console)
     verdicts = [row.finding.verdict for row in rows]
     if as_json:
@@ -38,6 +38,20 @@ def show_doctor(config: RunConfig, burn: float | None, console: Console, *, as_j
         texts = [f"{counts[each]} {each}{'s' * (counts[each] > 1)}" for each in ("failure", "warning") if counts[each]]
         console.print(Text(f"\n {' and '.join(texts) or 'nothing wrong'}", _COLOURS[worst(verdicts)]))
     return int("failure" in verdicts)
+
+
+def merged(rows: Sequence[Row]) -> list[Row]:
+    """One row for all nodes where a check is ok, one for all where it does not apply, and one for each other node."""
+    found = []
+    for verdict in ("ok", "not applicable"):
+        nodes = [row for row in rows if row.finding.verdict == verdict]
+        if nodes:
+            first = nodes[0]
+            same = len({row.finding.text for row in nodes}) == 1
+            text = first.finding.text if same else f"{first.finding.text} on {first.node}"
+            node = f"{len(nodes)} nodes" if len(nodes) > 1 else first.node
+            found.append(Row(first.check, first.finding._replace(text=text), node))
+    return found + [row for row in rows if row.finding.verdict in ("warning", "failure")]
 
 
 def show_row(row: Row, console: Console) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.doctor import burn, disk, gpus, host, links, nccl, versions
-from pentad.orchestrator.doctor.finding import Check, Row, Subject, UnderWay
+from pentad.orchestrator.doctor.finding import Check, Subject
 from pentad.workers.health.gpu_facts import read_gpus
 
 CHECKS = (
@@ -27,16 +25,7 @@ CHECKS = (
 )
 
 
-def examine(config: RunConfig, seconds: float | None, under_way: UnderWay) -> Iterator[Row]:
-    """Every check of this machine, as soon as it is made. `seconds` are those of the burn, None: the default for GPUs,
-    and none on CPUs."""
-    subject = subject_of(config, seconds)
-    for check in CHECKS:
-        with under_way(check.name, check.seconds(subject)):
-            finding = check.examine(subject)
-        yield Row(check.name, finding)
-
-
 def subject_of(config: RunConfig, seconds: float | None) -> Subject:
+    """This machine, with so many seconds to burn; None: the default on GPUs, and none on CPUs."""
     found = read_gpus()
     return Subject(config, found, (burn.GPU_SECONDS if found else 0.0) if seconds is None else seconds)

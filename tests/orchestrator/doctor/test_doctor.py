@@ -9,23 +9,25 @@ from rich.console import Console
 
 from pentad.orchestrator.cli.show_doctor import show_row
 from pentad.orchestrator.doctor import checks, disk, finding
-from pentad.orchestrator.doctor.checks import CHECKS
+from pentad.orchestrator.doctor.examine import NAMES
 from pentad.orchestrator.doctor.finding import Finding, ProbeError, Row, probe
 
 NEEDS_GPU = {"driver", "GPUs", "GPU memory", "ECC", "clocks", "links"}
 
 
 @pytest.fixture(autouse=True)
-def little_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_small_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without GPUs, and little is written."""
     monkeypatch.setattr(disk, "BLOCKS", 1)
-    monkeypatch.setattr(checks, "read_gpus", lambda: ())
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(checks, "read_gpus", lambda: ())
 
 
 def test_every_check_is_made_and_nothing_stays(pentad: Pentad, tmp_path: Path) -> None:
     status, out, err = pentad("doctor", "--json", "--burn", "0.1", f"run.folder={tmp_path}/new/runs")
     report = json.loads(out)
     found = {each["check"]: each for each in report["checks"]}
-    assert list(found) == [check.name for check in CHECKS] and not err
+    assert list(found) == list(NAMES) and not err
     assert status == int(report["verdict"] == "failure")
     assert all(found[name]["verdict"] == "not applicable" for name in NEEDS_GPU)
     assert all(found[name]["text"] == "no GPU" for name in NEEDS_GPU)
@@ -42,7 +44,9 @@ def test_a_line_a_check_with_its_remedy_below(pentad: Pentad, tmp_path: Path) ->
     lines = out.splitlines()
     assert status == 1
     at = next(number for number, line in enumerate(lines) if line.startswith(" disk"))
-    assert lines[at].split(maxsplit=1)[1].startswith(f"failure: run.folder is '{blocked}/runs', which cannot be written")
+    assert (
+        lines[at].split(maxsplit=1)[1].startswith(f"failure: run.folder is '{blocked}/runs', which cannot be written")
+    )
     assert lines[at + 1].strip().startswith("> choose another run.folder")
     assert " burn           not applicable: no GPU" in lines
     assert "1 failure" in lines[-1]
@@ -79,8 +83,7 @@ def test_a_probe_that_fails_or_hangs_is_reported(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
-def test_a_machine_with_gpus_is_examined(pentad: Pentad, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+def test_a_machine_with_gpus_is_examined(pentad: Pentad) -> None:
     _, out, _ = pentad("doctor", "--json", "--burn", "3")
     found = {each["check"]: each for each in json.loads(out)["checks"]}
     assert all(found[name]["text"] != "no GPU" for name in (*NEEDS_GPU, "burn"))

@@ -21,6 +21,7 @@ from pentad.workers.health.links import Link
 GIB, H200 = 2**30, "NVIDIA H200"
 GPU = GpuFacts(0, "GPU-0", H200, 140 * GIB, GIB // 2, (), 0, "", (), 345e6, 1980e6, True)
 BURNED = Burned("GPU 0", H200, "a", 100, 0, 0.1, 660e12, 1500e6, 1980e6)
+CORE = BURNED._replace(unit="CPU 0", model="", clock=None, clock_most=None)
 LINK = Link(0, 1, True, 380e9, 6e-6)
 
 
@@ -83,10 +84,16 @@ CASES = {
     "other models": (judge_burn(burned(2, digest="b", model="NVIDIA L4", rate=6e13), 30), "ok", "2 GPUs"),
     "wrong now and then": (judge_burn(burned(differing=3), 30), "failure", "GPU 3 computes wrong: 3 of 100"),
     "always wrong": (judge_burn(burned(1, error=40.0), 30), "failure", "GPU 0 computes wrong: 40 times"),
-    "slow core": (judge_burn([*burned(1, unit="CPU 0", model=""), BURNED._replace(unit="CPU 1", model="", rate=1e9)], 1),)
+    "slow core": (
+        judge_burn([*burned(1, unit="CPU 0", model=""), BURNED._replace(unit="CPU 1", model="", rate=1e9)], 1),
+    )
     + ("ok", "2 CPUs, 1 s"),
     "variables": (judge_variables({"NCCL_SOCKET_IFNAME": "eth,lo"}, ["lo", "eth0"]), "ok", "1 variables set"),
-    "no interface": (judge_variables({"NCCL_SOCKET_IFNAME": "ib"}, ["lo", "eth0"]), "failure", "selects none of lo, eth0"),
+    "no interface": (
+        judge_variables({"NCCL_SOCKET_IFNAME": "ib"}, ["lo", "eth0"]),
+        "failure",
+        "none of lo, eth0",
+    ),
     "exact": (judge_variables({"NCCL_SOCKET_IFNAME": "=eth"}, ["eth0"]), "failure", "NCCL_SOCKET_IFNAME is '=eth'"),
     "all others": (judge_variables({"NCCL_SOCKET_IFNAME": "^lo"}, ["lo", "eth0"]), "ok", ""),
     "none left": (judge_variables({"NCCL_SOCKET_IFNAME": "^eth,lo"}, ["lo", "eth0"]), "failure", "selects none"),
