@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,7 +19,7 @@ from pentad.orchestrator.planning.formatting import format_duration
 from pentad.schedules.ir.errors import printable
 
 _COLOURS: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "failure": "bold red", "not applicable": "dim"}
-_NAME = max(map(len, NAMES))
+_NAME, _VERDICT = max(map(len, NAMES)), len("failure")
 _LONG = 1.0  # seconds
 
 
@@ -34,6 +34,7 @@ def show_doctor(config: RunConfig, burn: float | None, console: Console, *, as_j
     if as_json:
         print(json.dumps({"verdict": worst(verdicts), "checks": list(map(_facts, rows))}))
     else:
+        _show_left_out(rows, console)
         counts = Counter(verdicts)
         texts = [f"{counts[each]} {each}{'s' * (counts[each] > 1)}" for each in ("failure", "warning") if counts[each]]
         console.print(Text(f"\n {' and '.join(texts) or 'nothing wrong'}", _COLOURS[worst(verdicts)]))
@@ -41,33 +42,53 @@ def show_doctor(config: RunConfig, burn: float | None, console: Console, *, as_j
 
 
 def merged(rows: Sequence[Row]) -> list[Row]:
-    """One row for all nodes where a check is ok, one for all where it does not apply, and one for each other node."""
-    found = []
-    for verdict in ("ok", "not applicable"):
-        nodes = [row for row in rows if row.finding.verdict == verdict]
-        if nodes:
-            first = nodes[0]
-            same = len({row.finding.text for row in nodes}) == 1
-            text = first.finding.text if same else f"{first.finding.text} on {first.node}"
-            node = f"{len(nodes)} nodes" if len(nodes) > 1 else first.node
-            found.append(Row(first.check, first.finding._replace(text=text), node))
-    return found + [row for row in rows if row.finding.verdict in ("warning", "failure")]
+    """Of the rows of a check that applies, one for all nodes where it is ok, and one for each other node."""
+    fine = [row for row in rows if row.finding.verdict == "ok"]
+    found = [row for row in rows if row.finding.verdict in ("warning", "failure")]
+    if not fine:
+        return found
+    text, node = fine[0].finding.text, fine[0].node
+    if len(fine) > 1:
+        is_same = len({row.finding.text for row in fine}) == 1
+        text, node = text if is_same else f"{text} on {node}", f"{len(fine)} nodes"
+    return [Row(fine[0].check, fine[0].finding._replace(text=text), node), *found]
 
 
 def show_row(row: Row, console: Console) -> None:
     """The name, the verdict and the sentence, and the remedy below; wrapped on a terminal only."""
     finding, where = row.finding, f"{row.node}: " if row.node else ""
-    text = Text.assemble(where, (finding.verdict, _COLOURS[finding.verdict]))
-    text.append(f"{' ' if finding.verdict == 'ok' else ': '}{printable(finding.text)}")
-    lines = [(Text(row.check, "dim"), text)]
+    lines = [
+        (
+            Text(row.check, "dim"),
+            Text(finding.verdict, _COLOURS[finding.verdict]),
+            Text(where + printable(finding.text)),
+        )
+    ]
     if finding.remedy:
-        lines.append((Text(), Text(f"> {printable(finding.remedy)}", "italic")))
+        lines.append((Text(), Text(), Text(f"> {printable(finding.remedy)}", "italic")))
+    _print(lines, console)
+
+
+def _show_left_out(rows: Sequence[Row], console: Console) -> None:
+    """The checks that apply nowhere, by their reasons."""
+    reasons = defaultdict(list)
+    for name in dict.fromkeys(row.check for row in rows):
+        findings = [row.finding for row in rows if row.check == name]
+        if all(each.verdict == "not applicable" for each in findings):
+            reasons[findings[0].text].append(name)
+    _print(
+        [(Text(), Text("-", "dim"), Text(f"{', '.join(its)}: {why}", "dim")) for why, its in reasons.items()], console
+    )
+
+
+def _print(lines: Sequence[tuple[Text, Text, Text]], console: Console) -> None:
     if not console.is_terminal:
-        for name, line in lines:
-            console.print(Text(f" {name!s:<{_NAME}}  {line}"), soft_wrap=True)
+        for name, verdict, text in lines:
+            console.print(Text(f" {name!s:<{_NAME}}  {verdict!s:<{_VERDICT}}  {text}"), soft_wrap=True)
         return
     table = Table.grid(padding=(0, 1), pad_edge=True)
     table.add_column(min_width=_NAME, no_wrap=True)
+    table.add_column(min_width=_VERDICT, no_wrap=True)
     table.add_column(overflow="fold")
     for cells in lines:
         table.add_row(*cells)

@@ -86,13 +86,12 @@ def measure(folder: Path) -> Speed:
 
 
 def _read_directly(name: str, block: mmap.mmap) -> float | None:
+    """None for a file system, or an operating system, without direct I/O."""
     try:
-        handle = os.open(name, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-    except OSError:
-        return None  # a file system in memory
+        handle = os.open(name, os.O_RDONLY | os.O_DIRECT)
+    except (AttributeError, OSError):
+        return None
     try:
-        if not hasattr(os, "O_DIRECT"):
-            return None
         total, began = 0, time.monotonic()
         while time.monotonic() < began + SECONDS and (got := os.readv(handle, [block])):
             total += got

@@ -8,7 +8,8 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.doctor.checks import CHECKS, subject_of
 from pentad.orchestrator.doctor.finding import Finding, Row, UnderWay
 
-NAMES = ("Ray", *(check.name for check in CHECKS), "clock offset")
+OF_CLUSTERS = ("nodes", "network", "clock offset")
+NAMES = ("Ray", OF_CLUSTERS[0], *(check.name for check in CHECKS), *OF_CLUSTERS[1:])
 
 
 def examine(config: RunConfig, seconds: float | None, under_way: UnderWay) -> Iterator[list[Row]]:
@@ -19,10 +20,10 @@ def examine(config: RunConfig, seconds: float | None, under_way: UnderWay) -> It
 
         yield from examine_cluster(config, seconds, under_way)
         return
-    yield [Row("Ray", Finding("not applicable", "cluster.address is local, so a run starts its own"))]
     subject = subject_of(config, seconds)
     for check in CHECKS:
         with under_way(check.name, check.seconds(subject)):
-            finding = check.examine(subject)
+            finding = check.run(subject)
         yield [Row(check.name, finding)]
-    yield [Row("clock offset", Finding("not applicable", "one node"))]
+    for name in ("Ray", *OF_CLUSTERS):
+        yield [Row(name, Finding("not applicable", "this machine only"))]

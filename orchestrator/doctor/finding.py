@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.workers.health.gpu_facts import GpuFacts
 
 Verdict = Literal["ok", "warning", "failure", "not applicable"]
-NO_FIGURES: Mapping[str, Any] = MappingProxyType({})
-START_SECONDS = 120.0  # for a probe to import torch and to open all GPUs
 
 
 class Finding(NamedTuple):
@@ -25,12 +19,12 @@ class Finding(NamedTuple):
     verdict: Verdict
     text: str
     remedy: str = ""
-    figures: Mapping[str, Any] = NO_FIGURES
+    figures: Mapping[str, Any] = {}
 
 
 class Subject(NamedTuple):
     """What is examined: the machine of this process, for a configuration. `burn` are the seconds to burn on, 0: not at
-    all; `gpus` all GPUs of the machine."""
+    all; `gpus` the GPUs that this process may use."""
 
     config: RunConfig
     gpus: tuple[GpuFacts, ...]
@@ -38,9 +32,17 @@ class Subject(NamedTuple):
 
 
 class Check(NamedTuple):
+    """`seconds` is how long it takes, if that is long."""
+
     name: str
     examine: Callable[[Subject], Finding]
-    seconds: Callable[[Subject], float] = lambda _: 0.0  # that it takes, if it is long
+    seconds: Callable[[Subject], float] = lambda _: 0.0
+    needs_gpus: bool = False
+
+    def run(self, subject: Subject) -> Finding:
+        if self.needs_gpus and not subject.gpus:
+            return Finding("not applicable", "no GPU")
+        return self.examine(subject)
 
 
 class Row(NamedTuple):
@@ -55,34 +57,9 @@ class Row(NamedTuple):
 UnderWay = Callable[[str, float], AbstractContextManager[None]]
 
 
-class ProbeError(Exception):
-    """Why a probe did not measure."""
-
-
-NO_GPU = Finding("not applicable", "no GPU")
-
-
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
     order: tuple[Verdict, ...] = ("failure", "warning", "ok")
     return next((each for each in order if each in verdicts), "not applicable")
-
-
-def probe(module: str, *arguments: str, seconds: float = 0.0) -> Any:
-    """What a module of workers/health prints, in a process of its own: a sick GPU can hang whoever touches it, and
-    what is in its memory goes with the process. It may take `seconds` after its start. Raises ProbeError."""
-    command = [sys.executable, "-P", "-m", f"pentad.workers.health.{module}", *arguments]
-    limit = START_SECONDS + seconds
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=True)
-        return json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        raise ProbeError(f"no answer within {limit:.0f} s") from None
-    except subprocess.CalledProcessError as error:
-        lines = [line for line in (error.stderr or "").strip().splitlines() if line.strip()]
-        named = [line for line in lines if "Error" in line.partition(":")[0]]
-        raise ProbeError((named or lines or [f"exit status {error.returncode}"])[-1].strip()) from None
-    except (OSError, ValueError) as error:
-        raise ProbeError(str(error)) from None
 
 
 def listed(names: Sequence[object]) -> str:

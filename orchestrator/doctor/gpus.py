@@ -1,14 +1,12 @@
-"""What the driver says about this machine's GPUs: number, memory, errors, clocks."""
+"""What the driver says about the GPUs of a machine: number, memory, errors, clocks."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 
-from pentad.orchestrator.doctor.finding import NO_GPU, Finding, Subject, gpus_named, listed
+from pentad.orchestrator.doctor.finding import Finding, Subject, gpus_named, listed
 from pentad.orchestrator.planning.formatting import format_bytes
-from pentad.orchestrator.planning.hardware import local_gpus
 from pentad.workers.health.gpu_facts import GpuFacts
 
 TAKEN = 2**30  # bytes; a driver alone uses less
@@ -17,32 +15,18 @@ TAKEN = 2**30  # bytes; a driver alone uses less
 def examine_gpus(subject: Subject) -> Finding:
     section = subject.config.cluster
     wanted = subject.config.mesh.size if section.address == "local" and section.device == "cuda" else 0
-    return judge_gpus([gpu.name for gpu in subject.gpus], local_gpus(), wanted)
+    return judge_gpus([gpu.name for gpu in subject.gpus], wanted)
 
 
-def examine_memory(subject: Subject) -> Finding:
-    return judge_memory(subject.gpus, os.getpid())
-
-
-def examine_ecc(subject: Subject) -> Finding:
-    return judge_ecc(subject.gpus)
-
-
-def examine_clocks(subject: Subject) -> Finding:
-    return judge_clocks(subject.gpus)
-
-
-def judge_gpus(names: Sequence[str], visible: int, wanted: int) -> Finding:
-    """Of GPUs with these names, of which CUDA_VISIBLE_DEVICES leaves so many, for so many local ranks on GPUs."""
-    if wanted > visible:
-        text = f"mesh has {wanted} ranks with a GPU each, but this machine has {visible}"
+def judge_gpus(names: Sequence[str], wanted: int) -> Finding:
+    """Of GPUs with these names, for so many local ranks with a GPU each."""
+    if wanted > len(names):
+        text = f"mesh has {wanted} ranks with a GPU each, but this process may use {len(names)}"
         return Finding("failure", text, "choose a smaller mesh, or cluster.address, a Ray cluster with enough GPUs")
     if not names:
-        return NO_GPU
+        return Finding("not applicable", "no GPU")
     counts = Counter(names)
     text = listed([f"{number} x {name}" for name, number in counts.items()])
-    if visible < len(names):
-        text += f", of which CUDA_VISIBLE_DEVICES leaves {visible}"
     if len(counts) > 1:
         return Finding("warning", f"{text}: the slowest sets the pace of a step", "run on GPUs of one kind")
     return Finding("ok", text)
@@ -51,15 +35,13 @@ def judge_gpus(names: Sequence[str], visible: int, wanted: int) -> Finding:
 def judge_memory(gpus: Sequence[GpuFacts], own: int) -> Finding:
     """What others hold; `own` is the PID of this process. PIDs are those of the host, which a container may not
     know, so memory counts, too."""
-    if not gpus:
-        return NO_GPU
     texts = []
     for gpu in gpus:
         pids = [pid for pid, _ in gpu.processes if pid != own]
         if pids or (gpu.memory_used or 0) > TAKEN:
             who = f" by process{'es' * (len(pids) > 1)} {listed(pids)}" if pids else ""
             used = "" if gpu.memory_used is None else f": {format_bytes(gpu.memory_used)}"
-            texts.append(f"GPU {gpu.index} is used{who}{used}")
+            texts.append(f"GPU {gpu.number} is used{who}{used}")
     if texts:
         return Finding("warning", "; ".join(texts), "end what runs there, or leave those GPUs to it")
     free = [gpu.memory_total - (gpu.memory_used or 0) for gpu in gpus if gpu.memory_total is not None]
@@ -69,15 +51,13 @@ def judge_memory(gpus: Sequence[GpuFacts], own: int) -> Finding:
 
 
 def judge_ecc(gpus: Sequence[GpuFacts]) -> Finding:
-    if not gpus:
-        return NO_GPU
-    failed = [gpu.index for gpu in gpus if gpu.remapping == "failed"]
+    failed = [gpu.number for gpu in gpus if gpu.remapping == "failed"]
     if failed:
         text = f"{gpus_named(failed)}: damaged memory could not be replaced by spare rows"
         return Finding("failure", text, "replace the GPU")
     broken = [gpu for gpu in gpus if gpu.ecc_errors or gpu.remapping]
     if broken:
-        text = "; ".join(f"GPU {gpu.index}: {_ecc_text(gpu)}" for gpu in broken)
+        text = "; ".join(f"GPU {gpu.number}: {_ecc_text(gpu)}" for gpu in broken)
         return Finding("failure", text, "drain the node and reset the GPU (`nvidia-smi -r`); replace it if they return")
     if all(gpu.ecc_errors is None for gpu in gpus):
         return Finding("not applicable", "ECC is off or not supported")
@@ -92,23 +72,21 @@ def _ecc_text(gpu: GpuFacts) -> str:
 
 def judge_clocks(gpus: Sequence[GpuFacts]) -> Finding:
     """Of GPUs at rest; a clock that is stuck shows in the burn."""
-    if not gpus:
-        return NO_GPU
     for cause, remedy in (
         ("hardware", "look at power cables and supplies, and for XIDs in `dmesg`"),
         ("thermal", "look at fans, cooling and the temperature of the air"),
     ):
-        slowed = [gpu.index for gpu in gpus if cause in gpu.throttles]
+        slowed = [gpu.number for gpu in gpus if cause in gpu.throttles]
         if slowed:
             verb = "is" if len(slowed) == 1 else "are"
             return Finding("failure", f"{gpus_named(slowed)} {verb} throttled ({cause})", remedy)
     most = Counter(gpu.clock_most for gpu in gpus)
     if len(most) > 1 and len({gpu.name for gpu in gpus}) == 1:
         usual = most.most_common(1)[0][0]
-        odd = [gpu.index for gpu in gpus if gpu.clock_most != usual]
+        odd = [gpu.number for gpu in gpus if gpu.clock_most != usual]
         text = f"{gpus_named(odd)} may not clock as high as the others"
         return Finding("warning", text, "`nvidia-smi -rgc -rac` removes limits of clocks")
-    off = [gpu.index for gpu in gpus if gpu.is_persistent is False]
+    off = [gpu.number for gpu in gpus if gpu.is_persistent is False]
     if off:
         text = f"persistence mode is off on {gpus_named(off)}, so each start of a process waits for the driver"
         return Finding("warning", text, "`nvidia-smi -pm 1`, or run nvidia-persistenced")

@@ -6,16 +6,17 @@ import resource
 import shutil
 from pathlib import Path
 
-from pentad.orchestrator.doctor.finding import Finding, Subject
+from pentad.orchestrator.doctor.finding import Finding, Subject, Verdict
 from pentad.orchestrator.planning.formatting import format_bytes
 
 MIB, GIB = 2**20, 2**30
 FEW_FILES, MANY_FILES = 1024, 8192
 SHM = Path("/dev/shm")
 SHM_OBJECTS, SHM_GPU = 256 * MIB, 64 * MIB  # for Ray's objects, and for NCCL's buffers of a GPU
-CGROUPS = (  # (limit, in use) of version 2 and 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+CGROUP = Path("/sys/fs/cgroup")
+CGROUP_FILES = (  # of version 2 and 1: limit, in use, and the file and key of what of that is a cache
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
 INFINIBAND = Path("/sys/class/infiniband")
 
@@ -35,7 +36,7 @@ def examine_memory(_: Subject) -> Finding:
     sizes = _meminfo()
     if not sizes:
         return Finding("not applicable", "no /proc/meminfo on this system")
-    limit, used = next((found for pair in CGROUPS if (found := _cgroup(*pair))), (None, 0))
+    limit, used = next((found for files in CGROUP_FILES if (found := cgroup(*files))), (None, 0))
     return judge_memory(sizes["MemTotal"], sizes["MemAvailable"], limit, used)
 
 
@@ -61,7 +62,7 @@ def judge_shm(total: int, free: int, gpus: int) -> Finding:
     if free >= wanted:
         return Finding("ok", text)
     remedy = "start the container with `--shm-size=8g`; on Kubernetes mount an emptyDir of medium Memory there"
-    verdict = "failure" if gpus > 1 and free < SHM_GPU * gpus else "warning"
+    verdict: Verdict = "failure" if gpus > 1 and free < SHM_GPU * gpus else "warning"
     return Finding(verdict, f"{text}: Ray and NCCL want {format_bytes(wanted)}", remedy)
 
 
@@ -100,10 +101,12 @@ def _meminfo() -> dict[str, int]:
     return {name: int(rest.split()[0]) * 1024 for name, rest in pairs}
 
 
-def _cgroup(limit: str, used: str) -> tuple[int, int] | None:
-    """None without one, or where it limits nothing ('max')."""
+def cgroup(limit: str, used: str, statistics: str, cache: str) -> tuple[int, int] | None:
+    """The bytes that a container may use, and those that it uses but for a cache, which the kernel gives back. None
+    without a limit ('max')."""
     try:
-        return int(Path(limit).read_text()), int(Path(used).read_text())
+        lines = dict(line.split() for line in (CGROUP / statistics).read_text().splitlines())
+        return int((CGROUP / limit).read_text()), int((CGROUP / used).read_text()) - int(lines.get(cache, 0))
     except (OSError, ValueError):
         return None
 

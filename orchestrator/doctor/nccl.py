@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from pentad.orchestrator.doctor.finding import Finding, Subject
 
+OURS = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 # Values that are left in an environment after somebody has looked for a fault; '': any value. What each costs.
 COSTLY = {
@@ -45,8 +46,8 @@ def judge_variables(environment: Mapping[str, str], interfaces: Sequence[str]) -
     if found:
         text = "; ".join(f"{name}={environment[name]}: {cost}" for name, cost in found.items())
         return Finding("warning", text, f"unset {' '.join(found)}")
-    ours = sum(name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_")) for name in environment)
-    return Finding("ok", f"{ours} variables set, none known to hurt" if ours else "no variables set")
+    ours = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(OURS)]
+    return Finding("ok", f"none known to hurt: {', '.join(ours)}" if ours else "no variables set")
 
 
 def _selected(value: str, interfaces: Sequence[str], *, exact: bool) -> list[str]:

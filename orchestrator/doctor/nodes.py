@@ -1,10 +1,11 @@
-"""The checks on every node that a run would be placed on: an actor a node, all nodes at once, compared at the end."""
+"""The checks on every node that a run would be placed on: all nodes at once, compared with each other."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -16,35 +17,50 @@ from pentad.orchestrator.cluster.cluster import Cluster, join
 from pentad.orchestrator.cluster.local_head import launch
 from pentad.orchestrator.cluster.placement import bundle_places, release, reserve
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.doctor.burn import compare_nodes
+from pentad.orchestrator.doctor import network
 from pentad.orchestrator.doctor.checks import CHECKS, subject_of
-from pentad.orchestrator.doctor.finding import START_SECONDS, Finding, Row, UnderWay
-from pentad.orchestrator.doctor.ray_cluster import examine_ray, judge_clock
+from pentad.orchestrator.doctor.compare import compared
+from pentad.orchestrator.doctor.finding import Finding, Row, UnderWay
+from pentad.orchestrator.doctor.probe import START_SECONDS
+from pentad.orchestrator.doctor.ray_cluster import clock_offset, examine_ray
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.health.burn import Burned
 
 POLL_SECONDS = 0.1  # Ray delivers no signal while it waits
-CLOCK_READINGS = 5
-CLOCK_SECONDS = 30.0
 _SILENT = "look at the node, and at its logs in Ray's session folder"
+Actors = dict[str, Any]  # an Examiner by the name of its node
 
 
 class Examiner:
-    """On a node. Answers are plain data."""
+    """Of a node, in one bundle of a placement group. Answers are plain data."""
 
     def __init__(self, config: RunConfig, seconds: float | None) -> None:
-        self.subject = subject_of(config, seconds)
+        self.config, self.seconds = config, seconds
+
+    def gpus(self) -> list[str]:
+        """Those of its bundle."""
+        return list(map(str, ray.get_gpu_ids()))
+
+    def start(self, gpus: Sequence[str]) -> dict[str, float]:
+        """The seconds of each check of these GPUs."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        self.subject = subject_of(self.config, self.seconds)
+        return {check.name: check.seconds(self.subject) for check in CHECKS}
+
+    def examine(self, name: str) -> Finding:
+        return next(check for check in CHECKS if check.name == name).run(self.subject)
+
+    def serve(self, size: int) -> str:
+        """The address of a store at which the nodes meet."""
+        from pentad.workers.parallel.process_groups import start_store  # imports torch
+
+        self.store = start_store(ray.util.get_node_ip_address(), size, START_SECONDS)
+        return f"{self.store.host}:{self.store.port}"
+
+    def network(self, device: str, address: str, rank: int, size: int) -> Finding:
+        return network.examine_network(device, address, rank, size)
 
     def clock(self) -> float:
         return time.time()
-
-    def place(self) -> tuple[str, dict[str, float]]:
-        """The node's address, and the seconds of each check there."""
-        return ray.util.get_node_ip_address(), {check.name: check.seconds(self.subject) for check in CHECKS}
-
-    def examine(self, name: str) -> Finding:
-        check = next(check for check in CHECKS if check.name == name)
-        return check.examine(self.subject)
 
 
 def examine_cluster(config: RunConfig, seconds: float | None, under_way: UnderWay) -> Iterator[list[Row]]:
@@ -66,75 +82,81 @@ def examine_joined(
     with under_way("room for the run", timeout):
         placement = reserve(config.mesh.mesh, cluster.device, timeout, fixed=cluster.local)
     try:
-        actors = _start(placement, cluster.device, config, seconds)
-        yield from _examine(actors, under_way)
+        yield from _examine(placement, cluster.device, config, seconds, under_way)
     finally:
         release(placement)  # ends the actors
 
 
+def _examine(
+    placement: PlacementGroup, device: str, config: RunConfig, seconds: float | None, under_way: UnderWay
+) -> Iterator[list[Row]]:
+    """A node that does not answer is asked no more."""
+    with under_way("a process on each node", START_SECONDS):
+        actors, times, silent = _start(placement, device, config, seconds)
+    yield [Row("nodes", finding, node) for node, finding in silent.items()] or [
+        Row("nodes", Finding("ok", f"{len(actors)} for {config.mesh.size} ranks"))
+    ]
+    for name in (check.name for check in CHECKS):
+        longest = max((each[name] for each in times.values()), default=0.0)
+        with under_way(name, longest):
+            calls = {node: actor.examine.remote(name) for node, actor in actors.items()}
+            found = compared(name, _answers(calls, START_SECONDS + 20 * longest))
+        yield [Row(name, finding, node) for node, finding in found.items()]
+        actors = {node: actor for node, actor in actors.items() if found[node].remedy != _SILENT}
+    with under_way("network", network.SECONDS):
+        found = _network(actors, device)
+    yield [Row("network", finding, node) for node, finding in found.items()]
+    yield [Row("clock offset", clock_offset(actor), node) for node, actor in actors.items()]
+
+
 def _start(
     placement: PlacementGroup, device: str, config: RunConfig, seconds: float | None
-) -> dict[str, tuple[Any, dict[str, float]]]:
-    """Actors by the addresses of their nodes, with the seconds of each check."""
-    first = {place.node: place.bundle for place in reversed(bundle_places(placement))}
+) -> tuple[Actors, dict[str, dict[str, float]], dict[str, Finding]]:
+    """Actors and the seconds of each check there, by the names of their nodes; and the nodes that do not start one."""
     kind = ray.remote(num_cpus=1, num_gpus=1 if device == "cuda" else 0)(Examiner)
-    found = {}
-    for node, bundle in first.items():
-        where = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=bundle)
-        found[node] = kind.options(scheduling_strategy=where).remote(config, seconds)
-    answers = _answers({node: actor.place.remote() for node, actor in found.items()}, START_SECONDS)
-    silent = [answer for answer in answers.values() if isinstance(answer, Finding)]
-    if silent:
-        raise PentadError(f"{len(silent)} of {len(found)} nodes do not start a process: {silent[0].text}")
-    # Nodes of a cluster on one machine share its address.
-    counts = Counter(address for address, _ in answers.values())
-    return {
-        address if counts[address] == 1 else f"{address}/{node[:6]}": (found[node], times)
-        for node, (address, times) in answers.items()
+    places, names = bundle_places(placement), _names()
+    actors = {}
+    for place in places:
+        where = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=place.bundle)
+        actors[place.bundle] = kind.options(scheduling_strategy=where).remote(config, seconds)
+    gpus = _answers({bundle: actor.gpus.remote() for bundle, actor in actors.items()}, START_SECONDS)
+    bundles: dict[str, list[int]] = defaultdict(list)
+    for place in places:
+        bundles[names[place.node]].append(place.bundle)
+    silent = {
+        node: gpus[bundle] for node, its in bundles.items() for bundle in its if isinstance(gpus[bundle], Finding)
     }
+    first = {node: actors[its[0]] for node, its in bundles.items() if node not in silent}
+    seen = {node: [gpu for bundle in bundles[node] for gpu in gpus[bundle]] for node in first}
+    starts = {node: actor.start.remote(seen[node]) for node, actor in first.items()}
+    times = _answers(starts, START_SECONDS)
+    silent |= {node: answer for node, answer in times.items() if isinstance(answer, Finding)}
+    alive = {node: actor for node, actor in first.items() if node not in silent}
+    return alive, {node: times[node] for node in alive}, silent
 
 
-def _examine(actors: Mapping[str, tuple[Any, dict[str, float]]], under_way: UnderWay) -> Iterator[list[Row]]:
-    for name in (check.name for check in CHECKS):
-        seconds = max(times[name] for _, times in actors.values())
-        with under_way(name, seconds):
-            calls = {node: actor.examine.remote(name) for node, (actor, _) in actors.items()}
-            found = compared(name, _answers(calls, START_SECONDS + 20 * seconds))
-        yield [Row(name, finding, node) for node, finding in found.items()]
-    yield [Row("clock offset", _clock(actor), node) for node, (actor, _) in actors.items()]
+def _names() -> dict[str, str]:
+    """The addresses of nodes by Ray's IDs. Nodes of a cluster on one machine share its address."""
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    counts = Counter(addresses.values())
+    return {node: at if counts[at] == 1 else f"{at}/{node[:6]}" for node, at in addresses.items()}
 
 
-def compared(name: str, found: dict[str, Finding]) -> dict[str, Finding]:
-    """The findings of a check by node, where a node that is good by itself may fall out of line with the others."""
-    if name == "versions":
-        return _same_versions(found)
-    if name != "burn":
-        return found
-    units = {node: [Burned(**unit) for unit in each.figures.get("units", ())] for node, each in found.items()}
-    odd = {
-        node: Finding(*both, "take the node out of use, or repair it") for node, both in compare_nodes(units).items()
+def _network(actors: Actors, device: str) -> dict[str, Finding]:
+    size = len(actors)
+    if size < 2:
+        return dict.fromkeys(actors, Finding("not applicable", "one node"))
+    node, server = next(iter(actors.items()))
+    address = _answers({node: server.serve.remote(size)}, START_SECONDS)[node]
+    if isinstance(address, Finding):
+        return {node: address}
+    calls = {
+        node: actor.network.remote(device, address, rank, size) for rank, (node, actor) in enumerate(actors.items())
     }
-    return {
-        node: each if each.verdict == "failure" or node not in odd else odd[node]._replace(figures=each.figures)
-        for node, each in found.items()
-    }
+    return compared("network", _answers(calls, START_SECONDS + 8 * network.SECONDS))
 
 
-def _same_versions(found: dict[str, Finding]) -> dict[str, Finding]:
-    counts = Counter(each.text for each in found.values() if each.verdict == "ok")
-    if len(counts) < 2:
-        return found
-    usual = counts.most_common(1)[0][0]
-    remedy = "install the same versions on all nodes"
-    return {
-        node: Finding("failure", f"{each.text}, but most nodes have {usual}", remedy, each.figures)
-        if each.verdict == "ok" and each.text != usual
-        else each
-        for node, each in found.items()
-    }
-
-
-def _answers(calls: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+def _answers(calls: Mapping[Any, Any], seconds: float) -> dict[Any, Any]:
     """What the nodes answer; a Finding for one that does not, or not in time."""
     pending, until = list(calls.values()), time.monotonic() + seconds
     while pending and time.monotonic() < until:
@@ -150,18 +172,3 @@ def _answers(calls: Mapping[str, Any], seconds: float) -> dict[str, Any]:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             found[node] = Finding("failure", f"the check failed: {lines[-1].strip()}", _SILENT)
     return found
-
-
-def _clock(actor: Any) -> Finding:
-    """By the answer that took least time; it was given in the middle of that, give or take half of it."""
-    readings = []
-    for _ in range(CLOCK_READINGS):
-        began = time.time()
-        try:
-            there = ray.get(actor.clock.remote(), timeout=CLOCK_SECONDS)
-        except RayError:
-            return Finding("failure", f"no answer within {CLOCK_SECONDS:.0f} s", _SILENT)
-        ended = time.time()
-        readings.append((ended - began, there - (began + ended) / 2))
-    delay, offset = min(readings)
-    return judge_clock(offset, delay / 2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import time
+from typing import Any, Literal
 
 import ray
+from ray.exceptions import RayError
 
 from pentad.orchestrator.cluster.cluster import Cluster
 from pentad.orchestrator.cluster.local_head import LOOPBACK
@@ -13,6 +15,7 @@ from pentad.orchestrator.jobs.client_auth import is_open
 from pentad.orchestrator.planning.formatting import format_duration
 from pentad.schedules.ir.errors import PentadError
 
+READINGS, SECONDS = 5, 30.0  # of a clock
 CLOSE, FAR = 0.1, 10.0  # seconds between two clocks; answers of a node take milliseconds
 Dashboard = Literal["open", "protected", "silent", "none"]
 
@@ -39,6 +42,22 @@ def judge_ray(where: str, url: str, dashboard: Dashboard) -> Finding:
         return Finding("warning", text, "start it with RAY_AUTH_MODE=token (docs/cluster.md)")
     token = "a token is required" if dashboard == "protected" else "no token, on this machine only"
     return Finding("ok", f"{where}, dashboard at {url}, {token}")
+
+
+def clock_offset(actor: Any) -> Finding:
+    """Of a node's Examiner, by the answer that took least time; it was given in the middle of that, give or take half
+    of it."""
+    readings = []
+    for _ in range(READINGS):
+        began = time.time()
+        try:
+            there = ray.get(actor.clock.remote(), timeout=SECONDS)
+        except RayError:
+            return Finding("failure", f"no answer within {SECONDS:.0f} s", "look at the node, and at its load")
+        ended = time.time()
+        readings.append((ended - began, there - (began + ended) / 2))
+    delay, offset = min(readings)
+    return judge_clock(offset, delay / 2)
 
 
 def judge_clock(offset: float, delay: float) -> Finding:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from pentad.orchestrator.doctor.finding import NO_GPU, Finding, Subject, listed
+from pentad.orchestrator.doctor.finding import Finding, Subject, listed
 from pentad.workers.health.gpu_facts import Driver, read_driver
 
 # The lowest that work, as in pyproject.toml. Triton has no build for some machines, which then have no GPU kernels.
@@ -25,10 +25,10 @@ def examine_versions(subject: Subject) -> Finding:
     return judge_versions(found, has_gpus=bool(subject.gpus))
 
 
-def examine_driver(subject: Subject) -> Finding:
-    import torch
+def examine_driver(_: Subject) -> Finding:
+    import torch  # only where there are GPUs
 
-    return judge_driver(read_driver(), torch.version.cuda, has_gpus=bool(subject.gpus))
+    return judge_driver(read_driver(), torch.version.cuda)
 
 
 def judge_versions(found: Mapping[str, str | None], *, has_gpus: bool) -> Finding:
@@ -43,10 +43,10 @@ def judge_versions(found: Mapping[str, str | None], *, has_gpus: bool) -> Findin
     return Finding("ok", text, figures=figures)
 
 
-def judge_driver(driver: Driver | None, cuda: str | None, *, has_gpus: bool) -> Finding:
+def judge_driver(driver: Driver | None, cuda: str | None) -> Finding:
     """Of a torch built for `cuda`, None: for CPUs. A driver runs every minor version of the CUDA that it knows."""
-    if driver is None or not has_gpus:
-        return NO_GPU
+    if driver is None:
+        return Finding("failure", "it does not answer", "install it again, or reboot")
     text = f"{driver.version} for CUDA {driver.cuda[0]}.{driver.cuda[1]}"
     if cuda is None:
         remedy = "install a torch that is built for CUDA"

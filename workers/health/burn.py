@@ -11,11 +11,11 @@ import os
 import sys
 import threading
 import time
-from typing import NamedTuple
 
 import torch
 
-from pentad.workers.health.gpu_facts import index_of, read_gpus
+from pentad.workers.health.gpu_facts import facts_of, index_of
+from pentad.workers.health.results import Burned
 
 SIZE = {"cuda": 8192, "cpu": 512}  # of the factors
 DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -23,23 +23,6 @@ SEED = 1
 ROWS = 16  # of the first product that are compared with float64
 ROUND = 10  # products between two looks at the clock, of a GPU
 WARM_UP = 0.25  # share of the time that does not count for the rate
-
-
-class Burned(NamedTuple):
-    """What one unit, 'GPU 3' or 'CPU 5', did. `digest` is of its first product's bits, `differing` counts later
-    products with other bits, and `error` is the largest one of the first in units of the rounding that is allowed.
-    `rate` is in FLOP/s; `clock` in hertz and `throttles` are those under load, `clock_most` the GPU's highest."""
-
-    unit: str
-    model: str
-    digest: str
-    products: int
-    differing: int
-    error: float
-    rate: float
-    clock: float | None = None
-    clock_most: float | None = None
-    throttles: tuple[str, ...] = ()
 
 
 def burn(device: str, seconds: float) -> list[Burned]:
@@ -75,7 +58,8 @@ def _factors(device: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _burn_gpu(index: int, factors: tuple[torch.Tensor, torch.Tensor], seconds: float) -> Burned:
-    device = torch.device("cuda", index)
+    device, properties = torch.device("cuda", index), torch.cuda.get_device_properties(index)
+    number = index_of(properties.uuid)
     with torch.cuda.device(device):
         a, b = (factor.to(device) for factor in factors)
         first = torch.mm(a, b)
@@ -93,32 +77,22 @@ def _burn_gpu(index: int, factors: tuple[torch.Tensor, torch.Tensor], seconds: f
             count += ROUND
             torch.cuda.current_stream().synchronize()
         took = time.monotonic() - since
-        state = _under_load(index, a, b, product)
+        for _ in range(4 * ROUND):  # while the GPU works, it is asked for its clock
+            torch.mm(a, b, out=product)
+        facts = facts_of(number)
         host = first.cpu()
-    properties = torch.cuda.get_device_properties(index)
-    number = index_of(str(properties.uuid))
     return Burned(
-        unit=f"GPU {index if number is None else number}",
+        unit=f"GPU {number}",
         model=properties.name,
         digest=_digest(host),
         products=count,
         differing=int(differing),
         error=_error(host, *factors),
         rate=2 * SIZE["cuda"] ** 3 * (count - timed) / took,
-        **state,
+        clock=facts.clock,
+        clock_most=facts.clock_most,
+        throttles=facts.throttles,
     )
-
-
-def _under_load(index: int, a: torch.Tensor, b: torch.Tensor, product: torch.Tensor) -> dict:
-    """The GPU's clocks and throttles while it multiplies."""
-    for _ in range(4 * ROUND):
-        torch.mm(a, b, out=product)
-    uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-    facts = next((each for each in read_gpus() if each.uuid == uuid), None)
-    torch.cuda.current_stream().synchronize()
-    if facts is None:
-        return {}
-    return {"clock": facts.clock, "clock_most": facts.clock_most, "throttles": facts.throttles}
 
 
 def _burn_core(core: int, factors: tuple[torch.Tensor, torch.Tensor], seconds: float) -> Burned:

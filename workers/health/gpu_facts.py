@@ -1,4 +1,4 @@
-"""What NVML reports of every GPU of this machine, whichever of them a process may use."""
+"""What NVML reports of the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GpuFacts(NamedTuple):
     of THROTTLES.
     """
 
-    index: int
+    number: int
     uuid: str
     name: str
     memory_total: int | None = None
@@ -51,24 +51,30 @@ def read_driver() -> Driver | None:
         return None
 
 
-def read_gpus() -> tuple[GpuFacts, ...]:
-    """Of all GPUs; none without a driver."""
+def read_gpus(visible: str | None) -> tuple[GpuFacts, ...]:
+    """Of the GPUs that CUDA_VISIBLE_DEVICES, which lists indices or UUIDs or how those begin, leaves a process; with
+    None of all. No facts without a driver."""
+    names = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
     try:
         nvml.nvmlInit()
-        return tuple(_facts(index) for index in range(int(nvml.nvmlDeviceGetCount())))
+        found = [facts_of(index) for index in range(int(nvml.nvmlDeviceGetCount()))]
     except nvml.NVMLError:
         return ()
+    return tuple(gpu for gpu in found if names is None or _is_named(gpu, names))
 
 
-def index_of(uuid: str) -> int | None:
-    """NVML's index of the GPU with this UUID as CUDA has it, without 'GPU-'."""
-    with suppress(nvml.NVMLError):
-        nvml.nvmlInit()
-        return int(nvml.nvmlDeviceGetIndex(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")))
-    return None
+def _is_named(gpu: GpuFacts, names: list[str]) -> bool:
+    return str(gpu.number) in names or any(name.startswith("GPU-") and gpu.uuid.startswith(name) for name in names)
 
 
-def _facts(index: int) -> GpuFacts:
+def index_of(uuid: object) -> int:
+    """NVML's index of the GPU with this UUID, as torch has it: without 'GPU-'. Raises NVMLError."""
+    nvml.nvmlInit()
+    return int(nvml.nvmlDeviceGetIndex(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")))
+
+
+def facts_of(index: int) -> GpuFacts:
+    """Raises NVMLError if there is no such GPU."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = _query(nvml.nvmlDeviceGetMemoryInfo, handle)
     reasons = _query(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0

@@ -7,42 +7,26 @@ from __future__ import annotations
 
 import json
 from itertools import permutations
-from typing import NamedTuple
 
 import torch
 
 from pentad.workers.health.gpu_facts import index_of
+from pentad.workers.health.results import Link
 
 LARGE, SMALL = 2**28, 2**12  # bytes
 LARGE_COPIES, SMALL_COPIES = 8, 100
 
 
-class Link(NamedTuple):
-    """From one GPU to another, by NVML's indices: whether it can write to the other's memory, bytes/s of a large copy
-    (by the copy engine), and the seconds of each of many small copies in a row."""
-
-    source: int
-    target: int
-    has_peer_access: bool
-    bandwidth: float
-    latency: float
-
-
 def measure_links() -> list[Link]:
-    """Of all ordered pairs of visible GPUs, one after the other."""
-    numbers = [_number(gpu) for gpu in range(torch.cuda.device_count())]
+    """Of all ordered pairs of visible GPUs, one after the other; by the copy engine."""
+    numbers = [index_of(torch.cuda.get_device_properties(gpu).uuid) for gpu in range(torch.cuda.device_count())]
     found = []
     for source, target in permutations(range(len(numbers)), 2):
         bandwidth = LARGE / _seconds(source, target, LARGE, LARGE_COPIES)
         latency = _seconds(source, target, SMALL, SMALL_COPIES)
         peer = torch.cuda.can_device_access_peer(source, target)
-        found.append(Link(numbers[source], numbers[target], peer, bandwidth, latency))
+        found.append(Link(numbers[source], numbers[target], bandwidth, latency, peer))
     return found
-
-
-def _number(gpu: int) -> int:
-    found = index_of(str(torch.cuda.get_device_properties(gpu).uuid))
-    return gpu if found is None else found
 
 
 def _seconds(source: int, target: int, size: int, copies: int) -> float:
