@@ -65,15 +65,19 @@ def judge_burn(units: Sequence[Burned], seconds: float, norms: Mapping[str, Norm
     slow = [text for unit in units if (text := _slowness(unit, norms.get(unit.model)))]
     if wrong or slow:
         return Finding("failure", "; ".join(wrong + slow), _WRONG if wrong else _SLOW, figures)
-    low, high = (_flops(pick(unit.rate for unit in units)) for pick in (min, max))
-    rate = f"{high} each" if low == high else f"{low} to {high}"
     who = f"{len(units)} {units[0].unit.split()[0]}s" if len(units) > 1 else units[0].unit
     products = sum(unit.products for unit in units)
-    return Finding("ok", f"{who}, {format_duration(seconds)}: {products:,} equal products, {rate}", figures=figures)
+    return Finding(
+        "ok", f"{who}, {format_duration(seconds)}: {products:,} equal products, {_rates(units)}", figures=figures
+    )
 
 
-def _flops(rate: float) -> str:
-    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
+def _rates(units: Sequence[Burned]) -> str:
+    """'655 to 660 TFLOP/s'"""
+    rates = [unit.rate for unit in units]
+    scale, name = (1e12, "TFLOP/s") if max(rates) >= 1e12 else (1e9, "GFLOP/s")
+    low, high = (f"{pick(rates) / scale:.3g}" for pick in (min, max))
+    return f"{low} to {high} {name}" if low != high else f"{high} {name}" + " each" * (len(rates) > 1)
 
 
 def _own_fault(unit: Burned) -> str:

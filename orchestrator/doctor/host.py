@@ -88,7 +88,7 @@ def judge_pinned(limit: int | None, *, has_rdma: bool) -> Finding:
     if has_rdma and limit < GIB:
         remedy = "`ulimit -l unlimited`, LimitMEMLOCK=infinity or `docker run --ulimit memlock=-1`"
         return Finding("failure", f"{text}, too little for NCCL over InfiniBand", remedy)
-    return Finding("ok", f"{text}, which limits InfiniBand only, and there is none" if not has_rdma else text)
+    return Finding("ok", text if has_rdma else f"{text}, for InfiniBand only, which is not here")
 
 
 def _meminfo() -> dict[str, int]:

@@ -50,23 +50,30 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def test_every_gpu_is_reported_in_base_units(refused: set[str]) -> None:
-    assert read_gpus() == (FACTS, FACTS._replace(index=1))
+    assert read_gpus(None) == (FACTS, FACTS._replace(number=1))
     assert read_driver() == Driver("580.82.07", (13, 1))
+
+
+@pytest.mark.parametrize(
+    ("visible", "numbers"), [(None, [0, 1]), ("", []), ("1", [1]), ("1, 0", [0, 1]), ("7", []), ("GPU-1", [0, 1])]
+)
+def test_only_visible_gpus_are_reported(refused: set[str], visible: str | None, numbers: list[int]) -> None:
+    assert [gpu.number for gpu in read_gpus(visible)] == numbers
 
 
 def test_what_a_gpu_does_not_report_is_left_open(refused: set[str]) -> None:
     refused.update(set(ANSWERS) - {"nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"})
-    assert read_gpus() == (GpuFacts(0, "", "unnamed"), GpuFacts(1, "", "unnamed"))
+    assert read_gpus(None) == (GpuFacts(0, "", "unnamed"), GpuFacts(1, "", "unnamed"))
 
 
 def test_without_a_driver_there_are_no_gpus(refused: set[str]) -> None:
     refused.add("nvmlInit")
-    assert read_gpus() == ()
+    assert read_gpus(None) == ()
     assert read_driver() is None
 
 
 @pytest.mark.gpu
 def test_a_real_gpu_has_a_name_and_a_highest_clock() -> None:
-    facts = read_gpus()[0]
+    facts = read_gpus(None)[0]
     assert facts.name.startswith("NVIDIA") and facts.clock_most is not None and 5e8 < facts.clock_most < 5e9
     assert read_driver() is not None

@@ -1,0 +1,37 @@
+"""Processes that measure the network between them, one of which may be slow."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+from pool import process_context
+
+from pentad.workers.health import network
+from pentad.workers.health.results import Link
+from pentad.workers.parallel.process_groups import start_store
+
+DELAY = 0.3  # seconds of each large exchange of the slow one
+
+
+def measure_all(size: int, slow: int) -> list[list[Link]]:
+    """The links of each of `size` processes."""
+    store = start_store("127.0.0.1", size, 60.0)
+    with ProcessPoolExecutor(size, process_context()) as pool:
+        calls = [pool.submit(_measure, f"127.0.0.1:{store.port}", rank, size, rank == slow) for rank in range(size)]
+        return [call.result() for call in calls]
+
+
+def _measure(address: str, rank: int, size: int, is_slow: bool) -> list[Link]:
+    network.LARGE_COPIES, network.SMALL_COPIES = 2, 5
+    exchange = dist.batch_isend_irecv
+
+    def slowly(pair: list[dist.P2POp]) -> list[Any]:
+        time.sleep(DELAY if pair[0].tensor.numel() > network.SMALL else 0.0)
+        return exchange(pair)
+
+    if is_slow:
+        dist.batch_isend_irecv = slowly
+    return network.measure_network("cpu", address, rank, size)
