@@ -1,9 +1,10 @@
-"""Examiners of the nodes of a cluster, the first of which to start finds its node odd."""
+"""Examiners of the nodes of a cluster, of which the first to start finds its node odd and the second one dies."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 from pentad.orchestrator.doctor.finding import Finding
@@ -12,12 +13,15 @@ from pentad.workers.health.results import Link
 
 
 class OddExaminer(Examiner):
-    """Other versions, a clock that is a minute ahead, a slow network: without waiting for any of it."""
+    """On the odd node: other versions, a clock that is a minute ahead, a slow network, and no wait for any of it."""
 
     is_odd = False
 
     def start(self, gpus: Sequence[str]) -> dict[str, float]:
-        self.is_odd = self._is_first()
+        number = next(number for number in count() if self._is_first(f"{number}"))
+        self.is_odd = number == 0
+        if number == 1:
+            os._exit(1)
         return super().start(gpus)
 
     def examine(self, name: str) -> Finding:
@@ -34,19 +38,10 @@ class OddExaminer(Examiner):
     def clock(self) -> float:
         return super().clock() + 60 * self.is_odd
 
-    def _is_first(self) -> bool:
+    def _is_first(self, name: str) -> bool:
+        """To create a file of this name in the run's folder."""
         try:
-            os.close(os.open(Path(self.config.run.folder) / "first", os.O_CREAT | os.O_EXCL))
+            os.close(os.open(Path(self.config.run.folder) / name, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
         return True
-
-
-class DeadExaminer(OddExaminer):
-    """The process of the odd one ends when it starts."""
-
-    def start(self, gpus: Sequence[str]) -> dict[str, float]:
-        times = super().start(gpus)
-        if self.is_odd:
-            os._exit(1)
-        return times

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from odd_examiner import DeadExaminer, OddExaminer
+from odd_examiner import OddExaminer
 from shared_cluster import shared_cluster
 
 from pentad.orchestrator.cli.show_doctor import merged
@@ -45,13 +45,6 @@ def examined(cluster: clusters.Cluster, folder: Path, ranks: int) -> dict[str, l
     return {rows[0].check: rows for rows in found}
 
 
-@pytest.fixture
-def a_node_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of one machine pass for nodes."""
-    monkeypatch.setattr(nodes, "bundle_places", lambda group: [Place(bundle, str(bundle)) for bundle in range(3)])
-    monkeypatch.setattr(nodes, "_names", lambda: {str(bundle): f"10.0.0.{bundle}" for bundle in range(3)})
-
-
 @pytest.mark.timeout(180)
 def test_every_check_is_made_on_the_nodes_of_the_run(cluster: clusters.Cluster, tmp_path: Path) -> None:
     found = examined(cluster, tmp_path, 2)
@@ -64,28 +57,23 @@ def test_every_check_is_made_on_the_nodes_of_the_run(cluster: clusters.Cluster, 
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.usefixtures("a_node_a_rank")
-def test_one_odd_node_is_named(cluster: clusters.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_odd_and_a_dead_node_are_named(
+    cluster: clusters.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks of one machine pass for nodes."""
+    monkeypatch.setattr(nodes, "bundle_places", lambda group: [Place(bundle, str(bundle)) for bundle in range(4)])
+    monkeypatch.setattr(nodes, "_names", lambda: {str(bundle): f"10.0.0.{bundle}" for bundle in range(4)})
     monkeypatch.setattr(nodes, "Examiner", OddExaminer)
-    rows = [row for each in examined(cluster, tmp_path, 3).values() for row in each]
-    odd = {row.check: row for row in rows if row.finding.verdict == "failure"}
+    found = examined(cluster, tmp_path, 4)
+    (dead,) = found.pop("nodes")
+    assert dead.finding.verdict == "failure" and "the check failed" in dead.finding.text
+    assert all(len(rows) == 3 for name, rows in found.items() if name != "Ray")
+    odd = {row.check: row for rows in found.values() for row in rows if row.finding.verdict == "failure"}
     assert set(odd) == {"versions", "network", "clock offset"}
-    assert len({row.node for row in odd.values()}) == 1
+    assert len({dead.node, *(row.node for row in odd.values())}) == 2
     assert odd["versions"].finding.text.startswith("Python 2.7, but other nodes: Python 3")
     assert odd["network"].finding.text == "at most 1 GB/s from any other node: 10 GB/s is usual"
     assert odd["clock offset"].finding.text == "60 s ahead of this machine"
-
-
-@pytest.mark.timeout(180)
-@pytest.mark.usefixtures("a_node_a_rank")
-def test_a_node_that_dies_is_named_and_the_others_are_examined(
-    cluster: clusters.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nodes, "Examiner", DeadExaminer)
-    found = examined(cluster, tmp_path, 3)
-    (dead,) = found.pop("nodes")
-    assert dead.finding.verdict == "failure" and dead.node and "the check failed" in dead.finding.text
-    assert all(len(rows) == 2 and dead.node not in {row.node for row in rows} for rows in list(found.values())[1:])
 
 
 def test_a_cluster_that_does_not_answer_is_one_failure(monkeypatch: pytest.MonkeyPatch) -> None:
