@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
 import torch.distributed as dist
 from pool import process_context
@@ -28,9 +27,9 @@ def _measure(address: str, rank: int, size: int, is_slow: bool) -> list[Link]:
     network.LARGE_COPIES, network.SMALL_COPIES = 2, 5
     exchange = dist.batch_isend_irecv
 
-    def slowly(pair: list[dist.P2POp]) -> list[Any]:
-        time.sleep(DELAY if pair[0].tensor.numel() > network.SMALL else 0.0)
-        return exchange(pair)
+    def slowly(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+        time.sleep(DELAY if p2p_op_list[0].tensor.numel() > network.SMALL else 0.0)
+        return exchange(p2p_op_list)
 
     if is_slow:
         dist.batch_isend_irecv = slowly

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -17,7 +18,7 @@ from pentad.orchestrator.doctor.compare import SAME, compared
 from pentad.orchestrator.doctor.examine import NAMES
 from pentad.orchestrator.doctor.finding import Finding, Row
 from pentad.orchestrator.doctor.nodes import examine_cluster, examine_joined
-from pentad.orchestrator.doctor.ray_cluster import judge_clock, judge_ray
+from pentad.orchestrator.doctor.ray_cluster import Dashboard, judge_clock, judge_ray
 from pentad.workers.health.results import Burned, Link
 
 OK = Finding("ok", "fine")
@@ -91,7 +92,7 @@ def test_a_node_with_other_versions_is_named(check: str) -> None:
 
 
 def test_a_node_with_a_slow_or_wrong_gpu_is_named() -> None:
-    def burned(**changed: object) -> Finding:
+    def burned(**changed: Any) -> Finding:
         units = [UNIT._asdict(), {**UNIT._asdict(), "unit": "GPU 1", **changed}]
         return Finding("ok", "fast", figures={"seconds": 30.0, "units": units})
 
@@ -103,7 +104,7 @@ def test_a_node_with_a_slow_or_wrong_gpu_is_named() -> None:
 
 
 def test_two_nodes_that_are_wrong_or_slow_all_over_are_told_from_each_other() -> None:
-    def burned(**changed: object) -> Finding:
+    def burned(**changed: Any) -> Finding:
         return Finding("ok", "", figures={"seconds": 30.0, "units": [{**UNIT._asdict(), **changed}] * 2})
 
     found = compared("burn", {"a": burned(), "b": burned(rate=6e14)})
@@ -160,8 +161,8 @@ def test_a_clock_that_is_surely_wrong_is_named(offset: float, delay: float, verd
         ("", "none", "warning"),
     ],
 )
-def test_an_open_or_silent_cluster_is_warned_of(url: str, dashboard: str, verdict: str) -> None:
-    assert judge_ray("Ray 2.60 at 10.0.0.1:6379", url, dashboard).verdict == verdict  # type: ignore[arg-type]
+def test_an_open_or_silent_cluster_is_warned_of(url: str, dashboard: Dashboard, verdict: str) -> None:
+    assert judge_ray("Ray 2.60 at 10.0.0.1:6379", url, dashboard).verdict == verdict
 
 
 def test_nodes_that_are_fine_share_a_line() -> None:

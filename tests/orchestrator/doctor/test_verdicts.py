@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from paths import ROOT
@@ -26,16 +27,16 @@ CORE = BURNED._replace(unit="CPU 0", model="", clock=None, clock_most=None)
 LINK = Link(0, 1, 380e9, 6e-6, True)
 
 
-def gpus(**second: object) -> list[GpuFacts]:
+def gpus(**second: Any) -> list[GpuFacts]:
     return [GPU, GPU._replace(number=1, **second)]
 
 
-def burned(count: int = 4, **last: object) -> list[Burned]:
+def burned(count: int = 4, **last: Any) -> list[Burned]:
     units = [BURNED._replace(unit=f"GPU {gpu}") for gpu in range(count)]
     return [*units[:-1], units[-1]._replace(**last)]
 
 
-def links(**last: object) -> list[Link]:
+def links(**last: Any) -> list[Link]:
     found = [LINK._replace(source=a, target=b) for a in range(3) for b in range(3) if a != b]
     return [*found[:-1], found[-1]._replace(**last)]
 
@@ -115,7 +116,11 @@ CASES = {
     "Docker's shm": (judge_shm(2**26, 2**26, 2), "failure", "Ray and NCCL want 384.0 MiB"),
     "Docker's shm on CPUs": (judge_shm(2**26, 2**26, 0), "warning", "Ray and NCCL want 256.0 MiB"),
     "memory": (judge_host_memory(64 * GIB, 60 * GIB, None, 0), "ok", "60.0 GiB free of 64.0 GiB"),
-    "container": (judge_host_memory(64 * GIB, 60 * GIB, 8 * GIB, 7.5 * GIB), "failure", "of 8.0 GiB, the container's"),
+    "container": (
+        judge_host_memory(64 * GIB, 60 * GIB, 8 * GIB, 15 * GIB // 2),
+        "failure",
+        "of 8.0 GiB, the container's",
+    ),
     "little": (judge_host_memory(64 * GIB, 4 * GIB, 2**62, 0), "warning", "4.0 GiB free of 64.0 GiB"),
     "pinned": (judge_pinned(2**23, has_rdma=False), "ok", "for InfiniBand only"),
     "pinned RDMA": (judge_pinned(2**23, has_rdma=True), "failure", "too little for NCCL over InfiniBand"),
