@@ -24,15 +24,15 @@ LARGE_COPIES, SMALL_COPIES = 8, 50
 
 
 def measure_network(device: str, address: str, rank: int, size: int) -> list[Link]:
-    """Of the links of this node, which is `rank` of `size`; the store that they meet at is served at `address`.
+    """Of the links of this node (with GPUs, of its first one), which is `rank` of `size`; the store that they meet at is served at `address`.
 
     In each round nodes form pairs that send both ways at once, so that a slow one delays nobody but its partners. All
     nodes have to call this. Raises what torch raises when one does not answer.
     """
     store = join_store(address, size, TIMEOUT)
-    backend = "nccl" if device == "cuda" else "gloo"
+    backend, gpu = ("nccl", torch.device("cuda", 0)) if device == "cuda" else ("gloo", None)
     timeout = timedelta(seconds=TIMEOUT)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=gpu)
     found = []
     for number in range(min(ROUNDS, size - 1 + size % 2)):
         other = partner(rank, number, size)
