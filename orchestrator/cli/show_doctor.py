@@ -47,11 +47,9 @@ def merged(rows: Sequence[Row]) -> list[Row]:
     found = [row for row in rows if row.finding.verdict in ("warning", "failure")]
     if not fine:
         return found
-    text, node = fine[0].finding.text, fine[0].node
-    if len(fine) > 1:
-        is_same = len({row.finding.text for row in fine}) == 1
-        text, node = text if is_same else f"{text} on {node}", f"{len(fine)} nodes"
-    return [Row(fine[0].check, fine[0].finding._replace(text=text), node), *found]
+    is_same = len({row.finding.text for row in fine}) == 1
+    node = fine[0].node if len(fine) == 1 else f"{len(fine)} nodes" + ("" if is_same else f", e.g. {fine[0].node}")
+    return [fine[0]._replace(node=node), *found]
 
 
 def show_row(row: Row, console: Console) -> None:

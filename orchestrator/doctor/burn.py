@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median_high
 from typing import NamedTuple
 
-from pentad.orchestrator.doctor.finding import Finding, Subject, listed
+from pentad.orchestrator.doctor.finding import Finding, Subject, listed, spanned
 from pentad.orchestrator.doctor.probe import ProbeError, probe
 from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning.formatting import format_duration
@@ -73,11 +73,8 @@ def judge_burn(units: Sequence[Burned], seconds: float, norms: Mapping[str, Norm
 
 
 def _rates(units: Sequence[Burned]) -> str:
-    """'655 to 660 TFLOP/s'"""
-    rates = [unit.rate for unit in units]
-    scale, name = (1e12, "TFLOP/s") if max(rates) >= 1e12 else (1e9, "GFLOP/s")
-    low, high = (f"{pick(rates) / scale:.3g}" for pick in (min, max))
-    return f"{low} to {high} {name}" if low != high else f"{high} {name}" + " each" * (len(rates) > 1)
+    scale, name = (1e9, "GFLOP/s") if units[0].unit.startswith("CPU") else (1e12, "TFLOP/s")
+    return spanned([unit.rate / scale for unit in units], name) + " each" * (len(units) > 1)
 
 
 def _own_fault(unit: Burned) -> str:

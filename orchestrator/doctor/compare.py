@@ -29,11 +29,18 @@ def _same(found: Findings, verdict: Verdict) -> Findings:
     usual = texts.most_common(1)[0][0] if texts else ""
     remedy = "make the nodes alike, or keep to nodes that are"
     return {
-        node: Finding(verdict, f"{each.text}, but other nodes: {usual}", remedy, each.figures)
+        node: Finding(verdict, _difference(each.text, usual), remedy, each.figures)
         if each.text in texts and each.text != usual
         else each
         for node, each in found.items()
     }
+
+
+def _difference(text: str, usual: str) -> str:
+    """Of two lists."""
+    here, there = text.split(", "), usual.split(", ")
+    own = ", ".join(each for each in here if each not in there) or text
+    return f"{own}, but other nodes: {', '.join(each for each in there if each not in here) or usual}"
 
 
 def _burn(found: Findings) -> Findings:

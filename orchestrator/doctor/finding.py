@@ -68,6 +68,12 @@ def listed(names: Sequence[object]) -> str:
     return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
+def spanned(values: Sequence[float], unit: str) -> str:
+    """'655 to 660 TFLOP/s', '660 TFLOP/s'"""
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return f"{low} to {high} {unit}" if low != high else f"{high} {unit}"
+
+
 def gpus_named(indices: Sequence[int]) -> str:
     """'GPU 3', 'GPUs 0, 2 and 3'"""
     return f"GPU{'s' * (len(indices) > 1)} {listed(indices)}"

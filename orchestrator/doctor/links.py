@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from pentad.orchestrator.doctor.finding import Finding, Subject, listed
+from pentad.orchestrator.doctor.finding import Finding, Subject, listed, spanned
 from pentad.orchestrator.doctor.probe import ProbeError, probe
 from pentad.orchestrator.planning.formatting import format_duration
 from pentad.workers.health.results import Link
@@ -47,9 +47,9 @@ def judge_links(links: Sequence[Link], usual: float) -> Finding:
         text = f"slow from GPU {listed(named + more)}: {usual / 1e9:.0f} GB/s is usual"
         is_broken = min(link.bandwidth for link in slow) < BROKEN * usual
         return Finding("failure" if is_broken else "warning", text, _REMEDY, figures)
-    bandwidths = [link.bandwidth / 1e9 for link in links]
+    bandwidths = spanned([link.bandwidth / 1e9 for link in links], "GB/s")
     latency = format_duration(median(link.latency for link in links))
-    text = f"{min(bandwidths):.0f} to {max(bandwidths):.0f} GB/s by the copy engine, {latency} a small copy"
+    text = f"{bandwidths} by the copy engine, {latency} a small copy"
     if apart:
         found = f"no peer access on {len(apart)} of {len(links)} links, which copy through the host: {text}"
         remedy = "set cluster.transport=nccl; in a container or VM look at IOMMU and ACS"

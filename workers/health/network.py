@@ -24,7 +24,8 @@ LARGE_COPIES, SMALL_COPIES = 8, 50
 
 
 def measure_network(device: str, address: str, rank: int, size: int) -> list[Link]:
-    """Of the links of this node (with GPUs, of its first one), which is `rank` of `size`; the store that they meet at is served at `address`.
+    """Of the links of this node, which is `rank` of `size`, between the first GPUs of the nodes if they have any. They
+    meet at a store that is served at `address`.
 
     In each round nodes form pairs that send both ways at once, so that a slow one delays nobody but its partners. All
     nodes have to call this. Raises what torch raises when one does not answer.

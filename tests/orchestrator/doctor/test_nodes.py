@@ -169,5 +169,5 @@ def test_nodes_that_are_fine_share_a_line() -> None:
     rows = [Row("ECC", OK, node) for node in "abc"] + [Row("ECC", Finding("failure", "bad", "mend"), "d")]
     assert [(row.node, row.finding.text) for row in merged(rows)] == [("3 nodes", "fine"), ("d", "bad")]
     different = [Row("memory", Finding("ok", f"{node} free"), node) for node in "ab"]
-    assert [(row.node, row.finding.text) for row in merged(different)] == [("2 nodes", "a free on a")]
+    assert [(row.node, row.finding.text) for row in merged(different)] == [("2 nodes, e.g. a", "a free")]
     assert merged([Row("ECC", Finding("not applicable", "no GPU"))]) == []
