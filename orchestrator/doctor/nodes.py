@@ -114,25 +114,24 @@ def _start(
 ) -> tuple[Actors, dict[str, dict[str, float]], dict[str, Finding]]:
     """Actors and the seconds of each check there, by the names of their nodes; and the nodes that do not start one."""
     kind = ray.remote(num_cpus=1, num_gpus=1 if device == "cuda" else 0)(Examiner)
-    places, names = bundle_places(placement), _names()
-    actors = {}
-    for place in places:
+    names = _names()
+    members: dict[str, list[Any]] = defaultdict(list)  # an actor a rank, as only that one knows the rank's GPU
+    for place in bundle_places(placement):
         where = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=place.bundle)
-        actors[place.bundle] = kind.options(scheduling_strategy=where).remote(config, seconds)
-    gpus = _answers({bundle: actor.gpus.remote() for bundle, actor in actors.items()}, START_SECONDS)
-    bundles: dict[str, list[int]] = defaultdict(list)
-    for place in places:
-        bundles[names[place.node]].append(place.bundle)
-    silent = {
-        node: gpus[bundle] for node, its in bundles.items() for bundle in its if isinstance(gpus[bundle], Finding)
-    }
-    first = {node: actors[its[0]] for node, its in bundles.items() if node not in silent}
-    seen = {node: [gpu for bundle in bundles[node] for gpu in gpus[bundle]] for node in first}
-    starts = {node: actor.start.remote(seen[node]) for node, actor in first.items()}
-    times = _answers(starts, START_SECONDS)
+        members[names[place.node]].append(kind.options(scheduling_strategy=where).remote(config, seconds))
+    calls = {(node, rank): actor.gpus.remote() for node, its in members.items() for rank, actor in enumerate(its)}
+    gpus: dict[str, list[str]] = defaultdict(list)
+    silent = {}
+    for (node, _), answer in _answers(calls, START_SECONDS).items():
+        if isinstance(answer, Finding):
+            silent[node] = answer
+        else:
+            gpus[node] += answer
+    actors = {node: its[0] for node, its in members.items() if node not in silent}
+    times = _answers({node: actor.start.remote(gpus[node]) for node, actor in actors.items()}, START_SECONDS)
     silent |= {node: answer for node, answer in times.items() if isinstance(answer, Finding)}
-    alive = {node: actor for node, actor in first.items() if node not in silent}
-    return alive, {node: times[node] for node in alive}, silent
+    actors = {node: actor for node, actor in actors.items() if node not in silent}
+    return actors, {node: times[node] for node in actors}, silent
 
 
 def _names() -> dict[str, str]:

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -25,19 +26,29 @@ ROUND = 10  # products between two looks at the clock, of a GPU
 WARM_UP = 0.25  # share of the time that does not count for the rate
 
 
+class Task(NamedTuple):
+    """Two factors; some rows of their product in float64, and the errors that float32 sums and one rounding of the
+    result may cause there."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    exact: torch.Tensor
+    allowed: torch.Tensor
+
+
 def burn(device: str, seconds: float) -> list[Burned]:
     """Burns all visible GPUs ('cuda') or the cores that this process may use ('cpu') for so many seconds.
 
     The factors are the same everywhere, drawn on the host. Raises what torch raises if a unit fails.
     """
-    factors = _factors(device)
+    task = _task(device)
     found: dict[int, Burned] = {}
     failed: list[BaseException] = []
     units = range(torch.cuda.device_count()) if device == "cuda" else sorted(os.sched_getaffinity(0))
 
     def work(unit: int) -> None:
         try:
-            found[unit] = _burn_gpu(unit, factors, seconds) if device == "cuda" else _burn_core(unit, factors, seconds)
+            found[unit] = _burn_gpu(unit, task, seconds) if device == "cuda" else _burn_core(unit, task, seconds)
         except BaseException as error:
             failed.append(error)
 
@@ -51,17 +62,19 @@ def burn(device: str, seconds: float) -> list[Burned]:
     return [found[unit] for unit in units]
 
 
-def _factors(device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    generator, size = torch.Generator().manual_seed(SEED), SIZE[device]
-    a, b = (torch.randn(size, size, generator=generator).to(DTYPE[device]) for _ in range(2))
-    return a, b
+def _task(device: str) -> Task:
+    generator, size, dtype = torch.Generator().manual_seed(SEED), SIZE[device], DTYPE[device]
+    a, b = (torch.randn(size, size, generator=generator).to(dtype) for _ in range(2))
+    rows = a[:: size // ROWS].double()
+    exact, sums = rows @ b.double(), rows.abs() @ b.double().abs()
+    return Task(a, b, exact, torch.finfo(dtype).eps * exact.abs() + size * torch.finfo(torch.float32).eps * sums)
 
 
-def _burn_gpu(index: int, factors: tuple[torch.Tensor, torch.Tensor], seconds: float) -> Burned:
+def _burn_gpu(index: int, task: Task, seconds: float) -> Burned:
     device, properties = torch.device("cuda", index), torch.cuda.get_device_properties(index)
     number = index_of(properties.uuid)
     with torch.cuda.device(device):
-        a, b = (factor.to(device) for factor in factors)
+        a, b = task.a.to(device), task.b.to(device)
         first = torch.mm(a, b)
         product = torch.empty_like(first)
         differing = torch.zeros((), dtype=torch.int64, device=device)
@@ -87,7 +100,7 @@ def _burn_gpu(index: int, factors: tuple[torch.Tensor, torch.Tensor], seconds: f
         digest=_digest(host),
         products=count,
         differing=int(differing),
-        error=_error(host, *factors),
+        error=_error(host, task),
         rate=2 * SIZE["cuda"] ** 3 * (count - timed) / took,
         clock=facts.clock,
         clock_most=facts.clock_most,
@@ -95,34 +108,30 @@ def _burn_gpu(index: int, factors: tuple[torch.Tensor, torch.Tensor], seconds: f
     )
 
 
-def _burn_core(core: int, factors: tuple[torch.Tensor, torch.Tensor], seconds: float) -> Burned:
+def _burn_core(core: int, task: Task, seconds: float) -> Burned:
     """In a thread of its own, which stays on the core."""
     os.sched_setaffinity(0, {core})
-    a, b = factors
-    first = torch.mm(a, b)
+    first = torch.mm(task.a, task.b)
     product = torch.empty_like(first)
     count, differing, began = 0, 0, time.thread_time()
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        torch.mm(a, b, out=product)
+        torch.mm(task.a, task.b, out=product)
         differing += not torch.equal(product.view(torch.int32), first.view(torch.int32))
         count += 1
     took = time.thread_time() - began  # others may use the core
     rate = 2 * SIZE["cpu"] ** 3 * count / max(took, 1e-9)
-    return Burned(f"CPU {core}", "", _digest(first), count, differing, _error(first, a, b), rate)
+    return Burned(f"CPU {core}", "", _digest(first), count, differing, _error(first, task), rate)
 
 
 def _digest(product: torch.Tensor) -> str:
     return hashlib.sha256(product.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def _error(product: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest error of some rows in units of what float32 sums and one rounding of the result may cause."""
-    step = product.shape[0] // ROWS
-    exact = a[::step].double() @ b.double()
-    sums = a[::step].double().abs() @ b.double().abs()
-    allowed = torch.finfo(product.dtype).eps * exact.abs() + a.shape[1] * torch.finfo(torch.float32).eps * sums
-    return float(((product[::step].double() - exact).abs() / allowed).nan_to_num(nan=torch.inf).max())
+def _error(product: torch.Tensor, task: Task) -> float:
+    """The largest one in units of what is allowed."""
+    rows = product[:: product.shape[0] // ROWS].double()
+    return float(((rows - task.exact).abs() / task.allowed).nan_to_num(nan=torch.inf).max())
 
 
 if __name__ == "__main__":
