@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import typer
 from typer import Argument, Option
 
 from pentad.orchestrator.cli.completion import SCHEDULE_NAMES, config_words, run_names, schedule_names
@@ -74,3 +75,11 @@ class ScheduleArguments:
 def files_by_option(**paths: Path | None) -> dict[str, Path]:
     """The files to write, by the name of their option."""
     return {f"--{name}": path for name, path in paths.items() if path is not None}
+
+
+def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
+    """The config file, if one is given, and the overrides, which contain '='."""
+    files = [word for word in words or () if "=" not in word]
+    if len(files) > 1:
+        raise typer.BadParameter(f"CONFIG is given twice, {files[0]!r} and {files[1]!r}: expected one file")
+    return Path(files[0]) if files else None, [word for word in words or () if "=" in word]

@@ -14,9 +14,10 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from pentad.orchestrator.cli.arguments import Address, Json, Run, ScheduleArguments, Timeout, Words
+from pentad.orchestrator.cli.arguments import Address, Json, Run, ScheduleArguments, Timeout, Words, split_words
 from pentad.orchestrator.cli.commands.checkpoint import checkpoint
 from pentad.orchestrator.cli.commands.data import data
+from pentad.orchestrator.cli.commands.doctor import doctor
 from pentad.orchestrator.cli.commands.pictures import curves, timeline
 from pentad.orchestrator.cli.commands.verify import verify
 from pentad.schedules.ir.errors import PentadError, ScheduleError, printable
@@ -84,7 +85,7 @@ def train(words: Words = None, as_json: Json = False) -> None:
     """Train; without CONFIG the quickstart, on this machine's GPUs if it has any, else on CPUs."""
     from pentad.orchestrator.api.configs import config_to_train
 
-    config, note = config_to_train(*_split(words))
+    config, note = config_to_train(*split_words(words))
     from pentad.orchestrator.api.training import run_displayed
 
     console = Console(quiet=as_json)
@@ -113,7 +114,7 @@ def plan(
     """Show what would run: mesh, memory, traffic and predicted time; status 1 if it does not fit or has no data."""
     from pentad.orchestrator.config.config import load
 
-    config = load(*_split(words))
+    config = load(*split_words(words))
     if gpus is not None:
         from pentad.orchestrator.cli.show_meshes import show_meshes
         from pentad.orchestrator.planning.fit import device_memory
@@ -170,6 +171,7 @@ schedule.__signature__ = inspect.signature(ScheduleArguments, eval_str=True)  # 
 app.command()(timeline)
 app.command()(curves)
 app.command()(verify)
+app.command()(doctor)
 
 
 @app.command()
@@ -265,7 +267,7 @@ def submit(
     """Submit what `train` would run as a job of a Ray cluster; run.folder and data.path are paths there."""
     from pentad.orchestrator.config.config import load
 
-    config = load(*_split(words))
+    config = load(*split_words(words))
     from pentad.orchestrator.cli.show_jobs import show_submit
 
     return show_submit(config, address, name, followed=follow, as_json=as_json)
@@ -295,7 +297,7 @@ def evaluate(
     from pentad.orchestrator.run.evaluate import eval_config
     from pentad.orchestrator.run.evaluate import evaluate as run
 
-    path, changes = _split(overrides)
+    path, changes = split_words(overrides)
     if path is not None:
         raise typer.BadParameter(f"{path} is no override: expected section.key=VALUE")
     found = find_checkpoint(checkpoint, "CHECKPOINT")
@@ -365,14 +367,6 @@ def convert(
     from pentad.orchestrator.cli.show_hf import Output, show_convert
 
     show_convert(source, Output(out, to, dtype, optimizer=optimizer), model, as_json=as_json)
-
-
-def _split(words: list[str] | None) -> tuple[Path | None, list[str]]:
-    """The config file, if one is given, and the overrides, which contain '='."""
-    files = [word for word in words or () if "=" not in word]
-    if len(files) > 1:
-        raise typer.BadParameter(f"CONFIG is given twice, {files[0]!r} and {files[1]!r}: expected one file")
-    return Path(files[0]) if files else None, [word for word in words or () if "=" in word]
 
 
 def _mute() -> None:

@@ -47,6 +47,7 @@ LAYERS = {
     "schedules": ("search", "", "diagnosis", "verify", "draw", "passes", "generators", "spec", "simulate", "ir"),
     "kernels": ("attention", "fp8", "moe", "optimizer", ""),
     "workers": (
+        "health",
         "runtime",
         "evaluation",
         "dcp",
@@ -69,6 +70,7 @@ LAYERS = {
         "cli",
         "api",
         "run",
+        "doctor",
         "recovery",
         "control",
         "jobs",

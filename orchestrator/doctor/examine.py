@@ -1,0 +1,29 @@
+"""What `pentad doctor` examines: this machine, or the nodes of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.doctor.checks import CHECKS, subject_of
+from pentad.orchestrator.doctor.finding import Finding, Row, UnderWay
+
+OF_CLUSTERS = ("nodes", "network", "clock offset")
+NAMES = ("Ray", OF_CLUSTERS[0], *(check.name for check in CHECKS), *OF_CLUSTERS[1:])
+
+
+def examine(config: RunConfig, seconds: float | None, under_way: UnderWay) -> Iterator[list[Row]]:
+    """The rows of each check as soon as it is made: one of this machine, or one of every node that the run would be
+    placed on. `seconds` are those of the burn, None: the default on GPUs, and none on CPUs."""
+    if config.cluster.address != "local":
+        from pentad.orchestrator.doctor.nodes import examine_cluster  # imports ray
+
+        yield from examine_cluster(config, seconds, under_way)
+        return
+    subject = subject_of(config, seconds)
+    for check in CHECKS:
+        with under_way(check.name, check.seconds(subject)):
+            finding = check.run(subject)
+        yield [Row(check.name, finding)]
+    for name in ("Ray", *OF_CLUSTERS):
+        yield [Row(name, Finding("not applicable", "this machine only"))]

@@ -1,0 +1,79 @@
+"""What a check finds, and what it may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.workers.health.gpu_facts import GpuFacts
+
+Verdict = Literal["ok", "warning", "failure", "not applicable"]
+
+
+class Finding(NamedTuple):
+    """A sentence, without its full stop; what to do about a warning or failure; and measured `figures` for `--json`
+    and for comparisons between nodes."""
+
+    verdict: Verdict
+    text: str
+    remedy: str = ""
+    figures: Mapping[str, Any] = {}
+
+
+class Subject(NamedTuple):
+    """What is examined: the machine of this process, for a configuration. `burn` are the seconds to burn on, 0: not at
+    all; `gpus` the GPUs that this process may use."""
+
+    config: RunConfig
+    gpus: tuple[GpuFacts, ...]
+    burn: float
+
+
+class Check(NamedTuple):
+    """`seconds` is how long it takes, if that is long."""
+
+    name: str
+    examine: Callable[[Subject], Finding]
+    seconds: Callable[[Subject], float] = lambda _: 0.0
+    needs_gpus: bool = False
+
+    def run(self, subject: Subject) -> Finding:
+        if self.needs_gpus and not subject.gpus:
+            return Finding("not applicable", "no GPU")
+        return self.examine(subject)
+
+
+class Row(NamedTuple):
+    """A check's finding; `node` is the address of a cluster's node, '' for this machine or the cluster."""
+
+    check: str
+    finding: Finding
+    node: str = ""
+
+
+# Surrounds a check, by its name and the seconds that it takes.
+UnderWay = Callable[[str, float], AbstractContextManager[None]]
+
+
+def worst(verdicts: Sequence[Verdict]) -> Verdict:
+    order: tuple[Verdict, ...] = ("failure", "warning", "ok")
+    return next((each for each in order if each in verdicts), "not applicable")
+
+
+def listed(names: Sequence[object]) -> str:
+    """'a, b and c'"""
+    texts = list(map(str, names))
+    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+
+
+def spanned(values: Sequence[float], unit: str) -> str:
+    """'655 to 660 TFLOP/s', '660 TFLOP/s'"""
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return f"{low} to {high} {unit}" if low != high else f"{high} {unit}"
+
+
+def gpus_named(indices: Sequence[int]) -> str:
+    """'GPU 3', 'GPUs 0, 2 and 3'"""
+    return f"GPU{'s' * (len(indices) > 1)} {listed(indices)}"

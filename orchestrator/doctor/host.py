@@ -1,0 +1,115 @@
+"""Limits and memory of this machine, or of the container that it is."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from pathlib import Path
+
+from pentad.orchestrator.doctor.finding import Finding, Subject, Verdict
+from pentad.orchestrator.planning.formatting import format_bytes
+
+MIB, GIB = 2**20, 2**30
+FEW_FILES, MANY_FILES = 1024, 8192
+SHM = Path("/dev/shm")
+SHM_OBJECTS, SHM_GPU = 256 * MIB, 64 * MIB  # for Ray's objects, and for NCCL's buffers of a GPU
+CGROUP = Path("/sys/fs/cgroup")
+CGROUP_FILES = (  # of version 2 and 1: limit, in use, and the file and key of what of that is a cache
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+def examine_files(_: Subject) -> Finding:
+    return judge_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+
+
+def examine_shm(subject: Subject) -> Finding:
+    if not SHM.exists():
+        return Finding("not applicable", "no /dev/shm on this system")
+    usage = shutil.disk_usage(SHM)
+    return judge_shm(usage.total, usage.free, len(subject.gpus))
+
+
+def examine_memory(_: Subject) -> Finding:
+    sizes = _meminfo()
+    if not sizes:
+        return Finding("not applicable", "no /proc/meminfo on this system")
+    limit, used = next((found for files in CGROUP_FILES if (found := cgroup(*files))), (None, 0))
+    return judge_memory(sizes["MemTotal"], sizes["MemAvailable"], limit, used)
+
+
+def examine_pinned(_: Subject) -> Finding:
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return judge_pinned(None if soft == resource.RLIM_INFINITY else soft, has_rdma=_has_entries(INFINIBAND))
+
+
+def judge_files(soft: int, hard: int) -> Finding:
+    """Of limits in files, -1: none. Ray raises a low one of its processes as far as it may."""
+    allowed = min((each for each in (soft, hard) if each >= 0), default=-1)
+    text = "no limit" if allowed < 0 else f"at most {allowed:,}"
+    if allowed < 0 or allowed >= MANY_FILES:
+        return Finding("ok", text)
+    how = f"`ulimit -n {hard}`" if hard < 0 or hard >= MANY_FILES else "LimitNOFILE= or /etc/security/limits.conf"
+    remedy = f"raise it to {MANY_FILES:,} or more: {how.replace('-n -1', '-n 65536')}"
+    return Finding("failure" if allowed < FEW_FILES else "warning", text, remedy)
+
+
+def judge_shm(total: int, free: int, gpus: int) -> Finding:
+    wanted = SHM_OBJECTS + SHM_GPU * gpus
+    text = f"{format_bytes(free)} free of {format_bytes(total)}"
+    if free >= wanted:
+        return Finding("ok", text)
+    remedy = "start the container with `--shm-size=8g`; on Kubernetes mount an emptyDir of medium Memory there"
+    verdict: Verdict = "failure" if gpus > 1 and free < SHM_GPU * gpus else "warning"
+    return Finding(verdict, f"{text}: Ray and NCCL want {format_bytes(wanted)}", remedy)
+
+
+def judge_memory(total: int, available: int, limit: int | None, used: int) -> Finding:
+    """`limit` is that of a container, which uses `used` of it."""
+    is_limited = limit is not None and limit < total
+    size = limit if limit is not None and is_limited else total
+    free = min(available, size - used) if is_limited else available
+    text = f"{format_bytes(free)} free of {format_bytes(size)}" + (", the container's limit" if is_limited else "")
+    figures = {"free": free, "total": size}
+    if free < GIB:
+        return Finding("failure", text, "end other processes, or raise the container's limit", figures)
+    if free < 0.1 * size:
+        return Finding("warning", text, "end other processes, or raise the container's limit", figures)
+    return Finding("ok", text, figures=figures)
+
+
+def judge_pinned(limit: int | None, *, has_rdma: bool) -> Finding:
+    """CUDA pins memory whatever the limit; InfiniBand's driver does not."""
+    if limit is None:
+        return Finding("ok", "no limit")
+    text = f"at most {format_bytes(limit)}"
+    if has_rdma and limit < GIB:
+        remedy = "`ulimit -l unlimited`, LimitMEMLOCK=infinity or `docker run --ulimit memlock=-1`"
+        return Finding("failure", f"{text}, too little for NCCL over InfiniBand", remedy)
+    return Finding("ok", text if has_rdma else f"{text}, for InfiniBand only, which is not here")
+
+
+def _meminfo() -> dict[str, int]:
+    """Bytes by name."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":") for line in lines)
+    return {name: int(rest.split()[0]) * 1024 for name, rest in pairs}
+
+
+def cgroup(limit: str, used: str, statistics: str, cache: str) -> tuple[int, int] | None:
+    """The bytes that a container may use, and those that it uses but for a cache, which the kernel gives back. None
+    without a limit ('max')."""
+    try:
+        lines = dict(line.split() for line in (CGROUP / statistics).read_text().splitlines())
+        return int((CGROUP / limit).read_text()), int((CGROUP / used).read_text()) - int(lines.get(cache, 0))
+    except (OSError, ValueError):
+        return None
+
+
+def _has_entries(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())

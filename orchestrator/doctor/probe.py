@@ -1,0 +1,32 @@
+"""Measurements by workers/health, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+START_SECONDS = 120.0  # for a probe to import torch and to open all GPUs
+
+
+class ProbeError(Exception):
+    """Why a probe did not measure."""
+
+
+def probe(module: str, *arguments: object, seconds: float = 0.0) -> Any:
+    """What a module of workers/health prints: a sick GPU can hang whoever touches it, and what is in its memory goes
+    with the process. It may take `seconds` after its start. Raises ProbeError."""
+    command = [sys.executable, "-P", "-m", f"pentad.workers.health.{module}", *map(str, arguments)]
+    limit = START_SECONDS + seconds
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=True)
+        return json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise ProbeError(f"no answer within {limit:.0f} s") from None
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in (error.stderr or "").strip().splitlines() if line.strip()]
+        named = [line for line in lines if "Error" in line.partition(":")[0]]
+        raise ProbeError((named or lines or [f"exit status {error.returncode}"])[-1].strip()) from None
+    except (OSError, ValueError) as error:
+        raise ProbeError(str(error)) from None

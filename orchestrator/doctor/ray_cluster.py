@@ -1,0 +1,70 @@
+"""The Ray cluster of cluster.address, once it is joined, and how far the clocks of its nodes are from this one's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import RayError
+
+from pentad.orchestrator.cluster.cluster import Cluster
+from pentad.orchestrator.cluster.local_head import LOOPBACK
+from pentad.orchestrator.doctor.finding import Finding
+from pentad.orchestrator.jobs.client_auth import is_open
+from pentad.orchestrator.planning.formatting import format_duration
+from pentad.schedules.ir.errors import PentadError
+
+READINGS, SECONDS = 5, 30.0  # of a clock
+CLOSE, FAR = 0.1, 10.0  # seconds between two clocks; answers of a node take milliseconds
+Dashboard = Literal["open", "protected", "silent", "none"]
+
+
+def examine_ray(cluster: Cluster) -> Finding:
+    dashboard: Dashboard = "none"
+    if cluster.dashboard:
+        try:
+            dashboard = "open" if is_open(cluster.dashboard) else "protected"
+        except PentadError:
+            dashboard = "silent"
+    return judge_ray(f"Ray {ray.__version__} at {cluster.address}", cluster.dashboard or "", dashboard)
+
+
+def judge_ray(where: str, url: str, dashboard: Dashboard) -> Finding:
+    """Of a cluster that has accepted this Ray's version and token."""
+    if dashboard == "silent":
+        remedy = "look at dashboard.log in the head's session folder: `pentad submit` needs it"
+        return Finding("warning", f"{where}, whose dashboard at {url} does not answer", remedy)
+    if dashboard == "none":
+        return Finding("warning", f"{where}, without a dashboard", "start it with one: `pentad submit` needs it")
+    if dashboard == "open" and LOOPBACK not in url:
+        text = f"{where} works without a token: whoever reaches its ports can run code on it"
+        return Finding("warning", text, "start it with RAY_AUTH_MODE=token (docs/cluster.md)")
+    token = "a token is required" if dashboard == "protected" else "no token, on this machine only"
+    return Finding("ok", f"{where}, dashboard at {url}, {token}")
+
+
+def clock_offset(actor: Any) -> Finding:
+    """Of a node's Examiner, by the answer that took least time; it was given in the middle of that, give or take half
+    of it."""
+    readings = []
+    for _ in range(READINGS):
+        began = time.time()
+        try:
+            there = ray.get(actor.clock.remote(), timeout=SECONDS)
+        except RayError:
+            return Finding("failure", f"no answer within {SECONDS:.0f} s", "look at the node, and at its load")
+        ended = time.time()
+        readings.append((ended - began, there - (began + ended) / 2))
+    delay, offset = min(readings)
+    return judge_clock(offset, delay / 2)
+
+
+def judge_clock(offset: float, delay: float) -> Finding:
+    """Of a clock that is `offset` seconds ahead of this one's, as measured by an answer after `delay` seconds."""
+    figures = {"offset": offset, "delay": delay}
+    text = f"{format_duration(abs(offset))} {'ahead of' if offset > 0 else 'behind'} this machine"
+    if abs(offset) <= CLOSE + delay:
+        return Finding("ok", f"{text}, known to {format_duration(delay)}", figures=figures)
+    verdict: Literal["warning", "failure"] = "failure" if abs(offset) > FAR else "warning"
+    return Finding(verdict, text, "run chrony or another NTP client on every node", figures)

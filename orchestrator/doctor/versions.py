@@ -1,0 +1,63 @@
+"""Versions of what pentad runs on, and the driver below them."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from pentad.orchestrator.doctor.finding import Finding, Subject, listed
+from pentad.workers.health.gpu_facts import Driver, read_driver
+
+# The lowest that work, as in pyproject.toml. Triton has no build for some machines, which then have no GPU kernels.
+WANTED = {"Python": "3.11", "torch": "2.11", "triton": "3.6", "ray": "2.50"}
+_INSTALL = "install pentad again with its dependencies: `make`"
+
+
+def examine_versions(subject: Subject) -> Finding:
+    found: dict[str, str | None] = {"Python": platform.python_version()}
+    for name in list(WANTED)[1:]:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return judge_versions(found, has_gpus=bool(subject.gpus))
+
+
+def examine_driver(_: Subject) -> Finding:
+    import torch  # only where there are GPUs
+
+    return judge_driver(read_driver(), torch.version.cuda)
+
+
+def judge_versions(found: Mapping[str, str | None], *, has_gpus: bool) -> Finding:
+    """By package; None: not installed."""
+    figures = {"versions": dict(found)}
+    text = ", ".join(f"{name} {number or 'missing'}" for name, number in found.items())
+    missing = [name for name, number in found.items() if number is None and (name != "triton" or has_gpus)]
+    old = [n for n, number in found.items() if number is not None and _numbers(number) < _numbers(WANTED[n])]
+    if missing or old:
+        wanted = listed([f"{name} {WANTED[name]}" for name in (*missing, *old)])
+        return Finding("failure", f"{text}: expected at least {wanted}", _INSTALL, figures)
+    return Finding("ok", text, figures=figures)
+
+
+def judge_driver(driver: Driver | None, cuda: str | None) -> Finding:
+    """Of a torch built for `cuda`, None: for CPUs. A driver runs every minor version of the CUDA that it knows."""
+    if driver is None:
+        return Finding("failure", "it does not answer", "install it again, or reboot")
+    text = f"{driver.version} for CUDA {driver.cuda[0]}.{driver.cuda[1]}"
+    if cuda is None:
+        remedy = "install a torch that is built for CUDA"
+        return Finding("failure", f"{text}, but torch is built without CUDA, so no GPU is used", remedy)
+    if driver.cuda[0] < int(cuda.partition(".")[0]):
+        remedy = f"update the driver to one for CUDA {cuda}, or install a torch for CUDA {driver.cuda[0]}"
+        return Finding("failure", f"{text}, but torch is built for CUDA {cuda}", remedy)
+    return Finding("ok", f"{text}; torch is built for CUDA {cuda}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """'2.11.0+cu130' as (2, 11, 0)"""
+    matched = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, matched[0].split("."))) if matched else ()

@@ -1,0 +1,121 @@
+"""What NVML reports of the GPUs of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import pynvml as nvml
+
+from pentad.workers.runtime.telemetry import THROTTLES
+
+
+class GpuFacts(NamedTuple):
+    """One GPU in NVML's order; None for what it does not report.
+
+    Memory is in bytes, clocks (of the SMs) in hertz. `processes` are the PIDs that compute on it and the bytes that
+    each holds, 0 if unknown. `ecc_errors` counts uncorrectable errors since the driver was loaded; `remapping` is what
+    the memory's row remapping is in need of: '', 'pending' (a reset) or 'failed' (a replacement). `throttles` are keys
+    of THROTTLES.
+    """
+
+    number: int
+    uuid: str
+    name: str
+    memory_total: int | None = None
+    memory_used: int | None = None
+    processes: tuple[tuple[int, int], ...] = ()
+    ecc_errors: int | None = None
+    remapping: str = ""
+    throttles: tuple[str, ...] = ()
+    clock: float | None = None
+    clock_most: float | None = None
+    is_persistent: bool | None = None
+
+
+class Driver(NamedTuple):
+    """The driver's version, '580.82.07', and the newest CUDA that it runs, (13, 0)."""
+
+    version: str
+    cuda: tuple[int, int]
+
+
+def read_driver() -> Driver | None:
+    """None without a driver."""
+    try:
+        nvml.nvmlInit()
+        cuda = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
+        return Driver(_text(nvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10))
+    except nvml.NVMLError:
+        return None
+
+
+def read_gpus(visible: str | None) -> tuple[GpuFacts, ...]:
+    """Of the GPUs that CUDA_VISIBLE_DEVICES, which lists indices or UUIDs or how those begin, leaves a process; with
+    None of all. No facts without a driver."""
+    names = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+    try:
+        nvml.nvmlInit()
+        found = [facts_of(index) for index in range(int(nvml.nvmlDeviceGetCount()))]
+    except nvml.NVMLError:
+        return ()
+    return tuple(gpu for gpu in found if names is None or _is_named(gpu, names))
+
+
+def _is_named(gpu: GpuFacts, names: list[str]) -> bool:
+    return str(gpu.number) in names or any(name.startswith("GPU-") and gpu.uuid.startswith(name) for name in names)
+
+
+def index_of(uuid: object) -> int:
+    """NVML's index of the GPU with this UUID, as torch has it: without 'GPU-'. Raises NVMLError."""
+    nvml.nvmlInit()
+    return int(nvml.nvmlDeviceGetIndex(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")))
+
+
+def facts_of(index: int) -> GpuFacts:
+    """Raises NVMLError if there is no such GPU."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = _query(nvml.nvmlDeviceGetMemoryInfo, handle)
+    reasons = _query(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0
+    clock = _query(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM)
+    most = _query(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
+    persistence = _query(nvml.nvmlDeviceGetPersistenceMode, handle)
+    return GpuFacts(
+        index,
+        uuid=_text(_query(nvml.nvmlDeviceGetUUID, handle) or ""),
+        name=_text(_query(nvml.nvmlDeviceGetName, handle) or "unnamed"),
+        memory_total=None if memory is None else int(memory.total),
+        memory_used=None if memory is None else int(memory.used),
+        processes=tuple(
+            (int(each.pid), int(each.usedGpuMemory or 0))
+            for each in _query(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+        ),
+        ecc_errors=_query(
+            nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        ),
+        remapping=_remapping(_query(nvml.nvmlDeviceGetRemappedRows, handle)),
+        throttles=tuple(name for name, bits in THROTTLES.items() if reasons & bits),
+        clock=None if clock is None else clock * 1e6,
+        clock_most=None if most is None else most * 1e6,
+        is_persistent=None if persistence is None else bool(persistence),
+    )
+
+
+def _remapping(rows: Any) -> str:
+    """Of NVML's (correctable, uncorrectable, pending, failed)."""
+    if rows is None:
+        return ""
+    _, _, pending, failed = rows
+    return "failed" if failed else "pending" if pending else ""
+
+
+def _query(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's result, None if this GPU or driver does not support it."""
+    with suppress(nvml.NVMLError):
+        return function(*arguments)
+    return None
+
+
+def _text(found: str | bytes) -> str:
+    return found.decode(errors="replace") if isinstance(found, bytes) else found
