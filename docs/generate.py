@@ -7,19 +7,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
+from pentad.orchestrator.activations.activation_peaks import layer_effects
+from pentad.orchestrator.activations.allocations import Piece
 from pentad.orchestrator.api.curves import Curves
 from pentad.orchestrator.config.reference import completion_keys, configuration_page
 from pentad.orchestrator.gpus.table import GB, GIB, GPUS, TFLOPS
 from pentad.orchestrator.monitoring.exporter import METRICS
+from pentad.orchestrator.planning.part_flops import part_flops
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.draw.learning_rates import svg_learning_rates
 from pentad.schedules.draw.losses import Evaluation, LossCurve, Window
 from pentad.schedules.draw.svg import svg_grid
+from pentad.schedules.passes.recompute import PARTS, recomputed_parts
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.learning_rate import DecayShape, LearningRate, ScheduleName
+from pentad.schedules.spec.model import MLA, Experts, ModelSpec
+from pentad.schedules.spec.tensors import LayerRange, active_parameters
 
 DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "tests" / "bench" / "results"
@@ -34,7 +40,7 @@ def files() -> Iterator[tuple[Path, str]]:
     schedules, observability = DOCS / "schedules.md", DOCS / "observability.md"
     yield schedules, _filled(schedules, catalogue=_catalogue(), pictures=_pictures())
     yield observability, _filled(observability, metrics=_metrics())
-    yield DOCS / "memory.md", _filled(DOCS / "memory.md", gpus=_gpus())
+    yield DOCS / "memory.md", _filled(DOCS / "memory.md", gpus=_gpus(), recompute=_recompute())
     yield DOCS / "images" / "learning-rates.svg", svg_learning_rates(learning_rates())
     for name in ("mixture", "fine-tuning"):
         yield DOCS / "images" / f"{name}-losses.svg", measured_curves(RESULTS / f"{name}-cpu.json").svg()
@@ -143,6 +149,49 @@ def _gpus() -> str:
         for name, gpu in GPUS.items()
     ]
     return _table(heads, rows)
+
+
+# What memory.recompute can be: what F does not save then.
+RECOMPUTED = {
+    "mlp": "gate and up products of a dense feed-forward network",
+    "moe": "the same of experts, shared ones included",
+    "core_attn": "the result of attention and its log-sum-exps",
+    "qkv_linear": "queries, keys and values, and inputs of their norms",
+    "mla_up_proj": "queries, keys and values of multi-head latent attention, and its latents",
+    "attn_proj": "the residual stream after attention; results of a norm between them",
+    "selective": "`mlp` and `moe`",
+    "attention": "all of these but `core_attn`",
+    "full": "all but the input of a unit",
+}
+
+
+def _recompute() -> str:
+    """Of a layer of Llama-3 8B and an expert layer of DeepSeek-V3, for a sequence on one GPU."""
+    experts = Experts(256, 8, 2048, 2048, num_groups=8, topk_groups=4)
+    models = (
+        ModelSpec(1, 4096, 32, 8, 14336, 128256),
+        ModelSpec(1, 7168, 128, 128, 18432, 129280, experts=experts, mla=MLA(512, 1536, 128, 64, 128)),
+    )
+    rows = []
+    for mode, what in RECOMPUTED.items():
+        cells = [cell for model in models for cell in _recomputed(model, mode)]
+        rows.append((f"`{mode}`" if mode not in PARTS else f"`[{mode}]`", what, *cells))
+    heads = ("`memory.recompute`", "not saved", "8B, MiB", "FLOPs", "DeepSeek-V3, MiB", "FLOPs")
+    return _table(heads, rows)
+
+
+def _recomputed(model: ModelSpec, mode: str) -> tuple[str, str]:
+    """(MiB of a layer that are not saved, FLOPs to recompute them as a share of those of F, B and W)."""
+    length, layer = 8192, LayerRange(0, 1)
+    piece = Piece(1, length, "bfloat16", "cuda")
+    totals = layer_effects(model, model.experts is not None, False, piece).totals
+    flops = part_flops(model, layer, length)
+    products, attention = 2 * active_parameters(model, 0), flops["core_attn"]
+    freed = totals.saved - piece.stream(model.hidden) if mode == "full" else totals.recomputed(mode)
+    again = products + attention if mode == "full" else sum(flops.get(part, 0) for part in recomputed_parts(mode))
+    if not freed:
+        return "-", "-"
+    return f"{freed / 2**20:,.0f}", f"{again / (3 * products + 3.5 * attention):.1%}".replace("%", " %")
 
 
 def main() -> None:

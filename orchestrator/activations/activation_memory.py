@@ -15,6 +15,7 @@ from pentad.orchestrator.activations.attention_memory import AttentionShape, att
 from pentad.schedules.ir.columns import CODE
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.passes.offload_cut import Cut, cut
+from pentad.schedules.passes.recompute import recomputed_parts
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import LayerRange
@@ -35,18 +36,15 @@ def sublayers(model: ModelSpec, has_experts: bool, has_window: bool, piece: Piec
     else:
         network = mlp(model.hidden, model.ffn, piece)
     before, own, after = _residual(model, mixer, piece, reused=model.mla is not None or piece.keeps_operands)
-    attention_part = [[*before[:1], *_rebuilt(before[1:])], own, _rebuilt(after)]
+    attention_part = [before, own, _made_by("attn_proj", after)]
     piece = piece.of_network(has_experts)
     before, own, after = _residual(model, network, piece, reused=piece.keeps_operands)
-    return [attention_part, [_rebuilt(before), own, after]]
+    return [attention_part, [_made_by("attn_proj", before), own, after]]
 
 
-def _rebuilt(allocations: Iterable[Allocation]) -> list[Allocation]:
-    """What 'attention' recomputation frees as well."""
-    return [
-        each._replace(recompute=each.recompute or "attention") if each.life.startswith("F-") else each
-        for each in allocations
-    ]
+def _made_by(part: str, allocations: Iterable[Allocation]) -> list[Allocation]:
+    """Of them, RECOMPUTE of a part of the layer makes what F would save."""
+    return [each._replace(parts=(part,)) if each.life.startswith("F-") else each for each in allocations]
 
 
 def _residual(
@@ -98,7 +96,7 @@ def attention(model: ModelSpec, has_window: bool, piece: Piece) -> Iterator[Allo
     stream, copy = piece.full_stream(model.hidden), piece.copy(model.hidden)
     projected = (shape.heads + 2 * shape.kv_heads) * shape.query
     yield from saved
-    yield from _rebuilt(_head_norms(model, shape))
+    yield from _made_by("qkv_linear", _head_norms(model, shape))
     biases = model.qkv_bias * (shape.heads + 2 * shape.kv_heads) * shape.query + model.out_bias * model.hidden
     yield Allocation(
         "gradients of biases and sinks", "B-W", (biases + model.attention_sinks * shape.heads) * piece.wide
@@ -137,12 +135,13 @@ def latent_attention(model: ModelSpec, mla: MLA, piece: Piece) -> Iterator[Alloc
     out, queries = shape.output, tokens * shape.heads * shape.query * c
     latents, tensors = mla.kv_lora_rank + mla.q_lora_rank, (own * mla.kv_lora_rank * c, own * mla.q_lora_rank * c)
     yield from saved
-    yield from _rebuilt(
+    yield from _made_by(
+        "mla_up_proj",
         [
             Allocation("latents", "F-B", own * latents * c, tensors=tensors),
             Allocation("normed latents", "F-W" if piece.keeps_operands else "F-B", own * latents * c, tensors=tensors),
             Allocation("latents' scales", "F-B", own * piece.wide * (1 + bool(mla.q_lora_rank)), offload=False),
-        ]
+        ],
     )
     yield Allocation(OUTPUT_GRADIENT, "B-W", piece.operand(hidden))
     keys_values = piece.cast(shape.heads * (mla.qk_nope_head_dim + mla.v_head_dim))
@@ -165,7 +164,7 @@ def mlp(hidden: int, width: int, piece: Piece) -> Iterator[Allocation]:
     """Gated feed-forward network (SwiGLU) of a width that tp ranks split."""
     width //= piece.mesh.tp
     inner, copy = piece.tokens * width * piece.itemsize, piece.copy(hidden)
-    yield Allocation("gate and up", "F-B", 2 * inner, recompute="selective")
+    yield Allocation("gate and up", "F-B", 2 * inner, parts=("mlp",))
     yield Allocation(OUTPUT_GRADIENT, "B-W", piece.operand(hidden))
     yield Allocation("gated", "B-W", piece.operand(width))
     yield Allocation("gradients of gate and up", "B-W", piece.operand(2 * width))
@@ -199,7 +198,7 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
     )
     yield Allocation("received tokens", "F-W", sum(received), tensors=received)
     tensors = 2 * rows * width * c, 2 * tokens * shared * c
-    yield Allocation("gate and up", "F-B", sum(tensors), recompute="selective", tensors=tensors)
+    yield Allocation("gate and up", "F-B", sum(tensors), parts=("moe",), tensors=tensors)
     if (ep == 1 and not in_8_bits) or shared:
         yield Allocation(OUTPUT_GRADIENT, "B-W", tokens * hidden * c)
     yield Allocation("received gradients", "B-W", sum(received))
@@ -325,11 +324,11 @@ def offloadable(model: ModelSpec, held: LayerRange, piece: Piece, mode: str, *, 
 
 def _kept(model: ModelSpec, held: LayerRange, piece: Piece, mode: str) -> Iterator[Allocation]:
     """What layers allocate and do not recompute; heads recompute nothing."""
-    recomputed = {"none": (), "selective": ("selective",), "attention": ("selective", "attention")}[mode]
+    recomputed = recomputed_parts(mode)
     for number in held.numbers:
         has_window, own = model.layer_kind(number).window > 0, piece.of_layer(number, model.layers)
         own_parts = sublayers(model, number >= model.dense_layers, has_window, own)
-        yield from (each for each in chain(*chain(*own_parts)) if each.recompute not in recomputed)
+        yield from (each for each in chain(*chain(*own_parts)) if recomputed.isdisjoint(each.parts))
     if held.has_head:
         yield from heads_and_mtp(model, piece._replace(fp8=None))
 

@@ -6,9 +6,9 @@ instructions in sequence make that of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -71,7 +71,7 @@ class StageActivations:
     not_offloadable: int
     input: int
     deferred: int
-    forward: dict[str, Effect]  # by what is recomputed
+    forward: Callable[[str], Effect]  # by what is recomputed
     backward: Effect
     weight: Effect
     backward_and_weight: Effect
@@ -80,13 +80,13 @@ class StageActivations:
     kv_gradients: int = 0
 
     def kept(self, mode: str) -> int:
-        """Bytes from F on, with 'none', 'selective' or 'full' recomputation."""
-        return self.forward[mode].held
+        """Bytes from F on, with such recomputation."""
+        return self.forward(mode).held
 
     @property
     def recompute(self) -> int:
         """Workspace of F."""
-        return max(0, self.forward["none"].peak - self.saved)
+        return max(0, self.forward("none").peak - self.saved)
 
 
 class LayerEffects(NamedTuple):
@@ -145,23 +145,19 @@ def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations
     lookup = rows * model.hidden * piece.wide
     kv = len(layers) * attention_shape(model, piece).keys_values if piece.slices > 1 else 0
     end_backward = sequence(allocate(end.deferred - end.reused), allocate(end.reused - end.saved))
-    forward = {
-        "none": sequence(allocate(copy), *(layer.forward for layer in layers), allocate(end.saved)),
-        **{
-            mode: sequence(
-                allocate(copy),
-                *(sequence(layer.forward, allocate(-layer.totals.recomputable[mode])) for layer in layers),
-                allocate(end.saved),
+
+    @cache
+    def forward(mode: str) -> Effect:
+        if mode == "full":
+            return sequence(
+                *(sequence(layer.forward, allocate(-layer.totals.saved)) for layer in layers),
+                allocate(2 * stream + end.saved),
+                allocate(-2 * stream - end.saved),
+                allocate(0 if first else stream),
             )
-            for mode in ("selective", "attention")
-        },
-        "full": sequence(
-            *(sequence(layer.forward, allocate(-layer.totals.saved)) for layer in layers),
-            allocate(2 * stream + end.saved),
-            allocate(-2 * stream - end.saved),
-            allocate(0 if first else stream),
-        ),
-    }
+        recomputed = [sequence(layer.forward, allocate(-layer.totals.recomputed(mode))) for layer in layers]
+        return sequence(allocate(copy), *recomputed, allocate(end.saved))
+
     blocks = [(end_backward, end.deferred, lookup if model.mtp_layers and last else 0)]
     blocks += [(layer.backward, layer.totals.deferred, layer.totals.weight) for layer in reversed(layers)]
     blocks.append((allocate(-copy), 0, 0))
@@ -210,7 +206,7 @@ def _custom_stage(model: ModelSpec, custom: CustomModel, layers: LayerRange, pie
         not_offloadable=found.saved - sum(found.offloadable),
         input=received,
         deferred=found.deferred,
-        forward={"none": allocate(saved), "full": Effect(received, found.layer)},
+        forward={"none": allocate(saved), "full": Effect(received, found.layer)}.__getitem__,
         backward=Effect(found.deferred - saved, most - saved),
         weight=Effect(-found.deferred, 0),
         backward_and_weight=Effect(-saved, most - saved),
@@ -307,9 +303,9 @@ def _effect(
     match OPS[at.op]:
         case Op.F:
             if program.forward_only:
-                effect = Effect(-at.is_last_slice * stage.kv_cache, stage.forward["full"].peak - input_in_slot)
+                effect = Effect(-at.is_last_slice * stage.kv_cache, stage.forward("full").peak - input_in_slot)
             else:
-                effect = stage.forward[mode].without(input_in_slot)
+                effect = stage.forward(mode).without(input_in_slot)
             cache = allocate(at.is_first_slice * stage.kv_cache)
             return sequence(cache, allocate(-before), allocate(behind), effect)
         case Op.RECOMPUTE:

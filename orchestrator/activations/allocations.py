@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+from pentad.schedules.passes.recompute import recomputed_parts
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Fp8Spec
@@ -118,23 +119,24 @@ class Piece(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """A tensor, or several of the sizes `tensors`. `recompute` is the mode of recomputation that frees it after F, if
-    any but full does: attention frees what selective does, and more. OFFLOAD leaves those without `offload`."""
+    """A tensor, or several of the sizes `tensors`. F does not save it where any of these `parts` of a layer
+    (schedules/passes/recompute.py) is recomputed. OFFLOAD leaves those without `offload`."""
 
     what: str
     life: Life
     bytes: int
     offload: bool = True
-    recompute: Literal["selective", "attention", None] = None
+    parts: tuple[str, ...] = ()
     tensors: tuple[int, ...] = ()
 
 
 class Totals(NamedTuple):
     """Sums of allocations: from F to B or W (`saved`, of which some recomputable, not offloadable, or `reused` by W),
-    from B or F to W (`deferred`), and the largest workspace of F, B and W. `recomputable` is by mode."""
+    from B or F to W (`deferred`), and the largest workspace of F, B and W. `recomputable` is by the parts of a layer
+    any of which makes it."""
 
     saved: int
-    recomputable: dict[str, int]
+    recomputable: dict[tuple[str, ...], int]
     not_offloadable: int
     reused: int
     deferred: int
@@ -142,17 +144,23 @@ class Totals(NamedTuple):
     backward: int
     weight: int
 
+    def recomputed(self, mode: str) -> int:
+        """Bytes that F does not save with such recomputation, other than full."""
+        parts = recomputed_parts(mode)
+        return sum(size for each, size in self.recomputable.items() if not parts.isdisjoint(each))
+
 
 def total(allocations: Iterable[Allocation]) -> Totals:
     found = list(allocations)
     size = {life: sum(each.bytes for each in found if each.life == life) for life in ("F-B", "F-W", "B-W")}
     most = {op: max((each.bytes for each in found if each.life == op), default=0) for op in ("F", "B", "W")}
+    recomputable = dict.fromkeys((each.parts for each in found if each.parts), 0)
+    for each in found:
+        if each.parts:
+            recomputable[each.parts] += each.bytes
     return Totals(
         saved=size["F-B"] + size["F-W"],
-        recomputable={
-            "selective": sum(each.bytes for each in found if each.recompute == "selective"),
-            "attention": sum(each.bytes for each in found if each.recompute),
-        },
+        recomputable=recomputable,
         not_offloadable=sum(each.bytes for each in found if not each.offload),
         reused=size["F-W"],
         deferred=size["F-W"] + size["B-W"],

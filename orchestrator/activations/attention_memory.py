@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pentad.orchestrator.activations.allocations import BYTES, Allocation, Piece
 from pentad.schedules.spec.model import ModelSpec
@@ -104,17 +104,18 @@ def attention_core(
         other = Allocation(what, "F-B", graph * piece.wide, offload=False)
         forward, backward = forward + score_workspace, score_workspace
     # A graph is built anew by computing the attention again; else its result is kept, once.
-    again: Literal["attention"] | None = "attention" if is_graph else None
+    projections = "mla_up_proj" if shape.nope else "qkv_linear"
+    again = ("core_attn", projections) if is_graph else ("core_attn",)
     is_apart = saves_output or is_exchanged
     saved = [
-        Allocation("queries, keys and values", "F-B", inputs, recompute="attention", tensors=shape.tensors),
-        other._replace(recompute=again),
-        Allocation("output", "F-B", shape.output * is_apart, recompute=again),
+        Allocation("queries, keys and values", "F-B", inputs, parts=(projections,), tensors=shape.tensors),
+        other._replace(parts=again),
+        Allocation("output", "F-B", shape.output * is_apart, parts=again),
         Allocation(
             "heads' output",
             "F-W" if piece.fp8 is None else "F-B",
             shape.output,
-            recompute="attention" if is_apart else again,
+            parts=("core_attn", projections) if is_apart else again,
         ),
     ]
     return saved, forward, backward

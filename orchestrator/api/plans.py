@@ -31,11 +31,12 @@ from pentad.orchestrator.planning.planning import make_plan, require_shards
 from pentad.schedules.draw.memory import memory_page
 from pentad.schedules.draw.svg import svg_grid
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.passes.recompute import config_text
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpLayout, imbalance
-from pentad.schedules.spec.plan import RECOMPUTE_MODES, Plan
+from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import num_parameters
 from pentad.workers.data.sources import check_data, count_eval_sequences, open_prepared
 
@@ -94,7 +95,7 @@ class PlannedRun:
             "mesh": str(plan.mesh),
             "program": f"{plan.program.name}, {plan.program.microbatches} microbatches",
             "ZeRO": str(plan.zero),
-            "recomputation": max(plan.recompute, default="none", key=RECOMPUTE_MODES.index),
+            "recomputation": config_text(plan.recomputation),
             "a step": f"{format_duration(self.step_seconds)}, simulated at assumed rates",
             "fullest rank": f"{fit.rank}, {format_bytes(fit.needed)} of {format_bytes(fit.device.bytes)}",
         }

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from pentad.orchestrator.config import errors, sections
 from pentad.orchestrator.config.data_section import DataSection
-from pentad.orchestrator.config.errors import Broken, ConfigError
+from pentad.orchestrator.config.errors import Broken, ConfigError, shown
 from pentad.orchestrator.config.eval_section import EvalSection
 from pentad.orchestrator.config.includes import Layers, leaves, merged, read_file, with_includes
 from pentad.orchestrator.config.loggers_section import LoggersSection, MetricsSection
@@ -27,6 +27,7 @@ from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.catalogue import CATALOGUE, spec_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.recompute import config_text, parts_of
 from pentad.schedules.search.auto import AUTO, check_auto_options
 from pentad.schedules.spec.lora import LoraSpec
 from pentad.schedules.spec.model import ModelSpec
@@ -222,6 +223,7 @@ class RunConfig(sections.Section):
         if model.custom is not None:
             yield from self._custom_rules(model.custom.text, model.layers, layout)
             return
+        yield from self._recompute_rules(model)
         if model.layers < stages:
             yield from _refusal(split_layers, model.layers, layout.placement)
         if length % slices:
@@ -229,6 +231,19 @@ class RunConfig(sections.Section):
         yield from self._step_rules(model, layout)
         rows = self.batch.global_batch_size // (self.mesh.dp * self.mesh.ep * self.schedule.microbatches)
         yield from _refusal(check_divisibility, model, self.mesh.mesh, length, rows, slices, self.mesh.cp_method)
+
+    def _recompute_rules(self, model: ModelSpec) -> Iterator[str]:
+        """Parts of layers that the model has."""
+        why = {
+            "mlp": "its feed-forward networks are experts",
+            "moe": "it has no experts (model.experts)",
+            "qkv_linear": "its queries, keys and values come from latents: mla_up_proj",
+            "mla_up_proj": "it has no multi-head latent attention (model.mla)",
+        }
+        given, parts = self.memory.recompute, parts_of(model)
+        for part in given if isinstance(given, list) else ():
+            if part not in parts:
+                yield f"memory.recompute is {shown(given)}: expected no {part} for this model: {why[part]}"
 
     def _step_rules(self, model: ModelSpec, layout: Layout) -> Iterator[str]:
         """Sums over ranks before the norm exclude post-validation; losses of entire sequences exclude slices."""
@@ -272,8 +287,8 @@ class RunConfig(sections.Section):
             yield f"schedule.slices is {layout.slices}: expected 1 for model {text}, which gets whole sequences"
         if self.data.document_mask:
             yield f"data.document_mask is true: expected false for model {text}, which sees no document boundaries"
-        if self.memory.recompute not in ("none", "full", "auto"):
-            yield f"memory.recompute is {self.memory.recompute}: expected none or full for model {text}"
+        if self.memory.mode not in ("none", "full", "auto"):
+            yield f"memory.recompute is {config_text(self.memory.mode)}: expected none or full for model {text}"
         if layers < layout.stages:
             found = f"it returns {layers} layer{'s' * (layers > 1)}"
             yield f"model {text}: {found}, but {layout.stages} pipeline stages (mesh.pp) need at least one each"

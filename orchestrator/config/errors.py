@@ -15,8 +15,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.passes.recompute import PARTS, RECOMPUTE_MODES
 
 SYNONYMS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "gpu": "cuda"}
+NEVER_SAVED = {"layernorm": "results of norms", "moe_act": "gated products"}  # Megatron-LM recomputes these
 _BOUNDED = reprlib.Repr()  # its work is bounded, whatever a value holds
 _BOUNDED.maxlevel, _BOUNDED.maxdict, _BOUNDED.maxlist, _BOUNDED.maxtuple = 4, 20, 20, 20
 _BOUNDED.maxstring, _BOUNDED.maxlong, _BOUNDED.maxother = 200, 200, 200
@@ -178,6 +180,32 @@ def share_or_auto(value: object) -> object:
     if value != "auto" and not (is_number and 0 <= float(str(value)) <= 1):
         raise PydanticCustomError("share", "0 to 1, or auto")
     return value
+
+
+def mode_or_parts(value: object) -> object:
+    """A validator of pydantic's: what memory.recompute can be, a mode or a list of parts of layers."""
+    if isinstance(value, list):
+        known: tuple[str, ...] = PARTS
+        expected, names = f"different names of {listed(PARTS)}", [str(name) for name in value]
+    else:
+        known, names = (*RECOMPUTE_MODES, "auto"), [str(value)]
+        expected = f"one of {listed(known)}, or a list such as [mlp, core_attn]"
+    if not names or len({*names}) < len(names):
+        raise PydanticCustomError("parts", expected)
+    for name in names:
+        if name in NEVER_SAVED:
+            expected = f"no {name}, because {NEVER_SAVED[name]} are never saved"
+            raise PydanticCustomError("parts", expected)
+        if name not in known:
+            near = f"[{name}]" if name in PARTS else nearest(name, known)
+            raise PydanticCustomError("parts", expected + (f" (did you mean {near}?)" if near else ""))
+    return value
+
+
+def listed(names: Iterable[str]) -> str:
+    """'one, two or three'"""
+    *most, last = names
+    return f"{', '.join(most)} or {last}"
 
 
 def _sentence(error: ErrorDetails, config: type[BaseModel]) -> str:

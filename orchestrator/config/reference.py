@@ -59,7 +59,7 @@ def _choices(schema: dict[str, Any]) -> list[str]:
             return ["false", "true"]
         case {"type": "null"}:
             return ["null"]
-    found = [_choices(kind) for kind in schema.get("anyOf", ())]
+    found = [_choices(kind) for kind in schema.get("anyOf", ()) if kind.get("type") != "array"]
     return [value for values in found for value in values] if all(found) else []
 
 

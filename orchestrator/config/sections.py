@@ -19,7 +19,14 @@ from pydantic import (
     model_validator,
 )
 
-from pentad.orchestrator.config.errors import Broken, RuleErrors, share_or_auto, without_control_characters
+from pentad.orchestrator.config.errors import (
+    Broken,
+    RuleErrors,
+    mode_or_parts,
+    share_or_auto,
+    without_control_characters,
+)
+from pentad.schedules.passes.recompute import Part, config_text, mode_of
 from pentad.schedules.spec.batch import BatchSizes, RampupStage
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
@@ -31,6 +38,7 @@ MOST = 2**31 - 1  # of whatever is counted: more does not fit into 32 bits
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(without_control_characters)]
+Recompute = Literal["none", "selective", "attention", "full", "auto"] | list[Part]
 Share = Annotated[float | Literal["auto"], BeforeValidator(share_or_auto)]
 
 
@@ -195,10 +203,11 @@ class PrecisionSection(Section):
 class MemorySection(Section):
     """Recomputation and offloading of activations."""
 
-    recompute: Literal["none", "selective", "attention", "full", "auto"] = "none"
-    """activations that backward recomputes: none; selective: the wide products of feed-forward networks;
-    attention: everything but the input and the result of attention, so no scores; full: everything but the input of a
-    unit; auto: the planner chooses the mode and the layers that fit and take least time (docs/memory.md)"""
+    recompute: Annotated[Recompute, BeforeValidator(mode_or_parts)] = "none"
+    """activations that backward recomputes: none; a list of parts of layers, by Megatron-LM's names (docs/memory.md has
+    what each is); selective: [mlp, moe], the gate and up products of feed-forward networks; attention: everything but
+    the input and the result of attention, so no scores; full: everything but the input of a unit; auto: the planner
+    chooses what fits and takes least time"""
     recompute_stages: list[NonNegativeInt] | None = None
     """pipeline stages that recompute; null: all"""
     recompute_layers: Count | None = None
@@ -224,21 +233,21 @@ class MemorySection(Section):
         stages, resident = self.recompute_stages, self.max_resident_microbatches
         if stages == []:
             yield Broken("recompute_stages", "at least one stage, or null for all")
-        elif stages is not None and self.recompute in ("none", "auto"):
-            yield Broken(
-                "recompute_stages",
-                "selective, attention or full",
-                f"{stages}, but memory.recompute is {self.recompute}",
-            )
-        if self.recompute_layers is not None and self.recompute in ("none", "auto"):
-            found = f"{self.recompute_layers}, but memory.recompute is {self.recompute}"
-            yield Broken("recompute_layers", "selective, attention or full", found)
+        for key, value in (("recompute_stages", stages), ("recompute_layers", self.recompute_layers)):
+            if value and self.recompute in ("none", "auto"):
+                found = f"{value}, but memory.recompute is {self.recompute}"
+                yield Broken(key, "selective, attention, full or a list of parts", found)
         if resident is not None and self.recompute not in ("none", "full", "auto"):
-            found = f"{resident:g}, but memory.recompute is {self.recompute}"
+            found = f"{resident:g}, but memory.recompute is {config_text(self.mode)}"
             yield Broken("max_resident_microbatches", "none or full", found)
         if resident is not None and self.offload_fraction:
             found = f"{self.offload_fraction}, but memory.max_resident_microbatches is {resident:g}"
             yield Broken("offload_fraction", "0, or memory.max_resident_microbatches = null", found)
+
+    @property
+    def mode(self) -> str:
+        """As a plan has it, or auto."""
+        return self.recompute if isinstance(self.recompute, str) else mode_of(self.recompute)
 
     @property
     def by_layer(self) -> bool:
@@ -264,7 +273,7 @@ class MemorySection(Section):
         modes, before = list[str](), Counter[int]()  # by stage, the layers of earlier units
         for stage, unit in zip(stage_of, layers, strict=True):
             is_early = self.recompute_layers is None or before[stage] < self.recompute_layers
-            modes.append(self.recompute if stage in chosen and is_early and unit.numbers else "none")
+            modes.append(self.mode if stage in chosen and is_early and unit.numbers else "none")
             before[stage] += len(unit.numbers)
         return tuple(modes)
 

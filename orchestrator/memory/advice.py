@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.memory.choice import fitting_recompute
+from pentad.orchestrator.memory.choice import Tried, fitting_recompute
 from pentad.orchestrator.memory.first_microbatches import estimated_seconds, shortened, with_words
 from pentad.orchestrator.memory.variants import Variants, Words
 from pentad.orchestrator.planning.estimate import simulated_seconds
-from pentad.orchestrator.planning.fit import Fit, fit_of
+from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
@@ -24,10 +24,8 @@ def memory_advice(config: RunConfig, plan: Plan, fit: Fit) -> str:
     for words in changes(config):
         with suppress(PentadError):  # the schedule or the model does not allow this change
             changed = with_words(config, words)
-            variants = Variants(shortened(changed), plan.device, fit.device)
-            for recompute, _ in fitting_recompute(variants, tried):
-                seconds = estimated_seconds(with_words(changed, recompute), plan.device)
-                found.append((seconds, (*words, *recompute)))
+            fitting = _fitting(changed, plan.device, fit.device, tried)
+            found += ((seconds, (*words, *recompute)) for seconds, recompute in fitting)
     for _, words in sorted(found):
         changed_plan = make_plan(with_words(config, words), plan.device)
         if (after := fit_of(changed_plan, fit.device)).ok:
@@ -36,6 +34,17 @@ def memory_advice(config: RunConfig, plan: Plan, fit: Fit) -> str:
         tried.append((after.needed, words))
     least, _ = min(tried)
     return f"no ZeRO stage, recomputation or number of microbatches makes it fit: {format_bytes(least)} is the least"
+
+
+def _fitting(config: RunConfig, device: str, room: DeviceMemory, tried: Tried) -> Iterator[tuple[float, Words]]:
+    """(seconds of a step, overrides) for what can be recomputed for the run to fit. The seconds of the fastest are
+    estimated, those of the others in proportion to what their first microbatches take."""
+    variants = Variants(shortened(config), device, room)
+    found = sorted((variants.seconds(plan), words) for words, plan in fitting_recompute(variants, tried))
+    if found:
+        least, fastest = found[0]
+        scale = estimated_seconds(with_words(config, fastest), device) / least
+        yield from ((seconds * scale, words) for seconds, words in found)
 
 
 def changes(config: RunConfig) -> Iterator[Words]:

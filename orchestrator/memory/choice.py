@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import combinations
 from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
@@ -16,7 +17,9 @@ from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.layout import unit_placement
 from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.plan import RECOMPUTE_MODES, Plan
+from pentad.schedules.passes.recompute import mode_of, parts_of, recomputed_parts
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.plan import Plan
 
 Tried = list[tuple[int, Words]]  # bytes that the fullest rank needs with these overrides, for what does not fit
 
@@ -60,18 +63,30 @@ def choose(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
 
 def fitting_recompute(variants: Variants, tried: Tried) -> Iterator[tuple[Words, Plan]]:
     """Overrides of memory.recompute that fit, and the plans with them: as it is ('none' for auto) if that fits, else
-    for that mode and each that recomputes more the fewest layers. Adds the others to `tried`."""
+    for each combination of parts of layers that has all it recomputes now, and for 'full', the fewest layers. Adds the
+    others to `tried`."""
     as_it_is, plan = variants.as_it_is
     if (fit := variants.fit(plan)).ok:
         yield as_it_is, plan
         return
     tried.append((fit.needed, as_it_is))
-    given = variants.config.memory.recompute
-    for mode in RECOMPUTE_MODES[RECOMPUTE_MODES.index("none" if given == AUTO else given) :]:
-        if mode != "none":
-            with suppress(PentadError):  # a mode that the model or other keys do not allow
-                if found := _fewest_layers(variants, mode, tried):
-                    yield found
+    given = variants.config.memory.mode
+    for mode in _modes_with("none" if given == AUTO else given, plan.model):
+        with suppress(PentadError):  # a mode that the model or other keys do not allow
+            if found := _fewest_layers(variants, mode, tried):
+                yield found
+
+
+def _modes_with(mode: str, model: ModelSpec) -> Iterator[str]:
+    """Modes that recompute what this one does, or more: every combination of parts, by its short name if it has one."""
+    parts = parts_of(model)
+    short = {recomputed_parts(each).intersection(parts): each for each in ("selective", "attention", mode)}
+    for count in range(1, len(parts) + 1):
+        for names in map(frozenset[str], combinations(parts, count)):
+            if names.issuperset(recomputed_parts(mode).intersection(parts)):
+                yield short.get(names, mode_of(names))
+    if mode != "full":
+        yield "full"
 
 
 def _fewest_layers(variants: Variants, mode: str, tried: Tried) -> tuple[Words, Plan] | None:

@@ -15,6 +15,7 @@ from pentad.orchestrator.planning.estimate import memories, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of_ranks
 from pentad.orchestrator.planning.layout import unit_placement
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.passes.recompute import config_text
 from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.spec.plan import Plan
 
@@ -25,8 +26,8 @@ AUTO = "auto"
 
 
 def words_of(mode: str, layers: int | None) -> Words:
-    """Overrides with which so many layers of each stage (None: all) recompute."""
-    return f"memory.recompute={mode}", f"memory.recompute_layers={'null' if layers is None else layers}"
+    """Overrides with which so many layers of each stage (None: all) recompute, by such a mode of a plan."""
+    return f"memory.recompute={config_text(mode)}", f"memory.recompute_layers={'null' if layers is None else layers}"
 
 
 class Variants:
@@ -42,7 +43,7 @@ class Variants:
         section = self.config.memory
         if section.recompute == AUTO:
             return ("memory.recompute=none",), self.plan("none")
-        return (), self.plan(section.recompute, section.recompute_layers)
+        return (), self.plan(section.mode, section.recompute_layers)
 
     def plan(self, mode: str, layers: int | None = None) -> Plan:
         """In which so many layers of each stage (None: all) recompute. Raises PentadError for a mode that the model or

@@ -17,12 +17,13 @@ from pentad.orchestrator.planning.estimate import ON_HOST, memories
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.fp8_experts import why_not
 from pentad.schedules.passes.offload_arena import arena
+from pentad.schedules.passes.recompute import config_text
 from pentad.schedules.simulate.copy_slack import hidden_share
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Bubble
 from pentad.schedules.spec.lora import trained_tensors
-from pentad.schedules.spec.plan import RECOMPUTE_MODES, Plan
+from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import LayerRange, num_parameters
 
 Needs = Sequence[dict[str, int]]  # bytes of every rank, by kind
@@ -90,7 +91,7 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
     if plan.recompute:
         found = {program.stage_of[unit] for unit, mode in enumerate(plan.recompute) if mode != "none"}
         where = "" if len(found) == program.stage_of[-1] + 1 else f" of stages {', '.join(map(str, sorted(found)))}"
-        facts["recompute"] = f"{max(plan.recompute, key=RECOMPUTE_MODES.index)}{where}"
+        facts["recompute"] = f"{config_text(plan.recomputation)}{where}"
     facts |= _offload_facts(plan, costs)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple
 
 from pentad.orchestrator.activations.allocations import BYTES, FP8_TILE, INDEX, Piece, piece_of, wide_bytes
 from pentad.orchestrator.activations.attention_memory import attention_shape
 from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Op, instructions_of
+from pentad.schedules.passes.recompute import PARTS, recomputed_parts
 from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 from pentad.schedules.spec.plan import ParamShard, Plan, num_tiles
 from pentad.schedules.spec.tensors import LayerRange
 
-Phase = Literal["F", "B", "selective", "attention", "full"]  # the latter three: RECOMPUTE in that mode
-OF_LAYERS = ("selective", "attention")  # recompute nothing of embedding and head
+WHOLE = ("F", "B", "full")  # phases that run all of a stage; others are RECOMPUTE of parts of its layers
 
 
 class CommKind(NamedTuple):
@@ -90,22 +90,20 @@ def comm_volume(plan: Plan, rank: int) -> CommVolume:
             for shard in _shared(plan, rank, instruction):
                 found.add("dp", op.value, *_collective(plan, instruction, shard))
         elif op in (Op.F, Op.B, Op.BW, Op.RECOMPUTE):
-            phase: Phase = "F" if op is Op.F else "B"
-            if op is Op.RECOMPUTE:
-                phase = cast(Phase, plan.recompute_mode(stage))
+            phase = plan.recompute_mode(stage) if op is Op.RECOMPUTE else "F" if op is Op.F else "B"
             found.include(stage_volume(plan.model, plan.layers[stage], piece, phase))
     return found
 
 
 @lru_cache(maxsize=4096)
-def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: Phase) -> CommVolume:
-    """Of one piece on one stage: its layers, embedding and head."""
+def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: str) -> CommVolume:
+    """Of one piece on one stage: its layers, embedding and head. A `phase` is F, B or the mode of a RECOMPUTE."""
     found = CommVolume()
     for layer in layers.numbers:
         found.include(layer_volume(model, layer >= model.dense_layers, piece.of_layer(layer, model.layers), phase))
-    mtp_layers = model.mtp_layers if layers.has_head and phase not in OF_LAYERS else 0
+    mtp_layers = model.mtp_layers if layers.has_head and phase in WHOLE else 0
     found.include(layer_volume(model, model.experts is not None, piece._replace(fp8=None), phase), mtp_layers)
-    if piece.mesh.tp > 1 and phase not in OF_LAYERS:
+    if piece.mesh.tp > 1 and phase in WHOLE:
         stream = piece.full_stream(model.hidden)
         embeddings, heads = (end + mtp_layers for end in (layers.has_embedding, layers.has_head))
         _add_tp(found, piece, "all_gather" if phase == "B" else "reduce_scatter", embeddings, embeddings * stream)
@@ -118,26 +116,26 @@ def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: Phas
 
 
 @lru_cache(maxsize=4096)
-def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: Phase) -> CommVolume:
-    """Of one piece in one layer."""
-    found, tiles = CommVolume(), num_tiles(piece.tokens)
+def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: str) -> CommVolume:
+    """Of one piece in one layer, whose sublayers read their input, and write their result."""
+    found, tiles, is_whole = CommVolume(), num_tiles(piece.tokens), phase in WHOLE
+    parts = frozenset(PARTS) if is_whole else recomputed_parts(phase)
+    reads, writes = ("qkv_linear" if model.mla is None else "mla_up_proj") in parts, "attn_proj" in parts
     if piece.mesh.tp > 1:
-        if phase != "selective" and model.mla is not None:
-            _add_latent_attention(found, piece, phase, model.hidden, model.mla)
-        elif phase != "selective":
-            _add_sublayer(found, piece, phase, model, tiles)
-        if phase != "selective" and model.qk_norm == "all_heads":  # means of queries and keys
+        if model.mla is not None:
+            _add_latent_attention(found, piece, phase, model.hidden, model.mla, reads=reads, writes=writes)
+        else:
+            _add_sublayer(found, piece, phase, model, tiles, reads=reads, writes=writes)
+        if reads and model.qk_norm == "all_heads":  # means of queries and keys
             _add_tp(found, piece, "all_gather", 1, piece.mesh.tp * 2 * piece.tokens * piece.wide)
-        network: Phase = "selective" if phase in OF_LAYERS else phase
-        _add_sublayer(found, piece.of_network(has_experts), network, model, 1 if has_experts else tiles)
-    if phase == "attention":
-        if attention_shape(model, piece).is_exchanged:
-            _add_context_parallel(found, model, piece, phase)
-    elif phase != "selective":
-        if piece.mesh.cp > 1:
-            _add_context_parallel(found, model, piece, phase)
-        if has_experts and model.experts is not None and piece.mesh.ep > 1:
-            _add_expert_parallel(found, model.hidden, model.experts, piece, phase)
+        own, tiles = piece.of_network(has_experts), 1 if has_experts else tiles
+        _add_sublayer(
+            found, own, phase, model, tiles, reads=("moe" if has_experts else "mlp") in parts, writes=is_whole
+        )
+    if piece.mesh.cp > 1:
+        _add_context_parallel(found, model, piece, phase, projects=reads, attends="core_attn" in parts)
+    if is_whole and has_experts and model.experts is not None and piece.mesh.ep > 1:
+        _add_expert_parallel(found, model.hidden, model.experts, piece, phase)
     return found
 
 
@@ -158,22 +156,25 @@ def _add_tp(found: CommVolume, piece: Piece, kind: str, operations: int, full: i
     found.add("tp", kind, operations, full * (piece.mesh.tp - 1) // piece.mesh.tp)
 
 
-def _add_sublayer(found: CommVolume, piece: Piece, phase: Phase, model: ModelSpec, tiles: int) -> None:
+def _add_sublayer(
+    found: CommVolume, piece: Piece, phase: str, model: ModelSpec, tiles: int, *, reads: bool, writes: bool
+) -> None:
     """Its input is gathered, and on the way back once more for W; its result is reduce-scattered, as is its gradient
     (arXiv 2205.05198, 4.2.2). Products in 8 bits are not cut into tiles; the maxima for their scales are not counted.
     """
     stream, values = piece.full_stream(model.hidden), piece.tokens * model.hidden
     is_cast = piece.norm_casts and model.norms != "after"
-    _add_tp(found, piece, "all_gather", 1, values if is_cast else stream)
-    if is_cast and piece.fp8 is not None and piece.fp8.scaling == "block":
+    _add_tp(found, piece, "all_gather", int(reads), values if is_cast else stream)
+    if reads and is_cast and piece.fp8 is not None and piece.fp8.scaling == "block":
         _add_tp(found, piece, "all_gather", 1, values // FP8_TILE * BYTES["float32"])
     if phase == "B":
         _add_tp(found, piece, "all_gather", 1, stream)
-    if phase != "selective":
-        _add_tp(found, piece, "reduce_scatter", tiles if piece.fp8 is None else 1, stream)
+    _add_tp(found, piece, "reduce_scatter", writes * (tiles if piece.fp8 is None else 1), stream)
 
 
-def _add_latent_attention(found: CommVolume, piece: Piece, phase: Phase, hidden: int, mla: MLA) -> None:
+def _add_latent_attention(
+    found: CommVolume, piece: Piece, phase: str, hidden: int, mla: MLA, *, reads: bool, writes: bool
+) -> None:
     """Latent vectors are gathered in place of the input."""
     token, key_values, queries = piece.tokens * piece.itemsize, mla.kv_lora_rank + mla.qk_rope_head_dim, mla.q_lora_rank
     queries, tiles = queries or hidden, num_tiles(piece.tokens) if piece.fp8 is None else 1
@@ -181,15 +182,20 @@ def _add_latent_attention(found: CommVolume, piece: Piece, phase: Phase, hidden:
         _add_tp(found, piece, "all_gather", 3, token * (hidden + mla.kv_lora_rank + queries))
         _add_tp(found, piece, "reduce_scatter", 1 + tiles, token * (key_values + queries))
     else:
-        _add_tp(found, piece, "all_gather", 2, token * (queries + key_values))
-        _add_tp(found, piece, "reduce_scatter", tiles, token * hidden)
+        _add_tp(found, piece, "all_gather", 2 * reads, token * (queries + key_values))
+        _add_tp(found, piece, "reduce_scatter", tiles * writes, token * hidden)
 
 
-def _add_context_parallel(found: CommVolume, model: ModelSpec, piece: Piece, phase: Phase) -> None:
+def _add_context_parallel(
+    found: CommVolume, model: ModelSpec, piece: Piece, phase: str, *, projects: bool, attends: bool
+) -> None:
+    """`projects`: queries, keys and values are made; `attends`: attention is computed."""
     cp, shape, is_backward = piece.mesh.cp, attention_shape(model, piece), phase == "B"
     if shape.is_exchanged:
-        moved = shape.output + shape.exchanged * piece.itemsize
-        found.add("cp", "all_to_all", 2, moved * (cp - 1) // cp)
+        moved = shape.output * (projects or attends) + shape.exchanged * piece.itemsize * projects
+        found.add("cp", "all_to_all", projects + (projects or attends), moved * (cp - 1) // cp)
+        return
+    if not attends:
         return
     values, gradients = shape.keys_values * piece.itemsize, shape.keys_values * piece.wide
     if piece.cp_method == "ring":
@@ -200,7 +206,7 @@ def _add_context_parallel(found: CommVolume, model: ModelSpec, piece: Piece, pha
     found.add("cp", "reduce_scatter", int(is_backward), (cp - 1) * gradients)
 
 
-def _add_expert_parallel(found: CommVolume, hidden: int, experts: Experts, piece: Piece, phase: Phase) -> None:
+def _add_expert_parallel(found: CommVolume, hidden: int, experts: Experts, piece: Piece, phase: str) -> None:
     """Tokens are dispatched, in 8 bits where experts multiply in 8, and results combined, with choices and weights in F
     and weights' gradients in B. On a GPU
     every rank of a group gets all tokens; on a CPU those it has experts for, here as many as even routing gives."""

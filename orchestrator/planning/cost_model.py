@@ -12,8 +12,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pentad.orchestrator.activations.allocations import BYTES, Piece
-from pentad.orchestrator.planning.comm_volume import Phase, stage_volume
+from pentad.orchestrator.planning.comm_volume import stage_volume
 from pentad.orchestrator.planning.hardware import EXPERT_FLOPS, FP8_SPEEDUPS, Rates, link_of, rates_of, spans_hosts
+from pentad.orchestrator.planning.part_flops import part_flops
+from pentad.schedules.passes.recompute import recomputed_parts
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.lora import LoraSpec, adapter_tensors, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Axis, Mesh
@@ -47,6 +49,7 @@ def guess_costs(
     """
     rates, mesh = rates_of(piece.device, piece.gpu), piece.mesh
     stages = [_stage_seconds(model, span, piece, rates, lora) for span in layers]
+    again = [_recompute_seconds(model, *each, piece, rates) for each in zip(layers, stages, modes, strict=False)]
     sizes = [_updated_bytes(model, lora, span, mesh, mesh.dp * mesh.ep if zero else 0) for span in layers]
     updated = max(sum(sizes[stage] for stage in held) for held in placement)
     latency, bandwidth = link_of(rates, mesh, "pp")
@@ -61,22 +64,18 @@ def guess_costs(
         # reads master weights, both moments, gradients; writes the former three
         step=max(7 * updated / rates.memory, host_optimizer * 3 * updated / rates.host_memory),
         launch=rates.launch,
-        recompute=tuple(each.recompute(mode) for each, mode in zip(stages, modes, strict=False)),
+        recompute=tuple(again),
         offload=tuple(rates.intra_host_latency + each / rates.host_memory for each in offloaded),
     )
 
 
 class StageSeconds(NamedTuple):
-    """Seconds of one piece on one stage, the latter two of its recomputation."""
+    """Seconds of one piece on one stage, and those of F by the part of layers that RECOMPUTE can repeat."""
 
     forward: float
     backward: float
     weight: float
-    selective: float
-    attention: float
-
-    def recompute(self, mode: str) -> float:
-        return {"none": 0.0, "selective": self.selective, "attention": self.attention, "full": self.forward}[mode]
+    parts: dict[str, float]
 
 
 def _stage_seconds(
@@ -89,25 +88,36 @@ def _stage_seconds(
         seconds = 2 * piece.tokens * adapters / (rates.flops * piece.mesh.tp)
         forward, backward = compute.forward + seconds, compute.backward + 1.5 * seconds  # B computes x A^T again
         compute = compute._replace(forward=forward, backward=backward, weight=seconds)
-
-    def with_communication(phase: Phase, seconds: float) -> float:
-        links, operations = 0.0, 0
-        volumes = stage_volume(model, span, piece, phase) if model.custom is None else {}
-        for kind, volume in volumes.items():
-            latency, bandwidth = link_of(rates, piece.mesh, kind.axis)
-            links += volume.operations * latency + volume.bytes / bandwidth
-            operations += volume.operations
-        return max(seconds + links, operations * rates.issue)
-
     # W of the embedding clears a gradient, fills it and adds it
     lookup = 3 * BYTES["float32"] * model.vocab * model.hidden / piece.mesh.tp / rates.memory
     return StageSeconds(
-        forward=with_communication("F", compute.forward),
-        backward=with_communication("B", compute.backward),
+        forward=_with_communication(model, span, piece, rates, "F", compute.forward),
+        backward=_with_communication(model, span, piece, rates, "B", compute.backward),
         weight=compute.weight + lookup * (span.has_embedding and lora is None),
-        selective=with_communication("selective", compute.selective),
-        attention=with_communication("attention", compute.attention),
+        parts=compute.parts,
     )
+
+
+def _with_communication(
+    model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates, phase: str, seconds: float
+) -> float:
+    links, operations = 0.0, 0
+    volumes = stage_volume(model, span, piece, phase) if model.custom is None else {}
+    for kind, volume in volumes.items():
+        latency, bandwidth = link_of(rates, piece.mesh, kind.axis)
+        links += volume.operations * latency + volume.bytes / bandwidth
+        operations += volume.operations
+    return max(seconds + links, operations * rates.issue)
+
+
+def _recompute_seconds(
+    model: ModelSpec, span: LayerRange, stage: StageSeconds, mode: str, piece: Piece, rates: Rates
+) -> float:
+    """Of one RECOMPUTE of a stage."""
+    if mode in ("none", "full"):
+        return stage.forward if mode == "full" else 0.0
+    seconds = sum(stage.parts.get(part, 0.0) for part in recomputed_parts(mode))
+    return _with_communication(model, span, piece, rates, mode, seconds)
 
 
 def _active_adapters(model: ModelSpec, lora: LoraSpec, span: LayerRange) -> float:
@@ -121,7 +131,7 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
     first, end, _, is_last = span
     if model.custom is not None:
         seconds = piece.rows * sum(layer.flops for layer in model.custom.layers[first:end]) / rates.flops
-        return StageSeconds(seconds, seconds, seconds, 0.0, 0.0)
+        return StageSeconds(seconds, seconds, seconds, {})
     experts = model.experts
     mtp_layers = model.mtp_layers if is_last else 0
     end += mtp_layers
@@ -143,23 +153,30 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
             seconds = 2 * tokens * grouped / GROUPED_EFFICIENCY / flops
             pairs = zip(EXPERT_FLOPS["compute"], EXPERT_FLOPS["block"], strict=True)
             expert_gains = [seconds * (1 - compute / block) for compute, block in pairs]
+    plain = linear
     if piece.fp8 is not None and piece.device == "cuda":
         matrices = fp8_matrices(model, piece.fp8, range(first, end))
         covered = sum(math.prod(each.shape) for each in matrices if not each.experts)
         linear -= 2 * tokens * covered * (1 - 1 / FP8_SPEEDUPS[piece.fp8.scaling]) / flops
     head = 2 * tokens * model.vocab * model.hidden * (1 + mtp_layers) / flops if is_last else 0.0
+    speed = (linear - expert_gains[0]) / plain if plain else 1.0
     linear += 2 * tokens * 2 * model.hidden**2 * mtp_layers / flops  # joins streams and embeddings
     # memory traffic of norms, residual sums and activations
     elementwise = count * tokens * piece.itemsize * (8 * model.hidden + 3 * width) / piece.mesh.tp / rates.memory
-    wide_product = 4 * tokens * count * model.hidden * width / flops  # at most: in 8 bits it takes less
+    counts = part_flops(model, span, length)
+    if experts is not None:
+        share = experts.top_k * experts.intermediate_size / width
+        counts["moe"] *= 1 + share * (1 / GROUPED_EFFICIENCY - 1)
+    parts = {part: (1 if part == "core_attn" else speed) * tokens * count / flops for part, count in counts.items()}
+    products = [part for part in counts if part != "core_attn" and counts[part]]
+    for part in products:  # what is read and written around each
+        parts[part] += elementwise / len(products)
     return StageSeconds(
         forward=linear - expert_gains[0] + attention + head + elementwise,
         # five products of scores instead of two
         backward=linear - expert_gains[1] + 2.5 * attention + head + 1.5 * elementwise,
         weight=linear - expert_gains[2] + head,
-        selective=wide_product + elementwise / 2,
-        # the product of the feed-forward with its down projection is what nothing needs again
-        attention=max(wide_product, linear - wide_product / 2) + elementwise,
+        parts=parts,
     )
 
 

@@ -26,6 +26,7 @@ from pentad.schedules.compiler import add_memory_passes, add_reductions, compile
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.recompute import RECOMPUTE_MODES, config_text
 from pentad.schedules.passes.transfers import add_transfers
 from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.search.auto import AUTO
@@ -34,7 +35,7 @@ from pentad.schedules.simulate.dependencies import action_times
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.plan import RECOMPUTE_MODES, Plan, split_layers_into_units
+from pentad.schedules.spec.plan import Plan, split_layers_into_units
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.tensors import all_layers
 from pentad.schedules.spec.validate import check_divisibility
@@ -101,7 +102,7 @@ def overrides_of(plan: Plan) -> dict[str, str | int]:
         **axes,
         "schedule.microbatches": plan.batch.microbatches,
         "zero.stage": plan.zero,
-        "memory.recompute": max(plan.recompute, default="none", key=RECOMPUTE_MODES.index),
+        "memory.recompute": config_text(plan.recomputation),
     }
 
 

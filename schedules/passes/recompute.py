@@ -2,11 +2,16 @@
 
 It needs nothing from other ranks, so it goes before the wait for the gradient and fills it. W uses what B saves, so a
 schedule that splits the backward still recomputes once.
+
+What a unit recomputes is a string in a `Plan`: a mode, or names of parts of its layers joined by commas. Names are
+those of Megatron-LM (--recompute-modules, and of --offload-modules qkv_linear and attn_proj).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import lru_cache
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -16,6 +21,50 @@ from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.lookup import IS_BACKWARD
 from pentad.schedules.ir.program import Program
 from pentad.schedules.ir.rewrite import insert_rows
+from pentad.schedules.spec.model import ModelSpec
+
+RECOMPUTE_MODES = ("none", "selective", "attention", "full")  # each recomputes more than the one before
+Part = Literal[
+    "mlp",  # gate and up products of a dense feed-forward network
+    "moe",  # those of experts and of shared experts
+    "core_attn",  # the result of attention and its log-sum-exps
+    "qkv_linear",  # queries, keys and values, and what their norms save
+    "mla_up_proj",  # those of multi-head latent attention, and its latents
+    "attn_proj",  # the residual stream after attention, and what the norms beside it save
+]
+PARTS: tuple[Part, ...] = get_args(Part)
+_OF_MODES = {
+    "none": frozenset[str](),
+    "selective": frozenset({"mlp", "moe"}),
+    "attention": frozenset[str](PARTS) - {"core_attn"},
+    "full": frozenset[str](PARTS),
+}
+
+
+def parts_of(model: ModelSpec) -> tuple[Part, ...]:
+    """Those that the model's layers have; a custom model's have none."""
+    if model.custom is not None:
+        return ()
+    missing = {"mla_up_proj" if model.mla is None else "qkv_linear"}
+    missing |= {"mlp"} if not model.dense_layers else set()
+    missing |= {"moe"} if model.experts is None else set()
+    return tuple(part for part in PARTS if part not in missing)
+
+
+def mode_of(names: Collection[str]) -> str:
+    """Names of parts as a plan has them."""
+    return ",".join(name for name in PARTS if name in names)
+
+
+def config_text(mode: str) -> str:
+    """A mode of a plan as memory.recompute has it."""
+    return mode if mode in RECOMPUTE_MODES else f"[{mode}]"
+
+
+@lru_cache
+def recomputed_parts(mode: str) -> frozenset[str]:
+    """The parts that a mode recomputes; 'full' does so from the input of the unit, from which everything follows."""
+    return _OF_MODES[mode] if mode in _OF_MODES else frozenset(mode.split(","))
 
 
 def add_recompute(program: Program, stages: Collection[int]) -> Program:

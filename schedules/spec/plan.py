@@ -21,7 +21,6 @@ from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.schedules.spec.spikes import SpikeSpec
 from pentad.schedules.spec.tensors import LayerRange, Tensor
 
-RECOMPUTE_MODES = ("none", "selective", "attention", "full")  # each recomputes more than the one before
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16, the widest access of kernels and NCCL
 TILE_TOKENS = 8192  # least tokens of a tile (see `num_tiles`); docs/parallelism.md has measurements
 
@@ -51,9 +50,8 @@ class Plan:
     `data` is what is trained on, and `eval` what the run evaluates, if anything.
     `seed` is the run's only source of randomness. `deterministic` asks for bit-reproducible kernels.
 
-    `recompute[stage]` is 'full' (F saves only its input), 'attention' (also the result of attention), 'selective' (all
-    but the widest product is saved) or 'none'; empty means none everywhere. `offload[stage]`
-    is the share of the bytes of saved activations that OFFLOAD takes; empty: all;
+    `recompute[stage]` is a mode or names of parts of layers (schedules/passes/recompute.py); empty means none
+    everywhere. `offload[stage]` is the share of the bytes of saved activations that OFFLOAD takes; empty: all;
     `offload_slots[stage]` the bytes that one needs in host memory, and on the device for what stays of a tensor that is
     cut. With `host_optimizer` master
     weights and optimizer state are in host memory. `zero` is the ZeRO stage (arXiv
@@ -126,6 +124,11 @@ class Plan:
     def recompute_mode(self, stage: int) -> str:
         """What a stage recomputes."""
         return self.recompute[stage] if self.recompute else "none"
+
+    @property
+    def recomputation(self) -> str:
+        """What stages recompute that do not save everything, all of them the same; 'none' without such."""
+        return next((mode for mode in self.recompute if mode != "none"), "none")
 
     @property
     def is_tied(self) -> bool:

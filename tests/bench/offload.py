@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -26,8 +27,8 @@ from record import write
 GIB = 2**30
 PRODUCTS, ROUNDS = 20, 9
 MODEL = "family=llama hidden=4096 heads=32 kv_heads=8 ffn=14336 vocab=128256 rope_theta=500000.0 norm_eps=1e-5"
+LLAMA = [f"model.{word}" for word in MODEL.split()]
 COMMON = [
-    *(f"model.{word}" for word in MODEL.split()),
     *("run.name=offload", "mesh.dp=1", "mesh.pp=1", "schedule.name=1f1b", "schedule.microbatches=1"),
     *("batch.global_batch_size=1", "precision.deterministic=false", "cluster.device=cuda"),
     *("data.holdout=0", "eval.every=0"),
@@ -110,16 +111,15 @@ def copies(size: int) -> dict[str, float]:
     }
 
 
-def step(layers: int, length: int, options: str, steps: int) -> dict[str, Any]:
-    """Seconds of each step, and peak memory, of a rank in this process."""
+def step(words: Sequence[str], steps: int) -> dict[str, Any]:
+    """Seconds of each step, and peak memory, of a rank in this process, with these overrides."""
     from pentad.orchestrator.config.config import load
     from pentad.orchestrator.planning.estimate import memory as planned_memory
+    from pentad.orchestrator.planning.estimate import simulated_seconds
     from pentad.orchestrator.planning.planning import make_plan
     from pentad.workers.runtime.runner import Runner
 
-    sizes = [f"model.layers={layers}", f"batch.sequence_length={length}", f"run.steps={steps}"]
-    words = [*COMMON, *sizes, f"data.path={corpus()}", *map(_full_key, options.split())]
-    plan = make_plan(load(None, words), "cuda")
+    plan = make_plan(load(None, [*COMMON, f"run.steps={steps}", f"data.path={corpus()}", *words]), "cuda")
     planned = planned_memory(plan, 0)
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(plan, 0, Path(folder, "progress"))
@@ -141,6 +141,7 @@ def step(layers: int, length: int, options: str, steps: int) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated()
     return {
         "step_seconds": seconds,
+        "planned_seconds": simulated_seconds(plan),
         "offloaded": max(plan.offload, default=0.0),
         "recomputing_units": sum(mode != "none" for mode in plan.recompute),
         "tokens_per_second": plan.batch.tokens / min(seconds[1:] or seconds),
@@ -196,7 +197,8 @@ def main() -> None:
         return
     if args.row:
         layers, length, options = args.row.split(",")
-        print(json.dumps(step(int(layers), int(length), options, args.steps)))
+        sizes = [f"model.layers={layers}", f"batch.sequence_length={length}"]
+        print(json.dumps(step([*LLAMA, *sizes, *map(_full_key, options.split())], args.steps)))
         return
     began, rows = time.monotonic(), list[dict[str, Any]]()
 

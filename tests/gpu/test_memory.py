@@ -18,7 +18,9 @@ from pentad.schedules.spec.plan import Plan
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU)]
 # So large that activations outweigh temporary tensors, such as those of initialization.
 LARGE = ModelSpec(layers=8, hidden=512, heads=4, kv_heads=2, ffn=1536, vocab=300)
-SAVINGS = [("full", None), ("attention", None), ("selective", None), ("none", 2.0)]  # recompute, max_resident
+# recompute, max_resident
+SAVINGS = [("full", None), ("attention", None), ("selective", None), ("none", 2.0)]
+SAVINGS += [(parts, None) for parts in ("core_attn", "qkv_linear", "attn_proj", "mlp,core_attn,qkv_linear,attn_proj")]
 SIZES = [("gpipe", 5, None), ("zb-h2", 6, None), ("1f1b", 5, None), ("seq-1f1b", 3, 2), ("dualpipe", 8, None)]
 CASES = [(*size, *saving) for size in SIZES for saving in SAVINGS if size[0] in ("gpipe", "zb-h2") or not saving[1]]
 

@@ -6,7 +6,8 @@ dim. With fewer key-value heads than tp ranks, several ranks compute the same on
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,13 +23,30 @@ from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.lora import ColumnAdapters, RowAdapter
 from pentad.workers.model.norm import QKNorm, QKNormSaved
 from pentad.workers.parallel.async_ops import Task, gather2, ready
-from pentad.workers.parallel.context_parallel import KeptAttention, SavedContext, keep
+from pentad.workers.parallel.context_parallel import KeptAttention, KeptInputs, SavedContext, keep, keep_inputs
 
 
 class AttentionSaved(NamedTuple):
     context: SavedContext
     out: Tensor  # [T, N D]
     qk_norm: QKNormSaved | None
+
+
+class KeptProjections(NamedTuple):
+    """What is kept of attention where only its result is recomputed."""
+
+    inputs: KeptInputs
+    norms: Any  # what B needs of what was before them
+
+
+class HasContext(Protocol):
+    @property
+    def context(self) -> SavedContext:
+        """What B needs of scaled dot-product attention."""
+
+
+S = TypeVar("S", bound=HasContext)
+Kept: TypeAlias = S | KeptProjections | KeptAttention | None  # of what F would save
 
 
 class Attention(NamedTuple):
@@ -60,8 +78,23 @@ class Attention(NamedTuple):
         return self.qkv.casts
 
     def forward(
-        self, context: LayerContext, sequence: SequenceContext, x: Operand, kept: KeptAttention | None = None
+        self, context: LayerContext, sequence: SequenceContext, x: Operand
     ) -> Task[tuple[Tensor, AttentionSaved, None]]:
+        saved = yield from self._attend(context, sequence, x)
+        return (yield from self.project(context, saved.out)), saved, None
+
+    def _attend(
+        self, context: LayerContext, sequence: SequenceContext, x: Operand, kept: KeptAttention | None = None
+    ) -> Task[AttentionSaved]:
+        """All but the product with the output weight. What was `kept` of attention is not computed again."""
+        (q, k, v), qk_norm = yield from self._queries_keys_values(context, sequence, x)
+        out, saved = yield from attend(context, sequence, q, k, v, self.sinks and self.sinks.weight, kept)
+        return AttentionSaved(saved, out, qk_norm)
+
+    def _queries_keys_values(
+        self, context: LayerContext, sequence: SequenceContext, x: Operand
+    ) -> Task[tuple[tuple[Tensor, ...], QKNormSaved | None]]:
+        """([T, N, D] and twice [T, M, D], what B needs of their norms)."""
         axes, rotary, heads, kv_heads = context.axes, sequence.rotary, *self._head_counts(context)
         full = yield from gather(axes, x)
         bias = self.qkv_bias and self.qkv_bias.weight
@@ -73,18 +106,31 @@ class Attention(NamedTuple):
         if self.qk_norm is not None:
             qk_norm = yield from self.qk_norm.forward_(context.tp, q, k)
         rope_(qkv[:, : heads + kv_heads], rotary.cos, rotary.sin)
-        out, saved = yield from attend(context, sequence, q, k, v, self.sinks and self.sinks.weight, kept)
+        return (q, k, v), qk_norm
+
+    def project(self, context: LayerContext, out: Tensor) -> Task[Tensor]:
+        """The result [T / tp, H] of the heads' output."""
+        axes = context.axes
         y = yield from self.out.forward_scattered(axes, self.out.input(axes, out, rows=True))
         yield from self.out_adapter.add_(context, out, y)
         if self.out_bias is not None:
             y += self.out_bias.weight
-        return y, AttentionSaved(saved, out, qk_norm), None
+        return y
 
-    def keep(self, saved: AttentionSaved) -> KeptAttention | None:
-        return keep(saved.context)
+    def keep(self, saved: AttentionSaved, recomputed: Collection[str]) -> Kept[AttentionSaved]:
+        drops_inputs, drops_result = (name in recomputed for name in ("qkv_linear", "core_attn"))
+        return kept_of(saved, saved.qk_norm, drops_inputs=drops_inputs, drops_result=drops_result)
 
-    def recompute(self, context: LayerContext, x: Operand, saved: AttentionSaved) -> None:
-        """Nothing: none of the activations is cheap to recompute."""
+    def rebuild(
+        self, context: LayerContext, sequence: SequenceContext, x: Callable[[], Operand], kept: Kept[AttentionSaved]
+    ) -> Task[AttentionSaved]:
+        """What `keep` left out, by the kernels of the forward; `x` makes its input."""
+        if isinstance(kept, AttentionSaved):
+            return kept
+        if isinstance(kept, KeptProjections):
+            out, saved = yield from attend_again(context, sequence, kept.inputs, self.sinks and self.sinks.weight)
+            return AttentionSaved(saved, out, kept.norms)
+        return (yield from self._attend(context, sequence, x(), kept))
 
     def backward(
         self,
@@ -134,6 +180,13 @@ class Attention(NamedTuple):
         return width // head_dim, (self.qkv.weight.shape[0] - width) // 2 // head_dim
 
 
+def kept_of(saved: S, norms: object, *, drops_inputs: bool, drops_result: bool) -> Kept[S]:
+    """What is kept of attention where RECOMPUTE computes queries, keys and values again, or its result, or both."""
+    if drops_inputs:
+        return None if drops_result else keep(saved.context)
+    return KeptProjections(keep_inputs(saved.context), norms) if drops_result else saved
+
+
 def attend(
     context: LayerContext,
     sequence: SequenceContext,
@@ -147,12 +200,25 @@ def attend(
     sinks [N]; what was `kept` is not computed again."""
     q, k, v = (_by_sequence(each, sequence) for each in (q, k, v))
     k, v = sequence.kv_cache.extend((k, v), sequence.rotary.start)  # [B, M, start + S, D]
+    options = _options(context, sequence)
+    out, saved = yield from context.cp.attend(q, k, v, options, sequence.documents, sinks, kept)  # [B, N, S, D]
+    return _by_token(out), saved
+
+
+def attend_again(
+    context: LayerContext, sequence: SequenceContext, inputs: KeptInputs, sinks: Tensor | None = None
+) -> Task[tuple[Tensor, SavedContext]]:
+    """What `attend` returned, from what was kept of its inputs."""
+    options = _options(context, sequence)
+    out, saved = yield from context.cp.attend_again(inputs, options, sequence.documents, sinks)
+    return _by_token(out), saved
+
+
+def _options(context: LayerContext, sequence: SequenceContext) -> AttentionOptions:
     model = context.model
-    options = AttentionOptions(
+    return AttentionOptions(
         True, model.softmax_scale, context.deterministic, softcap=model.attn_logit_softcapping
     ).within(sequence.window)
-    out, saved = yield from context.cp.attend(q, k, v, options, sequence.documents, sinks, kept)  # [B, N, S, D]
-    return out.transpose(1, 2).flatten(2).flatten(0, 1), saved
 
 
 def attend_backward(
@@ -169,6 +235,11 @@ def attend_backward(
     (dq, dk, dv), dsinks = yield from context.cp.attend_backward(dout, saved, sinks)
     dk, dv = sequence.kv_cache.slice_grads((dk, dv), sequence.rotary.start)
     return (dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)), dsinks
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """[B, N, S, D] as [T, N D]."""
+    return x.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def _by_sequence(x: Tensor, sequence: SequenceContext) -> Tensor:

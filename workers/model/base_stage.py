@@ -51,7 +51,7 @@ class BaseStage(ABC):
     are the summed token losses of the current step: one of two `loss_sum_buffers`, the other one may still be in
     flight. `squared_lse` [2] are likewise the sums of squared log-sum-exps for z-losses: of the model's logits, and
     of those of the stage's routers. Until `join` the stage `is_local`: no other rank shares its layers.
-    `recompute_mode` is the plan's: 'none', 'full' or 'selective'.
+    `recompute_mode` is the plan's.
     """
 
     load_balancer: LoadBalancer | None = None

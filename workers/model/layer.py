@@ -6,6 +6,8 @@ of this rank's part of the stream, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,7 +23,6 @@ from pentad.workers.model.mlp import MLP
 from pentad.workers.model.moe import MoE
 from pentad.workers.model.norm import Norm, SavedNorm
 from pentad.workers.parallel.async_ops import Task
-from pentad.workers.parallel.context_parallel import KeptAttention
 
 
 class ResidualSaved(NamedTuple):
@@ -69,12 +70,12 @@ class Residual(NamedTuple):
         return None if casts is None or is_cut or casts.recipe.scaling == "row" else casts
 
     def forward(
-        self, context: LayerContext, sequence: SequenceContext, branch: Tensor, stream: Tensor | None, *kept: Any
+        self, context: LayerContext, sequence: SequenceContext, branch: Tensor, stream: Tensor | None
     ) -> Task[tuple[Tensor, Tensor, ResidualSaved, Any]]:
         """(branch, stream, saved, recomputable); the residual stream is `branch` + `stream`, both [T, H], before and
-        after. What attention has `kept` it does not compute again."""
+        after."""
         x, stream, rstd, amax = self.read(context, branch, stream)
-        branch, saved, recomputable = yield from self.sublayer.forward(context, sequence, x, *kept)
+        branch, saved, recomputable = yield from self.sublayer.forward(context, sequence, x)
         post_norm = None
         if self.post_norm is not None:
             branch, post_norm = self.post_norm.forward(branch)
@@ -92,10 +93,6 @@ class Residual(NamedTuple):
             return self.norm.forward(saved.stream)[0]
         normed = NormedSaved(saved.stream, saved.rstd, saved.amax)
         return casts.normed_again(normed, self.norm.param.weight, self.norm.offset, rows=rows, columns=columns)
-
-    def recompute(self, context: LayerContext, saved: ResidualSaved) -> Any:
-        """RECOMPUTE, by the kernels of the forward."""
-        return self.sublayer.recompute(context, self.read_again(context, saved, rows=True), saved.sublayer)
 
     def backward(
         self, context: LayerContext, sequence: SequenceContext, saved: ResidualSaved, recomputable: Any, dy: Tensor
@@ -121,21 +118,19 @@ class LayerSaved(NamedTuple):
     mlp: ResidualSaved
 
 
+class KeptNetwork(NamedTuple):
+    """What is kept of a feed-forward network where its input is recomputed."""
+
+    sublayer: Any
+    post_norm: SavedNorm | None
+
+
 class LayerKept(NamedTuple):
-    """What 'attention' recomputation keeps: the input and the result of attention, and of the feed-forward what
-    `recompute` cannot rebuild. Everything else follows from these token by token."""
+    """What F keeps for `rebuild`: always the input of the layer, and of the feed-forward what other ranks sent."""
 
-    stream: Tensor  # [T, H]
-    attention: KeptAttention | None
-    mlp: Any
-    post_norm: SavedNorm | None  # of the feed-forward
-
-
-class LayerRecomputable(NamedTuple):
-    """Activations of the sublayers that `recompute` rebuilds from the saved ones."""
-
-    attention: Any
-    mlp: Any
+    attention: ResidualSaved  # of its sublayer what that keeps
+    mlp: ResidualSaved | KeptNetwork
+    recomputable: Any  # of the feed-forward, None where it is recomputed
 
 
 class Layer(NamedTuple):
@@ -175,46 +170,54 @@ class Layer(NamedTuple):
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, branch: Tensor, stream: Tensor | None
-    ) -> Task[tuple[Tensor, Tensor, LayerSaved, LayerRecomputable]]:
-        """(branch, stream, saved, recomputable), as of `Residual.forward`."""
-        branch, stream, *attention = yield from self.attention.forward(context, sequence, branch, stream)
-        branch, stream, *mlp = yield from self.mlp.forward(context, sequence, branch, stream)
-        return branch, stream, LayerSaved(attention[0], mlp[0]), LayerRecomputable(attention[1], mlp[1])
+    ) -> Task[tuple[Tensor, Tensor, LayerSaved, Any]]:
+        """(branch, stream, saved, recomputable), as of `Residual.forward`; attention has nothing recomputable."""
+        branch, stream, attention, _ = yield from self.attention.forward(context, sequence, branch, stream)
+        branch, stream, mlp, recomputable = yield from self.mlp.forward(context, sequence, branch, stream)
+        return branch, stream, LayerSaved(attention, mlp), recomputable
 
-    def keep(self, saved: LayerSaved) -> LayerKept:
-        attention: Any = self.attention.sublayer
-        kept = attention.keep(saved.attention.sublayer)
-        return LayerKept(saved.attention.stream, kept, saved.mlp.sublayer, saved.mlp.post_norm)
+    def keep(self, saved: LayerSaved, recomputable: Any, recomputed: Collection[str]) -> LayerKept:
+        """What is left without these parts of the layer (schedules/passes/recompute.py)."""
+        sublayer: Any = self.attention.sublayer
+        attention = saved.attention._replace(sublayer=sublayer.keep(saved.attention.sublayer, recomputed))
+        mlp: ResidualSaved | KeptNetwork = saved.mlp
+        if "attn_proj" in recomputed:
+            attention, mlp = attention._replace(post_norm=None), KeptNetwork(mlp.sublayer, mlp.post_norm)
+        network = "moe" if isinstance(self.mlp.sublayer, MoE) else "mlp"
+        return LayerKept(attention, mlp, None if network in recomputed else recomputable)
 
     def rebuild(
         self, context: LayerContext, sequence: SequenceContext, kept: LayerKept
-    ) -> Task[tuple[LayerSaved, LayerRecomputable]]:
-        """RECOMPUTE of what `keep` left out, by the kernels of the forward."""
-        branch, stream, *attention = yield from self.attention.forward(
-            context, sequence, kept.stream, None, kept.attention
-        )
-        x, stream, rstd, amax = self.mlp.read(context, branch, stream)
-        recomputable = self.mlp.sublayer.recompute(context, x, kept.mlp)
-        mlp = ResidualSaved(stream, rstd, amax, kept.mlp, kept.post_norm)
-        return LayerSaved(attention[0], mlp), LayerRecomputable(attention[1], recomputable)
-
-    def recompute(self, context: LayerContext, saved: LayerSaved) -> LayerRecomputable:
-        """RECOMPUTE, by the kernels of the forward."""
-        return LayerRecomputable(
-            self.attention.recompute(context, saved.attention), self.mlp.recompute(context, saved.mlp)
-        )
+    ) -> Task[tuple[LayerSaved, Any]]:
+        """RECOMPUTE: (saved, recomputable) of the forward, by its kernels and with its bits."""
+        sublayer: Any = self.attention.sublayer
+        attention, mlp, recomputable = kept
+        read = partial(self.attention.read_again, context, attention, rows=True)
+        whole = yield from sublayer.rebuild(context, sequence, read, attention.sublayer)
+        attention = attention._replace(sublayer=whole)
+        x = None  # the input of the network, once it is made
+        if isinstance(mlp, KeptNetwork):
+            branch = yield from sublayer.project(context, whole.out)
+            if self.attention.post_norm is not None:
+                branch, post_norm = self.attention.post_norm.forward(branch)
+                attention = attention._replace(post_norm=post_norm)
+            x, stream, rstd, amax = self.mlp.read(context, branch, attention.stream)
+            mlp = ResidualSaved(stream, rstd, amax, mlp.sublayer, mlp.post_norm)
+        if recomputable is None:
+            x = self.mlp.read_again(context, mlp, rows=True) if x is None else x
+            network: Any = self.mlp.sublayer
+            recomputable = network.recompute(context, x, mlp.sublayer)
+        return LayerSaved(attention, mlp), recomputable
 
     def backward(
         self,
         context: LayerContext,
         sequence: SequenceContext,
         saved: LayerSaved,
-        recomputable: LayerRecomputable,
+        recomputable: Any,
         dy: Tensor,
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
         """B: (gradient of the residual stream before the layer, work for W) from the gradient after it, both [T, H]."""
-        dy, mlp_work = yield from self.mlp.backward(context, sequence, saved.mlp, recomputable.mlp, dy)
-        dy, attention_work = yield from self.attention.backward(
-            context, sequence, saved.attention, recomputable.attention, dy
-        )
+        dy, mlp_work = yield from self.mlp.backward(context, sequence, saved.mlp, recomputable, dy)
+        dy, attention_work = yield from self.attention.backward(context, sequence, saved.attention, None, dy)
         return dy, [*mlp_work, *attention_work]

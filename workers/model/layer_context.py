@@ -61,9 +61,9 @@ class SequenceContext(NamedTuple):
 class Sublayer(Protocol):
     """Half of a layer, between a norm and the addition to the residual stream, with its parameters.
 
-    Besides the input x, B needs two kinds of activations. The saved ones are expensive or need communication; the
-    recomputable ones are rebuilt from them by `recompute`, with the same bits. Forward and backward are tasks, which
-    yield while they wait for other ranks.
+    Besides the input x, B needs two kinds of activations, saved ones and `recomputable` ones: of a feed-forward network
+    its gate and up products, which it makes again of the others, with the same bits. Forward and backward are tasks,
+    which yield while they wait for other ranks.
     """
 
     @property
@@ -72,9 +72,6 @@ class Sublayer(Protocol):
 
     def forward(self, context: LayerContext, sequence: SequenceContext, x: Any) -> Task[tuple[Tensor, Any, Any]]:
         """(result, saved, recomputable) of the normed stream x; result and x are [T / tp, H]."""
-
-    def recompute(self, context: LayerContext, x: Any, saved: Any) -> Any:
-        """The recomputable activations, for RECOMPUTE."""
 
     def backward(
         self, context: LayerContext, sequence: SequenceContext, x: Any, saved: Any, recomputable: Any, dy: Tensor

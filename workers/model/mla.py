@@ -8,6 +8,7 @@ without and with rotary position, E the value width.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -19,12 +20,12 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.linear.casts import Casts
 from pentad.workers.linear.linear import Linear
 from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params, Wgrad
-from pentad.workers.model.attention import attend, attend_backward
+from pentad.workers.model.attention import Kept, KeptProjections, attend, attend_again, attend_backward, kept_of
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.lora import Adapter, ColumnAdapters, LocalAdapter, RowAdapter
 from pentad.workers.model.norm import Norm, SavedNorm
 from pentad.workers.parallel.async_ops import Task, gather2, ready
-from pentad.workers.parallel.context_parallel import KeptAttention, SavedContext, keep
+from pentad.workers.parallel.context_parallel import KeptAttention, SavedContext
 
 
 class QueryLatent(NamedTuple):
@@ -81,8 +82,23 @@ class MLA(NamedTuple):
         """The products that make latents read the stream in the compute dtype."""
 
     def forward(
-        self, context: LayerContext, sequence: SequenceContext, x: Tensor, kept: KeptAttention | None = None
+        self, context: LayerContext, sequence: SequenceContext, x: Tensor
     ) -> Task[tuple[Tensor, MLASaved, None]]:
+        saved = yield from self._attend(context, sequence, x)
+        return (yield from self.project(context, saved.out)), saved, None
+
+    def _attend(
+        self, context: LayerContext, sequence: SequenceContext, x: Tensor, kept: KeptAttention | None = None
+    ) -> Task[MLASaved]:
+        """All but the product with the output weight. What was `kept` of attention is not computed again."""
+        (q, k, v), latents = yield from self._queries_keys_values(context, sequence, x)
+        out, saved = yield from attend(context, sequence, q, k, v, kept=kept)
+        return MLASaved(saved, out, *latents)
+
+    def _queries_keys_values(
+        self, context: LayerContext, sequence: SequenceContext, x: Tensor
+    ) -> Task[tuple[tuple[Tensor, ...], tuple[SavedLatent | None, SavedLatent]]]:
+        """(twice [T, N, P + O] and [T, N, E], the latents of queries and of keys and values)."""
         shape, axes, tp, rotary = _shape(context), context.axes, context.tp, sequence.rotary
         nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
         q_latent = None
@@ -106,16 +122,30 @@ class MLA(NamedTuple):
         yield from self.keys_values_adapters.add_(context, kv_latent.normed, kv)
         kv = kv.view(q.shape[0], q.shape[1], -1)  # [T, N, P + E]
         k = torch.cat((kv[:, :, :nope], rotary_key.expand(-1, q.shape[1], -1)), dim=2)
-        out, saved = yield from attend(context, sequence, q, k, kv[:, :, nope:], kept=kept)
+        return (q, k, kv[:, :, nope:]), (q_latent, kv_latent)
+
+    def project(self, context: LayerContext, out: Tensor) -> Task[Tensor]:
+        """The result [T / tp, H] of the heads' output."""
+        axes = context.axes
         y = yield from self.out.forward_scattered(axes, self.out.input(axes, out, rows=True))
         yield from self.out_adapter.add_(context, out, y)
-        return y, MLASaved(saved, out, q_latent, kv_latent), None
+        return y
 
-    def keep(self, saved: MLASaved) -> KeptAttention | None:
-        return keep(saved.context)
+    def keep(self, saved: MLASaved, recomputed: Collection[str]) -> Kept[MLASaved]:
+        drops_inputs, drops_result = (name in recomputed for name in ("mla_up_proj", "core_attn"))
+        latents = saved.q_latent, saved.kv_latent
+        return kept_of(saved, latents, drops_inputs=drops_inputs, drops_result=drops_result)
 
-    def recompute(self, context: LayerContext, x: Tensor, saved: MLASaved) -> None:
-        """Nothing: none of the activations is cheap to recompute."""
+    def rebuild(
+        self, context: LayerContext, sequence: SequenceContext, x: Callable[[], Tensor], kept: Kept[MLASaved]
+    ) -> Task[MLASaved]:
+        """What `keep` left out, by the kernels of the forward; `x` makes its input."""
+        if isinstance(kept, MLASaved):
+            return kept
+        if isinstance(kept, KeptProjections):
+            out, saved = yield from attend_again(context, sequence, kept.inputs)
+            return MLASaved(saved, out, *kept.norms)
+        return (yield from self._attend(context, sequence, x(), kept))
 
     def backward(
         self,

@@ -6,7 +6,7 @@ with the model's own head. T tokens of a slice, t of them in this rank's part of
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.model import lm_head
-from pentad.workers.model.layer import Layer, LayerRecomputable, LayerSaved
+from pentad.workers.model.layer import Layer, LayerSaved
 from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.norm import Norm, SavedNorm
 from pentad.workers.parallel.async_ops import run_to_completion
@@ -28,7 +28,7 @@ class MTPSaved(NamedTuple):
     hidden_norm: SavedNorm
     joined: Tensor  # [t, 2H]
     saved: LayerSaved
-    recomputable: LayerRecomputable
+    recomputable: Any  # of the feed-forward
     norm: SavedNorm
     loss: lm_head.LossSaved
 

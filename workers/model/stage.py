@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pentad.kernels.fp8.fp8_tensor import Recipe
+from pentad.schedules.passes.recompute import recomputed_parts
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.linear.casts import Casts
 from pentad.workers.linear.weight_grad import Param, Params, Wgrad
 from pentad.workers.model import lm_head
 from pentad.workers.model.base_stage import Activation, BaseStage, StageInputs, activation_storages, storage_id
-from pentad.workers.model.layer import Layer, LayerKept, LayerRecomputable, LayerSaved
+from pentad.workers.model.layer import Layer, LayerKept, LayerSaved
 from pentad.workers.model.layer_context import LayerContext, SequenceContext, rotary_tables
 from pentad.workers.model.mtp import MTPLayer, MTPSaved
 from pentad.workers.model.norm import Norm, SavedNorm
@@ -48,8 +49,8 @@ class StageSaved(NamedTuple):
 
     inputs: StageInputs
     layers: list[LayerSaved]
-    recomputable: list[LayerRecomputable]  # by layer too
-    kept: list[LayerKept]  # by layer too, with 'attention' recomputation
+    recomputable: list[Any]  # by layer too, of feed-forward networks
+    kept: list[LayerKept]  # by layer too, where parts of layers are recomputed
     head: HeadSaved | None  # last stage
 
 
@@ -164,16 +165,10 @@ class Stage(BaseStage):
             context = self.layer_context._replace(count_load=False)
             task = self._run_layers(slice_index, saved.inputs, "none", context)
             self.saved[slice_index] = run_to_completion(task)[2]
-        elif self.recompute_mode == "attention":
-            self._rebuild(slice_index, saved)
-        else:
-            for layer, layer_saved in zip(self.bound.layers, saved.layers, strict=True):
-                saved.recomputable.append(layer.recompute(self.layer_context, layer_saved))
-
-    def _rebuild(self, slice_index: int, saved: StageSaved) -> None:
+            return
         for layer, sequence in zip(self.bound.layers, self._sequences(slice_index), strict=True):
-            task = layer.rebuild(self.layer_context, sequence, saved.kept.pop(0))
-            layer_saved, recomputable = run_to_completion(task)
+            rebuilding = layer.rebuild(self.layer_context, sequence, saved.kept.pop(0))
+            layer_saved, recomputable = run_to_completion(rebuilding)
             saved.layers.append(layer_saved)
             saved.recomputable.append(recomputable)
 
@@ -233,20 +228,21 @@ class Stage(BaseStage):
         else:
             assert inputs.received is not None
             branch, stream = inputs.received if isinstance(inputs.received, tuple) else (inputs.received, None)
-        saved = StageSaved(inputs if recompute_mode == "full" else _without_pair(inputs), [], [], [], None)
+        is_full = recompute_mode == "full"
+        saved = StageSaved(inputs if is_full else _without_pair(inputs), [], [], [], None)
+        parts = frozenset[str]() if is_full else recomputed_parts(recompute_mode)
         for layer, sequence in zip(self.bound.layers, self._sequences(slice_index), strict=True):
             branch, stream, layer_saved, recomputable = yield from layer.forward(context, sequence, branch, stream)
-            if recompute_mode == "attention":
-                saved.kept.append(layer.keep(layer_saved))
-            elif recompute_mode != "full":
+            if parts:
+                saved.kept.append(layer.keep(layer_saved, recomputable, parts))
+            elif not is_full:
                 saved.layers.append(layer_saved)
-            if recompute_mode == "none":
                 saved.recomputable.append(recomputable)
             del layer_saved, recomputable  # what is not saved is free before the next layer allocates
         if inputs.targets is None:
             return branch, stream, saved, None
         head, losses = self._head_forward(slice_index, branch, stream, inputs, context)
-        return branch, stream, saved if recompute_mode == "full" else saved._replace(head=head), losses
+        return branch, stream, saved if is_full else saved._replace(head=head), losses
 
     def _head_forward(
         self, slice_index: int, branch: Tensor, stream: Tensor | None, inputs: StageInputs, context: LayerContext

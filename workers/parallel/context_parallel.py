@@ -38,6 +38,15 @@ class KeptAttention(NamedTuple):
     lse: Tensor  # [B, N, S]
 
 
+class KeptInputs(NamedTuple):
+    """The inputs of an attention, from which `attend_again` computes the rest of what B needs."""
+
+    q: Tensor  # [B, N, S, D], after the exchange of Ulysses
+    k: Tensor  # [B, M, S, D]
+    v: Tensor  # [B, M, S, Dv]
+    kv_heads: int  # of a rank before the exchange
+
+
 BLOCKWISE = {"ring": cp_ring, "all_gather": cp_all_gather}
 SavedContext = SavedAttention | SavedBlocks | SavedUlysses
 
@@ -83,9 +92,8 @@ class ContextParallelGroup:
             return _attend_local(q, k, v, options, documents, sinks, kept)
         if self.method == "ulysses":
             heads = yield from to_heads(group, q, k, v)
-            out, saved = _attend_local(heads[0], heads[1], heads[2], options, documents, self._own_heads(sinks), kept)
-            positions = yield from to_positions(group, out)
-            return positions[0], SavedUlysses(saved, k.shape[1])
+            inputs_of_heads = KeptInputs(heads[0], heads[1], heads[2], k.shape[1])
+            return (yield from self._attend_heads(group, inputs_of_heads, options, documents, sinks, kept))
         rows, length = q.shape[0], q.shape[2] * self.size
         window = 0 if options.window_left is None else options.window_left + 1
         steps = documents or _steps_without_mask(self.method, self.size, self.rank, rows, length, q.device, window)
@@ -95,6 +103,33 @@ class ContextParallelGroup:
         blocks = yield from BLOCKWISE[self.method].forward(group, inputs)
         blocks = _with_sinks(blocks, sinks)
         return blocks.out, blocks
+
+    def attend_again(
+        self,
+        inputs: KeptInputs,
+        options: AttentionOptions,
+        documents: DocumentMask | None = None,
+        sinks: Tensor | None = None,
+    ) -> Task[tuple[Tensor, SavedContext]]:
+        """What `attend` returned, from the inputs that were kept of it, with the same bits."""
+        if self.group is not None and self.size > 1 and self.method == "ulysses":
+            return (yield from self._attend_heads(self.group, inputs, options, documents, sinks, None))
+        return (yield from self.attend(inputs.q, inputs.k, inputs.v, options, documents, sinks))
+
+    def _attend_heads(
+        self,
+        group: dist.ProcessGroup,
+        inputs: KeptInputs,
+        options: AttentionOptions,
+        documents: DocumentMask | None,
+        sinks: Tensor | None,
+        kept: KeptAttention | None,
+    ) -> Task[tuple[Tensor, SavedUlysses]]:
+        """Attention of full sequences of some heads, whose result goes back to the ranks of its positions."""
+        q, k, v, kv_heads = inputs
+        out, saved = _attend_local(q, k, v, options, documents, self._own_heads(sinks), kept)
+        positions = yield from to_positions(group, out)
+        return positions[0], SavedUlysses(saved, kv_heads)
 
     def attend_backward(
         self, dout: Tensor, saved: SavedContext, sinks: Tensor | None = None
@@ -125,6 +160,13 @@ def keep(saved: SavedContext) -> KeptAttention | None:
     """The result of `attend`; None where B needs an autograd graph, and so the attention again."""
     inner = saved.saved if isinstance(saved, SavedUlysses) else saved
     return None if inner.lse is None else KeptAttention(inner.out, inner.lse)
+
+
+def keep_inputs(saved: SavedContext) -> KeptInputs:
+    """What `attend_again` needs of what `attend` saved."""
+    inner, kv_heads = (saved.saved, saved.kv_heads) if isinstance(saved, SavedUlysses) else (saved, 0)
+    q, k, v = inner.inputs[:3]
+    return KeptInputs(q, k, v, kv_heads)
 
 
 def _with_sinks(saved: SavedBlocks, sinks: Tensor | None) -> SavedBlocks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -14,8 +14,9 @@ from plans import plan_of
 from pentad.orchestrator.activations.activation_memory import offloadable
 from pentad.orchestrator.activations.activation_peaks import activations_of
 from pentad.orchestrator.activations.allocations import piece_of
+from pentad.schedules.passes.recompute import PARTS
+from pentad.schedules.passes.recompute import RECOMPUTE_MODES as MODES
 from pentad.schedules.spec.model import Fp8Spec, Scaling
-from pentad.schedules.spec.plan import RECOMPUTE_MODES as MODES
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.base_stage import StageInputs
 from pentad.workers.parallel.async_ops import run_to_completion
@@ -52,6 +53,9 @@ def check(plan: Plan, index: int) -> None:
 
 CASES: list[tuple[str, dict[str, Any]]] = [*((mode, {}) for mode in MODES), *((mode, {"tp": 2}) for mode in MODES)]
 CASES.append(("none", {"tp": 4}))
+CASES += [(part, {}) for part in PARTS]
+PAIRS = [",".join(pair) for pair in combinations(PARTS, 2)]
+EVERY = ",".join(PARTS)
 SCALINGS: list[Scaling] = ["tensor", "row", "block"]
 CONTEXT_PARALLEL: list[dict[str, Any]] = [
     {"cp": 2, "cp_method": method} for method in ("ring", "all_gather", "ulysses")
@@ -65,9 +69,17 @@ def test_stages(one_rank, corpus, family, mode, axes):
         check(stage_plan(corpus, family, mode, **axes), index)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("parts", "axes"), [*product(PARTS, [{"tp": 2}]), *product([*PAIRS, EVERY], [{}, {"tp": 2}])])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_with_recomputed_parts(one_rank, corpus, family, parts, axes):
+    for index in range(3):
+        check(stage_plan(corpus, family, parts, **axes), index)
+
+
 @pytest.mark.parametrize("axes", [*CONTEXT_PARALLEL, {"cp": 2, "tp": 2}])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("mode", ["none", "attention"])
+@pytest.mark.parametrize("mode", ["none", "attention", "core_attn"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek"])
 def test_context_parallel_stages(one_rank, corpus, family, mode, masked, axes):
     check(stage_plan(corpus, family, mode, document_mask=masked, **axes), 1)
@@ -95,7 +107,7 @@ def test_stages_in_narrow_dtypes(one_rank, corpus, family, dtype):
 def cases_in_8_bits() -> list[Any]:
     always = [("llama", "block", "none", {}), ("gemma2", "tensor", "attention", {"tp": 2})]
     families = ["llama", "qwen3", "olmo2", "gemma2", "mixtral", "deepseek", "deepseek without q_lora"]
-    sizes = product(families, SCALINGS, ["none", "attention"], [{}, {"tp": 2}])
+    sizes = product(families, SCALINGS, ["none", "attention", "core_attn", EVERY], [{}, {"tp": 2}])
     return [pytest.param(*case, marks=[] if case in always else [pytest.mark.slow]) for case in sizes]
 
 
@@ -108,7 +120,7 @@ def test_stages_in_8_bits(one_rank, corpus, family, scaling, mode, axes):
         check(plan, index)
 
 
-EXPERTS = [("mixtral", "none"), ("mixtral", "selective"), ("mixtral", "full"), ("deepseek", "none")]
+EXPERTS = [("mixtral", "none"), ("mixtral", "moe"), ("mixtral", "full"), ("deepseek", "none")]
 
 
 @pytest.mark.parametrize("axes", [{}, {"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 4}])

@@ -71,6 +71,7 @@ def test_every_field_has_a_description() -> None:
         ("none", "null", ()),
         ("full", "null", ("full",) * 4),
         ("selective", "[3, 1]", ("none", "selective", "none", "selective")),
+        ("[core_attn, mlp]", "[0]", ("mlp,core_attn", "none", "none", "none")),
     ],
 )
 def test_every_stage_has_a_recompute_mode(recompute: str, stages: str, modes: tuple[str, ...]) -> None:
@@ -94,6 +95,14 @@ def test_every_stage_has_a_recompute_mode(recompute: str, stages: str, modes: tu
     ("overrides", "sentence"),
     [
         (["recompute=some"], "memory.recompute is 'some': expected one of none, selective, attention, full or auto"),
+        (["recompute=[mlp, cor_attn]"], "or attn_proj (did you mean core_attn?)"),
+        (["recompute=[]"], "memory.recompute is []: expected different names of mlp, moe, core_attn, qkv_linear,"),
+        (["recompute=[mlp, mlp]"], "memory.recompute is ['mlp', 'mlp']: expected different names of mlp, moe,"),
+        (["recompute=core_attn"], "or a list such as [mlp, core_attn] (did you mean [core_attn]?)"),
+        (["recompute=[layernorm]"], "expected no layernorm, because results of norms are never saved"),
+        (["recompute=[moe_act]"], "expected no moe_act, because gated products are never saved"),
+        (["recompute=[moe]"], "memory.recompute is ['moe']: expected no moe for this model: it has no experts"),
+        (["recompute=[mla_up_proj]"], "expected no mla_up_proj for this model: it has no multi-head latent attention"),
         (["recompute_stages=[0]"], "memory.recompute_stages is [0], but memory.recompute is none: expected selective"),
         (["recompute=full", "recompute_stages=[]"], "memory.recompute_stages is []: expected at least one stage"),
         (["recompute=full", "recompute_stages=[4]"], "memory.recompute_stages is [4]: expected stages 0 to 3"),

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -23,9 +23,19 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 
+DENSE_PARTS = ("mlp", "core_attn", "qkv_linear", "attn_proj")
+EXPERT_PARTS = ("mlp", "moe", "core_attn", "mla_up_proj", "attn_proj")
 SCHEDULES = ("1f1b", "zb-h2", "zb-v", "dualpipe", "dualpipev", "looped-bfs")
 SIZES = ["model.hidden=1024", "model.heads=8", "model.kv_heads=8", "model.ffn=4096", "model.layers=6", "mesh.pp=1"]
 BATCH = ["schedule.name=1f1b", "schedule.microbatches=2", "batch.global_batch_size=8", "batch.sequence_length=2048"]
+
+EXPERTS = "num_experts=8 top_k=2 intermediate_size=1024 shared_intermediate_size=1024 first_k_dense=1"
+LATENTS = "kv_lora_rank=256 q_lora_rank=384 qk_nope_head_dim=128 qk_rope_head_dim=64 v_head_dim=128"
+LATENT_EXPERTS = [
+    "model.family=deepseek-v3",
+    *(f"model.experts.{word}" for word in EXPERTS.split()),
+    *(f"model.mla.{word}" for word in LATENTS.split()),
+]
 
 
 def config_of(*words: str) -> RunConfig:
@@ -48,23 +58,27 @@ def needed(config: RunConfig) -> int:
     return fit_of(make_plan(config, "cuda"), DeviceMemory(2**50, "")).needed
 
 
-def every_choice(layers: int, gathered: list[list[str]]) -> Iterator[list[str]]:
+def every_choice(parts: tuple[str, ...], layers: int, gathered: list[list[str]]) -> Iterator[list[str]]:
     """By hand."""
-    for count, mode in product(gathered, ("selective", "attention", "full")):
+    sets = (names for count in range(1, len(parts) + 1) for names in combinations(parts, count))
+    for count, mode in product(gathered, [*(f"[{','.join(names)}]" for names in sets), "full"]):
         yield from ([f"memory.recompute={mode}", f"memory.recompute_layers={n + 1}", *count] for n in range(layers))
     yield from (["memory.recompute=none", *count] for count in gathered)
 
 
-@pytest.mark.parametrize("share", [0.7, *(pytest.param(share, marks=pytest.mark.slow) for share in (1.0, 0.2))])
+@pytest.mark.parametrize("share", [0.7, *(pytest.param(share, marks=pytest.mark.slow) for share in (1.0, 0.5, 0.2))])
 @pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_what_fits_is_chosen_and_nothing_that_fits_is_faster(zero: int, share: float) -> None:
-    given = [f"mesh.dp={1 + (zero > 0)}", f"zero.stage={zero}", "memory.unit_layers=1"]
-    gathered = [["zero.max_gathered=2"], ["zero.max_gathered=8"]] if zero else [[]]
+@pytest.mark.parametrize(
+    ("family", "parts"), [((), DENSE_PARTS), pytest.param(LATENT_EXPERTS, EXPERT_PARTS, marks=pytest.mark.slow)]
+)
+def test_what_fits_is_chosen_and_nothing_that_fits_is_faster(family, parts, zero: int, share: float) -> None:
+    given = [*family, "model.layers=3", f"mesh.dp={1 + (zero > 0)}", f"zero.stage={zero}", "memory.unit_layers=1"]
+    gathered = [["zero.max_gathered=2"], ["zero.max_gathered=5"]] if zero else [[]]
     room = room_of(*given, share=share)
     auto = config_of(*given, "memory.recompute=auto", *(["zero.max_gathered=auto"] if zero else []))
     chosen = make_plan(with_choices(auto, "cuda", room), "cuda")
     assert fit_of(chosen, room).ok
-    others = [make_plan(config_of(*given, *words), "cuda") for words in every_choice(6, gathered)]
+    others = [make_plan(config_of(*given, *words), "cuda") for words in every_choice(parts, 3, gathered)]
     least = min(simulated_seconds(plan) for plan in others if fit_of(plan, room).ok)
     assert simulated_seconds(chosen) <= least * (1 + 1e-9)
     assert (set(chosen.recompute) - {"none"} != set()) == (share < 1)
@@ -79,7 +93,14 @@ def test_plans_that_share_a_program_need_and_take_what_they_do_with_their_own(na
     given += ["schedule.microbatches=8", "batch.global_batch_size=16", "model.layers=12", "memory.unit_layers=1"]
     room = DeviceMemory(2**50, "")
     variants = Variants(config_of(*given), "cuda", room)
-    for mode, layers in [("none", None), ("selective", 1), ("attention", 2), ("full", 1), ("full", None)]:
+    for mode, layers in [
+        ("none", None),
+        ("selective", 1),
+        ("attention", 2),
+        ("core_attn", 1),
+        ("full", 1),
+        ("full", None),
+    ]:
         plan, own = variants.plan(mode, layers), make_plan(config_of(*given, *words_of(mode, layers)), "cuda")
         assert variants.fit(plan).needed == fit_of(own, room).needed
         assert variants.seconds(plan) == pytest.approx(simulated_seconds(own), rel=1e-9)
@@ -107,10 +128,18 @@ def test_a_run_with_a_choice_is_the_run_with_these_values() -> None:
     room = room_of("mesh.dp=2", "zero.stage=3", share=0.5)
     words = choices(config, room)
     resolved = with_choices(config, "cuda", room)
-    assert "auto" not in {resolved.memory.recompute, resolved.zero.max_gathered} and words
+    assert "auto" not in (resolved.memory.recompute, resolved.zero.max_gathered) and words
     assert make_plan(resolved, "cuda") == make_plan(config_of("mesh.dp=2", "zero.stage=3", *words), "cuda")
     assert load({**resolved.model_dump()}) == resolved and "recompute: auto" not in dump(resolved)
     assert with_choices(resolved, "cuda", room) == resolved
+
+
+def test_a_part_by_itself_is_chosen_where_nothing_that_fits_is_faster() -> None:
+    """The result of attention to short sequences."""
+    given = ["batch.sequence_length=512", "memory.unit_layers=1"]
+    least = ("memory.recompute=[core_attn]", "memory.recompute_layers=1")
+    room = DeviceMemory(needed(config_of(*given, *least)), "")
+    assert choices(config_of(*given, "memory.recompute=auto"), room) == least
 
 
 def test_weights_stay_gathered_through_the_microbatches_where_they_fit() -> None:

@@ -25,6 +25,7 @@ from pentad.orchestrator.planning.comm_volume import (
     stage_volume,
 )
 from pentad.orchestrator.planning.hardware import NODE_GPUS, spans_hosts
+from pentad.schedules.passes.recompute import PARTS
 from pentad.schedules.spec import plan as plan_module
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Fp8Spec
@@ -86,6 +87,9 @@ AXES = [
         *(("none", axes) for axes in AXES),
         *((mode, AXES[0]) for mode in ("selective", "full")),
         *(("attention", axes) for axes in AXES),
+        *(("core_attn", axes) for axes in AXES),
+        *((part, AXES[0]) for part in PARTS if part != "core_attn"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in product((*PARTS, ",".join(PARTS)), AXES[1:])),
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "deepseek", "deepseek with mtp"])
@@ -97,7 +101,7 @@ def test_layers(sent, corpus, family, mode, axes):
 def cases_in_8_bits() -> list[Any]:
     always = [("llama", 128, "none", "block"), ("llama", 64, "attention", "tensor")]
     families = ["llama", "olmo2", "mixtral", "deepseek"]
-    sizes = product(families, [128, 64], ["none", "attention"], ["tensor", "row", "block"])
+    sizes = product(families, [128, 64], ["none", "attention", "core_attn", "attn_proj"], ["tensor", "row", "block"])
     return [pytest.param(*case, marks=[] if case in always else [pytest.mark.slow]) for case in sizes]
 
 

@@ -21,7 +21,7 @@ def test_activations_are_freed_before_the_backward_of_the_next_layer(
     stage = make_stage(plan, 0)
     tokens = torch.arange(plan.batch.micro_batch_size * plan.batch.sequence_length)
     run_to_completion(stage.forward(0, StageInputs(tokens=tokens, targets=tokens)))
-    activations = [weakref.ref(each.mlp) for each in stage.saved[0].recomputable]
+    activations = [weakref.ref(each) for each in stage.saved[0].recomputable]
     alive, backward = [], Layer.backward
 
     def counting_backward(*arguments):

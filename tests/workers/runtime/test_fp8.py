@@ -35,6 +35,7 @@ CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
         for spec, recompute in ((BLOCK, "selective"), (TENSOR, "full"))
     ),
     *((spec, "zb-h1", {"pp": 2, "recompute": "attention"}) for spec in (BLOCK, TENSOR, ROW)),
+    *((spec, "1f1b", {"tp": 2, "recompute": "core_attn,attn_proj"}) for spec in (BLOCK, TENSOR, ROW)),
     *((spec, "1f1b", {"pp": 2, "dp": 2, **ZERO_3}) for spec in (BLOCK, TENSOR)),
     (replace(BLOCK, skip_first=1, skip_last=1), "interleaved", {"pp": 2}),
     (BLOCK, "zb-h1", {"pp": 2, "ep": 2, "model": MIXTURE}),

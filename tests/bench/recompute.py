@@ -1,0 +1,79 @@
+"""Measures what each part of memory.recompute frees and costs on one GPU, beside what the plan says.
+
+PYTHONPATH=.typings:tests/support:tests/bench python tests/bench/recompute.py --json FILE
+
+Layers of Llama 3 8B, and of DeepSeek-V3 with 16 experts, recompute nothing, each part by itself, most of them, and all.
+Rows run one after another in one process; those that would begin after `--budget` seconds are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from offload import GIB, LLAMA, step
+from record import stamp, write
+
+EXPERTS = "num_experts=16 top_k=8 intermediate_size=2048 shared_intermediate_size=2048 first_k_dense=0"
+LATENTS = "kv_lora_rank=512 q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64 v_head_dim=128"
+SIZES = "family=deepseek-v3 layers=3 hidden=7168 heads=128 kv_heads=128 ffn=18432 vocab=16384"
+DEEPSEEK = [
+    *(f"model.{word}" for word in SIZES.split()),
+    *(f"model.experts.{word}" for word in EXPERTS.split()),
+    *(f"model.mla.{word}" for word in LATENTS.split()),
+]
+MODELS = {
+    "8B": ([*LLAMA, "model.layers=8"], ("mlp", "core_attn", "qkv_linear", "attn_proj")),
+    "DeepSeek-V3": (DEEPSEEK, ("moe", "core_attn", "mla_up_proj", "attn_proj")),
+}
+
+
+def rows(length: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Of each model and mode, with differences from the row without recomputation, which is the first."""
+    for name, (model, parts) in MODELS.items():
+        plain: dict[str, Any] = {}
+        for mode in ("none", *(f"[{part}]" for part in parts), "attention", f"[{','.join(parts)}]", "full"):
+            gc.collect()
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated()
+            sizes = [f"batch.sequence_length={length}", "memory.unit_layers=1", f"memory.recompute={mode}"]
+            found = step([*model, *sizes], steps)
+            found["seconds"] = min(found["step_seconds"][1:])
+            plain = plain or found
+            yield {
+                "model": name,
+                "recompute": mode,
+                **{key: found[key] for key in ("seconds", "planned_seconds", "peak_gib", "planned_gib")},
+                "slower_by": found["seconds"] / plain["seconds"] - 1,
+                "planned_slower_by": found["planned_seconds"] / plain["planned_seconds"] - 1,
+                "freed_gib": plain["peak_gib"] - found["peak_gib"],
+                "planned_freed_gib": plain["planned_gib"] - found["planned_gib"],
+                "left_by_rows_before_gib": before / GIB,
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--budget", type=float, default=105.0, help="seconds")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    began, found = time.monotonic(), list[dict[str, Any]]([stamp(torch.cuda.get_device_name())])
+    for row in rows(args.length, args.steps):
+        found.append(row)
+        print(json.dumps(row), flush=True)
+        write(args.json, found)
+        if time.monotonic() - began > args.budget:
+            print(json.dumps({"left_out": "the rows that follow"}))
+            break
+
+
+if __name__ == "__main__":
+    main()
