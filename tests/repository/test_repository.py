@@ -48,6 +48,7 @@ LAYERS = {
     "kernels": ("attention", "fp8", "moe", "optimizer", ""),
     "workers": (
         "runtime",
+        "integrity",
         "evaluation",
         "dcp",
         "hf",

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from bit_flips import flip
 from fleet import state_by_name
 from gpus import RANKS_A_GPU, gpu_of
 from pool import process_context, send
@@ -265,6 +266,8 @@ def _serve(end: Any) -> None:
             elif method == "fail_at":
                 _fail_at(runners[0], *arguments)
                 reply(number, None)
+            elif method == "flip":
+                reply(number, flip(runners[0], *arguments))
             elif method == "state":
                 reply(number, _state(runners[0]))
             else:
