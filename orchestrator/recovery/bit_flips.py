@@ -14,12 +14,12 @@ Digests = Mapping[str, Mapping[int, int]]  # by name and rank
 
 class Verdict(NamedTuple):
     """`ranks` are at fault; if not `certain`, one of them is, and nothing says which. `what` is the first of the
-    results or parts of the state in which they differ, of `count`."""
+    results or parts of the state in which they differ, of `number`."""
 
     kind: Kind
     ranks: tuple[int, ...]
     what: str
-    count: int
+    number: int
     certain: bool = True
 
     @property
@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
         """'the weights of rank 3 differ ...'."""
         several = len(self.ranks) > 1
         names = f"rank{'s' if several else ''} {' and '.join(map(str, self.ranks))}"
-        more = f" and {self.count - 1} more" if self.count > 1 else ""
+        more = f" and {self.number - 1} more" if self.number > 1 else ""
         match self.kind, self.certain:
             case "data", True:
                 return f"the state of {names} differs from that of most of its replicas in {self.what}{more}"
@@ -62,7 +62,7 @@ def find_verdict(checks: Sequence[RankCheck]) -> Verdict | None:
 class Disagreement(NamedTuple):
     ranks: tuple[int, ...]
     what: str
-    count: int
+    number: int
     certain: bool
 
 
@@ -95,8 +95,8 @@ def _disagreement(digests: Digests) -> Disagreement | None:
         return None
     against: set[int] = set()
     for of in differing.values():
-        value, count = Counter(of.values()).most_common(1)[0]
-        if 2 * count > len(of):
+        value, number = Counter(of.values()).most_common(1)[0]
+        if 2 * number > len(of):
             against |= {rank for rank, other in of.items() if other != value}
     unexplained = {
         name: of

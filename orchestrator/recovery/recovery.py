@@ -56,6 +56,7 @@ class Recovery:
         self.furthest, self.checked = -1, time.monotonic()
         self.leaving: tuple[int, ...] = ()  # ranks that are about to end
         self.announced: set[str] = set()  # nodes whose end has been announced
+        self.evicted: set[tuple[int, str, int]] = set()  # ranks that were wrong, with their nodes and GPUs
         self.fault = self.reason = ""  # why, as the journal has it, and in words
         self.drain_seconds = 0.0  # until those nodes are gone: Ray moves their bundles no earlier
 
@@ -69,6 +70,7 @@ class Recovery:
         is_stuck = self.faults_without_progress > MAX_FAULTS_WITHOUT_PROGRESS
         if is_stuck or self.faults > self.elastic.max_failures or isinstance(fault, CannotRecover):
             raise fault
+        self._require_new_place(fault)
         self.bus.display.note(f"{fault}; recovering")
         return self._attempt(fault, done)
 
@@ -137,6 +139,9 @@ class Recovery:
         for _ in range(ATTEMPTS):
             try:
                 fence(self.group, state, self.bus.record)
+                if state.corrupt:  # steps since the last search may have used what was wrong
+                    state.current = ()
+                    self.ranks.copies.forget()
                 if adopts:
                     how = self._repair_adopted(state, done)
                 elif fault is None and not state.lost:
@@ -174,7 +179,18 @@ class Recovery:
         how = self.ranks.repair(state, self.elastic.wait_seconds)
         return "adopt" if is_full and how == "repair" else how
 
+    def _require_new_place(self, fault: WorkerError) -> None:
+        """Raises the fault of a rank that is wrong if the one before it in the same place was, too."""
+        if fault.fault != "corrupt":
+            return
+        places = {(rank, self.group.places[rank].node, self.group.places[rank].gpu) for rank in fault.lost}
+        if places & self.evicted:
+            text = f"{fault}, again after it was replaced by one in the same place"
+            raise WorkerError(text, fault.rank, fault.detail, fault.lost, fault.fault, fault.detector)
+        self.evicted |= places
+
     def _record_lost(self, state: RecoveryState, fault: WorkerError) -> None:
+        state.corrupt |= fault.fault == "corrupt"
         for rank in fault.lost:
             state.lost.setdefault(rank, str(fault))
             facts = {"fault": fault.fault, "detector": fault.detector, "cause": str(fault)}
