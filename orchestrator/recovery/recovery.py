@@ -56,7 +56,7 @@ class Recovery:
         self.furthest, self.checked = -1, time.monotonic()
         self.leaving: tuple[int, ...] = ()  # ranks that are about to end
         self.announced: set[str] = set()  # nodes whose end has been announced
-        self.evicted: set[tuple[int, str, int]] = set()  # ranks that were wrong, with their nodes and GPUs
+        self.wrong: set[tuple[int, str, int]] = set()  # ranks that were, with their nodes and GPUs
         self.fault = self.reason = ""  # why, as the journal has it, and in words
         self.drain_seconds = 0.0  # until those nodes are gone: Ray moves their bundles no earlier
 
@@ -180,14 +180,15 @@ class Recovery:
         return "adopt" if is_full and how == "repair" else how
 
     def _require_new_place(self, fault: WorkerError) -> None:
-        """Raises the fault of a rank that is wrong if the one before it in the same place was, too."""
+        """Raises the fault of a rank that is wrong if it, or the one before it in the same place, was, too."""
         if fault.fault != "corrupt":
             return
-        places = {(rank, self.group.places[rank].node, self.group.places[rank].gpu) for rank in fault.lost}
-        if places & self.evicted:
-            text = f"{fault}, again after it was replaced by one in the same place"
+        ranks = fault.lost or (fault.rank,)
+        places = {(rank, self.group.places[rank].node, self.group.places[rank].gpu) for rank in ranks}
+        if places & self.wrong:
+            text = f"{fault}; in the same place, this happened before"
             raise WorkerError(text, fault.rank, fault.detail, fault.lost, fault.fault, fault.detector)
-        self.evicted |= places
+        self.wrong |= places
 
     def _record_lost(self, state: RecoveryState, fault: WorkerError) -> None:
         state.corrupt |= fault.fault == "corrupt"

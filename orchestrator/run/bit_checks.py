@@ -60,7 +60,8 @@ class BitChecks:
         self.bus.flipped_bits = f"{verdict.kind}: {text}"
         self.bus.update(verdict=self.bus.flipped_bits)
         if evicts:
-            raise WorkerError(f"{text} ({ranks})", verdict.ranks[0], text, verdict.ranks, "corrupt", "check")
+            lost = verdict.ranks if verdict.certain else ()  # else a checkpoint is all that helps
+            raise WorkerError(f"{text} ({ranks})", verdict.ranks[0], text, lost, "corrupt", "check")
         raise PentadError(f"{text} ({ranks}): {self._reason(verdict)}")
 
     def _reason(self, verdict: Verdict) -> str:

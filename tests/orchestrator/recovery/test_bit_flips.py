@@ -1,9 +1,13 @@
-"""Verdicts on digests that differ."""
+"""Verdicts on digests that differ, and recoveries from ranks that are wrong."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
+import pytest
+from fake_ray import FakeRun
+
+from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.recovery.bit_flips import Verdict, find_verdict
 from pentad.workers.integrity.result import RankCheck
 
@@ -103,3 +107,54 @@ def test_what_differs_says_who_and_what_is_wrong(given: list[RankCheck], expecte
 def test_a_verdict_is_a_sentence_with_the_ranks(kind: str, certain: bool) -> None:
     sentence = Verdict(kind, (1, 3), "model.norm", 4, certain).sentence  # type: ignore[arg-type]
     assert "ranks 1 and 3" in sentence and "model.norm and 3 more" in sentence
+
+
+SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")
+
+
+def wrong(run: FakeRun, *ranks: int) -> WorkerError:
+    """The fault of ranks that live, and are wrong."""
+    return WorkerError(f"rank {ranks[0]} is wrong", ranks[0], "", ranks, "corrupt", "check")
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+@pytest.mark.parametrize("copies", [0, 3])
+def test_ranks_that_are_wrong_are_replaced_and_all_go_back_to_the_checkpoint(
+    start: Callable[..., FakeRun], ranks: tuple[int, ...], copies: int
+) -> None:
+    """Replicas and copies in memory may have used what was wrong; a checkpoint was compared before it was written."""
+    run = start(*SQUARE, f"elastic.replicate_every={copies}")
+    run.save(4)
+    if copies:
+        run.copies.begin_generation()
+        run.copies.submit(6)
+        run.copies.commit(6)
+    state = run.recovery.recover(wrong(run, *ranks), 7)
+    (recovered,) = run.events("recovered")
+    assert (recovered["how"], recovered["step"], recovered["steps_replayed"]) == ("checkpoint", 4, 3)
+    assert state.version == 4 and run.versions() == [4] * 4
+    assert [rank for rank in range(4) if run.fake.members()[rank] is not run.before[rank]] == list(ranks)
+    assert not [rank for rank in run.before if rank.number in ranks and rank.is_alive]
+    assert {(row["rank"], row["fault"], row["detector"]) for row in run.events("lost")} == {
+        (rank, "corrupt", "check") for rank in ranks
+    }
+
+
+def test_where_nobody_is_known_to_be_wrong_all_go_back_and_nobody_is_replaced(start: Callable[..., FakeRun]) -> None:
+    run = start(*SQUARE)
+    run.save(4)
+    fault = WorkerError("ranks 0 and 1 differ", 0, "", (), "corrupt", "check")
+    state = run.recovery.recover(fault, 7)
+    assert state.version == 4 and run.versions() == [4] * 4
+    assert run.fake.members() == run.before and not run.events("lost")
+    with pytest.raises(WorkerError, match="ranks 0 and 1 differ; in the same place"):
+        run.recovery.recover(fault, 8)
+
+
+def test_a_rank_that_is_wrong_again_in_the_same_place_ends_the_run(start: Callable[..., FakeRun]) -> None:
+    run = start(*SQUARE)
+    run.save(4)
+    run.recovery.recover(wrong(run, 1), 7)
+    run.recovery.recover(wrong(run, 2), 8)
+    with pytest.raises(WorkerError, match="rank 1 is wrong; in the same place, this happened before"):
+        run.recovery.recover(wrong(run, 1), 9)
