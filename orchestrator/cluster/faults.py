@@ -18,8 +18,7 @@ class WorkerError(PentadError):
 
     `lost` are the ranks that are dead or must be given up. `fault` is 'killed', 'error', 'hang', 'node', 'drain',
     'terminated' or 'corrupt', and `detector` 'ray', 'peer', 'heartbeat', 'deadline', 'notice' or 'check', as in the
-    journal;
-    `stalled_seconds` passed without progress before the fault was detected, as far as known.
+    journal; `stalled_seconds` passed without progress before the fault was detected, as far as known.
     """
 
     def __init__(

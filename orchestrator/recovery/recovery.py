@@ -56,7 +56,7 @@ class Recovery:
         self.furthest, self.checked = -1, time.monotonic()
         self.leaving: tuple[int, ...] = ()  # ranks that are about to end
         self.announced: set[str] = set()  # nodes whose end has been announced
-        self.wrong: set[tuple[int, str, int]] = set()  # ranks that were, with their nodes and GPUs
+        self.wrong: set[tuple[bool, int, str, int]] = set()  # whether to be replaced, and rank, node and GPU then
         self.fault = self.reason = ""  # why, as the journal has it, and in words
         self.drain_seconds = 0.0  # until those nodes are gone: Ray moves their bundles no earlier
 
@@ -180,11 +180,11 @@ class Recovery:
         return "adopt" if is_full and how == "repair" else how
 
     def _require_new_place(self, fault: WorkerError) -> None:
-        """Raises the fault of a rank that is wrong if it, or the one before it in the same place, was, too."""
+        """Raises the fault of a rank that is wrong if the same remedy, in the same place, has not helped before."""
         if fault.fault != "corrupt":
             return
-        ranks = fault.lost or (fault.rank,)
-        places = {(rank, self.group.places[rank].node, self.group.places[rank].gpu) for rank in ranks}
+        replaces, ranks = bool(fault.lost), fault.lost or (fault.rank,)
+        places = {(replaces, rank, self.group.places[rank].node, self.group.places[rank].gpu) for rank in ranks}
         if places & self.wrong:
             text = f"{fault}; in the same place, this happened before"
             raise WorkerError(text, fault.rank, fault.detail, fault.lost, fault.fault, fault.detector)

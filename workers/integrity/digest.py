@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-PIECE = 2**20  # elements: 16 MiB of scratch memory
+PIECE = 2**20  # elements: 24 MiB of scratch memory
 ODD = 0x1E3779B97F4A7C15  # any odd number with bits all over
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
@@ -13,8 +13,8 @@ def digest(values: torch.Tensor) -> torch.Tensor:
     """The sum, modulo 2^64, of each element's bits as a whole number times an odd weight of its position; an int64
     scalar on the device of `values`.
 
-    A change of one element always changes it, since an odd number divides no power of two; others with probability
-    1 - 2^-64 or so. Sums of whole numbers do not depend on their order.
+    A change of one element always changes it, since no multiple of an odd number by less than 2^64 is divisible by
+    2^64; changes of several do unless they cancel exactly. Sums of whole numbers do not depend on their order.
     """
     bits = values.detach().contiguous().view(-1).view(INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)

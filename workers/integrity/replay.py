@@ -22,15 +22,10 @@ def replay(plan: Plan, rank: int, stage: BaseStage, index: int, step: int) -> di
     differ in dp alone, and DualPipe's mirrors, get the same names, and must get the same bits. Overwrites gradients.
     All ranks of the mesh must call it.
     """
-    stage.begin(step, plan.batch.microbatches, plan.batch.tokens)
-    if stage.casts is not None:
-        stage.casts.samples = None  # these are not a step's
     at = plan.mesh.coordinates(rank)
     where = f"stage {index} tp{at.tp} cp{at.cp} ep{at.ep}"
-    found = {f"{where} {what}": value for what, value in _run(plan, rank, stage, index, step)}
-    if stage.load_balancer is not None:
-        stage.load_balancer.load.zero_()
-    return found
+    with stage.replaying(step):
+        return {f"{where} {what}": value for what, value in _run(plan, rank, stage, index, step)}
 
 
 def _run(plan: Plan, rank: int, stage: BaseStage, index: int, step: int) -> Iterator[tuple[str, torch.Tensor]]:

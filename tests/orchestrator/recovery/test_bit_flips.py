@@ -147,8 +147,10 @@ def test_where_nobody_is_known_to_be_wrong_all_go_back_and_nobody_is_replaced(st
     state = run.recovery.recover(fault, 7)
     assert state.version == 4 and run.versions() == [4] * 4
     assert run.fake.members() == run.before and not run.events("lost")
+    run.recovery.recover(wrong(run, 0), 8)  # now it is known which, and replaced
+    assert [row["rank"] for row in run.events("lost")] == [0]
     with pytest.raises(WorkerError, match="ranks 0 and 1 differ; in the same place"):
-        run.recovery.recover(fault, 8)
+        run.recovery.recover(fault, 9)
 
 
 def test_a_rank_that_is_wrong_again_in_the_same_place_ends_the_run(start: Callable[..., FakeRun]) -> None:

@@ -13,13 +13,14 @@ from rank_checks import assert_a_check_changes_nothing, verdict_after
 from small_models import MOE
 
 from pentad.orchestrator.recovery.bit_flips import Verdict
+from pentad.schedules.spec.lora import LoraSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.integrity.digest import ODD, PIECE, digest
 
 pytestmark = pytest.mark.timeout(150)
 slow = pytest.mark.slow
-STEPS = 4
+STEPS, LORA = 4, LoraSpec(2, 4.0, ("q_proj", "v_proj"))
 PLANS: dict[str, Any] = {
     "dp2 tp2": ("1f1b", 2, 1, 4, {"tp": 2}),
     "ZeRO-3": ("1f1b", 2, 2, 4, {"memory_options": MemoryOptions(zero=3)}),
@@ -35,6 +36,8 @@ MORE: dict[str, Any] = {
     "dp2 cp2": ("1f1b", 2, 1, 4, {"cp": 2}),
     "recompute, units": ("1f1b", 2, 2, 4, {"recompute": "full", "unit_layers": 1}),
     "ZeRO-2, units": ("zb-v", 2, 2, 5, {"memory_options": MemoryOptions(zero=2)}),
+    "LoRA, ZeRO-2": ("1f1b", 2, 2, 4, {"lora": LORA, "memory_options": MemoryOptions(zero=2)}),
+    "optimizer on the host": ("1f1b", 2, 2, 4, {"host_optimizer": True}),
     "bfloat16": ("1f1b", 2, 2, 4, {"dtype": "bfloat16"}),
 }
 
@@ -63,7 +66,7 @@ def test_ranks_without_a_fault_agree_and_a_check_changes_no_bit(workers, corpus,
         pytest.param("dualpipe", 0, "master", Verdict("data", (0, 3), "model.", 1, certain=False), marks=slow),
     ],
 )
-def test_a_bit_of_the_state_of_one_rank_is_verdict_after(workers, corpus, case, rank, where, expected):
+def test_a_flipped_bit_in_the_state_of_one_rank_is_found(workers, corpus, case, rank, where, expected):
     """Where only two hold the same, nothing says which of them is right. Norms are on all tp ranks."""
     verdict = verdict_after(workers, plan_for(case, corpus), rank, where)
     assert verdict is not None and verdict.what.startswith(expected.what)
@@ -83,7 +86,7 @@ def test_a_bit_of_the_state_of_one_rank_is_verdict_after(workers, corpus, case, 
         pytest.param("ZeRO-3", 1, "F", "software", (0, 1), marks=slow),
     ],
 )
-def test_a_bit_of_a_result_of_one_rank_is_verdict_after(workers, corpus, case, rank, where, kind, ranks):
+def test_a_flipped_bit_in_a_result_of_one_rank_is_found(workers, corpus, case, rank, where, kind, ranks):
     """A wrong result that comes once names the rank; one that always comes does where a majority knows better."""
     verdict = verdict_after(workers, plan_for(case, corpus), rank, where)
     assert verdict is not None
