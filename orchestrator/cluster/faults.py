@@ -16,9 +16,9 @@ VICTIM = ("connection closed", "connection reset", "connection refused", "socket
 class WorkerError(PentadError):
     """Rank `rank` failed. `detail` is the full account: a traceback, or what Ray knows of a death.
 
-    `lost` are the ranks that are dead or must be given up. `fault` is 'killed', 'error', 'hang', 'node', 'drain' or
-    'terminated', and `detector` 'ray', 'peer', 'heartbeat', 'deadline' or 'notice', as in the journal;
-    `stalled_seconds` passed without progress before the fault was detected, as far as known.
+    `lost` are the ranks that are dead or must be given up. `fault` is 'killed', 'error', 'hang', 'node', 'drain',
+    'terminated' or 'corrupt', and `detector` 'ray', 'peer', 'heartbeat', 'deadline', 'notice' or 'check', as in the
+    journal; `stalled_seconds` passed without progress before the fault was detected, as far as known.
     """
 
     def __init__(

@@ -144,6 +144,11 @@ class WorkerGroup:
         type Evaluation."""
         return self._call_runners("evaluate", step)
 
+    def submit_check(self, step: int) -> Refs:
+        """Queues a search for flipped bits after `step` steps, none of which is open. The answers are of type
+        RankCheck."""
+        return self._call_runners("check", step)
+
     def submit_commit(
         self,
         folder: Location,

@@ -146,6 +146,7 @@ class RunConfig(sections.Section):
             yield Broken("elastic.replicate_every", "0 with a single rank, whose state no other rank can hold")
         if self.elastic.replicate_every and self.memory.optimizer == "host":
             yield Broken("elastic.replicate_every", "0 with memory.optimizer = host")
+        yield from self._bit_check_rules()
         if self.schedule.name == AUTO and self.memory.recompute_stages:
             found = f"{self.memory.recompute_stages}, but schedule.name auto places them"
             yield Broken("memory.recompute_stages", "null", found)
@@ -157,6 +158,17 @@ class RunConfig(sections.Section):
             return
         if layout is not None and self.model.custom is None:
             yield from self._layout_rules(layout, self.model.spec)
+
+    def _bit_check_rules(self) -> Iterator[Broken]:
+        """Bits are compared only where they should be equal."""
+        excluded = {
+            "precision.deterministic = false, whose results differ from run to run": not self.precision.deterministic,
+            "a single rank, which has no other one to agree with": self.mesh.size == 1,
+            "lora.rank and zero.stage = 3": self.lora.rank is not None and self.zero.stage == 3,
+        }
+        for name, holds in excluded.items():
+            if self.elastic.check_every and holds:
+                yield Broken("elastic.check_every", f"0 with {name}")
 
     def _rampup_rules(self, sizes: Mapping[str, int]) -> Iterator[str]:
         """A smaller batch has microbatches of the same size on every replica, as many as the schedule allows."""

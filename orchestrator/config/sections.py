@@ -362,6 +362,12 @@ class ElasticSection(Section):
     status and the journal (docs/observability.md)"""
     replicate_every: NonNegativeInt = 0
     """steps between copies of each rank's state in the memory of a rank of another node; 0: none"""
+    check_every: NonNegativeInt = 0
+    """steps between searches for flipped bits: replicas compare their states, and what they compute of a microbatch.
+    One precedes every checkpoint; 0: none"""
+    check_policy: Literal["stop", "evict"] = "stop"
+    """what follows if ranks differ. stop: the run ends, without a checkpoint; evict: all go back to the newest
+    checkpoint, and ranks that are known to be at fault are replaced"""
     driver_lease: NonNegativeFloat = 120.0
     """time that ranks on a cluster that outlives the driver wait for another one; 0: they end with the driver"""
     notice: Text | None = None

@@ -28,6 +28,7 @@ class EventBus:
         self.watchers: list[Watcher] = []
         self.fp8_health = Fp8Health()
         self.slow_ranks = ""  # which ranks are slow, in words
+        self.flipped_bits = ""  # what the last search that found some said
         self.gpus = dict[int, GpuState]()  # the ranks' GPUs, as last read
         self.on_first_step: Callable[[], None] = lambda: None
         plan = folder.plan
@@ -109,7 +110,8 @@ class EventBus:
             for each in filter(None, times):
                 watcher.on_rank_times(each)
         last, pace = rows[-1], rows[-1]["tokens_per_second"]
-        self.update(step=last["step"] + 1, loss=last["loss"], tokens_per_second=pace, verdict=self.slow_ranks)
+        verdict = "; ".join(filter(None, (self.flipped_bits, self.slow_ranks)))
+        self.update(step=last["step"] + 1, loss=last["loss"], tokens_per_second=pace, verdict=verdict)
 
     def evaluated(self, rows: Sequence[dict[str, Any]], spans: tuple[Span, ...]) -> None:
         """Records a completed evaluation: its rows of eval.jsonl, and the spans of its last round."""

@@ -36,7 +36,7 @@ class RecoveryState:
     """What survives of a generation: `version` steps are in the newest weights, which the ranks `current` hold.
 
     `results[step][rank]` are results of completed steps; `lost[rank]` is the cause of a loss; `seconds` is the duration
-    of each phase of the recovery.
+    of each phase of the recovery. If some rank was `corrupt`, no state counts but that of a checkpoint.
     """
 
     version: int = 0
@@ -44,6 +44,7 @@ class RecoveryState:
     results: dict[int, dict[int, StepResult]] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    corrupt: bool = False
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

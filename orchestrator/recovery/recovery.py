@@ -56,6 +56,7 @@ class Recovery:
         self.furthest, self.checked = -1, time.monotonic()
         self.leaving: tuple[int, ...] = ()  # ranks that are about to end
         self.announced: set[str] = set()  # nodes whose end has been announced
+        self.wrong: set[tuple[bool, int, str, int]] = set()  # whether to be replaced, and rank, node and GPU then
         self.fault = self.reason = ""  # why, as the journal has it, and in words
         self.drain_seconds = 0.0  # until those nodes are gone: Ray moves their bundles no earlier
 
@@ -69,6 +70,7 @@ class Recovery:
         is_stuck = self.faults_without_progress > MAX_FAULTS_WITHOUT_PROGRESS
         if is_stuck or self.faults > self.elastic.max_failures or isinstance(fault, CannotRecover):
             raise fault
+        self._require_new_place(fault)
         self.bus.display.note(f"{fault}; recovering")
         return self._attempt(fault, done)
 
@@ -137,6 +139,9 @@ class Recovery:
         for _ in range(ATTEMPTS):
             try:
                 fence(self.group, state, self.bus.record)
+                if state.corrupt:  # steps since the last search may have used what was wrong
+                    state.current = ()
+                    self.ranks.copies.forget()
                 if adopts:
                     how = self._repair_adopted(state, done)
                 elif fault is None and not state.lost:
@@ -174,7 +179,19 @@ class Recovery:
         how = self.ranks.repair(state, self.elastic.wait_seconds)
         return "adopt" if is_full and how == "repair" else how
 
+    def _require_new_place(self, fault: WorkerError) -> None:
+        """Raises the fault of a rank that is wrong if the same remedy, in the same place, has not helped before."""
+        if fault.fault != "corrupt":
+            return
+        replaces, ranks = bool(fault.lost), fault.lost or (fault.rank,)
+        places = {(replaces, rank, self.group.places[rank].node, self.group.places[rank].gpu) for rank in ranks}
+        if places & self.wrong:
+            text = f"{fault}; in the same place, this happened before"
+            raise WorkerError(text, fault.rank, fault.detail, fault.lost, fault.fault, fault.detector)
+        self.wrong |= places
+
     def _record_lost(self, state: RecoveryState, fault: WorkerError) -> None:
+        state.corrupt |= fault.fault == "corrupt"
         for rank in fault.lost:
             state.lost.setdefault(rank, str(fault))
             facts = {"fault": fault.fault, "detector": fault.detector, "cause": str(fault)}

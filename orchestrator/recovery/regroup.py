@@ -182,7 +182,7 @@ class Regroup:
     def _find_copy(self, state: RecoveryState) -> CopySource | None:
         """The newest copy in memory that the living ranks hold all of. Says so if there is none."""
         every = self.config.elastic.replicate_every
-        if not every:
+        if not every or state.corrupt:
             return None
         found = self.copies.found(rank for rank in range(len(self.group.actors)) if rank not in state.lost)
         if found is None:

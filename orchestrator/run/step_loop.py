@@ -20,6 +20,7 @@ from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.recovery.hang_detection import HangDetector
 from pentad.orchestrator.recovery.retention import pinned_checkpoints
 from pentad.orchestrator.recovery.spikes import SpikeWatch
+from pentad.orchestrator.run.bit_checks import BitChecks
 from pentad.orchestrator.run.measure import History
 from pentad.orchestrator.run.replication import Replication
 from pentad.schedules.ir.errors import PentadError
@@ -36,13 +37,15 @@ T = TypeVar("T")
 
 
 class Call(NamedTuple):
-    """A call in flight on all ranks: steps, which returns the results of those that are complete, or, with `evaluates`,
-    the evaluation after `step` steps. `step` is the number of steps submitted up to and including this call."""
+    """A call in flight on all ranks: steps, which returns the results of those that are complete; or, with `evaluates`
+    or `checks`, the evaluation, or the search for flipped bits, after `step` steps. `step` is the number of steps
+    submitted up to and including this call."""
 
     refs: Refs
     step: int
     began: float = 0.0
     evaluates: bool = False
+    checks: bool = False
 
 
 class Save(NamedTuple):
@@ -93,6 +96,7 @@ class StepLoop:
         self.waited = 0.0  # seconds that training has waited for it
         self.open = False  # the last step submitted is open: another run call must follow
         self.replication = Replication(config.elastic.replicate_every, copies, bus)
+        self.checks = BitChecks(config.elastic, group, bus, first)
         self.spikes = SpikeWatch(config.spikes, requests)
         self.leaving: tuple[int, ...] | None = None  # see `Recovery.should_regroup`
         self.stop_announced = self.stall_reported = False
@@ -117,6 +121,8 @@ class StepLoop:
                 call = self.in_flight.popleft()
                 if call.evaluates:
                     self._collect_evaluation(call)
+                elif call.checks:
+                    self._collect_check(call)
                 else:
                     self._collect(call)
                 self.collected_at = time.monotonic()  # the ranks are at the next call
@@ -151,10 +157,13 @@ class StepLoop:
             return Call(self.group.submit_run(step, 0), step) if was_open else None
         ending, paused = self.ending, self.requests.paused
         due, evaluates = self._save_due(step), self._evaluation_due(step)
-        must_wait = due and self.saving is not None
-        if self.open and (evaluates or ending or paused or must_wait):  # they are of steps that are complete
+        must_wait, checks = due and self.saving is not None, self.checks.due(step, saves=due)
+        if self.open and (evaluates or checks or ending or paused or must_wait):  # they are of steps that are complete
             self.open = False
             return Call(self.group.submit_run(step, 0), step)
+        if checks:  # before the checkpoint, which is only of a state that all agree on
+            self.checks.submitted = step
+            return Call(self.group.submit_check(step), step, began=time.monotonic(), checks=True)
         if evaluates:  # before the checkpoint, which may turn out to be the best
             self.evaluated = step
             return Call(self.group.submit_evaluate(step), step, began=time.monotonic(), evaluates=True)
@@ -168,11 +177,12 @@ class StepLoop:
         if ending or paused:
             return None
         following = [(step // each + 1) * each for each in (*self.saves_every, self.evaluates_every) if each]
-        following += self.replication.next_due(step)
+        following += self.replication.next_due(step) + self.checks.next_due(step)
         limit = min([self.config.run.steps, *following])
         count = min(self.steps_per_call, limit - step)
         self.submitted += count
         is_last = self.submitted == self.config.run.steps or self._evaluation_due(self.submitted)
+        is_last = is_last or self.checks.due(self.submitted, saves=False)
         # The first call is closed, so that its results arrive before the second call is done.
         self.open = not is_last and step > self.first
         return Call(self.group.submit_run(step, count, more=self.open), self.submitted)
@@ -240,6 +250,12 @@ class StepLoop:
         rows = evaluation_rows(call.step, results[0].data_sets, seconds, self.group.generation)
         self.bus.evaluated(rows, self.history.add_evaluation(results))
 
+    def _collect_check(self, call: Call) -> None:
+        """Waits for a search for flipped bits. Its time is not part of the next step."""
+        checks = self.group.collect(call.refs, tick=partial(self._tick, stepping=True))
+        self.history.pause()
+        self.checks.conclude(call.step, checks, time.monotonic() - max(call.began, self.collected_at))
+
     def _record(self, rows: list[dict[str, Any]]) -> None:
         spans, rows = list(self.history.recent)[-len(rows) :], self.spikes.until_spike(rows)
         self.done = rows[-1]["step"] + 1
@@ -280,7 +296,8 @@ class StepLoop:
                 self._record_checkpoint(save, manifest)
 
     def _is_over(self, save: Save, *, wait: bool) -> bool:
-        return wait or (self.done >= save.step and self.group.is_ready(save.refs))
+        is_certain = self.done >= save.step and self.checks.vouches_for(save.step)
+        return wait or (is_certain and self.group.is_ready(save.refs))
 
     def _commit(self, save: Save) -> Save | None:
         """Waits for the files and submits the commit; None for steps after a spike, which no longer count."""

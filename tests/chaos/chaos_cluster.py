@@ -257,9 +257,9 @@ class Cluster:
         node.cut_off = True
         if seconds > REACHABLE_AGAIN_SECONDS:
             self.world.at(REACHABLE_AGAIN_SECONDS, partial(self.lose, node))
-        self.world.at(seconds, partial(self._reach, node))
+        self.world.at(seconds, partial(self.reach, node))
 
-    def _reach(self, node: Node) -> None:
+    def reach(self, node: Node) -> None:
         node.cut_off, pending, node.pending = False, node.pending, []
         kills = [each for each in pending if getattr(each, "__func__", None) is Process.die]
         for each in [*kills, *(each for each in pending if each not in kills)]:
@@ -277,7 +277,7 @@ class Cluster:
         """The driver is gone, and so are its ranks soon."""
         for node in self.nodes.values():
             if node.cut_off:
-                self._reach(node)
+                self.reach(node)
         for process in self.processes:
             process.die()
         self.world.driver_ends, self.head_gone = None, False

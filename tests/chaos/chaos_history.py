@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from chaos_cluster import Cluster, Process
 from chaos_fabric import INITIAL, Action, Fabric, compiled, digest, next_state
 from chaos_faults import Faults, justified
 from chaos_install import Silent
+from chaos_lease import SimKeeper, SimLease, leave
 from chaos_rank import SimRunner
 from chaos_scenario import Scenario
 from chaos_worker import SimWorker
@@ -101,6 +103,10 @@ class Simulation:
         self.fenced_before = 0  # generations before this one are over
         self.recovers, self.pauses, self.floor = False, False, (-1, -1)
         self.never = Signal()
+        self.keeper: SimKeeper | None = None  # of the ranks that outlive their driver
+        self.lease: SimLease | None = None  # of the driver
+        self.numbers = count()  # for names of drivers and of sets of ranks
+        self.adoptions, self.adopts = 0, False
         self.bus: Any = None
         self.requests: Any = None
         self.values = [INITIAL]  # of the state after so many steps
@@ -209,14 +215,17 @@ class Simulation:
                 raise Broken(f"the run is given up though ranks were left: {error}") from None
             raise
         self.fenced_before = group.generation
-        self.floor = self._surviving(group, set(state.lost)), max(self._intact(), default=-1)
+        self.floor = self._surviving(group, state), max(self._intact(), default=-1)
 
-    def _surviving(self, group: groups.WorkerGroup, lost: set[int]) -> int:
+    def _surviving(self, group: groups.WorkerGroup, state: fence.RecoveryState) -> int:
         """Steps in the newest state that is complete in memory, in replicas or copies."""
-        living = {r: a.process for r, a in enumerate(group.actors) if r not in lost and a.process.is_alive}
+        living = {r: a.process for r, a in enumerate(group.actors) if r not in state.lost and a.process.is_alive}
         runners = {r: p.worker.runner for r, p in living.items() if p.worker.runner is not None}
         newest, plan = -1, group.plan
-        for version in {runner.version for runner in runners.values()}:
+        versions = {runner.version for runner in runners.values()}
+        if self.adopts and not fence.is_recordable(state, self.bus.view.step):
+            versions.clear()  # nobody has the results of the steps that the former driver has not recorded
+        for version in versions:
             current = {rank for rank, runner in runners.items() if runner.version == version}
             if all(len(current & {*plan.holders(s)}) >= plan.num_zero_shards(s) for s in plan.param_shards):
                 newest = max(newest, version)
@@ -255,6 +264,11 @@ class Simulation:
         bus.watchers.append(self)
         yield
 
+    def on_event(self, entry: dict[str, Any]) -> None:
+        if entry["event"] in ("start", "recovered"):
+            self.adopts = bool(entry.get("adopts"))
+            self.adoptions += self.adopts
+
     def on_steps(self, rows: Any, spans: Any) -> None:
         """The driver has recorded steps: it may be time for a pause."""
         fault = self.faults.next
@@ -282,7 +296,7 @@ class Simulation:
             status, message = self._command()
             self.log.append(f"{self.world.now:.2f}: status {status} {message}")
             if self.cluster.head_gone or self.world.driver_ends:
-                self.cluster.end_job()
+                leave(self)
             else:
                 self._check_nothing_is_left()
                 self.cluster.end_job()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from chaos_cluster import DRIVER_NODE, Cluster
+from chaos_lease import SimLease
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster import copies, placement
@@ -19,11 +20,9 @@ from pentad.orchestrator.cluster import worker as workers
 from pentad.orchestrator.cluster.placement import Place
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import event_bus, run_state, runfolder
-from pentad.orchestrator.recovery import fence, hang_detection, recovery, regroup
-from pentad.orchestrator.run import driver, measure, replication, step_loop
-from pentad.orchestrator.run.placing import Room
+from pentad.orchestrator.recovery import adoption, fence, hang_detection, recovery, regroup
+from pentad.orchestrator.run import driver, measure, placing, replication, step_loop
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint import checkpoint as checkpoints
 from pentad.workers.checkpoint import local_storage
 
@@ -83,7 +82,7 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
         time=lambda: current().world.now,
         sleep=lambda seconds: current().world.wait(seconds),
     )
-    for module in (groups, copies, fence, regroup, workers):
+    for module in (groups, copies, fence, regroup, workers, adoption):
         patch.setattr(module, "ray", fake)
     for module in CLOCKED:
         if hasattr(module, "time"):
@@ -103,7 +102,11 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
     patch.setattr(event_bus.EventBus, "rewind", lambda bus, step: current().rewound(bus, step))
     patch.setattr(driver, "monitored", lambda *a: current().monitored(*a))
     patch.setattr(driver, "watched_head", lambda *a: nullcontext())
-    patch.setattr(driver, "reserved_or_left", _room)
+    patch.setattr(placing, "held_lease", lambda *a: _lease(current()))
+    patch.setattr(placing, "reserve", lambda *a, **k: SimpleNamespace())
+    patch.setattr(placing, "release", lambda placement: None)
+    patch.setattr(placing, "_planned", lambda config, plan, cluster, placement: plan)
+    patch.setattr(clusters, "join", lambda *a: nullcontext(clusters.Cluster("address", False, "cpu")))
     patch.setattr(driver, "print_plan", lambda *a: None)
     patch.setattr(runfolder, "dump", texts.dump)
     patch.setattr(runfolder, "saved_config", texts.read)
@@ -116,9 +119,12 @@ def places_of(simulation: Simulation) -> Iterator[Place]:
 
 
 @contextmanager
-def _room(config: RunConfig, plan: Plan, *_: Any) -> Iterator[Room]:
-    placement: Any = None
-    yield Room(clusters.Cluster("address", False, "cpu"), placement, plan)
+def _lease(simulation: Simulation) -> Iterator[SimLease]:
+    lease = SimLease(simulation)
+    try:
+        yield lease
+    finally:
+        lease.close()
 
 
 def _install_storage(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> None:

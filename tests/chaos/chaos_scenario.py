@@ -80,6 +80,7 @@ def scenario(seed: int) -> Scenario:
     ]
     if overrides[2] == "elastic.min_ranks=0":
         overrides.pop(2)
+    overrides.append(f"elastic.driver_lease={Random(-1 - seed).choice((0, 30, 120))}")
     least = 2 if "mesh.tp=2" in mesh else 1  # tensor ranks share a node
     size = max(least, random.choice((ranks // 2, ranks // 4)))
     nodes = tuple(f"node{bundle // size}" for bundle in range(ranks))

@@ -25,6 +25,7 @@ class SimWorker(Worker):
         self.generation, self.changing = 0, threading.Lock()
         self.gpu, self.gpu_state, self.gpu_read = -1, None, 0.0
         self.runner: Any = None
+        self.plan, self.rank, self.bundles = None, -1, ()
         self.notice: Any = SimpleNamespace(text="", of_node="", watch=lambda where: None)
         self.copies, self.copy_server = HostCopies(), None
         self.progress_file: Any = process

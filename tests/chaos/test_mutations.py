@@ -13,6 +13,7 @@ from chaos_scenario import scenario
 
 from pentad.orchestrator.cluster import copies
 from pentad.orchestrator.cluster.group import WorkerGroup
+from pentad.orchestrator.cluster.lease import Lease
 from pentad.orchestrator.cluster.worker import Worker
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.recovery import fence, regroup
@@ -118,9 +119,15 @@ def damage_ignored(patch: Patch) -> None:
     patch.setattr(checkpoint, "_check_content", lambda folder, shard: None)
 
 
+def endless_lease(patch: Patch) -> None:
+    """Ranks wait for ever for another driver."""
+    patch.setattr(Lease, "is_expired", lambda lease, now: False)
+
+
 DEFECTS: tuple[Callable[[Patch], None], ...] = (
     *(no_fence, same_generation, stale_calls, forgotten_rewind, committed_twice, lost_results, any_source),
     *(unfinished_copy, no_copies_found, unsaved_end, no_hangs, processes_left, late_publishing, damage_ignored),
+    endless_lease,
 )
 QUICK = (no_fence, same_generation, forgotten_rewind, committed_twice, unfinished_copy)  # by one of the first seeds
 

@@ -49,6 +49,7 @@ LAYERS = {
     "workers": (
         "health",
         "runtime",
+        "integrity",
         "evaluation",
         "dcp",
         "hf",

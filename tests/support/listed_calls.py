@@ -21,6 +21,7 @@ from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.integrity.result import RankCheck
 from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, StepResult, WrittenShards
 
 HELD_OUT = ("data.holdout=0.1",)
@@ -47,13 +48,14 @@ class Ranks:
         self.unfinished: set[str] = set()  # of a checkpoint
         self.slow: dict[int, float] = {}  # checkpoint -> seconds until it is written, for which somebody has to wait
         self.losses: dict[int, float] = {}  # of evaluations, else 1
+        self.states: dict[tuple[int, int], int] = {}  # after so many steps, by rank; else those of all are the same
 
     def _submit(self, *call: Any) -> list[tuple]:
-        if call[0] == "evaluate":
+        if call[0] in ("evaluate", "check"):
             before = next((each for each in reversed(self.log) if each[0] == "run"), None)
             assert before is None or not before[-1], "a step is open, and no run follows"
         self.log.append(call)
-        if call[0] in ("run", "evaluate"):
+        if call[0] in ("run", "evaluate", "check"):
             self.open.append(call)
             self.ahead = max(self.ahead, len(self.open))
         return [call]
@@ -70,6 +72,9 @@ class Ranks:
     def submit_evaluate(self, step: int) -> list[tuple]:
         return self._submit("evaluate", step, False)
 
+    def submit_check(self, step: int) -> list[tuple]:
+        return self._submit("check", step, False)
+
     def submit_commit(self, folder: Path, step: int, shards: list, keep: int, pinned: tuple[int, ...]) -> list[tuple]:
         assert [shard["of"] for shard in shards] == [0, 1]
         assert self.calls is None or self.calls.done >= step, "a checkpoint is of steps that are accounted for"
@@ -77,6 +82,9 @@ class Ranks:
         self.pinned.append(pinned)
         save_small(folder, step)
         return self._submit("commit", step)
+
+    def label(self, rank: int) -> str:
+        return f"rank {rank}"
 
     def ping(self, tick: Any) -> None:
         assert not self.kept and not self.open
@@ -90,7 +98,7 @@ class Ranks:
 
     def collect(self, refs: list[tuple], *, tick: Any = None) -> list:
         (call,) = refs
-        if call[0] in ("run", "evaluate"):
+        if call[0] in ("run", "evaluate", "check"):
             assert call == self.open.pop(0)
         error = self.broken.get(call[:2])
         self.unfinished.discard(call[0])
@@ -105,6 +113,9 @@ class Ranks:
             result = EvalResult("holdout", 8 * self.losses.get(call[1], 1.0), 8, 1)
             span = Span(call[1], 0, "compute", "0F0", "F", 0, 0, -1, self.now - self.seconds, self.now)
             return [Evaluation((result,), (span._replace(rank=rank),)) for rank in range(self.plan.mesh.size)]
+        if call[0] == "check":
+            self.now += self.seconds
+            return [RankCheck({"w": self.states.get((call[1], rank), 0)}, {}, {}) for rank in range(3)]
         if call[0] != "run":
             return [None]
         steps = [*self.kept, *(self._step(step) for step in range(call[1], call[1] + call[2]))]

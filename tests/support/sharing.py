@@ -12,6 +12,7 @@ SHARED_CLUSTER = (
     "tests/orchestrator/run/test_logged_runs.py",
     "tests/orchestrator/run/test_mixture.py",
     "tests/orchestrator/run/test_peft_runs.py",
+    "tests/orchestrator/run/test_flipped_bits.py",
     "tests/orchestrator/run/test_spiky_runs.py",
     "tests/orchestrator/jobs/test_jobs.py",
 )

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from bit_flips import flip
 from fleet import state_by_name
 from gpus import RANKS_A_GPU, gpu_of
 from pool import process_context, send
@@ -259,12 +260,8 @@ def _serve(end: Any) -> None:
             elif method == "step":
                 executor = runners[0].executor
                 reply(number, executor.step if executor else -1)
-            elif method == "wait_until_released":
-                _wait_until_released(runners[0])
-                reply(number, None)
-            elif method == "fail_at":
-                _fail_at(runners[0], *arguments)
-                reply(number, None)
+            elif method in FAULTS:
+                reply(number, FAULTS[method](runners[0], *arguments))
             elif method == "state":
                 reply(number, _state(runners[0]))
             else:
@@ -323,3 +320,10 @@ def _fail_at(runner: Any, step: int) -> None:
 def _wait_until_released(runner: Any) -> None:
     """Makes the rank's GPU wait for a flag that nobody writes."""
     runner.executor.transport.flags.wait(("updated", runner.rank), 2**20)
+
+
+FAULTS: dict[str, Callable[..., None]] = {
+    "wait_until_released": _wait_until_released,
+    "fail_at": _fail_at,
+    "flip": flip,
+}

@@ -59,7 +59,8 @@ class CustomStage(BaseStage, ParameterOwner):
     def __init__(self, plan: Plan, index: int, param_buffers: list[ParamBuffers], rank: int = 0) -> None:
         super().__init__(plan, index, param_buffers)
         assert plan.model.custom is not None
-        self.custom, self.step, self.dp_rank = plan.model.custom, 0, plan.mesh.coordinates(rank).dp
+        self.custom, self.step = plan.model.custom, 0
+        self.dp_rank = self.draws_as = plan.mesh.coordinates(rank).dp  # random numbers are those of dp rank `draws_as`
         self.layers, self.loss = build_layers(self.custom, plan.seed, *plan.layers[index][:2])
         self.slots = parameter_slots(self.layers, self.layer_numbers.start)
         # The values are in the flat buffers.
@@ -78,6 +79,13 @@ class CustomStage(BaseStage, ParameterOwner):
     def begin(self, step: int, microbatches: int, target_tokens: int) -> None:
         super().begin(step, microbatches, target_tokens)
         self.step = step
+
+    @contextmanager
+    def replaying(self, step: int) -> Iterator[None]:
+        with super().replaying(step):
+            self.draws_as = 0
+            yield
+        self.draws_as = self.dp_rank
 
     def forward(self, slice_index: int, inputs: StageInputs) -> Task[Tensor | None]:
         yield from ()  # layers need no communication
@@ -163,7 +171,7 @@ class CustomStage(BaseStage, ParameterOwner):
         """(result of the last layer, losses, log-sum-exp of the logits if the loss is not the user's). Random numbers
         are those of `step`, None: the present one."""
         step = self.step if step is None else step
-        microbatch = self.dp_rank * self.microbatches + slice_index
+        microbatch = self.draws_as * self.microbatches + slice_index
         with self._deterministic():
             for number, layer in zip(self.layer_numbers, self.layers, strict=True):
                 if self.custom.layers[number].is_random:

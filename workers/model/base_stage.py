@@ -11,7 +11,8 @@ first two. T tokens of a slice, H hidden.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -141,6 +142,17 @@ class BaseStage(ABC):
         self.microbatches = self.plan.batch.microbatches
         self.loss_sums.zero_()
         self.weights_changed()
+
+    @contextmanager
+    def replaying(self, step: int) -> Iterator[None]:
+        """Between two steps: meanwhile all replicas of the stage compute the same from the same inputs, in a microbatch
+        that no step counts. Overwrites gradients."""
+        self.begin(step, self.plan.batch.microbatches, self.plan.batch.tokens)
+        if self.casts is not None:
+            self.casts.samples = None
+        yield
+        if self.load_balancer is not None:
+            self.load_balancer.load.zero_()
 
     @abstractmethod
     def forward(self, slice_index: int, inputs: StageInputs) -> Task[Activation | None]:

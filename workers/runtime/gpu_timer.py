@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 
 from pentad.schedules.ir.instruction import Instruction
+from pentad.schedules.simulate.timeline import Span
+from pentad.schedules.spec.plan import Plan
 
 StepTimes = list[tuple[Instruction, float, float]]  # instruction, start and end in seconds of the monotonic clock
 
@@ -57,3 +59,13 @@ class GpuTimer:
             self.free += [zero, *(event for _, *pair in events for event in pair)]
         self.steps = self.steps[count:]
         return found
+
+
+def spans_of(plan: Plan, rank: int, step: int, times: StepTimes) -> tuple[Span, ...]:
+    """The instructions that a rank of the mesh has run in a step."""
+    spans = []
+    for part, start, end in times:
+        peer = plan.mesh.move(rank, pp=part.peer) if part.peer >= 0 else -1
+        where = str(part.key), part.op.value, part.stage, part.microbatch, peer
+        spans.append(Span(step, rank, part.lane, *where, start, end))
+    return tuple(spans)

@@ -22,6 +22,7 @@ from pentad.workers.params.host_state import StateStream
 from pentad.workers.params.parameters import Parameters, StatePart, create_parameters
 from pentad.workers.params.sharded_state import checkpoint_tensors, read_full, read_part, shard_file
 from pentad.workers.params.spike_filter import SpikeFilter
+from pentad.workers.params.weight_shard import WeightShard
 
 READERS = 4  # threads that read a checkpoint
 
@@ -51,6 +52,11 @@ class RankState:
             key: found[key] if key in found else _create(plan, key, self.state_stream, rank, blank)
             for key in plan.param_shards_of(rank)
         }
+
+    @property
+    def held(self) -> tuple[WeightShard, ...]:
+        """All that this rank holds."""
+        return *self.parameters.values(), *self.frozen.values()
 
     def set_version(self, version: int) -> None:
         """Declares the master weights to be those of `version` steps."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from pentad.schedules.simulate.timeline import Span
 from pentad.workers.linear.fp8_sample import Fp8Sample
@@ -92,3 +95,16 @@ class RankSnapshot:
     norm: float
     results: tuple[StepResult, ...]
     losses: tuple[float, ...] = ()
+
+
+def sums_by_source(losses: np.ndarray, row_sources: np.ndarray, target_tokens: Iterable[float]) -> tuple[LossSum, ...]:
+    """Added in the order of rows, so that every mesh gets the same bits."""
+    tokens = list(map(int, target_tokens))
+    sums = np.bincount(row_sources, losses, minlength=len(tokens))
+    return tuple(LossSum(*each) for each in zip(sums.tolist(), tokens, strict=True))
+
+
+def longest_instruction(calls: Iterable[Sequence[StepResult]]) -> float:
+    """Seconds of the longest compute instruction in the newest step of these calls; 0 without one."""
+    newest = [call[-1] for call in calls if call][-1:]
+    return max((s.end - s.start for each in newest for s in each.spans if s.lane == "compute"), default=0.0)

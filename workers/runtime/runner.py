@@ -6,13 +6,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import Checkpoint, open_verified
@@ -22,6 +21,8 @@ from pentad.workers.checkpoint.snapshot import Snapshots
 from pentad.workers.data.samples import DIGEST_BITS
 from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.host_memory import HostMemory
+from pentad.workers.integrity.rank_check import check_rank
+from pentad.workers.integrity.result import RankCheck
 from pentad.workers.parallel.process_groups import abort_nccl, connect, join_store, start_store
 from pentad.workers.replication.parts import CopyKey, HostCopies
 from pentad.workers.replication.replicator import Replicator, SentPart
@@ -30,11 +31,19 @@ from pentad.workers.runtime import rank_setup
 from pentad.workers.runtime.abort import Fence, SocketRegistry
 from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.executor import Executor, RankProgram
-from pentad.workers.runtime.gpu_timer import StepTimes
+from pentad.workers.runtime.gpu_timer import StepTimes, spans_of
 from pentad.workers.runtime.optimizer_step import CommittedStep
 from pentad.workers.runtime.progress_file import Progress, ProgressFile
 from pentad.workers.runtime.rank_state import RankState
-from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult, WrittenShards
+from pentad.workers.runtime.results import (
+    EvalResult,
+    Evaluation,
+    RankSnapshot,
+    StepResult,
+    WrittenShards,
+    longest_instruction,
+    sums_by_source,
+)
 from pentad.workers.runtime.streams import CudaStreams
 from pentad.workers.runtime.zero import ZeroShards
 
@@ -185,7 +194,14 @@ class Runner:
             self.progress.write(step, -1, self.programs[-1].number)
             found = zip(self.plan.eval.data_sets, executor.losses.read(), loader.counts, strict=True)
             results = tuple(EvalResult(each.name, *sums, count) for each, sums, count in found)
-            return Evaluation(results, self._spans(step, times[-1]))
+            return Evaluation(results, spans_of(self.plan, self.rank, step, times[-1]))
+
+    def check(self, step: int) -> RankCheck:
+        """Digests of the state after `step` steps, none of which is open, and of what this rank computes. Changes no
+        bit of the run. All ranks must call it; raises Aborted if the generation ends."""
+        gathered = partial(self.shards.gathered, self._connected.groups)
+        with self.fence_flag.guard():
+            return check_rank(self.plan, self.rank, step, self.state.held, self.stages, gathered)
 
     def snapshot(self, step: int) -> None:
         """Has this rank's part of the state of `step` steps, the last of which may be open, copied to host memory.
@@ -241,7 +257,7 @@ class Runner:
         if executor is not None and isinstance(executor.lanes, CudaStreams):
             executor.optimizer_step.cancel()  # first: no step may count that runs after the release
             executor.transport.release()
-            executor.lanes.progress.drain(self._longest_instruction())
+            executor.lanes.progress.drain(longest_instruction(tuple(self.recent_calls)))
         if self.sockets is not None:
             self.sockets.shutdown()
 
@@ -364,7 +380,7 @@ class Runner:
             step=committed.step,
             program=issued.program.number,
             losses=dict(enumerate(losses.view(-1, batch.micro_batch_size).sum(1).tolist())),
-            sources=_by_source(losses, issued.row_sources, committed.losses[batch.global_batch_size : -1]),
+            sources=sums_by_source(losses.numpy(), issued.row_sources, committed.losses[batch.global_batch_size : -1]),
             samples=int(committed.losses[-1]) % 2**DIGEST_BITS,
             fp8=tuple(each for stage in self._connected.fp8_samples.pop(committed.step, ()) for each in stage.read()),
             squared_lse=float(committed.squared_lse[0]),
@@ -372,29 +388,10 @@ class Runner:
             grad_norm=float(committed.norm),
             learning_rate=self.plan.optimizer.learning_rate.at(committed.step),
             skipped=not math.isfinite(float(committed.taken)),
-            spans=self._spans(committed.step, times),
+            spans=spans_of(self.plan, self.rank, committed.step, times),
             layer_waits=self._connected.lanes.take_layer_waits(),
             data_wait_seconds=self.data_wait_seconds.pop(committed.step, 0.0),
             host_seconds=self._connected.host_seconds.pop(committed.step, 0.0),
             instructions=len(times),
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
         )
-
-    def _spans(self, step: int, times: StepTimes) -> tuple[Span, ...]:
-        spans = []
-        for part, start, end in times:
-            peer = self.plan.mesh.move(self.rank, pp=part.peer) if part.peer >= 0 else -1
-            where = str(part.key), part.op.value, part.stage, part.microbatch, peer
-            spans.append(Span(step, self.rank, part.lane, *where, start, end))
-        return tuple(spans)
-
-    def _longest_instruction(self) -> float:
-        """Seconds of the longest compute instruction in the newest known step. From any thread."""
-        newest = [call[-1] for call in tuple(self.recent_calls) if call][-1:]
-        return max((s.end - s.start for each in newest for s in each.spans if s.lane == "compute"), default=0.0)
-
-
-def _by_source(losses: torch.Tensor, row_sources: np.ndarray, target_tokens: torch.Tensor) -> tuple[LossSum, ...]:
-    """Added in the order of rows, so that every mesh gets the same bits."""
-    sums = np.bincount(row_sources, losses.numpy(), minlength=len(target_tokens))
-    return tuple(LossSum(*each) for each in zip(sums.tolist(), map(int, target_tokens), strict=True))

@@ -6,7 +6,8 @@ DualPipe's mirror ranks alike. The full buffers that stages share (schedules/pas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import TypeVar
 
@@ -24,6 +25,8 @@ from pentad.schedules.passes.zero_buffers import (
 )
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.model.base_stage import BaseStage
+from pentad.workers.parallel.async_ops import all_gather
+from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params.param_buffers import ParamBuffers, WeightBuffer
 from pentad.workers.transport.group_collectives import GroupCollectives
 from pentad.workers.transport.peer_collectives import PeerCollectives, gradients_name, weights_name
@@ -115,6 +118,28 @@ class ZeroShards:
                 works += collectives.reduce_scatter(shard, sums, full, self.program, accumulate=accumulate)
                 buffers.end_partial_sum()
         return works
+
+    @contextmanager
+    def gathered(self, groups: ProcessGroups, stage: int) -> Iterator[None]:
+        """Between two steps: has the full weights of a stage in its own buffers, or at the start of those that stages
+        share. All holders must enter."""
+        for shard, buffer in self._weights(stage):
+            held = buffer.shard
+            if held.layout.num_shards == 1:
+                continue
+            full = held.full_weights
+            if full is None:
+                full = _fitted(self.weights[shard.experts + TRAINED_KINDS * shard.frozen], 0, buffer)
+                buffer.set_weights(full)
+            # Peer copies have no groups for weights.
+            group = groups.weights.get(shard) or groups.gradients[stage][shard.experts]
+            all_gather(full, held.compute, group=group)
+        self.stages[stage].bind()
+        yield
+        for _, buffer in self._weights(stage):
+            if buffer.shard.full_weights is None:
+                buffer.clear_weights()
+        self.stages[stage].bind()
 
     def clear(self) -> None:
         """Frees the buffers."""

@@ -14,6 +14,7 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.custom.autograd import operands
 from pentad.workers.custom.loader import initial_values
 from pentad.workers.custom.stage import CustomStage
+from pentad.workers.integrity.replay import replay
 from pentad.workers.linear.weight_grad import AddWgrad, EmbeddingWgrad, LinearWgrad
 from pentad.workers.model.base_stage import StageInputs, storage_id
 from pentad.workers.parallel.async_ops import run_to_completion
@@ -34,8 +35,9 @@ def parameters_of(plan: Plan, index: int) -> Parameters:
     return create_parameters(plan, ParamShard(index), CPU, initial=initial)
 
 
-def stage_of(plan: Plan, index: int) -> CustomStage:
-    return CustomStage(plan, index, make_param_buffers(plan, 0, index, {ParamShard(index): parameters_of(plan, index)}))
+def stage_of(plan: Plan, index: int, rank: int = 0) -> CustomStage:
+    parameters = {ParamShard(index): parameters_of(plan, index)}
+    return CustomStage(plan, index, make_param_buffers(plan, rank, index, parameters), rank)
 
 
 def inputs_of(plan: Plan, index: int) -> StageInputs:
@@ -174,3 +176,16 @@ def test_an_evaluation_has_no_dropout_saves_nothing_and_skips_rows_without_targe
         each = stage.loss or (lambda x, y: torch.nn.functional.cross_entropy(x.mT, y, reduction="none"))
         expected = each(x, targets.view(-1, length))
     assert losses == pytest.approx([expected.sum().item(), expected[0].sum().item()], rel=1e-12)
+
+
+def test_replicas_replay_a_microbatch_alike_though_their_dropout_differs(tmp_path: Path, corpus: str) -> None:
+    plan = plan_of("gpipe", 2, 1, 2, corpus, model=custom_model(tmp_path, "gpt_dropout"))
+    inputs = inputs_of(plan, 0)._replace(targets=torch.arange(plan.slice_tokens))
+    replays, losses = [], []
+    for rank in range(2):
+        stage = stage_of(plan, 0, rank)
+        replays.append({what: int(value) for what, value in replay(plan, rank, stage, 0, step=3).items()})
+        run_to_completion(stage.forward(1, inputs))
+        losses.append(stage.loss_sums[1])
+    assert replays[0] == replays[1]
+    assert not torch.equal(losses[0], losses[1])

@@ -12,6 +12,7 @@ from pentad.orchestrator.recovery.fence import FENCE_SECONDS
 from pentad.workers.runtime import gpu_progress
 from pentad.workers.runtime.abort import Fence
 from pentad.workers.runtime.gpu_progress import GpuProgress
+from pentad.workers.runtime.results import longest_instruction
 from pentad.workers.runtime.runner import Runner
 from pentad.workers.runtime.streams import CudaStreams
 
@@ -25,6 +26,12 @@ class Counts:
     def sum(self) -> int:
         self.started = self.started or time.monotonic()
         return sum(time.monotonic() >= self.started + end for end in self.ends)
+
+
+def step(*computed: float, sent: float = 0.0) -> Any:
+    """With instructions of so many seconds."""
+    spans = [*(("compute", seconds) for seconds in computed), ("send 1", sent)]
+    return SimpleNamespace(spans=[SimpleNamespace(lane=lane, start=1.0, end=1.0 + size) for lane, size in spans])
 
 
 @pytest.mark.parametrize(
@@ -50,9 +57,7 @@ def test_drain_waits_for_instructions_that_end(monkeypatch, ends, longest, at_le
         optimizer_step=SimpleNamespace(cancel=lambda: calls.append("cancel")),
         transport=SimpleNamespace(release=lambda: calls.append("release")),
     )
-    runner: Any = SimpleNamespace(
-        executor=executor, fence_flag=Fence(), sockets=None, _longest_instruction=lambda: longest
-    )
+    runner: Any = SimpleNamespace(executor=executor, fence_flag=Fence(), sockets=None, recent_calls=[[step(longest)]])
     started = time.monotonic()
     Runner.fence(runner)
     assert runner.fence_flag.is_set
@@ -61,13 +66,8 @@ def test_drain_waits_for_instructions_that_end(monkeypatch, ends, longest, at_le
 
 
 def test_longest_instruction_is_of_compute_in_the_newest_step():
-    def step(*spans: tuple[str, float]) -> SimpleNamespace:
-        return SimpleNamespace(spans=[SimpleNamespace(lane=lane, start=1.0, end=1.0 + size) for lane, size in spans])
-
-    calls = [[step(("compute", 8.0))], [step(("compute", 4.0)), step(("compute", 2.0))], []]
-    runner: Any = SimpleNamespace(recent_calls=calls)
-    assert Runner._longest_instruction(runner) == 2.0
-    calls.append([step(("compute", 0.5), ("compute", 0.25), ("send 1", 6.0))])
-    assert Runner._longest_instruction(runner) == 0.5
-    calls.clear()
-    assert Runner._longest_instruction(runner) == 0.0
+    calls = [[step(8.0)], [step(4.0), step(2.0)], []]
+    assert longest_instruction(calls) == 2.0
+    calls.append([step(0.5, 0.25, sent=6.0)])
+    assert longest_instruction(calls) == 0.5
+    assert longest_instruction([]) == 0.0

@@ -1,0 +1,1 @@
+"""Finds flipped bits: digests of the state, and of what ranks compute."""
