@@ -57,7 +57,8 @@ class Status(NamedTuple):
     """What a rank is doing: `counter` is the index in its stream, -1 between steps, `instruction` that instruction's
     text, '' between steps, and `age` the seconds since it began. `gpu` is a recent reading of its GPU. The stream is
     that of `program` of the plan's programs; in an evaluation `counter` counts the actions of all rounds. `leaving` is
-    the notice that its process is about to end, `node_leaving` the one that its node is; '' without one."""
+    the notice that its process is about to end, `node_leaving` the one that its node is; '' without one. `waits` and
+    `axis` are those of Progress."""
 
     generation: int
     step: int
@@ -68,6 +69,8 @@ class Status(NamedTuple):
     program: int = 0
     leaving: str = ""
     node_leaving: str = ""
+    waits: int = -1
+    axis: str = ""
 
 
 class Seat(NamedTuple):
@@ -315,7 +318,8 @@ def read_status(progress_file: Path, streams: Streams) -> Status:
 def status_of(state: Progress, streams: Streams) -> Status:
     stream, age = streams[state.program], time.monotonic() - state.since
     text = instruction_text(stream[state.counter % len(stream)]) if state.counter >= 0 else ""
-    return Status(state.generation, state.step, text, age, state.counter, program=state.program)
+    where = state.step, text, age, state.counter
+    return Status(state.generation, *where, program=state.program, waits=state.waits, axis=state.axis)
 
 
 def instruction_text(action: Action) -> str:

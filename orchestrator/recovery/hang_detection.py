@@ -10,13 +10,15 @@ from typing import NamedTuple
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import STATUS_SECONDS, Tick, WorkerGroup
 from pentad.orchestrator.cluster.worker import Status, streams_of
+from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, Action, Instruction
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.verify.hang_diagnosis import Diagnosis, Position, find_cause
 
+AWAITED = {*RECEIVES, *COLLECTIVES}
 SILENT_SECONDS = 2.0  # a healthy rank answers within milliseconds
 REPORT_SECONDS = 2.0  # without progress, until the user sees which rank the run waits for
-LONGEST_FACTOR = 10  # the deadline allows this many times the longest instruction measured
+SLOWER = 10  # an instruction may take this many times its measured seconds longer than elastic.hang_seconds
 
 
 class Stall(NamedTuple):
@@ -36,33 +38,39 @@ class HangDetector:
 
     def __init__(self, group: WorkerGroup, hang_seconds: float, first_seconds: float) -> None:
         self.group, self.hang_seconds, self.first_seconds = group, hang_seconds, first_seconds
-        self.positions: dict[int, tuple[int, int, int]] = {}
+        self.seen: dict[int, tuple[int, int, int, int, str]] = {}
         self.stalled, self.checked, self.stepping = 0.0, time.monotonic(), False
 
-    def deadline(self, costs: Costs | None) -> float:
-        """Seconds without progress that mean a hang; `costs` None: nothing has been measured yet."""
+    def deadline(self, costs: Costs | None, at: Sequence[tuple[int, Action | None]] = ()) -> float:
+        """Seconds without progress that mean a hang if the ranks to blame are `at` these actions (None: between steps),
+        each with its pipeline rank: the longest of them counts, and the longest instruction of all where one has no
+        measured time. `costs` None: nothing has been measured yet."""
         if costs is None:
             return max(self.first_seconds, self.hang_seconds)
-        longest = max(
-            *costs.forward, *costs.backward, *costs.weight, *costs.reduce, *costs.gather, costs.norm, costs.step
-        )
-        return self.hang_seconds + LONGEST_FACTOR * longest
+        seconds = [_action_seconds(costs, pp, action) for pp, action in at]
+        if not seconds or not all(seconds):
+            seconds = [*costs.forward, *costs.backward, *costs.weight, *costs.reduce, *costs.gather]
+            seconds += [costs.norm, costs.step]
+        return self.hang_seconds + SLOWER * max(seconds)
 
     def check(self, statuses: dict[int, Status], costs: Costs | None, *, stepping: bool) -> Stall | None:
         """None while there is progress. `stepping`: the ranks have steps to run."""
         now = time.monotonic()
         passed, self.checked = min(now - self.checked, 2 * STATUS_SECONDS), now
-        positions = {rank: (status.step, status.counter, status.program) for rank, status in statuses.items()}
-        moved = positions != self.positions or stepping != self.stepping
-        self.positions, self.stepping = positions, stepping
+        seen = {rank: (s.step, s.counter, s.program, s.waits, s.axis) for rank, s in statuses.items()}
+        moved = seen != self.seen or stepping != self.stepping
+        self.seen, self.stepping = seen, stepping
         silent = self._silent(now)
         is_idle = not stepping and not silent  # between steps, at a checkpoint or paused
         self.stalled = 0.0 if moved or is_idle else self.stalled + passed
         if self.stalled < REPORT_SECONDS:
             return None
-        verdict = self._verdict(statuses)
-        causes = _causes(verdict, silent, self.group.plan.mesh.size)
-        return Stall(self.stalled, self.stalled > self.deadline(costs), verdict, causes)
+        number, positions = self._positions(statuses)
+        plan = self.group.plan
+        verdict = find_cause(plan.programs[number], plan.mesh, positions, silent)
+        causes = _causes(verdict, silent, plan.mesh.size)
+        late = self.stalled > self.deadline(costs, _actions(plan, number, positions, causes))
+        return Stall(self.stalled, late, verdict, causes)
 
     def fault(self, stall: Stall) -> WorkerError:
         """The error for ranks that hang."""
@@ -75,12 +83,11 @@ class HangDetector:
         last = self.group.last_heard
         return {rank for rank in range(len(self.group.actors)) if now - last.get(rank, now) > SILENT_SECONDS}
 
-    def _verdict(self, statuses: dict[int, Status]) -> Diagnosis:
+    def _positions(self, statuses: dict[int, Status]) -> tuple[int, list[Position]]:
         plan = self.group.plan
         unknown = Status(self.group.generation, -1, "", 0.0)
         found = [self.group.peek(rank) or statuses.get(rank, unknown) for rank in range(plan.mesh.size)]
-        number, positions = positions_in_program(plan, found)
-        return find_cause(plan.programs[number], plan.mesh, positions)
+        return positions_in_program(plan, found)
 
 
 def positions_in_program(plan: Plan, statuses: Sequence[Status]) -> tuple[int, list[Position]]:
@@ -94,7 +101,7 @@ def positions_in_program(plan: Plan, statuses: Sequence[Status]) -> tuple[int, l
     active = [number for number, status in enumerate(statuses) if status.counter >= 0]
     if len({statuses[number].program for number in active}) <= 1 and not any(evaluates):
         number = statuses[active[0]].program if active else 0
-        return number, [Position(status.step, status.counter, status.age) for status in statuses]
+        return number, [Position(s.step, s.counter, s.age, s.waits, s.axis) for s in statuses]
     first = min(active, key=places.__getitem__, default=0)
     number, behind = statuses[first].program, places[first]
     is_evaluation, positions = plan.programs[number].forward_only, []
@@ -107,7 +114,8 @@ def positions_in_program(plan: Plan, statuses: Sequence[Status]) -> tuple[int, l
         elif is_evaluation:
             actions = len(streams_of(plan, rank)[number])
             step, counter = divmod(counter, actions) if counter >= 0 else (sys.maxsize, -1)
-        positions.append(Position(step, counter, status.age))
+        inside = (status.waits, status.axis) if counter >= 0 else ()
+        positions.append(Position(step, counter, status.age, *inside))
     return number, positions
 
 
@@ -125,6 +133,26 @@ def check_answers(group: WorkerGroup, seconds: float) -> Tick:
             raise WorkerError(text, silent[0], text, silent, "hang", "heartbeat")
 
     return check
+
+
+def _actions(
+    plan: Plan, number: int, positions: Sequence[Position], ranks: Sequence[int]
+) -> list[tuple[int, Action | None]]:
+    """The pipeline rank and the action of these ranks in a program of the plan; of all ranks if there are none."""
+    found = []
+    for rank in ranks or range(plan.mesh.size):
+        pp, counter = plan.mesh.coordinates(rank).pp, positions[rank].counter
+        found.append((pp, plan.programs[number].streams[pp][counter] if counter >= 0 else None))
+    return found
+
+
+def _action_seconds(costs: Costs, pp: int, action: Action | None) -> float:
+    """Measured seconds of an action, with the longest transfer or collective that it waits for; 0: not measured."""
+    if action is None:
+        return 0.0
+    own = sum(costs.seconds_on(pp, part) for part in action.parts)
+    awaited = [costs.seconds(Instruction(key.op, key.stage)) for key in action.waits if key.op in AWAITED]
+    return own + max(awaited, default=0.0) if own else 0.0
 
 
 def _causes(verdict: Diagnosis, silent: set[int], ranks: int) -> tuple[int, ...]:

@@ -2,15 +2,18 @@
 
 A rank's compute is without its waits, so a rank that only waits for a slow one is not slow. It is compared with the
 ranks that have the same stages; without such peers, with itself in its first steps, as all other ranks have changed
-since. What a score is in doubt by comes from its own changes from step to step: noisy ranks need larger differences.
+since. Its score is the logarithm of the ratio, whose noise is symmetric: on a busy machine a rank takes twice as long
+as another as often as half as long. What a score is in doubt by comes from its own changes from step to step: noisy
+ranks need larger differences. Those of data, hosts and links have to exceed the noise of compute, too.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from math import expm1, log
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pentad.schedules.diagnosis.rank_times import DATA, HOST_OP, INNER_AXES, RankTime
 from pentad.schedules.ir.instruction import RECEIVES
@@ -26,6 +29,7 @@ SURE_ALONE = 2.8  # the same where ranks have no peers, as the steps that they a
 WARM_UP, BASELINE = 2, 32  # steps that are left out, and those that a rank without peers is compared with later
 FEW = 4  # peers up to which a rank is not among those that it is compared with
 KINDS = ("compute", "data", "host", "link")
+K = TypeVar("K")
 Entity = tuple[str, int, int]  # kind, rank, and the receiver of a link or -1
 
 
@@ -91,7 +95,9 @@ class SlowRanks:
             for action in program.streams[mesh.coordinates(rank).pp]
             if action.key.op in RECEIVES
         }
+        self.alone = len(self.peers[0]) == 1
         self.series: dict[Entity, _Series] = {}
+        self.levels = {rank: _Series() for rank in ranks}  # of compute beside all ranks
         self.named: dict[Entity, SlowRank] = {}
         self.first: dict[int, list[float]] = {rank: [] for rank in ranks}
         self.by_op: dict[tuple[int, str, int], deque[float]] = {}
@@ -116,40 +122,45 @@ class SlowRanks:
         found = self._compute_scores(work)
         for kind, op in (("data", DATA), ("host", HOST_OP)):
             seconds = {each.rank: each.seconds for each in times if each.op == op}
-            for rank, took in seconds.items():
-                found[kind, rank, -1] = (took - _median_of_others(seconds, rank)) / typical
+            found |= {(kind, rank, -1): above / typical for rank, above in _above_others(seconds).items()}
         links = dict.fromkeys({(source, key[0]) for key, source in self.sender.items()}, 0.0)
         for each in times:
             if (source := self.sender.get((each.rank, each.op, each.stage))) is not None:
                 links[source, each.rank] += each.seconds
-        for link, took in links.items():
-            found["link", *link] = (took - _median_of_others(links, link)) / typical
-        return found
+        return found | {("link", *link): above / typical for link, above in _above_others(links).items()}
 
     def _compute_scores(self, work: dict[int, float]) -> dict[Entity, float]:
-        found = dict[Entity, float]()
-        for rank, peers in enumerate(self.peers):
-            if len(peers) > 1:
-                usual = _median_of_others({peer: work[peer] for peer in peers}, rank)
-                found["compute", rank, -1] = work[rank] / max(1e-9, usual) - 1
-        if found or self.mesh.size == 1:
-            return found
-        if len(self.first[0]) < BASELINE:
-            for rank, seconds in work.items():
-                self.first[rank].append(seconds)
+        """Logarithms of ratios."""
+        logs = {rank: log(max(1e-9, seconds)) for rank, seconds in work.items()}
+        for rank, above in _above_others(logs).items():
+            self.levels[rank].add(self.steps, above)
+        if self.alone:
+            return self._changes(logs)
+        groups = [_above_others({rank: logs[rank] for rank in peers}) for peers in dict.fromkeys(self.peers)]
+        return {("compute", rank, -1): above for group in groups for rank, above in group.items()}
+
+    def _changes(self, logs: dict[int, float]) -> dict[Entity, float]:
+        """Since the first BASELINE steps, beside the changes of the other ranks."""
+        if self.mesh.size == 1:
             return {}
-        change = {rank: seconds / max(1e-9, median(self.first[rank])) for rank, seconds in work.items()}
-        return {("compute", rank, -1): change[rank] / _median_of_others(change, rank) - 1 for rank in change}
+        if len(self.first[0]) < BASELINE:
+            for rank, each in logs.items():
+                self.first[rank].append(each)
+            return {}
+        changes = {rank: each - median(self.first[rank]) for rank, each in logs.items()}
+        return {("compute", rank, -1): above for rank, above in _above_others(changes).items()}
 
     def _begun(self, step: int, layers_measured: bool) -> list[SlowRank]:
         noise = {kind: median([s.noise for (k, *_), s in self.series.items() if k == kind] or [0.0]) for kind in KINDS}
-        found, alone = list[SlowRank](), len(self.peers[0]) == 1
+        noise_of_compute = median(series.noise for series in self.levels.values())
+        found = list[SlowRank]()
         for kind in KINDS:
-            sure = SURE_ALONE if alone and kind == "compute" else SURE
+            sure = SURE_ALONE if self.alone and kind == "compute" else SURE
+            least = max(noise[kind], noise_of_compute if kind != "compute" else 0.0)
             for entity, series in self.series.items():
                 if entity[0] != kind or entity in self.named or len(series.scores) < WINDOW:
                     continue
-                is_slow = series.middle >= max(LEAST, sure * max(noise[kind], series.noise))
+                is_slow = series.middle >= max(LEAST, sure * max(least, series.noise))
                 series.above = series.above + 1 if is_slow else 0
                 if series.above < (2 if kind == "link" else 1) or self._is_explained(entity):
                     continue
@@ -169,6 +180,7 @@ class SlowRanks:
         evidence = self._evidence(rank) if kind == "compute" else ()
         since = series.since()
         excess = median(score for at, score in series.scores if at >= since)
+        excess = expm1(excess) if kind == "compute" else excess
         self.named[entity] = SlowRank(kind, ranks, step, since, excess, evidence)
         return self.named[entity]
 
@@ -194,6 +206,10 @@ def _work(times: Iterable[RankTime]) -> dict[int, float]:
     return found
 
 
-def _median_of_others(values: dict, own: object) -> float:
-    others = list(values.values()) if len(values) > FEW else [value for key, value in values.items() if key != own]
-    return median(others) if others else 0.0
+def _above_others(values: dict[K, float]) -> dict[K, float]:
+    """What each value exceeds the median of the others by; of more than FEW, that of all."""
+    if len(values) > FEW:
+        usual = median(values.values())
+        return {key: value - usual for key, value in values.items()}
+    others = {own: [value for key, value in values.items() if key != own] for own in values}
+    return {key: value - (median(others[key]) if others[key] else 0.0) for key, value in values.items()}

@@ -3,7 +3,12 @@
 Each rank reports the action that it is at. SEND, RECV and ALL_REDUCE are only launched: an action that waits for one
 blocks until the other ranks have launched it too. NORM (LOSS, in an evaluation) blocks until every rank of the mesh has
 reached it; with post-validation VALIDATE blocks instead, until every rank has reached the NORM of the step before.
-Ranks that share layers (tp, cp, ep) block each other inside compute actions.
+Ranks that share layers (tp, cp, ep) block each other inside compute actions. Where waits inside layers are counted, on
+CPUs, a rank in its n-th wait of an action is blocked by the ranks of that axis that have not begun their n-th, and one
+that is in no wait is not blocked. On GPUs a rank is blocked by those that have not reached the action.
+
+What a rank that does not answer has launched may never have left its process: it blocks all that wait for it, and is
+not blocked itself.
 
 So a rank is blocked if another rank has yet to launch something, and a rank that stays at an action without being
 blocked is a cause.
@@ -12,7 +17,7 @@ blocked is a cause.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from itertools import product
@@ -22,30 +27,38 @@ from pentad.schedules.ir.instruction import COLLECTIVES, COMPUTE, RECEIVES, Acti
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.loss_pass import LOSS
 from pentad.schedules.passes.post_validation import NORM, VALIDATE, has_post_validation
-from pentad.schedules.spec.mesh import Coordinates, Mesh
+from pentad.schedules.spec.mesh import Axis, Coordinates, Mesh
+
+INNER_AXES: tuple[Axis, ...] = ("tp", "cp", "ep")  # of ranks that share layers
+LAYER_OPS = COMPUTE | {Op.RECOMPUTE}  # what runs layers
 
 
 class Position(NamedTuple):
     """A rank is at action `counter` of `step`, or has completed `step` if `counter` is -1 (step -1: none yet).
 
-    `since` is how many seconds it has been there.
+    `since` is how many seconds it has been there. `waits` is how many waits for operations inside layers it has begun
+    in the action, -1 if that is not known; `axis` is that of the operation that it waits for now, '' if it does not.
     """
 
     step: int
     counter: int
     since: float
+    waits: int = -1
+    axis: str = ""
 
 
 class Wait(NamedTuple):
     """A blocked rank: its action waits for the receive or collective `missing`, which `peers` have not sent or joined.
 
-    Of several it is the first that the action waits for.
+    Of several it is the first that the action waits for. Inside a layer `missing` is the action, and `axis` that of the
+    operation if it is known.
     """
 
     rank: int
     action: str
     missing: Key
     peers: tuple[int, ...]
+    axis: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,11 +76,12 @@ class Diagnosis:
     sentence: str
 
 
-def find_cause(program: Program, mesh: Mesh, positions: Sequence[Position]) -> Diagnosis:
-    """`positions` has one entry per rank of the mesh, all of the same moment or of ranks that no longer move."""
-    run = _Run(program, mesh, positions)
+def find_cause(program: Program, mesh: Mesh, positions: Sequence[Position], silent: Collection[int] = ()) -> Diagnosis:
+    """`positions` has one entry per rank of the mesh, all of the same moment or of ranks that no longer move. `silent`
+    are ranks whose process does not answer."""
+    run = _Run(program, mesh, positions, frozenset(silent))
     blocked = _blocked(run)
-    waits = tuple(Wait(rank, run.name_of_action(rank), *blocked[rank]) for rank in sorted(blocked))
+    waits = tuple(_wait(run, rank, *blocked[rank]) for rank in sorted(blocked))
     awaited = {peer for _, peers in blocked.values() for peer in peers}
     causes = {rank for rank, at in enumerate(positions) if rank not in blocked and (at.counter >= 0 or rank in awaited)}
     longest_first = tuple(sorted(causes, key=lambda rank: (-positions[rank].since, rank)))
@@ -75,11 +89,17 @@ def find_cause(program: Program, mesh: Mesh, positions: Sequence[Position]) -> D
     return Diagnosis(longest_first, waits, cycle, _sentence(run, longest_first, waits, cycle))
 
 
+def _wait(run: _Run, rank: int, missing: Key, peers: tuple[int, ...]) -> Wait:
+    action = run.action(rank)
+    inside = action is not None and missing == action.key and missing.op in LAYER_OPS
+    return Wait(rank, run.name_of_action(rank), missing, peers, run.positions[rank].axis if inside else "")
+
+
 class _Run:
     """The program, the mesh and where its ranks are."""
 
-    def __init__(self, program: Program, mesh: Mesh, positions: Sequence[Position]) -> None:
-        self.program, self.mesh, self.positions = program, mesh, positions
+    def __init__(self, program: Program, mesh: Mesh, positions: Sequence[Position], silent: frozenset[int]) -> None:
+        self.program, self.mesh, self.positions, self.silent = program, mesh, positions, silent
         self.end = LOSS if program.forward_only else NORM  # which all ranks join
         self.coordinates = tuple(map(mesh.coordinates, range(mesh.size)))
         self.rank_of = {at: rank for rank, at in enumerate(self.coordinates)}
@@ -106,35 +126,65 @@ class _Run:
         step = self.positions[rank].step - steps_ago
         if key.op in RECEIVES:
             shift = -1 if key.op is Op.RECV_F else 1
-            at = self.coordinates[rank]
-            receive = self.program.streams[at.pp][self.program.positions[at.pp][key]].parts[0]
-            source = self.rank_of[at._replace(pp=receive.peer)]
+            source = self._source(rank, key)
             sent = Key(RECEIVES[key.op], key.stage + shift, key.microbatch)
             return (source,) if self.has_yet_to_end(source, sent, step) else ()
         if key.op not in COLLECTIVES:
             return ()  # an earlier action of its own stream, which has ended
         group = self.coordinates[rank]._replace(dp=0, pp=0, cp=0, ep=0)
         if (group, key, step) not in self._not_joined:
-            members = (self.rank_of[at] for at in self._members(group, key))
+            members = self._members(group, key)
             late = tuple(sorted(other for other in members if self.has_yet_to_end(other, key, step)))
             self._not_joined[group, key, step] = late
         return self._not_joined[group, key, step]
 
-    def _members(self, group: Coordinates, key: Key) -> list[Coordinates]:
+    def silent_peers(self, rank: int, key: Key) -> tuple[int, ...]:
+        """Ranks that do not answer and take part in what a rank waits for."""
+        if key.op in RECEIVES:
+            return tuple(self.silent & {self._source(rank, key)})
+        if key.op not in COLLECTIVES:
+            return ()
+        group = self.coordinates[rank]._replace(dp=0, pp=0, cp=0, ep=0)
+        return tuple(sorted(self.silent.intersection(self._members(group, key))))
+
+    def _source(self, rank: int, key: Key) -> int:
+        """The sender of what a rank receives."""
+        at = self.coordinates[rank]
+        receive = self.program.streams[at.pp][self.program.positions[at.pp][key]].parts[0]
+        return self.rank_of[at._replace(pp=receive.peer)]
+
+    def awaited(self, action: Action) -> list[Key]:
+        """The transfers and collectives that an action blocks for."""
+        keys = [key for key in action.waits if key != NORM]  # that blocks at NORM itself: a later action has it
+        if has_post_validation(self.program):
+            return [*keys, NORM] if action.key == VALIDATE else keys  # of the step before
+        return [*keys, self.end] if action.key == self.end else keys
+
+    def _members(self, group: Coordinates, key: Key) -> list[int]:
         if key == self.end:
-            return list(self.coordinates)
+            return list(range(self.mesh.size))
         mesh, holders = self.mesh, self.program.holders(key.stage)
         places = product(range(mesh.dp), holders, range(mesh.cp), range(mesh.ep))
-        return [group._replace(dp=dp, pp=pp, cp=cp, ep=ep) for dp, pp, cp, ep in places]
+        return [self.rank_of[group._replace(dp=dp, pp=pp, cp=cp, ep=ep)] for dp, pp, cp, ep in places]
 
     def inner_group(self, rank: int) -> tuple[int, ...]:
         """The ranks that share a rank's layers, itself included."""
-        return self.mesh.group(("tp", "cp", "ep"), rank)
+        return self.mesh.group(INNER_AXES, rank)
 
     def inner_stragglers(self, rank: int) -> tuple[int, ...]:
-        """Those of the inner group that have not reached the rank's action."""
-        progress = _progress(self.positions[rank])
-        return tuple(other for other in self.inner_group(rank) if _progress(self.positions[other]) < progress)
+        """The ranks that have not reached the operation inside a layer that a rank waits for; where that is not known,
+        those of its inner group that have not reached its action."""
+        at = self.positions[rank]
+        if at.waits < 0:
+            return tuple(each for each in self.inner_group(rank) if _progress(self.positions[each]) < _progress(at))
+        reached = *_progress(at), at.waits
+        peers = self.layer_peers(rank)
+        return tuple(each for each in peers if (*_progress(self.positions[each]), self.positions[each].waits) < reached)
+
+    def layer_peers(self, rank: int) -> tuple[int, ...]:
+        """The other ranks of the operation inside a layer that a rank waits for."""
+        axes = tuple(axis for axis in INNER_AXES if axis == self.positions[rank].axis)
+        return tuple(each for each in self.mesh.group(axes, rank) if each != rank)
 
 
 def _progress(at: Position) -> tuple[int, float]:
@@ -156,14 +206,30 @@ def _blocked(run: _Run) -> dict[int, tuple[Key, tuple[int, ...]]]:
             found[rank] = (NORM, late)
         elif action.key == run.end and not has_post_validation(run.program):
             at_end.append(rank)
-        elif (action.parts[0].op in COMPUTE or action.key.op is Op.RECOMPUTE) and (late := run.inner_stragglers(rank)):
+        elif action.parts[0].op in LAYER_OPS and (late := run.inner_stragglers(rank)):
             found[rank] = (action.key, late)
     joined = set(at_end)  # without ranks that are at NORM but wait for gradients
     for rank in at_end:
         absent = tuple(peer for peer in run.missing_peers(rank, run.end) if peer not in joined)
         if absent:
             found[rank] = (run.end, absent)
-    return found
+    if run.silent:
+        for rank in set(range(run.mesh.size)) - set(found):
+            if first := next(_waits_for_silent(run, rank), None):
+                found[rank] = first
+    return {rank: wait for rank, wait in found.items() if rank not in run.silent}
+
+
+def _waits_for_silent(run: _Run, rank: int) -> Iterator[tuple[Key, tuple[int, ...]]]:
+    """What a rank may wait for although all have launched it, as some of them do not answer."""
+    action = run.action(rank)
+    if action is None:
+        return
+    for key in run.awaited(action):
+        if peers := run.silent_peers(rank, key):
+            yield key, peers
+    if peers := tuple(sorted(run.silent.intersection(run.layer_peers(rank)))):
+        yield action.key, peers
 
 
 def _cycle(waits: Sequence[Wait]) -> tuple[int, ...]:
@@ -191,7 +257,8 @@ def _sentence(run: _Run, causes: Sequence[int], waits: Sequence[Wait], cycle: Se
 def _blame(run: _Run, causes: Sequence[int]) -> str:
     if len(causes) == 1:
         return f"{_ranks(causes)} is the cause"
-    one_group = all(set(causes) <= set(run.inner_group(rank)) for rank in causes)  # any may wait for the others
+    may_wait = any(run.positions[rank].waits < 0 or run.positions[rank].axis for rank in causes)
+    one_group = may_wait and all(set(causes) <= set(run.inner_group(rank)) for rank in causes)
     undecided = one_group or any(run.name_of_action(rank) == str(run.end) for rank in causes)
     return f"the cause is among {_ranks(causes)}" if undecided else f"{_ranks(causes)} are the causes"
 
@@ -210,6 +277,8 @@ def _describe_wait(run: _Run, wait: Wait) -> str:
     peers = _ranks(wait.peers)
     verb = "have" if len(wait.peers) > 1 else "has"
     missing = f" from {peers}" if wait.missing.op in RECEIVES else f", which {peers} {verb} not joined"
+    if wait.axis:
+        return f"{_name(run, wait.rank)} has been {_place(run, wait.rank)}, waiting for {peers}"
     return f"{_name(run, wait.rank)} has been {_place(run, wait.rank)}, waiting for {wait.missing}{missing}"
 
 
@@ -219,9 +288,11 @@ def _place(run: _Run, rank: int) -> str:
     if action:
         newest = max(position.step for position in run.positions)
         where = f"in {action}" if at.step == newest else f"in {action} of step {at.step}"
+        where += f" (in its {at.axis} group)" if at.axis else ""
     else:
         where = f"at the end of step {at.step}" if at.step >= 0 else "before its first step"
-    return f"{where} for {at.since:.0f} s" if at.since >= 10 else f"{where} for {at.since:.1f} s"
+    silent = ", without answering," if rank in run.silent else ""
+    return f"{where}{silent} for {at.since:.0f} s" if at.since >= 10 else f"{where}{silent} for {at.since:.1f} s"
 
 
 def _name(run: _Run, rank: int) -> str:

@@ -14,6 +14,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import injections
 import pytest
 import torch
 from bit_flips import flip
@@ -257,13 +258,10 @@ def _serve(end: Any) -> None:
                 reply(number, CopyServer(copies, "127.0.0.1", *arguments).address)
             elif method in ("held", "commit", "forget"):
                 reply(number, getattr(copies, method)(*arguments))
-            elif method == "step":
-                executor = runners[0].executor
-                reply(number, executor.step if executor else -1)
-            elif method in FAULTS:
-                reply(number, FAULTS[method](runners[0], *arguments))
-            elif method == "state":
-                reply(number, _state(runners[0]))
+            elif method == "progress_file":
+                reply(number, progress)
+            elif method in OF_RUNNER:
+                reply(number, OF_RUNNER[method](runners[0], *arguments))
             else:
                 reply(number, getattr(runners[0], method)(*arguments))
         except Exception as error:
@@ -297,6 +295,10 @@ def _execute_orders(orders: queue.Queue, execute: Callable[..., None]) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
+def _step(runner: Any) -> int:
+    return runner.executor.step if runner.executor else -1
+
+
 def _state(runner: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for parameters in runner.state.parameters.values():
@@ -322,8 +324,11 @@ def _wait_until_released(runner: Any) -> None:
     runner.executor.transport.flags.wait(("updated", runner.rank), 2**20)
 
 
-FAULTS: dict[str, Callable[..., None]] = {
-    "wait_until_released": _wait_until_released,
+OF_RUNNER: dict[str, Callable[..., Any]] = {
+    "step": _step,
+    "state": _state,
     "fail_at": _fail_at,
     "flip": flip,
+    "wait_until_released": _wait_until_released,
+    **{function.__name__: function for function in injections.CALLS},
 }

@@ -21,6 +21,7 @@ from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe, Rol
 from pentad.kernels.glu import Activation, glu, glu_backward
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.linear.fp8_samples import Fp8Samples, PendingSamples
+from pentad.workers.parallel.async_ops import AsyncResult, LayerWork
 
 Operand = Tensor | Fp8Forms
 RowOperand = Tensor | Fp8Tensor  # of experts: rows [T, K] with scales for each 1 x 128, or in the compute dtype
@@ -143,5 +144,6 @@ def require_units(recipe: Recipe, device: torch.device) -> None:
 def _largest(amax: Tensor, groups: Sequence[Group]) -> Tensor:
     for group in groups:
         if group is not None:
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+            work = dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            AsyncResult((LayerWork(work, group),), lambda: amax).wait()
     return amax

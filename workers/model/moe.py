@@ -35,7 +35,7 @@ from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.lora import ExpertAdapter
 from pentad.workers.model.mlp import MLP
 from pentad.workers.model.router import Routing
-from pentad.workers.parallel.async_ops import AsyncResult, Task, gather2, ready
+from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task, gather2, ready
 from pentad.workers.parallel.expert_parallel import (
     Dispatcher,
     ExpertParallelGroup,
@@ -233,8 +233,9 @@ def _microbatch_load(context: LayerContext, routing: Routing) -> AsyncResult[Ten
     """The visits of a microbatch's tokens, summed over the cp ranks; None where `routing.load` counts them all."""
     if not _shape(context).aux_loss_coef or context.cp.size == 1:
         return ready(None)
-    load = routing.load.clone()
-    return AsyncResult((dist.all_reduce(load, group=context.cp.group, async_op=True),), lambda: load)
+    load, group = routing.load.clone(), context.cp.group
+    assert group is not None
+    return AsyncResult((LayerWork(dist.all_reduce(load, group=group, async_op=True), group),), lambda: load)
 
 
 def _shape(context: LayerContext) -> Experts:

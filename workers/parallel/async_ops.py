@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,10 +24,40 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class LayerWork(NamedTuple):
+    """An operation in flight inside a layer; the description of its group is the axis of the mesh."""
+
+    work: dist.Work | None  # torch returns None to a rank outside the group
+    group: dist.ProcessGroup
+
+
+class WaitLog(Protocol):
+    """Where waits for operations inside layers are recorded, for others to read while one lasts."""
+
+    def begin_wait(self, axis: str) -> None: ...
+
+    def end_wait(self) -> None: ...
+
+
 class HostWaits:
-    """How long this process's host has waited for operations inside layers so far; on a GPU it does not wait."""
+    """How long this process's host has waited for operations inside layers so far; on a GPU it does not wait. Each wait
+    is entered in `log`, if there is one."""
 
     seconds = 0.0
+    log: WaitLog | None = None
+
+    def wait(self, works: Sequence[LayerWork]) -> None:
+        began = time.monotonic()
+        for work, group in works:
+            if work is None:
+                continue
+            if self.log is None:
+                work.wait()
+            else:
+                self.log.begin_wait(group.group_desc)
+                work.wait()
+                self.log.end_wait()
+        self.seconds += time.monotonic() - began
 
 
 host_waits = HostWaits()
@@ -40,7 +70,7 @@ class AsyncResult(Generic[T_co]):
     waits, not the host. `result` makes the value once `works` are done; `keep_alive` are buffers in use until then.
     """
 
-    def __init__(self, works: Sequence[dist.Work | None], result: Callable[[], T_co], *keep_alive: object) -> None:
+    def __init__(self, works: Sequence[LayerWork], result: Callable[[], T_co], *keep_alive: object) -> None:
         self.works, self.result, self.keep_alive = works, result, keep_alive
 
     def __iter__(self) -> Task[T_co]:
@@ -54,11 +84,7 @@ class AsyncResult(Generic[T_co]):
 
     def wait(self) -> T_co:
         """Waits without yielding."""
-        began = time.monotonic()
-        for work in self.works:
-            if work is not None:  # torch returns None to a rank outside the group
-                work.wait()
-        host_waits.seconds += time.monotonic() - began
+        host_waits.wait(self.works)
         return self.result()
 
 
@@ -76,13 +102,13 @@ def gather2(first: AsyncResult[S], second: AsyncResult[T]) -> AsyncResult[tuple[
 def all_gather_rows(x: Tensor, group: dist.ProcessGroup) -> AsyncResult[Tensor]:
     """The rows of all ranks of the group in order, [size T, ...] from [T, ...]."""
     full, x = x.new_empty(group.size() * x.shape[0], *x.shape[1:]), x.contiguous()
-    return AsyncResult((all_gather(full, x, group=group, async_op=True),), lambda: full, x)
+    return AsyncResult((LayerWork(all_gather(full, x, group=group, async_op=True), group),), lambda: full, x)
 
 
 def reduce_scatter_rows(x: Tensor, group: dist.ProcessGroup) -> AsyncResult[Tensor]:
     """This rank's rows [T, ...] of the sum over the group of [size T, ...]: the transpose of `all_gather_rows`."""
     own, x = x.new_empty(x.shape[0] // group.size(), *x.shape[1:]), x.contiguous()
-    return AsyncResult((reduce_scatter(own, x, group=group, async_op=True),), lambda: own, x)
+    return AsyncResult((LayerWork(reduce_scatter(own, x, group=group, async_op=True), group),), lambda: own, x)
 
 
 def run_to_completion(task: Task[T]) -> T:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pentad.kernels.attention.attention_merge import merge_partials_
 from pentad.kernels.attention.attention_partial import QKVGrads
 from pentad.kernels.backend import accumulation_dtype
-from pentad.workers.parallel.async_ops import AsyncResult, Task
+from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task
 from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, block_backward, block_forward, pack_kv, unpack_kv
 
 
@@ -76,4 +76,4 @@ def pass_on(group: dist.ProcessGroup, sent: Tensor, buffer: Tensor) -> AsyncResu
     size, rank, count = group.size(), group.rank(), sent.numel()
     to, source = ([count * (other == peer % size) for other in range(size)] for peer in (rank + 1, rank - 1))
     work = dist.all_to_all_single(buffer, sent, source, to, group=group, async_op=True)
-    return AsyncResult((work,), lambda: buffer, sent)
+    return AsyncResult((LayerWork(work, group),), lambda: buffer, sent)

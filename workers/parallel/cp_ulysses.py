@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype
-from pentad.workers.parallel.async_ops import AsyncResult
+from pentad.workers.parallel.async_ops import AsyncResult, LayerWork
 
 
 def to_heads(group: dist.ProcessGroup, *tensors: Tensor) -> AsyncResult[list[Tensor]]:
@@ -54,4 +54,4 @@ def _exchange(
         parts = received.split([shape.numel() for shape in shapes], dim=1)
         return [join(part.unflatten(1, shape)) for part, shape in zip(parts, shapes, strict=True)]
 
-    return AsyncResult((work,), result, flat)
+    return AsyncResult((LayerWork(work, group),), result, flat)

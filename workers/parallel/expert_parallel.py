@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.kernels.moe.moe_permute import sum_rows
-from pentad.workers.parallel.async_ops import AsyncResult, Task, all_gather_rows, ready, reduce_scatter_rows
+from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task, all_gather_rows, ready, reduce_scatter_rows
 
 DispatchMode = Literal["all_to_all", "all_gather"]
 
@@ -62,12 +62,12 @@ class AllToAllDispatcher(NamedTuple):
     def dispatch(self, x: Tensor) -> AsyncResult[Tensor]:
         received, rows = x.new_empty(sum(self.received), *x.shape[1:]), x[self.tokens]
         work = dist.all_to_all_single(received, rows, self.received, self.sent, group=self.group, async_op=True)
-        return AsyncResult((work,), lambda: received, rows)
+        return AsyncResult((LayerWork(work, self.group),), lambda: received, rows)
 
     def combine(self, x: Tensor) -> AsyncResult[Tensor]:
         returned, x = x.new_empty(sum(self.sent), *x.shape[1:]), x.contiguous()
         work = dist.all_to_all_single(returned, x, self.sent, self.received, group=self.group, async_op=True)
-        return AsyncResult((work,), lambda: sum_rows(returned, self.positions), x)
+        return AsyncResult((LayerWork(work, self.group),), lambda: sum_rows(returned, self.positions), x)
 
 
 Dispatcher = LocalDispatcher | AllGatherDispatcher | AllToAllDispatcher
@@ -86,7 +86,7 @@ def make_dispatcher(
     sent = visits.sum(0)
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-    in_flight = AsyncResult((work,), lambda: received, sent)
+    in_flight = AsyncResult((LayerWork(work, group),), lambda: received, sent)
     by_rank = visits.t()
     rows = (by_rank.flatten().cumsum(0) - 1).view_as(by_rank)
     positions = torch.where(by_rank, rows, -1).t().contiguous()

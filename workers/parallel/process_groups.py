@@ -176,7 +176,8 @@ def _layer_groups(plan: Plan, rank: int) -> LayerGroups:
 
     def along(axis: Axis) -> dist.ProcessGroup | None:
         """A new group of the ranks along the axis through this rank."""
-        return _new_groups(mesh.group((axis,), other) for other in range(mesh.size)).get(mesh.group((axis,), rank))
+        ranks_of_groups = (mesh.group((axis,), other) for other in range(mesh.size))
+        return _new_groups(ranks_of_groups, axis).get(mesh.group((axis,), rank))
 
     return LayerGroups(
         TensorParallelGroup(along("tp"), mesh.tp, at.tp),
@@ -186,22 +187,24 @@ def _layer_groups(plan: Plan, rank: int) -> LayerGroups:
     )
 
 
-def _new_groups(ranks_of_groups: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def _new_groups(
+    ranks_of_groups: Iterable[tuple[int, ...]], description: str | None = None
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """New groups by their ranks, where those are several. Every rank of the mesh must create all of them."""
-    return {ranks: _connected_group(ranks) for ranks in dict.fromkeys(ranks_of_groups) if len(ranks) > 1}
+    return {ranks: _connected_group(ranks, description) for ranks in dict.fromkeys(ranks_of_groups) if len(ranks) > 1}
 
 
-def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    return dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
+def _new_group(ranks: tuple[int, ...], description: str | None = None) -> dist.ProcessGroup:
+    return dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT, group_desc=description)
 
 
-def _connected_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def _connected_group(ranks: tuple[int, ...], description: str | None = None) -> dist.ProcessGroup:
     """A new group that has run its first operation.
 
     NCCL's first operation of a communicator can hold the host until the GPU has done all it was given. In the middle of
     a step that may include a wait for a transfer that another host, held in the same way, has yet to issue: a deadlock.
     """
-    group = _new_group(ranks)
+    group = _new_group(ranks, description)
     if dist.get_backend() == "nccl" and dist.get_rank() in ranks:
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     return group

@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.schedules.spec.plan import num_tiles
-from pentad.workers.parallel.async_ops import AsyncResult, all_gather_rows, ready, reduce_scatter, reduce_scatter_rows
+from pentad.workers.parallel.async_ops import (
+    AsyncResult,
+    LayerWork,
+    all_gather_rows,
+    ready,
+    reduce_scatter,
+    reduce_scatter_rows,
+)
 
 
 class TensorParallelGroup(NamedTuple):
@@ -39,7 +46,7 @@ class TensorParallelGroup(NamedTuple):
         The batched product reads x in place: copying the tiles first cost a dense 8B model under tp2 4 % of a step.
         """
         count = num_tiles(x.shape[0])
-        if self.size == 1 or count == 1:
+        if self.group is None or count == 1:
             return self.reduce_scatter(torch.mm(x, matrix))
         rows, matrices = x.view(self.size, -1, x.shape[1]), matrix.expand(self.size, -1, -1)
         own_rows = rows.shape[1]
@@ -47,7 +54,8 @@ class TensorParallelGroup(NamedTuple):
         works, partials = [], []
         for start, end in pairwise(own_rows * tile // count for tile in range(count + 1)):
             partial = torch.bmm(rows[:, start:end], matrices).flatten(0, 1)
-            works.append(reduce_scatter(own[start:end], partial, group=self.group, async_op=True))
+            work = reduce_scatter(own[start:end], partial, group=self.group, async_op=True)
+            works.append(LayerWork(work, self.group))
             partials.append(partial)
         return AsyncResult(works, lambda: own, partials)
 

@@ -18,12 +18,12 @@ from pentad.workers.data.batch_loader import Batch, Tokens
 from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.linear.fp8_samples import PendingSamples
 from pentad.workers.model.base_stage import BaseStage, StageInputs
-from pentad.workers.parallel.async_ops import Task, interleave, on_yield, run_to_completion
+from pentad.workers.parallel.async_ops import Task, host_waits, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.optimizer_step import OptimizerStep
 from pentad.workers.runtime.progress_file import ProgressFile
-from pentad.workers.runtime.streams import Check, Lanes
+from pentad.workers.runtime.streams import Check, HostStreams, Lanes
 from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
@@ -84,6 +84,8 @@ class Executor:
     check: Check
 
     def __post_init__(self) -> None:
+        if isinstance(self.lanes, HostStreams):  # a GPU's host does not wait inside layers
+            host_waits.log, self.progress.counts_waits = self.progress, True
         self.running: RankProgram | None = None
         self.results: dict[Key, Any] = {}
         self.step, self.round, self.host_seconds = 0, 0, dict[int, float]()

@@ -1,4 +1,4 @@
-"""A rank's progress in a memory-mapped file of 40 bytes, readable while its interpreter is blocked or gone."""
+"""A rank's progress in a memory-mapped file of 56 bytes, readable while its interpreter is blocked or gone."""
 
 from __future__ import annotations
 
@@ -8,28 +8,37 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-_FORMAT = struct.Struct("<qqqdq")
+_FORMAT = struct.Struct("<qqqdqqq")
+_LAYER_WAIT = struct.Struct("<qq")
+_LAYER_WAIT_AT = _FORMAT.size - _LAYER_WAIT.size
+_AXES = ("", "tp", "cp", "ep")
 
 
 class Progress(NamedTuple):
     """`counter` is the index in the rank's stream (-1 between steps), `since` the time it was reached, in seconds of
     the host's monotonic clock. The stream is that of `program` of the plan's programs. In an evaluation of the weights
-    of `step` steps, it counts the actions of all rounds."""
+    of `step` steps, it counts the actions of all rounds.
+
+    `waits` is how many operations inside layers this instruction has begun to wait for, -1 if that is not known, as on
+    a GPU; while it waits for the last of them, `axis` is that operation's ('tp', 'cp' or 'ep'), else ''."""
 
     generation: int
     step: int
     counter: int
     since: float
     program: int = 0
+    waits: int = -1
+    axis: str = ""
 
 
 class ProgressFile:
-    """Written by the train thread before every instruction, at the cost of copying 40 bytes."""
+    """Written by the train thread before every instruction, at the cost of copying 56 bytes."""
 
     def __init__(self, path: Path, generation: int) -> None:
         path.write_bytes(bytes(_FORMAT.size))
         with path.open("r+b") as file:
             self.memory = mmap.mmap(file.fileno(), _FORMAT.size)
+        self.counts_waits = False  # inside layers
         self.begin_generation(generation)
 
     def begin_generation(self, generation: int) -> None:
@@ -37,10 +46,20 @@ class ProgressFile:
         self.write(-1, -1)
 
     def write(self, step: int, counter: int, program: int = 0) -> None:
-        _FORMAT.pack_into(self.memory, 0, self.generation, step, counter, time.monotonic(), program)
+        self.waits = 0 if self.counts_waits else -1
+        _FORMAT.pack_into(self.memory, 0, self.generation, step, counter, time.monotonic(), program, self.waits, 0)
+
+    def begin_wait(self, axis: str) -> None:
+        """The instruction waits for an operation inside a layer. A group that is not along tp, cp or ep counts too, as
+        one of no axis."""
+        self.waits += 1
+        _LAYER_WAIT.pack_into(self.memory, _LAYER_WAIT_AT, self.waits, _AXES.index(axis) if axis in _AXES else 0)
+
+    def end_wait(self) -> None:
+        _LAYER_WAIT.pack_into(self.memory, _LAYER_WAIT_AT, self.waits, 0)
 
 
 def read_progress(path: Path) -> Progress:
     """The last state that a rank wrote, even if the rank is gone."""
-    generation, step, counter, since, program = _FORMAT.unpack(path.read_bytes())
-    return Progress(generation, step, counter, since, program)
+    generation, step, counter, since, program, waits, axis = _FORMAT.unpack(path.read_bytes())
+    return Progress(generation, step, counter, since, program, waits, _AXES[axis])

@@ -12,6 +12,7 @@ from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.recovery.hang_detection import HangDetector, positions_in_program
 from pentad.schedules.ir.instruction import Op
+from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 
 PLAN = make_plan(load(None, ["mesh.pp=2", "model.layers=4", "schedule.name=1f1b"]), "cpu")
@@ -63,6 +64,30 @@ def test_a_stall_is_reported_early_and_late_at_its_deadline(clock: Clock) -> Non
     assert stalls[0].seconds == 2.0
     assert stalls[-1].late
     assert [stall.late for stall in stalls].index(True) == 5  # 4.5 s: the first check after 4 s plus the longest op
+
+
+@pytest.mark.parametrize(("op", "deadline"), [(Op.F, 4.0 + 10 * 0.01), (Op.BW, 4.0 + 10 * (0.5 + 0.5))])
+def test_the_deadline_follows_the_instruction_that_does_not_end(clock: Clock, op: Op, deadline: float) -> None:
+    costs = Costs.uniform(2, 0.01, 0.5, 0.5)
+    clock.at = {rank: (7, first_action(PLAN.program, rank, op)) for rank in (0, 1)}
+    late = [stall.seconds for stall in clock.look(20, costs=costs) if stall.late]
+    assert deadline < late[0] <= deadline + 0.5
+
+
+def test_the_longest_instruction_counts_between_steps(clock: Clock) -> None:
+    assert clock.hangs.deadline(Costs.uniform(2, 0.01, 0.5, 0.25), [(0, None)]) == 4.0 + 10 * 0.5
+
+
+def test_a_wait_inside_a_layer_that_ends_is_progress(clock: Clock) -> None:
+    for waits in range(40):
+        clock.now += 0.5
+        clock.heard.update({0: clock.now, 1: clock.now})
+        at = {rank: Status(1, 7, "x", 0.5, 3, waits=waits, axis="tp") for rank in (0, 1)}
+        assert clock.hangs.check(at, COSTS, stepping=True) is None
+
+
+def first_action(program: Program, rank: int, op: Op) -> int:
+    return next(i for i, action in enumerate(program.streams[rank]) if action.parts[0].op is op)
 
 
 def test_the_start_timeout_is_the_deadline_until_a_step_is_measured(clock: Clock) -> None:

@@ -1,0 +1,190 @@
+"""Faults that a rank process of `worker_processes` inflicts on itself, at a place of the program of a test's choice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from pentad.orchestrator.cluster.worker import streams_of
+from pentad.schedules.ir.instruction import Instruction
+from pentad.workers.parallel.async_ops import Task, host_waits
+
+SLICE, SLACK = 2e-3, 1e-3  # seconds of a sleep, and what it may take longer on an idle machine
+resumed, reached = threading.Event(), threading.Event()
+
+
+def hang_at(runner: Any, where: str, step: int, how: str) -> None:
+    """The rank stops in a step: before it launches its first `where`, an op like 'SEND_F', or if that is an axis of the
+    layers in its first F between two operations of that axis.
+
+    `how`: the 'process' stops (SIGSTOP), or only its train 'thread', while the process still answers.
+    """
+    resumed.clear()
+    reached.clear()
+    stop = _once(_stop_process if how == "process" else _stop_thread)
+    stream, progress = streams_of(runner.plan, runner.rank)[0], runner.progress
+    if where in ("tp", "cp", "ep"):
+        _after_first_wait(runner, where, step, stop)
+        return
+    write = progress.write
+
+    def write_and_stop(at: int, counter: int, program: int = 0) -> None:
+        write(at, counter, program)
+        if at == step and counter >= 0 and stream[counter].parts[0].op.value == where:
+            stop()
+
+    progress.write = write_and_stop
+
+
+def resume(runner: Any) -> None:
+    """The train thread continues."""
+    resumed.set()
+
+
+def has_stopped(runner: Any) -> bool:
+    return reached.is_set()
+
+
+def _after_first_wait(runner: Any, axis: str, step: int, stop: Callable[[], None]) -> None:
+    log, last = host_waits.log, [""]
+    assert log is not None
+
+    def begin_wait(of: str) -> None:
+        last[0] = of
+        log.begin_wait(of)
+
+    def end_wait() -> None:
+        log.end_wait()
+        if last[0] == axis and runner.executor.step == step:
+            stop()
+
+    host_waits.log = SimpleNamespace(begin_wait=begin_wait, end_wait=end_wait)
+
+
+def _once(function: Callable[[], None]) -> Callable[[], None]:
+    called: list[bool] = []
+
+    def call() -> None:
+        if not called:
+            called.append(True)
+            function()
+
+    return call
+
+
+def _stop_process() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _stop_thread() -> None:
+    reached.set()
+    resumed.wait()
+
+
+def pad_compute(runner: Any, seconds: dict[str, float]) -> None:
+    """Compute instructions take so long, by op, without what they wait for inside layers: they sleep for the rest.
+
+    So ranks are even, also where many processes share few cores: what an instruction takes longer since its thread had
+    to wait for a core, the next ones take less. The time that a process is stopped (SIGSTOP) is not made up for.
+    """
+    executor, pads, late = runner.executor, dict(seconds), [0.0]
+    real = executor._execute
+
+    def execute(part: Instruction) -> Task[None]:
+        if part.op.value not in pads:
+            yield from real(part)
+            return
+        clock = RunnableClock()
+        yield from real(part)
+        left = pads[part.op.value] - late[0] - clock.passed()
+        while left > 0:
+            clock, slept = RunnableClock(), min(left, SLICE)
+            time.sleep(slept)
+            left -= clock.passed(slept)
+        late[0] = -left
+
+    executor._execute, executor.pads = execute, pads
+
+
+class RunnableClock:
+    """Seconds since it was made in which this thread ran, waited for a core, or slept on purpose: those in which it
+    waited inside layers, or its process was stopped, are left out."""
+
+    def __init__(self) -> None:
+        self.began, self.ran = _seconds_outside_waits(), _runnable_seconds()
+
+    def passed(self, slept: float = 0.0) -> float:
+        return min(_seconds_outside_waits() - self.began, _runnable_seconds() - self.ran + slept + SLACK)
+
+
+def _seconds_outside_waits() -> float:
+    return time.monotonic() - host_waits.seconds
+
+
+def _runnable_seconds() -> float:
+    running, waiting, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
+    return (running + waiting) / 1e9
+
+
+def slow_compute(runner: Any, factor: float) -> None:
+    """What `pad_compute` adds is so many times as long from now on."""
+    pads = runner.executor.pads
+    pads.update({op: seconds * factor for op, seconds in pads.items()})
+
+
+def slow_loader(runner: Any, seconds: float) -> None:
+    """Every batch comes so much later from now on."""
+    prefetcher = runner.load_batch.prefetcher
+    get = prefetcher.get
+
+    def get_late(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return get(*arguments)
+
+    prefetcher.get = get_late
+
+
+def slow_link(runner: Any, op: str, seconds: float) -> None:
+    """Every transfer of this rank by SEND_F or SEND_B begins so much later from now on."""
+    transport = runner.executor.transport
+    send = transport.send
+
+    def send_late(part: Instruction, tensor: Tensor) -> None:
+        if part.op.value == op:
+            transport.sends.append((_LateSend(seconds, partial(send, part, tensor)), tensor))
+        else:
+            send(part, tensor)
+
+    transport.send = send_late
+
+
+class _LateSend:
+    """The work of a transfer that a timer starts."""
+
+    def __init__(self, seconds: float, send: Callable[[], None]) -> None:
+        self.timer = threading.Timer(seconds, send)
+        self.timer.start()
+
+    def wait(self) -> None:
+        """The transfer's own work follows in the list of sends, as the timer has added it."""
+        self.timer.join()
+
+
+CALLS: tuple[Callable[..., Any], ...] = (
+    hang_at,
+    resume,
+    has_stopped,
+    pad_compute,
+    slow_compute,
+    slow_loader,
+    slow_link,
+)
