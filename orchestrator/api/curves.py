@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 
 from pentad.orchestrator.api.rendering import as_text
-from pentad.orchestrator.config.data_section import DataSection
+from pentad.orchestrator.config.data_sections import DataSection
 from pentad.orchestrator.monitoring.display import sparkline
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS
 from pentad.orchestrator.monitoring.runfolder import EVALUATIONS, JOURNAL, METRIC_KEYS, METRICS, saved_config

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from pentad.orchestrator.config import errors, sections
-from pentad.orchestrator.config.data_section import DataSection
+from pentad.orchestrator.config.data_sections import DataSection, EvalSection
 from pentad.orchestrator.config.errors import Broken, ConfigError, shown
-from pentad.orchestrator.config.eval_section import EvalSection
 from pentad.orchestrator.config.includes import Layers, leaves, merged, read_file, with_includes
 from pentad.orchestrator.config.loggers_section import LoggersSection, MetricsSection
 from pentad.orchestrator.config.lora_section import LoraSection
 from pentad.orchestrator.config.model_section import ModelSection, custom_model
 from pentad.orchestrator.config.optimizer_section import OptimizerSection, SpikesSection
+from pentad.orchestrator.config.recovery_sections import CheckpointSection, ElasticSection
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.catalogue import CATALOGUE, spec_of
 from pentad.schedules.ir.errors import PentadError
@@ -72,8 +72,8 @@ class RunConfig(sections.Section):
     precision: sections.PrecisionSection = sections.PrecisionSection()
     memory: sections.MemorySection = sections.MemorySection()
     zero: sections.ZeroSection = sections.ZeroSection()
-    checkpoint: sections.CheckpointSection = sections.CheckpointSection()
-    elastic: sections.ElasticSection = sections.ElasticSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    elastic: ElasticSection = ElasticSection()
     spikes: SpikesSection = SpikesSection()
     metrics: MetricsSection = MetricsSection()
     eval: EvalSection = EvalSection()

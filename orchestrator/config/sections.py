@@ -13,7 +13,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     model_validator,
@@ -31,7 +30,6 @@ from pentad.schedules.spec.batch import BatchSizes, RampupStage
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
 from pentad.schedules.spec.tensors import LayerRange
-from pentad.workers.checkpoint.location import has_credentials
 
 MAX_RANKS = 2**16
 MOST = 2**31 - 1  # of whatever is counted: more does not fit into 32 bits
@@ -316,72 +314,6 @@ class ZeroSection(Section):
         if self.prefetch != 1 and self.stage < 3:
             expected = "1, since weights are gathered before their use only with zero.stage = 3"
             yield Broken("prefetch", expected, f"{self.prefetch} {stage}")
-
-
-class CheckpointSection(Section):
-    """When checkpoints are saved, and where (docs/recovery.md)."""
-
-    path: Text | None = None
-    """folder, or URI of a store (s3://bucket/prefix, gs://, hdfs://, file://), that holds the checkpoints of runs under
-    their names; null: run.folder. Credentials come from the environment"""
-    every: NonNegativeInt = 0
-    """steps between checkpoints; 0: none by steps"""
-    every_seconds: NonNegativeFloat = 600.0
-    """seconds of training after which a checkpoint is saved, whatever the step; 0: none by time. A run also saves at
-    its end and when it is stopped"""
-    keep: Count = Field(default=2, description="newest checkpoints to keep; older ones are deleted")
-    keep_every: NonNegativeInt = 0
-    """milestones: after every so many steps a checkpoint is saved and kept for good; 0: none"""
-    restart_if_damaged: bool = False
-    """begin a run again if all its checkpoints are damaged; false: it ends with an error"""
-    keep_best: bool | Text = False
-    """besides those, keep the checkpoint with the lowest evaluation loss: of the data set of this name, or with true
-    their mean"""
-
-    def rules(self) -> Iterator[Broken | str]:
-        if self.path is not None and has_credentials(self.path):
-            yield "checkpoint.path has a user or password, which would get into files: expected it in the environment"
-
-
-SHORTEST_LEASE = 5.0
-
-
-class ElasticSection(Section):
-    """What happens when ranks fail (docs/recovery.md)."""
-
-    max_failures: NonNegativeInt = 100
-    """failures that a run survives; 0: the first one ends it"""
-    min_ranks: Count | None = None
-    """fewest ranks to continue with if lost ones cannot be replaced; null: all of the mesh"""
-    wait_seconds: NonNegativeFloat = 30.0
-    """wait for a replacement before the mesh shrinks or the run ends"""
-    hang_seconds: PositiveFloat = 10.0
-    """shortest time without progress after which a rank counts as hung"""
-    slow_rank: Literal["report"] = "report"
-    """what happens once a rank is 6 to 8 % slower than those with the same stages. report: a line in the terminal, the
-    status and the journal (docs/observability.md)"""
-    replicate_every: NonNegativeInt = 0
-    """steps between copies of each rank's state in the memory of a rank of another node; 0: none"""
-    check_every: NonNegativeInt = 0
-    """steps between searches for flipped bits: replicas compare their states, and what they compute of a microbatch.
-    One precedes every checkpoint; 0: none"""
-    check_policy: Literal["stop", "evict"] = "stop"
-    """what follows if ranks differ. stop: the run ends, without a checkpoint; evict: all go back to the newest
-    checkpoint, and ranks that are known to be at fault are replaced"""
-    driver_lease: NonNegativeFloat = 120.0
-    """time that ranks on a cluster that outlives the driver wait for another one; 0: they end with the driver"""
-    notice: Text | None = None
-    """file that appears on a node, or URL that answers with 200 there, when the node is about to end; null: none"""
-    notice_seconds: PositiveFloat = 30.0
-    """from that notice to the end of the node"""
-
-    def rules(self) -> Iterator[Broken | str]:
-        if 0 < self.driver_lease < SHORTEST_LEASE:
-            yield Broken(
-                "driver_lease", f"0, or at least {SHORTEST_LEASE:g}: a busy driver is silent for a second or two"
-            )
-        if self.notice is not None and not self.notice.startswith(("/", "http://", "https://")):
-            yield Broken("notice", "an absolute path, or a URL that begins with http:// or https://")
 
 
 class ClusterSection(Section):

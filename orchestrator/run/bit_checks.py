@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
-from pentad.orchestrator.config.sections import ElasticSection
+from pentad.orchestrator.config.recovery_sections import ElasticSection
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.recovery.bit_flips import Verdict, find_verdict
 from pentad.schedules.ir.errors import PentadError

@@ -6,7 +6,7 @@ import pytest
 
 from pentad.orchestrator.cluster.lease import Holder, Lease, renew_seconds, silent_seconds
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.config.sections import SHORTEST_LEASE
+from pentad.orchestrator.config.recovery_sections import SHORTEST_LEASE
 from pentad.schedules.ir.errors import PentadError
 
 pytestmark = pytest.mark.timeout(20)

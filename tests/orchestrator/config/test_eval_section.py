@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pentad.orchestrator.config.config import dump, load
-from pentad.orchestrator.config.eval_section import EvalSection
+from pentad.orchestrator.config.data_sections import EvalSection
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 
