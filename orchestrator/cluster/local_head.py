@@ -24,6 +24,8 @@ SHUTDOWN_SECONDS = 2.0  # for the head to exit by itself
 QUIET_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
 # Every rank sees all GPUs of its node, as a copy between two GPUs requires.
 SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+# Ray gives workers a niceness of 15, so that whatever else runs on the machine delays the launches of a rank.
+USUAL_PRIORITY = {"RAY_worker_niceness": "0"}
 
 
 class LocalHead:
@@ -148,7 +150,7 @@ def _head_variables(token: str) -> dict[str, str]:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     interfaces = {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
-    return interfaces | auth | SEE_ALL_GPUS | QUIET_RAY | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    return interfaces | auth | SEE_ALL_GPUS | USUAL_PRIORITY | QUIET_RAY | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def _write_token(folder: Path, token: str) -> Path:

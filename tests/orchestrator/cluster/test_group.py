@@ -1,5 +1,6 @@
 """A worker group on one embedded cluster with room for four ranks, which run without torch."""
 
+import os
 import time
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def test_every_rank_runs_every_step_and_reports_its_place(cluster: clusters.Clus
         named = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
         assert named == {f"pentad/quickstart/dp{dp}-pp{pp}" for dp in (0, 1) for pp in (0, 1)}
         pids = pids_of(group)
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in (*pids, 0)} == {os.getpriority(os.PRIO_PROCESS, 0)}
     assert_gone(pids)
     assert_all_free()
     group.stop()  # calling it again does nothing
