@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pentad.orchestrator.activations.activation_memory import cuts, with_slots
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.cost_model import guess_costs
+from pentad.orchestrator.planning.dynamic_groups import grouped, require_groups
 from pentad.orchestrator.planning.estimate import document_costs
 from pentad.orchestrator.planning.fit import DeviceMemory, device_memory, fit_of, host_memory, require_host
 from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, gpu_of, local_device
@@ -206,6 +207,9 @@ def draft(
         gpu=gpu_of(config.cluster) if device == "cuda" else "",
     )
     require_fp8(plan, config.cluster.gpu or gpu_name())
+    if config.data.balance == "dynamic":
+        require_groups(config, plan)
+        plan = replace(plan, batch=grouped(plan, config.data.capacity_factor))
     return plan
 
 
