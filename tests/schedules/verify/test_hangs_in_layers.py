@@ -64,10 +64,10 @@ def test_the_sentence_says_in_which_group_a_rank_waits() -> None:
 
 def test_a_rank_in_a_data_aware_group_waits_for_replicas_behind_it() -> None:
     program, mesh = compiled("1f1b", 1, 2), Mesh(dp=2)
-    at = [Position(0, place(program, 0, "1F0"), 9.0), Position(0, place(program, 0, "0BW0"), 9.0)]
+    at = [Position(0, place(program, 0, name), 9.0) for name in ("0BW0", "0F0")]
     assert set(find_cause(program, mesh, at).causes) == {0, 1}, "replicas share no layers"
     found = find_cause(program, mesh, at, inner_axes=GROUP_AXES)
-    assert len(found.causes) == 1 and [(wait.peers,) for wait in found.waits] == [(found.causes,)]
+    assert found.causes == (1,) and [(wait.rank, wait.peers) for wait in found.waits] == [(0, (1,))]
 
 
 SILENT = [("1F0", "0BW0", False), ("NORM", "NORM", False), ("VALIDATE", "0BW0", True)]
