@@ -77,10 +77,7 @@ def test_the_balance_is_that_of_the_groups_of_the_run(tmp_path: Path, overrides:
         ),
         (["memory.offload_fraction=0.5"], "memory.offload_fraction is 0.5: expected 0"),
         (["memory.max_resident_microbatches=1"], "memory.max_resident_microbatches is 1: expected null"),
-        (
-            ["precision.matmul=fp8-row", "model.hidden=128", "model.ffn=256", "batch.sequence_length=256"],
-            "precision.matmul is fp8-row: expected compute",
-        ),
+        (EIGHT_BITS, "precision.matmul is fp8-row: expected compute"),
         (EXPERTS, "model.experts.aux_loss_coef is 0.1: expected 0"),
         ([*EXPERTS, "model.experts.aux_loss_coef=0", "mesh.ep=2", "mesh.dp=1"], "mesh.ep is 2: expected 1"),
         (["data.packing=windows", "data.document_mask=false"], "data.document_mask is false: expected true"),
