@@ -5,8 +5,8 @@ from __future__ import annotations
 from statistics import fmean
 from typing import NamedTuple
 
-from pentad.orchestrator.planning.dynamic_groups import grouped
 from pentad.orchestrator.planning.estimate import document_costs
+from pentad.orchestrator.planning.layout import grouped
 from pentad.schedules.search.batch_planner import Balance, balanced
 from pentad.schedules.search.hybrid_planner import hybrid
 from pentad.schedules.spec.plan import Plan

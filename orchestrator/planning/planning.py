@@ -15,7 +15,6 @@ from pydantic import ValidationError
 from pentad.orchestrator.activations.activation_memory import cuts, with_slots
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.cost_model import guess_costs
-from pentad.orchestrator.planning.dynamic_groups import grouped, require_groups
 from pentad.orchestrator.planning.estimate import document_costs
 from pentad.orchestrator.planning.fit import DeviceMemory, device_memory, fit_of, host_memory, require_host
 from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, gpu_of, local_device
@@ -25,7 +24,9 @@ from pentad.orchestrator.planning.layout import (
     compute_order,
     default_units,
     first_piece,
+    grouped,
     layout_of,
+    require_groups,
     split,
 )
 from pentad.orchestrator.planning.memory_tiers import choose_tiers
@@ -208,7 +209,7 @@ def draft(
     )
     require_fp8(plan, config.cluster.gpu or gpu_name())
     if config.data.balance == "dynamic":
-        require_groups(config, plan)
+        require_groups(config, model, program)
         plan = replace(plan, batch=grouped(plan, config.data.capacity_factor))
     return plan
 
