@@ -78,7 +78,7 @@ RANDOM = [
         pytest.param({"sizes": {"dp": 4}, "factor": 4, "model": FAMILIES[name]}, marks=slow, id=name)
         for name in ("gemma2", "gpt-oss", "mixtral", "deepseek-v2-lite", "mistral", "qwen3")
     ),
-    *(pytest.param({"sizes": {"dp": 4}, "factor": 5, "seed": seed}, marks=slow) for seed in (2, 3, 5)),
+    *(pytest.param({"sizes": {"dp": 4}, "factor": 5, "seed": seed}, marks=slow) for seed in (2, 3, 4)),
 ]
 
 
