@@ -172,5 +172,8 @@ def total(allocations: Iterable[Allocation]) -> Totals:
 
 def piece_of(plan: Plan) -> Piece:
     length = plan.batch.sequence_length // plan.program.slices // plan.mesh.cp
-    sizes = plan.batch.micro_batch_size, length, plan.dtype, plan.device, plan.program.slices
+    rows = plan.batch.micro_batch_size
+    if plan.batch.capacity:  # one sequence of the tokens that a rank can hold
+        rows, length = 1, plan.batch.capacity
+    sizes = rows, length, plan.dtype, plan.device, plan.program.slices
     return Piece(*sizes, plan.mesh, plan.cp_method, plan.data.document_mask, plan.deterministic, plan.fp8, plan.gpu)

@@ -246,14 +246,16 @@ def _data(config: RunConfig, plan: Plan) -> tuple[list[int | None], str]:
 
 
 def _balance_sentence(found: DataBalance) -> str:
-    """'work by document in the first 4 steps, sequences as they are drawn: the busiest replica has 1.32 times ...'"""
+    """'work by document in the first 4 steps, sequences as they are drawn: the busiest rank has 1.32 times ...'"""
     steps = "the first step" if found.steps == 1 else f"the first {found.steps} steps"
-    ways = ("as they are drawn", found.fixed), ("dealt by cost", found.packed)
-    (way, ratio), (other, its) = ways if found.trained == "fixed" else reversed(ways)
-    others = f"simulated: {its:.2f} {other}, {found.dynamic:.2f} with ranks by document"
-    return (
-        f"work by document in {steps}, sequences {way}: the busiest replica has {ratio:.2f} times the mean ({others})"
-    )
+    ways = {
+        "fixed": ("sequences as they are drawn", found.fixed),
+        "packed": ("sequences dealt by cost", found.packed),
+        "dynamic": (f"ranks by document ({format_percent(found.groups)} of tokens in groups)", found.dynamic),
+    }
+    way, ratio = ways.pop(found.trained)
+    others = ", ".join(f"{its:.2f} {other}" for other, its in ways.values())
+    return f"work by document in {steps}, {way}: the busiest rank has {ratio:.2f} times the mean (simulated: {others})"
 
 
 def _evaluation_sentence(cost: EvalCost, share: float | None) -> str:

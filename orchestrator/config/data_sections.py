@@ -56,9 +56,13 @@ class DataSection(Section):
     """attend only within a document where a sequence holds several"""
     eod_mask_loss: bool | None = None
     """no loss where the end of a document would predict the start of the next; null: as data.document_mask"""
-    balance: Literal["none", "documents"] = "none"
-    """how sequences are divided over replicas and microbatches: in the order in which they are drawn, or by the work of
-    their documents, so that replicas have as equal work as possible"""
+    balance: Literal["none", "documents", "dynamic"] = "none"
+    """how a step is divided over ranks and microbatches: sequences in the order in which they are drawn; sequences by
+    the work of their documents, so that replicas have as equal work as possible; or document by document, each on as
+    many of the dp x cp ranks as it needs, which change with every step"""
+    capacity_factor: float = Field(default=1.25, ge=1, le=100)
+    """with balance dynamic, the most tokens that a rank holds of a microbatch, over those that it would have if all
+    ranks had equally many"""
     cache: Text = "~/.cache/pentad"
     """folder in which built-in corpora are built"""
 
@@ -93,8 +97,8 @@ class DataSection(Section):
             return
         if self.packing == "documents" and not self.document_mask:
             yield Broken("document_mask", "true for data.packing = documents")
-        elif self.balance == "documents" and not self.document_mask:
-            yield Broken("document_mask", "true for data.balance = documents")
+        elif self.balance != "none" and not self.document_mask:
+            yield Broken("document_mask", f"true for data.balance = {self.balance}")
         names = self._names
         for number, name in enumerate(names):
             if name in names[:number]:

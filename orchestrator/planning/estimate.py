@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from operator import mul
 from statistics import median
@@ -36,9 +37,10 @@ CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 
 
 def costs_of(plan: Plan) -> Costs:
-    """A plan's guessed costs, those that its program was compiled with."""
-    piece = piece_of(plan)._replace(document_mask=False, deterministic=True)
-    offloaded = [each.bytes for each in cuts_of(plan)]
+    """A plan's guessed costs, those that its program was compiled with: of microbatches of equal size."""
+    even = replace(plan, batch=replace(plan.batch, capacity=0))
+    piece = piece_of(even)._replace(document_mask=False, deterministic=True)
+    offloaded = [each.bytes for each in cuts_of(even)]
     given = plan.model, plan.layers, plan.program.placement, piece, plan.recompute, plan.zero, plan.lora
     return guess_costs(*given, offloaded, host_optimizer=plan.host_optimizer)
 
@@ -279,6 +281,9 @@ def _tables(plan: Plan, rank: int) -> int:
     model, stages = plan.model, plan.stages_of(rank)
     length = plan.batch.sequence_length // plan.mesh.cp
     tokens = (2 + model.mtp_layers) * plan.batch.micro_batch_size * length * plan.batch.microbatches * INDEX
+    if plan.batch.capacity:  # also positions and rows; tables of all positions, and those of microbatches in flight
+        tokens = 4 * plan.batch.capacity * plan.batch.microbatches * INDEX
+        length += plan.batch.sequence_length + min(plan.batch.microbatches, 2 * plan.mesh.pp) * plan.batch.capacity
     reads_tokens = {0, plan.program.stages - 1} & set(stages)
     tables = 0  # a stage has one for every kind of its layers
     for stage in stages:

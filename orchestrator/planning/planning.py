@@ -24,7 +24,9 @@ from pentad.orchestrator.planning.layout import (
     compute_order,
     default_units,
     first_piece,
+    grouped,
     layout_of,
+    require_groups,
     split,
 )
 from pentad.orchestrator.planning.memory_tiers import choose_tiers
@@ -206,6 +208,9 @@ def draft(
         gpu=gpu_of(config.cluster) if device == "cuda" else "",
     )
     require_fp8(plan, config.cluster.gpu or gpu_name())
+    if config.data.balance == "dynamic":
+        require_groups(config, model, program)
+        plan = replace(plan, batch=grouped(plan, config.data.capacity_factor))
     return plan
 
 

@@ -13,7 +13,7 @@ from pentad.orchestrator.cluster.worker import Status, streams_of
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, Action, Instruction
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.verify.hang_diagnosis import Diagnosis, Position, find_cause
+from pentad.schedules.verify.hang_diagnosis import GROUP_AXES, INNER_AXES, Diagnosis, Position, find_cause
 
 AWAITED = {*RECEIVES, *COLLECTIVES}
 SILENT_SECONDS = 2.0  # a healthy rank answers within milliseconds
@@ -67,7 +67,8 @@ class HangDetector:
             return None
         number, positions = self._positions(statuses)
         plan = self.group.plan
-        verdict = find_cause(plan.programs[number], plan.mesh, positions, silent)
+        axes = GROUP_AXES if plan.batch.capacity else INNER_AXES
+        verdict = find_cause(plan.programs[number], plan.mesh, positions, silent, axes)
         causes = _causes(verdict, silent, plan.mesh.size)
         late = self.stalled > self.deadline(costs, _actions(plan, number, positions, causes))
         return Stall(self.stalled, late, verdict, causes)

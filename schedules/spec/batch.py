@@ -77,7 +77,7 @@ class DocumentCosts(NamedTuple):
         sums = (float(self.alone(row).sum()) for row in documents)
         return np.fromiter(sums, np.float64) + self.alone([length - int(row.sum()) for row in documents])
 
-    def shared(self, lengths: Sequence[int], ranks: NDArray[np.int64]) -> NDArray[np.float64]:
+    def shared(self, lengths: Sequence[int] | NDArray[np.int64], ranks: NDArray[np.int64]) -> NDArray[np.float64]:
         """[documents] seconds of each on `ranks` [documents] ranks, which do equal shares of its work."""
         tokens = np.asarray(lengths, np.float64)
         return (self.alone(lengths) + self.ring * tokens * (ranks - 1)) / ranks
@@ -89,7 +89,8 @@ class BatchSpec:
 
     Each of the dp x ep `replicas` has its own samples, in `microbatches` microbatches. Steps of a stage of `rampup`
     have fewer microbatches of the same size. Sequences are dealt to replicas and microbatches by the `document_costs`
-    of their documents (None: in the order in which they are drawn).
+    of their documents (None: in the order in which they are drawn). With a `capacity`, documents are dealt to groups of
+    the dp x cp ranks instead, each of which then holds at most so many tokens of a microbatch (0: sequences are dealt).
     """
 
     global_batch_size: int
@@ -98,6 +99,7 @@ class BatchSpec:
     replicas: int
     rampup: tuple[RampupStage, ...] = ()
     document_costs: DocumentCosts | None = None
+    capacity: int = 0
 
     @property
     def micro_batch_size(self) -> int:

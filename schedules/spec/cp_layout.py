@@ -10,7 +10,7 @@ The documents packed into a sequence are given by their first positions, in asce
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,44 @@ from pentad.schedules.ir.errors import PentadError
 CpLayout = Literal["zigzag", "contiguous"]
 CpMethod = Literal["ring", "all_gather", "ulysses"]
 CP_LAYOUTS: dict[CpMethod, CpLayout] = {"ring": "zigzag", "all_gather": "zigzag", "ulysses": "contiguous"}
+
+
+class Document(NamedTuple):
+    """`length` positions, from `first`, of a row of a step's batch."""
+
+    row: int
+    first: int
+    length: int
+
+
+class Share(NamedTuple):
+    """What a rank of a pool has in a microbatch: the numbers of documents that it shares with the other `ranks` of its
+    group, joined to one sequence in the zigzag layout, and of those that are its own. Keys and values pass through the
+    ranks in their order."""
+
+    ranks: tuple[int, ...]
+    shared: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+class StepGroups(NamedTuple):
+    """The documents of a step, and what each rank of a pool has of them: `shares[microbatch][rank]`."""
+
+    documents: tuple[Document, ...]
+    shares: tuple[tuple[Share, ...], ...]
+
+    def lengths(self, numbers: Sequence[int]) -> list[int]:
+        """Of documents."""
+        return [self.documents[number].length for number in numbers]
+
+    def tokens(self, share: Share) -> int:
+        """That a rank holds of its share, with the padding that makes the parts of a sequence equally long."""
+        return part_of(sum(self.lengths(share.shared)), len(share.ranks)) + sum(self.lengths(share.local))
+
+
+def part_of(tokens: int, ranks: int) -> int:
+    """Tokens that each of `ranks` holds of a sequence in the zigzag layout, padded at its end."""
+    return 2 * -(-tokens // (2 * ranks))
 
 
 def chunks(length: int, cp: int, rank: int, layout: CpLayout) -> tuple[range, ...]:

@@ -219,7 +219,10 @@ class Plan:
 
     @property
     def slice_tokens(self) -> int:
-        """Tokens that go through a rank's stage at once: the context rank's share of one slice of a microbatch."""
+        """Tokens that go through a rank's stage at once: the context rank's share of one slice of a microbatch. With
+        data-aware groups as many as it can hold."""
+        if self.batch.capacity:
+            return self.batch.capacity
         return self.batch.micro_batch_size * self.batch.sequence_length // self.program.slices // self.mesh.cp
 
     @property

@@ -5,7 +5,8 @@ blocks until the other ranks have launched it too. NORM (LOSS, in an evaluation)
 reached it; with post-validation VALIDATE blocks instead, until every rank has reached the NORM of the step before.
 Ranks that share layers (tp, cp, ep) block each other inside compute actions. Where waits inside layers are counted, on
 CPUs, a rank in its n-th wait of an action is blocked by the ranks of that axis that have not begun their n-th, and one
-that is in no wait is not blocked. On GPUs a rank is blocked by those that have not reached the action.
+that is in no wait is not blocked. On GPUs, and with data-aware groups, which may be of any ranks along dp and cp, those
+that have not reached the action block a rank.
 
 What a rank that does not answer has launched may never have left its process: it blocks all that wait for it, and is
 not blocked itself.
@@ -30,6 +31,7 @@ from pentad.schedules.passes.post_validation import NORM, VALIDATE, has_post_val
 from pentad.schedules.spec.mesh import Axis, Coordinates, Mesh
 
 INNER_AXES: tuple[Axis, ...] = ("tp", "cp", "ep")  # of ranks that share layers
+GROUP_AXES: tuple[Axis, ...] = ("dp", *INNER_AXES)  # of those that may, with data-aware groups
 LAYER_OPS = COMPUTE | {Op.RECOMPUTE}  # what runs layers
 
 
@@ -76,10 +78,16 @@ class Diagnosis:
     sentence: str
 
 
-def find_cause(program: Program, mesh: Mesh, positions: Sequence[Position], silent: Collection[int] = ()) -> Diagnosis:
+def find_cause(
+    program: Program,
+    mesh: Mesh,
+    positions: Sequence[Position],
+    silent: Collection[int] = (),
+    inner_axes: tuple[Axis, ...] = INNER_AXES,
+) -> Diagnosis:
     """`positions` has one entry per rank of the mesh, all of the same moment or of ranks that no longer move. `silent`
-    are ranks whose process does not answer."""
-    run = _Run(program, mesh, positions, frozenset(silent))
+    are ranks whose process does not answer; ranks along `inner_axes` share layers."""
+    run = _Run(program, mesh, positions, frozenset(silent), inner_axes)
     blocked = _blocked(run)
     waits = tuple(_wait(run, rank, *blocked[rank]) for rank in sorted(blocked))
     awaited = {peer for _, peers in blocked.values() for peer in peers}
@@ -98,8 +106,16 @@ def _wait(run: _Run, rank: int, missing: Key, peers: tuple[int, ...]) -> Wait:
 class _Run:
     """The program, the mesh and where its ranks are."""
 
-    def __init__(self, program: Program, mesh: Mesh, positions: Sequence[Position], silent: frozenset[int]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mesh,
+        positions: Sequence[Position],
+        silent: frozenset[int],
+        inner_axes: tuple[Axis, ...],
+    ) -> None:
         self.program, self.mesh, self.positions, self.silent = program, mesh, positions, silent
+        self.inner_axes = inner_axes
         self.end = LOSS if program.forward_only else NORM  # which all ranks join
         self.coordinates = tuple(map(mesh.coordinates, range(mesh.size)))
         self.rank_of = {at: rank for rank, at in enumerate(self.coordinates)}
@@ -169,7 +185,7 @@ class _Run:
 
     def inner_group(self, rank: int) -> tuple[int, ...]:
         """The ranks that share a rank's layers, itself included."""
-        return self.mesh.group(INNER_AXES, rank)
+        return self.mesh.group(self.inner_axes, rank)
 
     def inner_stragglers(self, rank: int) -> tuple[int, ...]:
         """The ranks that have not reached the operation inside a layer that a rank waits for; where that is not known,

@@ -63,6 +63,7 @@ LAYERS = {
         "params",
         "replication",
         "checkpoint",
+        "text",
         "",
     ),
     "orchestrator": (

@@ -132,14 +132,14 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
 
         return call
 
-    def pass_on(group: dist.ProcessGroup, sent: Tensor, buffer: Tensor) -> AsyncResult[Tensor]:
+    def pass_on(ring: cp_ring.Ring, sent: Tensor, buffer: Tensor) -> AsyncResult[Tensor]:
         if not keys or sent.data_ptr() in keys:
             log.append("keys")
             buffers.add(buffer.data_ptr())
             keys.update((sent.data_ptr(), buffer.data_ptr()))
         else:
             log.append("gradients")
-        in_flight = real_pass_on(group, sent, buffer)
+        in_flight = real_pass_on(ring, sent, buffer)
         in_flight.result = logged("wait", in_flight.result)
         return in_flight
 

@@ -84,7 +84,7 @@ def in_tiles(model: ModelSpec) -> ModelSpec:
     return replace(model, hidden=128, heads=8, kv_heads=4, head_dim=64, ffn=256, mla=mla, experts=experts)
 
 
-def pass_on(group: Any, sent: torch.Tensor, buffer: torch.Tensor) -> AsyncResult[torch.Tensor]:
+def pass_on(ring: Any, sent: torch.Tensor, buffer: torch.Tensor) -> AsyncResult[torch.Tensor]:
     """A step of a ring: this rank receives what it sends."""
     return ready(buffer.copy_(sent))
 

@@ -17,7 +17,9 @@ from pentad.schedules.search.batch_planner import balanced
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.samples import Dataset, MapRows, Sample, digest_of
+from pentad.workers.data.shares import HostShare, read_shares
 from pentad.workers.model.layer_context import local_positions
+from pentad.workers.parallel.context_share import ContextShare
 
 T = TypeVar("T")
 MOST_AHEAD = 16  # steps
@@ -31,7 +33,8 @@ class Tokens(NamedTuple):
 
     All tensors are int64 on the device; a target of -100 has no loss. `document_starts` are, by row, the positions in
     the full sequence at which a document starts, the first one 0; empty without document masks. `mtp_inputs` are the
-    next tokens as they are, None where no target is masked: `targets` and `mtp_targets` are the same then.
+    next tokens as they are, None where no target is masked: `targets` and `mtp_targets` are the same then. With
+    data-aware groups, the tokens are those of a `share`.
     """
 
     inputs: torch.Tensor  # [T]
@@ -39,6 +42,7 @@ class Tokens(NamedTuple):
     mtp_targets: torch.Tensor  # [mtp_layers, T]: the 1st, 2nd, ... token after the target, -100 past the sequence's end
     mtp_inputs: torch.Tensor | None  # [mtp_layers, T]: the 1st, 2nd, ... token after the input
     document_starts: tuple[tuple[int, ...], ...]
+    share: ContextShare | None = None
 
 
 class Batch(NamedTuple):
@@ -60,21 +64,24 @@ class Batch(NamedTuple):
 class HostBatch(NamedTuple):
     """What a loader thread prepares: `tokens` [microbatches, slices, kinds, T] int64, pinned for a GPU, where kinds are
     the fields of Tokens in order; `counts` [sources + 1] float64, also pinned; document starts by microbatch;
-    `rows_by_slot` (see the function)."""
+    `rows_by_slot` (see the function). With data-aware groups `tokens` [KINDS, all T] are those of the `shares` of the
+    microbatches, joined."""
 
     tokens: torch.Tensor
     counts: torch.Tensor
     document_starts: list[tuple[tuple[int, ...], ...]]
     rows_by_slot: np.ndarray
+    shares: tuple[HostShare, ...] = ()
 
 
 class LocalPart(NamedTuple):
-    """The microbatches of its replica that a rank reads, their slots of the global batch, and those whose losses it
-    counts."""
+    """The microbatches of its replica that a rank reads, their slots of the global batch, those whose losses it counts,
+    and the microbatches whose losses the first of its tp ranks computes."""
 
     microbatches: list[int]
     slots: list[int]
     counted_slots: set[int]
+    counted: set[int]
 
 
 class BatchLoader:
@@ -84,7 +91,7 @@ class BatchLoader:
     """
 
     def __init__(self, plan: Plan, rank: int, dataset: Dataset, device: torch.device) -> None:
-        self.plan, self.dataset, self.device = plan, dataset, device
+        self.plan, self.rank, self.dataset, self.device = plan, rank, dataset, device
         self.slices, self.positions = plan.program.slices, local_positions(plan, rank)
         self.parts = [local_part(plan, rank, program) for program in plan.programs]
         self.no_counts = torch.zeros(len(dataset.sources) + 1, dtype=torch.float64, device=device)
@@ -109,6 +116,8 @@ class BatchLoader:
         return self._on_device(self._prepared([read(slot) for slot in part.slots]), part) if part.microbatches else {}
 
     def _on_device(self, host: HostBatch, part: LocalPart) -> dict[int, Tokens]:
+        if host.shares:
+            return _shares_on_device(host, part, self.device)
         tokens, mtp = host.tokens.to(self.device, non_blocking=True), 2 + self.plan.model.mtp_layers
         return {
             mb * self.slices + number: Tokens(
@@ -126,14 +135,28 @@ class BatchLoader:
     def _load(self, step: int) -> HostBatch:
         """The reads of a step are all requested at once."""
         dataset, part = self.dataset, self.parts[self.plan.program_of(step)]
+        counts = dataset.target_counts(step, self.pool.map) if self.has_losses else np.zeros(len(dataset.sources))
+        if self.plan.batch.capacity:
+            return self._load_shares(step, part, counts)
         sources, indices = (each.tolist() for each in dataset.rows(step))
         by_slot = rows_by_slot(dataset, self.plan.batch, step, self.pool.map)
         rows = by_slot[part.slots].tolist()
         samples = list(self.pool.map(lambda row: dataset.sample(sources[row], indices[row]), rows))
         read = zip(part.slots, rows, samples, strict=True)
         counted = {row: each for slot, row, each in read if slot in part.counted_slots}
-        counts = dataset.target_counts(step, self.pool.map) if self.has_losses else np.zeros(len(dataset.sources))
         return self._prepared(samples, np.append(counts, digest_of(step, counted)))._replace(rows_by_slot=by_slot)
+
+    def _load_shares(self, step: int, part: LocalPart, counts: np.ndarray) -> HostBatch:
+        given = self.plan, self.rank, self.dataset, step, part.microbatches, part.counted
+        shares, digest = read_shares(*given, self.pool.map)
+        found = HostBatch(
+            torch.from_numpy(np.concatenate([share.tokens for share in shares], axis=1)),
+            torch.from_numpy(np.append(counts, digest).astype(np.float64)),
+            [],
+            np.arange(self.plan.batch.sizes.size(step)),
+            tuple(shares),
+        )
+        return self._pinned(found)
 
     def _prepared(self, samples: list[Sample], counts: np.ndarray | None = None) -> HostBatch:
         """From the samples of this rank's slots."""
@@ -148,6 +171,9 @@ class BatchLoader:
             [tuple(starts[at : at + size]) if is_masked else () for at in range(0, len(starts), size)],
             np.empty(0, np.int64),
         )
+        return self._pinned(found)
+
+    def _pinned(self, found: HostBatch) -> HostBatch:
         if self.device.type != "cuda":
             return found
         torch.cuda.set_device(self.device)  # of this thread
@@ -175,11 +201,12 @@ def local_part(plan: Plan, rank: int, program: Program) -> LocalPart:
     counted = {
         piece // program.slices
         for (stage, piece), pp in program.compute_rank.items()
-        if stage == last and pp == at.pp and at.tp == at.cp == 0
+        if stage == last and pp == at.pp and at.tp == 0
     }
     first = (at.dp * plan.mesh.ep + at.ep) * program.microbatches  # of the global batch
     slots = {mb: range((first + mb) * size, (first + mb + 1) * size) for mb in sorted(local)}
-    return LocalPart(sorted(local), [*chain(*slots.values())], {*chain(*(slots[mb] for mb in counted))})
+    counted_slots = {*chain(*(slots[mb] for mb in counted))} if at.cp == 0 else set()
+    return LocalPart(sorted(local), [*chain(*slots.values())], counted_slots, counted)
 
 
 def rows_by_slot(dataset: Dataset, batch: BatchSpec, step: int, map_rows: MapRows = map) -> np.ndarray:
@@ -190,6 +217,18 @@ def rows_by_slot(dataset: Dataset, batch: BatchSpec, step: int, map_rows: MapRow
         return np.arange(size)
     work = batch.document_costs.rows(dataset.document_lengths(step, map_rows), batch.sequence_length)
     return balanced([1] * size, work, batch.micro_batch_size, batch.replicas).order
+
+
+def _shares_on_device(host: HostBatch, part: LocalPart, device: torch.device) -> dict[int, Tokens]:
+    sizes = [share.tokens.shape[1] for share in host.shares]
+    parts = host.tokens.to(device, non_blocking=True).split(sizes, 1)
+    none = host.tokens.new_empty(0, 0)
+    return {
+        mb: Tokens(
+            tokens[0], tokens[1], none, None, (), ContextShare(share.sequence, share.local, tokens[2], tokens[3])
+        )
+        for mb, share, tokens in zip(part.microbatches, host.shares, parts, strict=True)
+    }
 
 
 def _shifted(tokens: np.ndarray, by: int, fill: int) -> np.ndarray:

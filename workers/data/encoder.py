@@ -12,9 +12,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pentad.workers.data.corpus_writer import Document, token_dtype
-from pentad.workers.data.digit_cuts import cut_at_digits, without_digits_step
 from pentad.workers.data.tokenizer import encode, vocab_size
-from pentad.workers.data.word_boundaries import in_one_step, last_cut, why_not_by_words
+from pentad.workers.text.digit_cuts import cut_at_digits, without_digits_step
+from pentad.workers.text.word_boundaries import in_one_step, last_cut, why_not_by_words
 
 _AT_ONCE, _SLOW_AT_ONCE = 2**22, 2**21  # characters; `tokenizers` needs about 100 bytes a token
 _LONGEST_REASON = 200  # characters

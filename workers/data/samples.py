@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -43,6 +44,11 @@ class Sample(NamedTuple):
     is_target: np.ndarray  # [S] bool, whether that token counts as a target
     document_starts: tuple[int, ...]
 
+    def part(self, first: int, end: int) -> Sample:
+        """Positions `first` to `end`, taken as one document."""
+        inputs, following, is_target = (each[first:end] for each in self[:3])
+        return Sample(inputs, following, is_target, (0,))
+
 
 class Windows:
     """A corpus cut into `sequences` windows of `length` inputs.
@@ -71,14 +77,26 @@ class Windows:
 def digest_of(batch: int, samples: Mapping[int, Sample]) -> int:
     """Tells the samples of these rows of a batch from all others. The digests of disjoint sets of rows add up, modulo
     2^DIGEST_BITS, to that of their union; so the sum over ranks tells whether each row was read exactly once."""
-    total = 0
-    for row, sample in samples.items():
-        place = f"{batch}/{row}".encode()
-        found = hashlib.blake2b(sample.inputs.data, digest_size=DIGEST_BITS // 8, key=place)
-        found.update(sample.following.data)
-        found.update(sample.is_target.data)
-        total += int.from_bytes(found.digest(), "little")
-    return total % 2**DIGEST_BITS
+    return sum(document_digest(batch, row, *part) for row, each in samples.items() for part in _documents(each)) % (
+        2**DIGEST_BITS
+    )
+
+
+def document_digest(batch: int, row: int, first: int, sample: Sample) -> int:
+    """Of a document, or a part of one, at position `first` of a row; 0 if it has no targets, and so trains nothing."""
+    if not sample.is_target.any():
+        return 0
+    place = f"{batch}/{row}/{first}".encode()
+    found = hashlib.blake2b(sample.inputs.data, digest_size=DIGEST_BITS // 8, key=place)
+    found.update(sample.following.data)
+    found.update(sample.is_target.data)
+    return int.from_bytes(found.digest(), "little")
+
+
+def _documents(sample: Sample) -> Iterator[tuple[int, Sample]]:
+    """(first position, tokens) of each document of a sequence."""
+    for first, end in pairwise((*sample.document_starts, len(sample.inputs))):
+        yield first, sample.part(first, end)
 
 
 def sample_of(corpus: Corpus, spans: list[Span], length: int, eod_mask_loss: bool) -> Sample:
@@ -117,6 +135,15 @@ def _windows(spans: list[Span]) -> tuple[list[Span], np.ndarray]:
     shifts = joined[window] - begins[window] + starts - (np.cumsum(sizes) - sizes)
     windows = [Span(*each) for each in zip(begins.tolist(), (ends - begins).tolist(), strict=True)]
     return windows, np.repeat(shifts, sizes) + np.arange(sizes.sum())
+
+
+def _clipped(spans: list[Span], first: int, length: int) -> Iterator[Span]:
+    """What positions `first` to `first + length` of these spans, joined, are."""
+    for span in spans:
+        begin, end = max(0, first), min(span.size, first + length)
+        if begin < end:
+            yield Span(span.start + begin, end - begin)
+        first -= span.size
 
 
 def _joined(read: Callable[[int, int], np.ndarray], windows: list[Span], dtype: type) -> np.ndarray:
@@ -213,6 +240,14 @@ class Dataset:
     def sample(self, source: int, index: int) -> Sample:
         spans, corpus = self._spans(source, index), self.sources[source].corpus
         return sample_of(corpus, spans, self.length, self.data.eod_mask_loss)
+
+    def documents(self, source: int, index: int, parts: Sequence[tuple[int, int]]) -> list[Sample]:
+        """The documents at (first position, length) of a sample."""
+        spans, corpus = self._spans(source, index), self.sources[source].corpus
+        cut = [span for part in parts for span in _clipped(spans, *part)]
+        ends = [*accumulate((length for _, length in parts), initial=0)]
+        joined = sample_of(corpus, cut, ends[-1], self.data.eod_mask_loss)
+        return [joined.part(*each) for each in pairwise(ends)]
 
     def digest(self, step: int) -> int:
         """`digest_of` all rows of a step's batch."""

@@ -48,7 +48,7 @@ class LossTotals:
         """LOSS."""
         self.values.zero_()
         if self.last is not None:
-            self.values[self.place] = torch.stack((self.last.loss_sums.sum(1), self.counts), dim=1)
+            self.values[self.place] = torch.stack((self.last.loss_sums[: len(self.counts)].sum(1), self.counts), dim=1)
         if self.filled is not None:
             self.filled.record()
         if self.world is not None:

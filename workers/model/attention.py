@@ -201,7 +201,7 @@ def attend(
     q, k, v = (_by_sequence(each, sequence) for each in (q, k, v))
     k, v = sequence.kv_cache.extend((k, v), sequence.rotary.start)  # [B, M, start + S, D]
     options = _options(context, sequence)
-    out, saved = yield from context.cp.attend(q, k, v, options, sequence.documents, sinks, kept)  # [B, N, S, D]
+    out, saved = yield from sequence.cp.attend(q, k, v, options, sequence.documents, sinks, kept)  # [B, N, S, D]
     return _by_token(out), saved
 
 
@@ -210,7 +210,7 @@ def attend_again(
 ) -> Task[tuple[Tensor, SavedContext]]:
     """What `attend` returned, from what was kept of its inputs."""
     options = _options(context, sequence)
-    out, saved = yield from context.cp.attend_again(inputs, options, sequence.documents, sinks)
+    out, saved = yield from sequence.cp.attend_again(inputs, options, sequence.documents, sinks)
     return _by_token(out), saved
 
 
@@ -232,7 +232,7 @@ def attend_backward(
     """(gradients [B, S, heads, D] of queries, keys and values, that of the sinks [N]) from that of the output
     [T, N head_dim], with the same sinks as forward."""
     dout = _by_sequence(dout.unflatten(1, (-1, head_dim)), sequence)
-    (dq, dk, dv), dsinks = yield from context.cp.attend_backward(dout, saved, sinks)
+    (dq, dk, dv), dsinks = yield from sequence.cp.attend_backward(dout, saved, sinks)
     dk, dv = sequence.kv_cache.slice_grads((dk, dv), sequence.rotary.start)
     return (dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)), dsinks
 

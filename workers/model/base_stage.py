@@ -24,6 +24,7 @@ from pentad.workers.linear.fp8_samples import Fp8Samples
 from pentad.workers.linear.weight_grad import Param, Params, Wgrad, accumulate_wgrads
 from pentad.workers.model.layer_context import LayerContext
 from pentad.workers.parallel.async_ops import Task
+from pentad.workers.parallel.context_share import ContextShare
 from pentad.workers.parallel.process_groups import LayerGroups
 from pentad.workers.params.param_buffers import BoundBuffers, NamedBuffer, ParamBuffers, WeightBuffer
 from pentad.workers.params.router_bias import LoadBalancer
@@ -41,6 +42,7 @@ class StageInputs(NamedTuple):
     mtp_targets: Tensor | None = None  # [mtp_layers, T], last stage, those after them; an evaluation runs no MTP layers
     mtp_inputs: Tensor | None = None  # [mtp_layers, T], tokens that MTP layers read where targets are masked
     document_starts: Sequence[Sequence[int]] = ()  # of packed sequences: positions, by row of the batch
+    share: ContextShare | None = None  # with data-aware groups, in place of rows of a batch
 
 
 class BaseStage(ABC):
@@ -49,9 +51,10 @@ class BaseStage(ABC):
     `param_buffers` hold the flat weights that a stage reads and the main gradients that W adds to, those of experts
     separately; `frozen` hold weights without gradients. `saved` is what F leaves for B, and `deferred` what B
     leaves to W, by slice index; clearing `saved` discards the step so far. `loss_sums` [microbatches, rows], float64,
-    are the summed token losses of the current step: one of two `loss_sum_buffers`, the other one may still be in
-    flight. `squared_lse` [2] are likewise the sums of squared log-sum-exps for z-losses: of the model's logits, and
-    of those of the stage's routers. Until `join` the stage `is_local`: no other rank shares its layers.
+    are the summed token losses of the current step, with data-aware groups of all replicas: one of two
+    `loss_sum_buffers`, the other one may still be in flight. `squared_lse` [2] are likewise the sums of squared
+    log-sum-exps for z-losses: of the model's logits, and of those of the stage's routers. Until `join` the stage
+    `is_local`: no other rank shares its layers.
     `recompute_mode` is the plan's.
     """
 
@@ -75,9 +78,9 @@ class BaseStage(ABC):
         self.deferred: dict[int, list[Wgrad]] = {}
         self.unwritten = Unwritten()
         self.microbatches = plan.batch.microbatches  # of the current step
-        self.loss_sum_buffers = torch.zeros(
-            (2, plan.batch.microbatches, plan.batch.micro_batch_size), dtype=torch.float64, device=self.device
-        )
+        microbatches = plan.batch.microbatches * (plan.batch.replicas if plan.batch.capacity else 1)
+        sizes = 2, microbatches, plan.batch.micro_batch_size
+        self.loss_sum_buffers = torch.zeros(sizes, dtype=torch.float64, device=self.device)
         self.loss_sums = self.loss_sum_buffers[0]
         self.squared_lse_buffers = torch.zeros((2, 2), dtype=torch.float64, device=self.device)
         self.squared_lse = self.squared_lse_buffers[0]

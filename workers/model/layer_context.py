@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pentad.kernels.attention.rope_tables import rope_tables
@@ -32,6 +33,7 @@ class LayerContext(NamedTuple):
     tp: TensorParallelGroup = TensorParallelGroup()
     cp: ContextParallelGroup = ContextParallelGroup()
     ep: ExpertParallelGroup = ExpertParallelGroup()
+    pool: dist.ProcessGroup | None = None  # of data-aware groups
     lora_scale: float = 0.0  # alpha / rank
     router_squared_lse: Tensor | None = None  # a float64 scalar: what routers add to in F, for their z-loss
     count_load: bool = True  # False while RECOMPUTE runs a forward again: its tokens are in the experts' load already
@@ -50,8 +52,9 @@ class RotaryTable(NamedTuple):
 
 
 class SequenceContext(NamedTuple):
-    """The positions of one forward or backward in its sequences, for one layer."""
+    """The positions of one forward or backward in its sequences, for one layer, and the ranks that share these."""
 
+    cp: ContextParallelGroup
     rotary: RotaryTable
     kv_cache: SlicedKVCache
     window: int = 0  # tokens that a token attends to, itself included; 0: all before it
@@ -89,10 +92,15 @@ def rotary_tables(
     plan: Plan, rank: int, kind: LayerKind, device: torch.device, dtype: torch.dtype
 ) -> list[RotaryTable]:
     """One table for each sequence slice of a rank, for layers of a kind."""
-    length, width = plan.batch.sequence_length, plan.model.rotary_width
-    tables = rope_tables(length, width, kind.rope_theta, device, dtype, kind.rope_scaling)
+    tables = full_tables(plan, kind, device, dtype)
     local = local_positions(plan, rank).to(device)
     cos, sin = (table[local] for table in tables)
     size = len(local) // plan.program.slices
     starts = range(0, len(local), size)
     return [RotaryTable(start, cos[start : start + size], sin[start : start + size]) for start in starts]
+
+
+def full_tables(plan: Plan, kind: LayerKind, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(cos, sin) [S, D / 2] of all positions of a sequence."""
+    length, width = plan.batch.sequence_length, plan.model.rotary_width
+    return rope_tables(length, width, kind.rope_theta, device, dtype, kind.rope_scaling)

@@ -10,23 +10,38 @@ from torch import Tensor
 
 from pentad.kernels.fp8.fp8_tensor import Recipe
 from pentad.schedules.passes.recompute import recomputed_parts
+from pentad.schedules.spec.model import LayerKind
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.linear.casts import Casts
 from pentad.workers.linear.weight_grad import Param, Params, Wgrad
 from pentad.workers.model import lm_head
 from pentad.workers.model.base_stage import Activation, BaseStage, StageInputs, activation_storages, storage_id
 from pentad.workers.model.layer import Layer, LayerKept, LayerSaved
-from pentad.workers.model.layer_context import LayerContext, SequenceContext, rotary_tables
+from pentad.workers.model.layer_context import (
+    LayerContext,
+    RotaryTable,
+    SequenceContext,
+    full_tables,
+    rotary_tables,
+)
 from pentad.workers.model.mtp import MTPLayer, MTPSaved
 from pentad.workers.model.norm import Norm, SavedNorm
 from pentad.workers.parallel.async_ops import Task, run_to_completion
+from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.document_mask import DocumentMask
 from pentad.workers.parallel.sliced_kv_cache import SlicedKVCache
 from pentad.workers.params.param_buffers import ParamBuffers, WeightBuffer
 from pentad.workers.params.parameters import DTYPES
 from pentad.workers.params.router_bias import LoadBalancer
 
-Documents = dict[int, DocumentMask | None]  # the mask of packed sequences, by the window of a layer
+
+class Piece(NamedTuple):
+    """A slice of a microbatch: the ranks that share it, the mask of packed sequences by the window of a layer, and its
+    positions by the kind of one."""
+
+    cp: ContextParallelGroup
+    documents: dict[int, DocumentMask | None]
+    rotary: dict[LayerKind, RotaryTable]
 
 
 class TokenLosses(NamedTuple):
@@ -102,7 +117,11 @@ class Stage(BaseStage):
         self.embedding_name = "embedding" if self.first else "head" if tied else "predicted.embedding"
         self.bind()
         self.kv_caches: dict[int, list[SlicedKVCache]] = {}  # by microbatch, one for each layer
-        self.documents: dict[int, Documents] = {}  # by slice index
+        self.pieces: dict[int, Piece] = {}  # by slice index
+        self.full_tables = {}
+        if plan.batch.capacity:
+            given = self.device, parameters.master.dtype
+            self.full_tables = {kind: full_tables(plan, kind, *given) for kind in self.rotary_tables}
 
     def _bind(self, params: Params) -> BoundParams:
         if not params:
@@ -136,7 +155,7 @@ class Stage(BaseStage):
         result, _ = yield from self._forward(slice_index, inputs, "full", self.layer_context._replace(count_load=False))
         if (slice_index + 1) % self.slices == 0:
             del self.kv_caches[slice_index // self.slices]
-        del self.documents[slice_index]
+        del self.pieces[slice_index]
         return result
 
     def _forward(
@@ -145,8 +164,9 @@ class Stage(BaseStage):
         """(what F returns, what this mode saves)."""
         microbatch, slice_number = divmod(slice_index, self.slices)
         if slice_number == 0:
-            self.kv_caches[microbatch] = [SlicedKVCache(self.length) for _ in self.layer_numbers]
-        self.documents[slice_index] = self._documents(inputs.document_starts)
+            length = self.length if inputs.share is None else len(inputs.share.positions)
+            self.kv_caches[microbatch] = [SlicedKVCache(length) for _ in self.layer_numbers]
+        self.pieces[slice_index] = self._piece(slice_number, inputs)
         if isinstance(inputs.received, tuple) and recompute_mode == "full":  # one tensor to save
             inputs = inputs._replace(received=torch.add(*inputs.received))
         branch, stream, saved, losses = yield from self._run_layers(slice_index, inputs, recompute_mode, context)
@@ -154,7 +174,10 @@ class Stage(BaseStage):
             if stream is None:  # the embedding by itself
                 return branch, saved
             return branch + stream if self.ends_stage else (branch, stream), saved
-        self.loss_sums[microbatch].add_(losses.losses.view(self.loss_sums.shape[1], -1).sum(1))
+        if inputs.share is None:
+            self.loss_sums[microbatch].add_(losses.losses.view(self.loss_sums.shape[1], -1).sum(1))
+        else:  # not index_add, which adds in any order on a GPU
+            self.loss_sums.view(-1).index_put_((inputs.share.slots,), losses.losses.double(), accumulate=True)
         if losses.squared_lse is not None:
             self.squared_lse[0].add_(losses.squared_lse.sum())
         return None, saved
@@ -181,7 +204,7 @@ class Stage(BaseStage):
             yield from self._defer(slice_index, work)
         assert dy is not None
         layers = list(zip(self.bound.layers, self._sequences(slice_index), strict=True))
-        del self.documents[slice_index]
+        del self.pieces[slice_index]
         if slice_number == 0:
             del self.kv_caches[microbatch]
         for layer, sequence in reversed(layers):
@@ -293,17 +316,23 @@ class Stage(BaseStage):
         return self._sequence(slice_index, self.model.layers, SlicedKVCache(self.length))
 
     def _sequence(self, slice_index: int, number: int, kv_cache: SlicedKVCache) -> SequenceContext:
-        kind, documents = self.layer_kinds[number], self.documents[slice_index]
-        rotary = self.rotary_tables[kind][slice_index % self.slices]
-        return SequenceContext(rotary, kv_cache, kind.window, documents.get(kind.window))
+        kind, piece = self.layer_kinds[number], self.pieces[slice_index]
+        documents = piece.documents.get(kind.window)
+        return SequenceContext(piece.cp, piece.rotary[kind], kv_cache, kind.window, documents)
 
-    def _documents(self, starts: Sequence[Sequence[int]]) -> Documents:
-        """The masks of rows in which documents begin at `starts`."""
+    def _piece(self, slice_number: int, inputs: StageInputs) -> Piece:
+        windows, share = {kind.window for kind in self.layer_kinds.values()}, inputs.share
+        if share is not None:
+            at = share.positions
+            rotary = {kind: RotaryTable(0, cos[at], sin[at]) for kind, (cos, sin) in self.full_tables.items()}
+            return Piece(share.group(self.layer_context.pool), {w: share.document_mask(w) for w in windows}, rotary)
+        rotary = {kind: tables[slice_number] for kind, tables in self.rotary_tables.items()}
+        cp, starts = self.layer_context.cp, inputs.document_starts
         if not starts:
-            return {}
-        cp, windows = self.layer_context.cp, {kind.window for kind in self.layer_kinds.values()}
+            return Piece(cp, {}, rotary)
         length = self.length * cp.size
-        return {window: cp.document_mask(starts, length, self.device, window) for window in windows}
+        masks = {window: cp.document_mask(starts, length, self.device, window) for window in windows}
+        return Piece(cp, masks, rotary)
 
 
 def _without_pair(inputs: StageInputs) -> StageInputs:

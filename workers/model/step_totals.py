@@ -17,7 +17,8 @@ class StepTotals:
     rank; losses by replica, microbatch, sequence and cp rank; target tokens by source of the data and digests of
     samples, which `begin` sets for a step.
 
-    Every entry has one contributor, or whole numbers of many, so sums are exact in any order. All ranks get the losses:
+    Every entry has one contributor, or whole numbers of many, so sums are exact in any order; but with data-aware
+    groups, documents of one row are on several ranks. All ranks get the losses:
     those of a committed step survive the rank that computed them.
     """
 
@@ -55,7 +56,11 @@ class StepTotals:
         for stage in self.stages.values() if at.tp == 0 else ():
             self._squared_lse(self.values)[replica, at.cp, at.pp] += stage.squared_lse
             if stage.last:
-                self._losses(self.values)[replica, ..., at.cp] += stage.loss_sums
+                sums, losses = stage.loss_sums, self._losses(self.values)[..., at.cp]
+                if self.plan.batch.capacity:  # of rows of all replicas
+                    losses += sums.view(losses.shape)
+                else:
+                    losses[replica] += sums
         first = 0 if self.counts else self.num_sources
         self._counts(self.values)[first:].copy_(self.own_counts[first:])
         return self.values

@@ -47,18 +47,24 @@ class KeptInputs(NamedTuple):
     kv_heads: int  # of a rank before the exchange
 
 
-BLOCKWISE = {"ring": cp_ring, "all_gather": cp_all_gather}
 SavedContext = SavedAttention | SavedBlocks | SavedUlysses
 
 
 @dataclass(frozen=True)
 class ContextParallelGroup:
-    """The cp group of a rank. All its ranks call `attend` and `attend_backward` in the same order."""
+    """The ranks that share sequences with this one. All of them call `attend` and `attend_backward` in the same order.
+
+    They are the `size` ranks of `group`, of which this one is number `rank`; or, for a ring, `size` of them: those in
+    `ranks`, whose order the numbers follow. Those share the first `passed` positions that each has: the ones after them
+    are its own.
+    """
 
     group: dist.ProcessGroup | None = None
     size: int = 1
     rank: int = 0
     method: CpMethod = "ring"
+    ranks: tuple[int, ...] | None = None
+    passed: int | None = None
 
     def document_mask(
         self, rows: Sequence[Sequence[int]], length: int, device: torch.device | str = "cpu", window: int = 0
@@ -97,10 +103,13 @@ class ContextParallelGroup:
         rows, length = q.shape[0], q.shape[2] * self.size
         window = 0 if options.window_left is None else options.window_left + 1
         steps = documents or _steps_without_mask(self.method, self.size, self.rank, rows, length, q.device, window)
-        inputs = Inputs(q, k, v, steps, options)
+        inputs = Inputs(q, k, v, steps, options, self.passed)
         if kept is not None:
             return kept.out, SavedBlocks(inputs, *kept)
-        blocks = yield from BLOCKWISE[self.method].forward(group, inputs)
+        if self.method == "ring":
+            blocks = yield from cp_ring.forward(self._ring, inputs)
+        else:
+            blocks = yield from cp_all_gather.forward(group, inputs)
         blocks = _with_sinks(blocks, sinks)
         return blocks.out, blocks
 
@@ -147,9 +156,16 @@ class ContextParallelGroup:
             dq, dk, dv = yield from to_positions(group, *_attend_local_backward(heads[0], saved.saved))
             return (dq, sum_repeated(dk, saved.kv_heads), sum_repeated(dv, saved.kv_heads)), dsinks
         dsinks = _sinks_grad(dout, saved, sinks)
-        if group is None or isinstance(saved, SavedAttention):
+        if group is None or self.size == 1 or isinstance(saved, SavedAttention):
             return _attend_local_backward(dout, saved), dsinks
-        return (yield from BLOCKWISE[self.method].backward(group, saved, dout)), dsinks
+        if self.method == "ring":
+            return (yield from cp_ring.backward(self._ring, saved, dout)), dsinks
+        return (yield from cp_all_gather.backward(group, saved, dout)), dsinks
+
+    @property
+    def _ring(self) -> cp_ring.Ring:
+        assert self.group is not None
+        return cp_ring.Ring(self.group, self.ranks or tuple(range(self.size)), self.rank)
 
     def _own_heads(self, sinks: Tensor | None) -> Tensor | None:
         """The sinks of the heads that this rank has after the exchange of Ulysses."""
@@ -207,7 +223,7 @@ def _attend_local(
 def _attend_local_backward(dout: Tensor, saved: SavedAttention | SavedBlocks) -> QKVGrads:
     if isinstance(saved, SavedAttention):
         return attention_backward(dout, saved)
-    _, k, v, steps, _ = saved.inputs
+    _, k, v, steps, *_ = saved.inputs
     return block_backward(saved, dout, steps[0][0], k, v)
 
 

@@ -13,13 +13,15 @@ from pentad.workers.parallel.document_mask import Block, Step
 
 
 class Inputs(NamedTuple):
-    """The inputs of one rank's attention, and the blocks to compute."""
+    """The inputs of one rank's attention, the blocks to compute, and how many of the first keys and values a ring
+    passes on (None: all)."""
 
     q: Tensor  # [B, N, S, D]
     k: Tensor  # [B, M, S, D]
     v: Tensor  # [B, M, S, Dv]
     steps: tuple[Step, ...]
     options: AttentionOptions
+    passed: int | None = None
 
     def options_at(self, at: Block) -> AttentionOptions:
         return self.options._replace(

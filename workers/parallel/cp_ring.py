@@ -6,6 +6,8 @@ of keys and values follow them round the ring, accumulated in float32 or wider, 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,15 +19,24 @@ from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task
 from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, block_backward, block_forward, pack_kv, unpack_kv
 
 
-def forward(group: dist.ProcessGroup, inputs: Inputs) -> Task[SavedBlocks]:
-    """Attention of this rank's queries to the keys of all ranks."""
-    (q, k, v, steps, *_), size = inputs, group.size()
+class Ring(NamedTuple):
+    """Ranks of a group, in the order in which keys and values pass through them; this rank is `ranks[place]`."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    place: int
+
+
+def forward(ring: Ring, inputs: Inputs) -> Task[SavedBlocks]:
+    """Attention of this rank's queries to its own keys and those that the ring's ranks pass on."""
+    (q, own_k, own_v, steps, *_), size = inputs, len(ring.ranks)
+    k, v = (x[:, :, : inputs.passed] for x in (own_k, own_v))
     packed = pack_kv(k, v)
     buffers = [torch.empty_like(packed) for _ in range(min(2, size - 1))]
     for number, blocks in enumerate(steps):
-        in_flight = None if number == size - 1 else pass_on(group, packed, buffers[number % 2])
+        in_flight = None if number == size - 1 else pass_on(ring, packed, buffers[number % 2])
         if number == 0:
-            out, lse = block_forward(inputs, blocks[0], k, v)
+            out, lse = block_forward(inputs, blocks[0], own_k, own_v)
             out = out.to(accumulation_dtype(q.dtype))
             blocks = blocks[1:]
         keys, values = unpack_kv(packed, k, v)
@@ -37,17 +48,19 @@ def forward(group: dist.ProcessGroup, inputs: Inputs) -> Task[SavedBlocks]:
     return SavedBlocks(inputs, out.to(q.dtype), lse)
 
 
-def backward(group: dist.ProcessGroup, saved: SavedBlocks, dout: Tensor) -> Task[QKVGrads]:
+def backward(ring: Ring, saved: SavedBlocks, dout: Tensor) -> Task[QKVGrads]:
     """(dq, dk, dv) of this rank's inputs."""
-    (q, k, v, steps, *_), size = saved.inputs, group.size()
-    wide = accumulation_dtype(q.dtype)
-    packed, keys, values = pack_kv(k, v), k, v
+    (q, keys, values, steps, *_), size = saved.inputs, len(ring.ranks)
+    wide, passed = accumulation_dtype(q.dtype), saved.inputs.passed
+    k, v = (x[:, :, :passed] for x in (keys, values))
+    packed = pack_kv(k, v)
     buffers = [torch.empty_like(packed) for _ in range(min(2, size - 1))]
     sums = [torch.empty_like(packed, dtype=wide) for _ in range(2)]
     dq = q.new_zeros(q.shape, dtype=wide)
     sums_in_flight: AsyncResult[Tensor] | None = None
+    others = list[Tensor]()
     for number, blocks in enumerate(steps):
-        kv_in_flight = None if number == size - 1 else pass_on(group, packed, buffers[number % 2])
+        kv_in_flight = None if number == size - 1 else pass_on(ring, packed, buffers[number % 2])
         gradients = [(at, *block_backward(saved, dout, at, keys, values)) for at in blocks]
         if kv_in_flight:
             yield
@@ -56,24 +69,33 @@ def backward(group: dist.ProcessGroup, saved: SavedBlocks, dout: Tensor) -> Task
         dk, dv = unpack_kv(total, k, v)
         for at, block_dq, block_dk, block_dv in gradients:
             dq[at.rows, :, at.queries] += block_dq
-            dk[at.rows, :, at.keys] += block_dk
-            dv[at.rows, :, at.keys] += block_dv
+            dk[at.rows, :, at.keys] += block_dk[:, :, :passed]
+            dv[at.rows, :, at.keys] += block_dv[:, :, :passed]
+        if number == 0 and passed is not None:
+            others = [x[:, :, passed:].clone() for x in gradients[0][2:]]  # of the keys and values that stay here
         if kv_in_flight:
             packed = kv_in_flight.wait()
             keys, values = unpack_kv(packed, k, v)
-        sums_in_flight = pass_on(group, total, sums[number % 2])
+        sums_in_flight = pass_on(ring, total, sums[number % 2])
     assert sums_in_flight is not None
-    dk, dv = unpack_kv((yield from sums_in_flight), k, v)
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    dk, dv = (x.to(q.dtype) for x in unpack_kv((yield from sums_in_flight), k, v))
+    if others:
+        dk, dv = (torch.cat(each, 2) for each in zip((dk, dv), others, strict=True))
+    return dq.to(q.dtype), dk, dv
 
 
-def pass_on(group: dist.ProcessGroup, sent: Tensor, buffer: Tensor) -> AsyncResult[Tensor]:
-    """One step round the ring: sends to the next rank and receives into `buffer` from the previous one.
+def pass_on(ring: Ring, sent: Tensor, buffer: Tensor) -> AsyncResult[Tensor]:
+    """One step round the ring: sends to the next rank and receives into `buffer` from the previous one. No other rank
+    of the group takes part.
 
-    A single torch call, unlike batch_isend_irecv: if a generation were aborted between the parts of a batch, NCCL's
-    group call would stay open, and nothing this thread launches later, in any generation, would ever start.
+    On GPUs a single torch call, unlike batch_isend_irecv: if a generation were aborted between the parts of a batch,
+    NCCL's group call would stay open, and nothing this thread launches later, in any generation, would ever start.
+    NCCL skips empty messages; gloo's all-to-all waits for all ranks of a group.
     """
-    size, rank, count = group.size(), group.rank(), sent.numel()
-    to, source = ([count * (other == peer % size) for other in range(size)] for peer in (rank + 1, rank - 1))
+    group, following, previous = ring.group, ring.ranks[(ring.place + 1) % len(ring.ranks)], ring.ranks[ring.place - 1]
+    if not sent.is_cuda:
+        works = dist.isend(sent, group=group, group_dst=following), dist.irecv(buffer, group=group, group_src=previous)
+        return AsyncResult([LayerWork(work, group) for work in works], lambda: buffer, sent)
+    to, source = ([sent.numel() * (other == peer) for other in range(group.size())] for peer in (following, previous))
     work = dist.all_to_all_single(buffer, sent, source, to, group=group, async_op=True)
     return AsyncResult((LayerWork(work, group),), lambda: buffer, sent)

@@ -54,6 +54,27 @@ def plan_steps(
         return ((_diagonal_block((range(length),), rows, device, window),),)
     layout = [chunks(length, size, each, CP_LAYOUTS[method]) for each in range(size)]
     first = _diagonal_block(layout[rank], rows, device, window)
+    return _ring_steps(first, rank, layout, rows, window)
+
+
+def plan_group_steps(
+    size: int, rank: int, length: int, starts: Sequence[int], local: Sequence[int], device: torch.device, window: int
+) -> DocumentMask:
+    """`plan_steps` of a rank that has its zigzag part of one sequence of `length` tokens, which `size` ranks share and
+    in which documents begin at `starts`, and then documents of its own, of `local` tokens. Shapes are always new."""
+    layout: list[Sequence[range]] = [chunks(length, size, each, "zigzag") for each in range(size)] if length else [()]
+    lengths = [*_document_lengths(layout[rank], starts, joined=not window), *local]
+    every, left = slice(None), window - 1 if window else None
+    first = Block(every, every, every, True, _on_device(lengths, device), window_left=left)
+    steps: DocumentMask = ((first,),)
+    if length:
+        steps = _ring_steps(first, rank, layout, [(slice(0, 1), starts)], window)
+    return tuple(tuple(block._replace(fixed_shape=False) for block in step) for step in steps)
+
+
+def _ring_steps(first: Block, rank: int, layout: Sequence[Sequence[range]], rows: Rows, window: int) -> DocumentMask:
+    """The `first` block, of this rank's keys, and all others."""
+    size = len(layout)
     if window:
         diagonal, *others = (_blocks_within(rank, (rank - step) % size, layout, rows, window) for step in range(size))
         return (first, *diagonal), *others

@@ -31,11 +31,12 @@ class LayerGroups(NamedTuple):
     tp: TensorParallelGroup
     cp: ContextParallelGroup
     ep: ExpertParallelGroup
+    pool: dist.ProcessGroup | None = None  # the dp x cp ranks that share documents in groups, which change by step
 
     @property
     def is_local(self) -> bool:
         """Whether layers need no communication."""
-        return self.tp.size == 1 and self.cp.size == 1 and self.ep.group is None
+        return self.tp.size == 1 and self.cp.size == 1 and self.ep.group is None and self.pool is None
 
 
 @dataclass(frozen=True)
@@ -174,17 +175,27 @@ def _embedding_ranks(plan: Plan) -> list[tuple[int, ...]]:
 def _layer_groups(plan: Plan, rank: int) -> LayerGroups:
     mesh, at = plan.mesh, plan.mesh.coordinates(rank)
 
-    def along(axis: Axis) -> dist.ProcessGroup | None:
-        """A new group of the ranks along the axis through this rank."""
-        ranks_of_groups = (mesh.group((axis,), other) for other in range(mesh.size))
-        return _new_groups(ranks_of_groups, axis).get(mesh.group((axis,), rank))
+    def along(*axes: Axis) -> dist.ProcessGroup | None:
+        """A new group of the ranks along the axes through this rank."""
+        ranks_of_groups = (mesh.group(axes, other) for other in range(mesh.size))
+        return _new_groups(ranks_of_groups, " x ".join(axes)).get(mesh.group(axes, rank))
 
     return LayerGroups(
         TensorParallelGroup(along("tp"), mesh.tp, at.tp),
         ContextParallelGroup(along("cp"), mesh.cp, at.cp, plan.cp_method),
         # A GPU's host must not wait for the routing.
         ExpertParallelGroup(along("ep"), at.ep, "all_gather" if plan.device == "cuda" else "all_to_all"),
+        _connected_pairs(along("dp", "cp"), plan) if plan.batch.capacity else None,
     )
+
+
+def _connected_pairs(group: dist.ProcessGroup | None, plan: Plan) -> dist.ProcessGroup | None:
+    """A group in which every rank has sent to every other one: with NCCL the first message of two ranks connects them,
+    and may hold their hosts like a first operation (see `_connected_group`)."""
+    if group is not None and plan.device == "cuda":
+        sent = torch.zeros(group.size(), device="cuda")
+        dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
+    return group
 
 
 def _new_groups(

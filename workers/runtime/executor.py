@@ -84,8 +84,9 @@ class Executor:
     check: Check
 
     def __post_init__(self) -> None:
-        if isinstance(self.lanes, HostStreams):  # a GPU's host does not wait inside layers
-            host_waits.log, self.progress.counts_waits = self.progress, True
+        # A GPU's host does not wait inside layers; ranks of data-aware groups do not wait equally often.
+        counts_waits = isinstance(self.lanes, HostStreams) and self.groups.layers.pool is None
+        host_waits.log, self.progress.counts_waits = self.progress if counts_waits else None, counts_waits
         self.running: RankProgram | None = None
         self.results: dict[Key, Any] = {}
         self.step, self.round, self.host_seconds = 0, 0, dict[int, float]()
@@ -176,7 +177,7 @@ class Executor:
                 assert result is not None
                 self.transport.send(part, result)
             case Op.RECV_F | Op.RECV_B:
-                self.results[part.key], work = self.transport.receive(part)
+                self.results[part.key], work = self.transport.receive(part, self._rows(part))
                 if work is not None:
                     self.lanes.end_with(part, [work])
             case Op.ALL_REDUCE:
@@ -216,7 +217,7 @@ class Executor:
             mtp = tokens.mtp_targets, tokens.mtp_inputs
             inputs = inputs._replace(targets=tokens.targets, mtp_targets=mtp[0], mtp_inputs=mtp[1])
         if tokens is not None:
-            inputs = inputs._replace(document_starts=tokens.document_starts)
+            inputs = inputs._replace(document_starts=tokens.document_starts, share=tokens.share)
         if self._running.forward_only:
             task = stage.evaluate(part.microbatch, inputs)
             if inputs.targets is not None:
@@ -246,6 +247,13 @@ class Executor:
             if group is not None and each.gradients.flat.numel():
                 works.append(dist.all_reduce(each.gradients.flat, group=group, async_op=True))
         return works
+
+    def _rows(self, part: Instruction) -> int | None:
+        """Of the residual stream that a transfer brings; None: as many as always."""
+        tokens = self.tokens.get(part.microbatch)
+        if tokens is None or tokens.share is None:
+            return None
+        return len(tokens.share.positions) // self.groups.layers.tp.size
 
     def _input(self, part: Instruction) -> Any:
         source = self._running.sources.get(part.key)

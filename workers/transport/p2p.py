@@ -45,12 +45,13 @@ class P2PTransport:
         else:
             self.sends.append((work, tensor))
 
-    def receive(self, part: Instruction) -> tuple[torch.Tensor, dist.Work]:
-        """Starts to fill a slot and returns it; it may be read once the work is done."""
+    def receive(self, part: Instruction, rows: int | None = None) -> tuple[torch.Tensor, dist.Work]:
+        """Starts to fill the first `rows` (None: all) of a slot and returns them; they may be read once the work is
+        done."""
         slot = self.slots[part.op].get(part.slot)
         if slot is None:
             slot = self.slots[part.op][part.slot] = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        peer = self.mesh.move(self.groups.rank, pp=part.peer)
+        slot, peer = slot[:rows], self.mesh.move(self.groups.rank, pp=part.peer)
         group = self.groups.channels[channel_of(part, self.groups.rank, peer)]
         work = dist.irecv(slot, peer, group=group, tag=_tag(part))
         assert work is not None

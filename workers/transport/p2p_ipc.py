@@ -70,15 +70,15 @@ class IpcTransport:
         tensor.record_stream(torch.cuda.current_stream())
         self.flags.write(("arrived", channel), self.transfers[channel])
 
-    def receive(self, part: Instruction) -> tuple[torch.Tensor, None]:
-        """On the lane: grants the slot and waits until it is filled."""
+    def receive(self, part: Instruction, rows: int | None = None) -> tuple[torch.Tensor, None]:
+        """On the lane: grants the slot and waits until its first `rows` (None: all) are filled."""
         channel = channel_of(part, self.rank, self._peer(part))
         self.transfers[channel] += 1
         self.flags.write(("granted", channel), self.transfers[channel])
         self.flags.wait(("arrived", channel), self.transfers[channel])
         start = self._slot_index(self.pp, part) * self.slot_bytes
         size = self.shape[0] * self.shape[1] * self.dtype.itemsize
-        return self.buffer[start : start + size].view(self.dtype).view(self.shape), None
+        return self.buffer[start : start + size].view(self.dtype).view(self.shape)[:rows], None
 
     def finish_sends(self) -> None:
         """Nothing to wait for: the lanes keep the order."""

@@ -42,9 +42,9 @@ def sent(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommVolume
     """Records everything that layers send; even small products have several tiles."""
     found, caches = CommVolume(), (stage_volume, layer_volume)
 
-    def pass_on(group: FakeGroup, block: torch.Tensor, buffer: torch.Tensor) -> AsyncResult[torch.Tensor]:
+    def pass_on(ring: cp_ring.Ring, block: torch.Tensor, buffer: torch.Tensor) -> AsyncResult[torch.Tensor]:
         found.add("cp", "ring", 1, block.nbytes)
-        return fake_groups.pass_on(group, block, buffer)
+        return fake_groups.pass_on(ring, block, buffer)
 
     def counted(kind: Any) -> Any:
         def call(to: torch.Tensor, source: torch.Tensor, group: Any, async_op: bool = False) -> None:

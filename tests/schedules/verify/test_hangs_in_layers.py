@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.mesh import Axis, Mesh
-from pentad.schedules.verify.hang_diagnosis import INNER_AXES, Position, find_cause
+from pentad.schedules.verify.hang_diagnosis import GROUP_AXES, INNER_AXES, Position, find_cause
 
 MESHES = [Mesh(tp=2), Mesh(tp=4), Mesh(tp=2, cp=2), Mesh(cp=2, ep=2), Mesh(tp=2, cp=2, ep=2)]
 compiled = cache(compile_program)
@@ -60,6 +60,14 @@ def test_the_sentence_says_in_which_group_a_rank_waits() -> None:
         "rank 0 (dp0 pp0) has been in 0F0 (in its tp group) for 9.0 s, waiting for rank 1; "
         "rank 1 (dp0 pp0 tp1) has been in 0F0 for 9.0 s: rank 1 is the cause; 1 rank waits for it"
     )
+
+
+def test_a_rank_in_a_data_aware_group_waits_for_replicas_behind_it() -> None:
+    program, mesh = compiled("1f1b", 1, 2), Mesh(dp=2)
+    at = [Position(0, place(program, 0, name), 9.0) for name in ("0BW0", "0F0")]
+    assert set(find_cause(program, mesh, at).causes) == {0, 1}, "replicas share no layers"
+    found = find_cause(program, mesh, at, inner_axes=GROUP_AXES)
+    assert found.causes == (1,) and [(wait.rank, wait.peers) for wait in found.waits] == [(0, (1,))]
 
 
 SILENT = [("1F0", "0BW0", False), ("NORM", "NORM", False), ("VALIDATE", "0BW0", True)]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from pentad.workers.data import encoder as encoder_module
-from pentad.workers.data import word_boundaries
 from pentad.workers.data.encoder import Encoder, TextChunk
+from pentad.workers.text import word_boundaries
 
 # Every kind of byte and every symbol that an expression treats in its own way.
 LETTERS = (

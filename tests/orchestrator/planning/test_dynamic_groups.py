@@ -1,0 +1,90 @@
+"""Plans with data-aware groups: what ranks hold, what is refused, and the balance of the first steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mixtures import random_corpus
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.balance import data_balance
+from pentad.orchestrator.planning.estimate import costs_of, memory
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.data.sources import open_dataset
+
+CONFIG = """
+run: {name: groups, seed: 1, steps: 3}
+model: {family: llama, layers: 4, hidden: 64, heads: 4, kv_heads: 2, ffn: 96, vocab: 512}
+mesh: {dp: 2, cp: 2}
+schedule: {name: 1f1b, microbatches: 2}
+batch: {global_batch_size: 8, sequence_length: 64}
+data: {packing: documents, document_mask: true, balance: dynamic}
+"""
+
+EXPERTS = ["model.family=mixtral", *(f"model.experts.{each}" for each in ("num_experts=4", "top_k=2"))]
+EXPERTS += ["model.experts.intermediate_size=32", "model.experts.aux_loss_coef=0.1"]
+OVERLAPPED = ["mesh.pp=2", "schedule.name=dualpipev", "schedule.microbatches=4"]
+EIGHT_BITS = [
+    "precision.matmul=fp8-row",
+    "model.hidden=128",
+    "model.kv_heads=4",
+    "model.ffn=256",
+    "batch.sequence_length=256",
+]
+
+
+def plan_of(folder: Path, *overrides: str) -> Plan:
+    path, corpus = folder / "config.yaml", folder / "corpus"
+    if not path.exists():
+        path.write_text(CONFIG)
+        random_corpus(corpus, 1, 80, 64)
+    return make_plan(load(path, [f"data.path={corpus}", f"data.cache={folder}", *overrides]), "cpu")
+
+
+def test_ranks_have_room_for_more_than_their_even_share(tmp_path: Path) -> None:
+    even, grouped, roomy = (
+        plan_of(tmp_path, *each)
+        for each in (["data.balance=none"], ["data.capacity_factor=1"], ["data.capacity_factor=1.6"])
+    )
+    assert (even.slice_tokens, grouped.slice_tokens, roomy.slice_tokens) == (64, 64, 104)
+    assert grouped.batch.document_costs is not None and grouped.batch.document_costs.ring > 0
+    held = [memory(plan, 0)["activations"] for plan in (grouped, roomy)]
+    assert held[1] > 1.5 * held[0]
+    assert costs_of(roomy) == costs_of(grouped), "a microbatch takes as long on average"
+
+
+@pytest.mark.parametrize("overrides", [[], ["mesh.pp=2", "schedule.name=zb-h1", "schedule.microbatches=4"]])
+def test_the_balance_is_that_of_the_groups_of_the_run(tmp_path: Path, overrides: list[str]) -> None:
+    plan = plan_of(tmp_path, *overrides)
+    dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
+    found = data_balance(plan, dataset, 3)
+    assert found.trained == "dynamic" and found.steps == 3 and 0 <= found.groups <= 1
+    assert 1 - 1e-9 <= found.dynamic < 1.2
+    other = data_balance(plan_of(tmp_path, "data.balance=none", *overrides), dataset, 3)
+    assert other.trained == "fixed" and other[2:] == found[2:], "simulated as it would be trained"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["mesh.cp_method=all_gather"], "mesh.cp_method is all_gather: expected ring"),
+        (
+            ["mesh.pp=2", "schedule.name=dualpipev", "schedule.microbatches=4"],
+            "schedule.name is dualpipev, which overlaps microbatches",
+        ),
+        (["memory.offload_fraction=0.5"], "memory.offload_fraction is 0.5: expected 0"),
+        (["memory.max_resident_microbatches=1"], "memory.max_resident_microbatches is 1: expected null"),
+        (EIGHT_BITS, "precision.matmul is fp8-row: expected compute"),
+        (EXPERTS, "model.experts.aux_loss_coef is 0.1: expected 0"),
+        ([*EXPERTS, "model.experts.aux_loss_coef=0", "mesh.ep=2", "mesh.dp=1"], "mesh.ep is 2: expected 1"),
+        (["data.packing=windows", "data.document_mask=false"], "data.document_mask is false: expected true"),
+        (["data.capacity_factor=0.9"], "data.capacity_factor is 0.9: expected at least 1"),
+    ],
+)
+def test_what_groups_do_not_support_is_one_sentence(tmp_path: Path, overrides: list[str], sentence: str) -> None:
+    with pytest.raises(PentadError) as caught:
+        plan_of(tmp_path, *overrides)
+    assert sentence in str(caught.value) and "\n" not in str(caught.value)

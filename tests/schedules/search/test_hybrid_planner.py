@@ -1,0 +1,107 @@
+"""Every document of a step is on one group of ranks that hold it, and the groups' work is near the least possible."""
+
+from __future__ import annotations
+
+import time
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pentad.schedules.search.hybrid_planner import hybrid
+from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
+from pentad.schedules.spec.cp_layout import StepGroups
+from pentad.schedules.verify.check_groups import check_shares
+
+COSTS = DocumentCosts(1.0, 3.0, 0.5)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[np.ndarray], BatchSpec, int]:
+    """Rows of documents, some of them empty, and a pool that has room for them on its static mesh at least."""
+    cp, replicas, microbatches, rows = (draw(st.integers(1, most)) for most in (4, 3, 3, 2))
+    length, factor = 2 * cp * draw(st.integers(1, 8)), draw(st.sampled_from([1.0, 1.25, 3.0]))
+    size = replicas * microbatches * rows
+    found = []
+    for _ in range(size):
+        cuts = sorted(draw(st.lists(st.integers(0, length), max_size=5)))
+        found.append(np.diff([0, *cuts]).astype(np.int64))  # what is left is padding
+    capacity = 2 * -(-int(factor * rows * length / cp) // 2)
+    return found, BatchSpec(size, length, microbatches, replicas, document_costs=COSTS, capacity=capacity), cp
+
+
+@settings(deadline=None)
+@given(step=steps())
+def test_every_document_is_on_one_group_that_holds_it(step: tuple[list[np.ndarray], BatchSpec, int]) -> None:
+    rows, batch, cp = step
+    groups, balance = hybrid(*step)
+    check_shares(groups, batch.capacity)
+    assert len(groups.shares) == batch.microbatches
+    assert all(len(shares) == batch.replicas * cp for shares in groups.shares)
+    found = {(each.row, each.first, each.length) for each in groups.documents}
+    expected = {
+        (row, int(end - length), int(length))
+        for row, lengths in enumerate(rows)
+        for length, end in zip(lengths, np.cumsum(lengths), strict=True)
+        if length
+    }
+    assert found == expected
+    assert work_of(groups) == pytest.approx(balance.work.tolist())
+    assert balance.end == max(balance.work) >= balance.bound * (1 - 1e-9)
+    assert groups == hybrid(*step)[0], "the same lengths, the same groups"
+
+
+def work_of(groups: StepGroups) -> list[float]:
+    work = np.zeros(len(groups.shares[0]))
+    for share, rank in ((share, rank) for shares in groups.shares for rank, share in enumerate(shares)):
+        work[rank] += COSTS.alone(groups.lengths(share.local)).sum()
+        lengths = groups.lengths(share.shared)
+        work[rank] += COSTS.shared(lengths, np.full(len(lengths), len(share.ranks))).sum()
+    return work.tolist()
+
+
+def batch_of(lengths: list[list[int]], length: int, microbatches: int, replicas: int, capacity: int) -> BatchSpec:
+    return BatchSpec(len(lengths), length, microbatches, replicas, document_costs=COSTS, capacity=capacity)
+
+
+def ranks_by_length(groups: StepGroups) -> dict[int, set[int]]:
+    """Sizes of the groups that documents of each length are on."""
+    found: dict[int, set[int]] = {}
+    for share in chain(*groups.shares):
+        for number in (*share.shared, *share.local):
+            size = len(share.ranks) if number in share.shared else 1
+            found.setdefault(groups.documents[number].length, set()).add(size)
+    return found
+
+
+def test_short_documents_have_no_ring_and_long_ones_as_many_ranks_as_they_need() -> None:
+    rows = [[96], [8] * 12, [8] * 12, [8] * 12]
+    batch = batch_of(rows, 96, 4, 1, 40)
+    groups, balance = hybrid([np.array(row) for row in rows], batch, 4)
+    assert ranks_by_length(groups) == {96: {4}, 8: {1}} and balance.max_over_mean < 1.1
+    rows = [[96], [24] * 4, [24] * 4, [24] * 4]
+    groups, _ = hybrid([np.array(row) for row in rows], batch_of(rows, 96, 4, 1, 60), 3)
+    assert ranks_by_length(groups) == {96: {3}, 24: {1}}
+
+
+def test_documents_that_fit_in_no_other_way_are_on_the_static_mesh() -> None:
+    rows = [[31, 1], [17, 15], [30, 2], [16, 16]]
+    groups, _ = hybrid([np.array(row) for row in rows], batch_of(rows, 32, 2, 2, 16), 2)
+    check_shares(groups, 16)
+    assert {share.ranks for share in chain(*groups.shares)} == {(0, 1), (2, 3)}
+
+
+def test_256_documents_are_dealt_to_64_ranks_in_50_ms_of_cpu() -> None:
+    random = np.random.default_rng(0)
+    rows = [np.clip(random.lognormal(8.5, 1.3, 4), 1, 2**14).astype(np.int64) for _ in range(64)]
+    batch = BatchSpec(64, 2**16, 4, 16, document_costs=DocumentCosts(2.0**-16, 1.0, 0.02), capacity=20_480)
+    times = []
+    for _ in range(3):
+        since = time.process_time()
+        groups, balance = hybrid(rows, batch, 4)
+        check_shares(groups, batch.capacity)
+        times.append(time.process_time() - since)
+    assert min(times) < 0.05, times
+    assert balance.gap < 0.05

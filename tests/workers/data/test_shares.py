@@ -1,0 +1,97 @@
+"""With data-aware groups, ranks of any mesh read every document of a step once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mixtures import mixed
+from plans import plan_on_mesh
+
+from pentad.kernels.backend import IGNORE_INDEX
+from pentad.schedules.spec.batch import DocumentCosts
+from pentad.schedules.spec.data import Packing
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.data.batch_loader import Batch, BatchLoader
+from pentad.workers.data.samples import DIGEST_BITS
+from pentad.workers.data.sources import open_dataset
+
+MESHES: list[dict[str, Any]] = [{}, {"dp": 2, "pp": 2}, {"cp": 4}, {"tp": 2, "cp": 2}, {"dp": 8}]
+TRAINED = Counter[tuple[int, int, int, int]]  # (token, target, position in its document, slot of its row)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("corpora")
+
+
+def plan_of_32(folder: Path, sizes: dict[str, Any], packing: Packing) -> Plan:
+    """32 sequences of 16 tokens a step, whatever the mesh, in microbatches of a quarter of a replica's."""
+    plan = plan_on_mesh(mixed(folder, packing), "1f1b", sizes)
+    held = 32 // (4 * plan.batch.replicas) * 16 // plan.mesh.cp
+    given = {"global_batch_size": 32, "sequence_length": 16, "document_costs": DocumentCosts(1.0, 3.0, 0.1)}
+    return replace(plan, batch=replace(plan.batch, **given, capacity=-(-held * 5 // 16) * 4))
+
+
+def batches(plan: Plan, step: int) -> list[Batch]:
+    """Of all ranks."""
+    dataset, found = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed), []
+    for rank in range(plan.mesh.size):
+        loader = BatchLoader(plan, rank, dataset, torch.device("cpu"))
+        found.append(loader(step))
+        loader.close()
+    return found
+
+
+def trained(plan: Plan, found: list[Batch]) -> TRAINED:
+    """The tokens with a target that the ranks with tp 0 and the last stage have."""
+    counts = TRAINED()
+    for rank, batch in enumerate(found):
+        at = plan.mesh.coordinates(rank)
+        for tokens in batch.tokens.values() if at.tp == 0 and at.pp == plan.mesh.pp - 1 else ():
+            assert tokens.share is not None
+            sizes = {len(each) for each in (tokens.inputs, tokens.targets, tokens.share.positions, tokens.share.slots)}
+            assert sizes == {len(tokens.inputs)} and 0 < len(tokens.inputs) <= plan.batch.capacity
+            assert len(tokens.inputs) % plan.mesh.tp == 0
+            rows = torch.stack((tokens.inputs, tokens.targets, tokens.share.positions, tokens.share.slots), 1)
+            counts.update(map(tuple, rows[tokens.targets != IGNORE_INDEX].tolist()))
+    return counts
+
+
+def expected(plan: Plan, step: int) -> TRAINED:
+    """What one process would train on."""
+    dataset, counts = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed), TRAINED()
+    for row, (source, index) in enumerate(zip(*(each.tolist() for each in dataset.rows(step)), strict=True)):
+        sample = dataset.sample(source, index)
+        starts = np.array(sample.document_starts)
+        positions = np.arange(16) - starts[np.searchsorted(starts, np.arange(16), "right") - 1]
+        tokens = zip(sample.inputs, sample.following, positions, np.full(16, row), strict=True)
+        counts.update(
+            tuple(map(int, each)) for each, is_target in zip(tokens, sample.is_target, strict=True) if is_target
+        )
+    return counts
+
+
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+@pytest.mark.parametrize("sizes", MESHES)
+def test_every_token_is_trained_once_on_any_mesh(folder: Path, sizes: dict[str, Any], packing: Packing) -> None:
+    plan = plan_of_32(folder, sizes, packing)
+    dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
+    for step in (0, 3):
+        found = batches(plan, step)
+        assert trained(plan, found) == expected(plan, step)
+        assert sum(int(each.counts[-1]) for each in found) % 2**DIGEST_BITS == dataset.digest(step)
+        assert {each.target_tokens for each in found} <= {0, sum(expected(plan, step).values())}
+
+
+def test_the_same_groups_are_read_again(folder: Path) -> None:
+    plan = plan_of_32(folder, {"dp": 2, "cp": 2}, "documents")
+    for one, other in zip(batches(plan, 1), batches(plan, 1), strict=True):
+        for a, b in zip(one.tokens.values(), other.tokens.values(), strict=True):
+            assert a.share is not None and b.share is not None
+            assert a.share[:2] == b.share[:2] and torch.equal(a.inputs, b.inputs)

@@ -1,0 +1,109 @@
+"""Documents on groups of ranks that change with every step and microbatch train like one process."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evaluations import assert_evaluates_like_one_process, with_eval
+from exactness import assert_equals_one_process
+from fleet import Fleet
+from plans import STEPS
+from random_groups import RandomGroupsFleet, grouped_plan, random_groups
+from resume import assert_repeatable
+from small_models import FAMILIES
+from worker_processes import WorkerProcess, check_recovery
+
+from pentad.schedules.search.hybrid_planner import hybrid
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.data.sources import open_dataset
+
+slow = pytest.mark.slow
+
+
+def group_sizes(plan: Plan, planner: Any) -> Counter[int]:
+    """How many ranks are in groups of each size, over the microbatches of all steps; 0: without a document."""
+    dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
+    steps = [planner(dataset.document_lengths(step), plan.batch, plan.mesh.cp)[0] for step in range(STEPS)]
+    shares = [share for groups in steps for share in chain(*groups.shares)]
+    return Counter(len(share.ranks) if share.shared or share.local else 0 for share in shares)
+
+
+@pytest.fixture(scope="module")
+def random_fleet() -> Iterator[Fleet]:
+    made = RandomGroupsFleet(4)
+    yield made
+    made.stop()
+
+
+PLANNED = [
+    {"sizes": {"dp": 2, "cp": 2}},
+    pytest.param({"sizes": {"cp": 4}, "microbatches": 4}, marks=slow),
+    pytest.param({"sizes": {"pp": 2, "cp": 2}}, marks=slow),
+    pytest.param({"sizes": {"tp": 2, "cp": 2}}, marks=slow),
+    pytest.param({"sizes": {"dp": 2, "cp": 2}, "factor": 1.0}, marks=slow),
+]
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_planned_groups_train_like_one_process(fleet: Fleet, tmp_path: Path, case: dict[str, Any]) -> None:
+    plan = grouped_plan(tmp_path, **case)
+    assert max(group_sizes(plan, hybrid)) > 1, "no ring proves nothing"
+    assert_equals_one_process(fleet, plan)
+
+
+RANDOM = [
+    {"sizes": {"dp": 4}, "microbatches": 3, "factor": 4},
+    pytest.param({"sizes": {"cp": 4}, "microbatches": 3, "factor": 4, "packing": "windows"}, marks=slow),
+    pytest.param({"sizes": {"pp": 2, "dp": 2}, "microbatches": 4, "factor": 3}, marks=slow),
+    pytest.param({"sizes": {"pp": 2, "cp": 2, "name": "zb-h1"}, "microbatches": 4, "factor": 4}, marks=slow),
+    pytest.param(
+        {"sizes": {"pp": 2, "cp": 2, "name": "zb-h2"}, "microbatches": 4, "factor": 4, "post_validation": True},
+        marks=slow,
+    ),
+    pytest.param({"sizes": {"tp": 2, "dp": 2}, "microbatches": 3, "factor": 4}, marks=slow),
+    pytest.param({"sizes": {"dp": 4}, "factor": 4, "ramp": {1: 2}}, marks=slow),
+    pytest.param({"sizes": {"dp": 4}, "factor": 4, "memory_options": MemoryOptions(zero=3)}, marks=slow),
+    *(
+        pytest.param({"sizes": {"dp": 2, "cp": 2}, "factor": 4, "recompute": mode}, marks=slow)
+        for mode in ("full", "attention", "selective")
+    ),
+    *(
+        pytest.param({"sizes": {"dp": 4}, "factor": 4, "model": FAMILIES[name]}, marks=slow, id=name)
+        for name in ("gemma2", "gpt-oss", "mixtral", "deepseek-v2-lite", "mistral", "qwen3")
+    ),
+    *(pytest.param({"sizes": {"dp": 4}, "factor": 5, "seed": seed}, marks=slow) for seed in (2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize("case", RANDOM)
+def test_any_groups_train_like_one_process(random_fleet: Fleet, tmp_path: Path, case: dict[str, Any]) -> None:
+    plan = grouped_plan(tmp_path, **case)
+    sizes, pool = group_sizes(plan, random_groups), plan.mesh.dp * plan.mesh.cp
+    assert sizes.keys() - {0} == {*range(1, pool + 1)}
+    assert_equals_one_process(random_fleet, plan)
+
+
+@slow
+def test_a_run_with_groups_evaluates_like_one_process(fleet: Fleet, tmp_path: Path) -> None:
+    plan = grouped_plan(tmp_path, {"dp": 2, "cp": 2})
+    assert_evaluates_like_one_process(fleet, with_eval(plan, 5))
+
+
+@slow
+@pytest.mark.parametrize("sizes", [{"dp": 2, "cp": 2}, {"dp": 2, "pp": 2}])
+def test_runs_with_groups_resume_with_the_same_bits(random_fleet: Fleet, tmp_path: Path, sizes: dict[str, Any]) -> None:
+    assert_repeatable(random_fleet, grouped_plan(tmp_path, sizes, factor=4, dtype="float32"), tmp_path)
+
+
+@slow
+@pytest.mark.timeout(150)
+def test_a_run_with_groups_recovers_with_the_same_bits(workers: list[WorkerProcess], tmp_path: Path) -> None:
+    plan = grouped_plan(tmp_path, {"dp": 2, "cp": 2}, dtype="float32")
+    check_recovery(workers, plan, 16, signal.SIGKILL)

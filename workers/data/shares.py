@@ -1,0 +1,119 @@
+"""The tokens of a rank in a step whose documents were dealt to groups of ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from pentad.kernels.backend import IGNORE_INDEX
+from pentad.schedules.search.hybrid_planner import hybrid
+from pentad.schedules.spec.batch import BatchSpec
+from pentad.schedules.spec.cp_layout import StepGroups, part_of, positions
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.verify.check_groups import check_shares
+from pentad.workers.data.samples import DIGEST_BITS, Dataset, MapRows, Sample, document_digest
+from pentad.workers.parallel.context_share import SharedSequence
+
+KINDS = 4  # of the arrays below: inputs, targets, positions in the document, slots of the row
+
+
+class HostShare(NamedTuple):
+    """A ContextShare on the host; `tokens` [KINDS, T] int64."""
+
+    sequence: SharedSequence
+    local: tuple[int, ...]
+    tokens: np.ndarray
+
+
+def step_groups(dataset: Dataset, batch: BatchSpec, cp: int, step: int, map_rows: MapRows = map) -> StepGroups:
+    """The groups of a step: a function of its documents' lengths, so that all ranks find the same. `map_rows` may read
+    rows at once."""
+    groups, _ = hybrid(dataset.document_lengths(step, map_rows), batch, cp)
+    check_shares(groups, batch.capacity)
+    return groups
+
+
+def read_shares(
+    plan: Plan,
+    rank: int,
+    dataset: Dataset,
+    step: int,
+    microbatches: Sequence[int],
+    counted: set[int],
+    map_rows: MapRows,
+) -> tuple[list[HostShare], int]:
+    """(this rank's shares of microbatches, the digest of the documents that it counts). The first rank of a group
+    counts what that shares, in the microbatches `counted`."""
+    groups, at = step_groups(dataset, plan.batch, plan.mesh.cp, step, map_rows), plan.mesh.coordinates(rank)
+    own = [groups.shares[mb][at.dp * plan.mesh.cp + at.cp] for mb in microbatches]
+    numbers = sorted({number for share in own for number in (*share.shared, *share.local)})
+    samples = _read(dataset, step, groups, numbers, map_rows)
+    slots = _slots(plan.batch, step)
+    held, digest = list[HostShare](), 0
+    for mb, share in zip(microbatches, own, strict=True):
+        place = share.ranks.index(at.dp * plan.mesh.cp + at.cp)
+        for number in (*(share.shared if place == 0 else ()), *share.local) if mb in counted else ():
+            digest += document_digest(step, *groups.documents[number][:2], samples[number])
+        arrays = {n: _arrays(samples[n], slots[groups.documents[n].row]) for n in (*share.shared, *share.local)}
+        shared, local = ([arrays[number] for number in each] for each in share[1:])
+        held.append(_share(share.ranks, place, shared, local, plan.mesh.tp))
+    return held, digest % 2**DIGEST_BITS
+
+
+def _read(
+    dataset: Dataset, step: int, groups: StepGroups, numbers: Iterable[int], map_rows: MapRows
+) -> dict[int, Sample]:
+    """Documents by number, those of a row at once."""
+    sources, indices = (each.tolist() for each in dataset.rows(step))
+    by_row = defaultdict[int, list[int]](list)
+    for number in numbers:
+        by_row[groups.documents[number].row].append(number)
+
+    def read(row: int) -> list[Sample]:
+        parts = [groups.documents[number][1:] for number in by_row[row]]
+        return dataset.documents(sources[row], indices[row], parts)
+
+    read_rows = zip(by_row.values(), map_rows(read, by_row), strict=True)
+    return {number: each for found, samples in read_rows for number, each in zip(found, samples, strict=True)}
+
+
+def _slots(batch: BatchSpec, step: int) -> np.ndarray:
+    """[rows of the step] the slots, of a full batch, that they would have as they are drawn."""
+    rows = batch.sizes.size(step)
+    each, full = rows // batch.replicas, batch.global_batch_size // batch.replicas
+    return np.arange(rows) // each * full + np.arange(rows) % each
+
+
+def _arrays(sample: Sample, slot: int) -> np.ndarray:
+    """[KINDS, T] of a document."""
+    count = len(sample.inputs)
+    targets = np.where(sample.is_target, sample.following, IGNORE_INDEX)
+    return np.stack([sample.inputs, targets, np.arange(count), np.full(count, slot)])
+
+
+def _padding(count: int) -> np.ndarray:
+    return np.repeat([[0], [IGNORE_INDEX], [0], [0]], count, axis=1)
+
+
+def _share(
+    ranks: tuple[int, ...], place: int, shared: Sequence[np.ndarray], local: Sequence[np.ndarray], tp: int
+) -> HostShare:
+    """Padded so that the sequence has equal parts, and tp ranks have as many tokens each: at least one."""
+    found, starts = (
+        np.concatenate([_padding(0), *shared], axis=1),
+        [*accumulate((x.shape[1] for x in shared), initial=0)],
+    )
+    length = part_of(starts[-1], len(ranks)) * len(ranks)
+    found = np.concatenate([found, _padding(length - starts[-1])], axis=1)
+    if length:
+        found = found[:, positions(length, len(ranks), place, "zigzag")]
+    count = found.shape[1] + sum(x.shape[1] for x in local)
+    padding = [_padding(tp * max(1, -(-count // tp)) - count)] if not count or count % tp else []
+    own = [*local, *padding]
+    begins = tuple(start for start in starts if start < length)
+    lengths = tuple(x.shape[1] for x in own)
+    return HostShare(SharedSequence(ranks, place, length, begins), lengths, np.concatenate([found, *own], axis=1))

@@ -1,0 +1,42 @@
+"""What a rank has of a microbatch with data-aware groups (schedules/search/hybrid_planner.py)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from pentad.workers.parallel.context_parallel import ContextParallelGroup
+from pentad.workers.parallel.document_mask import DocumentMask, plan_group_steps
+
+
+class SharedSequence(NamedTuple):
+    """A sequence of `length` tokens, padding included, in which documents begin at `starts`: `ranks` of the pool share
+    it in the zigzag layout, and this one is `ranks[place]`. The length is 0 for a rank that is alone."""
+
+    ranks: tuple[int, ...]
+    place: int
+    length: int
+    starts: tuple[int, ...]
+
+
+class ContextShare(NamedTuple):
+    """A rank's T tokens of a microbatch: its part of a sequence, then documents of its own of `local` tokens each, the
+    last of which may be padding. `positions` [T] are those in their documents, `slots` [T] say where the loss of each
+    is added up: in the slot of the row that it was drawn in."""
+
+    sequence: SharedSequence
+    local: tuple[int, ...]
+    positions: Tensor
+    slots: Tensor
+
+    def group(self, pool: dist.ProcessGroup | None) -> ContextParallelGroup:
+        """The ranks of the pool's group that share the sequence."""
+        ranks, place, length, _ = self.sequence
+        return ContextParallelGroup(pool, len(ranks), place, "ring", ranks, length // len(ranks))
+
+    def document_mask(self, window: int) -> DocumentMask:
+        """For layers with this window, or 0."""
+        ranks, place, length, starts = self.sequence
+        return plan_group_steps(len(ranks), place, length, starts, self.local, self.positions.device, window)

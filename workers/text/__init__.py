@@ -1,0 +1,1 @@
+"""Where text may be cut without a change of its tokens."""
