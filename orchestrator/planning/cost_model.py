@@ -37,8 +37,9 @@ def guess_costs(
     offloaded: Sequence[int] = (),
     *,
     host_optimizer: bool = False,
+    rates: Rates | None = None,
 ) -> Costs:
-    """Seconds at the rates of `rates_of`; embedding and head count to the first and last stage.
+    """Seconds at these `rates` (None: those of `rates_of`); embedding and head count to the first and last stage.
 
     Slices of a sequence cost the same, as their attention does on average. `modes` are the plan's of recomputation. The
     tp, cp and ep ranks of the piece's mesh split the work of a stage and add operations inside layers; ranks that hold
@@ -47,7 +48,7 @@ def guess_costs(
     W, and ZeRO-3 gathers what is frozen as well. `offloaded` are the bytes of an OFFLOAD or RELOAD, by stage. A
     `host_optimizer` has its state in host memory, from where it comes at the end of a step while it goes back.
     """
-    rates, mesh = rates_of(piece.device, piece.gpu), piece.mesh
+    rates, mesh = rates or rates_of(piece.device, piece.gpu), piece.mesh
     stages = [_stage_seconds(model, span, piece, rates, lora) for span in layers]
     again = [_recompute_seconds(model, *each, piece, rates) for each in zip(layers, stages, modes, strict=False)]
     sizes = [_updated_bytes(model, lora, span, mesh, mesh.dp * mesh.ep if zero else 0) for span in layers]

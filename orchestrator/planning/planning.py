@@ -54,13 +54,15 @@ def make_plan(
     units: tuple[int, ...] | None = None,
     fractions: tuple[float, ...] | None = None,
     memory: DeviceMemory | None = None,
+    proved: bool = True,
 ) -> Plan:
     """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of so many hosts.
 
     `model` is that of the run's first plan: a custom model's file may have changed since. So are the `units` of each
     stage, if its ranks keep their state. `fractions` of units are offloaded instead of those of the configuration; with
-    offload_fraction auto those with which ranks fit into `memory` (None: as here). Raises PentadError for a schedule,
-    model or transport that the configuration's own checks could not refuse.
+    offload_fraction auto those with which ranks fit into `memory` (None: as here). A plan that is not `proved` is to be
+    compared with others, never run. Raises PentadError for a schedule, model or transport that the configuration's own
+    checks could not refuse.
     """
     assert device in ("cpu", "cuda"), device
     assert "auto" not in (config.memory.recompute, config.zero.max_gathered), "the planner has not chosen yet"
@@ -91,6 +93,7 @@ def make_plan(
             memory_options=options,
             # a user's function may plan with costs, and so is called again now that they are known
             order=None if order is None or ":" in order.name else order,
+            proved=proved,
         )
 
     program = compiled(config.schedule.microbatches, order)

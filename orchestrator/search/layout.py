@@ -1,0 +1,167 @@
+"""How a setting lays a model out: the layers of stages and units, and what each of them costs and holds.
+
+All settings with one mesh, size of microbatches and placement of stages share a layout, and so these figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from itertools import accumulate, pairwise
+
+from pentad.orchestrator.activations.allocations import Piece
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
+from pentad.orchestrator.planning.hardware import gpu_of
+from pentad.orchestrator.planning.layout import split, units_of
+from pentad.orchestrator.planning.numerics import fp8_spec
+from pentad.orchestrator.search.space import Order, Setting
+from pentad.schedules.catalogue import CATALOGUE, spec_of
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.passes.units import place_units
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.plan import split_layers_into_units
+from pentad.schedules.spec.tensors import LayerRange
+from pentad.schedules.spec.validate import check_divisibility
+
+Placement = tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=4096)
+def placement_of(order: Order, ranks: int, microbatches: int, slices: int) -> Placement:
+    """The stages of every pipeline rank. Raises PentadError for sizes that the schedule does not allow."""
+    spec = spec_of(order.name, ranks, microbatches, order.options._replace(slices=slices if slices > 1 else None))
+    return tuple(CATALOGUE[order.name].placement(rank, spec) for rank in range(ranks))
+
+
+class Work:
+    """What is to be planned: a configuration on GPUs, and what its layouts have in common."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.model = config, config.model_spec("bfloat16")
+        self.dtype = "bfloat16" if config.precision.compute == "auto" else config.precision.compute
+        self.lora, self.fp8, self.gpu = config.lora_spec, fp8_spec(config, self.model), gpu_of(config.cluster)
+        self._layouts: dict[tuple[object, ...], Layout] = {}
+
+    @property
+    def length(self) -> int:
+        return self.config.batch.sequence_length
+
+    def slices(self, order: Order) -> int:
+        if CATALOGUE[order.name].slices == 1:
+            return 1
+        return next(k for k in range(CATALOGUE[order.name].slices, 0, -1) if self.length % k == 0)
+
+    def rows(self, mesh: Mesh, microbatches: int) -> int:
+        """Sequences of a microbatch."""
+        return self.config.batch.global_batch_size // (mesh.dp * mesh.ep * microbatches)
+
+    def layout(self, mesh: Mesh, microbatches: int, order: Order, unit_layers: int | None, *, by_layer: bool) -> Layout:
+        """Raises PentadError for sizes that do not divide."""
+        slices, rows = self.slices(order), self.rows(mesh, microbatches)
+        placement = placement_of(order, mesh.pp, microbatches, slices)
+        key = mesh, rows, placement, slices, unit_layers, by_layer and unit_layers is None
+        if key not in self._layouts:
+            method = self.config.mesh.cp_method
+            if self.model.custom is not None and mesh.tp * mesh.cp * mesh.ep > 1:
+                raise PentadError(f"mesh is {mesh}: expected dp and pp only for model.custom")
+            check_divisibility(self.model, mesh, self.length, rows, slices, method)
+            size = self.length // slices // mesh.cp
+            piece = Piece(rows, size, self.dtype, "cuda", slices, mesh, method, fp8=self.fp8, gpu=self.gpu)
+            self._layouts[key] = Layout(self, placement, piece, unit_layers, by_layer)
+        return self._layouts[key]
+
+    def layout_of(self, setting: Setting) -> Layout:
+        by_layer = setting.recompute != "none" or setting.offload > 0
+        return self.layout(setting.mesh, setting.microbatches, setting.order, setting.unit_layers, by_layer=by_layer)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Stages and units under one placement; `by_layer` says that units are of one layer by default."""
+
+    work: Work
+    placement: Placement
+    piece: Piece
+    unit_layers: int | None
+    by_layer: bool
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.work.model
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.piece.mesh
+
+    @cached_property
+    def stages(self) -> tuple[LayerRange, ...]:
+        return split(self.model, self.placement, self.work.length)
+
+    @cached_property
+    def holders(self) -> int:
+        """Pipeline ranks that hold a stage: two for DualPipe."""
+        return max(sum(0 in held for held in self.placement), 1)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks hold the same parameters."""
+        return self.mesh.dp * self.mesh.ep * self.mesh.cp * self.holders > 1
+
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        """Units of each stage, as `make_plan` cuts it."""
+        size = self.unit_layers or (1 if self.by_layer and self.model.custom is None else None)
+        memory = self.work.config.memory.model_copy(
+            update={"unit_layers": size, "recompute": "none", "offload_fraction": 0.0}
+        )
+        config = self.work.config.model_copy(update={"memory": memory})
+        return units_of(config, self.model, self.stages, self.mesh, self.work.dtype, shared=self.is_shared)
+
+    @cached_property
+    def layers(self) -> tuple[LayerRange, ...]:
+        """Of each unit."""
+        return split_layers_into_units(self.stages, self.units)
+
+    @cached_property
+    def units_of_stages(self) -> list[range]:
+        return [range(*span) for span in pairwise(accumulate(self.units, initial=0))]
+
+    @cached_property
+    def units_of_ranks(self) -> tuple[tuple[int, ...], ...]:
+        return place_units(self.placement, self.units)
+
+    def costs(self, *, is_sharded: bool, modes: Sequence[str] = ()) -> Costs:
+        """Of units, with ZeRO or without."""
+        zero = 3 if is_sharded and self.work.lora is not None else int(is_sharded)
+        given = self.model, self.layers, self.units_of_ranks, self.piece, modes, zero, self.work.lora
+        return guess_costs(*given, host_optimizer=self.work.config.memory.optimizer == "host")
+
+    @cached_property
+    def plain(self) -> Costs:
+        """Of units, without ZeRO."""
+        return self.costs(is_sharded=False)
+
+    @cached_property
+    def sharded(self) -> Costs:
+        """Of units, with ZeRO."""
+        return self.costs(is_sharded=True)
+
+    @cached_property
+    def of_stages(self) -> Costs:
+        """`plain`, of stages: those with which a schedule plans."""
+        return self.plain.of_stages(self.units)
+
+    @cache  # noqa: B019: a layout lives as long as its search
+    def recompute(self, mode: str) -> Sequence[float]:
+        """Seconds to recompute each unit, launches included."""
+        modes = [mode if unit.numbers else "none" for unit in self.layers]
+        costs = self.costs(is_sharded=False, modes=modes)
+        return [each + costs.launch * (each > 0) for each in costs.recompute]
+
+    def parameters(self, held: LayerRange) -> tuple[int, int]:
+        """Trained elements of layers on a rank: all but experts, and experts."""
+        return local_parameters(self.model, self.work.lora, held, self.mesh)
