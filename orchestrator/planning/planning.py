@@ -155,10 +155,14 @@ def assumed_plan(config: RunConfig) -> Plan:
     """The plan for a cluster that nobody has joined yet: with GPUs unless the configuration says otherwise, and
     NODE_GPUS a host. `plan_on` corrects it."""
     device = "cpu" if config.cluster.device == "cpu" else "cuda"
-    spans_hosts = config.mesh.size > NODE_GPUS and config.cluster.transport != "peer"
-    plan = make_plan(config, device, hosts=1 + spans_hosts)
+    plan = make_plan(config, device, hosts=assumed_hosts(config))
     require_shards(config, plan)
     return plan
+
+
+def assumed_hosts(config: RunConfig) -> int:
+    """Of NODE_GPUS each: 1, or 2 for several, which plans do not tell apart."""
+    return 1 + (config.mesh.size > NODE_GPUS and config.cluster.transport != "peer")
 
 
 def plan_on(config: RunConfig, device: str, *, hosts: int, expected: Plan) -> Plan:

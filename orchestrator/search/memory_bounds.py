@@ -25,12 +25,17 @@ from pentad.schedules.spec.tensors import LayerRange
 _F, _B, _BW, _W = (op_mask({op}) for op in (Op.F, Op.B, Op.BW, Op.W))
 
 
-def state_bytes(layout: Layout, rank: int, zero: int, max_gathered: int | None) -> int:
+def least_state_bytes(layout: Layout, zero: int) -> int:
+    """`state_bytes` of the fuller end of the pipeline, if ZeRO needed no buffers."""
+    return max(state_bytes(layout, rank, zero, None, buffers=False) for rank in {0, len(layout.placement) - 1})
+
+
+def state_bytes(layout: Layout, rank: int, zero: int, max_gathered: int | None, *, buffers: bool = True) -> int:
     """Weights, gradients, master weights and moments of a pipeline rank, and the smallest buffers that ZeRO needs."""
     work, mesh, units = layout.work, layout.mesh, layout.units_of_ranks[rank]
     compute, wide, zero = BYTES[work.dtype], wide_bytes(work.dtype), zero if layout.is_shared else 0
     by_unit = [layout.parameters(layout.layers[unit]) for unit in units]
-    full, largest = sum(map(sum, by_unit)), max(map(sum, by_unit))
+    full, largest = sum(map(sum, by_unit)), buffers * max(map(sum, by_unit))
     holders = mesh.dp * mesh.cp * layout.holders
     shard = sum(dense / (holders * mesh.ep) + experts / holders for dense, experts in by_unit) if zero else full
     frozen = sum(_frozen(layout, layout.layers[unit]) for unit in units) if work.lora is not None else 0
@@ -38,7 +43,7 @@ def state_bytes(layout: Layout, rank: int, zero: int, max_gathered: int | None) 
     if zero == 3:
         room = max_gathered or (GATHERED if max(layout.units) > 1 and layout.holders == 1 else len(units))
         shards = shard + frozen / (holders * mesh.ep)
-        weights = shards + (full + frozen if room >= len(units) else largest)
+        weights = shards + (full + frozen if buffers and room >= len(units) else largest)
     gradients = full if zero < 2 else shard + largest
     on_host = work.config.memory.optimizer == "host"
     state = 2 if work.config.precision.optimizer_state == "bfloat16" else wide

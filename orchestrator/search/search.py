@@ -1,0 +1,392 @@
+"""The fastest plan of each mesh that fits, best first: branch and bound over a `Space`.
+
+A heap has parts of the space by the least time that any plan in them can take (time_bounds.py), and planned settings
+by the time that they do take. The first of the heap is divided, or planned, until it is a planned setting: then nothing
+in its mesh is faster. Plans whose memory bound exceeds the device are never compiled (memory_bounds.py).
+
+Recomputation and offloading take time and save memory, so in a `Chain` of settings that do more and more of one, the
+first that fits is the fastest: it is found by bisection, where memory says no sooner.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import count, product
+from typing import NamedTuple
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.planning.estimate import memory, simulated_seconds
+from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of
+from pentad.orchestrator.planning.hardware import require_tp_on_node
+from pentad.orchestrator.planning.planning import assumed_hosts, make_plan
+from pentad.orchestrator.search.layout import Layout, Work
+from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
+from pentad.orchestrator.search.space import Order, Setting, Space, space_of, with_setting
+from pentad.orchestrator.search.time_bounds import GATHERED, Timed, compute_order, placement_bound, shape_bound
+from pentad.schedules.catalogue import CATALOGUE
+from pentad.schedules.ir.errors import PentadError, ScheduleError
+from pentad.schedules.ir.gc_pause import gc_paused
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.plan import Plan
+
+LISTED = 5
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A setting as `pentad plan` plans it: seconds of a step, and bytes of its fullest rank."""
+
+    setting: Setting
+    config: RunConfig
+    plan: Plan
+    seconds: float
+    bytes: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.plan.batch.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why no setting of a mesh was listed: a sentence; and the bytes that each needs at least, if memory is why."""
+
+    mesh: Mesh
+    why: str
+    least_bytes: int = 0
+
+
+@dataclass
+class Found:
+    """The fastest plan of each of the best meshes, best first; `refusals` by mesh; `too_large` are planned settings that
+    do not fit, with a bound of their seconds; `compiled` is the number of plans that were made."""
+
+    device: DeviceMemory
+    space: Space
+    choices: list[Planned] = field(default_factory=list)
+    refusals: dict[Mesh, Refusal] = field(default_factory=dict)
+    too_large: list[Planned] = field(default_factory=list)
+    compiled: int = 0
+
+    @property
+    def num_possible(self) -> int:
+        return len(self.space.meshes) - len(self.refusals)
+
+
+class _Shape(NamedTuple):
+    mesh: Mesh
+    microbatches: int
+
+
+class _Ordered(NamedTuple):
+    shape: _Shape
+    order: Order
+    unit_layers: int | None
+
+
+class _Group(NamedTuple):
+    """Settings that differ in what they recompute or offload."""
+
+    setting: Setting
+    timed: Timed
+
+
+@dataclass
+class _Chain:
+    """`settings` with less and less memory, and their time `bounds`: all up to number `low` do not fit, number `high`
+    does. `excess` is what the last one that was planned needs beyond its memory bound."""
+
+    settings: list[Setting]
+    bounds: list[float]
+    memory: list[int]
+    low: int
+    high: int
+    excess: int = 0
+
+
+def search(config: RunConfig, gpus: int, device: DeviceMemory, held: Collection[str] = (), listed: int = LISTED) -> Found:
+    """Of all meshes of `gpus` GPUs with this much memory each, and all settings but the keys `held`."""
+    with gc_paused():
+        return search_space(config, space_of(config, gpus, held), device, held, listed)
+
+
+def search_space(
+    config: RunConfig, space: Space, device: DeviceMemory, held: Collection[str] = (), listed: int = LISTED
+) -> Found:
+    """Raises PentadError for a schedule that is not in the catalogue."""
+    for order in space.orders:
+        if order.name not in CATALOGUE:
+            raise PentadError(f"schedule.name is {order.name}: expected one of {', '.join(CATALOGUE)} for a search")
+    found = _Search(config, space, device, held)
+    found.run(listed)
+    return found.found
+
+
+class _Search:
+    def __init__(self, config: RunConfig, space: Space, device: DeviceMemory, held: Collection[str]) -> None:
+        self.config, self.space, self.device, self.held = config, space, device, held
+        self.compared = without_evaluation(config)
+        self.work, self.found = Work(config), Found(device, space)
+        self._heap: list[tuple[float, int, object]] = []
+        self._numbers = count()
+        self._refused: dict[Mesh, Counter[str]] = {}
+        self._least: dict[Mesh, int] = {}
+
+    def run(self, listed: int) -> None:
+        for mesh in self.space.meshes:
+            self._begin(mesh)
+        listed_meshes = set[Mesh]()
+        while self._heap and len(listed_meshes) < listed:
+            _, _, part = heapq.heappop(self._heap)
+            mesh = _mesh_of(part)
+            if mesh in listed_meshes:
+                continue
+            if isinstance(part, Planned):
+                if (proved := self._proved(part)) is not None:
+                    listed_meshes.add(mesh)
+                    self.found.choices.append(proved)
+            else:
+                try:
+                    self._divide(part)
+                except PentadError as error:
+                    self._refuse(mesh, error)
+        for mesh in self.space.meshes:
+            self._conclude(mesh, listed_meshes)
+
+    def _push(self, bound: float, part: object) -> None:
+        heapq.heappush(self._heap, (bound, next(self._numbers), part))
+
+    def _refuse(self, mesh: Mesh, error: PentadError) -> None:
+        self._refused.setdefault(mesh, Counter())[str(error)] += 1
+
+    def _needs(self, mesh: Mesh, least: int) -> None:
+        """Notes what a setting of a mesh, which does not fit, needs at least."""
+        self._least[mesh] = min(least, self._least.get(mesh, least))
+
+    def _begin(self, mesh: Mesh) -> None:
+        try:
+            require_tp_on_node(mesh, across=self.config.mesh.tp_across_nodes)
+            counts = self.space.microbatch_counts(self.config, mesh)
+            if not counts:
+                size, replicas = self.config.batch.global_batch_size, mesh.dp * mesh.ep
+                expected = f"a multiple of mesh.dp x mesh.ep = {replicas}"
+                raise PentadError(f"batch.global_batch_size is {size}: expected {expected}")
+        except PentadError as error:
+            self._refuse(mesh, error)
+            return
+        for microbatches in counts:
+            try:
+                bound = shape_bound(self.work, mesh, microbatches)
+            except PentadError as error:
+                self._refuse(mesh, error)
+                continue
+            self._push(bound, _Shape(mesh, microbatches))
+
+    def _divide(self, part: object) -> None:
+        match part:
+            case _Shape():
+                self._orders(part)
+            case _Ordered():
+                self._groups(part)
+            case _Group():
+                self._plain(part)
+            case _Chain():
+                self._step(part)
+
+    def _orders(self, shape: _Shape) -> None:
+        """By schedule and units, of which more take no less time."""
+        for order in self.space.orders_on(shape.mesh):
+            try:
+                layout = self.work.layout(*shape, order, self.space.unit_layers[0], by_layer=False)
+            except PentadError as error:
+                self._refuse(shape.mesh, error)
+                continue
+            if (least := least_state_bytes(layout, max(self.space.zero))) > self.device.bytes:
+                self._needs(shape.mesh, least)
+                continue
+            bound = placement_bound(layout, order, shape.microbatches)
+            for unit_layers in self.space.unit_layers:
+                self._push(bound, _Ordered(shape, order, unit_layers))
+
+    def _groups(self, part: _Ordered) -> None:
+        """By ZeRO's stage and gathered units."""
+        shape, order, unit_layers = part
+        layout = self.work.layout(*shape, order, unit_layers, by_layer=False)
+        if unit_layers == 1 and None in self.space.unit_layers:
+            if layout.units == self.work.layout(*shape, order, None, by_layer=False).units:
+                return  # as by default
+        timed = Timed(layout, order, compute_order(layout, order, shape.microbatches))
+        for zero, gathered in self._zero_options(layout):
+            setting = Setting(*shape, order, zero, gathered, unit_layers)
+            self._push(timed.bound(zero, gathered), _Group(setting, timed))
+
+    def _zero_options(self, layout: Layout) -> Iterator[tuple[int, int | None]]:
+        """Those that differ on this layout. Raises PentadError where nothing can be sharded, but ZeRO is held."""
+        if not layout.is_shared:
+            if 0 not in self.space.zero:
+                stage = min(self.space.zero)
+                raise PentadError(f"zero.stage is {stage}: expected 0 for mesh {layout.mesh}, with nothing to shard")
+            yield 0, None
+            return
+        units = max(map(len, layout.units_of_ranks))
+        for zero, gathered in product(self.space.zero, self.space.max_gathered):
+            is_default = units <= GATHERED and len(self.space.max_gathered) > 1
+            if gathered is None or (zero == 3 and not is_default):
+                yield zero, gathered
+
+    def _plain(self, group: _Group) -> None:
+        """Plans a group without recomputation and offloading, then opens its chains if that does not fit."""
+        setting = group.setting
+        if "none" in self.space.recompute and 0.0 in self.space.offload:
+            bounds = MemoryBounds(group.timed.layout, group.timed.program)
+            if (least := bounds.least(setting)) > self.device.bytes:
+                self._needs(setting.mesh, least)
+            elif self._fits(setting) is not None:
+                return
+        for chain in self._chains(group):
+            self._push(chain.bounds[chain.low + 1], chain)
+
+    def _chains(self, group: _Group) -> Iterator[_Chain]:
+        """From the group whose units are those with recomputation and offloading: of one layer by default."""
+        setting, timed = group.setting, group.timed
+        layout = self.work.layout(*setting[:3], setting.unit_layers, by_layer=True)
+        if layout.units != timed.layout.units:
+            if 1 in self.space.unit_layers:
+                return
+            timed = Timed(layout, setting.order, compute_order(layout, setting.order, setting.microbatches))
+        elif None in self.space.unit_layers:
+            setting = setting._replace(unit_layers=None)
+        bounds, plain = MemoryBounds(layout, timed.program), timed.bound(setting.zero, setting.max_gathered)
+        most = max(len(held.numbers) for held in layout.stages)
+        for mode in self.space.recompute:
+            for share in (0.0,) if "none" in self.space.recompute else self.space.offload:
+                if mode != "none":
+                    layers = self.space.recompute_layers or (*range(1, most), None)
+                    settings = [
+                        setting._replace(recompute=mode, recompute_layers=number, offload=share) for number in layers
+                    ]
+                    yield from self._chain(settings, timed, bounds, plain)
+        if "none" in self.space.recompute and (shares := [share for share in self.space.offload if share]):
+            yield from self._chain([setting._replace(offload=share) for share in shares], timed, bounds, plain)
+
+    def _chain(
+        self, settings: list[Setting], timed: Timed, bounds: MemoryBounds, plain: float
+    ) -> Iterator[_Chain]:
+        """None if not even its last setting fits by its bound."""
+        needed = [bounds.least(setting) for setting in settings]
+        if needed[-1] > self.device.bytes:
+            self._needs(settings[0].mesh, needed[-1])
+            return
+        seconds = [_chain_bound(timed, plain, setting) for setting in settings]
+        low = max((at for at, least in enumerate(needed) if least > self.device.bytes), default=-1)
+        yield _Chain(settings, seconds, needed, low, len(settings))
+
+    def _step(self, chain: _Chain) -> None:
+        """Plans one setting more: that which fits as far as the last one tells, or in the middle."""
+        room = self.device.bytes - chain.excess
+        guess = next((at for at, least in enumerate(chain.memory) if least <= room), len(chain.settings))
+        at = min(max(guess, chain.low + 1), chain.high - 1)
+        needed, fitting = self._planned(chain.settings[at])
+        chain.excess = max(0, needed - chain.memory[at])
+        if fitting is not None:
+            self._push(fitting.seconds, fitting)
+            chain.high = at
+        else:
+            chain.low = at
+        if chain.low + 1 < chain.high:
+            self._push(chain.bounds[chain.low + 1], chain)
+
+    def _fits(self, setting: Setting) -> Planned | None:
+        _, fitting = self._planned(setting)
+        if fitting is not None:
+            self._push(fitting.seconds, fitting)
+        return fitting
+
+    def _planned(self, setting: Setting) -> tuple[int, Planned | None]:
+        """The bytes of a setting's fullest rank, and its plan if that fits."""
+        try:
+            config = with_setting(self.compared, setting, self.held)
+            plan = make_plan(config, "cuda", hosts=assumed_hosts(config), proved=False)
+        except (PentadError, ScheduleError) as error:
+            self._refuse(setting.mesh, PentadError(str(error)))
+            return 2**62, None
+        self.found.compiled += 1
+        needed = fullest_bytes(plan, self.device.bytes)
+        if needed > self.device.bytes:
+            self._needs(setting.mesh, needed)
+            self.found.too_large.append(Planned(setting, config, plan, 0.0, needed))
+            return needed, None
+        return needed, Planned(setting, config, plan, simulated_seconds(plan), needed)
+
+    def _proved(self, planned: Planned) -> Planned | None:
+        """As the whole configuration plans it, evaluation included; None if that does not fit."""
+        config = with_setting(self.config, planned.setting, self.held)
+        with suppress(PentadError):
+            plan = make_plan(config, "cuda", hosts=assumed_hosts(config))
+            fit = fit_of(plan, self.device)
+            if fit.ok:
+                return replace(planned, config=config, plan=plan, bytes=fit.needed)
+            self._needs(planned.setting.mesh, fit.needed)
+        return None
+
+    def _conclude(self, mesh: Mesh, listed: set[Mesh]) -> None:
+        """Notes why a mesh has no plan, if it cannot have one."""
+        if mesh in listed or any(_mesh_of(part) == mesh for _, _, part in self._heap):
+            return
+        if mesh in self._least:
+            gib = f"{self.device.bytes / 2**30:.0f} GiB"
+            least = f"{self._least[mesh] / 2**30:.1f} GiB"
+            why = f"memory is {gib} a rank: expected at least {least} for mesh {mesh}"
+            self.found.refusals[mesh] = Refusal(mesh, why, self._least[mesh])
+        else:
+            refused = self._refused.get(mesh, Counter({"no setting is possible": 1}))
+            self.found.refusals[mesh] = Refusal(mesh, refused.most_common(1)[0][0])
+
+
+def _mesh_of(part: object) -> Mesh:
+    match part:
+        case _Shape(mesh=mesh):
+            return mesh
+        case _Ordered(shape=shape):
+            return shape.mesh
+        case _Group(setting=setting) | Planned(setting=setting):
+            return setting.mesh
+        case _Chain(settings=settings):
+            return settings[0].mesh
+    raise AssertionError(part)
+
+
+def _chain_bound(timed: Timed, plain: float, setting: Setting) -> float:
+    if setting.recompute == "none":
+        return plain
+    seconds, layout = list(timed.layout.recompute(setting.recompute)), timed.layout
+    if setting.recompute_layers is not None:
+        for units in layout.units_of_stages:
+            before = 0
+            for unit in units:
+                if before >= setting.recompute_layers:
+                    seconds[unit] = 0.0
+                before += len(layout.layers[unit].numbers)
+    return timed.bound_with(plain, seconds)
+
+
+def without_evaluation(config: RunConfig) -> RunConfig:
+    """The configuration of a run that is never evaluated: its training decides on the plan."""
+    data = config.data.model_copy(update={"holdout": 0})
+    evaluation = config.eval.model_copy(update={"data": None, "every": 0, "at_start": False})
+    checkpoint = config.checkpoint.model_copy(update={"keep_best": False})
+    return config.model_copy(update={"data": data, "eval": evaluation, "checkpoint": checkpoint})
+
+
+def fullest_bytes(plan: Plan, limit: int) -> int:
+    """Of the fullest rank; or of the first one that exceeds `limit`."""
+    last, most = plan.mesh.pp - 1, 0
+    for pp in dict.fromkeys((0, last, *range(plan.mesh.pp))):
+        most = max(most, memory(plan, plan.mesh.move(0, pp=pp))["total"])
+        if most > limit:
+            break
+    return most
