@@ -15,11 +15,12 @@ from itertools import pairwise
 import numpy as np
 
 from pentad.orchestrator.search.layout import Layout, Work
-from pentad.orchestrator.search.space import Order, Setting, splits_backward
+from pentad.orchestrator.search.space import Order, splits_backward
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import action_times
 from pentad.schedules.spec.mesh import Mesh
@@ -76,16 +77,32 @@ def compute_order(layout: Layout, order: Order, microbatches: int) -> Program:
 
 @dataclass(frozen=True, eq=False)
 class Timed:
-    """A compute order, simulated with the costs of a layout and free transfers between its actions."""
+    """A compute order, simulated with the costs of a layout and free transfers between its actions. Its parts are
+    stages; or units, where a forward is interleaved with a backward, whose units then end in another order."""
 
     layout: Layout
     order: Order
     program: Program
 
     @cached_property
+    def has_pairs(self) -> bool:
+        return bool(self.program.columns.is_second.any())
+
+    @cached_property
+    def of_parts(self) -> Program:
+        return split_into_units(self.program, self.layout.units) if self.has_pairs else self.program
+
+    @cached_property
+    def units_of_parts(self) -> list[range]:
+        units = [range(unit, unit + 1) for unit in range(len(self.layout.layers))]
+        return units if self.has_pairs else self.layout.units_of_stages
+
+    @cached_property
     def costs(self) -> Costs:
-        """Of stages, with the launches of all their units."""
+        """Of parts, with the launches of all their units."""
         costs, launch = self.layout.of_stages, self.layout.plain.launch
+        if self.has_pairs:
+            return self.layout.plain
         is_fused = bool((self.program.columns.op == CODE[Op.BW]).any())  # a BW has one launch for both
 
         def launched(values: Sequence[float]) -> tuple[float, ...]:
@@ -100,124 +117,102 @@ class Timed:
         )
 
     @cached_property
-    def has_pairs(self) -> bool:
-        """Whether it interleaves a forward with a backward, whose units then end in another order."""
-        return bool(self.program.columns.is_second.any())
-
-    @cached_property
-    def times(self) -> tuple[Array, Array]:
-        """(start, end) of each action; with BW fused, as cheap as B and W."""
-        return action_times(self.program, self.costs)
-
-    @cached_property
     def ranks(self) -> list[RankTimes]:
-        starts, ends = self.times
-        columns = self.program.columns
+        starts, ends = action_times(self.of_parts, self.costs)
+        columns, placement = self.of_parts.columns, self.of_parts.placement
+        actions = pairwise(columns.action_offsets.tolist())
         found = []
-        for first, end in pairwise(columns.action_offsets.tolist()):
-            rows = slice(columns.action_row[first], columns.action_row[end] if end < len(columns.action_row) else None)
-            found.append(
-                RankTimes(
-                    columns.stage[rows],
-                    columns.op[rows],
-                    columns.action[rows] - first,
-                    starts[first:end],
-                    ends[first:end],
-                )
-            )
+        for held, (first, end), span in zip(placement, actions, pairwise(columns.rank_offsets.tolist()), strict=True):
+            rows = slice(*span)
+            times = columns.action[rows] - first, starts[first:end], ends[first:end]
+            found.append(RankTimes(held, columns.stage[rows], columns.op[rows], *times))
         return found
+
+    @cached_property
+    def end(self) -> float:
+        """The last end of an action; the first starts at 0."""
+        return max(float(rank.ends[-1]) for rank in self.ranks)
 
     def bound(self, zero: int, max_gathered: int | None) -> float:
         """Without recomputation and offloading."""
         layout, is_zero = self.layout, zero > 0 and self.layout.is_shared
         costs = layout.sharded if is_zero else layout.plain
-        end = _end(layout.work, costs)
-        if self.has_pairs:
-            return placement_bound(layout, self.order, self.program.microbatches)
-        starts, ends = self.times
-        most = float(ends.max() - starts.min()) + end
-        if not layout.is_shared or not costs.reduce:
-            return most
-        for rank, held in zip(self.ranks, layout.placement, strict=True):
-            most = max(most, _reduced(layout, rank, held, costs, is_zero=is_zero) + end)
+        if not layout.is_shared:
+            return self.end + _end(layout.work, costs)
+        most, begin = self.end, 0.0
+        if is_zero and layout.work.lora is None:  # all wait for a forward of unit 0, which waits for its weights
+            begin = costs.reduce[0] / 2
+        for rank in self.ranks:
+            most = max(most, self._reduced(rank, costs, 0.5 if is_zero else 1.0))
             if is_zero:
-                most = max(most, _gathered(layout, rank, held, costs, zero, max_gathered) + end)
-        return most
+                most = max(most, self._gathered(rank, costs, zero, max_gathered) - begin)
+        return begin + most + _end(layout.work, costs)
 
     def bound_with(self, plain: float, seconds: Sequence[float]) -> float:
         """With `plain` that without recomputation, and so many more seconds for a piece in each unit."""
-        end, pieces, most = _end(self.layout.work, self.layout.sharded), self.pieces, plain
-        for rank, units in zip(self.ranks, self.layout.units_of_ranks, strict=True):
-            more = pieces * sum(seconds[unit] for unit in units) / self.layout.holders
-            most = max(most, rank.begin + rank.work + more + end)
+        layout, most = self.layout, plain
+        pieces = self.program.microbatches * self.program.slices
+        for rank, units in zip(self.ranks, layout.units_of_ranks, strict=True):
+            more = pieces * sum(seconds[unit] for unit in units) / layout.holders
+            most = max(most, float(rank.starts[0]) + rank.work + more + _end(layout.work, layout.sharded))
         return most
 
-    @property
-    def pieces(self) -> int:
-        return self.program.microbatches * self.program.slices
+    def _reduced(self, rank: RankTimes, costs: Costs, share: float) -> float:
+        """`share` of an all-reduce of a part's gradients comes after its last backward has begun, and those of later
+        parts after that; that of its first unit comes after its end."""
+        most = seconds = 0.0
+        for began, ended, part in sorted((rank.last_backward(part) for part in rank.held), reverse=True):
+            units = self.units_of_parts[part]
+            seconds += share * sum(costs.reduce[unit] for unit in units)
+            most = max(most, began + seconds, ended + share * costs.reduce[units[0]])
+        return most
+
+    def _gathered(self, rank: RankTimes, costs: Costs, zero: int, max_gathered: int | None) -> float:
+        """Weights are gathered before the first forward of their unit; with ZeRO-3 those of a part with more units than
+        a rank has room for anew in every action."""
+        by_unit = costs.gather or tuple(each / 2 for each in costs.reduce)
+        by_part = {part: [by_unit[unit] for unit in self.units_of_parts[part]] for part in rank.held}
+        room = max_gathered or (GATHERED if max(self.layout.units) > 1 and self.layout.holders == 1 else None)
+        if zero == 3 and room is not None and sum(map(len, by_part.values())) > room:
+            return sum(rank.readers(part) * max(0, len(each) - room) * min(each) for part, each in by_part.items())
+        if self.layout.work.lora is not None:
+            return 0.0
+        most, gathered = 0.0, 0.0
+        for before, first, part in sorted(rank.work_before(part) for part in rank.held):
+            gathered += sum(by_part[part])
+            most = max(most, gathered + rank.work - before - first)
+        return most
 
 
 @dataclass(frozen=True, eq=False)
 class RankTimes:
-    """The rows of a rank's compute order (stage, op, action), and start and end of its actions."""
+    """The parts that a rank has, the rows of its compute order (part, op, action), and start and end of its actions."""
 
-    stage: Array
+    held: tuple[int, ...]
+    part: Array
     op: Array
     action: Array
     starts: Array
     ends: Array
 
     @cached_property
-    def begin(self) -> float:
-        return float(self.starts[0])
+    def seconds(self) -> Array:
+        return self.ends - self.starts
 
     @cached_property
     def work(self) -> float:
-        return float((self.ends - self.starts).sum())
+        return float(self.seconds.sum())
 
-    def last_weight(self, stage: int) -> float:
-        """Start of the last action that adds to a stage's gradients."""
-        rows = np.flatnonzero((self.stage == stage) & _ADDS[self.op])
-        return float(self.starts[self.action[rows[-1]]])
+    def last_backward(self, part: int) -> tuple[float, float, int]:
+        """(start, end, part) of the last action that adds to a part's gradients."""
+        action = self.action[np.flatnonzero((self.part == part) & _ADDS[self.op])[-1]]
+        return float(self.starts[action]), float(self.ends[action]), part
 
-    def readers(self, stage: int) -> int:
-        """Actions that read a stage's weights."""
-        return int(((self.stage == stage) & _READS[self.op]).sum())
+    def readers(self, part: int) -> int:
+        """Actions that read a part's weights."""
+        return int(((self.part == part) & _READS[self.op]).sum())
 
-    def work_before(self, stage: int) -> float:
-        """Seconds of the actions before the first one of a stage."""
-        action = self.action[np.argmax(self.stage == stage)]
-        return float((self.ends[:action] - self.starts[:action]).sum())
-
-
-def _reduced(layout: Layout, rank: RankTimes, held: Sequence[int], costs: Costs, *, is_zero: bool) -> float:
-    """The gradients of a stage are reduced after its last backward has begun, and those of later stages after that."""
-    share = 0.5 if is_zero else 1.0
-    latest = sorted(((rank.last_weight(stage), stage) for stage in held), reverse=True)
-    most = seconds = 0.0
-    for began, stage in latest:
-        seconds += share * sum(costs.reduce[unit] for unit in layout.units_of_stages[stage])
-        most = max(most, began + seconds)
-    return most
-
-
-def _gathered(
-    layout: Layout, rank: RankTimes, held: Sequence[int], costs: Costs, zero: int, max_gathered: int | None
-) -> float:
-    """Weights are gathered before the first forward of their unit; with ZeRO-3 those of a stage with more units than
-    `max_gathered` anew in every action."""
-    by_unit = costs.gather or tuple(each / 2 for each in costs.reduce)
-    by_stage = {stage: [by_unit[unit] for unit in layout.units_of_stages[stage]] for stage in held}
-    if zero == 3 and layout.holders == 1 and max(layout.units) > 1:
-        room = max_gathered or GATHERED
-        if sum(map(len, by_stage.values())) > room:
-            return sum(rank.readers(stage) * max(0, len(each) - room) * min(each) for stage, each in by_stage.items())
-    if layout.work.lora is not None:
-        return 0.0
-    most, gathered = 0.0, 0.0
-    for before, stage in sorted((rank.work_before(stage), stage) for stage in held):
-        gathered += sum(by_stage[stage])
-        action = rank.action[np.argmax(rank.stage == stage)]
-        rest = rank.work - before - float(rank.ends[action] - rank.starts[action])
-        most = max(most, gathered + rest)
-    return most
+    def work_before(self, part: int) -> tuple[float, float, int]:
+        """(seconds of the actions before the first one of a part, seconds of that one, part)."""
+        action = self.action[np.argmax(self.part == part)]
+        return float(self.seconds[:action].sum()), float(self.seconds[action]), part
