@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
 
+from pentad.orchestrator.activations.activation_memory import cuts
 from pentad.orchestrator.activations.allocations import Piece
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
@@ -134,10 +135,10 @@ class Layout:
     def units_of_ranks(self) -> tuple[tuple[int, ...], ...]:
         return place_units(self.placement, self.units)
 
-    def costs(self, *, is_sharded: bool, modes: Sequence[str] = ()) -> Costs:
+    def costs(self, *, is_sharded: bool, modes: Sequence[str] = (), offloaded: Sequence[int] = ()) -> Costs:
         """Of units, with ZeRO or without."""
         zero = 3 if is_sharded and self.work.lora is not None else int(is_sharded)
-        given = self.model, self.layers, self.units_of_ranks, self.piece, modes, zero, self.work.lora
+        given = self.model, self.layers, self.units_of_ranks, self.piece, modes, zero, self.work.lora, offloaded
         return guess_costs(*given, host_optimizer=self.work.config.memory.optimizer == "host")
 
     @cached_property
@@ -161,6 +162,16 @@ class Layout:
         modes = [mode if unit.numbers else "none" for unit in self.layers]
         costs = self.costs(is_sharded=False, modes=modes)
         return [each + costs.launch * (each > 0) for each in costs.recompute]
+
+    @cache  # noqa: B019
+    def offload(self, mode: str, share: float) -> Sequence[float]:
+        """Seconds to copy this share of what each unit saves to the host, and as many for the way back; with recomputation
+        in all layers of `mode`."""
+        stage_of = [stage for stage, count in enumerate(self.units) for _ in range(count)]
+        fractions = [share if unit.numbers else 0.0 for unit in self.layers]
+        modes = [mode if unit.numbers else "none" for unit in self.layers]
+        moved = cuts(self.model, self.layers, stage_of, self.piece, modes, fractions)
+        return self.costs(is_sharded=False, offloaded=[each.bytes for each in moved]).offload
 
     def parameters(self, held: LayerRange) -> tuple[int, int]:
         """Trained elements of layers on a rank: all but experts, and experts."""

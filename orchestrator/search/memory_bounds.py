@@ -44,7 +44,8 @@ def state_bytes(layout: Layout, rank: int, zero: int, max_gathered: int | None, 
         room = max_gathered or (GATHERED if max(layout.units) > 1 and layout.holders == 1 else len(units))
         shards = shard + frozen / (holders * mesh.ep)
         weights = shards + (full + frozen if buffers and room >= len(units) else largest)
-    gradients = full if zero < 2 else shard + largest
+    # the stages that mirrors share have a buffer each
+    gradients = full if zero < 2 else shard + (largest if layout.holders == 1 else buffers * full)
     on_host = work.config.memory.optimizer == "host"
     state = 2 if work.config.precision.optimizer_state == "bfloat16" else wide
     moments = (1 if work.config.optimizer.name == "muon" else 2) * state

@@ -284,7 +284,7 @@ class _Search:
         if needed[-1] > self.device.bytes:
             self._needs(settings[0].mesh, needed[-1])
             return
-        seconds = [_chain_bound(timed, plain, setting) for setting in settings]
+        seconds = [timed.bound_with(plain, setting) for setting in settings]
         low = max((at for at, least in enumerate(needed) if least > self.device.bytes), default=-1)
         yield _Chain(settings, seconds, needed, low, len(settings))
 
@@ -361,20 +361,6 @@ def _mesh_of(part: object) -> Mesh:
         case _Chain(settings=settings):
             return settings[0].mesh
     raise AssertionError(part)
-
-
-def _chain_bound(timed: Timed, plain: float, setting: Setting) -> float:
-    if setting.recompute == "none":
-        return plain
-    seconds, layout = list(timed.layout.recompute(setting.recompute)), timed.layout
-    if setting.recompute_layers is not None:
-        for units in layout.units_of_stages:
-            before = 0
-            for unit in units:
-                if before >= setting.recompute_layers:
-                    seconds[unit] = 0.0
-                before += len(layout.layers[unit].numbers)
-    return timed.bound_with(plain, seconds)
 
 
 def without_evaluation(config: RunConfig) -> RunConfig:

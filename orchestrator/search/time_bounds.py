@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 
 import numpy as np
 
 from pentad.orchestrator.search.layout import Layout, Work
-from pentad.orchestrator.search.space import Order, splits_backward
+from pentad.orchestrator.search.space import Order, Setting, splits_backward
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.instruction import Op
@@ -26,6 +26,7 @@ from pentad.schedules.simulate.dependencies import action_times
 from pentad.schedules.spec.mesh import Mesh
 
 GATHERED = 2  # units that a rank has gathered at once by default
+_FORWARD, _BACKWARD = op_mask({Op.F}), op_mask({Op.B, Op.BW})
 _ADDS, _READS = op_mask({Op.W, Op.BW}), op_mask({Op.F, Op.B, Op.BW})  # to gradients; weights
 
 
@@ -89,6 +90,11 @@ class Timed:
         return bool(self.program.columns.is_second.any())
 
     @cached_property
+    def splits(self) -> bool:
+        """Whether the last to add to gradients is a W."""
+        return not (self.program.columns.op == CODE[Op.BW]).any()
+
+    @cached_property
     def of_parts(self) -> Program:
         return split_into_units(self.program, self.layout.units) if self.has_pairs else self.program
 
@@ -103,7 +109,6 @@ class Timed:
         costs, launch = self.layout.of_stages, self.layout.plain.launch
         if self.has_pairs:
             return self.layout.plain
-        is_fused = bool((self.program.columns.op == CODE[Op.BW]).any())  # a BW has one launch for both
 
         def launched(values: Sequence[float]) -> tuple[float, ...]:
             return tuple(each + (count - 1) * launch for each, count in zip(values, self.layout.units, strict=True))
@@ -111,7 +116,7 @@ class Timed:
         return Costs(
             launched(costs.forward),
             launched(costs.backward),
-            costs.weight if is_fused else launched(costs.weight),
+            launched(costs.weight) if self.splits else costs.weight,  # a BW has one launch for both
             costs.transfer,
             launch=launch,
         )
@@ -125,7 +130,7 @@ class Timed:
         for held, (first, end), span in zip(placement, actions, pairwise(columns.rank_offsets.tolist()), strict=True):
             rows = slice(*span)
             times = columns.action[rows] - first, starts[first:end], ends[first:end]
-            found.append(RankTimes(held, columns.stage[rows], columns.op[rows], *times))
+            found.append(RankTimes(held, columns.stage[rows], columns.op[rows], columns.microbatch[rows], *times))
         return found
 
     @cached_property
@@ -140,31 +145,76 @@ class Timed:
         if not layout.is_shared:
             return self.end + _end(layout.work, costs)
         most, begin = self.end, 0.0
-        if is_zero and layout.work.lora is None:  # all wait for a forward of unit 0, which waits for its weights
-            begin = costs.reduce[0] / 2
+        if is_zero and layout.work.lora is None and not self.has_pairs:
+            begin = self._first_wait(costs)
         for rank in self.ranks:
             most = max(most, self._reduced(rank, costs, 0.5 if is_zero else 1.0))
             if is_zero:
                 most = max(most, self._gathered(rank, costs, zero, max_gathered) - begin)
         return begin + most + _end(layout.work, costs)
 
-    def bound_with(self, plain: float, seconds: Sequence[float]) -> float:
-        """With `plain` that without recomputation, and so many more seconds for a piece in each unit."""
+    def bound_with(self, plain: float, setting: Setting) -> float:
+        """Of a setting that recomputes or offloads, with `plain` that of the same without."""
         layout, most = self.layout, plain
+        again = self._recomputed(setting) if setting.recompute != "none" else None
+        moved = layout.offload(setting.recompute, setting.offload) if setting.offload and not self.has_pairs else None
         pieces = self.program.microbatches * self.program.slices
         for rank, units in zip(self.ranks, layout.units_of_ranks, strict=True):
-            more = pieces * sum(seconds[unit] for unit in units) / layout.holders
-            most = max(most, float(rank.starts[0]) + rank.work + more + _end(layout.work, layout.sharded))
+            seconds = float(rank.starts[0]) + rank.work
+            if again is not None:
+                seconds += pieces * sum(again[unit] for unit in units) / layout.holders
+            if moved is not None:
+                seconds = max(seconds + self._waiting(rank, moved), pieces * sum(map(partial(self._moved, moved), rank.held)))
+            most = max(most, seconds + _end(layout.work, layout.sharded))
+        return most
+
+    def _recomputed(self, setting: Setting) -> list[float]:
+        """Seconds of each unit, of which only the first layers of a stage may recompute."""
+        seconds, layout = list(self.layout.recompute(setting.recompute)), self.layout
+        if setting.recompute_layers is not None:
+            for units in layout.units_of_stages:
+                before = 0
+                for unit in units:
+                    if before >= setting.recompute_layers:
+                        seconds[unit] = 0.0
+                    before += len(layout.layers[unit].numbers)
+        return seconds
+
+    def _moved(self, seconds: Sequence[float], part: int) -> float:
+        """To copy what a piece saves in a part to the host: in all units but two, whose backward follows too soon."""
+        held = [unit for unit in self.units_of_parts[part] if self.layout.layers[unit].numbers]
+        return sum(seconds[unit] for unit in held[:-2])
+
+    def _waiting(self, rank: RankTimes, seconds: Sequence[float]) -> float:
+        """Where the backward of a piece follows its forward, all is copied to the host before the first comes back."""
+        found = 0.0
+        for part in rank.held:
+            count, turn = rank.turns(part)
+            found += count * max(0.0, 2 * self._moved(seconds, part) - turn)
+        return found
+
+    def _first_wait(self, costs: Costs) -> float:
+        """All forwards wait for one of stage 0, whose units wait for their weights, gathered one after the other."""
+        gathered = computed = most = 0.0
+        for unit in self.layout.units_of_stages[0]:
+            gathered += costs.reduce[unit] / 2
+            most = max(most, gathered - computed)
+            computed += costs.forward[unit] + costs.launch
         return most
 
     def _reduced(self, rank: RankTimes, costs: Costs, share: float) -> float:
         """`share` of an all-reduce of a part's gradients comes after its last backward has begun, and those of later
-        parts after that; that of its first unit comes after its end."""
-        most = seconds = 0.0
+        parts after that; those of its units after theirs, from the last one to the first."""
+        most = later = 0.0
         for began, ended, part in sorted((rank.last_backward(part) for part in rank.held), reverse=True):
             units = self.units_of_parts[part]
-            seconds += share * sum(costs.reduce[unit] for unit in units)
-            most = max(most, began + seconds, ended + share * costs.reduce[units[0]])
+            own = share * sum(costs.reduce[unit] for unit in units)
+            most, rest, after = max(most, began + own + later), 0.0, ended
+            for unit in units:  # the gradients of this one are complete at `after`
+                rest += share * costs.reduce[unit]
+                most = max(most, after + rest)
+                after -= costs.weight[unit] + costs.backward[unit] * (not self.splits) + costs.launch
+            later += own
         return most
 
     def _gathered(self, rank: RankTimes, costs: Costs, zero: int, max_gathered: int | None) -> float:
@@ -186,11 +236,12 @@ class Timed:
 
 @dataclass(frozen=True, eq=False)
 class RankTimes:
-    """The parts that a rank has, the rows of its compute order (part, op, action), and start and end of its actions."""
+    """The parts that a rank has, the rows of its compute order, and start and end of its actions."""
 
     held: tuple[int, ...]
     part: Array
     op: Array
+    microbatch: Array
     action: Array
     starts: Array
     ends: Array
@@ -207,6 +258,13 @@ class RankTimes:
         """(start, end, part) of the last action that adds to a part's gradients."""
         action = self.action[np.flatnonzero((self.part == part) & _ADDS[self.op])[-1]]
         return float(self.starts[action]), float(self.ends[action]), part
+
+    def turns(self, part: int) -> tuple[int, float]:
+        """How often the backward of a piece follows its forward at once, and the most seconds of both."""
+        same = (self.part[1:] == part) & (self.part[:-1] == part) & (self.microbatch[1:] == self.microbatch[:-1])
+        rows = np.flatnonzero(same & _FORWARD[self.op[:-1]] & _BACKWARD[self.op[1:]])
+        pairs = self.seconds[self.action[rows]] + self.seconds[self.action[rows + 1]]
+        return len(rows), float(pairs.max(initial=0.0))
 
     def readers(self, part: int) -> int:
         """Actions that read a part's weights."""
