@@ -6,9 +6,10 @@ All settings with one mesh, size of microbatches and placement of stages share a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from pentad.orchestrator.activations.activation_memory import cuts
 from pentad.orchestrator.activations.allocations import Piece
@@ -29,6 +30,17 @@ from pentad.schedules.spec.tensors import LayerRange
 from pentad.schedules.spec.validate import check_divisibility
 
 Placement = tuple[tuple[int, ...], ...]
+Kind = tuple[tuple[object, ...], bool, bool]
+
+
+class SpanCosts(NamedTuple):
+    """Seconds of one piece in consecutive layers, and of their collectives (see `Costs`)."""
+
+    forward: float
+    backward: float
+    weight: float
+    reduce: float
+    gather: float | None
 
 
 @lru_cache(maxsize=4096)
@@ -46,6 +58,11 @@ class Work:
         self.dtype = "bfloat16" if config.precision.compute == "auto" else config.precision.compute
         self.lora, self.fp8, self.gpu = config.lora_spec, fp8_spec(config, self.model), gpu_of(config.cluster)
         self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._kinds: dict[LayerRange, Kind] = {}
+        self._span_costs: dict[tuple[Piece, int], dict[Kind, SpanCosts]] = {}
+        self._transfers: dict[Piece, float] = {}
+        self._parameters: dict[tuple[int, int, Kind], tuple[int, int]] = {}
+        self._end_costs: dict[tuple[Mesh, Placement, int], Costs] = {}
 
     @property
     def length(self) -> int:
@@ -78,6 +95,53 @@ class Work:
     def layout_of(self, setting: Setting) -> Layout:
         by_layer = setting.recompute != "none" or setting.offload > 0
         return self.layout(setting.mesh, setting.microbatches, setting.order, setting.unit_layers, by_layer=by_layer)
+
+    def spans_costs(self, piece: Piece, spans: Sequence[LayerRange], zero: int) -> list[SpanCosts]:
+        """Costs of one piece in each of these spans of layers, of which most are alike."""
+        known = self._span_costs.setdefault((piece, zero), {})
+        missing = {kind: span for span in spans if (kind := self._kind(span)) not in known}
+        if missing:
+            each = list(missing.values())
+            costs = guess_costs(self.model, each, [range(len(each))], piece, (), zero, self.lora)
+            gather = costs.gather or [None] * len(each)
+            values = zip(costs.forward, costs.backward, costs.weight, costs.reduce, gather, strict=True)
+            known.update(zip(missing, map(SpanCosts._make, values), strict=True))
+        return [known[self._kind(span)] for span in spans]
+
+    def transfer(self, piece: Piece) -> float:
+        """Seconds of an activation's way to the next stage."""
+        if piece not in self._transfers:
+            first = [LayerRange(0, 1, has_embedding=True)]
+            self._transfers[piece] = guess_costs(self.model, first, [[0]], piece, lora=self.lora).transfer
+        return self._transfers[piece]
+
+    def parameters(self, span: LayerRange, mesh: Mesh) -> tuple[int, int]:
+        """Trained elements of layers on a rank: all but experts, and experts."""
+        key = mesh.tp, mesh.ep, self._kind(span)
+        if key not in self._parameters:
+            self._parameters[key] = local_parameters(self.model, self.lora, span, mesh)
+        return self._parameters[key]
+
+    def end_costs(self, mesh: Mesh, placement: Placement, stages: Sequence[LayerRange], zero: int) -> Costs:
+        """Costs whose `norm` and `step` are those of the fullest rank, and all that is the same for every layout."""
+        key = mesh, placement, zero
+        if key not in self._end_costs:
+            piece, on_host = Piece(1, 1, self.dtype, "cuda", mesh=mesh, gpu=self.gpu), self.config.memory.optimizer == "host"
+            given = self.model, stages, placement, piece, (), zero, self.lora
+            self._end_costs[key] = guess_costs(*given, host_optimizer=on_host)
+        return self._end_costs[key]
+
+    def _kind(self, span: LayerRange) -> Kind:
+        """What the costs and sizes of a span depend on."""
+        if span not in self._kinds:
+            model, fp8 = self.model, self.fp8
+            layers = (
+                (number >= model.dense_layers, model.layer_kind(number), fp8 is None or fp8.covers(number, model.layers))
+                for number in span.numbers
+            )
+            is_like = model.custom is None
+            self._kinds[span] = (tuple(layers) if is_like else span[:2]), span.has_embedding, span.has_head
+        return self._kinds[span]
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,21 +199,23 @@ class Layout:
     def units_of_ranks(self) -> tuple[tuple[int, ...], ...]:
         return place_units(self.placement, self.units)
 
-    def costs(self, *, is_sharded: bool, modes: Sequence[str] = (), offloaded: Sequence[int] = ()) -> Costs:
-        """Of units, with ZeRO or without."""
-        zero = 3 if is_sharded and self.work.lora is not None else int(is_sharded)
-        given = self.model, self.layers, self.units_of_ranks, self.piece, modes, zero, self.work.lora, offloaded
-        return guess_costs(*given, host_optimizer=self.work.config.memory.optimizer == "host")
+    def _costs(self, zero: int) -> Costs:
+        work = self.work
+        end = work.end_costs(self.mesh, self.placement, self.stages, zero)
+        forward, backward, weight, reduce, gather = zip(*work.spans_costs(self.piece, self.layers, zero), strict=True)
+        transfer = work.transfer(self.piece)
+        found = Costs(forward, backward, weight, transfer, end.norm, end.step, end.launch, reduce=reduce)
+        return found if gather[0] is None else replace(found, gather=gather)
 
     @cached_property
     def plain(self) -> Costs:
         """Of units, without ZeRO."""
-        return self.costs(is_sharded=False)
+        return self._costs(0)
 
     @cached_property
     def sharded(self) -> Costs:
         """Of units, with ZeRO."""
-        return self.costs(is_sharded=True)
+        return self._costs(1 if self.work.lora is None else 3)
 
     @cached_property
     def of_stages(self) -> Costs:
@@ -159,9 +225,8 @@ class Layout:
     @cache  # noqa: B019: a layout lives as long as its search
     def recompute(self, mode: str) -> Sequence[float]:
         """Seconds to recompute each unit, launches included."""
-        modes = [mode if unit.numbers else "none" for unit in self.layers]
-        costs = self.costs(is_sharded=False, modes=modes)
-        return [each + costs.launch * (each > 0) for each in costs.recompute]
+        found = self._with([mode if unit.numbers else "none" for unit in self.layers], ())
+        return [each + found.launch * (each > 0) for each in found.recompute]
 
     @cache  # noqa: B019
     def offload(self, mode: str, share: float) -> Sequence[float]:
@@ -171,8 +236,11 @@ class Layout:
         fractions = [share if unit.numbers else 0.0 for unit in self.layers]
         modes = [mode if unit.numbers else "none" for unit in self.layers]
         moved = cuts(self.model, self.layers, stage_of, self.piece, modes, fractions)
-        return self.costs(is_sharded=False, offloaded=[each.bytes for each in moved]).offload
+        return self._with((), [each.bytes for each in moved]).offload
+
+    def _with(self, modes: Sequence[str], offloaded: Sequence[int]) -> Costs:
+        given = self.model, self.layers, self.units_of_ranks, self.piece, modes, 0, self.work.lora, offloaded
+        return guess_costs(*given)
 
     def parameters(self, held: LayerRange) -> tuple[int, int]:
-        """Trained elements of layers on a rank: all but experts, and experts."""
-        return local_parameters(self.model, self.work.lora, held, self.mesh)
+        return self.work.parameters(held, self.mesh)

@@ -25,6 +25,7 @@ from pentad.schedules.spec.tensors import LayerRange
 _F, _B, _BW, _W = (op_mask({op}) for op in (Op.F, Op.B, Op.BW, Op.W))
 
 
+@lru_cache(maxsize=4096)
 def least_state_bytes(layout: Layout, zero: int) -> int:
     """`state_bytes` of the fuller end of the pipeline, if ZeRO needed no buffers."""
     return max(state_bytes(layout, rank, zero, None, buffers=False) for rank in {0, len(layout.placement) - 1})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -42,6 +42,11 @@ def shape_bound(work: Work, mesh: Mesh, microbatches: int) -> float:
 def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:
     """For any order of the layout's placement: every rank waits for its first input, does its work, and after the last
     backward of a rank those of the stages before have to run, if a backward is not split."""
+    return _placement_bound(layout, microbatches, is_split=splits_backward(order))
+
+
+@lru_cache(maxsize=4096)
+def _placement_bound(layout: Layout, microbatches: int, *, is_split: bool) -> float:
     costs, units = layout.of_stages, layout.units
     works, arrivals, left = [], [0.0], [0.0]
     for stage, count in enumerate(units):
@@ -49,7 +54,7 @@ def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:
         works.append(forward + backward + 2 * count * costs.launch)
         arrivals.append(arrivals[-1] + forward + count * costs.launch + costs.transfer)
         left.append(left[-1] + backward + count * costs.launch + costs.transfer)
-    pieces, most, is_split = microbatches * layout.piece.slices, 0.0, splits_backward(order)
+    pieces, most = microbatches * layout.piece.slices, 0.0
     for held in layout.placement:
         seconds = pieces * sum(works[stage] for stage in held) / layout.holders
         if layout.holders == 1:
@@ -164,7 +169,7 @@ class Timed:
             if again is not None:
                 seconds += pieces * sum(again[unit] for unit in units) / layout.holders
             if moved is not None:
-                seconds = max(seconds + self._waiting(rank, moved), pieces * sum(map(partial(self._moved, moved), rank.held)))
+                seconds = max(seconds, self._copied(rank, moved))
             most = max(most, seconds + _end(layout.work, layout.sharded))
         return most
 
@@ -180,18 +185,24 @@ class Timed:
                     before += len(layout.layers[unit].numbers)
         return seconds
 
-    def _moved(self, seconds: Sequence[float], part: int) -> float:
-        """To copy what a piece saves in a part to the host: in all units but two, whose backward follows too soon."""
-        held = [unit for unit in self.units_of_parts[part] if self.layout.layers[unit].numbers]
-        return sum(seconds[unit] for unit in held[:-2])
-
-    def _waiting(self, rank: RankTimes, seconds: Sequence[float]) -> float:
-        """Where the backward of a piece follows its forward, all is copied to the host before the first comes back."""
-        found = 0.0
+    def _copied(self, rank: RankTimes, seconds: Sequence[float]) -> float:
+        """A lane copies to the host, in the order of forwards, and another one back, in the order of backwards, what units
+        save; not that of the last two of a part, whose backward may follow too soon. What the last forward saves comes
+        to the host last, and comes back before what later backwards need. Where a backward follows its forward at once,
+        each copy to the host ends before the first one back begins."""
+        moved, waiting = [0.0] * len(self.units_of_parts), 0.0
         for part in rank.held:
+            inner = [unit for unit in self.units_of_parts[part] if self.layout.layers[unit].numbers]
+            moved[part] = sum(seconds[unit] for unit in inner[:-2])
             count, turn = rank.turns(part)
-            found += count * max(0.0, 2 * self._moved(seconds, part) - turn)
-        return found
+            waiting += count * max(0.0, 2 * moved[part] - turn)
+        each = np.array(moved)
+        forwards, backwards = np.flatnonzero(_FORWARD[rank.op]), np.flatnonzero(_BACKWARD[rank.op])
+        last = forwards[-1]
+        own = (rank.part[backwards] == rank.part[last]) & (rank.microbatch[backwards] == rank.microbatch[last])
+        back = backwards[np.argmax(own) :]
+        lanes = each[rank.part[forwards]].sum() + each[rank.part[back]].sum()
+        return max(float(rank.starts[0]) + rank.work + waiting, float(lanes))
 
     def _first_wait(self, costs: Costs) -> float:
         """All forwards wait for one of stage 0, whose units wait for their weights, gathered one after the other."""
