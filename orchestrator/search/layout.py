@@ -60,9 +60,15 @@ class Work:
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._kinds: dict[LayerRange, Kind] = {}
         self._span_costs: dict[tuple[Piece, int], dict[Kind, SpanCosts]] = {}
-        self._transfers: dict[Piece, float] = {}
+        self.transfers: dict[Piece, float] = {}  # seconds of an activation's way to the next stage
         self._parameters: dict[tuple[int, int, Kind], tuple[int, int]] = {}
         self._end_costs: dict[tuple[Mesh, Placement, int], Costs] = {}
+
+    @cache  # noqa: B019: a search has one of these
+    def with_units(self, layers: int | None) -> RunConfig:
+        """The configuration with so many layers in a unit, whatever recomputes."""
+        changed = {"unit_layers": layers, "recompute": "none", "offload_fraction": 0.0}
+        return self.config.model_copy(update={"memory": self.config.memory.model_copy(update=changed)})
 
     @property
     def length(self) -> int:
@@ -106,14 +112,8 @@ class Work:
             gather = costs.gather or [None] * len(each)
             values = zip(costs.forward, costs.backward, costs.weight, costs.reduce, gather, strict=True)
             known.update(zip(missing, map(SpanCosts._make, values), strict=True))
+            self.transfers[piece] = costs.transfer
         return [known[self._kind(span)] for span in spans]
-
-    def transfer(self, piece: Piece) -> float:
-        """Seconds of an activation's way to the next stage."""
-        if piece not in self._transfers:
-            first = [LayerRange(0, 1, has_embedding=True)]
-            self._transfers[piece] = guess_costs(self.model, first, [[0]], piece, lora=self.lora).transfer
-        return self._transfers[piece]
 
     def parameters(self, span: LayerRange, mesh: Mesh) -> tuple[int, int]:
         """Trained elements of layers on a rank: all but experts, and experts."""
@@ -180,10 +180,7 @@ class Layout:
     def units(self) -> tuple[int, ...]:
         """Units of each stage, as `make_plan` cuts it."""
         size = self.unit_layers or (1 if self.by_layer and self.model.custom is None else None)
-        memory = self.work.config.memory.model_copy(
-            update={"unit_layers": size, "recompute": "none", "offload_fraction": 0.0}
-        )
-        config = self.work.config.model_copy(update={"memory": memory})
+        config = self.work.with_units(size)
         return units_of(config, self.model, self.stages, self.mesh, self.work.dtype, shared=self.is_shared)
 
     @cached_property
@@ -203,8 +200,7 @@ class Layout:
         work = self.work
         end = work.end_costs(self.mesh, self.placement, self.stages, zero)
         forward, backward, weight, reduce, gather = zip(*work.spans_costs(self.piece, self.layers, zero), strict=True)
-        transfer = work.transfer(self.piece)
-        found = Costs(forward, backward, weight, transfer, end.norm, end.step, end.launch, reduce=reduce)
+        found = Costs(forward, backward, weight, work.transfers[self.piece], end.norm, end.step, end.launch, reduce=reduce)
         return found if gather[0] is None else replace(found, gather=gather)
 
     @cached_property

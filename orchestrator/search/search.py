@@ -155,8 +155,10 @@ class _Search:
                     self._divide(part)
                 except PentadError as error:
                     self._refuse(mesh, error)
+        decided = listed_meshes.union(_mesh_of(part) for _, _, part in self._heap)
         for mesh in self.space.meshes:
-            self._conclude(mesh, listed_meshes)
+            if mesh not in decided:
+                self._conclude(mesh)
 
     def _push(self, bound: float, part: object) -> None:
         """What is planned goes before what may be as fast, but for rounding."""
@@ -336,10 +338,8 @@ class _Search:
             self._needs(planned.setting.mesh, fit.needed)
         return None
 
-    def _conclude(self, mesh: Mesh, listed: set[Mesh]) -> None:
-        """Notes why a mesh has no plan, if it cannot have one."""
-        if mesh in listed or any(_mesh_of(part) == mesh for _, _, part in self._heap):
-            return
+    def _conclude(self, mesh: Mesh) -> None:
+        """Notes why a mesh has no plan."""
         if mesh in self._least:
             gib = f"{self.device.bytes / 2**30:.0f} GiB"
             least = f"{self._least[mesh] / 2**30:.1f} GiB"

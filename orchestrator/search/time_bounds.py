@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -26,6 +26,7 @@ from pentad.schedules.simulate.dependencies import action_times
 from pentad.schedules.spec.mesh import Mesh
 
 GATHERED = 2  # units that a rank has gathered at once by default
+BUFFERED = 2  # units with gradients for which ZeRO-2 and 3 have buffers
 _FORWARD, _BACKWARD = op_mask({Op.F}), op_mask({Op.B, Op.BW})
 _ADDS, _READS = op_mask({Op.W, Op.BW}), op_mask({Op.F, Op.B, Op.BW})  # to gradients; weights
 
@@ -59,6 +60,10 @@ def _placement_bound(layout: Layout, microbatches: int, *, is_split: bool) -> fl
         seconds = pieces * sum(works[stage] for stage in held) / layout.holders
         if layout.holders == 1:
             seconds += arrivals[min(held)] + (0.0 if is_split else left[min(held)])
+        if layout.is_shared and layout.work.lora is None and len(held) == 1:
+            # all gradients are reduced after, or all weights gathered before, or half of each, the work of all pieces but one
+            reduced = sum(layout.plain.reduce[unit] for unit in layout.units_of_stages[held[0]])
+            seconds = max(seconds, (pieces - 1) * works[held[0]] + reduced)
         most = max(most, seconds)
     return most + _end(layout.work, layout.sharded if layout.is_shared else layout.plain)
 
@@ -139,23 +144,45 @@ class Timed:
         return found
 
     @cached_property
+    def reduces_often(self) -> bool:
+        """Whether ZeRO-2 and 3 reduce after every microbatch: as configured, or because more than two units of a rank
+        would have gradients at once."""
+        given, layout = self.layout.work.config.zero.reduce, self.layout
+        if given is not None or layout.holders > 1:
+            return given == "microbatch"
+        return any(rank.most_accumulating(self.units_of_parts) > BUFFERED for rank in self.ranks)
+
+    @cached_property
     def end(self) -> float:
         """The last end of an action; the first starts at 0."""
         return max(float(rank.ends[-1]) for rank in self.ranks)
 
     def bound(self, zero: int, max_gathered: int | None) -> float:
         """Without recomputation and offloading."""
-        layout, is_zero = self.layout, zero > 0 and self.layout.is_shared
+        room = self._room(max_gathered) if zero == 3 else None
+        return self._bound(zero > 0, room, zero > 1 and self.reduces_often)
+
+    def _room(self, max_gathered: int | None) -> int | None:
+        """Units that a rank with ZeRO-3 has gathered at once; None for all of them."""
+        room = max_gathered or (GATHERED if max(self.layout.units) > 1 and self.layout.holders == 1 else None)
+        return None if room is None or room >= max(map(len, self.layout.units_of_ranks)) else room
+
+    @cache  # noqa: B019: lives as long as its search
+    def _bound(self, is_zero: bool, room: int | None, is_often: bool) -> float:
+        layout, is_zero = self.layout, is_zero and self.layout.is_shared
         costs = layout.sharded if is_zero else layout.plain
         if not layout.is_shared:
             return self.end + _end(layout.work, costs)
         most, begin = self.end, 0.0
-        if is_zero and layout.work.lora is None and not self.has_pairs:
+        if is_zero and layout.work.lora is None:
             begin = self._first_wait(costs)
         for rank in self.ranks:
             most = max(most, self._reduced(rank, costs, 0.5 if is_zero else 1.0))
+            if is_often:
+                each = sum(costs.reduce[unit] for part in rank.held for unit in self.units_of_parts[part]) / 2
+                most = max(most, rank.first_backward + self.program.microbatches * each)
             if is_zero:
-                most = max(most, self._gathered(rank, costs, zero, max_gathered) - begin)
+                most = max(most, self._gathered(rank, costs, room) - begin)
         return begin + most + _end(layout.work, costs)
 
     def bound_with(self, plain: float, setting: Setting) -> float:
@@ -228,14 +255,14 @@ class Timed:
             later += own
         return most
 
-    def _gathered(self, rank: RankTimes, costs: Costs, zero: int, max_gathered: int | None) -> float:
+    def _gathered(self, rank: RankTimes, costs: Costs, room: int | None) -> float:
         """Weights are gathered before the first forward of their unit; with ZeRO-3 those of a part with more units than
         a rank has room for anew in every action."""
         by_unit = costs.gather or tuple(each / 2 for each in costs.reduce)
         by_part = {part: [by_unit[unit] for unit in self.units_of_parts[part]] for part in rank.held}
-        room = max_gathered or (GATHERED if max(self.layout.units) > 1 and self.layout.holders == 1 else None)
-        if zero == 3 and room is not None and sum(map(len, by_part.values())) > room:
-            return sum(rank.readers(part) * max(0, len(each) - room) * min(each) for part, each in by_part.items())
+        if room is not None and sum(map(len, by_part.values())) > room:
+            again = {part: sum(sorted(each)[: max(0, len(each) - room)]) for part, each in by_part.items()}
+            return sum(rank.readers(part) * seconds for part, seconds in again.items())
         if self.layout.work.lora is not None:
             return 0.0
         most, gathered = 0.0, 0.0
@@ -269,6 +296,18 @@ class RankTimes:
         """(start, end, part) of the last action that adds to a part's gradients."""
         action = self.action[np.flatnonzero((self.part == part) & _ADDS[self.op])[-1]]
         return float(self.starts[action]), float(self.ends[action]), part
+
+    @cached_property
+    def first_backward(self) -> float:
+        return float(self.starts[self.action[np.argmax(_ADDS[self.op])]])
+
+    def most_accumulating(self, units: Sequence[range]) -> int:
+        """The most units whose gradients are between their first and their last microbatch."""
+        spans = {part: np.flatnonzero((self.part == part) & _ADDS[self.op]) for part in self.held}
+        return max(
+            sum(len(units[part]) for part, rows in spans.items() if rows[0] <= first[0] < rows[-1])
+            for first in spans.values()
+        )
 
     def turns(self, part: int) -> tuple[int, float]:
         """How often the backward of a piece follows its forward at once, and the most seconds of both."""
