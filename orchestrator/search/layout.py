@@ -14,8 +14,14 @@ from typing import NamedTuple
 from pentad.orchestrator.activations.activation_memory import cuts
 from pentad.orchestrator.activations.allocations import Piece
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
-from pentad.orchestrator.planning.hardware import gpu_of
+from pentad.orchestrator.planning.cost_model import (
+    end_seconds,
+    guess_costs,
+    local_parameters,
+    reduction_seconds,
+    transfer_seconds,
+)
+from pentad.orchestrator.planning.hardware import gpu_of, rates_of
 from pentad.orchestrator.planning.layout import split, units_of
 from pentad.orchestrator.planning.numerics import fp8_spec
 from pentad.orchestrator.search.space import Order, Setting
@@ -33,14 +39,12 @@ Placement = tuple[tuple[int, ...], ...]
 Kind = tuple[tuple[object, ...], bool, bool]
 
 
-class SpanCosts(NamedTuple):
-    """Seconds of one piece in consecutive layers, and of their collectives (see `Costs`)."""
+class Compute(NamedTuple):
+    """Seconds of one piece in consecutive layers."""
 
     forward: float
     backward: float
     weight: float
-    reduce: float
-    gather: float | None
 
 
 @lru_cache(maxsize=4096)
@@ -59,10 +63,10 @@ class Work:
         self.lora, self.fp8, self.gpu = config.lora_spec, fp8_spec(config, self.model), gpu_of(config.cluster)
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._kinds: dict[LayerRange, Kind] = {}
-        self._span_costs: dict[tuple[Piece, int], dict[Kind, SpanCosts]] = {}
-        self.transfers: dict[Piece, float] = {}  # seconds of an activation's way to the next stage
+        self.rates = rates_of("cuda", self.gpu)
+        self._compute: dict[Piece, dict[Kind, Compute]] = {}
+        self._reduce: dict[tuple[Mesh, Kind], float] = {}
         self._parameters: dict[tuple[int, int, Kind], tuple[int, int]] = {}
-        self._end_costs: dict[tuple[Mesh, Placement, int], Costs] = {}
 
     @cache  # noqa: B019: a search has one of these
     def with_units(self, layers: int | None) -> RunConfig:
@@ -79,22 +83,23 @@ class Work:
             return 1
         return next(k for k in range(CATALOGUE[order.name].slices, 0, -1) if self.length % k == 0)
 
-    def rows(self, mesh: Mesh, microbatches: int) -> int:
-        """Sequences of a microbatch."""
-        return self.config.batch.global_batch_size // (mesh.dp * mesh.ep * microbatches)
+    @cache  # noqa: B019
+    def piece(self, mesh: Mesh, microbatches: int, slices: int) -> Piece:
+        """Raises PentadError for sizes that do not divide."""
+        rows = self.config.batch.global_batch_size // (mesh.dp * mesh.ep * microbatches)
+        if self.model.custom is not None and mesh.tp * mesh.cp * mesh.ep > 1:
+            raise PentadError(f"mesh is {mesh}: expected dp and pp only for model.custom")
+        method, length = self.config.mesh.cp_method, self.config.batch.sequence_length
+        check_divisibility(self.model, mesh, length, rows, slices, method)
+        sizes = rows, length // slices // mesh.cp
+        return Piece(*sizes, self.dtype, "cuda", slices, mesh, method, fp8=self.fp8, gpu=self.gpu)
 
     def layout(self, mesh: Mesh, microbatches: int, order: Order, unit_layers: int | None, *, by_layer: bool) -> Layout:
         """Raises PentadError for sizes that do not divide."""
-        slices, rows = self.slices(order), self.rows(mesh, microbatches)
-        placement = placement_of(order, mesh.pp, microbatches, slices)
-        key = mesh, rows, placement, slices, unit_layers, by_layer and unit_layers is None
+        slices = self.slices(order)
+        placement, piece = placement_of(order, mesh.pp, microbatches, slices), self.piece(mesh, microbatches, slices)
+        key = piece, placement, unit_layers, by_layer and unit_layers is None
         if key not in self._layouts:
-            method = self.config.mesh.cp_method
-            if self.model.custom is not None and mesh.tp * mesh.cp * mesh.ep > 1:
-                raise PentadError(f"mesh is {mesh}: expected dp and pp only for model.custom")
-            check_divisibility(self.model, mesh, self.length, rows, slices, method)
-            size = self.length // slices // mesh.cp
-            piece = Piece(rows, size, self.dtype, "cuda", slices, mesh, method, fp8=self.fp8, gpu=self.gpu)
             self._layouts[key] = Layout(self, placement, piece, unit_layers, by_layer)
         return self._layouts[key]
 
@@ -102,18 +107,36 @@ class Work:
         by_layer = setting.recompute != "none" or setting.offload > 0
         return self.layout(setting.mesh, setting.microbatches, setting.order, setting.unit_layers, by_layer=by_layer)
 
-    def spans_costs(self, piece: Piece, spans: Sequence[LayerRange], zero: int) -> list[SpanCosts]:
-        """Costs of one piece in each of these spans of layers, of which most are alike."""
-        known = self._span_costs.setdefault((piece, zero), {})
+    def compute_seconds(self, piece: Piece, spans: Sequence[LayerRange]) -> list[Compute]:
+        """F, B and W of one piece in each of these spans of layers, of which most are alike."""
+        piece = piece._replace(mesh=replace(piece.mesh, dp=1, pp=1))  # on which they do not depend
+        known = self._compute.setdefault(piece, {})
         missing = {kind: span for span in spans if (kind := self._kind(span)) not in known}
         if missing:
             each = list(missing.values())
-            costs = guess_costs(self.model, each, [range(len(each))], piece, (), zero, self.lora)
-            gather = costs.gather or [None] * len(each)
-            values = zip(costs.forward, costs.backward, costs.weight, costs.reduce, gather, strict=True)
-            known.update(zip(missing, map(SpanCosts._make, values), strict=True))
-            self.transfers[piece] = costs.transfer
+            costs = guess_costs(self.model, each, [range(len(each))], piece, lora=self.lora)
+            values = zip(costs.forward, costs.backward, costs.weight, strict=True)
+            known.update(zip(missing, map(Compute._make, values), strict=True))
         return [known[self._kind(span)] for span in spans]
+
+    def reduce_seconds(self, mesh: Mesh, span: LayerRange) -> float:
+        """An all-reduce of a span's gradients."""
+        key = mesh, self._kind(span)
+        if key not in self._reduce:
+            self._reduce[key] = reduction_seconds(self.model, self.lora, span, mesh, self.rates)
+        return self._reduce[key]
+
+    @cache  # noqa: B019
+    def end_seconds(self, mesh: Mesh, placement: Placement, zero: int) -> tuple[float, float]:
+        """NORM and STEP of the fullest rank."""
+        on_host = self.config.memory.optimizer == "host"
+        given = self.model, self.stages(placement), placement, mesh, self.rates, zero, self.lora
+        return end_seconds(*given, host_optimizer=on_host)
+
+    @cache  # noqa: B019
+    def stages(self, placement: Placement) -> tuple[LayerRange, ...]:
+        """The layers of each stage."""
+        return split(self.model, placement, self.length)
 
     def parameters(self, span: LayerRange, mesh: Mesh) -> tuple[int, int]:
         """Trained elements of layers on a rank: all but experts, and experts."""
@@ -121,15 +144,6 @@ class Work:
         if key not in self._parameters:
             self._parameters[key] = local_parameters(self.model, self.lora, span, mesh)
         return self._parameters[key]
-
-    def end_costs(self, mesh: Mesh, placement: Placement, stages: Sequence[LayerRange], zero: int) -> Costs:
-        """Costs whose `norm` and `step` are those of the fullest rank, and all that is the same for every layout."""
-        key = mesh, placement, zero
-        if key not in self._end_costs:
-            piece, on_host = Piece(1, 1, self.dtype, "cuda", mesh=mesh, gpu=self.gpu), self.config.memory.optimizer == "host"
-            given = self.model, stages, placement, piece, (), zero, self.lora
-            self._end_costs[key] = guess_costs(*given, host_optimizer=on_host)
-        return self._end_costs[key]
 
     def _kind(self, span: LayerRange) -> Kind:
         """What the costs and sizes of a span depend on."""
@@ -164,7 +178,7 @@ class Layout:
 
     @cached_property
     def stages(self) -> tuple[LayerRange, ...]:
-        return split(self.model, self.placement, self.work.length)
+        return self.work.stages(self.placement)
 
     @cached_property
     def holders(self) -> int:
@@ -198,10 +212,16 @@ class Layout:
 
     def _costs(self, zero: int) -> Costs:
         work = self.work
-        end = work.end_costs(self.mesh, self.placement, self.stages, zero)
-        forward, backward, weight, reduce, gather = zip(*work.spans_costs(self.piece, self.layers, zero), strict=True)
-        found = Costs(forward, backward, weight, work.transfers[self.piece], end.norm, end.step, end.launch, reduce=reduce)
-        return found if gather[0] is None else replace(found, gather=gather)
+        forward, backward, weight = zip(*work.compute_seconds(self.piece, self.layers), strict=True)
+        return Costs(
+            forward,
+            backward,
+            weight,
+            transfer_seconds(self.model, self.piece, work.rates),
+            *work.end_seconds(self.mesh, self.placement, zero),
+            work.rates.launch,
+            reduce=tuple(work.reduce_seconds(self.mesh, unit) for unit in self.layers),
+        )
 
     @cached_property
     def plain(self) -> Costs:
@@ -211,7 +231,7 @@ class Layout:
     @cached_property
     def sharded(self) -> Costs:
         """Of units, with ZeRO."""
-        return self._costs(1 if self.work.lora is None else 3)
+        return self._costs(1)
 
     @cached_property
     def of_stages(self) -> Costs:

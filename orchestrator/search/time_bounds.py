@@ -24,6 +24,8 @@ from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import action_times
 from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.plan import ALIGNMENT
+from pentad.schedules.spec.tensors import all_layers
 
 GATHERED = 2  # units that a rank has gathered at once by default
 BUFFERED = 2  # units with gradients for which ZeRO-2 and 3 have buffers
@@ -33,11 +35,8 @@ _ADDS, _READS = op_mask({Op.W, Op.BW}), op_mask({Op.F, Op.B, Op.BW})  # to gradi
 
 def shape_bound(work: Work, mesh: Mesh, microbatches: int) -> float:
     """For any schedule: the work of a step, divided equally. Raises PentadError for sizes that do not divide."""
-    inner, one_unit = Mesh(mesh.dp, 1, mesh.cp, mesh.tp, mesh.ep), work.model.layers
-    layout = work.layout(inner, microbatches, Order("1f1b"), one_unit, by_layer=False)
-    costs = layout.plain
-    seconds = sum(costs.forward) + sum(costs.backward) + sum(costs.weight)
-    return microbatches * seconds / mesh.pp
+    piece = work.piece(mesh, microbatches, 1)
+    return microbatches * sum(work.compute_seconds(piece, [all_layers(work.model)])[0]) / mesh.pp
 
 
 def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:
@@ -150,7 +149,20 @@ class Timed:
         given, layout = self.layout.work.config.zero.reduce, self.layout
         if given is not None or layout.holders > 1:
             return given == "microbatch"
-        return any(rank.most_accumulating(self.units_of_parts) > BUFFERED for rank in self.ranks)
+        return any(self._fills_buffers(rank) for rank in self.ranks)
+
+    def _fills_buffers(self, rank: RankTimes) -> bool:
+        """Whether gradients that a rank accumulates at once take more than the two largest units, padding aside."""
+        layout = self.layout
+        sizes = {unit: layout.parameters(layout.layers[unit]) for part in rank.held for unit in self.units_of_parts[part]}
+        padding = ALIGNMENT * layout.mesh.size * len(sizes)
+        for parts in rank.accumulating:
+            units = [unit for part in parts for unit in self.units_of_parts[part]]
+            for kind in (0, 1):
+                largest = sorted(size[kind] for size in sizes.values())[-BUFFERED:]
+                if sum(sizes[unit][kind] for unit in units) > sum(largest) + padding:
+                    return True
+        return False
 
     @cached_property
     def end(self) -> float:
@@ -258,13 +270,13 @@ class Timed:
     def _gathered(self, rank: RankTimes, costs: Costs, room: int | None) -> float:
         """Weights are gathered before the first forward of their unit; with ZeRO-3 those of a part with more units than
         a rank has room for anew in every action."""
-        by_unit = costs.gather or tuple(each / 2 for each in costs.reduce)
+        if self.layout.work.lora is not None:  # frozen weights are gathered as well
+            return 0.0
+        by_unit = [each / 2 for each in costs.reduce]
         by_part = {part: [by_unit[unit] for unit in self.units_of_parts[part]] for part in rank.held}
         if room is not None and sum(map(len, by_part.values())) > room:
             again = {part: sum(sorted(each)[: max(0, len(each) - room)]) for part, each in by_part.items()}
             return sum(rank.readers(part) * seconds for part, seconds in again.items())
-        if self.layout.work.lora is not None:
-            return 0.0
         most, gathered = 0.0, 0.0
         for before, first, part in sorted(rank.work_before(part) for part in rank.held):
             gathered += sum(by_part[part])
@@ -301,13 +313,13 @@ class RankTimes:
     def first_backward(self) -> float:
         return float(self.starts[self.action[np.argmax(_ADDS[self.op])]])
 
-    def most_accumulating(self, units: Sequence[range]) -> int:
-        """The most units whose gradients are between their first and their last microbatch."""
+    @property
+    def accumulating(self) -> list[list[int]]:
+        """Parts whose gradients are between their first and their last microbatch, when those of each part begin."""
         spans = {part: np.flatnonzero((self.part == part) & _ADDS[self.op]) for part in self.held}
-        return max(
-            sum(len(units[part]) for part, rows in spans.items() if rows[0] <= first[0] < rows[-1])
-            for first in spans.values()
-        )
+        return [
+            [part for part, rows in spans.items() if rows[0] <= begin[0] < rows[-1]] for begin in spans.values()
+        ]
 
     def turns(self, part: int) -> tuple[int, float]:
         """How often the backward of a piece follows its forward at once, and the most seconds of both."""
