@@ -90,10 +90,13 @@ class _Ordered(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Settings that differ in what they recompute or offload."""
+    """Settings that differ in what they recompute or offload: that with neither (`is_plain`), and, if that does not fit
+    or is not in the group, the others (`is_saving`)."""
 
     setting: Setting
     timed: Timed
+    is_plain: bool
+    is_saving: bool
 
 
 @dataclass
@@ -198,24 +201,26 @@ class _Search:
             case _Ordered():
                 self._groups(part)
             case _Group():
-                self._plain(part)
+                self._settings(part)
             case _Chain():
                 self._step(part)
 
     def _orders(self, shape: _Shape) -> None:
-        """By schedule and units, of which more take no less time."""
         for order in self.space.orders_on(shape.mesh):
             try:
-                layout = self.work.layout(*shape, order, self.space.unit_layers[0], by_layer=False)
+                self._order(shape, order)
             except PentadError as error:
                 self._refuse(shape.mesh, error)
-                continue
-            if (least := least_state_bytes(layout, max(self.space.zero))) > self.device.bytes:
-                self._needs(shape.mesh, least)
-                continue
-            bound = placement_bound(layout, order, shape.microbatches)
-            for unit_layers in self.space.unit_layers:
-                self._push(bound, _Ordered(shape, order, unit_layers))
+
+    def _order(self, shape: _Shape, order: Order) -> None:
+        """By units, of which more take no less time."""
+        layout = self.work.layout(*shape, order, self.space.unit_layers[0], by_layer=False)
+        if (least := least_state_bytes(layout, max(self.space.zero))) > self.device.bytes:
+            self._needs(shape.mesh, least)
+            return
+        bound = placement_bound(layout, order, shape.microbatches)
+        for unit_layers in self.space.unit_layers:
+            self._push(bound, _Ordered(shape, order, unit_layers))
 
     def _groups(self, part: _Ordered) -> None:
         """By ZeRO's stage and gathered units."""
@@ -224,10 +229,17 @@ class _Search:
         if unit_layers == 1 and None in self.space.unit_layers:
             if layout.units == self.work.layout(*shape, order, None, by_layer=False).units:
                 return  # as by default
-        timed = Timed(layout, order, compute_order(layout, order, shape.microbatches))
-        for zero, gathered in self._zero_options(layout):
-            setting = Setting(*shape, order, zero, gathered, unit_layers)
-            self._push(timed.bound(zero, gathered), _Group(setting, timed))
+        # units with recomputation or offloading are of one layer by default: settings whose units are so anyway save
+        by_layer = self.work.layout(*shape, order, unit_layers, by_layer=True)
+        is_same, has_plain = layout.units == by_layer.units, "none" in self.space.recompute and 0.0 in self.space.offload
+        groups = [(layout, has_plain, is_same)]
+        if not is_same and 1 not in self.space.unit_layers:
+            groups.append((by_layer, False, True))
+        for of_group, is_plain, is_saving in groups:
+            timed = Timed(of_group, order, compute_order(of_group, order, shape.microbatches))
+            for zero, gathered in self._zero_options(by_layer):
+                setting = Setting(*shape, order, zero, gathered, unit_layers)
+                self._push(timed.bound(zero, gathered), _Group(setting, timed, is_plain, is_saving))
 
     def _zero_options(self, layout: Layout) -> Iterator[tuple[int, int | None]]:
         """Those that differ on this layout. Raises PentadError where nothing can be sharded, but ZeRO is held."""
@@ -243,28 +255,22 @@ class _Search:
             if gathered is None or (zero == 3 and not is_default):
                 yield zero, gathered
 
-    def _plain(self, group: _Group) -> None:
-        """Plans a group without recomputation and offloading, then opens its chains if that does not fit."""
-        setting = group.setting
-        if "none" in self.space.recompute and 0.0 in self.space.offload:
-            bounds = MemoryBounds(group.timed.layout, group.timed.program)
-            if (least := bounds.least(setting)) > self.device.bytes:
+    def _settings(self, group: _Group) -> None:
+        setting, timed, is_plain, is_saving = group
+        if is_plain:
+            least = MemoryBounds(timed.layout, timed.program).least(setting)
+            if least > self.device.bytes:
                 self._needs(setting.mesh, least)
-            elif self._fits(setting) is not None:
+            elif self._fits(setting):
                 return
-        for chain in self._chains(group):
-            self._push(chain.bounds[chain.low + 1], chain)
+        if is_saving:
+            if None in self.space.unit_layers:
+                setting = setting._replace(unit_layers=None)
+            for chain in self._chains(setting, timed):
+                self._push(chain.bounds[chain.low + 1], chain)
 
-    def _chains(self, group: _Group) -> Iterator[_Chain]:
-        """From the group whose units are those with recomputation and offloading: of one layer by default."""
-        setting, timed = group.setting, group.timed
-        layout = self.work.layout(*setting[:3], setting.unit_layers, by_layer=True)
-        if layout.units != timed.layout.units:
-            if 1 in self.space.unit_layers:
-                return
-            timed = Timed(layout, setting.order, compute_order(layout, setting.order, setting.microbatches))
-        elif None in self.space.unit_layers:
-            setting = setting._replace(unit_layers=None)
+    def _chains(self, setting: Setting, timed: Timed) -> Iterator[_Chain]:
+        layout = timed.layout
         bounds, plain = MemoryBounds(layout, timed.program), timed.bound(setting.zero, setting.max_gathered)
         most = max(len(held.numbers) for held in layout.stages)
         for mode in self.space.recompute:
@@ -305,11 +311,11 @@ class _Search:
         if chain.low + 1 < chain.high:
             self._push(chain.bounds[chain.low + 1], chain)
 
-    def _fits(self, setting: Setting) -> Planned | None:
+    def _fits(self, setting: Setting) -> bool:
         _, fitting = self._planned(setting)
         if fitting is not None:
             self._push(fitting.seconds, fitting)
-        return fitting
+        return fitting is not None
 
     def _planned(self, setting: Setting) -> tuple[int, Planned | None]:
         """The bytes of a setting's fullest rank, and its plan if that fits."""
