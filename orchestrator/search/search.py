@@ -61,16 +61,24 @@ class Refusal:
     least_bytes: int = 0
 
 
+class Missed(NamedTuple):
+    """A setting that does not fit, and the least seconds that it could take."""
+
+    setting: Setting
+    seconds: float
+
+
 @dataclass
 class Found:
-    """The fastest plan of each of the best meshes, best first; `refusals` by mesh; `too_large` are planned settings that
-    do not fit, with a bound of their seconds; `compiled` is the number of plans that were made."""
+    """The fastest plan of each of the best meshes, best first; `refusals` by mesh; `missed` is what might be fastest of
+    all that does not fit; `compiled` is the number of plans that were made."""
 
     device: DeviceMemory
     space: Space
+    held: Collection[str] = ()
     choices: list[Planned] = field(default_factory=list)
     refusals: dict[Mesh, Refusal] = field(default_factory=dict)
-    too_large: list[Planned] = field(default_factory=list)
+    missed: Missed | None = None
     compiled: int = 0
 
     @property
@@ -134,7 +142,7 @@ class _Search:
     def __init__(self, config: RunConfig, space: Space, device: DeviceMemory, held: Collection[str]) -> None:
         self.config, self.space, self.device, self.held = config, space, device, held
         self.compared = without_evaluation(config)
-        self.work, self.found = Work(config), Found(device, space)
+        self.work, self.found = Work(config), Found(device, space, held)
         self._heap: list[tuple[float, int, object]] = []
         self._numbers = count()
         self._refused: dict[Mesh, Counter[str]] = {}
@@ -263,6 +271,8 @@ class _Search:
                 self._needs(setting.mesh, least)
             elif self._fits(setting):
                 return
+            if self.found.missed is None:
+                self.found.missed = Missed(setting, timed.bound(setting.zero, setting.max_gathered))
         if is_saving:
             if None in self.space.unit_layers:
                 setting = setting._replace(unit_layers=None)
@@ -329,7 +339,6 @@ class _Search:
         needed = fullest_bytes(plan, self.device.bytes)
         if needed > self.device.bytes:
             self._needs(setting.mesh, needed)
-            self.found.too_large.append(Planned(setting, config, plan, 0.0, needed))
             return needed, None
         return needed, Planned(setting, config, plan, simulated_seconds(plan), needed)
 
@@ -347,9 +356,8 @@ class _Search:
     def _conclude(self, mesh: Mesh) -> None:
         """Notes why a mesh has no plan."""
         if mesh in self._least:
-            gib = f"{self.device.bytes / 2**30:.0f} GiB"
-            least = f"{self._least[mesh] / 2**30:.1f} GiB"
-            why = f"memory is {gib} a rank: expected at least {least} for mesh {mesh}"
+            available, least = (f"{bytes / 2**30:.2f} GiB" for bytes in (self.device.bytes, self._least[mesh]))
+            why = f"memory is {available} a rank: expected more than {least} for mesh {mesh}"
             self.found.refusals[mesh] = Refusal(mesh, why, self._least[mesh])
         else:
             refused = self._refused.get(mesh, Counter({"no setting is possible": 1}))
@@ -367,6 +375,13 @@ def _mesh_of(part: object) -> Mesh:
         case _Chain(settings=settings):
             return settings[0].mesh
     raise AssertionError(part)
+
+
+def plan_setting(config: RunConfig, setting: Setting, held: Collection[str]) -> Planned:
+    """Whether it fits or not. Raises PentadError if it is impossible."""
+    changed = with_setting(without_evaluation(config), setting, held)
+    plan = make_plan(changed, "cuda", hosts=assumed_hosts(changed), proved=False)
+    return Planned(setting, changed, plan, simulated_seconds(plan), fullest_bytes(plan, 2**62))
 
 
 def without_evaluation(config: RunConfig) -> RunConfig:

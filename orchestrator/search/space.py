@@ -14,7 +14,7 @@ from pentad.schedules.ir.columns import op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.plan import RECOMPUTE_MODES
+from pentad.schedules.passes.recompute import RECOMPUTE_MODES
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
@@ -47,8 +47,8 @@ class Order(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """Everything that the search chooses. `max_gathered` None is the default of zero.max_gathered, and
-    `recompute_layers` None all layers."""
+    """Everything that the search chooses. `max_gathered` None is the default of zero.max_gathered, `recompute` a mode of a
+    plan, and `recompute_layers` None all layers."""
 
     mesh: Mesh
     microbatches: int
@@ -71,7 +71,7 @@ class Setting(NamedTuple):
             "zero.stage": self.zero,
             "zero.max_gathered": self.max_gathered,
             "memory.unit_layers": self.unit_layers,
-            "memory.recompute": self.recompute,
+            "memory.recompute": self.recompute if self.recompute in RECOMPUTE_MODES else self.recompute.split(","),
             "memory.recompute_layers": self.recompute_layers,
             "memory.offload_fraction": self.offload,
         }
@@ -167,7 +167,7 @@ def space_of(config: RunConfig, gpus: int, held: Collection[str] = ()) -> Space:
         zero=values("zero.stage", (0, 1, 2, 3)),
         max_gathered=values("zero.max_gathered", (None, model.layers + 2)),
         unit_layers=values("memory.unit_layers", (None, 1)),
-        recompute=values("memory.recompute", modes),
+        recompute=modes if "memory.recompute" in free else (config.memory.mode,),
         recompute_layers=layers,
         offload=values("memory.offload_fraction", (0.0, *OFFLOADED) if model.custom is None else (0.0,)),
     )

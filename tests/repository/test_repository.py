@@ -80,6 +80,7 @@ LAYERS = {
         "monitoring",
         "records",
         "cluster",
+        "search",
         "memory",
         "planning",
         "activations",
