@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from pentad.orchestrator.activations.activation_peaks import StageActivations, stage_activations
+from pentad.orchestrator.activations.activation_peaks import stage_activations
 from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
 from pentad.orchestrator.planning.estimate import CUBLAS
 from pentad.orchestrator.search.layout import Layout
@@ -60,27 +59,33 @@ def _frozen(layout: Layout, held: LayerRange) -> int:
     return sum(shard_size(shard_tensors(model, lora, held, experts=each, frozen=True), mesh) for each in (False, True))
 
 
-@dataclass(frozen=True, eq=False)
-class Held:
-    """What a pipeline rank holds over its compute order: rows of how many pieces of each of its `stages` are between F
-    and B, and between B and W. Rows that hold no more than others are left out."""
+class _Unit(NamedTuple):
+    """Bytes of one piece in a unit: between F and B and between B and W, and at most during F and during B or BW."""
 
-    stages: tuple[int, ...]
-    saved: Array
-    deferred: Array
+    saved: int
+    deferred: int
+    forward: int
+    backward: int
+    both: int
 
 
-@lru_cache(maxsize=2048)
-def _held(program: Program, rank: int) -> Held:
+@lru_cache(maxsize=1024)
+def _held(program: Program, rank: int) -> dict[tuple[str, int], Array]:
+    """By op and stage of an action: what the rank holds before it, a row [saved pieces of each stage, deferred ones] for
+    each different case."""
     columns, (first, end) = program.columns, program.columns.rank_offsets[rank : rank + 2]
-    stages, op, stage = program.placement[rank], columns.op[first:end], columns.stage[first:end]
-    saved, deferred = (np.zeros((end - first, len(stages)), int) for _ in range(2))
-    for number, each in enumerate(stages):
+    op, stage = columns.op[first:end], columns.stage[first:end]
+    changes = np.zeros((end - first, 2 * len(program.placement[rank])), int)
+    for number, each in enumerate(program.placement[rank]):
         own = stage == each
-        saved[:, number] = np.cumsum(own * (_F[op].astype(int) - _B[op] - _BW[op]))
-        deferred[:, number] = np.cumsum(own * (_B[op].astype(int) - _W[op]))
-    rows = np.unique(np.concatenate((saved, deferred), axis=1), axis=0)
-    return Held(stages, rows[:, : len(stages)], rows[:, len(stages) :])
+        changes[:, number] = own * (_F[op].astype(int) - _B[op] - _BW[op])
+        changes[:, number + len(program.placement[rank])] = own * (_B[op].astype(int) - _W[op])
+    before = np.cumsum(changes, axis=0) - changes
+    return {
+        (name, each): np.unique(before[(stage == each) & mask[op]], axis=0)
+        for name, mask in (("F", _F), ("B", _B), ("BW", _BW))
+        for each in program.placement[rank]
+    }
 
 
 class MemoryBounds:
@@ -90,44 +95,59 @@ class MemoryBounds:
         self.layout, self.program = layout, program
         last = len(layout.placement) - 1
         self.ranks = sorted({0, min(1, last), last})
-        self._kept: dict[str, Array] = {}
-
-    @cached_property
-    def activations(self) -> list[StageActivations]:
-        """Of each unit."""
-        layers = self.layout.layers
-        return [stage_activations(self.layout.model, layers, unit, self.layout.piece) for unit in range(len(layers))]
-
-    @cached_property
-    def is_counted(self) -> bool:
-        """Whether activations are: those of a custom model take long to count."""
-        return self.layout.model.custom is None
+        self._units: dict[tuple[str, float, LayerRange], _Unit] = {}
 
     def least(self, setting: Setting) -> int:
-        """Bytes of the fullest of these ranks with a setting."""
+        """Bytes of the fullest of these ranks with a setting; those of a custom model's activations, which take long to
+        count, are left out."""
         found = 0
         for rank in self.ranks:
             state = state_bytes(self.layout, rank, setting.zero, setting.max_gathered)
-            found = max(found, state + (self._activations(rank, setting) if self.is_counted else 0))
+            found = max(found, state + (self._activations(rank, setting) if self.layout.model.custom is None else 0))
         return found
 
     def _activations(self, rank: int, setting: Setting) -> int:
-        held = _held(self.program, rank)
-        saved, deferred = ([self._of_stage(stage, setting)[k] for stage in held.stages] for k in (0, 1))
-        peak = held.saved @ np.array(saved) + held.deferred @ np.array(deferred)
-        return int(peak.max(initial=0))
+        stages = self.program.placement[rank]
+        units = {stage: self._of_stage(stage, setting) for stage in stages}
+        bytes_of = np.array([sum(each[k] for each in units[stage]) for k in (0, 1) for stage in stages])
+        peak = 0
+        for (name, stage), rows in _held(self.program, rank).items():
+            if len(rows):
+                peak = max(peak, int((rows @ bytes_of).max()) + _during(name, units[stage]))
+        return peak
 
-    def _of_stage(self, stage: int, setting: Setting) -> tuple[int, int]:
-        """Bytes between F and B, and between B and W, of one piece; of what is offloaded none count."""
-        before, saved, deferred = 0, 0, 0
+    def _of_stage(self, stage: int, setting: Setting) -> list[_Unit]:
+        """Its units, of which the first ones recompute."""
+        before, found = 0, list[_Unit]()
         for unit in self.layout.units_of_stages[stage]:
-            layers, of_unit = self.layout.layers[unit], self.activations[unit]
+            layers = self.layout.layers[unit]
             is_early = setting.recompute_layers is None or before < setting.recompute_layers
             mode = setting.recompute if is_early and layers.numbers else "none"
-            kept = of_unit.kept(mode)
-            if setting.offload and layers.numbers:
-                kept = of_unit.not_offloadable + int((1 - setting.offload) * (kept - of_unit.not_offloadable))
-            saved += max(0, kept)
-            deferred += of_unit.deferred
+            key = mode, setting.offload if layers.numbers else 0.0, layers
+            if key not in self._units:
+                self._units[key] = self._unit(unit, *key[:2])
+            found.append(self._units[key])
             before += len(layers.numbers)
-        return saved, deferred
+        return found
+
+    def _unit(self, unit: int, mode: str, offload: float) -> _Unit:
+        """Of what is offloaded nothing counts until it is back for its backward."""
+        found = stage_activations(self.layout.model, self.layout.layers, unit, self.layout.piece)
+        kept, least = found.kept(mode), min(found.kept(mode), found.not_offloadable)
+        saved = least + int((1 - offload) * (kept - least)) if offload else kept
+        restored = kept - saved
+        again = 0 if mode == "none" else found.saved - kept
+        workspace = 0 if mode == "none" else found.recompute
+        backward, both = (
+            restored + again + max(workspace, effect.peak) for effect in (found.backward, found.backward_and_weight)
+        )
+        return _Unit(saved, found.deferred, found.forward(mode).peak, backward, both)
+
+
+def _during(name: str, units: Sequence[_Unit]) -> int:
+    """The most bytes beyond those before it that an action of a stage takes, unit by unit."""
+    most = passed = 0
+    for unit in units if name == "F" else reversed(units):
+        most = max(most, passed + (unit.forward if name == "F" else unit.backward if name == "B" else unit.both))
+        passed += unit.saved if name == "F" else unit.deferred * (name == "B") - unit.saved
+    return most

@@ -11,6 +11,7 @@ first that fits is the fastest: it is found by bisection, where memory says no s
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -109,15 +110,27 @@ class _Group(NamedTuple):
 
 @dataclass
 class _Chain:
-    """`settings` with less and less memory, and their time `bounds`: all up to number `low` do not fit, number `high`
-    does. `excess` is what the last one that was planned needs beyond its memory bound."""
+    """`settings` with less and less memory and more and more time: all up to number `low` do not fit, number `high` does.
+    `plain` is the bound of their time without recomputation and offloading, `excess` what the last one that was planned
+    needs beyond its memory bound."""
 
     settings: list[Setting]
-    bounds: list[float]
-    memory: list[int]
+    timed: Timed
+    bounds: MemoryBounds
+    plain: float
     low: int
     high: int
     excess: int = 0
+
+    def seconds(self, at: int) -> float:
+        return self.timed.bound_with(self.plain, self.settings[at])
+
+    def least(self, at: int) -> int:
+        return self.bounds.least(self.settings[at])
+
+    def first_within(self, room: int) -> int:
+        """The first setting whose memory bound is within `room`."""
+        return bisect_left(range(len(self.settings)), True, key=lambda at: self.least(at) <= room)
 
 
 def search(config: RunConfig, gpus: int, device: DeviceMemory, held: Collection[str] = (), listed: int = LISTED) -> Found:
@@ -277,7 +290,7 @@ class _Search:
             if None in self.space.unit_layers:
                 setting = setting._replace(unit_layers=None)
             for chain in self._chains(setting, timed):
-                self._push(chain.bounds[chain.low + 1], chain)
+                self._push(chain.seconds(chain.low + 1), chain)
 
     def _chains(self, setting: Setting, timed: Timed) -> Iterator[_Chain]:
         layout = timed.layout
@@ -294,32 +307,27 @@ class _Search:
         if "none" in self.space.recompute and (shares := [share for share in self.space.offload if share]):
             yield from self._chain([setting._replace(offload=share) for share in shares], timed, bounds, plain)
 
-    def _chain(
-        self, settings: list[Setting], timed: Timed, bounds: MemoryBounds, plain: float
-    ) -> Iterator[_Chain]:
+    def _chain(self, settings: list[Setting], timed: Timed, bounds: MemoryBounds, plain: float) -> Iterator[_Chain]:
         """None if not even its last setting fits by its bound."""
-        needed = [bounds.least(setting) for setting in settings]
-        if needed[-1] > self.device.bytes:
-            self._needs(settings[0].mesh, needed[-1])
+        chain = _Chain(settings, timed, bounds, plain, -1, len(settings))
+        if (least := chain.least(len(settings) - 1)) > self.device.bytes:
+            self._needs(settings[0].mesh, least)
             return
-        seconds = [timed.bound_with(plain, setting) for setting in settings]
-        low = max((at for at, least in enumerate(needed) if least > self.device.bytes), default=-1)
-        yield _Chain(settings, seconds, needed, low, len(settings))
+        chain.low = chain.first_within(self.device.bytes) - 1
+        yield chain
 
     def _step(self, chain: _Chain) -> None:
-        """Plans one setting more: that which fits as far as the last one tells, or in the middle."""
-        room = self.device.bytes - chain.excess
-        guess = next((at for at, least in enumerate(chain.memory) if least <= room), len(chain.settings))
-        at = min(max(guess, chain.low + 1), chain.high - 1)
+        """Plans one setting more: the first that fits by what the last one needed, between those known."""
+        at = min(max(chain.first_within(self.device.bytes - chain.excess), chain.low + 1), chain.high - 1)
         needed, fitting = self._planned(chain.settings[at])
-        chain.excess = max(0, needed - chain.memory[at])
+        chain.excess = max(0, needed - chain.least(at))
         if fitting is not None:
             self._push(fitting.seconds, fitting)
             chain.high = at
         else:
             chain.low = at
         if chain.low + 1 < chain.high:
-            self._push(chain.bounds[chain.low + 1], chain)
+            self._push(chain.seconds(chain.low + 1), chain)
 
     def _fits(self, setting: Setting) -> bool:
         _, fitting = self._planned(setting)
