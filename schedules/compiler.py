@@ -47,8 +47,8 @@ def compile_program(
     `costs`, by unit, decide where receives go (default: equal costs), and some schedules plan with them. `gated` is for
     transports whose receives must not wait on the GPU. `replicas` is the number of data-parallel replicas
     of the mesh. `post_validation` lets a step run ahead of its global norm (see post_validation.py). `options` are the
-    schedule's, `memory_options` trade time for memory. `order` is a compute order to use instead of the schedule's. With
-    `proved` false the proof, half of the time, is left out: for programs that are compared and never run.
+    schedule's, `memory_options` trade time for memory. `order` is a compute order to use instead of the schedule's.
+    With `proved` false the proof, half of the time, is left out: for programs that are compared and never run.
 
     Raises PentadError for sizes or options that are not allowed, and ScheduleError when the proof fails.
     """

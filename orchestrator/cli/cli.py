@@ -104,7 +104,9 @@ def plan(
     device: Annotated[Literal["cpu", "cuda"] | None, Option(help="Target device (default: as found here).")] = None,
     search: Annotated[
         bool,
-        Option("--search", help="Search the fastest plans: of all meshes and keys that the command line does not give."),
+        Option(
+            "--search", help="Search the fastest plans: of all meshes and keys that the command line does not give."
+        ),
     ] = False,
     gpus: Annotated[
         int | None, Option(min=1, max=_MOST_GPUS, help="Search, on this many GPUs (default: those of the mesh).")

@@ -57,11 +57,11 @@ def show_search(command: Command, gpus: int, device: DeviceMemory, console: Cons
             {**_facts(each), "command": command.of(each), "reason": why, "shares": own._asdict()}
             for each, why, own in zip(found.choices, reasons, shares, strict=True)
         ]
-        facts = {"gpus": gpus, "available": device.bytes, "meshes": len(found.space.meshes), "compiled": found.compiled}
+        sizes = {"gpus": gpus, "available": device.bytes, "meshes": len(found.space.meshes), "compiled": found.compiled}
         flipping = [{"change": each.sentence, "command": command.of(each.other)} for each in changes]
         fitting = [{"change": change, **_facts(each), "command": command.of(each)} for change, each in nearest]
-        facts |= {"choices": choices, "flips": flipping, "refused": _refused(found), "nearest": fitting}
-        print(json.dumps(facts))
+        found_facts = {"choices": choices, "flips": flipping, "refused": _refused(found), "nearest": fitting}
+        print(json.dumps({**sizes, **found_facts}))
         return int(not found.choices)
     for number, (each, why) in enumerate(zip(found.choices, reasons, strict=True), 1):
         _line(console, f" {number}  {_figures(each)}  {describe(each)}: {why}", "bold" if number == 1 else "")

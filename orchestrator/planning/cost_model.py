@@ -224,9 +224,7 @@ def _frozen_gathers(model: ModelSpec, layers: Sequence[LayerRange], piece: Piece
     return tuple(share * reduction_seconds(model, None, span, piece.mesh, rates) for span in layers)
 
 
-def reduction_seconds(
-    model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates
-) -> float:
+def reduction_seconds(model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates) -> float:
     """Seconds of an all-reduce of a stage's gradients; those of experts have fewer holders."""
     seconds = rates.intra_host_latency
     axes: tuple[Axis, ...] = ("dp", "cp")  # along which ranks hold the same experts

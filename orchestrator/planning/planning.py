@@ -49,14 +49,15 @@ def make_plan(
     config: RunConfig,
     device: str,
     *,
-    hosts: int = 1,
+    hosts: int | None = None,
     model: ModelSpec | None = None,
     units: tuple[int, ...] | None = None,
     fractions: tuple[float, ...] | None = None,
     memory: DeviceMemory | None = None,
     proved: bool = True,
 ) -> Plan:
-    """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of so many hosts.
+    """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of so many hosts (None: of NODE_GPUS
+    each).
 
     `model` is that of the run's first plan: a custom model's file may have changed since. So are the `units` of each
     stage, if its ranks keep their state. `fractions` of units are offloaded instead of those of the configuration; with
@@ -70,6 +71,7 @@ def make_plan(
         make = partial(make_plan, device=device, hosts=hosts, model=model, units=units)
         room = memory or device_memory(device, gpu=gpu_of(config.cluster))
         return choose_tiers(config, room, host_memory(config), make)
+    hosts = assumed_hosts(config) if hosts is None else hosts
     transport, dtype = transport_of(config, device, hosts), compute_dtype(config, device)
     model = config.model_spec(dtype) if model is None else model
     order, layout = layout_of(config, model, device)
@@ -155,13 +157,13 @@ def assumed_plan(config: RunConfig) -> Plan:
     """The plan for a cluster that nobody has joined yet: with GPUs unless the configuration says otherwise, and
     NODE_GPUS a host. `plan_on` corrects it."""
     device = "cpu" if config.cluster.device == "cpu" else "cuda"
-    plan = make_plan(config, device, hosts=assumed_hosts(config))
+    plan = make_plan(config, device)
     require_shards(config, plan)
     return plan
 
 
 def assumed_hosts(config: RunConfig) -> int:
-    """Of NODE_GPUS each: 1, or 2 for several, which plans do not tell apart."""
+    """Of NODE_GPUS each: 1, or 2 for more, which plans do not tell apart."""
     return 1 + (config.mesh.size > NODE_GPUS and config.cluster.transport != "peer")
 
 

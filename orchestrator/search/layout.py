@@ -5,8 +5,8 @@ All settings with one mesh, size of microbatches and placement of stages share a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -25,8 +25,9 @@ from pentad.orchestrator.planning.hardware import gpu_of, rates_of
 from pentad.orchestrator.planning.layout import split, units_of
 from pentad.orchestrator.planning.numerics import fp8_spec
 from pentad.orchestrator.search.space import Order, Setting
-from pentad.schedules.catalogue import CATALOGUE, spec_of
+from pentad.schedules.catalogue import CATALOGUE, generate, spec_of
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.units import place_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.mesh import Mesh
@@ -61,6 +62,8 @@ class Work:
         self.config, self.model = config, config.model_spec("bfloat16")
         self.dtype = "bfloat16" if config.precision.compute == "auto" else config.precision.compute
         self.lora, self.fp8, self.gpu = config.lora_spec, fp8_spec(config, self.model), gpu_of(config.cluster)
+        self.with_units, self.piece = cache(self._with_units), cache(self._piece)
+        self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._kinds: dict[LayerRange, Kind] = {}
         self.rates = rates_of("cuda", self.gpu)
@@ -68,8 +71,7 @@ class Work:
         self._reduce: dict[tuple[Mesh, Kind], float] = {}
         self._parameters: dict[tuple[int, int, Kind], tuple[int, int]] = {}
 
-    @cache  # noqa: B019: a search has one of these
-    def with_units(self, layers: int | None) -> RunConfig:
+    def _with_units(self, layers: int | None) -> RunConfig:
         """The configuration with so many layers in a unit, whatever recomputes."""
         changed = {"unit_layers": layers, "recompute": "none", "offload_fraction": 0.0}
         return self.config.model_copy(update={"memory": self.config.memory.model_copy(update=changed)})
@@ -78,13 +80,17 @@ class Work:
     def length(self) -> int:
         return self.config.batch.sequence_length
 
+    def _order(self, order: Order, ranks: int, microbatches: int, slices: int) -> Program:
+        """The compute order of a schedule that does not plan with costs."""
+        options = order.options._replace(slices=slices if slices > 1 else None)
+        return generate(order.name, ranks, microbatches, options)
+
     def slices(self, order: Order) -> int:
         if CATALOGUE[order.name].slices == 1:
             return 1
         return next(k for k in range(CATALOGUE[order.name].slices, 0, -1) if self.length % k == 0)
 
-    @cache  # noqa: B019
-    def piece(self, mesh: Mesh, microbatches: int, slices: int) -> Piece:
+    def _piece(self, mesh: Mesh, microbatches: int, slices: int) -> Piece:
         """Raises PentadError for sizes that do not divide."""
         rows = self.config.batch.global_batch_size // (mesh.dp * mesh.ep * microbatches)
         if self.model.custom is not None and mesh.tp * mesh.cp * mesh.ep > 1:
@@ -126,15 +132,13 @@ class Work:
             self._reduce[key] = reduction_seconds(self.model, self.lora, span, mesh, self.rates)
         return self._reduce[key]
 
-    @cache  # noqa: B019
-    def end_seconds(self, mesh: Mesh, placement: Placement, zero: int) -> tuple[float, float]:
+    def _end_seconds(self, mesh: Mesh, placement: Placement, zero: int) -> tuple[float, float]:
         """NORM and STEP of the fullest rank."""
         on_host = self.config.memory.optimizer == "host"
         given = self.model, self.stages(placement), placement, mesh, self.rates, zero, self.lora
         return end_seconds(*given, host_optimizer=on_host)
 
-    @cache  # noqa: B019
-    def stages(self, placement: Placement) -> tuple[LayerRange, ...]:
+    def _stages(self, placement: Placement) -> tuple[LayerRange, ...]:
         """The layers of each stage."""
         return split(self.model, placement, self.length)
 
@@ -150,7 +154,11 @@ class Work:
         if span not in self._kinds:
             model, fp8 = self.model, self.fp8
             layers = (
-                (number >= model.dense_layers, model.layer_kind(number), fp8 is None or fp8.covers(number, model.layers))
+                (
+                    number >= model.dense_layers,
+                    model.layer_kind(number),
+                    fp8 is None or fp8.covers(number, model.layers),
+                )
                 for number in span.numbers
             )
             is_like = model.custom is None
@@ -167,6 +175,7 @@ class Layout:
     piece: Piece
     unit_layers: int | None
     by_layer: bool
+    known: dict[object, float] = field(default_factory=dict)  # bounds of all settings with this layout
 
     @property
     def model(self) -> ModelSpec:
@@ -238,16 +247,22 @@ class Layout:
         """`plain`, of stages: those with which a schedule plans."""
         return self.plain.of_stages(self.units)
 
-    @cache  # noqa: B019: a layout lives as long as its search
-    def recompute(self, mode: str) -> Sequence[float]:
+    @cached_property
+    def recompute(self) -> Callable[[str], Sequence[float]]:
+        return cache(self._recompute)
+
+    @cached_property
+    def offload(self) -> Callable[[str, float], Sequence[float]]:
+        return cache(self._offload)
+
+    def _recompute(self, mode: str) -> Sequence[float]:
         """Seconds to recompute each unit, launches included."""
         found = self._with([mode if unit.numbers else "none" for unit in self.layers], ())
         return [each + found.launch * (each > 0) for each in found.recompute]
 
-    @cache  # noqa: B019
-    def offload(self, mode: str, share: float) -> Sequence[float]:
-        """Seconds to copy this share of what each unit saves to the host, and as many for the way back; with recomputation
-        in all layers of `mode`."""
+    def _offload(self, mode: str, share: float) -> Sequence[float]:
+        """Seconds to copy this share of what each unit saves to the host, and as many for the way back; with
+        recomputation in all layers of `mode`."""
         stage_of = [stage for stage, count in enumerate(self.units) for _ in range(count)]
         fractions = [share if unit.numbers else 0.0 for unit in self.layers]
         modes = [mode if unit.numbers else "none" for unit in self.layers]

@@ -24,10 +24,12 @@ from pentad.schedules.spec.tensors import LayerRange
 _F, _B, _BW, _W = (op_mask({op}) for op in (Op.F, Op.B, Op.BW, Op.W))
 
 
-@lru_cache(maxsize=4096)
 def least_state_bytes(layout: Layout, zero: int) -> int:
     """`state_bytes` of the fuller end of the pipeline, if ZeRO needed no buffers."""
-    return max(state_bytes(layout, rank, zero, None, buffers=False) for rank in {0, len(layout.placement) - 1})
+    if (key := ("state", zero)) not in layout.known:
+        ends = {0, len(layout.placement) - 1}
+        layout.known[key] = max(state_bytes(layout, rank, zero, None, buffers=False) for rank in ends)
+    return int(layout.known[key])
 
 
 def state_bytes(layout: Layout, rank: int, zero: int, max_gathered: int | None, *, buffers: bool = True) -> int:
@@ -69,10 +71,10 @@ class _Unit(NamedTuple):
     both: int
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _held(program: Program, rank: int) -> dict[tuple[str, int], Array]:
-    """By op and stage of an action: what the rank holds before it, a row [saved pieces of each stage, deferred ones] for
-    each different case."""
+    """By op and stage of an action: what the rank holds before it, in different rows [saved pieces of each stage,
+    deferred ones of each]."""
     columns, (first, end) = program.columns, program.columns.rank_offsets[rank : rank + 2]
     op, stage = columns.op[first:end], columns.stage[first:end]
     changes = np.zeros((end - first, 2 * len(program.placement[rank])), int)

@@ -1,4 +1,4 @@
-"""Why a plan takes as long as it does, what would make another one the fastest, and what would fit where nothing does."""
+"""Why a plan takes as long as it does, what would make another one the fastest, and what would fit if nothing does."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ GROWTH, MOST_GROWTH = 1.1, 2.0  # of memory, where nothing fits
 
 
 class Shares(NamedTuple):
-    """Seconds of a step on the busiest rank: matrix products at the rate of large ones, what layers take besides, waiting
-    and imbalance in the pipeline with recomputation, waiting for weights, gradients and copies, and the update."""
+    """Seconds of a step: matrix products at the rate of large ones, what layers take besides, the pipeline's bubble and
+    imbalance with recomputation, waiting for weights, gradients and copies, and the update."""
 
     products: float
     layers: float
@@ -33,10 +33,13 @@ class Shares(NamedTuple):
     update: float
 
 
-NAMES = Shares(  # type: ignore[arg-type]
-    "matrix products", "the rest of layers and their communication", "bubble, imbalance and recomputation",
-    "exposed weights and gradients", "the update",
-)  # fmt: skip
+NAMES = (
+    "matrix products",
+    "the rest of layers and their communication",
+    "bubble, imbalance and recomputation",
+    "waiting for weights, gradients and copies",
+    "the update",
+)
 
 
 def shares_of(work: Work, planned: Planned) -> Shares:
@@ -50,9 +53,7 @@ def shares_of(work: Work, planned: Planned) -> Shares:
     costs = layout.sharded if plan.zero else layout.plain
     update = 0.0 if plan.program.name and work.config.schedule.post_validation else costs.norm + costs.step
     computed = min(computed, planned.seconds - update)
-    return Shares(
-        products, in_layers - products, computed - in_layers, planned.seconds - update - computed, update
-    )
+    return Shares(products, in_layers - products, computed - in_layers, planned.seconds - update - computed, update)
 
 
 def reason(shares: Shares, best: Shares | None) -> str:
@@ -74,7 +75,7 @@ class Flip:
 
 
 def flips(config: RunConfig, found: Found) -> Iterator[Flip]:
-    """A rate at which the second mesh would be the fastest, that closest to the assumed one; and memory with which another
+    """The rate closest to the assumed one at which the second mesh would be the fastest; and memory with which another
     setting would be."""
     if len(found.choices) > 1:
         yield from _by_rates(*found.choices[:2])
@@ -83,7 +84,9 @@ def flips(config: RunConfig, found: Found) -> Iterator[Flip]:
         planned = plan_setting(config, found.missed.setting, found.held)
         if planned.seconds < best.seconds * (1 - WORTH):
             gain = format_percent(1 - planned.seconds / best.seconds)
-            yield Flip(f"with {format_bytes(planned.bytes)} of memory, {describe(planned)} would be {gain} faster", planned)
+            yield Flip(
+                f"with {format_bytes(planned.bytes)} of memory, {describe(planned)} would be {gain} faster", planned
+            )
 
 
 def _by_rates(best: Planned, second: Planned) -> Iterator[Flip]:
@@ -97,12 +100,15 @@ def _by_rates(best: Planned, second: Planned) -> Iterator[Flip]:
             if (at := _crossing(name, factor, rates, (best, second), events)) is not None:
                 found.append((max(at, 1 / at), name, at * getattr(rates, name)))
     if found:
-        distance, name, rate = min(found)
+        _, name, rate = min(found)
         side = "less" if rate < getattr(rates, name) else "more"
         what = {"inter_host": "between hosts", "intra_host": "between the GPUs of a host"}.get(name, "in products")
         unit = f"{rate / 1e12:.0f} TFLOP/s" if name == "flops" else f"{rate / 1e9:.0f} GB/s"
         now = f"{getattr(rates, name) / (1e12 if name == 'flops' else 1e9):.0f}"
         sentence = f"with {side} than {unit} {what} (assumed: {now}), {describe(second)} would be the fastest"
+        yield Flip(sentence, second)
+    else:
+        sentence = f"no link or product at a quarter to four times its assumed rate: {describe(second)} stays behind"
         yield Flip(sentence, second)
 
 
@@ -126,19 +132,19 @@ def _crossing(
 
 
 def nearest_fits(config: RunConfig, gpus: int, found: Found, held: frozenset[str]) -> Iterator[tuple[str, Planned]]:
-    """Where nothing fits: with how little more memory something would, and on how many more GPUs; each with its plan."""
+    """If nothing fits: with how little more memory something would, and on how many more GPUs; each with its plan."""
     least = min((each.least_bytes for each in found.refusals.values() if each.least_bytes), default=0)
     if not least:
         return
     room = float(least)
     while room <= MOST_GROWTH * least:
         device = DeviceMemory(int(room), found.device.where)
-        if (choices := search(config, gpus, device, held, listed=1).choices):
+        if choices := search(config, gpus, device, held, listed=1).choices:
             yield f"with {format_bytes(choices[0].bytes)} of memory a GPU", choices[0]
             break
         room *= GROWTH
     for more in (2 * gpus, 4 * gpus, 8 * gpus):
-        if (choices := search(config, more, found.device, held, listed=1).choices):
+        if choices := search(config, more, found.device, held, listed=1).choices:
             yield f"on {more} GPUs", choices[0]
             break
 
@@ -147,7 +153,11 @@ def describe(planned: Planned) -> str:
     """'dp4 x pp2, zb-v, 8 x 1 sequences, ZeRO-1'"""
     setting, batch = planned.setting, planned.plan.batch
     chunks = f" {setting.order.chunks} chunks" if setting.order.chunks else ""
-    parts = [str(setting.mesh), f"{setting.order.name}{chunks}", f"{batch.microbatches} x {batch.micro_batch_size} sequences"]
+    parts = [
+        str(setting.mesh),
+        f"{setting.order.name}{chunks}",
+        f"{batch.microbatches} x {batch.micro_batch_size} sequences",
+    ]
     if setting.zero:
         parts.append(f"ZeRO-{setting.zero}" + ", all units gathered" * (setting.max_gathered is not None))
     if setting.unit_layers is not None:

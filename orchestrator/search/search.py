@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.estimate import memory, simulated_seconds
-from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of
+from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.hardware import require_tp_on_node
-from pentad.orchestrator.planning.planning import assumed_hosts, make_plan
+from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
 from pentad.orchestrator.search.space import Order, Setting, Space, space_of, with_setting
@@ -110,9 +110,9 @@ class _Group(NamedTuple):
 
 @dataclass
 class _Chain:
-    """`settings` with less and less memory and more and more time: all up to number `low` do not fit, number `high` does.
-    `plain` is the bound of their time without recomputation and offloading, `excess` what the last one that was planned
-    needs beyond its memory bound."""
+    """`settings` with less and less memory and more and more time: all up to number `low` do not fit, number `high`
+    does. `plain` is the bound of their time without recomputation and offloading, `excess` what the last one that was
+    planned needs beyond its memory bound."""
 
     settings: list[Setting]
     timed: Timed
@@ -133,7 +133,9 @@ class _Chain:
         return bisect_left(range(len(self.settings)), True, key=lambda at: self.least(at) <= room)
 
 
-def search(config: RunConfig, gpus: int, device: DeviceMemory, held: Collection[str] = (), listed: int = LISTED) -> Found:
+def search(
+    config: RunConfig, gpus: int, device: DeviceMemory, held: Collection[str] = (), listed: int = LISTED
+) -> Found:
     """Of all meshes of `gpus` GPUs with this much memory each, and all settings but the keys `held`."""
     with gc_paused():
         return search_space(config, space_of(config, gpus, held), device, held, listed)
@@ -247,12 +249,16 @@ class _Search:
         """By ZeRO's stage and gathered units."""
         shape, order, unit_layers = part
         layout = self.work.layout(*shape, order, unit_layers, by_layer=False)
-        if unit_layers == 1 and None in self.space.unit_layers:
-            if layout.units == self.work.layout(*shape, order, None, by_layer=False).units:
-                return  # as by default
+        if unit_layers is not None and None in self.space.unit_layers:
+            default = self.work.layout(*shape, order, None, by_layer=False)
+            if layout.units == default.units:
+                return
         # units with recomputation or offloading are of one layer by default: settings whose units are so anyway save
         by_layer = self.work.layout(*shape, order, unit_layers, by_layer=True)
-        is_same, has_plain = layout.units == by_layer.units, "none" in self.space.recompute and 0.0 in self.space.offload
+        is_same, has_plain = (
+            layout.units == by_layer.units,
+            "none" in self.space.recompute and 0.0 in self.space.offload,
+        )
         groups = [(layout, has_plain, is_same)]
         if not is_same and 1 not in self.space.unit_layers:
             groups.append((by_layer, False, True))
@@ -339,7 +345,7 @@ class _Search:
         """The bytes of a setting's fullest rank, and its plan if that fits."""
         try:
             config = with_setting(self.compared, setting, self.held)
-            plan = make_plan(config, "cuda", hosts=assumed_hosts(config), proved=False)
+            plan = make_plan(config, "cuda", proved=False)
         except (PentadError, ScheduleError) as error:
             self._refuse(setting.mesh, PentadError(str(error)))
             return 2**62, None
@@ -354,7 +360,7 @@ class _Search:
         """As the whole configuration plans it, evaluation included; None if that does not fit."""
         config = with_setting(self.config, planned.setting, self.held)
         with suppress(PentadError):
-            plan = make_plan(config, "cuda", hosts=assumed_hosts(config))
+            plan = make_plan(config, "cuda")
             fit = fit_of(plan, self.device)
             if fit.ok:
                 return replace(planned, config=config, plan=plan, bytes=fit.needed)
@@ -388,7 +394,7 @@ def _mesh_of(part: object) -> Mesh:
 def plan_setting(config: RunConfig, setting: Setting, held: Collection[str]) -> Planned:
     """Whether it fits or not. Raises PentadError if it is impossible."""
     changed = with_setting(without_evaluation(config), setting, held)
-    plan = make_plan(changed, "cuda", hosts=assumed_hosts(changed), proved=False)
+    plan = make_plan(changed, "cuda", proved=False)
     return Planned(setting, changed, plan, simulated_seconds(plan), fullest_bytes(plan, 2**62))
 
 

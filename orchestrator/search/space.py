@@ -13,8 +13,8 @@ from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
-from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.passes.recompute import RECOMPUTE_MODES
+from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
@@ -190,7 +190,9 @@ def value_of(config: RunConfig, key: str) -> Any:
 def with_setting(config: RunConfig, setting: Setting, held: Collection[str] = ()) -> RunConfig:
     """The configuration with a setting, and without what it may not go with. Raises PentadError if it is impossible."""
     values = {**{key: value for key, value in RESET.items() if key not in held}, **setting.values}
-    return load(config, sections=_nested({key: value for key, value in values.items() if value_of(config, key) != value}))
+    return load(
+        config, sections=_nested({key: value for key, value in values.items() if value_of(config, key) != value})
+    )
 
 
 def overrides(config: RunConfig, changed: RunConfig) -> dict[str, Any]:

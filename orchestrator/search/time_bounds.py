@@ -1,7 +1,7 @@
 """Times that no plan of a setting can take less than, without compiling it.
 
-The first, of a shape, divides the work of a step by the ranks. That of a placement adds the ends of the pipeline. That of a
-compute order simulates it alone. To each come what a rank has to do besides: update its weights, reduce and
+The first, of a shape, divides the work of a step by the ranks. That of a placement adds the ends of the pipeline. That
+of a compute order simulates it alone. To each come what a rank has to do besides: update its weights, reduce and
 gather, recompute, copy. A lane that is busy for so long bounds the step as well.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -42,10 +42,12 @@ def shape_bound(work: Work, mesh: Mesh, microbatches: int) -> float:
 def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:
     """For any order of the layout's placement: every rank waits for its first input, does its work, and after the last
     backward of a rank those of the stages before have to run, if a backward is not split."""
-    return _placement_bound(layout, microbatches, is_split=splits_backward(order))
+    is_split = splits_backward(order)
+    if (key := (microbatches, is_split)) not in layout.known:
+        layout.known[key] = _placement_bound(layout, microbatches, is_split=is_split)
+    return layout.known[key]
 
 
-@lru_cache(maxsize=4096)
 def _placement_bound(layout: Layout, microbatches: int, *, is_split: bool) -> float:
     costs, units = layout.of_stages, layout.units
     works, arrivals, left = [], [0.0], [0.0]
@@ -60,7 +62,7 @@ def _placement_bound(layout: Layout, microbatches: int, *, is_split: bool) -> fl
         if layout.holders == 1:
             seconds += arrivals[min(held)] + (0.0 if is_split else left[min(held)])
         if layout.is_shared and layout.work.lora is None and len(held) == 1:
-            # all gradients are reduced after, or all weights gathered before, or half of each, the work of all pieces but one
+            # gradients are reduced after, or weights gathered before, or half of each, the work of all pieces but one
             reduced = sum(layout.plain.reduce[unit] for unit in layout.units_of_stages[held[0]])
             seconds = max(seconds, (pieces - 1) * works[held[0]] + reduced)
         most = max(most, seconds)
@@ -72,16 +74,11 @@ def _end(work: Work, costs: Costs) -> float:
     return 0.0 if work.config.schedule.post_validation else costs.norm + costs.step
 
 
-@lru_cache(maxsize=1024)
-def _unplanned(order: Order, ranks: int, microbatches: int, slices: int) -> Program:
-    return generate(order.name, ranks, microbatches, order.options._replace(slices=slices if slices > 1 else None))
-
-
 def compute_order(layout: Layout, order: Order, microbatches: int) -> Program:
     """As `compile_program` generates it."""
     ranks, slices = len(layout.placement), layout.piece.slices
     if "costs" not in CATALOGUE[order.name].accepts:
-        return _unplanned(order, ranks, microbatches, slices)
+        return layout.work.order(order, ranks, microbatches, slices)
     return generate(order.name, ranks, microbatches, order.options, layout.of_stages)
 
 
@@ -93,6 +90,10 @@ class Timed:
     layout: Layout
     order: Order
     program: Program
+
+    @cached_property
+    def _known(self) -> dict[tuple[bool, int | None, bool], float]:
+        return {}
 
     @cached_property
     def has_pairs(self) -> bool:
@@ -154,7 +155,9 @@ class Timed:
     def _fills_buffers(self, rank: RankTimes) -> bool:
         """Whether gradients that a rank accumulates at once take more than the two largest units, padding aside."""
         layout = self.layout
-        sizes = {unit: layout.parameters(layout.layers[unit]) for part in rank.held for unit in self.units_of_parts[part]}
+        sizes = {
+            unit: layout.parameters(layout.layers[unit]) for part in rank.held for unit in self.units_of_parts[part]
+        }
         padding = ALIGNMENT * layout.mesh.size * len(sizes)
         for parts in rank.accumulating:
             units = [unit for part in parts for unit in self.units_of_parts[part]]
@@ -172,14 +175,16 @@ class Timed:
     def bound(self, zero: int, max_gathered: int | None) -> float:
         """Without recomputation and offloading."""
         room = self._room(max_gathered) if zero == 3 else None
-        return self._bound(zero > 0, room, zero > 1 and self.reduces_often)
+        key = zero > 0, room, zero > 1 and self.reduces_often
+        if key not in self._known:
+            self._known[key] = self._bound(*key)
+        return self._known[key]
 
     def _room(self, max_gathered: int | None) -> int | None:
         """Units that a rank with ZeRO-3 has gathered at once; None for all of them."""
         room = max_gathered or (GATHERED if max(self.layout.units) > 1 and self.layout.holders == 1 else None)
         return None if room is None or room >= max(map(len, self.layout.units_of_ranks)) else room
 
-    @cache  # noqa: B019: lives as long as its search
     def _bound(self, is_zero: bool, room: int | None, is_often: bool) -> float:
         layout, is_zero = self.layout, is_zero and self.layout.is_shared
         costs = layout.sharded if is_zero else layout.plain
@@ -225,10 +230,10 @@ class Timed:
         return seconds
 
     def _copied(self, rank: RankTimes, seconds: Sequence[float]) -> float:
-        """A lane copies to the host, in the order of forwards, and another one back, in the order of backwards, what units
-        save; not that of the last two of a part, whose backward may follow too soon. What the last forward saves comes
-        to the host last, and comes back before what later backwards need. Where a backward follows its forward at once,
-        each copy to the host ends before the first one back begins."""
+        """A lane copies to the host, in the order of forwards, and another one back, in the order of backwards, what
+        units save; not that of the last two of a part, whose backward may follow too soon. What the last forward saves
+        comes to the host last, and comes back before what later backwards need. Where a backward follows its forward at
+        once, each copy to the host ends before the first one back begins."""
         moved, waiting = [0.0] * len(self.units_of_parts), 0.0
         for part in rank.held:
             inner = [unit for unit in self.units_of_parts[part] if self.layout.layers[unit].numbers]
@@ -317,9 +322,7 @@ class RankTimes:
     def accumulating(self) -> list[list[int]]:
         """Parts whose gradients are between their first and their last microbatch, when those of each part begin."""
         spans = {part: np.flatnonzero((self.part == part) & _ADDS[self.op]) for part in self.held}
-        return [
-            [part for part, rows in spans.items() if rows[0] <= begin[0] < rows[-1]] for begin in spans.values()
-        ]
+        return [[part for part, rows in spans.items() if rows[0] <= begin[0] < rows[-1]] for begin in spans.values()]
 
     def turns(self, part: int) -> tuple[int, float]:
         """How often the backward of a piece follows its forward at once, and the most seconds of both."""
