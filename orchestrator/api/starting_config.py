@@ -14,7 +14,8 @@ from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.config.errors import nearest
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration
-from pentad.orchestrator.search.search import Planned, search
+from pentad.orchestrator.search.planned import Planned
+from pentad.orchestrator.search.search import search
 from pentad.orchestrator.search.space import overrides
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.tensors import num_parameters

@@ -20,8 +20,9 @@ from pentad.orchestrator.planning.estimate import mfu
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
 from pentad.orchestrator.search.layout import Work
+from pentad.orchestrator.search.planned import Planned
 from pentad.orchestrator.search.reasons import Flip, describe, flips, nearest_fits, reason, shares_of
-from pentad.orchestrator.search.search import Found, Planned, search
+from pentad.orchestrator.search.search import Found, search
 from pentad.orchestrator.search.space import KEYS, overrides
 from pentad.schedules.ir.errors import PentadError
 

@@ -12,7 +12,8 @@ from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import NODE_GPUS, Rates, rates_of
 from pentad.orchestrator.search.layout import Work
-from pentad.orchestrator.search.search import Found, Planned, plan_setting, search
+from pentad.orchestrator.search.planned import Planned, plan_setting
+from pentad.orchestrator.search.search import Found, search
 from pentad.orchestrator.search.time_bounds import Timed, compute_order, shape_bound
 from pentad.schedules.simulate.events import Events, acyclic_events
 

@@ -20,37 +20,22 @@ from itertools import count, product
 from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.estimate import memory, simulated_seconds
+from pentad.orchestrator.planning.estimate import simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.hardware import require_tp_on_node
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
+from pentad.orchestrator.search.planned import Planned, fullest_bytes, without_evaluation
 from pentad.orchestrator.search.space import Order, Setting, Space, space_of, with_setting
 from pentad.orchestrator.search.time_bounds import GATHERED, Timed, compute_order, placement_bound, shape_bound
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.plan import Plan
 
 LISTED = 5
 ROUNDING = 1e-9
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A setting as `pentad plan` plans it: seconds of a step, and bytes of its fullest rank."""
-
-    setting: Setting
-    config: RunConfig
-    plan: Plan
-    seconds: float
-    bytes: int
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.plan.batch.tokens / self.seconds
 
 
 @dataclass(frozen=True)
@@ -389,28 +374,3 @@ def _mesh_of(part: object) -> Mesh:
         case _Chain(settings=settings):
             return settings[0].mesh
     raise AssertionError(part)
-
-
-def plan_setting(config: RunConfig, setting: Setting, held: Collection[str]) -> Planned:
-    """Whether it fits or not. Raises PentadError if it is impossible."""
-    changed = with_setting(without_evaluation(config), setting, held)
-    plan = make_plan(changed, "cuda", proved=False)
-    return Planned(setting, changed, plan, simulated_seconds(plan), fullest_bytes(plan, 2**62))
-
-
-def without_evaluation(config: RunConfig) -> RunConfig:
-    """The configuration of a run that is never evaluated: its training decides on the plan."""
-    data = config.data.model_copy(update={"holdout": 0})
-    evaluation = config.eval.model_copy(update={"data": None, "every": 0, "at_start": False})
-    checkpoint = config.checkpoint.model_copy(update={"keep_best": False})
-    return config.model_copy(update={"data": data, "eval": evaluation, "checkpoint": checkpoint})
-
-
-def fullest_bytes(plan: Plan, limit: int) -> int:
-    """Of the fullest rank; or of the first one that exceeds `limit`."""
-    last, most = plan.mesh.pp - 1, 0
-    for pp in dict.fromkeys((0, last, *range(plan.mesh.pp))):
-        most = max(most, memory(plan, plan.mesh.move(0, pp=pp))["total"])
-        if most > limit:
-            break
-    return most

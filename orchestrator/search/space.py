@@ -47,8 +47,8 @@ class Order(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """Everything that the search chooses. `max_gathered` None is the default of zero.max_gathered, `recompute` a mode of a
-    plan, and `recompute_layers` None all layers."""
+    """Everything that the search chooses. `max_gathered` None is the default of zero.max_gathered, `recompute` a mode of
+    a plan, and `recompute_layers` None all layers."""
 
     mesh: Mesh
     microbatches: int
