@@ -47,8 +47,8 @@ class Order(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """Everything that the search chooses. `max_gathered` None is the default of zero.max_gathered, `recompute` a mode of
-    a plan, and `recompute_layers` None all layers."""
+    """Everything that the search chooses. `max_gathered` None is the default of zero.max_gathered, `recompute` a mode
+    of a plan, and `recompute_layers` None all layers."""
 
     mesh: Mesh
     microbatches: int
@@ -159,7 +159,8 @@ def space_of(config: RunConfig, gpus: int, held: Collection[str] = ()) -> Space:
         orders += [Order(name, count) for count in chunks]
     modes = RECOMPUTE_MODES if model.custom is None else ("none", "full")
     counts = None if "schedule.microbatches" in free else (config.schedule.microbatches,)
-    layers = None if "memory.recompute_layers" in free else (config.memory.recompute_layers,)
+    any_layers = {"memory.recompute", "memory.recompute_layers"} <= free
+    layers = None if any_layers else (config.memory.recompute_layers,)
     return Space(
         meshes=tuple(meshes),
         microbatches=counts,

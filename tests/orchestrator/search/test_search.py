@@ -153,8 +153,9 @@ def test_listed_plans_fit_are_proven_and_come_best_first(eight: Found) -> None:
 
 def test_keys_that_are_held_stay_as_they_are() -> None:
     held = ("mesh.pp=2", "schedule.name=zb-h1", "zero.stage=1", "memory.recompute=full")
-    config = config_of(EIGHT, 64, 4096, *held)
-    found = search(config, 8, H200, [word.partition("=")[0] for word in held])
+    config = config_of(["layers=4", "hidden=1024", "heads=16", "kv_heads=16", "ffn=4096"], 16, 1024, *held)
+    found = search(config, 4, H200, [word.partition("=")[0] for word in held])
+    assert found.choices
     for each in found.choices:
         setting = each.setting
         assert (setting.mesh.pp, setting.order.name, setting.zero, setting.recompute) == (2, "zb-h1", 1, "full")
@@ -162,7 +163,7 @@ def test_keys_that_are_held_stay_as_they_are() -> None:
 
 def test_experts_may_be_sharded_over_ep_ranks() -> None:
     sizes = ("family=mixtral", "experts.num_experts=8", "experts.top_k=2", "experts.intermediate_size=3584", *EIGHT)
-    config = config_of(sizes, 64, 4096, "mesh.ep=8")
+    config = config_of(sizes, 8, 4096, "mesh.ep=8")
     assert search(config, 8, H200, ["mesh.ep"]).choices[0].plan.mesh.ep == 8
 
 
@@ -180,7 +181,7 @@ def test_tp_ranks_share_a_node_unless_allowed_to_span_several() -> None:
     ("model", "sequences", "gpus", "gib", "most"),
     [
         (EIGHT, 64, 8, 139, 1.0),
-        (EIGHT, 256, 64, 139, 2.0),
+        pytest.param(EIGHT, 256, 64, 139, 2.0, marks=pytest.mark.slow),
         pytest.param(SEVENTY, 1024, 1024, 79, 15.0, marks=pytest.mark.slow),
     ],
 )
@@ -196,9 +197,9 @@ def test_the_command_prints_ten_lines_and_commands_that_plan_what_they_say(penta
     status, out, err = pentad("plan", *words)
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    assert [line.split()[0] for line in lines[0:10:2]] == list("12345")[: len(lines[0:10:2])]
     facts = json.loads(pentad("plan", *words, "--json")[1])
-    best = facts["choices"][0]
+    best, count = facts["choices"][0], len(facts["choices"])
+    assert [line.split()[0] for line in lines[: 2 * count : 2]] == [str(1 + number) for number in range(count)]
     assert lines[1].strip() == best["command"] and f"{best['mfu']:.1%}".replace("%", " %") in lines[0]
     command = shlex.split(best["command"])
     assert command[:2] == ["pentad", "train"] and {"mesh.pp=2", "run.name=here"} <= set(command)
