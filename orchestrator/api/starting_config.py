@@ -16,11 +16,15 @@ from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration
 from pentad.orchestrator.search.planned import Planned
 from pentad.orchestrator.search.search import search
-from pentad.orchestrator.search.space import overrides
+from pentad.orchestrator.search.space import AXES, overrides
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.tensors import num_parameters
 
-SCHEDULE = "zb-h1"  # the memory of 1f1b, and two thirds less bubble
+SCHEDULE = "1f1b"  # until the search has chosen
+ALWAYS_WRITTEN = (
+    *(f"mesh.{axis}" for axis in AXES),
+    *("schedule.name", "schedule.microbatches", "memory.recompute", "zero.stage"),
+)
 BATCH_TOKENS = 2**20
 LENGTH = 4096
 # Peak learning rates by most parameters: the quickstart's, and those of LLaMA (arXiv 2302.13971, table 2).
@@ -65,9 +69,11 @@ def starting_config(
     rate = next(rate for most, rate in LEARNING_RATES if parameters <= most)
     values["optimizer"] = {"learning_rate": rate, "warmup_steps": 100}
     choice = _fastest(base, gpus, device)
-    for key, value in overrides(base, choice.config).items():
+    changed = overrides(base, choice.config)
+    for key, value in choice.setting.values.items():
         part, _, name = key.partition(".")
-        values[part] = {**values[part], name: value}
+        if key in changed or key in ALWAYS_WRITTEN:
+            values[part] = {**values[part], name: value}
     config = load(values)
     return StartingConfig(config, choice, _heading(model, gpus, parameters, choice, device) + commented_yaml(values))
 
