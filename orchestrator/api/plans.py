@@ -18,6 +18,7 @@ from pentad.orchestrator.memory.advice import memory_advice
 from pentad.orchestrator.memory.choice import choose
 from pentad.orchestrator.memory.curve import memory_curves
 from pentad.orchestrator.memory.first_microbatches import with_words
+from pentad.orchestrator.memory.needless import recompute_note
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
 from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.balance import DataBalance, data_balance
@@ -47,8 +48,9 @@ Device = Literal["cpu", "cuda"]
 class PlannedRun:
     """What would run: the plan, guessed costs of its instructions in seconds, whether it fits in memory, what its
     evaluations cost (None: there are none) beside so many training steps, what is wrong with the data, '' if nothing
-    is, what to change if it does not fit, what the planner chose in place of `auto`, as overrides;
-    and how evenly documents divide over ranks (None: attention crosses documents, or the data are not prepared)."""
+    is, what to change if it does not fit, what is recomputed for nothing, what the planner chose in place of `auto`, as
+    overrides; and how evenly documents divide over ranks (None: attention crosses documents, or the data are not
+    prepared)."""
 
     plan: Plan
     costs: Costs
@@ -57,6 +59,7 @@ class PlannedRun:
     training_steps: int
     data_error: str = ""
     remedy: str = ""
+    note: str = ""
     chosen: tuple[str, ...] = ()
     balance: DataBalance | None = None
 
@@ -121,6 +124,7 @@ class PlannedRun:
         pace = {"step_seconds": self.step_seconds, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
         fits = {"ok": fit.ok, "needed": fit.needed, "available": fit.device.bytes, "where": fit.device.where}
         fits |= {"remedy": self.remedy} if self.remedy else {}
+        fits |= {"note": self.note} if self.note else {}
         return {
             "run": plan.name,
             "device": plan.device,
@@ -174,8 +178,8 @@ class PlannedRun:
         yield line(f" {self.fit.sentence}", style="green" if self.fit.ok else "bold red")
         if self.chosen:
             yield line(f" chosen: {' '.join(self.chosen)}")
-        if self.remedy:
-            yield line(f" {self.remedy}")
+        for sentence in filter(None, (self.remedy, self.note)):
+            yield line(f" {sentence}")
         if self.data_error:
             yield line(f" the data cannot be used on this machine: {self.data_error}", style="bold red")
 
@@ -215,12 +219,13 @@ def planned(config: RunConfig, device: Device | None = None, device_gib: float |
     sequences, data_error = _data(config, found)
     evaluation = eval_cost(config, found, costs, sequences)
     remedy = "" if fit.ok else memory_advice(config, found, fit)
+    note = recompute_note(config, found, fit) if fit.ok and choice is None else ""
     balance = None
     try:
         balance = None if data_error else _balance(found, config.run.steps)
     except PentadError as error:  # a damaged shard, which is first read here
         data_error = str(error)
-    return PlannedRun(found, costs, fit, evaluation, config.run.steps, data_error, remedy, chosen, balance)
+    return PlannedRun(found, costs, fit, evaluation, config.run.steps, data_error, remedy, note, chosen, balance)
 
 
 def _balance(plan: Plan, steps: int) -> DataBalance | None:

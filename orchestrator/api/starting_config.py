@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,17 @@ from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.config.errors import nearest
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration
-from pentad.orchestrator.planning.mesh_search import MeshChoice, overrides_of, search_meshes
+from pentad.orchestrator.search.planned import Planned
+from pentad.orchestrator.search.search import search
+from pentad.orchestrator.search.space import AXES, overrides
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.tensors import num_parameters
 
-SCHEDULE = "zb-h1"  # the memory of 1f1b, and two thirds less bubble
+SCHEDULE = "1f1b"  # until the search has chosen
+ALWAYS_WRITTEN = (
+    *(f"mesh.{axis}" for axis in AXES),
+    *("schedule.name", "schedule.microbatches", "memory.recompute", "zero.stage"),
+)
 BATCH_TOKENS = 2**20
 LENGTH = 4096
 # Peak learning rates by most parameters: the quickstart's, and those of LLaMA (arXiv 2302.13971, table 2).
@@ -29,7 +36,7 @@ class StartingConfig:
     """A configuration, the choice of its mesh, and its commented YAML."""
 
     config: RunConfig
-    choice: MeshChoice
+    choice: Planned
     text: str
 
 
@@ -62,9 +69,11 @@ def starting_config(
     rate = next(rate for most, rate in LEARNING_RATES if parameters <= most)
     values["optimizer"] = {"learning_rate": rate, "warmup_steps": 100}
     choice = _fastest(base, gpus, device)
-    for key, value in overrides_of(choice.plan).items():
+    changed = overrides(base, choice.config)
+    for key, value in choice.setting.values.items():
         part, _, name = key.partition(".")
-        values[part] = {**values[part], name: value}
+        if key in changed or key in ALWAYS_WRITTEN:
+            values[part] = {**values[part], name: value}
     config = load(values)
     return StartingConfig(config, choice, _heading(model, gpus, parameters, choice, device) + commented_yaml(values))
 
@@ -86,13 +95,13 @@ def _model(model: str) -> tuple[dict[str, Any], int]:
     return make_section(*parse_config(raw)), longest if isinstance(longest, int) and longest > 0 else LENGTH
 
 
-def _fastest(config: RunConfig, gpus: int, device: DeviceMemory) -> MeshChoice:
-    search = search_meshes(config, gpus, device)
-    if search.choices:
-        return search.choices[0]
-    reason = next(iter(search.rejected), "no mesh is possible")
+def _fastest(config: RunConfig, gpus: int, device: DeviceMemory) -> Planned:
+    found = search(config, gpus, device, listed=1)
+    if found.choices:
+        return found.choices[0]
+    least = min(found.refusals.values(), key=lambda each: each.least_bytes or math.inf)
     raise PentadError(
-        f"--gpus is {gpus}, of which no mesh fits in the {format_bytes(device.bytes)} {device.where}: {reason}"
+        f"--gpus is {gpus}, of which no mesh fits in the {format_bytes(device.bytes)} {device.where}: {least.why}"
     )
 
 
@@ -102,7 +111,7 @@ def _run_name(model: str) -> str:
     return name[:100] or "run"
 
 
-def _heading(model: str, gpus: int, parameters: int, choice: MeshChoice, device: DeviceMemory) -> str:
+def _heading(model: str, gpus: int, parameters: int, choice: Planned, device: DeviceMemory) -> str:
     size = f"{format_count(parameters)} parameters on {gpus} GPU{'s' * (gpus > 1)}"
     memory = f"{format_bytes(choice.bytes)} of the {format_bytes(device.bytes)} {device.where}"
     pace = f"{format_duration(choice.seconds)} a step, {format_count(choice.tokens_per_second)} tokens/s"

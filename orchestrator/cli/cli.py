@@ -102,8 +102,14 @@ def train(words: Words = None, as_json: Json = False) -> None:
 def plan(
     words: Words = None,
     device: Annotated[Literal["cpu", "cuda"] | None, Option(help="Target device (default: as found here).")] = None,
+    search: Annotated[
+        bool,
+        Option(
+            "--search", help="Search the fastest plans: of all meshes and keys that the command line does not give."
+        ),
+    ] = False,
     gpus: Annotated[
-        int | None, Option(min=1, max=_MOST_GPUS, help="List the meshes of this many GPUs that fit, fastest first.")
+        int | None, Option(min=1, max=_MOST_GPUS, help="Search, on this many GPUs (default: those of the mesh).")
     ] = None,
     memory: Annotated[
         float | None, Option(min=0.001, help="GiB per device (default: cluster.gpu's, this machine's, or an H200's).")
@@ -114,15 +120,15 @@ def plan(
     """Show what would run: mesh, memory, traffic and predicted time; status 1 if it does not fit or has no data."""
     from pentad.orchestrator.config.config import load
 
-    config = load(*split_words(words))
-    if gpus is not None:
-        from pentad.orchestrator.cli.show_meshes import show_meshes
+    file, overrides = split_words(words)
+    config = load(file, overrides)
+    if search or gpus is not None:
+        from pentad.orchestrator.cli.show_search import Command, show_search
         from pentad.orchestrator.planning.fit import device_memory
         from pentad.orchestrator.planning.hardware import gpu_of
 
-        return show_meshes(
-            config, gpus, device_memory("cuda", memory, gpu=gpu_of(config.cluster)), Console(), as_json=as_json
-        )
+        command, room = Command(file, overrides, config), device_memory("cuda", memory, gpu=gpu_of(config.cluster))
+        return show_search(command, gpus or config.mesh.size, room, Console(), as_json=as_json)
     from pentad.orchestrator.api.plans import planned
     from pentad.orchestrator.cli.show_plan import show_plan
 
@@ -148,7 +154,7 @@ def init(
 ) -> None:
     """Write a commented configuration of a model for a number of GPUs, with the fastest mesh that fits."""
     from pentad.orchestrator.api.starting_config import starting_config
-    from pentad.orchestrator.cli.show_meshes import show_init
+    from pentad.orchestrator.cli.show_search import show_init
     from pentad.orchestrator.planning.fit import device_memory
     from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, local_gpus
 

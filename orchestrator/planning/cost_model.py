@@ -37,8 +37,9 @@ def guess_costs(
     offloaded: Sequence[int] = (),
     *,
     host_optimizer: bool = False,
+    rates: Rates | None = None,
 ) -> Costs:
-    """Seconds at the rates of `rates_of`; embedding and head count to the first and last stage.
+    """Seconds at these `rates` (None: those of `rates_of`); embedding and head count to the first and last stage.
 
     Slices of a sequence cost the same, as their attention does on average. `modes` are the plan's of recomputation. The
     tp, cp and ep ranks of the piece's mesh split the work of a stage and add operations inside layers; ranks that hold
@@ -47,26 +48,48 @@ def guess_costs(
     W, and ZeRO-3 gathers what is frozen as well. `offloaded` are the bytes of an OFFLOAD or RELOAD, by stage. A
     `host_optimizer` has its state in host memory, from where it comes at the end of a step while it goes back.
     """
-    rates, mesh = rates_of(piece.device, piece.gpu), piece.mesh
+    rates, mesh = rates or rates_of(piece.device, piece.gpu), piece.mesh
     stages = [_stage_seconds(model, span, piece, rates, lora) for span in layers]
     again = [_recompute_seconds(model, *each, piece, rates) for each in zip(layers, stages, modes, strict=False)]
-    sizes = [_updated_bytes(model, lora, span, mesh, mesh.dp * mesh.ep if zero else 0) for span in layers]
-    updated = max(sum(sizes[stage] for stage in held) for held in placement)
-    latency, bandwidth = link_of(rates, mesh, "pp")
+    norm, step = end_seconds(model, layers, placement, mesh, rates, zero, lora, host_optimizer=host_optimizer)
     return Costs(
         forward=tuple(each.forward for each in stages),
         backward=tuple(each.backward for each in stages),
         weight=tuple(each.weight for each in stages),
-        transfer=latency + piece.stream(model.hidden) / bandwidth,
-        reduce=tuple(_reduction(model, lora, span, mesh, rates) for span in layers),
+        transfer=transfer_seconds(model, piece, rates),
+        reduce=tuple(reduction_seconds(model, lora, span, mesh, rates) for span in layers),
         gather=_frozen_gathers(model, layers, piece, rates) if lora is not None and zero == 3 else (),
-        norm=2 * rates.intra_host_latency + updated / rates.memory,
-        # reads master weights, both moments, gradients; writes the former three
-        step=max(7 * updated / rates.memory, host_optimizer * 3 * updated / rates.host_memory),
+        norm=norm,
+        step=step,
         launch=rates.launch,
         recompute=tuple(again),
         offload=tuple(rates.intra_host_latency + each / rates.host_memory for each in offloaded),
     )
+
+
+def end_seconds(
+    model: ModelSpec,
+    layers: Sequence[LayerRange],
+    placement: Sequence[Sequence[int]],
+    mesh: Mesh,
+    rates: Rates,
+    zero: int,
+    lora: LoraSpec | None,
+    *,
+    host_optimizer: bool,
+) -> tuple[float, float]:
+    """Seconds of NORM and STEP, at the end of a step."""
+    sizes = [_updated_bytes(model, lora, span, mesh, mesh.dp * mesh.ep if zero else 0) for span in layers]
+    updated = max(sum(sizes[stage] for stage in held) for held in placement)
+    # reads master weights, both moments, gradients; writes the former three
+    step = max(7 * updated / rates.memory, host_optimizer * 3 * updated / rates.host_memory)
+    return 2 * rates.intra_host_latency + updated / rates.memory, step
+
+
+def transfer_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> float:
+    """Of an activation, or its gradient, to the next stage."""
+    latency, bandwidth = link_of(rates, piece.mesh, "pp")
+    return latency + piece.stream(model.hidden) / bandwidth
 
 
 class StageSeconds(NamedTuple):
@@ -198,10 +221,10 @@ def _updated_bytes(model: ModelSpec, lora: LoraSpec | None, span: LayerRange, me
 def _frozen_gathers(model: ModelSpec, layers: Sequence[LayerRange], piece: Piece, rates: Rates) -> tuple[float, ...]:
     """Seconds of an all-gather of each stage's frozen weights, beside which its adapters do not count."""
     share = piece.itemsize / BYTES["float32"] / 2
-    return tuple(share * _reduction(model, None, span, piece.mesh, rates) for span in layers)
+    return tuple(share * reduction_seconds(model, None, span, piece.mesh, rates) for span in layers)
 
 
-def _reduction(model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates) -> float:
+def reduction_seconds(model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates) -> float:
     """Seconds of an all-reduce of a stage's gradients; those of experts have fewer holders."""
     seconds = rates.intra_host_latency
     axes: tuple[Axis, ...] = ("dp", "cp")  # along which ranks hold the same experts

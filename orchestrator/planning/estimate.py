@@ -15,6 +15,7 @@ from pentad.orchestrator.activations.allocations import BYTES, INDEX, piece_of, 
 from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning.comm_volume import padded_elements, param_shards_at
 from pentad.orchestrator.planning.cost_model import guess_costs
+from pentad.orchestrator.planning.hardware import Rates
 from pentad.schedules.ir.instruction import RECEIVES, Op
 from pentad.schedules.ir.lookup import IS_RECEIVE
 from pentad.schedules.ir.program import Program
@@ -36,13 +37,14 @@ ON_HOST = ("host", "snapshot", "host_optimizer", "copies")  # kinds of memory th
 CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 
 
-def costs_of(plan: Plan) -> Costs:
-    """A plan's guessed costs, those that its program was compiled with: of microbatches of equal size."""
+def costs_of(plan: Plan, rates: Rates | None = None) -> Costs:
+    """A plan's guessed costs, those that its program was compiled with, of microbatches of equal size; or at other
+    `rates`."""
     even = replace(plan, batch=replace(plan.batch, capacity=0))
     piece = piece_of(even)._replace(document_mask=False, deterministic=True)
     offloaded = [each.bytes for each in cuts_of(even)]
     given = plan.model, plan.layers, plan.program.placement, piece, plan.recompute, plan.zero, plan.lora
-    return guess_costs(*given, offloaded, host_optimizer=plan.host_optimizer)
+    return guess_costs(*given, offloaded, host_optimizer=plan.host_optimizer, rates=rates)
 
 
 def step_seconds(timeline: Timeline) -> float:
@@ -50,10 +52,10 @@ def step_seconds(timeline: Timeline) -> float:
     return max(span.end for span in timeline.spans) - min(span.start for span in timeline.spans)
 
 
-def simulated_seconds(plan: Plan, events: Events | None = None) -> float:
+def simulated_seconds(plan: Plan, events: Events | None = None, rates: Rates | None = None) -> float:
     """`step_seconds` of a step simulated at guessed costs, without its spans. `events` are those of the program, if
-    they are known already."""
-    times = event_times(plan.program, events or acyclic_events(plan.program), costs_of(plan))
+    they are known already; `rates` are others than the device's."""
+    times = event_times(plan.program, events or acyclic_events(plan.program), costs_of(plan, rates))
     return float(times.ends.max() - times.starts.min())
 
 

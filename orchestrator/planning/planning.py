@@ -51,18 +51,21 @@ def make_plan(
     config: RunConfig,
     device: str,
     *,
-    hosts: int = 1,
+    hosts: int | None = None,
     model: ModelSpec | None = None,
     units: tuple[int, ...] | None = None,
     fractions: tuple[float, ...] | None = None,
     memory: DeviceMemory | None = None,
+    proved: bool = True,
 ) -> Plan:
-    """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of so many hosts.
+    """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of so many hosts (None: of NODE_GPUS
+    each).
 
     `model` is that of the run's first plan: a custom model's file may have changed since. So are the `units` of each
     stage, if its ranks keep their state. `fractions` of units are offloaded instead of those of the configuration; with
-    offload_fraction auto those with which ranks fit into `memory` (None: as here). Raises PentadError for a schedule,
-    model or transport that the configuration's own checks could not refuse.
+    offload_fraction auto those with which ranks fit into `memory` (None: as here). A plan that is not `proved` is to be
+    compared with others, never run. Raises PentadError for a schedule, model or transport that the configuration's own
+    checks could not refuse.
     """
     assert device in ("cpu", "cuda"), device
     assert "auto" not in (config.memory.recompute, config.zero.max_gathered), "the planner has not chosen yet"
@@ -70,6 +73,7 @@ def make_plan(
         make = partial(make_plan, device=device, hosts=hosts, model=model, units=units)
         room = memory or device_memory(device, gpu=gpu_of(config.cluster))
         return choose_tiers(config, room, host_memory(config), make)
+    hosts = assumed_hosts(config) if hosts is None else hosts
     transport, dtype = transport_of(config, device, hosts), compute_dtype(config, device)
     model = config.model_spec(dtype) if model is None else model
     order, layout = layout_of(config, model, device)
@@ -93,6 +97,7 @@ def make_plan(
             memory_options=options,
             # a user's function may plan with costs, and so is called again now that they are known
             order=None if order is None or ":" in order.name else order,
+            proved=proved,
         )
 
     program = compiled(config.schedule.microbatches, order)
@@ -154,10 +159,14 @@ def assumed_plan(config: RunConfig) -> Plan:
     """The plan for a cluster that nobody has joined yet: with GPUs unless the configuration says otherwise, and
     NODE_GPUS a host. `plan_on` corrects it."""
     device = "cpu" if config.cluster.device == "cpu" else "cuda"
-    spans_hosts = config.mesh.size > NODE_GPUS and config.cluster.transport != "peer"
-    plan = make_plan(config, device, hosts=1 + spans_hosts)
+    plan = make_plan(config, device)
     require_shards(config, plan)
     return plan
+
+
+def assumed_hosts(config: RunConfig) -> int:
+    """Of NODE_GPUS each: 1, or 2 for more, which plans do not tell apart."""
+    return 1 + (config.mesh.size > NODE_GPUS and config.cluster.transport != "peer")
 
 
 def plan_on(config: RunConfig, device: str, *, hosts: int, expected: Plan) -> Plan:

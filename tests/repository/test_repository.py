@@ -81,6 +81,7 @@ LAYERS = {
         "monitoring",
         "records",
         "cluster",
+        "search",
         "memory",
         "planning",
         "activations",

@@ -84,7 +84,10 @@ def test_the_model_of_a_folder_is_that_of_its_config(pentad: Pentad) -> None:
     [
         (["--model", "lama-8b"], r"--model is 'lama-8b' \(did you mean llama-8b\?\): expected the folder of a Hugging"),
         (["--model", "."], r"config.json"),
-        (["--model", "llama-70b", "--gpus", "1"], r"--gpus is 1, of which no mesh fits in the .*: memory is \d+ GiB a"),
+        (
+            ["--model", "llama-70b", "--gpus", "1"],
+            r"--gpus is 1, of which no mesh fits in the .*: memory is \d+.\d+ GiB a",
+        ),
         (["here.yaml", "--model", "llama-1b", "--gpus", "1", "--memory", "80"], r"OUT is 'here.yaml', which cannot be"),
         (["no/run.yaml", "--model", "llama-1b", "--gpus", "1", "--memory", "80"], "No such file or directory"),
     ],

@@ -12,8 +12,8 @@ from published import MODELS, ROWS, Published
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning.estimate import costs_of, flops_per_token, memories, step_seconds
 from pentad.orchestrator.planning.fit import device_memory
-from pentad.orchestrator.planning.mesh_search import search_meshes
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.search.search import search
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import num_parameters
@@ -61,8 +61,9 @@ def test_configurations_that_fitted_in_80_gb_fit(row: Published) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_eighty_billion_parameters_fit_on_no_mesh_of_two_nodes(nodes: int) -> None:
-    found = search_meshes(config("80B"), 8 * nodes, device_memory("cuda", 79))
-    assert found.num_fitting == 0
+    """Without host memory, which was not used."""
+    held = "memory.offload_fraction"
+    assert not search(config("80B", f"{held}=0"), 8 * nodes, device_memory("cuda", 79), [held]).choices
 
 
 def test_predictions_rank_configurations_as_the_measurements_do() -> None:

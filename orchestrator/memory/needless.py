@@ -1,0 +1,33 @@
+"""Whether a run recomputes for nothing."""
+
+from __future__ import annotations
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.memory.first_microbatches import with_words
+from pentad.orchestrator.planning.estimate import simulated_seconds
+from pentad.orchestrator.planning.fit import Fit, fit_of
+from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.passes.recompute import config_text
+from pentad.schedules.spec.plan import Plan
+
+WORTH = 0.01  # of the memory: less saves nothing
+WITHOUT = tuple(f"memory.{key}" for key in ("recompute=none", "recompute_layers=null", "recompute_stages=null"))
+
+
+def recompute_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
+    """A sentence if the run fits without recomputation as well, or needs as much; else ''. It does not ask of
+    memory.offload_fraction: auto, which weighs recomputation itself."""
+    if config.memory.recompute == "none" or config.memory.offload_fraction == "auto":
+        return ""
+    plain = make_plan(with_words(config, WITHOUT), plan.device, proved=False)
+    without, key = fit_of(plain, fit.device), f"memory.recompute is {config_text(config.memory.mode)}"
+    saved = without.needed - fit.needed
+    if saved > WORTH * fit.needed and not without.ok:
+        return ""
+    seconds = simulated_seconds(plan)
+    gain = seconds - simulated_seconds(plain)
+    pace = f"a step takes {format_duration(gain)} ({format_percent(gain / seconds)}) less without it"
+    if saved <= WORTH * fit.needed:
+        return f"{key}, which saves {format_bytes(max(0, saved))}: {pace}, at assumed rates"
+    return f"{key}, but the run needs {format_bytes(without.needed)} without it, which fits: {pace}, at assumed rates"

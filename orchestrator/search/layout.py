@@ -1,0 +1,277 @@
+"""How a setting lays a model out: the layers of stages and units, and what each of them costs and holds.
+
+All settings with one mesh, size of microbatches and placement of stages share a layout, and so these figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from pentad.orchestrator.activations.activation_memory import cuts
+from pentad.orchestrator.activations.allocations import Piece
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.planning.cost_model import (
+    end_seconds,
+    guess_costs,
+    local_parameters,
+    reduction_seconds,
+    transfer_seconds,
+)
+from pentad.orchestrator.planning.hardware import gpu_of, rates_of
+from pentad.orchestrator.planning.layout import split, units_of
+from pentad.orchestrator.planning.numerics import fp8_spec
+from pentad.orchestrator.search.space import Order, Setting
+from pentad.schedules.catalogue import CATALOGUE, generate, spec_of
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.units import place_units
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.plan import split_layers_into_units
+from pentad.schedules.spec.tensors import LayerRange
+from pentad.schedules.spec.validate import check_divisibility
+
+Placement = tuple[tuple[int, ...], ...]
+Kind = tuple[tuple[object, ...], bool, bool]
+
+
+class Compute(NamedTuple):
+    """Seconds of one piece in consecutive layers."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+@lru_cache(maxsize=4096)
+def placement_of(order: Order, ranks: int, microbatches: int, slices: int) -> Placement:
+    """The stages of every pipeline rank. Raises PentadError for sizes that the schedule does not allow."""
+    spec = spec_of(order.name, ranks, microbatches, order.options._replace(slices=slices if slices > 1 else None))
+    return tuple(CATALOGUE[order.name].placement(rank, spec) for rank in range(ranks))
+
+
+class Work:
+    """What is to be planned: a configuration on GPUs, and what its layouts have in common."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.model = config, config.model_spec("bfloat16")
+        self.dtype = "bfloat16" if config.precision.compute == "auto" else config.precision.compute
+        self.lora, self.fp8, self.gpu = config.lora_spec, fp8_spec(config, self.model), gpu_of(config.cluster)
+        self.with_units, self.piece = cache(self._with_units), cache(self._piece)
+        self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
+        self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._kinds: dict[LayerRange, Kind] = {}
+        self.rates = rates_of("cuda", self.gpu)
+        self._compute: dict[Piece, dict[Kind, Compute]] = {}
+        self._reduce: dict[tuple[Mesh, Kind], float] = {}
+        self._parameters: dict[tuple[int, int, Kind], tuple[int, int]] = {}
+
+    def _with_units(self, layers: int | None) -> RunConfig:
+        """The configuration with so many layers in a unit, whatever recomputes."""
+        changed = {"unit_layers": layers, "recompute": "none", "offload_fraction": 0.0}
+        return self.config.model_copy(update={"memory": self.config.memory.model_copy(update=changed)})
+
+    @property
+    def length(self) -> int:
+        return self.config.batch.sequence_length
+
+    def _order(self, order: Order, ranks: int, microbatches: int, slices: int) -> Program:
+        """The compute order of a schedule that does not plan with costs."""
+        options = order.options._replace(slices=slices if slices > 1 else None)
+        return generate(order.name, ranks, microbatches, options)
+
+    def slices(self, order: Order) -> int:
+        if CATALOGUE[order.name].slices == 1:
+            return 1
+        return next(k for k in range(CATALOGUE[order.name].slices, 0, -1) if self.length % k == 0)
+
+    def _piece(self, mesh: Mesh, microbatches: int, slices: int) -> Piece:
+        """Raises PentadError for sizes that do not divide."""
+        rows = self.config.batch.global_batch_size // (mesh.dp * mesh.ep * microbatches)
+        if self.model.custom is not None and mesh.tp * mesh.cp * mesh.ep > 1:
+            raise PentadError(f"mesh is {mesh}: expected dp and pp only for model.custom")
+        method, length = self.config.mesh.cp_method, self.config.batch.sequence_length
+        check_divisibility(self.model, mesh, length, rows, slices, method)
+        sizes = rows, length // slices // mesh.cp
+        return Piece(*sizes, self.dtype, "cuda", slices, mesh, method, fp8=self.fp8, gpu=self.gpu)
+
+    def layout(self, mesh: Mesh, microbatches: int, order: Order, unit_layers: int | None, *, by_layer: bool) -> Layout:
+        """Raises PentadError for sizes that do not divide."""
+        slices = self.slices(order)
+        placement, piece = placement_of(order, mesh.pp, microbatches, slices), self.piece(mesh, microbatches, slices)
+        key = piece, placement, unit_layers, by_layer and unit_layers is None
+        if key not in self._layouts:
+            self._layouts[key] = Layout(self, placement, piece, unit_layers, by_layer)
+        return self._layouts[key]
+
+    def layout_of(self, setting: Setting) -> Layout:
+        by_layer = setting.recompute != "none" or setting.offload > 0
+        return self.layout(setting.mesh, setting.microbatches, setting.order, setting.unit_layers, by_layer=by_layer)
+
+    def compute_seconds(self, piece: Piece, spans: Sequence[LayerRange]) -> list[Compute]:
+        """F, B and W of one piece in each of these spans of layers, of which most are alike."""
+        piece = piece._replace(mesh=replace(piece.mesh, dp=1, pp=1))  # on which they do not depend
+        known = self._compute.setdefault(piece, {})
+        missing = {kind: span for span in spans if (kind := self._kind(span)) not in known}
+        if missing:
+            each = list(missing.values())
+            costs = guess_costs(self.model, each, [range(len(each))], piece, lora=self.lora)
+            values = zip(costs.forward, costs.backward, costs.weight, strict=True)
+            known.update(zip(missing, map(Compute._make, values), strict=True))
+        return [known[self._kind(span)] for span in spans]
+
+    def reduce_seconds(self, mesh: Mesh, span: LayerRange) -> float:
+        """An all-reduce of a span's gradients."""
+        key = mesh, self._kind(span)
+        if key not in self._reduce:
+            self._reduce[key] = reduction_seconds(self.model, self.lora, span, mesh, self.rates)
+        return self._reduce[key]
+
+    def _end_seconds(self, mesh: Mesh, placement: Placement, zero: int) -> tuple[float, float]:
+        """NORM and STEP of the fullest rank."""
+        on_host = self.config.memory.optimizer == "host"
+        given = self.model, self.stages(placement), placement, mesh, self.rates, zero, self.lora
+        return end_seconds(*given, host_optimizer=on_host)
+
+    def _stages(self, placement: Placement) -> tuple[LayerRange, ...]:
+        """The layers of each stage."""
+        return split(self.model, placement, self.length)
+
+    def parameters(self, span: LayerRange, mesh: Mesh) -> tuple[int, int]:
+        """Trained elements of layers on a rank: all but experts, and experts."""
+        key = mesh.tp, mesh.ep, self._kind(span)
+        if key not in self._parameters:
+            self._parameters[key] = local_parameters(self.model, self.lora, span, mesh)
+        return self._parameters[key]
+
+    def _kind(self, span: LayerRange) -> Kind:
+        """What the costs and sizes of a span depend on."""
+        if span not in self._kinds:
+            model, fp8 = self.model, self.fp8
+            layers = (
+                (
+                    number >= model.dense_layers,
+                    model.layer_kind(number),
+                    fp8 is None or fp8.covers(number, model.layers),
+                )
+                for number in span.numbers
+            )
+            is_like = model.custom is None
+            self._kinds[span] = (tuple(layers) if is_like else span[:2]), span.has_embedding, span.has_head
+        return self._kinds[span]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Stages and units under one placement; `by_layer` says that units are of one layer by default."""
+
+    work: Work
+    placement: Placement
+    piece: Piece
+    unit_layers: int | None
+    by_layer: bool
+    known: dict[object, float] = field(default_factory=dict)  # bounds of all settings with this layout
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.work.model
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.piece.mesh
+
+    @cached_property
+    def stages(self) -> tuple[LayerRange, ...]:
+        return self.work.stages(self.placement)
+
+    @cached_property
+    def holders(self) -> int:
+        """Pipeline ranks that hold a stage: two for DualPipe."""
+        return max(sum(0 in held for held in self.placement), 1)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks hold the same parameters."""
+        return self.mesh.dp * self.mesh.ep * self.mesh.cp * self.holders > 1
+
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        """Units of each stage, as `make_plan` cuts it."""
+        size = self.unit_layers or (1 if self.by_layer and self.model.custom is None else None)
+        config = self.work.with_units(size)
+        return units_of(config, self.model, self.stages, self.mesh, self.work.dtype, shared=self.is_shared)
+
+    @cached_property
+    def layers(self) -> tuple[LayerRange, ...]:
+        """Of each unit."""
+        return split_layers_into_units(self.stages, self.units)
+
+    @cached_property
+    def units_of_stages(self) -> list[range]:
+        return [range(*span) for span in pairwise(accumulate(self.units, initial=0))]
+
+    @cached_property
+    def units_of_ranks(self) -> tuple[tuple[int, ...], ...]:
+        return place_units(self.placement, self.units)
+
+    def _costs(self, zero: int) -> Costs:
+        work = self.work
+        forward, backward, weight = zip(*work.compute_seconds(self.piece, self.layers), strict=True)
+        return Costs(
+            forward,
+            backward,
+            weight,
+            transfer_seconds(self.model, self.piece, work.rates),
+            *work.end_seconds(self.mesh, self.placement, zero),
+            work.rates.launch,
+            reduce=tuple(work.reduce_seconds(self.mesh, unit) for unit in self.layers),
+        )
+
+    @cached_property
+    def plain(self) -> Costs:
+        """Of units, without ZeRO."""
+        return self._costs(0)
+
+    @cached_property
+    def sharded(self) -> Costs:
+        """Of units, with ZeRO."""
+        return self._costs(1)
+
+    @cached_property
+    def of_stages(self) -> Costs:
+        """`plain`, of stages: those with which a schedule plans."""
+        return self.plain.of_stages(self.units)
+
+    @cached_property
+    def recompute(self) -> Callable[[str], Sequence[float]]:
+        return cache(self._recompute)
+
+    @cached_property
+    def offload(self) -> Callable[[str, float], Sequence[float]]:
+        return cache(self._offload)
+
+    def _recompute(self, mode: str) -> Sequence[float]:
+        """Seconds to recompute each unit, launches included."""
+        found = self._with([mode if unit.numbers else "none" for unit in self.layers], ())
+        return [each + found.launch * (each > 0) for each in found.recompute]
+
+    def _offload(self, mode: str, share: float) -> Sequence[float]:
+        """Seconds to copy this share of what each unit saves to the host, and as many for the way back; with
+        recomputation in all layers of `mode`."""
+        stage_of = [stage for stage, count in enumerate(self.units) for _ in range(count)]
+        fractions = [share if unit.numbers else 0.0 for unit in self.layers]
+        modes = [mode if unit.numbers else "none" for unit in self.layers]
+        moved = cuts(self.model, self.layers, stage_of, self.piece, modes, fractions)
+        return self._with((), [each.bytes for each in moved]).offload
+
+    def _with(self, modes: Sequence[str], offloaded: Sequence[int]) -> Costs:
+        given = self.model, self.layers, self.units_of_ranks, self.piece, modes, 0, self.work.lora, offloaded
+        return guess_costs(*given)
+
+    def parameters(self, held: LayerRange) -> tuple[int, int]:
+        return self.work.parameters(held, self.mesh)

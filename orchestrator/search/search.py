@@ -1,0 +1,376 @@
+"""The fastest plan of each mesh that fits, best first: branch and bound over a `Space`.
+
+A heap has parts of the space by the least time that any plan in them can take (time_bounds.py), and planned settings
+by the time that they do take. The first of the heap is divided, or planned, until it is a planned setting: then nothing
+in its mesh is faster. Plans whose memory bound exceeds the device are never compiled (memory_bounds.py).
+
+Recomputation and offloading take time and save memory, so in a `Chain` of settings that do more and more of one, the
+first that fits is the fastest: it is found by bisection, where memory says no sooner.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import count, product
+from typing import NamedTuple
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.planning.estimate import simulated_seconds
+from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
+from pentad.orchestrator.planning.hardware import require_tp_on_node
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.search.layout import Layout, Work
+from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
+from pentad.orchestrator.search.planned import Planned, fullest_bytes, without_evaluation
+from pentad.orchestrator.search.space import Order, Setting, Space, space_of, with_setting
+from pentad.orchestrator.search.time_bounds import GATHERED, Timed, compute_order, placement_bound, shape_bound
+from pentad.schedules.catalogue import CATALOGUE
+from pentad.schedules.ir.errors import PentadError, ScheduleError
+from pentad.schedules.ir.gc_pause import gc_paused
+from pentad.schedules.spec.mesh import Mesh
+
+LISTED = 5
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why no setting of a mesh was listed: a sentence; and the bytes that each needs at least, if memory is why."""
+
+    mesh: Mesh
+    why: str
+    least_bytes: int = 0
+
+
+class Missed(NamedTuple):
+    """A setting that does not fit, and the least seconds that it could take."""
+
+    setting: Setting
+    seconds: float
+
+
+@dataclass
+class Found:
+    """The fastest plan of each of the best meshes, best first; `refusals` by mesh; `missed` is what might be fastest of
+    all that does not fit; `compiled` is the number of plans that were made."""
+
+    device: DeviceMemory
+    space: Space
+    held: Collection[str] = ()
+    choices: list[Planned] = field(default_factory=list)
+    refusals: dict[Mesh, Refusal] = field(default_factory=dict)
+    missed: Missed | None = None
+    compiled: int = 0
+
+    @property
+    def num_possible(self) -> int:
+        return len(self.space.meshes) - len(self.refusals)
+
+
+class _Shape(NamedTuple):
+    mesh: Mesh
+    microbatches: int
+
+
+class _Ordered(NamedTuple):
+    shape: _Shape
+    order: Order
+    unit_layers: int | None
+
+
+class _Group(NamedTuple):
+    """Settings that differ in what they recompute or offload: that with neither (`is_plain`), and, if that does not fit
+    or is not in the group, the others (`is_saving`)."""
+
+    setting: Setting
+    timed: Timed
+    is_plain: bool
+    is_saving: bool
+
+
+@dataclass
+class _Chain:
+    """`settings` with less and less memory and more and more time: all up to number `low` do not fit, number `high`
+    does. `plain` is the bound of their time without recomputation and offloading, `excess` what the last one that was
+    planned needs beyond its memory bound."""
+
+    settings: list[Setting]
+    timed: Timed
+    bounds: MemoryBounds
+    plain: float
+    low: int
+    high: int
+    excess: int = 0
+
+    def seconds(self, at: int) -> float:
+        return self.timed.bound_with(self.plain, self.settings[at])
+
+    def least(self, at: int) -> int:
+        return self.bounds.least(self.settings[at])
+
+    def first_within(self, room: int) -> int:
+        """The first setting whose memory bound is within `room`."""
+        return bisect_left(range(len(self.settings)), True, key=lambda at: self.least(at) <= room)
+
+
+def search(
+    config: RunConfig, gpus: int, device: DeviceMemory, held: Collection[str] = (), listed: int = LISTED
+) -> Found:
+    """Of all meshes of `gpus` GPUs with this much memory each, and all settings but the keys `held`."""
+    with gc_paused():
+        return search_space(config, space_of(config, gpus, held), device, held, listed)
+
+
+def search_space(
+    config: RunConfig, space: Space, device: DeviceMemory, held: Collection[str] = (), listed: int = LISTED
+) -> Found:
+    """Raises PentadError for a schedule that is not in the catalogue."""
+    for order in space.orders:
+        if order.name not in CATALOGUE:
+            raise PentadError(f"schedule.name is {order.name}: expected one of {', '.join(CATALOGUE)} for a search")
+    found = _Search(config, space, device, held)
+    found.run(listed)
+    return found.found
+
+
+class _Search:
+    def __init__(self, config: RunConfig, space: Space, device: DeviceMemory, held: Collection[str]) -> None:
+        self.config, self.space, self.device, self.held = config, space, device, held
+        self.compared = without_evaluation(config)
+        self.work, self.found = Work(config), Found(device, space, held)
+        self._heap: list[tuple[float, int, object]] = []
+        self._numbers = count()
+        self._refused: dict[Mesh, Counter[str]] = {}
+        self._least: dict[Mesh, int] = {}
+
+    def run(self, listed: int) -> None:
+        for mesh in self.space.meshes:
+            self._begin(mesh)
+        listed_meshes = set[Mesh]()
+        while self._heap and len(listed_meshes) < listed:
+            _, _, part = heapq.heappop(self._heap)
+            mesh = _mesh_of(part)
+            if mesh in listed_meshes:
+                continue
+            if isinstance(part, Planned):
+                if (proved := self._proved(part)) is not None:
+                    listed_meshes.add(mesh)
+                    self.found.choices.append(proved)
+            else:
+                try:
+                    self._divide(part)
+                except PentadError as error:
+                    self._refuse(mesh, error)
+        decided = listed_meshes.union(_mesh_of(part) for _, _, part in self._heap)
+        for mesh in self.space.meshes:
+            if mesh not in decided:
+                self._conclude(mesh)
+
+    def _push(self, bound: float, part: object) -> None:
+        """What is planned goes before what may be as fast, but for rounding."""
+        key = bound * (1 - ROUNDING) if isinstance(part, Planned) else bound
+        heapq.heappush(self._heap, (key, next(self._numbers), part))
+
+    def _refuse(self, mesh: Mesh, error: PentadError) -> None:
+        self._refused.setdefault(mesh, Counter())[str(error)] += 1
+
+    def _needs(self, mesh: Mesh, least: int) -> None:
+        """Notes what a setting of a mesh, which does not fit, needs at least."""
+        self._least[mesh] = min(least, self._least.get(mesh, least))
+
+    def _begin(self, mesh: Mesh) -> None:
+        try:
+            require_tp_on_node(mesh, across=self.config.mesh.tp_across_nodes)
+            counts = self.space.microbatch_counts(self.config, mesh)
+            if not counts:
+                size, replicas = self.config.batch.global_batch_size, mesh.dp * mesh.ep
+                expected = f"a multiple of mesh.dp x mesh.ep = {replicas}"
+                raise PentadError(f"batch.global_batch_size is {size}: expected {expected}")
+        except PentadError as error:
+            self._refuse(mesh, error)
+            return
+        for microbatches in counts:
+            try:
+                bound = shape_bound(self.work, mesh, microbatches)
+            except PentadError as error:
+                self._refuse(mesh, error)
+                continue
+            self._push(bound, _Shape(mesh, microbatches))
+
+    def _divide(self, part: object) -> None:
+        match part:
+            case _Shape():
+                self._orders(part)
+            case _Ordered():
+                self._groups(part)
+            case _Group():
+                self._settings(part)
+            case _Chain():
+                self._step(part)
+
+    def _orders(self, shape: _Shape) -> None:
+        for order in self.space.orders_on(shape.mesh):
+            try:
+                self._order(shape, order)
+            except PentadError as error:
+                self._refuse(shape.mesh, error)
+
+    def _order(self, shape: _Shape, order: Order) -> None:
+        """By units, of which more take no less time."""
+        layout = self.work.layout(*shape, order, self.space.unit_layers[0], by_layer=False)
+        if (least := least_state_bytes(layout, max(self.space.zero))) > self.device.bytes:
+            self._needs(shape.mesh, least)
+            return
+        bound = placement_bound(layout, order, shape.microbatches)
+        for unit_layers in self.space.unit_layers:
+            self._push(bound, _Ordered(shape, order, unit_layers))
+
+    def _groups(self, part: _Ordered) -> None:
+        """By ZeRO's stage and gathered units."""
+        shape, order, unit_layers = part
+        layout = self.work.layout(*shape, order, unit_layers, by_layer=False)
+        if unit_layers is not None and None in self.space.unit_layers:
+            default = self.work.layout(*shape, order, None, by_layer=False)
+            if layout.units == default.units:
+                return
+        # units with recomputation or offloading are of one layer by default: settings whose units are so anyway save
+        by_layer = self.work.layout(*shape, order, unit_layers, by_layer=True)
+        is_same, has_plain = (
+            layout.units == by_layer.units,
+            "none" in self.space.recompute and 0.0 in self.space.offload,
+        )
+        groups = [(layout, has_plain, is_same)]
+        if not is_same and 1 not in self.space.unit_layers:
+            groups.append((by_layer, False, True))
+        for of_group, is_plain, is_saving in groups:
+            timed = Timed(of_group, order, compute_order(of_group, order, shape.microbatches))
+            for zero, gathered in self._zero_options(by_layer):
+                setting = Setting(*shape, order, zero, gathered, unit_layers)
+                self._push(timed.bound(zero, gathered), _Group(setting, timed, is_plain, is_saving))
+
+    def _zero_options(self, layout: Layout) -> Iterator[tuple[int, int | None]]:
+        """Those that differ on this layout. Raises PentadError where nothing can be sharded, but ZeRO is held."""
+        if not layout.is_shared:
+            if 0 not in self.space.zero:
+                stage = min(self.space.zero)
+                raise PentadError(f"zero.stage is {stage}: expected 0 for mesh {layout.mesh}, with nothing to shard")
+            yield 0, None
+            return
+        units = max(map(len, layout.units_of_ranks))
+        for zero, gathered in product(self.space.zero, self.space.max_gathered):
+            is_default = units <= GATHERED and len(self.space.max_gathered) > 1
+            if gathered is None or (zero == 3 and not is_default):
+                yield zero, gathered
+
+    def _settings(self, group: _Group) -> None:
+        setting, timed, is_plain, is_saving = group
+        if is_plain:
+            least = MemoryBounds(timed.layout, timed.program).least(setting)
+            if least > self.device.bytes:
+                self._needs(setting.mesh, least)
+            elif self._fits(setting):
+                return
+            if self.found.missed is None:
+                self.found.missed = Missed(setting, timed.bound(setting.zero, setting.max_gathered))
+        if is_saving:
+            if None in self.space.unit_layers:
+                setting = setting._replace(unit_layers=None)
+            for chain in self._chains(setting, timed):
+                self._push(chain.seconds(chain.low + 1), chain)
+
+    def _chains(self, setting: Setting, timed: Timed) -> Iterator[_Chain]:
+        layout = timed.layout
+        bounds, plain = MemoryBounds(layout, timed.program), timed.bound(setting.zero, setting.max_gathered)
+        most = max(len(held.numbers) for held in layout.stages)
+        for mode in self.space.recompute:
+            for share in (0.0,) if "none" in self.space.recompute else self.space.offload:
+                if mode != "none":
+                    layers = self.space.recompute_layers or (*range(1, most), None)
+                    settings = [
+                        setting._replace(recompute=mode, recompute_layers=number, offload=share) for number in layers
+                    ]
+                    yield from self._chain(settings, timed, bounds, plain)
+        if "none" in self.space.recompute and (shares := [share for share in self.space.offload if share]):
+            yield from self._chain([setting._replace(offload=share) for share in shares], timed, bounds, plain)
+
+    def _chain(self, settings: list[Setting], timed: Timed, bounds: MemoryBounds, plain: float) -> Iterator[_Chain]:
+        """None if not even its last setting fits by its bound."""
+        chain = _Chain(settings, timed, bounds, plain, -1, len(settings))
+        if (least := chain.least(len(settings) - 1)) > self.device.bytes:
+            self._needs(settings[0].mesh, least)
+            return
+        chain.low = chain.first_within(self.device.bytes) - 1
+        yield chain
+
+    def _step(self, chain: _Chain) -> None:
+        """Plans one setting more: the first that fits by what the last one needed, between those known."""
+        at = min(max(chain.first_within(self.device.bytes - chain.excess), chain.low + 1), chain.high - 1)
+        needed, fitting = self._planned(chain.settings[at])
+        chain.excess = max(0, needed - chain.least(at))
+        if fitting is not None:
+            self._push(fitting.seconds, fitting)
+            chain.high = at
+        else:
+            chain.low = at
+        if chain.low + 1 < chain.high:
+            self._push(chain.seconds(chain.low + 1), chain)
+
+    def _fits(self, setting: Setting) -> bool:
+        _, fitting = self._planned(setting)
+        if fitting is not None:
+            self._push(fitting.seconds, fitting)
+        return fitting is not None
+
+    def _planned(self, setting: Setting) -> tuple[int, Planned | None]:
+        """The bytes of a setting's fullest rank, and its plan if that fits."""
+        try:
+            config = with_setting(self.compared, setting, self.held)
+            plan = make_plan(config, "cuda", proved=False)
+        except (PentadError, ScheduleError) as error:
+            self._refuse(setting.mesh, PentadError(str(error)))
+            return 2**62, None
+        self.found.compiled += 1
+        needed = fullest_bytes(plan, self.device.bytes)
+        if needed > self.device.bytes:
+            self._needs(setting.mesh, needed)
+            return needed, None
+        return needed, Planned(setting, config, plan, simulated_seconds(plan), needed)
+
+    def _proved(self, planned: Planned) -> Planned | None:
+        """As the whole configuration plans it, evaluation included; None if that does not fit."""
+        config = with_setting(self.config, planned.setting, self.held)
+        with suppress(PentadError):
+            plan = make_plan(config, "cuda")
+            fit = fit_of(plan, self.device)
+            if fit.ok:
+                return replace(planned, config=config, plan=plan, bytes=fit.needed)
+            self._needs(planned.setting.mesh, fit.needed)
+        return None
+
+    def _conclude(self, mesh: Mesh) -> None:
+        """Notes why a mesh has no plan."""
+        if mesh in self._least:
+            available, least = (f"{bytes / 2**30:.2f} GiB" for bytes in (self.device.bytes, self._least[mesh]))
+            why = f"memory is {available} a rank: expected more than {least} for mesh {mesh}"
+            self.found.refusals[mesh] = Refusal(mesh, why, self._least[mesh])
+        else:
+            refused = self._refused.get(mesh, Counter({"no setting is possible": 1}))
+            self.found.refusals[mesh] = Refusal(mesh, refused.most_common(1)[0][0])
+
+
+def _mesh_of(part: object) -> Mesh:
+    match part:
+        case _Shape(mesh=mesh):
+            return mesh
+        case _Ordered(shape=shape):
+            return shape.mesh
+        case _Group(setting=setting) | Planned(setting=setting):
+            return setting.mesh
+        case _Chain(settings=settings):
+            return settings[0].mesh
+    raise AssertionError(part)

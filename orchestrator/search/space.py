@@ -1,0 +1,216 @@
+"""What the search chooses from: the values of every key, and the settings that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+from pentad.orchestrator.config.config import RunConfig, load
+from pentad.schedules.catalogue import CATALOGUE, generate
+from pentad.schedules.ir.columns import op_mask
+from pentad.schedules.ir.instruction import Op
+from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.recompute import RECOMPUTE_MODES
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.schedule_spec import ScheduleOptions
+
+AXES = ("dp", "pp", "cp", "tp", "ep")
+MOST_ROWS = 64  # sequences of a microbatch
+CHUNKS = (2, 3, 4)
+OFFLOADED = (0.25, 0.5, 0.75, 1.0)  # shares of the saved activations
+UNSPLIT = ("1f1b", "looped-bfs")  # on one pipeline rank all others run the same work in an order of one of these
+# What only some settings allow, and none needs: reset unless it is held.
+RESET: dict[str, Any] = {
+    "schedule.group": None,
+    "schedule.memory_limit": None,
+    "schedule.slices": None,
+    "memory.recompute_stages": None,
+    "memory.max_resident_microbatches": None,
+    "zero.prefetch": 1,
+    "zero.reduce": None,
+}
+_W = op_mask({Op.W})
+
+
+class Order(NamedTuple):
+    """A schedule and its chunks (None: its default)."""
+
+    name: str
+    chunks: int | None = None
+
+    @property
+    def options(self) -> ScheduleOptions:
+        return ScheduleOptions(chunks=self.chunks)
+
+
+class Setting(NamedTuple):
+    """Everything that the search chooses. `max_gathered` None is the default of zero.max_gathered, `recompute` a mode
+    of a plan, and `recompute_layers` None all layers."""
+
+    mesh: Mesh
+    microbatches: int
+    order: Order
+    zero: int = 0
+    max_gathered: int | None = None
+    unit_layers: int | None = None
+    recompute: str = "none"
+    recompute_layers: int | None = None
+    offload: float = 0.0
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """By key of the configuration."""
+        return {
+            **{f"mesh.{axis}": getattr(self.mesh, axis) for axis in AXES},
+            "schedule.name": self.order.name,
+            "schedule.microbatches": self.microbatches,
+            "schedule.chunks": self.order.chunks,
+            "zero.stage": self.zero,
+            "zero.max_gathered": self.max_gathered,
+            "memory.unit_layers": self.unit_layers,
+            "memory.recompute": self.recompute if self.recompute in RECOMPUTE_MODES else self.recompute.split(","),
+            "memory.recompute_layers": self.recompute_layers,
+            "memory.offload_fraction": self.offload,
+        }
+
+
+KEYS = tuple(Setting(Mesh(), 1, Order("1f1b")).values)
+
+
+@dataclass(frozen=True)
+class Space:
+    """The values of each key that the search tries. `sizes` are sequences of a microbatch, or None for any power of two
+    up to MOST_ROWS; `max_gathered` True also tries a number that covers all units of a rank. A setting recomputes or
+    offloads, not both, unless the configuration holds one of them."""
+
+    meshes: tuple[Mesh, ...]
+    microbatches: tuple[int, ...] | None
+    orders: tuple[Order, ...]
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    max_gathered: tuple[int | None, ...] = (None,)
+    unit_layers: tuple[int | None, ...] = (None, 1)
+    recompute: tuple[str, ...] = RECOMPUTE_MODES
+    recompute_layers: tuple[int | None, ...] | None = None  # None: any number
+    offload: tuple[float, ...] = (0.0, *OFFLOADED)
+
+    def microbatch_counts(self, config: RunConfig, mesh: Mesh) -> list[int]:
+        """Numbers of microbatches on this mesh that also divide the batches of a ramp."""
+        replicas, sequences = mesh.dp * mesh.ep, config.batch.global_batch_size
+        if sequences % replicas:
+            return []
+        share, counts = sequences // replicas, list[int]()
+        batches = [sequences, *(stage.global_batch_size for stage in config.batch.sizes.rampup)]
+        sizes = [1 << power for power in range(MOST_ROWS.bit_length())]
+        for count in self.microbatches or (share // rows for rows in sizes if share % rows == 0):
+            rows, rest = divmod(share, count)
+            if not rest and all(size % (replicas * rows) == 0 for size in batches):
+                counts.append(count)
+        return counts
+
+    def orders_on(self, mesh: Mesh) -> Iterator[Order]:
+        """The orders that differ on so many pipeline ranks."""
+        named = {order.name for order in self.orders}
+        for order in self.orders:
+            if mesh.pp > 1 or order.name in UNSPLIT or not named.intersection(UNSPLIT):
+                yield order
+
+    def settings(self, config: RunConfig) -> Iterator[Setting]:
+        """All of them, whether they are possible or not: many."""
+        for mesh in self.meshes:
+            for count, order in product(self.microbatch_counts(config, mesh), self.orders_on(mesh)):
+                for zero, gathered, unit in product(self.zero, self.max_gathered, self.unit_layers):
+                    if zero < 3 and gathered is not None:
+                        continue
+                    base = Setting(mesh, count, order, zero, gathered, unit)
+                    for mode, share in product(self.recompute, self.offload):
+                        if mode == "none" or (share and len(self.recompute) > 1 and len(self.offload) > 1):
+                            if mode == "none":
+                                yield base._replace(offload=share)
+                            continue
+                        layers = self.recompute_layers or (*range(1, config.model_spec().layers + 1), None)
+                        yield from (
+                            base._replace(recompute=mode, recompute_layers=number, offload=share) for number in layers
+                        )
+
+
+def space_of(config: RunConfig, gpus: int, held: Collection[str] = ()) -> Space:
+    """All settings of so many GPUs in which the keys `held` are as in the configuration; `auto` holds nothing."""
+    free = {key for key in KEYS if key not in held or value_of(config, key) == "auto"}
+    model = config.model_spec("bfloat16")
+
+    def values(key: str, found: tuple[Any, ...]) -> tuple[Any, ...]:
+        return found if key in free else (value_of(config, key),)
+
+    meshes = [
+        mesh
+        for mesh in all_meshes(gpus)
+        if all(f"mesh.{axis}" in free or getattr(mesh, axis) == value_of(config, f"mesh.{axis}") for axis in AXES)
+    ]
+    names = values("schedule.name", tuple(CATALOGUE))
+    orders = list[Order]()
+    for name in names:
+        accepts = name in CATALOGUE and "chunks" in CATALOGUE[name].accepts
+        chunks = CHUNKS if accepts and "schedule.chunks" in free else (config.schedule.chunks,)
+        if "schedule.chunks" in free and not accepts:
+            chunks = (None,)
+        orders += [Order(name, count) for count in chunks]
+    modes = RECOMPUTE_MODES if model.custom is None else ("none", "full")
+    counts = None if "schedule.microbatches" in free else (config.schedule.microbatches,)
+    any_layers = {"memory.recompute", "memory.recompute_layers"} <= free
+    layers = None if any_layers else (config.memory.recompute_layers,)
+    return Space(
+        meshes=tuple(meshes),
+        microbatches=counts,
+        orders=tuple(orders),
+        zero=values("zero.stage", (0, 1, 2, 3)),
+        max_gathered=values("zero.max_gathered", (None, model.layers + 2)),
+        unit_layers=values("memory.unit_layers", (None, 1)),
+        recompute=modes if "memory.recompute" in free else (config.memory.mode,),
+        recompute_layers=layers,
+        offload=values("memory.offload_fraction", (0.0, *OFFLOADED) if model.custom is None else (0.0,)),
+    )
+
+
+def all_meshes(ranks: int) -> Iterator[Mesh]:
+    """Every factorisation of a number of ranks into the five axes."""
+    divisors = [each for each in range(1, ranks + 1) if ranks % each == 0]
+    for pp, tp, cp in product(divisors, repeat=3):
+        rest, remainder = divmod(ranks, pp * tp * cp)
+        if not remainder:
+            yield from (Mesh(rest // ep, pp, cp, tp, ep) for ep in divisors if rest % ep == 0)
+
+
+def value_of(config: RunConfig, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def with_setting(config: RunConfig, setting: Setting, held: Collection[str] = ()) -> RunConfig:
+    """The configuration with a setting, and without what it may not go with. Raises PentadError if it is impossible."""
+    values = {**{key: value for key, value in RESET.items() if key not in held}, **setting.values}
+    return load(
+        config, sections=_nested({key: value for key, value in values.items() if value_of(config, key) != value})
+    )
+
+
+def overrides(config: RunConfig, changed: RunConfig) -> dict[str, Any]:
+    """The keys, and their values, in which a configuration with a setting differs from what it was made of."""
+    return {key: value_of(changed, key) for key in (*KEYS, *RESET) if value_of(config, key) != value_of(changed, key)}
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        found.setdefault(section, {})[name] = value
+    return found
+
+
+@lru_cache(maxsize=64)
+def splits_backward(order: Order) -> bool:
+    """Whether a schedule has W apart from B."""
+    found: Program = generate(order.name, 2, 8, order.options)
+    return bool(_W[found.columns.op].any())

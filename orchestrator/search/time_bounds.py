@@ -1,0 +1,341 @@
+"""Times that no plan of a setting can take less than, without compiling it.
+
+The first, of a shape, divides the work of a step by the ranks. That of a placement adds the ends of the pipeline. That
+of a compute order simulates it alone. To each come what a rank has to do besides: update its weights, reduce and
+gather, recompute, copy. A lane that is busy for so long bounds the step as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from pentad.orchestrator.search.layout import Layout, Work
+from pentad.orchestrator.search.space import Order, Setting, splits_backward
+from pentad.schedules.catalogue import CATALOGUE, generate
+from pentad.schedules.ir.columns import CODE, Array, op_mask
+from pentad.schedules.ir.instruction import Op
+from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.units import split_into_units
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.dependencies import action_times
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.plan import ALIGNMENT
+from pentad.schedules.spec.tensors import all_layers
+
+GATHERED = 2  # units that a rank has gathered at once by default
+BUFFERED = 2  # units with gradients for which ZeRO-2 and 3 have buffers
+_FORWARD, _BACKWARD = op_mask({Op.F}), op_mask({Op.B, Op.BW})
+_ADDS, _READS = op_mask({Op.W, Op.BW}), op_mask({Op.F, Op.B, Op.BW})  # to gradients; weights
+
+
+def shape_bound(work: Work, mesh: Mesh, microbatches: int) -> float:
+    """For any schedule: the work of a step, divided equally. Raises PentadError for sizes that do not divide."""
+    piece = work.piece(mesh, microbatches, 1)
+    return microbatches * sum(work.compute_seconds(piece, [all_layers(work.model)])[0]) / mesh.pp
+
+
+def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:
+    """For any order of the layout's placement: every rank waits for its first input, does its work, and after the last
+    backward of a rank those of the stages before have to run, if a backward is not split."""
+    is_split = splits_backward(order)
+    if (key := (microbatches, is_split)) not in layout.known:
+        layout.known[key] = _placement_bound(layout, microbatches, is_split=is_split)
+    return layout.known[key]
+
+
+def _placement_bound(layout: Layout, microbatches: int, *, is_split: bool) -> float:
+    costs, units = layout.of_stages, layout.units
+    works, arrivals, left = [], [0.0], [0.0]
+    for stage, count in enumerate(units):
+        forward, backward = costs.forward[stage], costs.backward[stage] + costs.weight[stage]
+        works.append(forward + backward + 2 * count * costs.launch)
+        arrivals.append(arrivals[-1] + forward + count * costs.launch + costs.transfer)
+        left.append(left[-1] + backward + count * costs.launch + costs.transfer)
+    pieces, most = microbatches * layout.piece.slices, 0.0
+    for held in layout.placement:
+        seconds = pieces * sum(works[stage] for stage in held) / layout.holders
+        if layout.holders == 1:
+            seconds += arrivals[min(held)] + (0.0 if is_split else left[min(held)])
+        if layout.is_shared and layout.work.lora is None and len(held) == 1:
+            # gradients are reduced after, or weights gathered before, or half of each, the work of all pieces but one
+            reduced = sum(layout.plain.reduce[unit] for unit in layout.units_of_stages[held[0]])
+            seconds = max(seconds, (pieces - 1) * works[held[0]] + reduced)
+        most = max(most, seconds)
+    return most + _end(layout.work, layout.sharded if layout.is_shared else layout.plain)
+
+
+def _end(work: Work, costs: Costs) -> float:
+    """Seconds after the last reduction; with post-validation a step need not wait for them."""
+    return 0.0 if work.config.schedule.post_validation else costs.norm + costs.step
+
+
+def compute_order(layout: Layout, order: Order, microbatches: int) -> Program:
+    """As `compile_program` generates it."""
+    ranks, slices = len(layout.placement), layout.piece.slices
+    if "costs" not in CATALOGUE[order.name].accepts:
+        return layout.work.order(order, ranks, microbatches, slices)
+    return generate(order.name, ranks, microbatches, order.options, layout.of_stages)
+
+
+@dataclass(frozen=True, eq=False)
+class Timed:
+    """A compute order, simulated with the costs of a layout and free transfers between its actions. Its parts are
+    stages; or units, where a forward is interleaved with a backward, whose units then end in another order."""
+
+    layout: Layout
+    order: Order
+    program: Program
+
+    @cached_property
+    def _known(self) -> dict[tuple[bool, int | None, bool], float]:
+        return {}
+
+    @cached_property
+    def has_pairs(self) -> bool:
+        return bool(self.program.columns.is_second.any())
+
+    @cached_property
+    def splits(self) -> bool:
+        """Whether the last to add to gradients is a W."""
+        return not (self.program.columns.op == CODE[Op.BW]).any()
+
+    @cached_property
+    def of_parts(self) -> Program:
+        return split_into_units(self.program, self.layout.units) if self.has_pairs else self.program
+
+    @cached_property
+    def units_of_parts(self) -> list[range]:
+        units = [range(unit, unit + 1) for unit in range(len(self.layout.layers))]
+        return units if self.has_pairs else self.layout.units_of_stages
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Of parts, with the launches of all their units."""
+        costs, launch = self.layout.of_stages, self.layout.plain.launch
+        if self.has_pairs:
+            return self.layout.plain
+
+        def launched(values: Sequence[float]) -> tuple[float, ...]:
+            return tuple(each + (count - 1) * launch for each, count in zip(values, self.layout.units, strict=True))
+
+        return Costs(
+            launched(costs.forward),
+            launched(costs.backward),
+            launched(costs.weight) if self.splits else costs.weight,  # a BW has one launch for both
+            costs.transfer,
+            launch=launch,
+        )
+
+    @cached_property
+    def ranks(self) -> list[RankTimes]:
+        starts, ends = action_times(self.of_parts, self.costs)
+        columns, placement = self.of_parts.columns, self.of_parts.placement
+        actions = pairwise(columns.action_offsets.tolist())
+        found = []
+        for held, (first, end), span in zip(placement, actions, pairwise(columns.rank_offsets.tolist()), strict=True):
+            rows = slice(*span)
+            times = columns.action[rows] - first, starts[first:end], ends[first:end]
+            found.append(RankTimes(held, columns.stage[rows], columns.op[rows], columns.microbatch[rows], *times))
+        return found
+
+    @cached_property
+    def reduces_often(self) -> bool:
+        """Whether ZeRO-2 and 3 reduce after every microbatch: as configured, or because more than two units of a rank
+        would have gradients at once."""
+        given, layout = self.layout.work.config.zero.reduce, self.layout
+        if given is not None or layout.holders > 1:
+            return given == "microbatch"
+        return any(self._fills_buffers(rank) for rank in self.ranks)
+
+    def _fills_buffers(self, rank: RankTimes) -> bool:
+        """Whether gradients that a rank accumulates at once take more than the two largest units, padding aside."""
+        layout = self.layout
+        sizes = {
+            unit: layout.parameters(layout.layers[unit]) for part in rank.held for unit in self.units_of_parts[part]
+        }
+        padding = ALIGNMENT * layout.mesh.size * len(sizes)
+        for parts in rank.accumulating:
+            units = [unit for part in parts for unit in self.units_of_parts[part]]
+            for kind in (0, 1):
+                largest = sorted(size[kind] for size in sizes.values())[-BUFFERED:]
+                if sum(sizes[unit][kind] for unit in units) > sum(largest) + padding:
+                    return True
+        return False
+
+    @cached_property
+    def end(self) -> float:
+        """The last end of an action; the first starts at 0."""
+        return max(float(rank.ends[-1]) for rank in self.ranks)
+
+    def bound(self, zero: int, max_gathered: int | None) -> float:
+        """Without recomputation and offloading."""
+        room = self._room(max_gathered) if zero == 3 else None
+        key = zero > 0, room, zero > 1 and self.reduces_often
+        if key not in self._known:
+            self._known[key] = self._bound(*key)
+        return self._known[key]
+
+    def _room(self, max_gathered: int | None) -> int | None:
+        """Units that a rank with ZeRO-3 has gathered at once; None for all of them."""
+        room = max_gathered or (GATHERED if max(self.layout.units) > 1 and self.layout.holders == 1 else None)
+        return None if room is None or room >= max(map(len, self.layout.units_of_ranks)) else room
+
+    def _bound(self, is_zero: bool, room: int | None, is_often: bool) -> float:
+        layout, is_zero = self.layout, is_zero and self.layout.is_shared
+        costs = layout.sharded if is_zero else layout.plain
+        if not layout.is_shared:
+            return self.end + _end(layout.work, costs)
+        most, begin = self.end, 0.0
+        if is_zero and layout.work.lora is None:
+            begin = self._first_wait(costs)
+        for rank in self.ranks:
+            most = max(most, self._reduced(rank, costs, 0.5 if is_zero else 1.0))
+            if is_often:
+                each = sum(costs.reduce[unit] for part in rank.held for unit in self.units_of_parts[part]) / 2
+                most = max(most, rank.first_backward + self.program.microbatches * each)
+            if is_zero:
+                most = max(most, self._gathered(rank, costs, room) - begin)
+        return begin + most + _end(layout.work, costs)
+
+    def bound_with(self, plain: float, setting: Setting) -> float:
+        """Of a setting that recomputes or offloads, with `plain` that of the same without."""
+        layout, most = self.layout, plain
+        again = self._recomputed(setting) if setting.recompute != "none" else None
+        moved = layout.offload(setting.recompute, setting.offload) if setting.offload and not self.has_pairs else None
+        pieces = self.program.microbatches * self.program.slices
+        for rank, units in zip(self.ranks, layout.units_of_ranks, strict=True):
+            seconds = float(rank.starts[0]) + rank.work
+            if again is not None:
+                seconds += pieces * sum(again[unit] for unit in units) / layout.holders
+            if moved is not None:
+                seconds = max(seconds, self._copied(rank, moved))
+            most = max(most, seconds + _end(layout.work, layout.sharded))
+        return most
+
+    def _recomputed(self, setting: Setting) -> list[float]:
+        """Seconds of each unit, of which only the first layers of a stage may recompute."""
+        seconds, layout = list(self.layout.recompute(setting.recompute)), self.layout
+        if setting.recompute_layers is not None:
+            for units in layout.units_of_stages:
+                before = 0
+                for unit in units:
+                    if before >= setting.recompute_layers:
+                        seconds[unit] = 0.0
+                    before += len(layout.layers[unit].numbers)
+        return seconds
+
+    def _copied(self, rank: RankTimes, seconds: Sequence[float]) -> float:
+        """A lane copies to the host, in the order of forwards, and another one back, in the order of backwards, what
+        units save; not that of the last two of a part, whose backward may follow too soon. What the last forward saves
+        comes to the host last, and comes back before what later backwards need. Where a backward follows its forward at
+        once, each copy to the host ends before the first one back begins."""
+        moved, waiting = [0.0] * len(self.units_of_parts), 0.0
+        for part in rank.held:
+            inner = [unit for unit in self.units_of_parts[part] if self.layout.layers[unit].numbers]
+            moved[part] = sum(seconds[unit] for unit in inner[:-2])
+            count, turn = rank.turns(part)
+            waiting += count * max(0.0, 2 * moved[part] - turn)
+        each = np.array(moved)
+        forwards, backwards = np.flatnonzero(_FORWARD[rank.op]), np.flatnonzero(_BACKWARD[rank.op])
+        last = forwards[-1]
+        own = (rank.part[backwards] == rank.part[last]) & (rank.microbatch[backwards] == rank.microbatch[last])
+        back = backwards[np.argmax(own) :]
+        lanes = each[rank.part[forwards]].sum() + each[rank.part[back]].sum()
+        return max(float(rank.starts[0]) + rank.work + waiting, float(lanes))
+
+    def _first_wait(self, costs: Costs) -> float:
+        """All forwards wait for one of stage 0, whose units wait for their weights, gathered one after the other."""
+        gathered = computed = most = 0.0
+        for unit in self.layout.units_of_stages[0]:
+            gathered += costs.reduce[unit] / 2
+            most = max(most, gathered - computed)
+            computed += costs.forward[unit] + costs.launch
+        return most
+
+    def _reduced(self, rank: RankTimes, costs: Costs, share: float) -> float:
+        """`share` of an all-reduce of a part's gradients comes after its last backward has begun, and those of later
+        parts after that; those of its units after theirs, from the last one to the first."""
+        most = later = 0.0
+        for began, ended, part in sorted((rank.last_backward(part) for part in rank.held), reverse=True):
+            units = self.units_of_parts[part]
+            own = share * sum(costs.reduce[unit] for unit in units)
+            most, rest, after = max(most, began + own + later), 0.0, ended
+            for unit in units:  # the gradients of this one are complete at `after`
+                rest += share * costs.reduce[unit]
+                most = max(most, after + rest)
+                after -= costs.weight[unit] + costs.backward[unit] * (not self.splits) + costs.launch
+            later += own
+        return most
+
+    def _gathered(self, rank: RankTimes, costs: Costs, room: int | None) -> float:
+        """Weights are gathered before the first forward of their unit; with ZeRO-3 those of a part with more units than
+        a rank has room for anew in every action."""
+        if self.layout.work.lora is not None:  # frozen weights are gathered as well
+            return 0.0
+        by_unit = [each / 2 for each in costs.reduce]
+        by_part = {part: [by_unit[unit] for unit in self.units_of_parts[part]] for part in rank.held}
+        if room is not None and sum(map(len, by_part.values())) > room:
+            again = {part: sum(sorted(each)[: max(0, len(each) - room)]) for part, each in by_part.items()}
+            return sum(rank.readers(part) * seconds for part, seconds in again.items())
+        most, gathered = 0.0, 0.0
+        for before, first, part in sorted(rank.work_before(part) for part in rank.held):
+            gathered += sum(by_part[part])
+            most = max(most, gathered + rank.work - before - first)
+        return most
+
+
+@dataclass(frozen=True, eq=False)
+class RankTimes:
+    """The parts that a rank has, the rows of its compute order, and start and end of its actions."""
+
+    held: tuple[int, ...]
+    part: Array
+    op: Array
+    microbatch: Array
+    action: Array
+    starts: Array
+    ends: Array
+
+    @cached_property
+    def seconds(self) -> Array:
+        return self.ends - self.starts
+
+    @cached_property
+    def work(self) -> float:
+        return float(self.seconds.sum())
+
+    def last_backward(self, part: int) -> tuple[float, float, int]:
+        """(start, end, part) of the last action that adds to a part's gradients."""
+        action = self.action[np.flatnonzero((self.part == part) & _ADDS[self.op])[-1]]
+        return float(self.starts[action]), float(self.ends[action]), part
+
+    @cached_property
+    def first_backward(self) -> float:
+        return float(self.starts[self.action[np.argmax(_ADDS[self.op])]])
+
+    @property
+    def accumulating(self) -> list[list[int]]:
+        """Parts whose gradients are between their first and their last microbatch, when those of each part begin."""
+        spans = {part: np.flatnonzero((self.part == part) & _ADDS[self.op]) for part in self.held}
+        return [[part for part, rows in spans.items() if rows[0] <= begin[0] < rows[-1]] for begin in spans.values()]
+
+    def turns(self, part: int) -> tuple[int, float]:
+        """How often the backward of a piece follows its forward at once, and the most seconds of both."""
+        same = (self.part[1:] == part) & (self.part[:-1] == part) & (self.microbatch[1:] == self.microbatch[:-1])
+        rows = np.flatnonzero(same & _FORWARD[self.op[:-1]] & _BACKWARD[self.op[1:]])
+        pairs = self.seconds[self.action[rows]] + self.seconds[self.action[rows + 1]]
+        return len(rows), float(pairs.max(initial=0.0))
+
+    def readers(self, part: int) -> int:
+        """Actions that read a part's weights."""
+        return int(((self.part == part) & _READS[self.op]).sum())
+
+    def work_before(self, part: int) -> tuple[float, float, int]:
+        """(seconds of the actions before the first one of a part, seconds of that one, part)."""
+        action = self.action[np.argmax(self.part == part)]
+        return float(self.seconds[:action].sum()), float(self.seconds[action]), part

@@ -1,0 +1,36 @@
+"""Recomputation that saves nothing, or is not needed, is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from commands import Pentad
+
+SIZES = ["model.hidden=1024", "model.heads=8", "model.kv_heads=8", "model.ffn=4096", "model.layers=6", "mesh.pp=1"]
+BATCH = ["schedule.name=1f1b", "schedule.microbatches=2", "batch.global_batch_size=8", "batch.sequence_length=2048"]
+GIVEN = ("plan", *SIZES, *BATCH, "model.vocab=4096", "--device", "cuda", "--json")
+
+
+@pytest.mark.parametrize(
+    ("words", "gib", "sentence"),
+    [
+        (["memory.recompute=full"], 80, "memory.recompute is full, but the run needs "),
+        (["memory.recompute=full", "batch.sequence_length=16", "model.vocab=200000"], 80, "is full, which saves "),
+        (["memory.recompute=none"], 80, ""),
+        (["memory.recompute=auto"], 80, ""),
+    ],
+)
+def test_what_is_recomputed_for_nothing_is_told(pentad: Pentad, words: list[str], gib: float, sentence: str) -> None:
+    fits = json.loads(pentad(*GIVEN, "--memory", str(gib), *words)[1])["fits"]
+    assert sentence in fits.get("note", "") and bool(sentence) == ("note" in fits)
+    if sentence:
+        assert " less without it, at assumed rates" in fits["note"]
+
+
+def test_recomputation_that_the_run_needs_is_not(pentad: Pentad) -> None:
+    without, needed = (
+        json.loads(pentad(*GIVEN, f"memory.recompute={mode}")[1])["fits"]["needed"] for mode in ("none", "full")
+    )
+    gib = (without + needed) / 2 / 2**30
+    assert "note" not in json.loads(pentad(*GIVEN, "memory.recompute=full", "--memory", f"{gib}")[1])["fits"]
