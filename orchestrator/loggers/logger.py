@@ -9,12 +9,13 @@ Note = Callable[[str], None]  # shows a sentence on the run's terminal
 
 
 class LoggedRun(NamedTuple):
-    """A run as its loggers know it from the start. `folder` is an absolute path, `first` the first step to come,
-    `settings` the logger's own section of `config`."""
+    """A run as its loggers know it from the start. `folder` is an absolute path, `first` the first step to log, `done`
+    the steps that are recorded in the folder, `settings` the logger's own section of `config`."""
 
     name: str
     folder: str
     first: int
+    done: int
     config: dict[str, Any]
     settings: dict[str, Any]
 

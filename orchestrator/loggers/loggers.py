@@ -21,7 +21,8 @@ from typing import Any
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.loggers.logger import LoggedRun
 from pentad.orchestrator.monitoring.run_state import RunView, Watcher
-from pentad.orchestrator.monitoring.runfolder import RunFolder
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder
+from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
 
@@ -41,14 +42,21 @@ def check_loggers(kinds: Sequence[str]) -> None:
         )
 
 
+def _newest_checkpoint(folder: RunFolder, step: int) -> int:
+    """The last step up to this one after which a checkpoint was recorded; what loggers have of later ones is uncertain
+    where a driver continues with the ranks of one that died."""
+    saved = (event["step"] for event in read_lines(folder.path / JOURNAL) if event["event"] == "checkpoint")
+    return max((each for each in saved if each <= step), default=0)
+
+
 class Loggers(Watcher):
     """All loggers of a run, from construction until `close`."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, first: int, note: Callable[[str], None]) -> None:
         self._folder, self._state = folder, "failed"
-        described, path = config.model_dump(), str(folder.path.absolute())
+        described, path, again = config.model_dump(), str(folder.path.absolute()), _newest_checkpoint(folder, first)
         runs = {
-            kind: LoggedRun(config.run.name, path, first, described, config.loggers.settings(kind))
+            kind: LoggedRun(config.run.name, path, again, first, described, config.loggers.settings(kind))
             for kind in config.loggers.use
         }
         self._processes = [process for kind, run in runs.items() if (process := _started(kind, run, note))]

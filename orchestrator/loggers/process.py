@@ -20,7 +20,7 @@ from typing import Any
 
 from pentad.orchestrator.loggers.logger import LoggedRun, Logger, Note, evaluation_scalars, scalars
 
-EVALUATIONS = "eval.jsonl"
+EVALUATIONS, METRICS = "eval.jsonl", "metrics.jsonl"
 LOGGERS = {
     "csv": "pentad.orchestrator.loggers.csv_file:CsvFile",
     "tensorboard": "pentad.orchestrator.loggers.tensorboard:TensorBoard",
@@ -35,7 +35,7 @@ def serve(kind: str, messages: Iterable[dict[str, Any]], note: Note) -> None:
     run = LoggedRun(**next(remaining))
     logger: Logger = pkgutil.resolve_name(LOGGERS[kind])(run, note)
     end = "failed"  # a driver that dies says nothing
-    _evaluations_again(logger, run, run.first)
+    _recorded_again(logger, run)
     for message in remaining:
         match message:
             case {"row": row}:
@@ -44,7 +44,7 @@ def serve(kind: str, messages: Iterable[dict[str, Any]], note: Note) -> None:
                 logger.log(rows[0]["step"], rows[0]["time"], evaluation_scalars(rows))
             case {"rewind": step}:
                 logger.rewind(step)
-                _evaluations_again(logger, run, step)
+                _evaluation_again(logger, run, step)
             case {"checkpoint": folder, "step": step}:
                 logger.checkpoint(step, folder)
             case {"end": state}:
@@ -52,12 +52,25 @@ def serve(kind: str, messages: Iterable[dict[str, Any]], note: Note) -> None:
     logger.close(end)
 
 
-def _evaluations_again(logger: Logger, run: LoggedRun, step: int) -> None:
+def _recorded_again(logger: Logger, run: LoggedRun) -> None:
+    """A driver that died had recorded these steps, but need not have logged them."""
+    rows = {row["step"]: row for row in _lines(run, METRICS)}
+    for step in range(run.first, run.done):
+        _evaluation_again(logger, run, step)
+        if row := rows.get(step):
+            logger.log(step, row["time"], scalars(row))
+    _evaluation_again(logger, run, run.done)
+
+
+def _evaluation_again(logger: Logger, run: LoggedRun, step: int) -> None:
     """The evaluation after `step` steps still counts when step `step`, the next one, is logged again."""
-    path = Path(run.folder, EVALUATIONS)
-    rows = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
-    if found := [row for row in rows if row["step"] == step]:
+    if found := [row for row in _lines(run, EVALUATIONS) if row["step"] == step]:
         logger.log(step, found[0]["time"], evaluation_scalars(found))
+
+
+def _lines(run: LoggedRun, name: str) -> list[dict[str, Any]]:
+    path = Path(run.folder, name)
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
 def main(kind: str) -> None:

@@ -38,7 +38,7 @@ def logged(kind: str, rows: int) -> tuple[float, float, float]:
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "trial").mkdir()
-        run = LoggedRun("trial", f"{folder}/trial", 0, {}, SETTINGS[kind])
+        run = LoggedRun("trial", f"{folder}/trial", 0, 0, {}, SETTINGS[kind])
         process, loop, whole = LoggerProcess(kind, run, print), 0.0, time.process_time()
         for step in range(rows):
             began = time.thread_time()

@@ -64,7 +64,9 @@ def start(tmp_path: Path, notes: list[str]) -> Iterator[Start]:
 def test_every_step_is_logged_once_through_resumes_and_rewinds(start: Start, tmp_path: Path, notes: list[str]) -> None:
     first = start("csv, tensorboard")
     first.on_steps([row(0, loss=9.0), row(1, loss=8.0), row(2, loss=7.0)], [])
-    first.on_event({"event": "checkpoint", "step": 2})
+    saved = {"event": "checkpoint", "step": 2}
+    (tmp_path / "trial" / "journal.jsonl").write_text(json.dumps(saved) + "\n")
+    first.on_event(saved)
     evaluation = {"step": 1, "time": 1e9, "data": "web", "loss": 7.5, "perplexity": 1808.0, "generation": 1}
     both = evaluation, {**evaluation, "data": "code", "loss": 6.5}
     (tmp_path / "trial" / "eval.jsonl").write_text("".join(json.dumps(each) + "\n" for each in both))
@@ -94,6 +96,29 @@ def test_every_step_is_logged_once_through_resumes_and_rewinds(start: Start, tmp
     assert described["checkpoint/text_summary"] == str(run / "checkpoints" / "step-00000002")
     assert images(run / "tensorboard") == {"timeline": (3, 2 * (ROW + GAP) + GAP, WIDTH)}
     assert '"steps": 60' in described["config/text_summary"]
+    assert notes == []
+
+
+def test_steps_that_a_dead_driver_had_recorded_and_not_logged_are_logged_by_the_next(
+    start: Start, tmp_path: Path, notes: list[str]
+) -> None:
+    run = tmp_path / "trial"
+    first = start("csv, tensorboard")
+    first.on_steps([row(step, loss=9.0 - step) for step in range(3)], [])
+    first.close()
+    (run / "journal.jsonl").write_text(json.dumps({"event": "checkpoint", "step": 2}) + "\n")
+    recorded = [row(step, loss=9.0 - step) for step in range(5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in recorded))
+    evaluation = {"step": 4, "time": 1e9, "data": "web", "loss": 7.5, "perplexity": 1808.0, "generation": 1}
+    (run / "eval.jsonl").write_text(json.dumps(evaluation) + "\n")
+    adopting = start("csv, tensorboard", 5)
+    adopting.on_steps([row(5, loss=4.0)], [])
+    adopting.close()
+    found = [(each["step"], each["train/loss"], each["eval/web/loss"]) for each in csv_rows(run)]
+    steps = [(str(step), str(9.0 - step), "") for step in range(6)]
+    assert found == [*steps[:4], ("4", "", "7.5"), *steps[4:]]
+    shown = scalars(run / "tensorboard")
+    assert [each.step for each in shown if each.tag == "train/loss"] == list(range(6))
     assert notes == []
 
 
@@ -174,7 +199,7 @@ def test_the_numbers_of_a_row_are_logged_by_name() -> None:
 
 
 def test_a_line_that_a_crash_has_cut_off_is_dropped(tmp_path: Path) -> None:
-    run = LoggedRun("trial", str(tmp_path), 0, {}, {})
+    run = LoggedRun("trial", str(tmp_path), 0, 0, {}, {})
     table = CsvFile(run, print)
     table.log(0, 1.0, {"train/loss": 2.0, "train/lr": 0.1})
     with table.path.open("a") as file:

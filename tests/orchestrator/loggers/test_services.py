@@ -27,7 +27,7 @@ def row(step: int, loss: float | None) -> dict[str, Any]:
 
 def messages(folder: Path, first: int, settings: dict[str, Any], *parts: dict[str, Any]) -> list[dict[str, Any]]:
     (folder / "loggers").mkdir(exist_ok=True)
-    return [LoggedRun("trial", str(folder), first, CONFIG, settings)._asdict(), *parts]
+    return [LoggedRun("trial", str(folder), first, first, CONFIG, settings)._asdict(), *parts]
 
 
 def logged(kind: str, *sent: dict[str, Any]) -> list[str]:
