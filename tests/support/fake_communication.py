@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -98,7 +98,19 @@ def fake_communication(log: Log) -> Iterator[None]:
     def all_reduce(values: torch.Tensor, **_: Any) -> FakeWork:
         return log.start(values[:0], lambda: values.mul_(2))
 
+    under_way = list[torch.Tensor]()
+
+    def isend(sent: torch.Tensor, **_: Any) -> Mock:
+        under_way.append(sent)
+        return Mock()
+
+    def irecv(received: torch.Tensor, **_: Any) -> FakeWork:
+        sent = under_way.pop()
+        return log.start(received, lambda: received.copy_(sent))
+
     with (
+        patch.object(dist, "isend", isend),
+        patch.object(dist, "irecv", irecv),
         patch.object(dist, "all_to_all_single", all_to_all),
         patch.object(dist, "all_reduce", all_reduce),
         patch.object(async_ops, "all_gather", all_gather),
