@@ -169,6 +169,8 @@ def _group_rules(config: RunConfig, model: ModelSpec, program: Program) -> Itera
         yield f"mesh.cp_method is {config.mesh.cp_method}: expected ring"
     if config.precision.matmul != "compute":
         yield f"precision.matmul is {config.precision.matmul}: expected compute"
+    if config.elastic.check_every:  # whose inputs are of sequences
+        yield f"elastic.check_every is {config.elastic.check_every}: expected 0"
     if memory.offload_fraction:
         yield f"memory.offload_fraction is {memory.offload_fraction}: expected 0"
     if memory.max_resident_microbatches is not None:

@@ -52,7 +52,7 @@ def shares_of(work: Work, planned: Planned) -> Shares:
     in_layers = shape_bound(work, setting.mesh, setting.microbatches)
     computed = timed.bound_with(timed.end, setting._replace(offload=0.0)) if setting.recompute != "none" else timed.end
     costs = layout.sharded if plan.zero else layout.plain
-    update = 0.0 if plan.program.name and work.config.schedule.post_validation else costs.norm + costs.step
+    update = 0.0 if work.config.schedule.post_validation else costs.norm + costs.step
     computed = min(computed, planned.seconds - update)
     return Shares(products, in_layers - products, computed - in_layers, planned.seconds - update - computed, update)
 

@@ -331,15 +331,15 @@ class _Search:
         try:
             config = with_setting(self.compared, setting, self.held)
             plan = make_plan(config, "cuda", proved=False)
-        except (PentadError, ScheduleError) as error:
+            self.found.compiled += 1
+            needed = fullest_bytes(plan, self.device.bytes)
+            if needed > self.device.bytes:
+                self._needs(setting.mesh, needed)
+                return needed, None
+            return needed, Planned(setting, config, plan, simulated_seconds(plan), needed)
+        except (PentadError, ScheduleError) as error:  # the simulation finds a deadlock, since nothing is proven yet
             self._refuse(setting.mesh, PentadError(str(error)))
             return 2**62, None
-        self.found.compiled += 1
-        needed = fullest_bytes(plan, self.device.bytes)
-        if needed > self.device.bytes:
-            self._needs(setting.mesh, needed)
-            return needed, None
-        return needed, Planned(setting, config, plan, simulated_seconds(plan), needed)
 
     def _proved(self, planned: Planned) -> Planned | None:
         """As the whole configuration plans it, evaluation included; None if that does not fit."""

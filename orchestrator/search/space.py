@@ -82,9 +82,9 @@ KEYS = tuple(Setting(Mesh(), 1, Order("1f1b")).values)
 
 @dataclass(frozen=True)
 class Space:
-    """The values of each key that the search tries. `sizes` are sequences of a microbatch, or None for any power of two
-    up to MOST_ROWS; `max_gathered` True also tries a number that covers all units of a rank. A setting recomputes or
-    offloads, not both, unless the configuration holds one of them."""
+    """The values of each key that the search tries. With `microbatches` None a microbatch has any power of two of
+    sequences up to MOST_ROWS. A setting recomputes or offloads, not both, unless the configuration holds one of
+    them."""
 
     meshes: tuple[Mesh, ...]
     microbatches: tuple[int, ...] | None

@@ -81,6 +81,7 @@ def test_the_balance_is_that_of_the_groups_of_the_run(tmp_path: Path, overrides:
         (EXPERTS, "model.experts.aux_loss_coef is 0.1: expected 0"),
         ([*EXPERTS, "model.experts.aux_loss_coef=0", "mesh.ep=2", "mesh.dp=1"], "mesh.ep is 2: expected 1"),
         (["data.packing=windows", "data.document_mask=false"], "data.document_mask is false: expected true"),
+        (["elastic.check_every=2"], "elastic.check_every is 2: expected 0 for data.balance dynamic"),
         (["data.capacity_factor=0.9"], "data.capacity_factor is 0.9: expected at least 1"),
     ],
 )

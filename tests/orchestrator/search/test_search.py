@@ -225,3 +225,20 @@ def test_where_nothing_fits_it_says_with_how_much_more_it_would(pentad: Pentad) 
 def test_only_schedules_of_the_catalogue_are_searched(pentad: Pentad) -> None:
     status, _, err = pentad("plan", "schedule.name=my.py:eager", "--search")
     assert status == 1 and "schedule.name is my.py:eager: expected one of gpipe, 1f1b" in err
+
+
+def test_an_order_that_deadlocks_is_refused() -> None:
+    """Plans are not proven before they are listed."""
+    config = config_of(("layers=16", "hidden=64", "heads=4", "kv_heads=2", "ffn=128", "vocab=512"), 16, 64)
+    space = replace(
+        space_of(config, 4),
+        meshes=(Mesh(pp=4),),
+        microbatches=(8,),
+        orders=(Order("interleaved-zb", 4),),
+        recompute=("full",),
+        recompute_layers=(None,),
+        offload=(0.25,),
+    )
+    found = search_space(config, space, H200)
+    assert not found.choices
+    assert "deadlocks" in found.refusals[Mesh(pp=4)].why
