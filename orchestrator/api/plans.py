@@ -18,7 +18,7 @@ from pentad.orchestrator.memory.advice import memory_advice
 from pentad.orchestrator.memory.choice import choose
 from pentad.orchestrator.memory.curve import memory_curves
 from pentad.orchestrator.memory.first_microbatches import with_words
-from pentad.orchestrator.memory.needless import recompute_note
+from pentad.orchestrator.memory.useless_recompute import recompute_note
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
 from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.balance import DataBalance, data_balance

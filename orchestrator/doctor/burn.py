@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from statistics import median_high
 from typing import NamedTuple
 
-from pentad.orchestrator.doctor.finding import Finding, Subject, listed, spanned
+from pentad.orchestrator.doctor.finding import Finding, Subject, spanned
 from pentad.orchestrator.doctor.probe import ProbeError, probe
 from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning.formatting import format_duration
+from pentad.schedules.ir.errors import enumerated
 from pentad.workers.health.results import Burned
 
 GPU_SECONDS = 30.0
@@ -100,7 +101,7 @@ def _slowness(unit: Burned, norm: Norm | None) -> str:
     if unit.unit.startswith("CPU") or norm is None:
         return ""
     clock = "" if unit.clock is None else f" at {unit.clock / 1e6:,.0f} MHz"
-    why = f"{clock}, throttled ({listed(unit.throttles)})" if unit.throttles else clock
+    why = f"{clock}, throttled ({enumerated(unit.throttles)})" if unit.throttles else clock
     if unit.rate < SLOW * norm.rate:
         return f"{unit.unit} is {1 - unit.rate / norm.rate:.0%} slower than its peers{why}"
     sheet = GPUS.get(unit.model)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
+from pentad.schedules.ir.errors import enumerated
 from pentad.workers.health.gpu_facts import GpuFacts
 
 Verdict = Literal["ok", "warning", "failure", "not applicable"]
@@ -62,12 +63,6 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
     return next((each for each in order if each in verdicts), "not applicable")
 
 
-def listed(names: Sequence[object]) -> str:
-    """'a, b and c'"""
-    texts = list(map(str, names))
-    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
-
-
 def spanned(values: Sequence[float], unit: str) -> str:
     """'655 to 660 TFLOP/s', '660 TFLOP/s'"""
     low, high = f"{min(values):.3g}", f"{max(values):.3g}"
@@ -76,4 +71,4 @@ def spanned(values: Sequence[float], unit: str) -> str:
 
 def gpus_named(indices: Sequence[int]) -> str:
     """'GPU 3', 'GPUs 0, 2 and 3'"""
-    return f"GPU{'s' * (len(indices) > 1)} {listed(indices)}"
+    return f"GPU{'s' * (len(indices) > 1)} {enumerated(indices)}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from pentad.orchestrator.doctor.finding import Finding, Subject, gpus_named, listed
+from pentad.orchestrator.doctor.finding import Finding, Subject, gpus_named
 from pentad.orchestrator.planning.formatting import format_bytes
+from pentad.schedules.ir.errors import enumerated
 from pentad.workers.health.gpu_facts import GpuFacts
 
 TAKEN = 2**30  # bytes; a driver alone uses less
@@ -26,7 +27,7 @@ def judge_gpus(names: Sequence[str], wanted: int) -> Finding:
     if not names:
         return Finding("not applicable", "no GPU")
     counts = Counter(names)
-    text = listed([f"{number} x {name}" for name, number in counts.items()])
+    text = enumerated([f"{number} x {name}" for name, number in counts.items()])
     if len(counts) > 1:
         return Finding("warning", f"{text}: the slowest sets the pace of a step", "run on GPUs of one kind")
     return Finding("ok", text)
@@ -39,7 +40,7 @@ def judge_memory(gpus: Sequence[GpuFacts], own: int) -> Finding:
     for gpu in gpus:
         pids = [pid for pid, _ in gpu.processes if pid != own]
         if pids or (gpu.memory_used or 0) > TAKEN:
-            who = f" by process{'es' * (len(pids) > 1)} {listed(pids)}" if pids else ""
+            who = f" by process{'es' * (len(pids) > 1)} {enumerated(pids)}" if pids else ""
             used = "" if gpu.memory_used is None else f": {format_bytes(gpu.memory_used)}"
             texts.append(f"GPU {gpu.number} is used{who}{used}")
     if texts:
@@ -67,7 +68,7 @@ def judge_ecc(gpus: Sequence[GpuFacts]) -> Finding:
 def _ecc_text(gpu: GpuFacts) -> str:
     number = gpu.ecc_errors or 0
     errors = [f"{number} uncorrectable error{'s' * (number > 1)}"] if number else []
-    return listed([*errors, *(["a row to remap at the next reset"] if gpu.remapping else [])])
+    return enumerated([*errors, *(["a row to remap at the next reset"] if gpu.remapping else [])])
 
 
 def judge_clocks(gpus: Sequence[GpuFacts]) -> Finding:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from pentad.orchestrator.doctor.finding import Finding, Subject, listed, spanned
+from pentad.orchestrator.doctor.finding import Finding, Subject, spanned
 from pentad.orchestrator.doctor.probe import ProbeError, probe
 from pentad.orchestrator.planning.formatting import format_duration
+from pentad.schedules.ir.errors import enumerated
 from pentad.workers.health.results import Link
 
 PAIR_SECONDS = 0.5  # for both directions of a pair, at most; a slow one takes longer than that
@@ -42,9 +43,8 @@ def judge_links(links: Sequence[Link], usual: float) -> Finding:
     slow = [link for link in links if link.bandwidth < SLOW * usual]
     apart = [link for link in links if not link.has_peer_access]
     if slow:
-        named = [f"{link.source} to {link.target} ({link.bandwidth / 1e9:.0f} GB/s)" for link in slow[:NAMED]]
-        more = [f"{len(slow) - NAMED} more"] if len(slow) > NAMED else []
-        text = f"slow from GPU {listed(named + more)}: {usual / 1e9:.0f} GB/s is usual"
+        named = [f"{link.source} to {link.target} ({link.bandwidth / 1e9:.0f} GB/s)" for link in slow]
+        text = f"slow from GPU {enumerated(named, NAMED)}: {usual / 1e9:.0f} GB/s is usual"
         is_broken = min(link.bandwidth for link in slow) < BROKEN * usual
         return Finding("failure" if is_broken else "warning", text, _REMEDY, figures)
     bandwidths = spanned([link.bandwidth / 1e9 for link in links], "GB/s")

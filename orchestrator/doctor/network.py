@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median_high
 
-from pentad.orchestrator.doctor.finding import Finding, listed
+from pentad.orchestrator.doctor.finding import Finding
 from pentad.orchestrator.doctor.probe import ProbeError, probe
 from pentad.orchestrator.planning.formatting import format_duration
+from pentad.schedules.ir.errors import enumerated
 from pentad.workers.health.results import Link
 
 SECONDS = 10.0
@@ -42,7 +43,7 @@ def _judge(node: str, links: Sequence[Link], best: Mapping[str, float], usual: f
     peers = {names[link.source]: link for link in links}
     slow = {peer: link for peer, link in peers.items() if link.bandwidth < SLOW * min(usual, best.get(peer, 0.0))}
     if slow:
-        named = listed([f"{peer} ({_rate(link.bandwidth)})" for peer, link in slow.items()])
+        named = enumerated([f"{peer} ({_rate(link.bandwidth)})" for peer, link in slow.items()])
         return Finding("warning", f"slow from {named}: {_rate(usual)} is usual", _REMEDY)
     return Finding("ok", f"{_rate(best[node])}, {format_duration(min(link.latency for link in links))} a small message")
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from pentad.orchestrator.doctor.finding import Finding, Subject, listed
+from pentad.orchestrator.doctor.finding import Finding, Subject
+from pentad.schedules.ir.errors import enumerated
 from pentad.workers.health.gpu_facts import Driver, read_driver
 
 # The lowest that work, as in pyproject.toml. Triton has no build for some machines, which then have no GPU kernels.
@@ -38,7 +39,7 @@ def judge_versions(found: Mapping[str, str | None], *, has_gpus: bool) -> Findin
     missing = [name for name, number in found.items() if number is None and (name != "triton" or has_gpus)]
     old = [n for n, number in found.items() if number is not None and _numbers(number) < _numbers(WANTED[n])]
     if missing or old:
-        wanted = listed([f"{name} {WANTED[name]}" for name in (*missing, *old)])
+        wanted = enumerated([f"{name} {WANTED[name]}" for name in (*missing, *old)])
         return Finding("failure", f"{text}: expected at least {wanted}", _INSTALL, figures)
     return Finding("ok", text, figures=figures)
 

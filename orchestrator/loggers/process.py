@@ -15,6 +15,8 @@ import threading
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +43,11 @@ def serve(kind: str, messages: Iterable[dict[str, Any]], note: Note) -> None:
             case {"row": row}:
                 logger.log(row["step"], row["time"], scalars(row))
             case {"evaluation": rows}:
-                logger.log(rows[0]["step"], rows[0]["time"], evaluation_scalars(rows))
+                _log_evaluation(logger, rows)
             case {"rewind": step}:
                 logger.rewind(step)
-                _evaluation_again(logger, run, step)
+                # It still counts when step `step`, the next one, is logged again.
+                _log_evaluation(logger, [row for row in _lines(run, EVALUATIONS) if row["step"] == step])
             case {"checkpoint": folder, "step": step}:
                 logger.checkpoint(step, folder)
             case {"end": state}:
@@ -54,18 +57,19 @@ def serve(kind: str, messages: Iterable[dict[str, Any]], note: Note) -> None:
 
 def _recorded_again(logger: Logger, run: LoggedRun) -> None:
     """A driver that died had recorded these steps, but need not have logged them."""
-    rows = {row["step"]: row for row in _lines(run, METRICS)}
-    for step in range(run.first, run.done):
-        _evaluation_again(logger, run, step)
-        if row := rows.get(step):
+    evaluations = [row for row in _lines(run, EVALUATIONS) if run.first <= row["step"] <= run.done]
+    rows = [row for row in _lines(run, METRICS) if run.first <= row["step"] < run.done] if run.first < run.done else []
+    evaluated = {step: [*of_step] for step, of_step in groupby(evaluations, itemgetter("step"))}
+    trained = {row["step"]: row for row in rows}
+    for step in sorted({*evaluated, *trained}):
+        _log_evaluation(logger, evaluated.get(step, []))
+        if row := trained.get(step):
             logger.log(step, row["time"], scalars(row))
-    _evaluation_again(logger, run, run.done)
 
 
-def _evaluation_again(logger: Logger, run: LoggedRun, step: int) -> None:
-    """The evaluation after `step` steps still counts when step `step`, the next one, is logged again."""
-    if found := [row for row in _lines(run, EVALUATIONS) if row["step"] == step]:
-        logger.log(step, found[0]["time"], evaluation_scalars(found))
+def _log_evaluation(logger: Logger, rows: list[dict[str, Any]]) -> None:
+    if rows:
+        logger.log(rows[0]["step"], rows[0]["time"], evaluation_scalars(rows))
 
 
 def _lines(run: LoggedRun, name: str) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from pentad.schedules.ir.errors import enumerated
 from pentad.workers.integrity.result import RankCheck
 
 Kind = Literal["data", "hardware", "software"]
@@ -26,7 +27,7 @@ class Verdict(NamedTuple):
     def sentence(self) -> str:
         """'the weights of rank 3 differ ...'."""
         several = len(self.ranks) > 1
-        names = f"rank{'s' if several else ''} {' and '.join(map(str, self.ranks))}"
+        names = f"rank{'s' if several else ''} {enumerated(self.ranks)}"
         more = f" and {self.number - 1} more" if self.number > 1 else ""
         match self.kind, self.certain:
             case "data", True:

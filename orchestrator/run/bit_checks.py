@@ -9,7 +9,7 @@ from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.config.recovery_sections import ElasticSection
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.recovery.bit_flips import Verdict, find_verdict
-from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.errors import PentadError, enumerated
 from pentad.workers.integrity.result import RankCheck
 
 
@@ -42,7 +42,7 @@ class BitChecks:
             self.passed = step
             return
         evicts = self.policy == "evict" and verdict.kind != "software"
-        ranks = " and ".join(map(self.group.label, verdict.ranks))
+        ranks = enumerated(map(self.group.label, verdict.ranks))
         text = f"after step {step}, {verdict.sentence}"
         self.bus.record(
             "flipped bits",

@@ -1,4 +1,8 @@
-"""The error that pentad raises when its user, not pentad, is wrong."""
+"""The error that pentad raises when its user, not pentad, is wrong; and text for sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class PentadError(Exception):
@@ -16,6 +20,14 @@ class ScheduleError(Exception):
     def __init__(self, text: str, rank: int = -1, index: int = -1) -> None:
         super().__init__(text)
         self.rank, self.index = rank, index
+
+
+def enumerated(items: Iterable[object], most: int | None = None) -> str:
+    """'a, b and c'; a list of more than `most` is cut to its first items and the number of the others."""
+    shown = list(map(str, items))
+    if most is not None and len(shown) > most:
+        shown = [*shown[: most - 1], f"{len(shown) - most + 1} more"]
+    return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 
 
 def printable(text: str) -> str:

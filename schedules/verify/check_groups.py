@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import repeat
 from typing import NamedTuple
 
 from pentad.schedules.ir.errors import PentadError
@@ -99,4 +99,4 @@ def _exchanges(groups: StepGroups, rank: int, order: Sequence[Computed]) -> Iter
         if count > 1:
             place, tokens = share.ranks.index(rank), part_of(sum(groups.lengths(share.shared)), count)
             each = Exchange(share.ranks[(place + 1) % count], share.ranks[place - 1], tokens)
-            yield from chain.from_iterable([each] for _ in range(2 * count - 1 if op in (Op.B, Op.BW) else count - 1))
+            yield from repeat(each, 2 * count - 1 if op in (Op.B, Op.BW) else count - 1)

@@ -24,6 +24,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from typing import NamedTuple
 
+from pentad.schedules.ir.errors import enumerated
 from pentad.schedules.ir.instruction import COLLECTIVES, COMPUTE, RECEIVES, Action, Key, Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.loss_pass import LOSS
@@ -32,6 +33,7 @@ from pentad.schedules.spec.mesh import Axis, Coordinates, Mesh
 
 INNER_AXES: tuple[Axis, ...] = ("tp", "cp", "ep")  # of ranks that share layers
 GROUP_AXES: tuple[Axis, ...] = ("dp", *INNER_AXES)  # of those that may, with data-aware groups
+LISTED = 4  # ranks of a sentence
 LAYER_OPS = COMPUTE | {Op.RECOMPUTE}  # what runs layers
 
 
@@ -262,11 +264,11 @@ def _sentence(run: _Run, causes: Sequence[int], waits: Sequence[Wait], cycle: Se
     if direct:
         parts.append(_describe_wait(run, max(direct, key=lambda wait: run.positions[wait.rank].since)))
     if causes:
-        places = _listed([f"{_name(run, rank)} has been {_place(run, rank)}" for rank in causes])
+        places = enumerated([f"{_name(run, rank)} has been {_place(run, rank)}" for rank in causes], LISTED)
         parts += [f"{places}: {_blame(run, causes)}", _count_waiting(causes, waits)]
     if cycle:
         ring = [_describe_wait(run, wait) for rank in cycle for wait in waits if wait.rank == rank]
-        parts.append(f"{_ranks(cycle)} wait for one another in a circle: {_listed(ring)}")
+        parts.append(f"{_ranks(cycle)} wait for one another in a circle: {enumerated(ring, LISTED)}")
     return "; ".join(parts) or "no rank is inside a step"
 
 
@@ -316,10 +318,4 @@ def _name(run: _Run, rank: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {_listed(list(map(str, ranks)))}"
-
-
-def _listed(items: list[str], most: int = 4) -> str:
-    """'a, b and c'; a longer list is cut to its first items and the number of the others."""
-    shown = items if len(items) <= most else [*items[: most - 1], f"{len(items) - most + 1} more"]
-    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {enumerated(ranks, LISTED)}"
