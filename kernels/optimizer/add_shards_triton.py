@@ -15,14 +15,14 @@ def _add(
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < n
-    total = tl.zeros((BLOCK,), dtype=out.dtype.element_ty)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
     if ACCUMULATE:
-        total = tl.load(out + index, mask=mask)
+        total = tl.load(out + index, mask=mask).to(tl.float32)
     for rank in tl.static_range(RANKS):
         if rank == POSITION:
-            total += tl.load(own + index, mask=mask)
+            total += tl.load(own + index, mask=mask).to(tl.float32)
         else:
-            total += tl.load(others + (rank - (rank > POSITION)) * stride + index, mask=mask)
+            total += tl.load(others + (rank - (rank > POSITION)) * stride + index, mask=mask).to(tl.float32)
     tl.store(out + index, total, mask=mask)
 
 

@@ -67,7 +67,7 @@ class SimulatedMemory:
         self.shared = shared
 
     def read(self, peer: int, name: str, start: int, target: torch.Tensor) -> None:
-        target.copy_(self.shared[peer][name][start : start + target.numel()])
+        target.view(-1).copy_(self.shared[peer][name][start : start + target.numel()])
 
     def close(self) -> None:
         pass

@@ -1,0 +1,203 @@
+"""Rows that tensor ranks exchange by reads of peers' memory: in every order that lanes and flags allow each rank gets
+what its peers shared in the same exchange, none waits for ever, and products over them equal those of one rank."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from simulated_gpus import Condition, Lanes, SimulatedFlags, SimulatedMemory, run_in_some_order
+
+from pentad.schedules.spec.plan import ROW_SLOTS
+from pentad.workers.parallel import tensor_parallel
+from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
+from pentad.workers.transport.peer_rows import SHARED_NAME, PeerRows
+
+ELEMENTS = 12  # of a slot
+EXCHANGES = 9
+FIRST = 4  # rank of the mesh that is tensor rank 0
+
+
+class SimulatedLane:
+    """The lane 'rows' of a rank, and its events."""
+
+    def __init__(self, lanes: Lanes, rank: int) -> None:
+        self.lanes, self.rank = lanes, rank
+
+    @contextmanager
+    def after_current(self) -> Iterator[None]:
+        before, current = self.end(), self.lanes.current
+        self.lanes.current = (self.rank, "rows")
+        before.wait()
+        yield
+        self.lanes.current = current
+
+    def end(self) -> SimulatedEvent:
+        event = SimulatedEvent(self.lanes)
+        self.lanes.enqueue(lambda: setattr(event, "passed", True))
+        return event
+
+
+class SimulatedEvent:
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes, self.passed = lanes, False
+
+    def wait(self) -> None:
+        self.lanes.enqueue(ready=lambda: self.passed)
+
+
+def memory_of(ranks: range) -> tuple[dict[int, torch.Tensor], SimulatedMemory]:
+    slots = {rank: torch.full((ROW_SLOTS, ELEMENTS), torch.nan, dtype=torch.float64) for rank in ranks}
+    return slots, SimulatedMemory({rank: {SHARED_NAME: each.view(-1)} for rank, each in slots.items()})
+
+
+def shared_in(exchange: int, rank: int, size: int) -> torch.Tensor:
+    return (100 * exchange + 10 * rank + torch.arange(size)).double()
+
+
+def host(rank: int, ranks: range, lanes: Lanes, rows: PeerRows, plan: list[tuple[int, int]]) -> Iterator[Condition]:
+    """Exchanges so many elements, while at most so many exchanges are in flight."""
+    in_flight: list[tuple[Any, int, dict[int, torch.Tensor]]] = []
+    for exchange, (size, most) in enumerate(plan):
+        with lanes.on((rank, "compute")):
+            rows.slot((size,), torch.empty(0, dtype=torch.float64)).copy_(shared_in(exchange, rank, size))
+            start = exchange % size
+            found = {peer: torch.empty(size - start, dtype=torch.float64) for peer in ranks if peer != rank}
+            arrival = rows.read([(peer - FIRST, start, each) for peer, each in found.items()])
+            in_flight.append((arrival, exchange, found))
+            while len(in_flight) > most:
+                arrived, number, each = in_flight.pop(0)
+                arrived.wait()
+                lanes.enqueue(partial(check, number, each, plan[number][0]))
+        yield lambda: True
+
+
+def check(exchange: int, found: dict[int, torch.Tensor], size: int) -> None:
+    for peer, values in found.items():
+        assert torch.equal(values, shared_in(exchange, peer, size)[exchange % size :])
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("seed", range(20))
+def test_in_every_order_ranks_get_what_their_peers_shared(count: int, seed: int) -> None:
+    random, ranks = Random(seed), range(FIRST, FIRST + count)
+    plan = [(random.randint(1, ELEMENTS), random.randint(0, 4)) for _ in range(EXCHANGES)]
+    lanes = Lanes()
+    flags, (slots, memory) = SimulatedFlags(lanes), memory_of(ranks)
+    hosts = []
+    for rank in ranks:
+        rows = PeerRows(ranks, rank, flags, memory, slots[rank].view(torch.uint8), SimulatedLane(lanes, rank))
+        hosts.append(host(rank, ranks, lanes, rows, plan))
+    run_in_some_order(lanes, hosts, random)
+
+
+@pytest.mark.parametrize("ignored", ["rows read", "rows shared"])
+def test_the_orders_tell_exchanges_that_ignore_a_flag(ignored: str) -> None:
+    def run(seed: int) -> bool:
+        random, ranks, lanes = Random(seed), range(FIRST, FIRST + 2), Lanes()
+        flags, (slots, memory) = SimulatedFlags(lanes, ignored), memory_of(ranks)
+        hosts = []
+        for rank in ranks:
+            rows = PeerRows(ranks, rank, flags, memory, slots[rank].view(torch.uint8), SimulatedLane(lanes, rank))
+            hosts.append(host(rank, ranks, lanes, rows, [(ELEMENTS, 4)] * EXCHANGES))
+        try:
+            run_in_some_order(lanes, hosts, random)
+        except AssertionError:
+            return True
+        return False
+
+    assert any(map(run, range(20)))
+
+
+class ThreadFlags:
+    def __init__(self) -> None:
+        self.values, self.changed = Counter[Hashable](), threading.Condition()
+
+    def write(self, flag: Hashable, value: int) -> None:
+        with self.changed:
+            self.values[flag] = value
+            self.changed.notify_all()
+
+    def wait(self, flag: Hashable, value: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.values[flag] >= value, 20)
+
+
+class EagerLane:
+    def after_current(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def end(self) -> EagerLane:
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+def on_ranks(count: int, elements: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
+    """What `work` returns on each of the ranks, which are threads."""
+    slots = {rank: torch.full((ROW_SLOTS, elements), torch.nan, dtype=torch.float64) for rank in range(count)}
+    memory, flags = SimulatedMemory({rank: {SHARED_NAME: each.view(-1)} for rank, each in slots.items()}), ThreadFlags()
+    found: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        rows = PeerRows(range(count), rank, flags, memory, slots[rank].view(torch.uint8), EagerLane())
+        group: Any = object()
+        found[rank] = work(TensorParallelGroup(group, count, rank, rows))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [found[rank] for rank in range(count)]
+
+
+@pytest.fixture(params=[1, 1000], ids=["split", "whole"])
+def split_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "SPLIT_ROWS", request.param)
+
+
+@pytest.fixture(autouse=True)
+def silent_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pentad.workers.parallel.async_ops.host_waits.log", None)
+
+
+@pytest.mark.usefixtures("split_rows")
+@pytest.mark.parametrize("count", [2, 4])
+def test_products_over_ranks_equal_those_of_one(count: int) -> None:
+    tokens, inner, outer = 3 * count, 5, 7
+    generator = torch.Generator().manual_seed(count)
+    x, w, bias = (
+        torch.randn(*shape, dtype=torch.float64, generator=generator)
+        for shape in ((tokens, inner), (inner, outer), (outer,))
+    )
+    terms = torch.randn(count, tokens, inner, dtype=torch.float64, generator=generator)
+
+    def work(tp: TensorParallelGroup) -> list[Any]:
+        own = x.view(count, -1, inner)[tp.rank]
+        found = []
+        for _ in range(3):  # more exchanges than slots
+            full, y = tp.all_gather_matmul(own, w, bias).wait()
+            found += [
+                (tp.all_gather(own).wait(), x),
+                (full, x),
+                (y, x @ w + bias),
+                (tp.reduce_scatter(terms[tp.rank]).wait(), terms.sum(0).view(count, -1, inner)[tp.rank]),
+                (
+                    tp.matmul_reduce_scatter(terms[tp.rank], w).wait(),
+                    (terms.sum(0) @ w).view(count, -1, outer)[tp.rank],
+                ),
+            ]
+        return found
+
+    for pairs in on_ranks(count, tokens * outer, work):
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
