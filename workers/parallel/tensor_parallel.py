@@ -35,6 +35,8 @@ class Rows(Protocol):
 
     def fits(self, elements: int, like: Tensor) -> bool: ...
 
+    def gather(self, own: Tensor, full: Tensor) -> Arrival: ...
+
     def slot(self, shape: Sequence[int], like: Tensor) -> Tensor: ...
 
     def read(self, parts: Sequence[tuple[int, int, Tensor]]) -> Arrival: ...
@@ -57,8 +59,9 @@ class TensorParallelGroup(NamedTuple):
             return ready(x)
         if self.rows is None or not self.rows.fits(x.numel(), x):
             return all_gather_rows(x, self.group)
+        x = x.contiguous()
         full, work = self._gather(self.rows, x)
-        return AsyncResult((work,), lambda: full, full)
+        return AsyncResult((work,), lambda: full, full, x)
 
     def reduce_scatter(self, partial: Tensor) -> AsyncResult[Tensor]:
         """This rank's rows [T / tp, ...] of the sum over ranks of partial results [T, ...]."""
@@ -78,6 +81,7 @@ class TensorParallelGroup(NamedTuple):
         """(the rows x of all tokens [T, K], x @ matrix [K, N] + bias [N]) from this rank's rows [T / tp, K]."""
         if self.rows is None or x.shape[0] < SPLIT_ROWS or not self.rows.fits(x.numel(), x):
             return self.all_gather(x).then(lambda full: (full, _matmul(full, matrix, bias)))
+        x = x.contiguous()
         full, work = self._gather(self.rows, x)
         tokens = full.shape[0]
         y = x.new_empty(tokens, matrix.shape[1])
@@ -88,7 +92,7 @@ class TensorParallelGroup(NamedTuple):
                 _matmul(full[others], matrix, bias, y[others])
             return full, y
 
-        return AsyncResult((work,), complete, full)
+        return AsyncResult((work,), complete, full, x)
 
     def matmul_reduce_scatter(self, x: Tensor, matrix: Tensor) -> AsyncResult[Tensor]:
         """This rank's rows [T / tp, N] of the sum over ranks of x [T, K] @ matrix [K, N]."""
@@ -146,24 +150,17 @@ class TensorParallelGroup(NamedTuple):
         """(the rows of all ranks, of which those of the others arrive, what is in flight)"""
         assert self.group is not None
         full = x.new_empty(self.size, *x.shape)
-        rows.slot(x.shape, x).copy_(x)
-        full[self.rank].copy_(x)
-        arrival = rows.read([(index, 0, full[index]) for index in self._other_ranks()])
-        return full.flatten(0, 1), LayerWork(arrival, self.group)
+        return full.flatten(0, 1), LayerWork(rows.gather(x, full), self.group)
 
     def _read_terms(self, rows: Rows, slot: Tensor) -> tuple[Tensor, LayerWork]:
         """(partial results [tp - 1, T / tp, ...] of other ranks for this one's rows, what is in flight); `slot`
         [T, ...] has this rank's for theirs."""
         assert self.group is not None
         own = slot[self._own(slot.shape[0])]
-        arrived, others = own.new_empty(self.size - 1, *own.shape), self._other_ranks()
-        arrival = rows.read(
-            [(index, self.rank * own.numel(), term) for index, term in zip(others, arrived, strict=True)]
-        )
+        others = [index for index in range(self.size) if index != self.rank]
+        arrived, start = own.new_empty(len(others), *own.shape), self.rank * own.numel()
+        arrival = rows.read([(index, start, term) for index, term in zip(others, arrived, strict=True)])
         return arrived, LayerWork(arrival, self.group)
-
-    def _other_ranks(self) -> list[int]:
-        return [index for index in range(self.size) if index != self.rank]
 
     def _add(self, own: Tensor, arrived: Tensor) -> Tensor:
         """The sum of the ranks' terms, in the order of ranks."""

@@ -7,9 +7,10 @@ shared and read; a slot is written again once all peers have read it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+import math
+from collections.abc import Hashable, Sequence
+from itertools import cycle
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,13 +20,16 @@ from pentad.workers.parallel.async_ops import Arrival
 from pentad.workers.transport.peer_collectives import Flags, Memory
 
 SHARED_NAME = "rows"
+EVENTS = 64  # far more than exchanges are in flight
 
 
 class Lane(Protocol):
-    """A stream beside compute."""
+    """A stream beside compute, known as `handle` to flags and memory."""
 
-    def after_current(self) -> AbstractContextManager[object]:
-        """What is issued within runs on the lane, after what the current stream has been given so far."""
+    handle: Any
+
+    def follow(self) -> None:
+        """Makes the lane wait for what the current stream has been given so far."""
         ...
 
     def end(self) -> Arrival:
@@ -34,7 +38,7 @@ class Lane(Protocol):
 
 
 class PeerRows:
-    """Exchanges of one rank with the other tensor ranks, each `slot` and then `read`."""
+    """Exchanges of one rank with the other tensor ranks: `gather`, or `slot` and then `read`."""
 
     def __init__(
         self, ranks: Sequence[int], rank: int, flags: Flags, memory: Memory, slots: Tensor, lane: Lane
@@ -42,52 +46,80 @@ class PeerRows:
         """`ranks` of the mesh have tensor ranks 0, 1, ...; `slots` [ROW_SLOTS, bytes] is what they have mapped of this
         one."""
         self.ranks, self.rank, self.flags, self.memory, self.slots, self.lane = ranks, rank, flags, memory, slots, lane
-        self.peers = [peer for peer in ranks if peer != rank]
+        self.index = ranks.index(rank)
         self.count = 0  # of the exchanges so far
 
     def fits(self, elements: int, like: Tensor) -> bool:
         return elements * like.element_size() <= self.slots.shape[1]
 
+    def gather(self, own: Tensor, full: Tensor) -> Arrival:
+        """Fills full [tp, ...] with every rank's `own`, both contiguous."""
+        self.lane.follow()
+        self.memory.copy(self._next_slot(own.shape, own, self.lane.handle), own, self.lane.handle)
+        parts = [(index, 0, full[index]) for index in range(len(self.ranks)) if index != self.index]
+        return self._read(parts, (full[self.index], own))
+
     def slot(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Where the current stream writes what this rank shares next, once the peers have read what was there."""
-        self.count += 1
-        if self.count > ROW_SLOTS:
-            for peer in self.peers:
-                self.flags.wait(("rows read", peer), self.count - ROW_SLOTS)
-        size = like.element_size() * torch.Size(shape).numel()
-        return self.slots[self.count % ROW_SLOTS, :size].view(like.dtype).view(shape)
+        return self._next_slot(shape, like, None)
 
     def read(self, parts: Sequence[tuple[int, int, Tensor]]) -> Arrival:
         """Fills each contiguous tensor of (tensor rank, start, tensor) with the elements from `start` of that rank's
-        slot of this exchange."""
-        with self.lane.after_current():
-            self.flags.write(("rows shared", self.rank), self.count)
-            for index, start, target in parts:
-                peer, slot = self.ranks[index], self.count % ROW_SLOTS * self.slots.shape[1] // target.element_size()
-                self.flags.wait(("rows shared", peer), self.count)
-                self.memory.read(peer, SHARED_NAME, slot + start, target)
-            self.flags.write(("rows read", self.rank), self.count)
-            return self.lane.end()
+        slot."""
+        self.lane.follow()
+        return self._read(parts)
 
     def close(self) -> None:
         """Call after this rank's last copy is done."""
         self.memory.close()
 
+    def _next_slot(self, shape: Sequence[int], like: Tensor, stream: Any) -> Tensor:
+        self.count += 1
+        if self.count > ROW_SLOTS:
+            for peer in self.ranks:
+                if peer != self.rank:
+                    self.flags.wait(("rows read", peer), self.count - ROW_SLOTS, stream)
+        size = like.element_size() * math.prod(shape)
+        return self.slots[self.count % ROW_SLOTS, :size].view(like.dtype).view(shape)
+
+    def _read(self, parts: Sequence[tuple[int, int, Tensor]], copied: tuple[Tensor, Tensor] | None = None) -> Arrival:
+        """As `read`, on the lane; while the first peer may not be ready yet, a tensor is `copied` to another one."""
+        stream, base = self.lane.handle, self.count % ROW_SLOTS * self.slots.shape[1]
+        self.flags.write(("rows shared", self.rank), self.count, stream)
+        if copied is not None:
+            self.memory.copy(*copied, stream)
+        for index, start, target in parts:
+            peer = self.ranks[index]
+            self.flags.wait(("rows shared", peer), self.count, stream)
+            self.memory.read(peer, SHARED_NAME, base // target.element_size() + start, target, stream)
+        self.flags.write(("rows read", self.rank), self.count, stream)
+        return self.lane.end()
+
+
+class StreamEvent(NamedTuple):
+    event: torch.cuda.Event
+    device: int
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.event)
+
 
 class CudaLane:
-    """A stream of its own."""
+    """A stream of its own. Its events are used again and again: long before, someone has waited for them."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self.device, self.stream = device.index, torch.cuda.Stream(device)
+        self.handle, self.events = self.stream.cuda_stream, cycle([torch.cuda.Event() for _ in range(EVENTS)])
 
-    @contextmanager
-    def after_current(self) -> Iterator[None]:
-        self.stream.wait_event(torch.cuda.current_stream().record_event())
-        with torch.cuda.stream(self.stream):
-            yield
+    def follow(self) -> None:
+        event = next(self.events)
+        event.record(torch.cuda.current_stream(self.device))
+        self.stream.wait_event(event)
 
     def end(self) -> Arrival:
-        return self.stream.record_event()
+        event = next(self.events)
+        event.record(self.stream)
+        return StreamEvent(event, self.device)
 
 
 def flag_names(plan: Plan) -> list[Hashable]:

@@ -6,10 +6,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,72 +24,84 @@ EXCHANGES = 9
 FIRST = 4  # rank of the mesh that is tensor rank 0
 
 
+class Exchange(NamedTuple):
+    size: int  # elements
+    gathers: bool
+    in_flight: int  # at most, itself included if there are others
+
+
 class SimulatedLane:
     """The lane 'rows' of a rank, and its events."""
 
     def __init__(self, lanes: Lanes, rank: int) -> None:
-        self.lanes, self.rank = lanes, rank
+        self.lanes, self.handle = lanes, (rank, "rows")
 
-    @contextmanager
-    def after_current(self) -> Iterator[None]:
-        before, current = self.end(), self.lanes.current
-        self.lanes.current = (self.rank, "rows")
-        before.wait()
-        yield
-        self.lanes.current = current
+    def follow(self) -> None:
+        before = SimulatedEvent(self.lanes)
+        with self.lanes.moved_to(self.handle):
+            before.wait()
 
     def end(self) -> SimulatedEvent:
-        event = SimulatedEvent(self.lanes)
-        self.lanes.enqueue(lambda: setattr(event, "passed", True))
-        return event
+        with self.lanes.moved_to(self.handle):
+            return SimulatedEvent(self.lanes)
 
 
 class SimulatedEvent:
     def __init__(self, lanes: Lanes) -> None:
         self.lanes, self.passed = lanes, False
+        lanes.enqueue(lambda: setattr(self, "passed", True))
 
     def wait(self) -> None:
         self.lanes.enqueue(ready=lambda: self.passed)
 
 
-def memory_of(ranks: range) -> tuple[dict[int, torch.Tensor], SimulatedMemory]:
+def memory_of(ranks: range, lanes: Lanes) -> tuple[dict[int, torch.Tensor], SimulatedMemory]:
     slots = {rank: torch.full((ROW_SLOTS, ELEMENTS), torch.nan, dtype=torch.float64) for rank in ranks}
-    return slots, SimulatedMemory({rank: {SHARED_NAME: each.view(-1)} for rank, each in slots.items()})
+    return slots, SimulatedMemory({rank: {SHARED_NAME: each.view(-1)} for rank, each in slots.items()}, lanes)
 
 
 def shared_in(exchange: int, rank: int, size: int) -> torch.Tensor:
     return (100 * exchange + 10 * rank + torch.arange(size)).double()
 
 
-def host(rank: int, ranks: range, lanes: Lanes, rows: PeerRows, plan: list[tuple[int, int]]) -> Iterator[Condition]:
-    """Exchanges so many elements, while at most so many exchanges are in flight."""
-    in_flight: list[tuple[Any, int, dict[int, torch.Tensor]]] = []
-    for exchange, (size, most) in enumerate(plan):
+def host(rank: int, ranks: range, lanes: Lanes, rows: PeerRows, plan: list[Exchange]) -> Iterator[Condition]:
+    in_flight: list[tuple[Any, Callable[[], None]]] = []
+    for number, exchange in enumerate(plan):
+        size, start = exchange.size, number % exchange.size
         with lanes.on((rank, "compute")):
-            rows.slot((size,), torch.empty(0, dtype=torch.float64)).copy_(shared_in(exchange, rank, size))
-            start = exchange % size
-            found = {peer: torch.empty(size - start, dtype=torch.float64) for peer in ranks if peer != rank}
-            arrival = rows.read([(peer - FIRST, start, each) for peer, each in found.items()])
-            in_flight.append((arrival, exchange, found))
-            while len(in_flight) > most:
-                arrived, number, each = in_flight.pop(0)
+            if exchange.gathers:
+                own = torch.empty(size, dtype=torch.float64)
+                own.copy_(shared_in(number, rank, size))
+                full = own.new_empty(len(ranks), size)
+                arrival = rows.gather(own, full)
+                found = [(full[peer - FIRST], shared_in(number, peer, size)) for peer in ranks]
+            else:
+                rows.slot((size,), torch.empty(0, dtype=torch.float64)).copy_(shared_in(number, rank, size))
+                parts = {peer: torch.empty(size - start, dtype=torch.float64) for peer in ranks if peer != rank}
+                arrival = rows.read([(peer - FIRST, start, each) for peer, each in parts.items()])
+                found = [(each, shared_in(number, peer, size)[start:]) for peer, each in parts.items()]
+            in_flight.append((arrival, partial(check, found)))
+            while len(in_flight) > exchange.in_flight:
+                arrived, compare = in_flight.pop(0)
                 arrived.wait()
-                lanes.enqueue(partial(check, number, each, plan[number][0]))
+                lanes.enqueue(compare)
         yield lambda: True
 
 
-def check(exchange: int, found: dict[int, torch.Tensor], size: int) -> None:
-    for peer, values in found.items():
-        assert torch.equal(values, shared_in(exchange, peer, size)[exchange % size :])
+def check(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for found, expected in pairs:
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("seed", range(20))
 def test_in_every_order_ranks_get_what_their_peers_shared(count: int, seed: int) -> None:
     random, ranks = Random(seed), range(FIRST, FIRST + count)
-    plan = [(random.randint(1, ELEMENTS), random.randint(0, 4)) for _ in range(EXCHANGES)]
+    plan = [
+        Exchange(random.randint(1, ELEMENTS), random.random() < 0.5, random.randint(0, 4)) for _ in range(EXCHANGES)
+    ]
     lanes = Lanes()
-    flags, (slots, memory) = SimulatedFlags(lanes), memory_of(ranks)
+    flags, (slots, memory) = SimulatedFlags(lanes), memory_of(ranks, lanes)
     hosts = []
     for rank in ranks:
         rows = PeerRows(ranks, rank, flags, memory, slots[rank].view(torch.uint8), SimulatedLane(lanes, rank))
@@ -102,11 +113,11 @@ def test_in_every_order_ranks_get_what_their_peers_shared(count: int, seed: int)
 def test_the_orders_tell_exchanges_that_ignore_a_flag(ignored: str) -> None:
     def run(seed: int) -> bool:
         random, ranks, lanes = Random(seed), range(FIRST, FIRST + 2), Lanes()
-        flags, (slots, memory) = SimulatedFlags(lanes, ignored), memory_of(ranks)
+        flags, (slots, memory) = SimulatedFlags(lanes, ignored), memory_of(ranks, lanes)
         hosts = []
         for rank in ranks:
             rows = PeerRows(ranks, rank, flags, memory, slots[rank].view(torch.uint8), SimulatedLane(lanes, rank))
-            hosts.append(host(rank, ranks, lanes, rows, [(ELEMENTS, 4)] * EXCHANGES))
+            hosts.append(host(rank, ranks, lanes, rows, [Exchange(ELEMENTS, False, 4)] * EXCHANGES))
         try:
             run_in_some_order(lanes, hosts, random)
         except AssertionError:
@@ -120,19 +131,21 @@ class ThreadFlags:
     def __init__(self) -> None:
         self.values, self.changed = Counter[Hashable](), threading.Condition()
 
-    def write(self, flag: Hashable, value: int) -> None:
+    def write(self, flag: Hashable, value: int, stream: None = None) -> None:
         with self.changed:
             self.values[flag] = value
             self.changed.notify_all()
 
-    def wait(self, flag: Hashable, value: int) -> None:
+    def wait(self, flag: Hashable, value: int, stream: None = None) -> None:
         with self.changed:
             assert self.changed.wait_for(lambda: self.values[flag] >= value, 20)
 
 
 class EagerLane:
-    def after_current(self) -> nullcontext[None]:
-        return nullcontext()
+    handle = None
+
+    def follow(self) -> None:
+        pass
 
     def end(self) -> EagerLane:
         return self
