@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pentad.kernels.backend import ceil_div
+
 BLOCK = 2048
 WARPS = 8
 
@@ -29,7 +31,7 @@ def _add(
 def add_shards_(out: Tensor, own: Tensor, others: Tensor, position: int, *, accumulate: bool) -> None:
     """Launches the kernel; see `pentad.kernels.optimizer.add_shards.add_shards_`."""
     assert out.is_contiguous() and own.is_contiguous() and others.stride(1) == 1
-    grid = (triton.cdiv(out.numel(), BLOCK),)
+    grid = (ceil_div(out.numel(), BLOCK),)
     _add[grid](
         out, own, others, others.stride(0), out.numel(), POSITION=position, RANKS=others.shape[0] + 1,
         ACCUMULATE=accumulate, BLOCK=BLOCK, num_warps=WARPS,
