@@ -27,7 +27,7 @@ from pentad.workers.params.param_buffers import WeightBuffer, make_param_buffers
 from pentad.workers.params.parameters import DTYPES, Parameters
 from pentad.workers.params.spike_filter import SpikeFilter
 from pentad.workers.runtime.optimizer_step import BarrierStep, OptimizerStep, PostValidatedStep
-from pentad.workers.runtime.streams import CudaStreams, HostStreams, Lanes
+from pentad.workers.runtime.streams import CudaStreams, HostStreams, Lanes, stream_of
 from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport import p2p_ipc, peer_collectives, peer_rows
 from pentad.workers.transport.group_collectives import GroupCollectives
@@ -108,7 +108,7 @@ def with_peer_rows(
     rank, ranks, layers = groups.rank, plan.mesh.group(("tp",), groups.rank), groups.layers
     slots = torch.empty(ROW_SLOTS, plan.row_slot_elements, dtype=DTYPES[plan.dtype], device=device).view(torch.uint8)
     memory = PeerMemory(store, "rows", rank, {SHARED_NAME: slots}, [peer for peer in ranks if peer != rank])
-    rows = PeerRows(ranks, rank, flags, memory, slots, CudaLane(device))
+    rows = PeerRows(ranks, rank, flags, memory, slots, CudaLane(stream_of(device, "rows")))
     return replace(groups, layers=layers._replace(tp=layers.tp._replace(rows=rows)))
 
 

@@ -105,10 +105,10 @@ class StreamEvent(NamedTuple):
 
 
 class CudaLane:
-    """A stream of its own. Its events are used again and again: long before, someone has waited for them."""
+    """The lane of a stream. Its events are used again and again: long before, someone has waited for them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device.index, torch.cuda.Stream(device)
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.device, self.stream = stream.device_index, stream
         self.handle, self.events = self.stream.cuda_stream, cycle([torch.cuda.Event() for _ in range(EVENTS)])
 
     def follow(self) -> None:
