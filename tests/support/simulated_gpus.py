@@ -76,11 +76,8 @@ class SimulatedMemory:
         self.shared, self.lanes = shared, lanes or Lanes()
 
     def read(self, peer: int, name: str, start: int, target: torch.Tensor, stream: Lane | None = None) -> None:
-        self.copy(target.view(-1), self.shared[peer][name][start : start + target.numel()], stream)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Lane | None = None) -> None:
         with self.lanes.moved_to(stream):
-            target.copy_(source)
+            target.view(-1).copy_(self.shared[peer][name][start : start + target.numel()])
 
     def close(self) -> None:
         pass

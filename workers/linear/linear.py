@@ -91,7 +91,7 @@ class Linear(NamedTuple):
     def forward_gathered(self, axes: Axes, x: Operand, bias: Tensor | None = None) -> AsyncResult[Tensor]:
         """[T, N] from this rank's rows [T / tp, K] of the input of a column-parallel product."""
         if self.casts is None and isinstance(x, Tensor):
-            return axes.tp.all_gather_matmul(x, self.weight.t(), bias).then(lambda both: both[1])
+            return axes.tp.gathered_matmul(x, self.weight.t(), bias)
         return gather(axes, x).then(lambda full: self.forward(axes, self.input(axes, full, rows=True), bias))
 
     def input_grad_gathered(self, axes: Axes, dy: Tensor) -> AsyncResult[tuple[Operand, Tensor]]:

@@ -35,7 +35,7 @@ class Rows(Protocol):
 
     def fits(self, elements: int, like: Tensor) -> bool: ...
 
-    def gather(self, own: Tensor, full: Tensor) -> Arrival: ...
+    def gather(self, own: Tensor, full: Tensor, *, keep: bool) -> Arrival: ...
 
     def slot(self, shape: Sequence[int], like: Tensor) -> Tensor: ...
 
@@ -59,9 +59,8 @@ class TensorParallelGroup(NamedTuple):
             return ready(x)
         if self.rows is None or not self.rows.fits(x.numel(), x):
             return all_gather_rows(x, self.group)
-        x = x.contiguous()
-        full, work = self._gather(self.rows, x)
-        return AsyncResult((work,), lambda: full, full, x)
+        full, work = self._gather(self.rows, x.contiguous(), keep=True)
+        return AsyncResult((work,), lambda: full, full)
 
     def reduce_scatter(self, partial: Tensor) -> AsyncResult[Tensor]:
         """This rank's rows [T / tp, ...] of the sum over ranks of partial results [T, ...]."""
@@ -75,24 +74,13 @@ class TensorParallelGroup(NamedTuple):
         arrived, work = self._read_terms(self.rows, slot)
         return AsyncResult((work,), lambda: self._add(partial[self._own(partial.shape[0])], arrived), arrived, partial)
 
-    def all_gather_matmul(
-        self, x: Tensor, matrix: Tensor, bias: Tensor | None = None
-    ) -> AsyncResult[tuple[Tensor, Tensor]]:
-        """(the rows x of all tokens [T, K], x @ matrix [K, N] + bias [N]) from this rank's rows [T / tp, K]."""
-        if self.rows is None or x.shape[0] < SPLIT_ROWS or not self.rows.fits(x.numel(), x):
-            return self.all_gather(x).then(lambda full: (full, _matmul(full, matrix, bias)))
-        x = x.contiguous()
-        full, work = self._gather(self.rows, x)
-        tokens = full.shape[0]
-        y = x.new_empty(tokens, matrix.shape[1])
-        _matmul(x, matrix, bias, y[self._own(tokens)])
+    def gathered_matmul(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> AsyncResult[Tensor]:
+        """x @ matrix [K, N] + bias [N] of the rows x of all tokens [T, K], from this rank's [T / tp, K]."""
+        return self._gather_matmul(x, matrix, bias, keep=False).then(lambda both: both[1])
 
-        def complete() -> tuple[Tensor, Tensor]:
-            for others in self._others(tokens):
-                _matmul(full[others], matrix, bias, y[others])
-            return full, y
-
-        return AsyncResult((work,), complete, full, x)
+    def all_gather_matmul(self, x: Tensor, matrix: Tensor) -> AsyncResult[tuple[Tensor, Tensor]]:
+        """(the rows x of all tokens [T, K], x @ matrix [K, N]) from this rank's rows [T / tp, K]."""
+        return self._gather_matmul(x, matrix, None, keep=True)
 
     def matmul_reduce_scatter(self, x: Tensor, matrix: Tensor) -> AsyncResult[Tensor]:
         """This rank's rows [T / tp, N] of the sum over ranks of x [T, K] @ matrix [K, N]."""
@@ -116,6 +104,25 @@ class TensorParallelGroup(NamedTuple):
         """Call after this rank's last copy is done."""
         if self.rows is not None:
             self.rows.close()
+
+    def _gather_matmul(
+        self, x: Tensor, matrix: Tensor, bias: Tensor | None, *, keep: bool
+    ) -> AsyncResult[tuple[Tensor, Tensor]]:
+        """(rows, their product), with this rank's among the rows if it is to `keep` them."""
+        if self.rows is None or x.shape[0] < SPLIT_ROWS or not self.rows.fits(x.numel(), x):
+            return self.all_gather(x).then(lambda full: (full, _matmul(full, matrix, bias)))
+        x = x.contiguous()
+        full, work = self._gather(self.rows, x, keep=keep)
+        tokens = full.shape[0]
+        y = x.new_empty(tokens, matrix.shape[1])
+        _matmul(x, matrix, bias, y[self._own(tokens)])
+
+        def complete() -> tuple[Tensor, Tensor]:
+            for others in self._others(tokens):
+                _matmul(full[others], matrix, bias, y[others])
+            return full, y
+
+        return AsyncResult((work,), complete, full)
 
     def _reduce_tiles(self, x: Tensor, matrix: Tensor) -> AsyncResult[Tensor]:
         """As `matmul_reduce_scatter`, by the process group.
@@ -146,11 +153,11 @@ class TensorParallelGroup(NamedTuple):
         own = self._own(tokens)
         return [each for each in (slice(0, own.start), slice(own.stop, tokens)) if each.start < each.stop]
 
-    def _gather(self, rows: Rows, x: Tensor) -> tuple[Tensor, LayerWork]:
+    def _gather(self, rows: Rows, x: Tensor, *, keep: bool) -> tuple[Tensor, LayerWork]:
         """(the rows of all ranks, of which those of the others arrive, what is in flight)"""
         assert self.group is not None
         full = x.new_empty(self.size, *x.shape)
-        return full.flatten(0, 1), LayerWork(rows.gather(x, full), self.group)
+        return full.flatten(0, 1), LayerWork(rows.gather(x, full, keep=keep), self.group)
 
     def _read_terms(self, rows: Rows, slot: Tensor) -> tuple[Tensor, LayerWork]:
         """(partial results [tp - 1, T / tp, ...] of other ranks for this one's rows, what is in flight); `slot`

@@ -40,10 +40,6 @@ class PeerMemory:
         """On the current stream: copies a contiguous tensor into a peer's, at `offset` bytes."""
         self._copy(self._address(peer, name) + offset, tensor.data_ptr(), tensor, None)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: int | None = None) -> None:
-        """Copies between contiguous tensors of this rank, as many bytes as the source has."""
-        self._copy(target.data_ptr(), source.data_ptr(), source, stream)
-
     def close(self) -> None:
         """Call after this rank's last copy is done; a second call does nothing."""
         for base in self.bases.values():

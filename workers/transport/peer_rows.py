@@ -52,48 +52,43 @@ class PeerRows:
     def fits(self, elements: int, like: Tensor) -> bool:
         return elements * like.element_size() <= self.slots.shape[1]
 
-    def gather(self, own: Tensor, full: Tensor) -> Arrival:
-        """Fills full [tp, ...] with every rank's `own`, both contiguous."""
-        self.lane.follow()
-        self.memory.copy(self._next_slot(own.shape, own, self.lane.handle), own, self.lane.handle)
-        parts = [(index, 0, full[index]) for index in range(len(self.ranks)) if index != self.index]
-        return self._read(parts, (full[self.index], own))
+    def gather(self, own: Tensor, full: Tensor, *, keep: bool) -> Arrival:
+        """Fills full [tp, ...] with every rank's `own`, both contiguous; with this rank's if it is to `keep` that too.
+
+        The slot is written by the current stream: copies within a GPU take SMs, and on the lane would wait for the last
+        tiles of the product that is to run beside the exchange.
+        """
+        self.slot(own.shape, own).copy_(own)
+        if keep:
+            full[self.index].copy_(own)
+        return self.read([(index, 0, full[index]) for index in range(len(self.ranks)) if index != self.index])
 
     def slot(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Where the current stream writes what this rank shares next, once the peers have read what was there."""
-        return self._next_slot(shape, like, None)
+        self.count += 1
+        if self.count > ROW_SLOTS:
+            for peer in self.ranks:
+                if peer != self.rank:
+                    self.flags.wait(("rows read", peer), self.count - ROW_SLOTS)
+        size = like.element_size() * math.prod(shape)
+        return self.slots[self.count % ROW_SLOTS, :size].view(like.dtype).view(shape)
 
     def read(self, parts: Sequence[tuple[int, int, Tensor]]) -> Arrival:
         """Fills each contiguous tensor of (tensor rank, start, tensor) with the elements from `start` of that rank's
         slot."""
         self.lane.follow()
-        return self._read(parts)
-
-    def close(self) -> None:
-        """Call after this rank's last copy is done."""
-        self.memory.close()
-
-    def _next_slot(self, shape: Sequence[int], like: Tensor, stream: Any) -> Tensor:
-        self.count += 1
-        if self.count > ROW_SLOTS:
-            for peer in self.ranks:
-                if peer != self.rank:
-                    self.flags.wait(("rows read", peer), self.count - ROW_SLOTS, stream)
-        size = like.element_size() * math.prod(shape)
-        return self.slots[self.count % ROW_SLOTS, :size].view(like.dtype).view(shape)
-
-    def _read(self, parts: Sequence[tuple[int, int, Tensor]], copied: tuple[Tensor, Tensor] | None = None) -> Arrival:
-        """As `read`, on the lane; while the first peer may not be ready yet, a tensor is `copied` to another one."""
         stream, base = self.lane.handle, self.count % ROW_SLOTS * self.slots.shape[1]
         self.flags.write(("rows shared", self.rank), self.count, stream)
-        if copied is not None:
-            self.memory.copy(*copied, stream)
         for index, start, target in parts:
             peer = self.ranks[index]
             self.flags.wait(("rows shared", peer), self.count, stream)
             self.memory.read(peer, SHARED_NAME, base // target.element_size() + start, target, stream)
         self.flags.write(("rows read", self.rank), self.count, stream)
         return self.lane.end()
+
+    def close(self) -> None:
+        """Call after this rank's last copy is done."""
+        self.memory.close()
 
 
 class StreamEvent(NamedTuple):

@@ -73,7 +73,7 @@ def host(rank: int, ranks: range, lanes: Lanes, rows: PeerRows, plan: list[Excha
                 own = torch.empty(size, dtype=torch.float64)
                 own.copy_(shared_in(number, rank, size))
                 full = own.new_empty(len(ranks), size)
-                arrival = rows.gather(own, full)
+                arrival = rows.gather(own, full, keep=True)
                 found = [(full[peer - FIRST], shared_in(number, peer, size)) for peer in ranks]
             else:
                 rows.slot((size,), torch.empty(0, dtype=torch.float64)).copy_(shared_in(number, rank, size))
@@ -198,11 +198,12 @@ def test_products_over_ranks_equal_those_of_one(count: int) -> None:
         own = x.view(count, -1, inner)[tp.rank]
         found = []
         for _ in range(3):  # more exchanges than slots
-            full, y = tp.all_gather_matmul(own, w, bias).wait()
+            full, y = tp.all_gather_matmul(own, w).wait()
             found += [
                 (tp.all_gather(own).wait(), x),
                 (full, x),
-                (y, x @ w + bias),
+                (y, x @ w),
+                (tp.gathered_matmul(own, w, bias).wait(), x @ w + bias),
                 (tp.reduce_scatter(terms[tp.rank]).wait(), terms.sum(0).view(count, -1, inner)[tp.rank]),
                 (
                     tp.matmul_reduce_scatter(terms[tp.rank], w).wait(),
