@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import multiprocessing as mp
+import os
 import pickle
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from paths import SUPPORT
 
+PRELOADED = ["worker_processes", "pentad.workers.replication.transfer", "pentad.workers.runtime.runner"]
 TIMEOUT = 90.0  # seconds for all answers to an order, on a shared machine
 
 
@@ -25,7 +30,10 @@ def process_context() -> Any:
     if Path("/dev/nvidiactl").exists():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "pentad.workers.runtime.runner"])
+    context.set_forkserver_preload(PRELOADED)
+    path = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path)):  # what fails to import there is not preloaded
+        forkserver.ensure_running()
     return context
 
 

@@ -23,6 +23,7 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import Start
 
 FAKE = "fake_runner:FakeRunner"
+ONE = ("mesh.pp=1", "schedule.name=1f1b")  # rank, where another would show nothing more
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +112,10 @@ def test_calls_run_in_order_and_statuses_are_updated_every_second_however_short_
     cluster: clusters.Cluster,
 ) -> None:
     ticks: list[dict[int, Status]] = []
-    with start(plan_of("fake:seconds=0.05", "mesh.pp=2")) as group:
+    with start(plan_of("fake:seconds=0.05", *ONE)) as group:
         calls = [group.submit_run(0, 2), group.submit_run(2, 1), group.submit_run(3, 3)]
         assert not group.is_ready(calls[2])
-        done = [[result.step for result in group.collect(call)[1]] for call in calls]
+        done = [[result.step for result in group.collect(call)[0]] for call in calls]
         assert done == [[0, 1], [2], [3, 4, 5]]
         for step in range(6, 60):
             group.collect(group.submit_run(step, 1), tick=ticks.append)
@@ -122,11 +123,11 @@ def test_calls_run_in_order_and_statuses_are_updated_every_second_however_short_
 
 
 def test_statuses_of_a_busy_rank_are_read_without_waiting(cluster: clusters.Cluster) -> None:
-    with start(plan_of("fake:seconds=1.0,rank=0,step=0,how=hang", "mesh.pp=2")) as group:
+    with start(plan_of("fake:seconds=1.0,rank=0,step=0,how=hang", *ONE)) as group:
         group.submit_run(0, 1)
         seen: dict[int, Status] = {}
         until = time.monotonic() + 20
-        while len([s for s in seen.values() if s.instruction]) < 2 and time.monotonic() < until:
+        while not (seen and seen[0].instruction) and time.monotonic() < until:
             started = time.monotonic()
             seen = group.statuses()
             assert time.monotonic() - started < 0.5
@@ -153,7 +154,7 @@ def third_instruction(plan: Plan, rank: int) -> str:
 
 
 def test_a_killed_rank_is_named_within_seconds_and_the_others_are_stopped(cluster: clusters.Cluster) -> None:
-    plan = plan_of("fake:rank=1,step=3,how=die")
+    plan = plan_of("fake:rank=1,step=3,how=die", "mesh.pp=2")
     error, pids, seconds = run_until_it_fails(plan)
     assert isinstance(error, WorkerError)
     assert error.rank == 1
@@ -167,7 +168,7 @@ def test_a_killed_rank_is_named_within_seconds_and_the_others_are_stopped(cluste
 
 
 def test_an_exception_of_a_rank_is_reported_with_its_instruction(cluster: clusters.Cluster) -> None:
-    plan = plan_of("fake:rank=0,step=1,how=raise", "mesh.pp=2")
+    plan = plan_of("fake:rank=0,step=1,how=raise", *ONE)
     error, pids, seconds = run_until_it_fails(plan)
     assert isinstance(error, WorkerError)
     assert str(error) == (
@@ -180,21 +181,21 @@ def test_an_exception_of_a_rank_is_reported_with_its_instruction(cluster: cluste
 
 
 def test_a_user_error_found_by_a_rank_is_reported_verbatim(cluster: clusters.Cluster) -> None:
-    error, pids, _ = run_until_it_fails(plan_of("fake:rank=0,step=1,how=mistake", "mesh.pp=2"))
+    error, pids, _ = run_until_it_fails(plan_of("fake:rank=0,step=1,how=mistake", *ONE))
     assert type(error) is PentadError
     assert str(error) == "data.path is wrong: expected a right one"
     assert_gone(pids)
 
 
 def test_a_runner_that_cannot_be_imported_is_reported(cluster: clusters.Cluster) -> None:
-    plan = plan_of("fake:", "mesh.pp=2")
-    with pytest.raises(WorkerError, match=r"^rank . \(dp0 pp., node .*\) failed: ModuleNotFoundError: .*'nowhere'$"):
+    plan = plan_of("fake:", *ONE)
+    with pytest.raises(WorkerError, match=r"^rank 0 \(dp0 pp0, node .*\) failed: ModuleNotFoundError: .*'nowhere'$"):
         WorkerGroup.start(plan, reserve(plan.mesh, "cpu", 10, fixed=True), 30, runner="nowhere:Runner")
     assert_all_free()
 
 
 def test_a_folder_missing_on_a_node_is_reported(cluster: clusters.Cluster, tmp_path: Path) -> None:
-    with start(plan_of("fake:", "mesh.pp=2")) as group:
+    with start(plan_of("fake:", *ONE)) as group:
         group.check_folder(tmp_path, "run.folder")
         with pytest.raises(
             PentadError,

@@ -43,13 +43,13 @@ pytestmark = pytest.mark.timeout(300)
 def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, start_run, workers):
     """One run with four faults in turn, the end-to-end recovery of the default suite; tests marked slow take one fault
     each."""
-    steps = 44
-    overrides = (*SQUARE, "schedule.name=1f1b", "checkpoint.every=10", f"run.steps={steps}")
+    steps = 33
+    overrides = (*SQUARE, "schedule.name=1f1b", "model.layers=2", "checkpoint.every=10", f"run.steps={steps}")
     expected = without_a_driver(workers, make_plan(load(None, [*SMALL, *overrides]), "cpu"), steps)
     nodes.resize(2, 2)
     run = start_run(*overrides)
     for number, (ranks, how) in enumerate([((1,), signal.SIGKILL), ((2,), signal.SIGSTOP), ((0, 3), signal.SIGKILL)]):
-        run.wait_for_step(4 + 8 * number)
+        run.wait_for_step(3 + 4 * number)
         before = len(run.events("lost"))
         with connect(run.folder) as client:
             pids = {rank["rank"]: rank["pid"] for rank in client.status()["ranks"]}
@@ -57,7 +57,7 @@ def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, star
             os.kill(pids[rank], how)
         run.wait_for(lambda count=number + 1: len(run.events("recovered")) == count)
         assert {row["rank"] for row in run.events("lost")[before:]} >= set(ranks)
-    run.wait_for_step(26)
+    run.wait_for_step(15)
     run.stop()  # SIGKILL
     assert_ends_as_expected(run, overrides, expected, steps)
     assert [row["how"] for row in run.events("recovered")] == [*["repair"] * 3, "adopt"], run.describe()

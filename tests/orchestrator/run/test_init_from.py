@@ -20,8 +20,8 @@ from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.checkpoint.manifest import Shard
 
-SMALL = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.global_batch_size=8", "cluster.device=cpu",
-         "elastic.max_failures=0", "data.path='fake:'"]  # fmt: skip
+SMALL = ["mesh.pp=1", "model.layers=4", "schedule.name=gpipe", "schedule.microbatches=4", "batch.global_batch_size=8",
+         "cluster.device=cpu", "elastic.max_failures=0", "data.path='fake:'"]  # fmt: skip
 
 
 def config_of(folder: Path, *overrides: str):
