@@ -37,6 +37,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint.atomic_io import partial_file
 from pentad.workers.checkpoint.checkpoint import (
     Checkpoint,
     committed,
@@ -363,12 +364,6 @@ def _replace(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary file to write, renamed to `path` at the end, or removed when the block fails."""
-    partial = path.with_name(f".{path.name}.partial")
-    with reported(path):
-        try:
-            yield partial
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+    """A file of a run to write, which is at `path` at the end, or as before when the block fails."""
+    with reported(path), partial_file(path) as partial:
+        yield partial
