@@ -62,7 +62,7 @@ METRIC_KEYS = (
     *("mfu", "bubble_planned", "bubble_measured", "generation"),
 )
 # What a resumed run may not change.
-_FIXED = ("model.", "batch.", "lora.", "data.packing", "data.holdout", "run.seed", "checkpoint.path")
+FIXED = ("model.", "batch.", "lora.", "data.packing", "data.holdout", "run.seed", "checkpoint.path")
 _OWN = ("run.name", "run.folder")
 Changes = dict[str, tuple[Any, Any]]  # the values before and now, by key
 
@@ -309,7 +309,7 @@ def resumed_config(config: RunConfig) -> RunConfig | None:
     except PentadError as error:
         raise PentadError(f"the run in {path} cannot be resumed: {error}: {advice}") from None
     for key, (before, now) in changed_keys(saved, config).items() if saved else ():
-        if key.startswith(_FIXED):
+        if key.startswith(FIXED):
             hint = f"run.init_from={config.run.name} starts a new run from its weights"
             raise PentadError(f"{key} is {now}, but the run in {path} has {before}: {advice} ({hint})")
     return saved
