@@ -168,6 +168,9 @@ def schedule(
 
     Raises PentadError for a name, sizes or options that are not allowed, and ScheduleError if the proof fails.
     """
+    if len(costs) != 3:
+        found = ",".join(f"{each:g}" for each in costs)
+        raise PentadError(f"--costs is '{found}': expected three numbers F,B,W such as 1,1,1")
     options = ScheduleOptions(chunks, group, memory_limit, slices)
 
     def costs_of(placed: Program) -> Costs:

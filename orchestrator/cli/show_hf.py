@@ -82,8 +82,8 @@ def show_convert(source: str, output: Output, model: Path | None, *, as_json: bo
             raise PentadError(f"--to is pentad: expected another format than that of '{source}'")
         return _export(found, output, as_json=as_json)
 
-    def take(out: Path) -> Imported:
-        target = Target(out, dump_yaml, _progress("read"))
+    def take(out: Path, name: str = "OUT") -> Imported:
+        target = Target(out, dump_yaml, _progress("read"), name=name)
         if not is_dcp:
             return import_folder(folder, target, optimizer=given)
         family, spec, kept = _described(model or folder, folder)
@@ -95,7 +95,7 @@ def show_convert(source: str, output: Output, model: Path | None, *, as_json: bo
         return _print_imported(take(output.out), output.out, as_json=as_json)
     parent = next(path for path in output.out.absolute().parents if path.is_dir())
     with TemporaryDirectory(prefix=".convert-", dir=parent) as temporary:
-        done = take(Path(temporary) / "checkpoint")
+        done = take(Path(temporary) / "checkpoint", "a temporary folder beside OUT")
         return _export(open_checkpoint(done.folder), output, as_json=as_json)
 
 

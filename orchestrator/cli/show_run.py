@@ -12,7 +12,7 @@ from rich.text import Text
 from pentad.orchestrator.api.comparison import compare
 from pentad.orchestrator.api.curves import curves_of
 from pentad.orchestrator.api.explanation import explain
-from pentad.orchestrator.cli.show_schedule import write
+from pentad.orchestrator.cli.show_schedule import output_file, write
 from pentad.orchestrator.monitoring.runfolder import resolve_run
 from pentad.schedules.ir.errors import PentadError
 
@@ -34,8 +34,8 @@ def show_timeline(
             case "--svg":
                 write(option, path, found.svg())
             case _:
-                write(option, path, b"")  # reports a path that cannot be written
-                found.write_trace(path)
+                with output_file(option, path) as file:
+                    found.write_trace(file)
     if as_json:
         print(json.dumps({"run": str(folder), **found.facts()}))
         return

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pentad.schedules.catalogue import CATALOGUE, CUSTOM
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.search.auto import AUTO
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
+from pentad.workers.checkpoint.atomic_io import partial_file
 
 
 def show_schedule(arguments: ScheduleArguments, console: Console) -> None:
@@ -62,9 +64,18 @@ def _bounds_view(facts: dict[str, Any]) -> tuple[Text, Text, Table]:
 
 
 def write(option: str, path: Path, content: str | bytes) -> None:
-    """Raises PentadError naming the option if the file cannot be written."""
+    with output_file(option, path) as file:
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def output_file(option: str, path: Path) -> Iterator[Path]:
+    """A file to write, which is at `path` at the end, or as before when the block fails; a device or a pipe is written
+    as it is. Raises PentadError naming the option if it cannot be written."""
+    is_special = path.exists() and not path.is_file()
     try:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        with nullcontext(path) if is_special else partial_file(path.resolve()) as file:
+            yield file
     except OSError as error:
         reason = error.strerror or str(error)
         raise PentadError(f"{option} is '{path}', which cannot be written ({reason}): expected a file's path") from None

@@ -25,6 +25,7 @@ from pentad.orchestrator.search.reasons import Flip, describe, flips, nearest_fi
 from pentad.orchestrator.search.search import Found, search
 from pentad.orchestrator.search.space import KEYS, overrides
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.atomic_io import write_file
 
 
 class Command:
@@ -108,8 +109,7 @@ def show_init(found: StartingConfig, out: Path | None, *, as_json: bool) -> None
     """Writes the configuration to a new file, or prints it. Raises PentadError if the file exists."""
     if out is not None:
         try:
-            with out.open("x", encoding="utf-8") as file:
-                file.write(found.text)
+            write_file(out, [memoryview(found.text.encode())], replace=False)
         except OSError as error:
             reason = error.strerror or str(error)
             raise PentadError(f"OUT is '{out}', which cannot be written ({reason}): expected a new file") from None

@@ -36,6 +36,11 @@ class WorkerError(PentadError):
         self.stalled_seconds = stalled_seconds
 
 
+class Refusal(PentadError):
+    """A rank cannot go on for a reason that is no fault, such as data that cannot be read. The ranks keep what they
+    hold."""
+
+
 class Superseded(PentadError):
     """Another driver commands the ranks of this run: this one must end, and leave them and the run's files alone."""
 

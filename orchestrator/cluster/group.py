@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from pentad.orchestrator.cluster.faults import Failure, WorkerError, grace_seconds
+from pentad.orchestrator.cluster.faults import Failure, Refusal, WorkerError, grace_seconds
 from pentad.orchestrator.cluster.held_lease import HeldLease
 from pentad.orchestrator.cluster.placement import Place, bundle_places, order_places, release
 from pentad.orchestrator.cluster.worker import Actor, StaleGeneration, Status, WorkerPlace, read_status, streams_of
@@ -343,7 +343,7 @@ class WorkerGroup:
         culprit = min(failures, key=lambda f: (not f.died, f.is_victim))
         error = getattr(culprit.error, "cause", None)
         if isinstance(error, PentadError):
-            return PentadError(str(error))
+            return Refusal(str(error))
         self._failed = True
         status = self._last_status(culprit)
         at = f" at step {status.step}" if status and status.step >= 0 else ""

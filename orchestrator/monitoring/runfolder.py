@@ -37,6 +37,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint.atomic_io import partial_file
 from pentad.workers.checkpoint.checkpoint import (
     Checkpoint,
     committed,
@@ -61,7 +62,7 @@ METRIC_KEYS = (
     *("mfu", "bubble_planned", "bubble_measured", "generation"),
 )
 # What a resumed run may not change.
-_FIXED = ("model.", "batch.", "lora.", "data.packing", "data.holdout", "run.seed", "checkpoint.path")
+FIXED = ("model.", "batch.", "lora.", "data.packing", "data.holdout", "run.seed", "checkpoint.path")
 _OWN = ("run.name", "run.folder")
 Changes = dict[str, tuple[Any, Any]]  # the values before and now, by key
 
@@ -308,7 +309,7 @@ def resumed_config(config: RunConfig) -> RunConfig | None:
     except PentadError as error:
         raise PentadError(f"the run in {path} cannot be resumed: {error}: {advice}") from None
     for key, (before, now) in changed_keys(saved, config).items() if saved else ():
-        if key.startswith(_FIXED):
+        if key.startswith(FIXED):
             hint = f"run.init_from={config.run.name} starts a new run from its weights"
             raise PentadError(f"{key} is {now}, but the run in {path} has {before}: {advice} ({hint})")
     return saved
@@ -363,12 +364,6 @@ def _replace(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary file to write, renamed to `path` at the end, or removed when the block fails."""
-    partial = path.with_name(f".{path.name}.partial")
-    with reported(path):
-        try:
-            yield partial
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+    """A file of a run to write, which is at `path` at the end, or as before when the block fails."""
+    with reported(path), partial_file(path) as partial:
+        yield partial

@@ -92,6 +92,12 @@ class Recovery:
         self.faults -= 1  # not a failure: it was announced
         return self.recover(fault, done)
 
+    def end_generation(self) -> RecoveryState:
+        """What the ranks hold, of which none is lost, once a run ends because one of them refuses to go on."""
+        state = RecoveryState()
+        fence(self.group, state, self.bus.record)
+        return state
+
     def should_regroup(self, statuses: Mapping[int, Status]) -> tuple[int, ...] | None:
         """The ranks that are about to end, by their status or because their node is draining; none of them if a shrunk
         mesh has room to grow back; None if all may stay as it is."""

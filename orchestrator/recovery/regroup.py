@@ -107,7 +107,7 @@ class Regroup:
             )
         with state.timed("state"):
             if complete:
-                self._save(state)
+                self.save(state)
         members = [(group.actors[rank], group.places[rank]) for rank in living]
         ranks = living[: plan.mesh.size]
         try:
@@ -207,7 +207,7 @@ class Regroup:
             self.bus.display.note(f"checkpoint refused and renamed to {aside.name}: {reason}")
         return found
 
-    def _save(self, state: RecoveryState) -> None:
+    def save(self, state: RecoveryState) -> None:
         """Writes a checkpoint of the newest state, unless there is an intact one, each parameter shard by one of its
         current holders."""
         began, group, path = time.monotonic(), self.group, self.bus.folder.checkpoint(state.version)

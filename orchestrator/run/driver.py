@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pentad.orchestrator.cluster.cluster import Cluster
 from pentad.orchestrator.cluster.copies import GroupCopies
-from pentad.orchestrator.cluster.faults import Superseded, WorkerError
+from pentad.orchestrator.cluster.faults import Refusal, Superseded, WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.local_head import LocalHead
 from pentad.orchestrator.cluster.worker import Status
@@ -24,7 +24,7 @@ from pentad.orchestrator.monitoring.run_state import ControlRequests, Watcher
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS, RunFolder, has_checkpoint
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.adoption import Parked
-from pentad.orchestrator.recovery.fence import RecoveryState
+from pentad.orchestrator.recovery.fence import RecoveryState, is_complete
 from pentad.orchestrator.recovery.hang_detection import HangDetector
 from pentad.orchestrator.recovery.recovery import Recovery
 from pentad.orchestrator.recovery.retention import rollback_target
@@ -154,8 +154,7 @@ def _run_generations(
             if after is None:
                 return steps.done
             state = after
-        replayed = sorted(step for step in state.results if steps.done <= step < state.version)
-        steps.add([list(state.results[step].values()) for step in replayed])
+        _record_surviving(steps, state)
         if (spike := steps.spikes.spike) is not None and spike < state.version:
             copies.forget()
             state.version = roll_back(config, group, bus, spike)
@@ -173,6 +172,9 @@ def _run(steps: StepLoop, recovery: Recovery, bus: EventBus) -> RecoveryState | 
         steps.run()
     except WorkerError as error:
         fault = error
+    except Refusal:
+        _save_surviving(steps, recovery, bus)
+        raise
     finally:
         _write_timelines(bus, steps.history)  # of this plan: the next may be another
     requests = steps.requests
@@ -183,6 +185,26 @@ def _run(steps: StepLoop, recovery: Recovery, bus: EventBus) -> RecoveryState | 
     if not steps.regrouping or requests.stopping or requests.aborted or steps.done == steps.config.run.steps:
         return None
     return recovery.regroup(steps.done)
+
+
+def _record_surviving(steps: StepLoop, state: RecoveryState) -> None:
+    """Records the steps that the ranks had completed, and the driver had not heard of."""
+    replayed = sorted(step for step in state.results if steps.done <= step < state.version)
+    steps.add([list(state.results[step].values()) for step in replayed])
+
+
+def _save_surviving(steps: StepLoop, recovery: Recovery, bus: EventBus) -> None:
+    """Saves the newest steps before a rank's refusal ends the run. Where that is not possible, a note says so."""
+    try:
+        state = recovery.end_generation()
+        _record_surviving(steps, state)
+        is_newest = steps.spikes.spike is None and steps.durable < steps.done == state.version
+        if is_newest and is_complete(recovery.group.plan, state):
+            recovery.ranks.save(state)
+    except Superseded:
+        raise
+    except PentadError as error:
+        bus.display.note(f"the state after step {steps.done} was not saved: {error}")
 
 
 def _saved(bus: EventBus) -> list[int]:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from pentad.orchestrator.cluster.copies import GroupCopies
-from pentad.orchestrator.cluster.faults import WorkerError
+from pentad.orchestrator.cluster.faults import Refusal, WorkerError
 from pentad.orchestrator.cluster.group import Refs, WorkerGroup
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig
@@ -103,11 +103,12 @@ class StepLoop:
         self.hangs = HangDetector(group, config.elastic.hang_seconds, config.cluster.start_timeout_seconds)
 
     def run(self) -> None:
-        """Raises WorkerError when a rank fails, and PentadError when the last checkpoint cannot be written."""
+        """Raises WorkerError when a rank fails, Refusal when one cannot go on, and PentadError when the last checkpoint
+        cannot be written."""
         try:
             self.replication.begin_generation()
             self._run()
-        except WorkerError:
+        except (WorkerError, Refusal):
             if self.saving is not None and not self.saving.commits:
                 with suppress(PentadError):  # the failure is what counts
                     self._note_failure(self.saving, "a rank failed before all had written it")

@@ -23,6 +23,7 @@ from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery import fence, hang_detection, recovery, regroup
 from pentad.orchestrator.run import step_loop
+from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start
 
 DRIVER_NODE = "node0"
@@ -34,6 +35,7 @@ class FakeRay:
     `faults[step]` are the ranks that die in a step, or the node that is lost with its ranks; lost nodes return in the
     steps `returns`. `eval_faults[step]` are the ranks that die in the evaluation after so many steps. In a step of
     `commits` one survivor has taken the step by then, and the others lack only the norm.
+    In a step `unreadable`, the first rank that comes to it cannot read its data.
     The rank in `writing`, (steps, rank), never finishes its part of the checkpoint of so many steps; those of the steps
     `full` find the disk full.
     A step on a batch of `spikes` is skipped; `trained[step]` is the batch that a step trained on last.
@@ -48,6 +50,7 @@ class FakeRay:
         self.returns: set[int] = set()
         self.eval_faults: dict[int, tuple[int, ...]] = {}
         self.commits: set[int] = set()
+        self.unreadable: set[int] = set()
         self.spikes: set[int] = set()
         self.trained: dict[int, int] = {}
         self.written: dict[int, list[Any]] = {}  # shards by the steps of their checkpoint
@@ -109,6 +112,9 @@ class FakeRay:
             self.now += STEP_SECONDS
         if step in self.returns and not self.is_broken(rank.generation):
             self.lost_nodes.clear()
+        if step in self.unreadable and not self.is_broken(rank.generation):
+            self._broken, self._first = (rank.generation, step), None
+            raise PentadError("shard tokens-00000.arrow is missing")
         if (fault := self.faults.pop(step, None)) is not None:
             self._broken = (rank.generation, step)
             members = self.members()

@@ -79,6 +79,18 @@ def require_empty(out: Path, argument: str = "OUT") -> None:
         raise PentadError(f"{argument} is '{out}', which exists and is not empty: expected a new or empty folder")
 
 
+@contextmanager
+def partial_file(path: Path) -> Iterator[Path]:
+    """A hidden file to write, renamed to `path` at the end, or removed when the block fails; it is not synced."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
 def write_file(
     path: Path,
     parts: Iterable[memoryview],

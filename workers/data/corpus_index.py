@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -147,10 +148,14 @@ def _require_sum(found: int, parts: Iterable[int], name: str, of: str, path: Pat
 
 def _require_inside(shard: Shard, itemsize: int, name: str, path: Path | str) -> None:
     """Raises PentadError for a record batch that reaches beyond its file."""
+    has_loss_mask = shard.has_loss_mask
     for tokens, documents, tokens_at, offsets_at, loss_mask_at in shard.batches:
         ends = tokens_at + itemsize * tokens, offsets_at + 8 * (documents + 1), loss_mask_at + tokens
-        if max(ends) > shard.bytes or bool(loss_mask_at) != shard.has_loss_mask:
+        if max(ends) > shard.bytes or bool(loss_mask_at) != has_loss_mask:
             raise PentadError(f"{path} has {name} beyond byte {shard.bytes}: expected record batches inside the file")
+
+
+_types_of = lru_cache(get_type_hints)  # which compiles every annotation, once a shard otherwise
 
 
 def _parse(kind: Any, content: Any, path: Path | str, prefix: str = "") -> Any:
@@ -159,7 +164,7 @@ def _parse(kind: Any, content: Any, path: Path | str, prefix: str = "") -> Any:
         found = type(content).__name__
         raise PentadError(f"{path} holds a {found} at '{prefix}': expected the index of a pentad corpus")
     values = {}
-    for key, expected in get_type_hints(kind).items():
+    for key, expected in _types_of(kind).items():
         name = f"{prefix}{key}"
         value: Any = content.get(key)
         of_each = next(iter(get_args(expected)), None)  # of a tuple

@@ -43,13 +43,14 @@ class Imported(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a checkpoint goes: OUT, as a new folder, in files of at most `limit` bytes; OUT/model.yaml is the text that
-    `render` makes of the model section."""
+    """Where a checkpoint goes: OUT, as a new folder that errors call `name`, in files of at most `limit` bytes;
+    OUT/model.yaml is the text that `render` makes of the model section."""
 
     out: Path
     render: Callable[[dict[str, Any]], str]
     progress: Progress
     limit: int = FILE_BYTES
+    name: str = "OUT"
 
 
 class Source(Protocol):
@@ -114,7 +115,7 @@ def write_import(found: Found, target: Target) -> Imported:
         return (from_file(source.read(part.name), part).to(dtype) for part in entry.parts)
 
     place, section = checkpoint.folder_of(Path("checkpoints"), found.step), make_section(found.family, found.model)
-    with new_folder(target.out) as folder:
+    with new_folder(target.out, target.name) as folder:
         make_folder(folder / place)
         shards = write_files(folder / place, specs, target.limit, _file_name, read, target.progress)
         checkpoint.commit(folder / place, step=found.step, shards=shards, meta={"model": section})

@@ -165,7 +165,8 @@ def read_chat_template(tokenizer: Path, file: Path | None) -> tuple[str, str]:
     Raises PentadError if there is none.
     """
     if file is not None:
-        return f"--chat-template '{file}'", _text(file)
+        name = f"--chat-template '{file}'"
+        return name, _text(file, name)
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     stored = folder / "chat_template.jinja"
     found = _text(stored) if stored.is_file() else _json_file(folder / "tokenizer_config.json").get("chat_template")
@@ -187,11 +188,12 @@ def _json_file(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _text(file: Path) -> str:
+def _text(file: Path, name: str = "") -> str:
     try:
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PentadError(f"{file} cannot be read ({error}): expected a readable UTF-8 file") from None
+        reason = getattr(error, "strerror", None) or error
+        raise PentadError(f"{name or file} cannot be read ({reason}): expected a readable UTF-8 file") from None
 
 
 def _to_json(

@@ -48,6 +48,7 @@ def test_a_schedule_is_that_of_the_command_line(
     [
         ({"recompute": [0, 4]}, "--recompute is '0,4': expected all or stages of 0 to 3, such as 0,1"),
         ({"recompute": []}, "--recompute is '': expected all or stages of 0 to 3"),
+        ({"costs": (1, 2)}, "--costs is '1,2': expected three numbers F,B,W such as 1,1,1"),
         ({"zero": 5}, "--zero is 5: expected a stage of ZeRO, 0 to 3"),
         ({"max_resident": 0}, "--max-resident is 0: expected a number of microbatches greater than 0"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import Pentad
+from full_disk import largest_file
 
 from pentad.orchestrator.api.commented_yaml import commented_yaml
 from pentad.orchestrator.api.model_sizes import MODEL_SIZES
@@ -98,6 +99,13 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(pentad: Pentad, arguments:
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert re.search(sentence, err), err
     assert [path.name for path in Path.cwd().iterdir()] == ["here.yaml"] and Path("here.yaml").read_text() == "mine"
+
+
+def test_a_full_disk_leaves_no_file(pentad: Pentad) -> None:
+    with largest_file(100):
+        status, out, err = pentad("init", "mine.yaml", "--model", "llama-1b", "--gpus", "1", "--memory", "80")
+    sentence = "pentad: OUT is 'mine.yaml', which cannot be written (File too large): expected a new file\n"
+    assert (status, out, err, [*Path().iterdir()]) == (1, "", sentence, [])
 
 
 def test_every_key_is_explained_in_the_words_of_the_reference() -> None:

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from cli_cases import SIZES
 from commands import Pentad
+from full_disk import largest_file
 from paths import ROOT
 
 from pentad.orchestrator.config.config import dump, load
@@ -351,6 +352,24 @@ def test_a_full_stdout_is_reported_in_one_sentence(tmp_path: Path, arguments: tu
         )
     assert ended.returncode == 1
     assert re.fullmatch(r"pentad: I/O error: .*No space left on device\n", ended.stderr)
+
+
+@pytest.mark.parametrize("option", ["--svg", "--html", "--trace"])
+def test_a_full_disk_leaves_the_file_of_before_or_none(pentad: Pentad, run: Path, option: str) -> None:
+    for content in (None, b"mine"):
+        if content is not None:
+            Path("a.out").write_bytes(content)
+        before = sorted(Path().iterdir())
+        with largest_file(100):
+            status, _, err = pentad("timeline", str(run), option, "a.out")
+        sentence = f"pentad: {option} is 'a.out', which cannot be written (File too large): expected a file's path\n"
+        assert (status, err) == (1, sentence)
+        assert sorted(Path().iterdir()) == before and (content is None or Path("a.out").read_bytes() == content)
+
+
+def test_a_device_is_written_as_it_is(pentad: Pentad) -> None:
+    assert pentad("schedule", "1f1b", *SIZES, "--svg", "/dev/null")[0] == 0
+    assert not Path("/dev/null").is_file()
 
 
 def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from commands import Pentad
 from dcp_files import load, save
+from full_disk import largest_file
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -114,3 +116,13 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(
     assert all(line.startswith("pentad: ") for line in lines) and len(lines) <= 6
     assert all(word in err for word in words), err
     assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.parametrize("to", ["pentad", "hf", "dcp"])
+def test_a_full_disk_is_named_and_leaves_nothing(pentad: Pentad, files: Path, sharded: Path, to: str) -> None:
+    with largest_file(20_000):
+        status, _, err = pentad("convert", str(sharded), "new/out", "--to", to, "--model", str(files))
+    where = "OUT is 'new/out'" if to == "pentad" else r"a temporary folder beside OUT is '/.*/\.convert-.*'"
+    sentence = rf"^pentad: {where}, which cannot be written \(File too large\)"
+    assert status == 1 and re.search(sentence, err, re.MULTILINE)
+    assert [*Path().iterdir()] == []

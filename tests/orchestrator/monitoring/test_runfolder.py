@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from paths import ROOT, SUPPORT
 
 from pentad.orchestrator.config.config import RunConfig, load
-from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder, resolve_run, saved_config
+from pentad.orchestrator.monitoring.runfolder import FIXED, METRIC_KEYS, RunFolder, resolve_run, saved_config
 from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.records.json_lines import read_lines
@@ -181,6 +182,12 @@ def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     assert ended.stdout == "held\n"
     with opened(tmp_path) as run:
         assert run.resumed
+
+
+def test_the_documentation_lists_the_keys_that_may_not_change() -> None:
+    (row,) = (line for line in (ROOT / "docs" / "stages.md").read_text().splitlines() if "| may not" in line)
+    keys = re.findall(r"`([\w.]+)`", row.split("|")[1])
+    assert sorted(key if "." in key else f"{key}." for key in keys) == sorted(FIXED)
 
 
 @pytest.mark.parametrize("line", ["{garbage", "5", '{"step": 1}', "\0"])

@@ -235,6 +235,12 @@ def test_a_template_in_a_file_overrides_that_of_the_tokenizer(tmp_path: Path) ->
     assert trained(corpus) == ["  It is 42. </s>"]
 
 
+def test_a_template_file_that_is_not_there_is_named_with_its_option(tmp_path: Path) -> None:
+    sentence = r"^--chat-template '.*none.jinja' cannot be read \(No such file or directory\): expected a readable"
+    with pytest.raises(PentadError, match=sentence):
+        built(tmp_path, [{"messages": PAIR}], CHATML, template=tmp_path / "none.jinja")
+
+
 @pytest.mark.parametrize("where", ["list", "file"])
 def test_a_template_is_found_where_transformers_writes_it(tmp_path: Path, where: str) -> None:
     folder = write_tokenizer(tmp_path, "unused" if where == "file" else None)
