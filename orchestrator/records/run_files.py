@@ -1,0 +1,111 @@
+"""The files in which a live run records what happens. What the disk does not take, because it is full or away, is kept
+in memory, in order, and written once it does: neither training nor a recovery waits for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pentad.orchestrator.records.json_lines import append, line_of, read_lines, reported
+from pentad.schedules.ir.errors import PentadError
+
+Row = dict[str, Any]
+MOST_WAITING = 200_000  # changes, some 100 MB: beyond them the run ends
+SETTLE_SECONDS, RETRY_SECONDS = 30.0, 0.5  # for which the end of a run waits for the disk, and between two attempts
+
+
+class Change(NamedTuple):
+    """A row to append, or all content of a file; `rows` if that consists of rows."""
+
+    path: Path
+    row: Row | None = None
+    content: bytes = b""
+    rows: tuple[Row, ...] = ()
+
+
+class RunFiles:
+    """`note` is told when the disk takes nothing, and when it does again."""
+
+    def __init__(self) -> None:
+        self.note: Callable[[str], object] = lambda text: None
+        self.waiting: deque[Change] = deque()
+        self.failed = 0  # most changes that have waited, since the disk last took all
+
+    def append(self, path: Path, row: Row) -> None:
+        """Adds a line. Raises PentadError if too many wait already."""
+        self._change(Change(path, json.loads(line_of(row))))
+
+    def replace(self, path: Path, content: bytes) -> None:
+        self._change(Change(path, content=content))
+
+    def replace_rows(self, path: Path, rows: Iterable[Row]) -> None:
+        rows = tuple(rows)
+        self._change(Change(path, content="".join(map(line_of, rows)).encode(), rows=rows))
+
+    def rows(self, path: Path, keys: Iterable[str] = ()) -> list[Row]:
+        """Those of a file, with what waits to be written."""
+        found = read_lines(path, keys)
+        for change in self.waiting:
+            if change.path == path:
+                found = list(change.rows) if change.row is None else [*found, change.row]
+        return found
+
+    def flush(self) -> None:
+        """Writes what waits. Raises PentadError if the disk still does not take it."""
+        while self.waiting:
+            path, row, content, _ = self.waiting[0]
+            if row is None:
+                replace_file(path, content)
+            else:
+                append(path, row)
+            self.waiting.popleft()
+        if self.failed:
+            self.note(f"the run's files are complete again: {self.failed} changes have waited in memory")
+            self.failed = 0
+
+    def settle(self) -> None:
+        """At the end of a run: waits a while for the disk. Raises PentadError if it takes no more."""
+        until = time.monotonic() + SETTLE_SECONDS
+        while True:
+            try:
+                return self.flush()
+            except PentadError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(RETRY_SECONDS)
+
+    def _change(self, change: Change) -> None:
+        self.waiting.append(change)
+        try:
+            self.flush()
+        except PentadError as error:
+            if len(self.waiting) > MOST_WAITING:
+                raise
+            if not self.failed:
+                self.note(f"{error}; until then it is kept in memory, and no checkpoint is committed")
+            self.failed = max(self.failed, len(self.waiting))
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file atomically."""
+    with atomic_file(path) as partial:
+        partial.write_bytes(content)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """A temporary file to write, renamed to `path` at the end, or removed when the block fails."""
+    partial = path.with_name(f".{path.name}.partial")
+    with reported(path):
+        try:
+            yield partial
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
