@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -126,14 +127,14 @@ def kill(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
         with printed.open("w") as out:
             driver = subprocess.Popen([*command, f"run.folder={folder}", *overrides], stdout=out, stderr=out)
         try:
-            _wait(driver, printed, lambda: len(_metrics(run)) > args.steps)
+            _wait(driver, printed, partial(_has_steps, run, args.steps))
             (place,) = _events(run, "place")
             for each in reversed(place["ranks"]):
                 generation, steps = _metrics(run)[-1]["generation"], len(_metrics(run))
-                _wait(driver, printed, lambda steps=steps: len(_metrics(run)) > steps + args.steps)
+                _wait(driver, printed, partial(_has_steps, run, steps + args.steps))
                 at = time.time()
                 os.kill(each["pid"], signal.SIGKILL)
-                _wait(driver, printed, lambda known=generation: _metrics(run)[-1]["generation"] > known)
+                _wait(driver, printed, partial(_has_generation, run, generation + 1))
                 first = next(row for row in _metrics(run) if row["generation"] > generation)
                 recovered = _events(run, "recovered")[-1]
                 facts = {key: recovered[key] for key in ("how", "step", "steps_replayed", "seconds")}
@@ -156,6 +157,14 @@ def _wait(driver: subprocess.Popen[bytes], printed: Path, holds: Callable[[], ob
         if driver.poll() is not None or time.monotonic() > until:
             sys.exit(printed.read_text()[-5000:])
         time.sleep(0.02)
+
+
+def _has_steps(run: Path, more_than: int) -> bool:
+    return len(_metrics(run)) > more_than
+
+
+def _has_generation(run: Path, generation: int) -> bool:
+    return bool(_metrics(run)) and _metrics(run)[-1]["generation"] >= generation
 
 
 def _metrics(run: Path) -> list[dict[str, Any]]:

@@ -108,7 +108,8 @@ def _packed(seed: int) -> bytes:
 
 def fuzz(name: str, cases: int) -> dict[str, Any]:
     """Plays so many cases in a process forked from this one, and goes on in another one after a failure."""
-    began, first, failures, parts = time.monotonic(), 0, [], []
+    began, first = time.monotonic(), 0
+    failures, parts = list[dict[str, Any]](), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         progress, said = Path(folder, "progress"), Path(folder, "said")
         while first < cases and len(failures) < MOST_FAILURES:
@@ -153,15 +154,15 @@ def _wait(child: BaseProcess, progress: Path) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=100_000, help="of all readers together")
-    parser.add_argument("--reader", choices=READERS, help="only this one, which gets all cases")
-    parser.add_argument("--seed", type=int, help="play this case in this process")
+    parser.add_argument("--reader", choices=READERS, action="append", help="only these, which get all cases")
+    parser.add_argument("--seed", type=int, help="play this case of the reader in this process")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.seed is not None:
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
-            return print(play(args.reader, range(args.seed, args.seed + 1), Path(folder)))
-    shares = {args.reader: 1.0} if args.reader else {name: share for name, (_, share) in READERS.items()}
+            return print(play(args.reader[0], range(args.seed, args.seed + 1), Path(folder)))
+    shares = {name: READERS[name][1] for name in args.reader or READERS}
     found = {}
     for name, share in shares.items():
         found[name] = fuzz(name, round(args.cases * share / sum(shares.values())))

@@ -39,7 +39,7 @@ def model_folder(folder: Path) -> Path:
     """A small Llama with random weights."""
     config = make_config("llama", SMALL, positions=64)
     family, model = parse_config(config)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for entry in tensor_table(family, model).entries:
         tensors |= {part.name: torch.randn(part.shape) for part in entry.parts}
     source = folder / "model"

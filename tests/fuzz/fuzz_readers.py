@@ -7,7 +7,6 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -152,7 +151,8 @@ def shard_headers(folder: Path) -> Iterator[Reader]:
 def audits(folder: Path) -> Iterator[Reader]:
     path, lines, previous = folder / "audit.jsonl", [], ""
     step = {"event": "step", "batch": 0, "samples": 1 << 39, "loss": 1.5, "generation": 1}
-    entries = [{"event": "configuration", "yaml": "run: {seed: 1}\n"}, {"event": "rewind", "step": 0}]
+    entries: list[dict[str, Any]] = [{"event": "configuration", "yaml": "run: {seed: 1}\n"}]
+    entries += [{"event": "rewind", "step": 0}]
     entries += [{**step, "step": number, "batch": number} for number in range(4)]
     entries += [{"event": "checkpoint", "step": 3, "manifest": "0" * 64}, {"event": "rewind", "step": 3}]
     for entry in entries:
@@ -283,7 +283,7 @@ def programs(folder: Path) -> Iterator[Reader]:
     def mutant(_: bytes, seed: int) -> bytes:
         changed = made[seed % len(made)]
         for at in range(1 + seed % 2):
-            ((_, changed),) = islice(random_mutants(changed, f"{seed} {at}", 1), 1)
+            changed = next(random_mutants(changed, f"{seed} {at}", 1))[1]
         return changed.to_bytes()
 
     def read(content: bytes) -> None:
@@ -384,7 +384,7 @@ def scrapes(folder: Path) -> Iterator[Reader]:
         def collect(self) -> Iterator[Any]:
             return iter(())
 
-    server = MetricsServer(Nothing(), "127.0.0.1", 0, lambda: True)  # type: ignore[arg-type]
+    server = MetricsServer(Nothing(), "127.0.0.1", 0, lambda: True)
     host, _, port = server.address.rpartition(":")
 
     def read(content: bytes) -> None:

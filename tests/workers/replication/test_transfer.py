@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,17 @@ from pentad.workers.replication.parts import CopyKey, HostCopies
 from pentad.workers.replication.transfer import CopyServer, open_remote, send_part
 
 TOKEN, KEY = b"t" * 32, CopyKey(1, 4, 2)
-FOREIGN = ([], 7, {}, {"key": 3}, {"key": [1, 2]}, {"key": [[], 1, 1], "do": "get"}, {"do": "get", "key": [1, 4, 2]})
+FOREIGN: tuple[Any, ...] = (
+    [],
+    7,
+    {},
+    {"key": 3},
+    {"key": [1, 2]},
+    {"key": [[], 1, 1], "do": "get"},
+    {"do": "get", "key": [1, 4, 2]},
+)
 FOREIGN += tuple({"do": "put", "key": KEY, "owner": 0, "bytes": size, "index": {}} for size in (-1, "x", 1e20, 10**40))
-INDICES = (7, {"file": 7}, {"file": {"tensor": 7}}, {"file": {"tensor": []}})
+INDICES: tuple[Any, ...] = (7, {"file": 7}, {"file": {"tensor": 7}}, {"file": {"tensor": []}})
 
 
 @pytest.fixture
