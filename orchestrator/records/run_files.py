@@ -21,12 +21,11 @@ SETTLE_SECONDS, RETRY_SECONDS = 30.0, 0.5  # for which the end of a run waits fo
 
 
 class Change(NamedTuple):
-    """A row to append, or all content of a file; `rows` if that consists of rows."""
+    """A line to append to a file, or else all of its content."""
 
     path: Path
-    row: Row | None = None
+    line: str = ""
     content: bytes = b""
-    rows: tuple[Row, ...] = ()
 
 
 class RunFiles:
@@ -39,31 +38,31 @@ class RunFiles:
 
     def append(self, path: Path, row: Row) -> None:
         """Adds a line. Raises PentadError if too many wait already."""
-        self._change(Change(path, json.loads(line_of(row))))
+        self._change(Change(path, line_of(row)))
 
     def replace(self, path: Path, content: bytes) -> None:
         self._change(Change(path, content=content))
 
     def replace_rows(self, path: Path, rows: Iterable[Row]) -> None:
-        rows = tuple(rows)
-        self._change(Change(path, content="".join(map(line_of, rows)).encode(), rows=rows))
+        self.replace(path, "".join(map(line_of, rows)).encode())
 
     def rows(self, path: Path, keys: Iterable[str] = ()) -> list[Row]:
         """Those of a file, with what waits to be written."""
         found = read_lines(path, keys)
         for change in self.waiting:
             if change.path == path:
-                found = list(change.rows) if change.row is None else [*found, change.row]
+                kept, lines = (found, [change.line]) if change.line else ([], change.content.splitlines())
+                found = [*kept, *map(json.loads, lines)]
         return found
 
     def flush(self) -> None:
         """Writes what waits. Raises PentadError if the disk still does not take it."""
         while self.waiting:
-            path, row, content, _ = self.waiting[0]
-            if row is None:
-                replace_file(path, content)
+            path, line, content = self.waiting[0]
+            if line:
+                append(path, line)
             else:
-                append(path, row)
+                replace_file(path, content)
             self.waiting.popleft()
         if self.failed:
             self.note(f"the run's files are complete again: {self.failed} changes have waited in memory")
