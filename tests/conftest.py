@@ -26,6 +26,7 @@ SLOW_SECONDS = 300  # after which a slow test hangs, also on a busy machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults", help="those of test_fault_series.py, with commas between them; default: all")
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, and more examples of random data")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from pentad.orchestrator.control.certificate import open_channel, require_certificate
 from pentad.orchestrator.control.control_messages import ENDPOINT, MAX_MESSAGE_BYTES, METHODS, plain
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, evaluation_state
 from pentad.orchestrator.monitoring.run_state import RunView
@@ -45,7 +46,7 @@ class Client:
 
     def __init__(self, folder: Path, endpoint: dict[str, Any]) -> None:
         self.folder, self.address = folder, endpoint["address"]
-        self._channel = grpc.insecure_channel(self.address, _OPTIONS)
+        self._channel = open_channel(self.address, endpoint.get("certificate"), _OPTIONS)
         self._metadata = (("authorization", f"Bearer {endpoint['token']}"),)
 
     def status(self, timeout_seconds: float = 5.0) -> dict[str, Any]:
@@ -168,6 +169,8 @@ def _endpoint(folder: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         address, _ = (found[key].encode("ascii").decode() for key in ("address", "token"))
+        if "certificate" in found:
+            require_certificate(found["certificate"])
     except FileNotFoundError:
         return None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -1,6 +1,7 @@
 """The control service of a run: a Watcher that serves the newest view of the run over gRPC, from a thread of its own.
 
-Its address and token are in control.json of the run's folder, which only the run's user may read.
+Its address and token are in control.json of the run's folder, which only the run's user may read, with its certificate
+where it listens to other machines.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import secrets
 import socket
 import threading
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from pentad.orchestrator.cluster.ports import require_free
+from pentad.orchestrator.control.certificate import Certificate, make_certificate
 from pentad.orchestrator.control.control_messages import ENDPOINT
 from pentad.orchestrator.control.interceptors import make_server
 from pentad.orchestrator.control.service import ControlMethods, HealthMethods, ViewQueue
 from pentad.orchestrator.monitoring.run_state import ControlRequests, RunView, Watcher
-from pentad.orchestrator.monitoring.runfolder import atomic_file
+from pentad.orchestrator.records.run_files import atomic_file
 from pentad.schedules.ir.errors import PentadError
 
 GRACE_SECONDS = 1.0  # for the last answers of a run that has ended
@@ -38,10 +41,11 @@ class ControlServer(Watcher):
         self._thread = threading.Thread(target=self._views.loop.run_forever, name="control", daemon=True)
         self._thread.start()
         try:
-            token = secrets.token_urlsafe(32)
-            self._server, bound = self._in_loop(self._listen(_host_port(host, port), token))
+            token, certificate = secrets.token_urlsafe(32), None if _is_loopback(host) else make_certificate()
+            self._server, bound = self._in_loop(self._listen(_host_port(host, port), token, certificate))
             self.address = _host_port(_reachable(host), bound)
-            _write(self._file, {"address": self.address, "token": token, "pid": os.getpid()})
+            trusted = {} if certificate is None else {"certificate": certificate.text.decode()}
+            _write(self._file, {"address": self.address, "token": token, "pid": os.getpid(), **trusted})
         except BaseException:
             self.close()
             raise
@@ -67,10 +71,11 @@ class ControlServer(Watcher):
     def _in_loop(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._views.loop).result(_TIMEOUT_SECONDS)
 
-    async def _listen(self, address: str, token: str) -> tuple[Any, int]:
+    async def _listen(self, address: str, token: str, certificate: Certificate | None) -> tuple[Any, int]:
         server = make_server(ControlMethods(self._views, self._requests), HealthMethods(self._views), token)
         try:
-            port = server.add_insecure_port(address)
+            secure, insecure = server.add_secure_port, server.add_insecure_port
+            port = insecure(address) if certificate is None else secure(address, certificate.credentials)
         except RuntimeError:  # taken since the check above
             raise PentadError(f"metrics.control_port is {address}, which is taken: expected a free one") from None
         await server.start()
@@ -79,6 +84,15 @@ class ControlServer(Watcher):
 
 def _host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach what listens at `host`."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return all(ip_address(each[4][0]).is_loopback for each in found)
+    except (OSError, ValueError):
+        return False
 
 
 def _reachable(host: str) -> str:

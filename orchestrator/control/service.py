@@ -15,9 +15,8 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from pentad.orchestrator.control.control_messages import MESSAGES, SERVICE, status_of
-from pentad.orchestrator.monitoring.run_state import ControlRequests, RunView
+from pentad.orchestrator.monitoring.run_state import OVER, ControlRequests, RunView, makes_progress
 
-OVER = ("finished", "stopped", "failed")
 HEARTBEAT_SECONDS = 5.0  # a rank that has been silent for longer is not serving
 _WATCH_SECONDS = 0.5  # between two answers of WatchStatus
 _AGE_SECONDS = 1.0  # between two checks of heartbeats
@@ -163,7 +162,7 @@ class HealthMethods:
 def healths(view: RunView, *, closed: bool, now: float) -> dict[str, bool]:
     """Whether each service is serving, by name, at the monotonic second `now`."""
     live = not closed and view.state not in OVER
-    healthy = live and not (view.state == "recovering" and any(rank.state == "lost" for rank in view.ranks))
+    healthy = not closed and makes_progress(view)
     ranks = {
         f"pentad.rank.{rank.rank}": live and rank.state in _ANSWERING and now - rank.heartbeat < HEARTBEAT_SECONDS
         for rank in view.ranks

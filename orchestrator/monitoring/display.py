@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import IO, Any, cast
 
@@ -33,20 +33,29 @@ STATE_COLOURS = {  # of ranks and runs
 ENDED = ("finished", "stopped", "failed")  # states of a run that has no ranks
 
 
-class TerminalStream:
-    """A terminal that may close: what is written to it then is lost, while the run ends in good order."""
+class RunStream:
+    """A terminal that may close, or a file whose disk may be full: what is written to it then is lost, while the run
+    ends in good order, or goes on. Whoever closes a pipe wants no more of the run."""
 
-    def __init__(self, stream: IO[str]) -> None:
-        self.stream = stream
+    def __init__(self, stream: IO[str], *, is_terminal: bool) -> None:
+        self.stream, self.is_terminal = stream, is_terminal
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
+        with self._lossy():
             self.stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        with self._lossy():
             self.stream.flush()
+
+    @contextmanager
+    def _lossy(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, BrokenPipeError) and not self.is_terminal:
+                raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -60,8 +69,7 @@ class Display:
         self.console, self.name, self.steps = console, name, steps
         self.began = time.monotonic() if began is None else began
         self.is_live = console.is_terminal and not console.is_dumb_terminal
-        if console.is_terminal:
-            console.file = cast("IO[str]", TerminalStream(console.file))
+        console.file = cast("IO[str]", RunStream(console.file, is_terminal=console.is_terminal))
         self.phases: list[Text] = []
         self.rows: deque[dict[str, Any]] = deque(maxlen=_STEPS)
         self.losses: list[float] = []

@@ -25,6 +25,7 @@ class EventBus:
         self, config: RunConfig, folder: RunFolder, display: Display, first: int, dashboard: str | None
     ) -> None:
         self.config, self.folder, self.display = config, folder, display
+        folder.files.note = display.note
         self.watchers: list[Watcher] = []
         self.fp8_health = Fp8Health()
         self.slow_ranks = ""  # which ranks are slow, in words

@@ -20,7 +20,7 @@ from prometheus_client.utils import floatToGoString
 
 from pentad.orchestrator.config.version import release
 from pentad.orchestrator.monitoring.metrics_server import MetricsServer
-from pentad.orchestrator.monitoring.run_state import RUN_STATES, RankView, RunView, Watcher
+from pentad.orchestrator.monitoring.run_state import RUN_STATES, RankView, RunView, Watcher, makes_progress
 from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.simulate.timeline import Span
 from pentad.workers.runtime.telemetry import THROTTLES, GpuState
@@ -171,7 +171,8 @@ class Exporter(Watcher, Collector):
         self._ranks: dict[int, Labels] = {}
         self._furthest, self._productive, self._began = -1, 0.0, time.monotonic()
         self._init_values()
-        self._server = MetricsServer(self, host, port)
+        self._is_healthy = True
+        self._server = MetricsServer(self, host, port, lambda: self._is_healthy)
 
     @property
     def address(self) -> str:
@@ -215,6 +216,7 @@ class Exporter(Watcher, Collector):
     def on_view(self, view: RunView) -> None:
         """The run's state and size, and heartbeats on this host's clock."""
         epoch = time.time() - time.monotonic()
+        self._is_healthy = makes_progress(view)
         with self._lock:
             self._values["pentad_run_state"] = {(state,): float(state == view.state) for state in RUN_STATES}
             self._put("pentad_step", view.step)

@@ -15,6 +15,7 @@ from pentad.schedules.spec.mesh import Coordinates
 from pentad.workers.runtime.telemetry import GpuState
 
 RUN_STATES = ("starting", "running", "paused", "recovering", "stopping", "finished", "stopped", "failed")
+OVER = ("finished", "stopped", "failed")
 RANK_STATES = ("starting", "running", "waiting", "idle", "hung", "lost")
 
 
@@ -67,6 +68,12 @@ class RunView(NamedTuple):
     endpoints: dict[str, str] = {}  # noqa: RUF012
     evaluations: tuple[EvalView, ...] = ()
     next_evaluation: int | None = None
+
+
+def makes_progress(view: RunView) -> bool:
+    """Whether the run is live, and does not wait for the replacement of a lost rank."""
+    waits = view.state == "recovering" and any(rank.state == "lost" for rank in view.ranks)
+    return view.state not in OVER and not waits
 
 
 class Watcher:

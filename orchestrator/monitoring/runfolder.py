@@ -29,7 +29,8 @@ from pentad.orchestrator.records.checkpoint_places import (
     stored_config,
 )
 from pentad.orchestrator.records.hash_chain import AUDIT, hash_of, linked
-from pentad.orchestrator.records.json_lines import append, line_of, read_lines, reported, trim
+from pentad.orchestrator.records.json_lines import line_of, reported, trim
+from pentad.orchestrator.records.run_files import RunFiles, atomic_file, replace_file
 from pentad.schedules.diagnosis.rank_rows import svg_rank_times
 from pentad.schedules.diagnosis.rank_times import RankTime, save
 from pentad.schedules.draw.trace import write_trace
@@ -37,7 +38,6 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.checkpoint.atomic_io import partial_file
 from pentad.workers.checkpoint.checkpoint import (
     Checkpoint,
     committed,
@@ -55,6 +55,7 @@ PROGRAM, METRICS, JOURNAL = "program.arrow", "metrics.jsonl", "journal.jsonl"
 EVALUATIONS, EVAL_PROGRAM, EVAL_TIMELINE = "eval.jsonl", "eval-program.arrow", "eval-timeline.arrow"
 TIMELINE, RANK_TIMES, TRACE, PAGE = "timeline.arrow", "rank-times.arrow", "trace.json.gz", "timeline.html"
 RANK_TIMES_SVG = "rank-times.svg"
+_GENERATION_AT = 20  # bytes, in the file of the lock
 TIMED_STEPS = 200  # whose times by rank are kept
 # Keys of every line of metrics.jsonl; bubbles are shares of the makespan, null where a step was not measured.
 METRIC_KEYS = (
@@ -78,7 +79,7 @@ class RunFolder:
 
         Raises PentadError when another live run has locked it, or it holds a run that cannot resume with `config`.
         """
-        self.path, self.config = path_of(config), config
+        self.path, self.config, self.files = path_of(config), config, RunFiles()
         self.checkpoints = checkpoints_of(config)
         self.plan, self.keep_best = plan, config.checkpoint.keep_best
         self.rank_times: deque[tuple[RankTime, ...]] = deque(maxlen=TIMED_STEPS)  # of the last steps
@@ -91,6 +92,7 @@ class RunFolder:
         except OSError as error:
             text = f"run.folder is '{config.run.folder}', where {self.path} cannot be written ({error.strerror})"
             raise PentadError(f"{text}: expected a folder of your own") from None
+        self.generation = _locked_generation(self.lock)  # newest of all events, written or not
         try:
             for name in (METRICS, EVALUATIONS, JOURNAL):
                 trim(self.path / name)
@@ -104,10 +106,11 @@ class RunFolder:
     def begin(self, config: RunConfig) -> None:
         """Writes `config.yaml` and the programs, which hold for the steps from now on."""
         text = dump(config)
-        _replace(self.path / CONFIG, text)
+        replace_file(self.path / CONFIG, text.encode())
         store_files(config, {CONFIG: text.encode()})
         self._audit({"event": "configuration", "yaml": text})
         self.replan(self.plan)
+        self.files.flush()  # a run begins on a disk with room
 
     def checkpoint(self, step: int) -> Location:
         """The folder of the checkpoint after `step` steps."""
@@ -128,16 +131,20 @@ class RunFolder:
         row |= {"total_tokens": self.total_tokens}
         missing = [key for key in METRIC_KEYS if key not in row]
         assert not missing, f"metrics without {missing}"
-        append(self.path / METRICS, row)
+        self.files.append(self.path / METRICS, row)
         return row
 
     def evaluated(self, row: dict[str, Any]) -> None:
         """Appends a line to eval.jsonl."""
-        append(self.path / EVALUATIONS, row)
+        self.files.append(self.path / EVALUATIONS, row)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The lines of eval.jsonl."""
-        return read_lines(self.path / EVALUATIONS, EVAL_KEYS)
+        return self.files.rows(self.path / EVALUATIONS, EVAL_KEYS)
+
+    def journal(self) -> list[dict[str, Any]]:
+        """The lines of journal.jsonl."""
+        return self.files.rows(self.path / JOURNAL, ["event"])
 
     def best(self, saving: int) -> Best | None:
         """The checkpoint that checkpoint.keep_best keeps once that after `saving` steps is committed, too."""
@@ -147,7 +154,11 @@ class RunFolder:
         """Appends an event of the run's ranks or checkpoints to journal.jsonl and audit.jsonl, with its Unix time, and
         returns it."""
         entry = {"time": time.time(), "event": event, **facts}
-        append(self.path / JOURNAL, entry)
+        if (generation := facts.get("generation", 0)) > self.generation:
+            self.generation = generation
+            with suppress(OSError):  # in place, which takes no room: no number is used again, whatever else is lost
+                os.pwrite(self.lock, b"%20d" % generation, _GENERATION_AT)
+        self.files.append(self.path / JOURNAL, entry)
         self._audit(entry)
         return entry
 
@@ -161,26 +172,26 @@ class RunFolder:
     def replan(self, plan: Plan) -> None:
         """Steps from now on follow this plan, perhaps on another mesh."""
         self.plan = plan
-        _replace(self.path / PROGRAM, plan.program.to_bytes())
+        self.files.replace(self.path / PROGRAM, plan.program.to_bytes())
         if plan.eval is not None:
-            _replace(self.path / EVAL_PROGRAM, plan.eval.program.to_bytes())
+            self.files.replace(self.path / EVAL_PROGRAM, plan.eval.program.to_bytes())
 
     def rewind(self, step: int) -> None:
         """Drops the metrics of `step` and later, which the run will replay, and what was evaluated after more steps."""
         self._audit({"event": "rewind", "step": step})
         if (evaluations := self.evaluations()) and max(row["step"] for row in evaluations) > step:
             kept = [row for row in evaluations if row["step"] <= step]
-            _replace(self.path / EVALUATIONS, "".join(json.dumps(row) + "\n" for row in kept))
+            self.files.replace_rows(self.path / EVALUATIONS, kept)
         still = [times for times in self.rank_times if times and times[0].step < step]
         self.rank_times = deque(still, maxlen=TIMED_STEPS)
-        kept = [row for row in read_lines(self.path / METRICS, METRIC_KEYS) if row["step"] < step]
+        kept = [row for row in self.files.rows(self.path / METRICS, METRIC_KEYS) if row["step"] < step]
         self.total_tokens = kept[-1]["total_tokens"] if kept else 0
-        _replace(self.path / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
+        self.files.replace_rows(self.path / METRICS, kept)
 
     def _audit(self, entry: dict[str, Any]) -> None:
         """Appends an entry to audit.jsonl, which only grows."""
         entry = linked(json.loads(line_of(entry)), self.audit_hash)
-        append(self.path / AUDIT, entry)
+        self.files.append(self.path / AUDIT, entry)
         self.audit_hash = entry["hash"]
 
     def timelines(self, measured: Timeline, costs: Costs, program: int = 0) -> None:
@@ -192,13 +203,14 @@ class RunFolder:
         if not measured.spans:
             return
         plan = self.plan.with_program(program)
-        _replace(self.path / PROGRAM, plan.program.to_bytes())
+        replace_file(self.path / PROGRAM, plan.program.to_bytes())
         self._save(TIMELINE, measured)
         names, simulated = process_names(plan), simulate_steps(plan, measured, costs)
         with atomic_file(self.path / TRACE) as partial:
             write_trace(partial, [measured, simulated.of_step(measured.steps[-1])], process_names=names)
         drawing = self._rank_times(plan)
-        _replace(self.path / PAGE, comparison_page(DrawnRun.of_plan(plan), measured, simulated, drawing))
+        page = comparison_page(DrawnRun.of_plan(plan), measured, simulated, drawing)
+        replace_file(self.path / PAGE, page.encode())
 
     def _rank_times(self, plan: Plan) -> str:
         """Writes rank-times.arrow and, of what the ranks of this mesh did, rank-times.svg, which is returned."""
@@ -207,7 +219,7 @@ class RunFolder:
             save(times, partial)
         drawing = svg_rank_times(times, plan.mesh, title=f"{plan.name}: ranks beside their peers")
         if drawing:
-            _replace(self.path / RANK_TIMES_SVG, drawing)
+            replace_file(self.path / RANK_TIMES_SVG, drawing.encode())
         return drawing
 
     def eval_timeline(self, measured: Timeline) -> None:
@@ -343,27 +355,19 @@ def _running(name: str) -> str:
 
 
 def _lock(path: Path, problem: str) -> int:
-    """A descriptor that locks the folder until it is closed or the process ends."""
+    """A descriptor that locks the folder until it is closed or the process ends. The file holds the process, and the
+    newest generation of the run."""
     descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(descriptor, 20, 0).decode() or "unknown"
+        holder = os.pread(descriptor, _GENERATION_AT, 0).decode().strip() or "unknown"
         os.close(descriptor)
         raise PentadError(problem.replace("{holder}", holder)) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    os.pwrite(descriptor, b"%-20d" % os.getpid(), 0)
     return descriptor
 
 
-def _replace(path: Path, content: str | bytes) -> None:
-    """Writes a file atomically."""
-    with atomic_file(path) as partial:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """A file of a run to write, which is at `path` at the end, or as before when the block fails."""
-    with reported(path), partial_file(path) as partial:
-        yield partial
+def _locked_generation(descriptor: int) -> int:
+    text = os.pread(descriptor, 20, _GENERATION_AT)
+    return int(text) if text.strip().isdigit() else 0

@@ -30,7 +30,11 @@ def read_chain(lines: Iterable[bytes], where: str) -> Iterator[Entry]:
     for number, line in enumerate(lines, 1):
         entry = _entry(line, f"{where} line {number}")
         found = entry.pop("hash")
-        if found != (previous := _hash(entry, previous)):
+        try:
+            previous = _hash(entry, previous)
+        except (ValueError, RecursionError):  # Infinity and 1e400, which Python's JSON takes
+            raise PentadError(f"{where} line {number} has a number that is not finite: expected JSON") from None
+        if found != previous:
             text = f"{where} line {number} has the hash {str(found)[:12]}"
             raise PentadError(f"{text}: expected {previous[:12]}, that of its content after the line before it")
         yield checked_row(entry, f"{where} line {number}")

@@ -28,9 +28,8 @@ def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:
     return [_row(line, f"{path} line {number}", keys) for number, line in enumerate(lines, 1)]
 
 
-def append(path: Path, row: dict[str, Any]) -> None:
+def append(path: Path, line: str) -> None:
     """Appends a line, or on a full disk nothing: part of a line would spoil the next one."""
-    line = line_of(row)
     with reported(path), path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:

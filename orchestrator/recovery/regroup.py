@@ -14,9 +14,7 @@ from pentad.orchestrator.cluster.placement import Place, living_bundles, order_p
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
-from pentad.orchestrator.monitoring.runfolder import JOURNAL
 from pentad.orchestrator.planning.planning import shrunk_plan
-from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, end_processes, is_complete, sources
 from pentad.orchestrator.recovery.hang_detection import check_answers
 from pentad.orchestrator.recovery.retention import newest_recorded, pinned_checkpoints
@@ -196,7 +194,7 @@ class Regroup:
         answer: to go back beyond that would undo steps that are safe."""
         with suppress(Unreadable):
             return max(complete_folders(self.bus.folder.checkpoints), default=-1)
-        return newest_recorded(read_lines(self.bus.folder.path / JOURNAL, ["event"]))
+        return newest_recorded(self.bus.folder.journal())
 
     def _check_answers(self) -> Tick:
         return check_answers(self.group, self.config.elastic.hang_seconds)

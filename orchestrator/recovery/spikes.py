@@ -9,8 +9,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.config.optimizer_section import SpikesSection
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
-from pentad.orchestrator.monitoring.runfolder import JOURNAL, RunFolder
-from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.recovery.retention import rollback_target
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start, read_manifest, recover
@@ -81,8 +80,7 @@ def roll_back(config: RunConfig, group: WorkerGroup, bus: EventBus, spike: int) 
 def skipped_batches(folder: RunFolder, start: Start) -> Skipped:
     """Those of the run so far, for one that resumes: from its journal, or from the checkpoint, which may have been
     copied without it. Both only ever get longer."""
-    events = read_lines(folder.path / JOURNAL, ["event"])
-    found = [event["skipped_batches"] for event in events if event["event"] == "rollback"]
+    found = [event["skipped_batches"] for event in folder.journal() if event["event"] == "rollback"]
     if start.folder is not None and start.folder.parent == folder.checkpoints:
         found.append(read_manifest(start.folder).meta.get("skipped_batches", []))
     return tuple((first, count) for first, count in max(found, key=len, default=()))

@@ -21,7 +21,7 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.headwatch import watched_head
 from pentad.orchestrator.monitoring.plan_view import print_plan
 from pentad.orchestrator.monitoring.run_state import ControlRequests, Watcher
-from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS, RunFolder, has_checkpoint
+from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, METRICS, RunFolder, has_checkpoint
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.adoption import Parked
 from pentad.orchestrator.recovery.fence import RecoveryState, is_complete
@@ -68,6 +68,7 @@ def drive(
             folder.begin(config)
             facts = began.facts | {"lease": room.lease and room.lease.ranks, "adopts": parked is not None}
             bus.record("start", step=began.step, program=plan.program.hash, **facts)
+            folder.files.settle()  # nothing is lost yet by waiting for the disk
             if parked is None:
                 group = stack.enter_context(_started(config, room, bus, began, runner))
             else:
@@ -77,6 +78,7 @@ def drive(
             done = _run_generations(config, group, bus, requests, began.start, parked)
             state = "finished" if done == config.run.steps else "stopped"
             bus.record("end" if state == "finished" else "stop", generation=group.generation, step=done)
+            folder.files.settle()
             bus.set_state(state)
     return done
 
@@ -302,8 +304,8 @@ def _start_of(config: RunConfig, origin: Origin, folder: RunFolder) -> Start:
 
 
 def _generations(folder: RunFolder) -> list[int]:
-    """All that the journal knows."""
-    return [row.get("generation", 0) for row in read_lines(folder.path / JOURNAL, ["event"])]
+    """All that the journal knows, and the newest one."""
+    return [folder.generation, *(row.get("generation", 0) for row in folder.journal())]
 
 
 @contextmanager
@@ -329,6 +331,7 @@ def _failures_recorded(bus: EventBus) -> Iterator[None]:
 def _record_failure(bus: EventBus, **facts: Any) -> None:
     with suppress(PentadError):  # a full disk, perhaps the failure itself
         bus.record("failure", **facts)
+        bus.folder.files.settle()
     bus.set_state("failed")
 
 

@@ -62,12 +62,14 @@ class Replication:
 
     def continue_(self, done: int, *, wait: Tick | None = None) -> None:
         """Has a copy count whose parts are all in place; waits for them if it gets the `tick` for that. Never before
-        its steps are recorded.
+        its steps are recorded, else another driver could not go on from it.
 
         Raises WorkerError when a rank has failed.
         """
         making, group = self.making, self.copies.group
-        if making is None or done < making.step or (wait is None and not group.is_ready(making.refs)):
+        if making is None or done < making.step:
+            return
+        if wait is None and (self.bus.folder.files.waiting or not group.is_ready(making.refs)):
             return
         answers, self.making = group.collect(making.refs, tick=wait), None
         facts = {"generation": group.generation, "step": making.step}

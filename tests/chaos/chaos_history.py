@@ -23,7 +23,7 @@ from typing import Any
 from chaos_cluster import Cluster, Process
 from chaos_fabric import INITIAL, Action, Fabric, compiled, digest, next_state
 from chaos_faults import Faults, justified
-from chaos_install import Silent
+from chaos_install import Silent, texts
 from chaos_lease import SimKeeper, SimLease, leave
 from chaos_rank import SimRunner
 from chaos_scenario import Scenario
@@ -373,6 +373,7 @@ def play(scenario: Scenario, folder: Path, current: list[Simulation]) -> Simulat
     """Runs one history in a folder of its own, which is removed."""
     place = folder / "runs"
     shutil.rmtree(place, ignore_errors=True)
+    texts.configs.clear()
     simulation = Simulation(scenario, place)
     current[:] = [simulation]
     try:

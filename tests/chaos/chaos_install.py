@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from pentad.orchestrator.cluster import worker as workers
 from pentad.orchestrator.cluster.placement import Place
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import event_bus, run_state, runfolder
+from pentad.orchestrator.records import run_files
 from pentad.orchestrator.recovery import adoption, fence, hang_detection, recovery, regroup
 from pentad.orchestrator.run import driver, measure, placing, replication, step_loop
 from pentad.schedules.ir.errors import PentadError
@@ -31,30 +32,37 @@ if TYPE_CHECKING:
 
 CLOCKED = (
     *(groups, fence, recovery, regroup, hang_detection, step_loop, replication, driver, measure, workers),
-    *(event_bus, runfolder, checkpoints, placement, copies),
+    *(event_bus, runfolder, run_files, checkpoints, placement, copies),
 )
 
 
-real_dump, real_saved_config = runfolder.dump, runfolder.saved_config
-
-
 class Texts:
-    """Configurations as YAML: to write and read them takes longer than all else in a history."""
+    """Configurations of one history by what stands for them in files: to write and read YAML takes longer than most of
+    a history."""
 
     def __init__(self) -> None:
-        self.texts: dict[int, tuple[RunConfig, str]] = {}
         self.configs: dict[str, RunConfig] = {}
 
     def dump(self, config: RunConfig) -> str:
-        if id(config) not in self.texts:
-            self.texts[id(config)] = config, real_dump(config)
-        return self.texts[id(config)][1]
+        text = f"config: {id(config)}\n"
+        self.configs[text] = config  # which keeps its id
+        return text
 
     def read(self, folder: Path) -> RunConfig:
-        text = (folder / "config.yaml").read_text()
-        if text not in self.configs:
-            self.configs[text] = real_saved_config(folder)
-        return self.configs[text]
+        return self.configs[(folder / "config.yaml").read_text()]
+
+
+class AtOnce:
+    """An executor without threads: the shards of a simulated checkpoint have some bytes."""
+
+    def __enter__(self) -> AtOnce:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def map(self, function: Callable[..., Any], *values: Iterable[Any]) -> Iterator[Any]:
+        return map(function, *values)
 
 
 class Silent:
@@ -110,6 +118,7 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
     patch.setattr(driver, "print_plan", lambda *a: None)
     patch.setattr(runfolder, "dump", texts.dump)
     patch.setattr(runfolder, "saved_config", texts.read)
+    patch.setattr(checkpoints, "ThreadPoolExecutor", AtOnce)
     patch.setattr(run_state.ControlRequests, "wait", lambda requests, seconds: current().pause(seconds))
     _install_storage(patch, current)
 
@@ -151,5 +160,5 @@ def _install_storage(patch: pytest.MonkeyPatch, current: Callable[[], Simulation
     local = local_storage.Local
     for name, writes in (("folders", False), ("files", False), ("opened", False), ("write", True), ("write_new", True)):
         patch.setattr(local, name, guarded(getattr(local, name), partial(of_storage, writes)))
-    for name in ("append", "_replace"):
-        patch.setattr(runfolder, name, guarded(getattr(runfolder, name), of_run))
+    for module, name in ((run_files, "append"), (run_files, "replace_file"), (runfolder, "replace_file")):
+        patch.setattr(module, name, guarded(getattr(module, name), of_run))

@@ -62,6 +62,7 @@ class SimRunner:
         self.post_validated = has_post_validation(plan.program)
         self.everyone = range(plan.mesh.size)
         self.parts = parts_of(plan, rank)
+        self.members: dict[int, tuple[int, ...]] = {}  # that reduce a stage's gradients
         kept: dict[Any, State] = previous.state if previous is not None and previous.plan.layers == plan.layers else {}
         complete = previous is not None and set(kept) >= set(self.parts)
         self.state: dict[Any, State] = {part: kept.get(part, State(0, INITIAL)) for part in self.parts}
@@ -225,7 +226,9 @@ class SimRunner:
                 self.fence_flag.check()
         elif op in COLLECTIVES:
             group = self.at._replace(dp=0, ep=0, cp=0, pp=0)
-            members = self._members(part.stage)
+            if part.stage not in self.members:
+                self.members[part.stage] = self._members(part.stage)
+            members = self.members[part.stage]
             meeting = fabric.meeting(step, (part.key, group), members)
             pending[part.key] = meeting
             fabric.come(meeting, self.rank)

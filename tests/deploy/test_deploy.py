@@ -23,6 +23,7 @@ import yaml
 from paths import ROOT
 
 from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.monitoring.metrics_server import HEALTH_PATH
 from pentad.orchestrator.planning.planning import make_plan
 
 jsonschema: Any = pytest.importorskip("jsonschema")
@@ -277,11 +278,11 @@ def test_a_stopped_ray_job_has_the_time_in_its_config() -> None:
     assert document["spec"]["metadata"] == {"pentad/run": folder.name, "pentad/folder": str(folder)}
 
 
-def test_probes_use_the_control_service_and_outlast_a_recovery() -> None:
+def test_probes_ask_the_exporter_and_outlast_a_recovery() -> None:
     document = manifest("kubernetes/job.yaml")
     config, (container,) = run_of(document), pods(document)[0]["containers"]
     for probe in (container["startupProbe"], container["livenessProbe"]):
-        assert probe["grpc"] == {"port": config.metrics.control_port, "service": ""}
+        assert probe["httpGet"] == {"path": HEALTH_PATH, "port": config.metrics.port}
     patience = container["livenessProbe"]["periodSeconds"] * container["livenessProbe"]["failureThreshold"]
     assert patience > config.elastic.wait_seconds + config.cluster.start_timeout_seconds
     assert gpus(pods(document)[0]) >= config.mesh.dp * config.mesh.pp and config.cluster.address == "local"

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     },
     "orchestrator": {
         *(
+            "cryptography",
             "google.protobuf",
             "grpc",
             "grpc_health",

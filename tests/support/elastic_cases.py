@@ -12,6 +12,7 @@ import pytest
 import torch
 from multinode import Cluster, Run
 
+from pentad.orchestrator.records.checkpoint_places import checkpoints_in
 from pentad.orchestrator.records.verify import verify
 from pentad.workers.checkpoint.checkpoint import newest
 from pentad.workers.checkpoint.shards import read
@@ -110,7 +111,7 @@ def outcome(run: Run, steps: int = STEPS) -> Outcome:
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(steps)), run.describe()
     assert verify(run.folder, rows, data=True).steps == steps
-    found = newest(run.folder / "checkpoints").checkpoint
+    found = newest(checkpoints_in(run.folder)).checkpoint
     assert found is not None and found.step == steps
     return [(row["loss"], row["grad_norm"]) for row in rows], read(found, found.tensors)
 

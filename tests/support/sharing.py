@@ -25,6 +25,7 @@ OWN_CLUSTERS = (
     "tests/orchestrator/run/test_elastic.py",
     "tests/orchestrator/run/test_elastic_copies.py",
     "tests/orchestrator/run/test_everything.py",
+    "tests/orchestrator/run/test_fault_series.py",
     "tests/orchestrator/run/test_lora_runs.py",
 )
 FILES = [path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")]

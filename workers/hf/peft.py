@@ -178,7 +178,7 @@ def _check_config(folder: Path, lora: LoraSpec) -> set[str]:
     path = folder / CONFIG
     try:
         config: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         expected = f"a folder with {CONFIG} and {WEIGHTS}, as PEFT saves them"
         raise PentadError(f"lora.init_from is '{folder}', whose {CONFIG} cannot be read: expected {expected}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
@@ -190,7 +190,13 @@ def _check_config(folder: Path, lora: LoraSpec) -> set[str]:
     for key, name, value in (("rank", "r", lora.rank), ("alpha", "lora_alpha", lora.alpha)):
         if config.get(name) != value:
             raise PentadError(f"lora.{key} is {value:g}: expected {config.get(name)}, the {name} of {path}")
-    return {f"experts.{str(each).rpartition('.')[2]}" for each in config.get("target_parameters") or ()}
+    match config.get("target_parameters"):
+        case None | []:
+            return set()
+        case [*names] if all(isinstance(name, str) for name in names):
+            return {f"experts.{name.rpartition('.')[2]}" for name in names}
+        case found:
+            raise PentadError(f"{path} has target_parameters = {json.dumps(found)[:100]}: expected a list of names")
 
 
 def _check_targets(folder: Path, names: Collection[str], parameters: set[str], lora: LoraSpec) -> None:

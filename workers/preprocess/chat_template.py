@@ -21,6 +21,8 @@ from pentad.schedules.ir.errors import PentadError
 # Unicode noncharacters, which no text holds: they mark in a rendered text what {% generation %} encloses.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 Message = dict[str, Any]
+# What an expression of a template raises.
+_OF_EXPRESSIONS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Rendered(NamedTuple):
@@ -51,7 +53,7 @@ class ChatTemplate:
         values = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": prompt}
         try:
             return template.render({**self.tokens, **values})
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TemplateError, *_OF_EXPRESSIONS) as error:
             raise PentadError(f"{self.name} cannot render the conversation ({error}): expected one it knows") from None
 
     def check(self) -> None:
@@ -77,7 +79,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         try:
             return environment.from_string(self.text)
-        except TemplateError as error:
+        except (TemplateError, RecursionError, ValueError) as error:  # also what Python refuses of its code
             raise PentadError(f"{self.name} is not a Jinja template ({error}): expected a chat template") from None
 
     @cached_property
@@ -171,7 +173,8 @@ def read_chat_template(tokenizer: Path, file: Path | None) -> tuple[str, str]:
     stored = folder / "chat_template.jinja"
     found = _text(stored) if stored.is_file() else _json_file(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several, by name
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+        named = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
+        found = named[-1].get("template") if named else None
     if not isinstance(found, str):
         expected = "expected chat_template.jinja or a chat_template in tokenizer_config.json (or --chat-template)"
         raise PentadError(f"--tokenizer is '{tokenizer}', which has no chat template: {expected}")
@@ -183,7 +186,7 @@ def _json_file(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(_text(file))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PentadError(f"{file} is not JSON ({error}): expected the configuration of a tokenizer") from None
     return content if isinstance(content, dict) else {}
 

@@ -36,6 +36,7 @@ IDLE_SECONDS = 60.0  # without a byte, after which a connection is given up
 TOKEN_BYTES = 32
 MAX_REQUEST = 64 << 20  # bytes
 _LENGTH = struct.Struct("<Q")
+_FOREIGN = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what reading other requests raises
 
 
 class _Ended(ConnectionError):
@@ -122,7 +123,7 @@ class _Handler(socketserver.BaseRequestHandler):
         peer, copies = self.request, self.server.copies
         peer.settimeout(POLL_SECONDS)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with suppress(OSError, ValueError, KeyError, TypeError):  # the peer learns of it by the end of the connection
+        with suppress(OSError, *_FOREIGN):  # the peer learns of it by the end of the connection
             token = bytearray(TOKEN_BYTES)
             _receive(peer, memoryview(token), _nothing)
             if not hmac.compare_digest(bytes(token), self.server.token):
@@ -176,7 +177,8 @@ def _receive_message(peer: socket.socket, check: Check) -> dict[str, Any] | None
     text = bytearray(size)
     _receive(peer, memoryview(text), check)
     message = json.loads(text)
-    assert isinstance(message, dict)
+    if not isinstance(message, dict):
+        raise ValueError("a request that is no object")
     return message
 
 

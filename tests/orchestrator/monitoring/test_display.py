@@ -1,6 +1,7 @@
 """The display prints one line per step in logs and a live table in terminals, never wider than the screen or cut
 off."""
 
+import errno
 import io
 import math
 import re
@@ -14,7 +15,7 @@ from pentad.orchestrator.api.plans import planned as planned_run
 from pentad.orchestrator.cli.show_plan import show_plan
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring import display as display_module
-from pentad.orchestrator.monitoring.display import Display, print_summary, sparkline
+from pentad.orchestrator.monitoring.display import Display, RunStream, print_summary, sparkline
 from pentad.orchestrator.monitoring.plan_view import layers_text, print_plan
 from pentad.orchestrator.monitoring.run_state import RankView
 from pentad.orchestrator.monitoring.terminal_timeline import bars, coloured_grid
@@ -369,3 +370,21 @@ def test_the_summary_names_the_files() -> None:
     assert " timeline   runs/trial/timeline.html\n" in shown(screen)
     assert "best" not in shown(screen)
     assert "trace" not in shown(screen)
+
+
+def test_output_that_is_lost_ends_no_run_unless_nobody_wants_it() -> None:
+    class Failing(io.StringIO):
+        error: OSError = BrokenPipeError()
+
+        def write(self, text: str) -> int:
+            raise self.error
+
+        def flush(self) -> None:
+            raise self.error
+
+    with pytest.raises(BrokenPipeError):
+        RunStream(Failing(), is_terminal=False).flush()
+    for is_terminal in (True, False):
+        Failing.error = BrokenPipeError() if is_terminal else OSError(errno.ENOSPC, "No space left on device")
+        with Display(Console(file=Failing(), force_terminal=is_terminal), "trial", 3) as shown:
+            shown.note("a note")

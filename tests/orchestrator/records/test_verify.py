@@ -16,7 +16,7 @@ from small_checkpoint import save_small
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.records.hash_chain import linked
+from pentad.orchestrator.records.hash_chain import linked, read_chain
 from pentad.orchestrator.records.verify import replay
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import MANIFEST, fingerprint
@@ -122,6 +122,13 @@ def test_a_run_that_was_interrupted_is_proven(run: Run, pentad: Pentad) -> None:
     assert json.loads(out) == {
         **{"run": "trial", "steps": 8, "samples": None, "rewinds": 1, "undone": 1, "generations": 1, "checkpoints": 2}
     }
+
+
+@pytest.mark.parametrize("number", [b"Infinity", b"1e400", b"NaN"])
+def test_a_number_that_json_lacks_breaks_the_chain_in_one_sentence(number: bytes) -> None:
+    line = b'{"event": "step", "step": 0, "loss": ' + number + b', "hash": ""}'
+    with pytest.raises(PentadError, match=r"^audit.jsonl line 1 has a number that is not finite: expected JSON$"):
+        list(read_chain([line], "audit.jsonl"))
 
 
 def twice(dataset: Dataset, number: int) -> int:

@@ -1,4 +1,4 @@
-"""A full disk ends a run with one sentence and leaves only entire lines. Ranks are in this process (`fake_ray`)."""
+"""A full disk stops neither training nor a recovery, and costs no line. Ranks are in this process (`fake_ray`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fake_ray import FakeRun
 from full_disk import largest_file
 
 from pentad.orchestrator.cluster.faults import WorkerError
-from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.records import run_files
 from pentad.orchestrator.run import driver
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start
@@ -18,23 +18,70 @@ from pentad.workers.checkpoint.checkpoint import Start
 StartRun = Callable[..., FakeRun]
 SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")
 EVALUATES = ("checkpoint.every=1", "data.holdout=0.1", "eval.every=1")
-FILES = ("metrics.jsonl", "eval.jsonl", "journal.jsonl", "audit.jsonl")
+LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # without replicas
+SENTENCE = (
+    r".*/(metrics|eval|journal|audit)\.jsonl cannot be written \(File too large\): expected a run.folder with room"
+)
 
 
-@pytest.mark.parametrize("largest", [300, 7000, 12000])
-def test_a_full_disk_ends_the_run_with_one_sentence_and_entire_lines(start: StartRun, largest: int) -> None:
-    run = start(*SQUARE, *EVALUATES)
+@pytest.fixture(autouse=True)
+def nobody_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "SETTLE_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("largest", [0, 300, 7000])
+def test_a_full_disk_stops_no_training_and_loses_no_line(
+    start: StartRun, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines wait in memory until there is room again, and no checkpoint is committed before: here the run is over
+    then, so it fails for its last one. What is in the files meanwhile is entire lines."""
+    run, notes = start(*SQUARE, *EVALUATES, "run.steps=12"), list[str]()
+    monkeypatch.setattr(run.folder.files, "note", notes.append)
     run.group.restore(Start())
-    folder = re.escape(str(run.folder.path))
-    sentence = rf"^{folder}/({'|'.join(FILES)}) cannot be written \(File too large\): expected a run.folder with room$"
-    with pytest.raises(PentadError, match=sentence), largest_file(largest), driver._failures_recorded(run.bus):
+    last = "^the last state, after step 12, was not saved: .* cannot be written"
+    with pytest.raises(PentadError, match=last), largest_file(largest), driver._failures_recorded(run.bus):
         driver._run_generations(run.config, run.group, run.bus, run.requests, Start())
-    assert run.bus.view.state == "failed"
     assert all(path.read_bytes()[-1:] in (b"", b"\n") for path in run.folder.path.glob("*.jsonl"))
-    steps = [row["step"] for row in read_lines(run.folder.path / "metrics.jsonl")]
-    assert steps == list(range(len(steps)))
-    run.bus.record("later")  # where there is room again
-    assert run.events("later")
+    assert len(run.rows()) < 12 and run.folder.saved() == sorted(set(run.folder.saved()) - {12})
+    run.folder.files.settle()
+    assert [row["step"] for row in run.rows()] == list(range(12))
+    assert [row["step"] for row in run.folder.evaluations()] == list(range(1, 13))
+    assert run.events("failure") and not run.folder.files.waiting
+    assert re.fullmatch(f"{SENTENCE}; until then it is kept in memory, and no checkpoint is committed", notes[0])
+    assert re.fullmatch(r"the run's files are complete again: \d+ changes have waited in memory", notes[1])
+    assert len(notes) == 2
+
+
+@pytest.mark.parametrize("overrides", [SQUARE, (*LINE, "zero.stage=0")])
+def test_a_rank_lost_on_a_full_disk_is_replaced(start: StartRun, overrides: tuple[str, ...]) -> None:
+    """From a replica, or from the checkpoint: neither takes a file of the run."""
+    run = start(*overrides)
+    run.save(5)
+    for step in range(7):
+        run.bus.record("before", step=step)
+    with largest_file(0):
+        state = run.recovery.recover(run.lose(1), 7)
+        assert run.versions() == [state.version] * 4
+        assert not run.events("recovered") and run.folder.journal()[-1]["event"] == "recovered"
+    run.folder.files.settle()
+    assert run.events("recovered")
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_one_sentence(
+    start: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(*SQUARE)
+    monkeypatch.setattr(run_files, "SETTLE_SECONDS", 0.6)
+    with largest_file(0):
+        run.bus.record("later")
+        with pytest.raises(PentadError, match=f"^{SENTENCE}$"):
+            run.folder.files.settle()
+        monkeypatch.setattr(run_files, "MOST_WAITING", 4)
+        run.bus.record("later")
+        with pytest.raises(PentadError, match=f"^{SENTENCE}$"):
+            run.bus.record("much later")
+    run.folder.files.settle()
+    assert len(run.events("later")) == 2
 
 
 def test_a_full_disk_hides_no_failure_of_a_rank(start: StartRun) -> None:

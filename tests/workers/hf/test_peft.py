@@ -133,6 +133,11 @@ BAD_FOLDERS: list[tuple[dict[str, Any], LoraSpec, str]] = [
         '{at}/adapter_config.json has init_lora_weights = "pissa": expected plain LoRA without it',
     ),
     (
+        {"target_parameters": 7},
+        LoraSpec(2, 4.0, ATTENTION),
+        "{at}/adapter_config.json has target_parameters = 7: expected a list of names",
+    ),
+    (
         {"peft_type": "IA3"},
         LoraSpec(2, 4.0, ATTENTION),
         "{at}/adapter_config.json has no peft_type LORA: expected the configuration of a LoRA adapter",

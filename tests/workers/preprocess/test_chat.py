@@ -254,6 +254,17 @@ def test_a_template_is_found_where_transformers_writes_it(tmp_path: Path, where:
     assert special_tokens(folder) == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
+@pytest.mark.parametrize("named", [["x"], [{"name": ["default"]}], [{"name": "default"}], {"default": "x"}])
+def test_templates_of_another_form_are_none(tmp_path: Path, named: Any) -> None:
+    folder = write_tokenizer(tmp_path, None)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    with pytest.raises(PentadError, match=r"^--tokenizer is '.*', which has no chat template: expected"):
+        read_chat_template(folder, None)
+    (folder / "tokenizer_config.json").write_text("[" * 5000)
+    with pytest.raises(PentadError, match=r"tokenizer_config.json is not JSON .*: expected the configuration of a"):
+        read_chat_template(folder, None)
+
+
 ROW = {"messages": PAIR}
 MISTAKES: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "no template": (ROW, None, r"--tokenizer is '.*', which has no chat template: expected chat_template.jinja or"),
@@ -270,6 +281,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str | None, str]] = {
     ),
     "undefined": (ROW, "{{ strftime_now('%Y') }}", r"line 1: .* cannot render .*\('strftime_now' is undefined\)"),
     "unsafe": (ROW, "{{ messages.__class__.__mro__ }}", r"line 1: .* cannot render .*\(access to attribute"),
+    "division by zero": (ROW, "{{ 1 / 0 }}", r"line 1: .* cannot render .*\(division by zero\)"),
+    "too many": (ROW, "{{ range(10**9) }}", r"line 1: .* cannot render .*\(Range too big"),
     "no role": ({"messages": [{"content": "a"}]}, CHATML, r"line 1 has 'content' as message 0: expected 'role' and"),
     "no list": ({"messages": "a"}, CHATML, r"line 1 has a conversation of type str: expected a list of"),
     "unknown speaker": (

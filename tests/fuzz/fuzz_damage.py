@@ -1,0 +1,113 @@
+"""Damage that knows a format: the checks that ordinary damage ends at are made to hold again."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from pentad.orchestrator.records.hash_chain import linked
+from pentad.workers.checkpoint.manifest import _canonical, _checksum
+from pentad.workers.data.corpus_index import CHECKED, INDEX_FILE, checksum_file
+
+Damage = Callable[[bytes, int], bytes]
+HOSTILE: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1, 2, 3, 1 << 62, 1 << 64, -(1 << 63), 1e20, 1e-20, 10**40, 0.5, float("inf"), float("nan")),
+    *("", "x", "\x00", "\x1b[31m", "\ud800", "..", "/etc/passwd", "~", "a/b", "x" * 5000, "9" * 5000, "é", "null"),
+    *([], [[]], [0], ["x"], {}, {"a": 1}, {"x": {"y": []}}),
+)
+
+
+def damaged_tree(data: bytes, seed: int) -> bytes:
+    """JSON with one to three of its values replaced, removed, repeated, renamed, nested or swapped."""
+    random, tree = Random(seed), json.loads(data)
+    for _ in range(random.choice((1, 1, 1, 2, 3))):
+        tree = _changed(random, tree)
+    return json.dumps(tree).encode()
+
+
+def damaged_manifest(data: bytes, seed: int) -> bytes:
+    """A checkpoint's manifest with other values and the checksum of those."""
+    body = json.loads(data)
+    random, rest = Random(seed), {key: value for key, value in body.items() if key != "checksum"}
+    for _ in range(random.choice((1, 1, 2))):
+        rest = _changed(random, rest)
+    try:
+        return _canonical(rest | {"checksum": _checksum(rest)} if isinstance(rest, dict) else rest)
+    except (ValueError, TypeError):  # a number that is not finite
+        return json.dumps(rest).encode()
+
+
+def damaged_chain(data: bytes, seed: int) -> bytes:
+    """Lines of audit.jsonl with other values, moved or left out, and hashes of those."""
+    random, lines = Random(seed), [json.loads(line) for line in data.splitlines()]
+    at = random.randrange(len(lines))
+    match random.choice(("change", "change", "change", "remove", "repeat", "swap")):
+        case "change":
+            lines[at] = _changed(random, lines[at])
+        case "remove":
+            del lines[at]
+        case "repeat":
+            lines.insert(random.randrange(len(lines) + 1), lines[at])
+        case "swap":
+            to = random.randrange(len(lines))
+            lines[at], lines[to] = lines[to], lines[at]
+    out, previous = [], ""
+    for line in lines:
+        if isinstance(line, dict):
+            try:
+                line = linked({key: value for key, value in line.items() if key != "hash"}, previous)
+                previous = line["hash"]
+            except (ValueError, TypeError):
+                previous = ""
+        out.append(json.dumps(line))
+    return "".join(f"{line}\n" for line in out).encode()
+
+
+def with_checksums(folder: Path, shard: str) -> None:
+    """Makes the index of the corpus in `folder` describe the present bytes of a shard."""
+    content, index = (folder / shard).read_bytes(), json.loads((folder / INDEX_FILE).read_text())
+    blocks = (content[at : at + CHECKED] for at in range(0, len(content), CHECKED))
+    checksums = b"".join(struct.pack("<I", zlib.crc32(block)) for block in blocks)
+    (folder / checksum_file(shard)).write_bytes(checksums)
+    first = index["shards"][0]
+    first["bytes"], first["checksums"] = len(content), hashlib.sha256(checksums).hexdigest()
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+
+
+def _changed(random: Random, tree: Any) -> Any:
+    places = [*_places(tree)]
+    if not places:
+        return random.choice(HOSTILE)
+    parent, key = random.choice(places)
+    match random.choice(("value", "value", "value", "value", "number", "remove", "copy", "rename", "nest", "repeat")):
+        case "number" if isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
+            parent[key] = random.choice((-parent[key], parent[key] + 1, parent[key] - 1, parent[key] * 2, 0, 1 << 40))
+        case "remove":
+            del parent[key]
+        case "copy":
+            other, name = random.choice(places)
+            if name in other if isinstance(other, dict) else name < len(other):
+                parent[key] = copy.deepcopy(other[name])
+        case "rename" if isinstance(parent, dict):
+            parent[random.choice((key + "x", key[:-1], "", "\x00", "__class__"))] = parent.pop(key)
+        case "nest":
+            parent[key] = [parent[key]]
+        case "repeat" if isinstance(parent, list):
+            parent.extend([parent[key]] * random.choice((1, 2, 50)))
+        case _:
+            parent[key] = random.choice(HOSTILE)
+    return tree
+
+
+def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Every value in a tree, by what holds it and its key there."""
+    for key in list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+        yield tree, key
+        yield from _places(tree[key])

@@ -1,0 +1,422 @@
+"""Everything that reads what others may have written: YAML, manifests, Arrow files, programs, control messages, folders
+of Hugging Face and torch. Each reader has intact content, ways to damage it, and what is done with the result."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from controls import serving
+from corpora import write_corpus
+from damage import damaged_bytes, damaged_values
+from fuzz_damage import Damage, damaged_chain, damaged_manifest, damaged_tree, with_checksums
+from fuzz_guard import Read, command
+from paths import ROOT
+from random_mutants import random_mutants
+from small_checkpoint import FILE, save_small
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.control.control_messages import METHODS
+from pentad.orchestrator.monitoring.metrics_server import MetricsServer
+from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
+from pentad.orchestrator.planning.estimate import costs_of
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.records.hash_chain import linked, read_chain
+from pentad.orchestrator.records.verify import replay
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.generators import torch_csv
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.verify.check import check
+from pentad.workers.checkpoint.checkpoint import MANIFEST, folder_of, newest, open_checkpoint
+from pentad.workers.checkpoint.safetensors_header import read_header
+from pentad.workers.data.corpus import open_corpus
+from pentad.workers.data.corpus_index import INDEX_FILE, TOKENIZER_FILE
+from pentad.workers.data.tokenizer import encode, end_token, load_tokenizer, train_tokenizer
+from pentad.workers.preprocess.readers import Columns, Span, read_rows
+from pentad.workers.preprocess.source_files import SourceFile
+from pentad.workers.replication.parts import CopyKey, HostCopies
+from pentad.workers.replication.transfer import CopyServer
+
+SIZES = ["model.layers=2", "mesh.pp=2", "schedule.name=1f1b", "schedule.microbatches=2", "batch.global_batch_size=2"]
+TOKEN = bytes(32)
+JSON: tuple[Damage, ...] = (damaged_tree, damaged_tree, damaged_values, damaged_bytes)
+TEXT: tuple[Damage, ...] = (damaged_values, damaged_bytes)
+BINARY: tuple[Damage, ...] = (damaged_bytes,)
+
+
+class Reader(NamedTuple):
+    """`read` gets a damaged one of the `intact` contents."""
+
+    intact: tuple[bytes, ...]
+    damages: tuple[Damage, ...]
+    read: Read
+
+    def case(self, seed: int) -> bytes:
+        return self.damages[seed % len(self.damages)](Random(seed).choice(self.intact), seed)
+
+
+def _written(path: Path, then: Callable[[], object]) -> Read:
+    """Writes the content to a file, and does something with it. What is mapped or cached keeps its bytes."""
+
+    def read(content: bytes) -> object:
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+        return then()
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return read
+
+
+GIVEN: dict[str, Any] = {
+    "run": {"seed": 1, "name": "x", "steps": 4},
+    "model": {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 300, "rope_scaling": None},
+    "mesh": {"pp": 2},
+    "batch": {"global_batch_size": 4, "sequence_length": 16},
+    "schedule": {"name": "zb-h1", "microbatches": 4},
+    "data": {"path": "builtin:pydoc", "holdout": 0.1},
+    "eval": {"every": 2, "data": [{"path": "builtin:pydoc", "name": "a"}]},
+    "checkpoint": {"every": 2, "keep_best": "a", "path": "/tmp/x"},
+    "optimizer": {"beta2": 0.95, "clip_norm": 1.0},
+}
+_EXPERTS = {"family": "mixtral", "experts": {"num_experts": 4, "top_k": 2, "intermediate_size": 16}}
+MORE: dict[str, Any] = {
+    "model": GIVEN["model"] | _EXPERTS,
+    "mesh": {"ep": 2},
+    "batch": {"global_batch_size": 8, "sequence_length": 16},
+    "elastic": {"notice": "/run/x", "replicate_every": 3},
+}
+
+
+@contextmanager
+def configurations(folder: Path) -> Iterator[Reader]:
+    path = folder / "config.yaml"
+    intact = (GIVEN, GIVEN | MORE)
+    yield Reader(tuple(json.dumps(each).encode() for each in intact), JSON, _written(path, lambda: load(path)))
+
+
+@contextmanager
+def yaml_texts(folder: Path) -> Iterator[Reader]:
+    """The jobs of deploy/, which are read with what they include."""
+    path = folder / "config.yaml"
+    jobs = tuple(each.read_bytes() for each in sorted((ROOT / "deploy" / "jobs").glob("*.yaml")))
+    yield Reader(jobs, TEXT, _written(path, lambda: load(path)))
+
+
+@contextmanager
+def planned_configurations(folder: Path) -> Iterator[Reader]:
+    path = folder / "config.yaml"
+    yield Reader((json.dumps(GIVEN).encode(),), JSON, _written(path, lambda: command("plan", str(path))))
+
+
+@contextmanager
+def manifests(folder: Path) -> Iterator[Reader]:
+    root = folder / "checkpoints"
+    save_small(folder_of(root, 3), 3, {"seed": 7, "position": {"sample": 320}})
+    path = folder_of(root, 3) / MANIFEST
+
+    def read() -> None:
+        newest(root)
+        open_checkpoint(path.parent)
+
+    yield Reader((path.read_bytes(),), (damaged_manifest, damaged_manifest, *JSON), _written(path, read))
+
+
+@contextmanager
+def shard_headers(folder: Path) -> Iterator[Reader]:
+    save_small(folder_of(folder, 3), 3)
+    path = folder_of(folder, 3) / FILE
+
+    def read() -> None:
+        with path.open("rb") as file:
+            read_header(file, path.stat().st_size)
+
+    yield Reader((path.read_bytes(),), TEXT, _written(path, read))
+
+
+@contextmanager
+def audits(folder: Path) -> Iterator[Reader]:
+    path, lines, previous = folder / "audit.jsonl", [], ""
+    step = {"event": "step", "batch": 0, "samples": 1 << 39, "loss": 1.5, "generation": 1}
+    entries: list[dict[str, Any]] = [{"event": "configuration", "yaml": "run: {seed: 1}\n"}]
+    entries += [{"event": "rewind", "step": 0}]
+    entries += [{**step, "step": number, "batch": number} for number in range(4)]
+    entries += [{"event": "checkpoint", "step": 3, "manifest": "0" * 64}, {"event": "rewind", "step": 3}]
+    for entry in entries:
+        lines.append(linked(entry, previous))
+        previous = lines[-1]["hash"]
+    intact = "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+    def read(content: bytes) -> None:
+        replay(read_chain(content.split(b"\n")[:-1], str(path)), str(path))
+
+    yield Reader((intact,), (damaged_chain, damaged_chain, *TEXT), read)
+
+
+def _small_corpus(folder: Path) -> Path:
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    write_corpus(corpus, ["one two three " * 9, "four", "", "five " * 40], train_tokenizer(["one two three"], 300))
+    return corpus
+
+
+@contextmanager
+def corpus_indices(folder: Path) -> Iterator[Reader]:
+    corpus = _small_corpus(folder)
+    path = corpus / INDEX_FILE
+    yield Reader((path.read_bytes(),), JSON, _written(path, lambda: _read_corpus(corpus)))
+
+
+@contextmanager
+def corpus_shards(folder: Path) -> Iterator[Reader]:
+    """With checksums of the damaged bytes, so that they are read."""
+    corpus = _small_corpus(folder)
+    path = next(corpus.glob("*.arrow"))
+
+    def read() -> None:
+        with_checksums(corpus, path.name)
+        _read_corpus(corpus)
+
+    yield Reader((path.read_bytes(),), BINARY, _written(path, read))
+
+
+def _read_corpus(path: Path) -> None:
+    corpus = open_corpus(path, verify=True)
+    corpus.read(0, corpus.tokens)
+    corpus.loss_mask(0, corpus.tokens)
+    corpus.boundaries(0, corpus.tokens)
+    for _ in corpus.extents():
+        pass
+
+
+@contextmanager
+def run_folders(folder: Path) -> Iterator[Reader]:
+    """timeline.arrow of a run, drawn."""
+    config = load(None, [*SIZES, "run.name=trial", f"run.folder={folder}"])
+    plan = make_plan(config, "cpu")
+    costs = costs_of(plan)
+    with RunFolder(config, plan) as run:
+        run.timelines(Timeline("measured", simulate(plan.program, costs, step=1).spans), costs)
+        run.metrics(dict.fromkeys(METRIC_KEYS, 1.5) | {"step": 0, "tokens": 256, "target_tokens": 256, "generation": 1})
+    path = run.path / "timeline.arrow"
+    yield Reader((path.read_bytes(),), BINARY, _written(path, lambda: command("timeline", str(run.path))))
+
+
+@contextmanager
+def run_statuses(folder: Path) -> Iterator[Reader]:
+    """control.json of a run that is not live any more."""
+    config = load(None, [*SIZES, "run.name=trial", f"run.folder={folder}"])
+    with RunFolder(config, make_plan(config, "cpu")) as run:
+        run.event("start", generation=1, mesh="pp2")
+    intact = json.dumps({"address": "127.0.0.1:1", "token": "x", "host": ""}).encode()
+    words = ("status", str(run.path), "--timeout", "0.1")
+    yield Reader((intact,), JSON, _written(run.path / "control.json", lambda: command(*words)))
+
+
+@contextmanager
+def timelines(folder: Path) -> Iterator[Reader]:
+    program = compile_program("1f1b", 2, 3)
+    sink = pa.BufferOutputStream()
+    table = simulate(program, Costs.uniform(program.stages)).to_arrow()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    path = folder / "timeline.arrow"
+    yield Reader((sink.getvalue().to_pybytes(),), BINARY, _written(path, lambda: Timeline.load(path).bubble()))
+
+
+@contextmanager
+def row_files(folder: Path) -> Iterator[Reader]:
+    """Arrow, Parquet, JSONL and CSV that others wrote; the first byte says which."""
+    table = pa.table({"text": ["one", "two words", None] * 9, "messages": [[{"role": "user", "content": "x"}]] * 27})
+    arrow, parquet = pa.BufferOutputStream(), pa.BufferOutputStream()
+    with pa.ipc.new_file(arrow, table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+    pq.write_table(table, parquet)
+    lines = "".join(json.dumps(row) + "\n" for row in table.to_pylist()).encode()
+    intact = (arrow.getvalue().to_pybytes(), parquet.getvalue().to_pybytes(), lines, b'text,messages\na,"b\nc"\nd,e\n')
+    columns = Columns((("text", "messages"),))
+    kinds = dict(zip((each[:4] for each in intact), ("arrow", "parquet", "jsonl", "csv"), strict=True))
+
+    def read(content: bytes) -> None:
+        path = folder / f"rows.{kinds.get(content[:4], 'jsonl')}"
+        path.write_bytes(content)
+        try:
+            for _ in read_rows(Span(SourceFile(str(path), path.stat().st_size, 0)), columns):
+                pass
+        finally:
+            path.unlink()
+
+    yield Reader(intact, (damaged_bytes, damaged_bytes, damaged_values), read)
+
+
+@contextmanager
+def program_files(folder: Path) -> Iterator[Reader]:
+    path = folder / "program.arrow"
+    made = [compile_program(*size) for size in (("1f1b", 2, 3), ("zb-h1", 3, 5), ("dualpipe", 4, 8))]
+
+    def read() -> None:
+        program = Program.load(path)
+        check(program)
+        simulate(program, Costs.uniform(program.stages))
+
+    yield Reader(tuple(each.to_bytes() for each in made), BINARY, _written(path, read))
+
+
+@contextmanager
+def programs(folder: Path) -> Iterator[Reader]:
+    """Programs with other instructions, intact as files."""
+    made = [compile_program(*size) for size in (("1f1b", 2, 3), ("zb-h2", 3, 6), ("interleaved", 2, 4))]
+
+    def mutant(_: bytes, seed: int) -> bytes:
+        changed = made[seed % len(made)]
+        for at in range(1 + seed % 2):
+            changed = next(random_mutants(changed, f"{seed} {at}", 1))[1]
+        return changed.to_bytes()
+
+    def read(content: bytes) -> None:
+        program = Program.from_bytes(content)
+        check(program)
+        simulate(program, Costs.uniform(program.stages))
+
+    yield Reader(tuple(each.to_bytes() for each in made), (mutant,), read)
+
+
+@contextmanager
+def orders(folder: Path) -> Iterator[Reader]:
+    """CSV of compute orders, compiled."""
+    path, names = folder / "order.csv", ("1f1b", "zb-h1", "interleaved")
+    intact = tuple(torch_csv.torch_csv(compile_program(name, 2, 4)).encode() for name in names)
+    words = ("schedule", str(path), "--ranks", "2", "--microbatches", "4")
+    yield Reader(intact, TEXT, _written(path, lambda: command(*words)))
+
+
+@contextmanager
+def control_calls(folder: Path) -> Iterator[Reader]:
+    """Requests to the control service; the first byte says which method, the second with which token. None of them
+    names the run's generation, so that what parses is refused as well."""
+    with serving(folder) as served:
+        host = served.endpoint["address"]
+        options = (("grpc.enable_http_proxy", 0),)
+        with grpc.insecure_channel(host, options=options) as channel:
+            calls = [channel.unary_stream(f"/{each.service}/{each.name}") for each in METHODS]
+            tokens = [served.endpoint["token"], "wrong", "", "x" * 5000]
+
+            def read(content: bytes) -> None:
+                call, token = calls[content[0] % len(calls)], tokens[content[1] % len(tokens)]
+                try:
+                    answers = call(
+                        b"\x08\x63" + content[2:], timeout=5, metadata=(("authorization", f"Bearer {token}"),)
+                    )
+                    with suppress(StopIteration):
+                        next(answers)
+                    answers.cancel()
+                except grpc.RpcError as error:
+                    if error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
+                        raise
+                    raise PentadError(error.details()) from None
+
+            read(b"\0\0")
+            yield Reader((bytes(8), b"\x01\x00\x08\x05\x12\x03abc"), (_random_bytes, damaged_bytes), read)
+
+
+@contextmanager
+def copy_requests(folder: Path) -> Iterator[Reader]:
+    """Messages to the server of copies in memory, with its token in front of most."""
+    copies = HostCopies()
+    server = CopyServer(copies, "127.0.0.1", TOKEN)
+    key, part = CopyKey(1, 4, 2), np.arange(64, dtype=np.uint8)
+
+    def message(request: Any, after: bytes = b"") -> bytes:
+        text = json.dumps(request).encode()
+        return TOKEN + len(text).to_bytes(8, "little") + text + after
+
+    put = {
+        "do": "put",
+        "key": key,
+        "owner": 0,
+        "bytes": 64,
+        "index": {"a": {"b": [{"dtype": "F32", "shape": [16]}, 0]}},
+    }
+    get = {"do": "get", "key": key, "owner": 0, "start": 0, "bytes": 64}
+    after = part.tobytes() + bytes(8)
+
+    def requests(data: bytes, seed: int) -> bytes:
+        """Damaged JSON after its length."""
+        changed = damaged_tree(json.dumps(put if data.endswith(after) else get).encode(), seed)
+        return TOKEN + len(changed).to_bytes(8, "little") + changed + (after if data.endswith(after) else b"")
+
+    def read(content: bytes) -> None:
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port)), 5) as peer:
+            peer.settimeout(20)
+            with suppress(ConnectionError):
+                peer.sendall(content)
+                peer.shutdown(socket.SHUT_WR)
+                while peer.recv(1 << 16):
+                    pass
+        copies.forget()
+        copies.spare.clear()
+
+    try:
+        yield Reader((message(put, after), message(get)), (requests, requests, damaged_bytes), read)
+    finally:
+        server.close()
+
+
+@contextmanager
+def scrapes(folder: Path) -> Iterator[Reader]:
+    """Requests to the server of metrics."""
+
+    class Nothing:
+        def collect(self) -> Iterator[Any]:
+            return iter(())
+
+    server = MetricsServer(Nothing(), "127.0.0.1", 0, lambda: True)
+    host, _, port = server.address.rpartition(":")
+
+    def read(content: bytes) -> None:
+        with socket.create_connection((host, int(port)), 5) as peer:
+            peer.settimeout(20)
+            with suppress(ConnectionError):
+                peer.sendall(content)
+                peer.shutdown(socket.SHUT_WR)
+                while peer.recv(1 << 16):
+                    pass
+
+    intact = (b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: */*\r\n\r\n", b"GET /metrics?name[]=up HTTP/1.0\r\n\r\n")
+    try:
+        yield Reader(intact, TEXT, read)
+    finally:
+        server.close()
+
+
+@contextmanager
+def tokenizers(folder: Path) -> Iterator[Reader]:
+    path = folder / TOKENIZER_FILE
+    tokenizer = train_tokenizer(["some text, and some more"], 280)
+    tokenizer.save(str(path))
+
+    def read() -> None:
+        found = load_tokenizer(folder)
+        end_token(found)
+        encode(found, ["one text", ""])
+
+    yield Reader((path.read_bytes(),), (*TEXT, damaged_tree), _written(path, read))
+
+
+def _random_bytes(_: bytes, seed: int) -> bytes:
+    random = Random(seed)
+    return random.randbytes(2 + random.randrange(64))

@@ -1,0 +1,71 @@
+"""The server of copies in memory takes what its peers send, drops what they do not, and serves on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pentad.workers.replication.parts import CopyKey, HostCopies
+from pentad.workers.replication.transfer import CopyServer, open_remote, send_part
+
+TOKEN, KEY = b"t" * 32, CopyKey(1, 4, 2)
+FOREIGN: tuple[Any, ...] = (
+    [],
+    7,
+    {},
+    {"key": 3},
+    {"key": [1, 2]},
+    {"key": [[], 1, 1], "do": "get"},
+    {"do": "get", "key": [1, 4, 2]},
+)
+FOREIGN += tuple({"do": "put", "key": KEY, "owner": 0, "bytes": size, "index": {}} for size in (-1, "x", 1e20, 10**40))
+INDICES: tuple[Any, ...] = (7, {"file": 7}, {"file": {"tensor": 7}}, {"file": {"tensor": []}})
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[HostCopies, CopyServer]]:
+    copies = HostCopies()
+    server = CopyServer(copies, "127.0.0.1", TOKEN)
+    yield copies, server
+    server.close()
+
+
+def say(server: CopyServer, *parts: bytes) -> bytes:
+    """What the server answers until it ends the connection."""
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port)), 10) as peer:
+        peer.sendall(b"".join(parts))
+        peer.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: peer.recv(4096), b""))
+
+
+def message(request: object) -> bytes:
+    text = json.dumps(request).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def test_foreign_requests_print_nothing_and_keep_nothing(
+    served: tuple[HostCopies, CopyServer], capfd: pytest.CaptureFixture[str]
+) -> None:
+    copies, server = served
+    for request in FOREIGN:
+        say(server, TOKEN, message(request))
+    for index in INDICES:
+        put = {"do": "put", "key": KEY, "owner": 0, "bytes": 4, "index": index}
+        say(server, TOKEN, message(put), b"abcd", (0xED82CD11).to_bytes(8, "little"))
+    say(server, TOKEN, (1 << 60).to_bytes(8, "little"))
+    say(server, TOKEN, (5000).to_bytes(8, "little"), b"[" * 5000)
+    assert say(server, b"x" * 32, message({})) == b""
+    assert not copies.held()
+    data = np.arange(8, dtype=np.uint8)
+    send_part(server.address, TOKEN, KEY, 0, {}, data, lambda: None)
+    with open_remote(server.address, TOKEN, KEY, 0, lambda: None) as part:
+        found = np.zeros_like(data)
+        part.readinto(found)
+    assert (found == data).all()
+    assert capfd.readouterr().err == ""
