@@ -54,12 +54,11 @@ def table_of(found: dict[str, Any], hosts: list[int]) -> RateTable:
     gpu = found.pop("gpu")
     assumed = [name for name in GROUPS if found[name] is None and (name != "peer" or found["intra_host"] is None)]
     usual = asdict(rates_of("cpu" if gpu == CPU else "cuda", gpu)) if assumed else {}
-    links = {name: found[name] and _fitted(found[name]) for name in GROUPS}
-    intra = links["intra_host"] or usual.get("intra_host")
-    links["peer"] = (links["peer"] and intra | links["peer"]) or intra
+    links = {name: usual[name] if name in assumed else _fitted(found[name] or {}) for name in GROUPS}
+    links["peer"] = links["intra_host"] | links["peer"]  # peer copies do not do everything
     figures = {
         **found,
-        **{name: link or usual[name] for name, link in links.items()},
+        **links,
         "host_memory": asdict(fit_link(*zip(*found["host_memory"], strict=True))),
         "issue": 0.0 if gpu == CPU else LAUNCHES * found["launch"],
     }

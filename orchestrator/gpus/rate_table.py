@@ -15,7 +15,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import Rates
 
 CPU = "CPU"  # the name of ranks without a GPU
-MAY_BE_ZERO = (".latency", ".issue")
+MAY_BE_ZERO, MAY_BE_EMPTY = (".latency", ".issue"), "products_8bit"
 
 
 class RateTable(BaseModel):
@@ -84,6 +84,8 @@ def _impossible(value: Any, name: str) -> str:
     if isinstance(value, dict):
         return next(filter(None, (_impossible(each, f"{name}.{key}") for key, each in value.items())), "")
     if isinstance(value, (list, tuple)):
+        if not value and not name.endswith(MAY_BE_EMPTY):
+            return f"{name} is empty"
         return next(filter(None, (_impossible(each, f"{name}.{number}") for number, each in enumerate(value))), "")
     if value is None or (math.isfinite(value) and (value > 0 or (value == 0 and name.endswith(MAY_BE_ZERO)))):
         return ""

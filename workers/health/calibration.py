@@ -53,6 +53,7 @@ def calibrate(kind: str, gpu: int, address: str, rank: int, hosts: list[int]) ->
             group, _ = dist.new_subgroups_by_enumeration(_all_like(hosts, name))
             found[name] = measure_group(group, sizes.sent_bytes, device, clock)
     if peers:
+        assert store is not None
         own = dist.PrefixStore(f"host-{hosts[rank]}", store)
         found["peer"] = measure_peers(own, local.index(rank), len(local), sizes.sent_bytes, device, clock)
     if size > 1:

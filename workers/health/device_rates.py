@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from pentad.kernels.attention.attention import attention, attention_backward
 from pentad.kernels.attention.rope import rope_
+from pentad.kernels.fp8.fp8_gemm import fp8_gemm
+from pentad.kernels.fp8.fp8_tensor import E4M3, Fp8Tensor
 from pentad.kernels.glu import glu, glu_backward
 from pentad.kernels.moe.grouped_gemm import grouped_gemm
 from pentad.kernels.optimizer.adamw import adamw_, coefficients
@@ -160,16 +163,15 @@ def _products(sizes: Sizes, new: _Tensors, clock: Clock) -> tuple[list[tuple[flo
         rate = 3 * flops / clock.seconds(products)
         wide.append((flops, rate))
         if has_fp8(new.device):
-            factors = x.to(torch.float8_e4m3fn), matrix.to(torch.float8_e4m3fn).t()
-            scale = torch.ones((), device=new.device)
-            plain = clock.seconds(lambda x=x, matrix=matrix: torch.mm(x, matrix.t()))  # type: ignore[misc]
-            in_8_bits = clock.seconds(
-                lambda factors=factors, scale=scale: torch._scaled_mm(  # type: ignore[misc]
-                    *factors, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True
-                )
-            )
-            narrow.append((flops, rate * plain / in_8_bits))
+            plain, narrower = clock.seconds(partial(torch.mm, x, matrix.t())), clock.seconds(_in_8_bits(x, matrix))
+            narrow.append((flops, rate * plain / narrower))
     return wide, narrow
+
+
+def _in_8_bits(x: Tensor, matrix: Tensor) -> Work:
+    """The product with a scale for each factor, of which casts are no part."""
+    a, b = (Fp8Tensor(each.to(E4M3), torch.ones(1, 1, device=x.device)) for each in (x, matrix))
+    return partial(fp8_gemm, a, b, x.dtype)
 
 
 def _grouped(sizes: Sizes, new: _Tensors, clock: Clock) -> float:

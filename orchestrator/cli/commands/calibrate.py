@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -41,7 +41,7 @@ def calibrate(
 
 
 @contextmanager
-def _progress() -> Iterator[object]:
+def _progress() -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, if that is a terminal; yields what it is told of each measurement."""
     console = Console(stderr=True)
     columns = (TextColumn(" measuring"), BarColumn(), TimeElapsedColumn())

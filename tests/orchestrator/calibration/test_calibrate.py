@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import Pentad
@@ -22,6 +21,7 @@ from pentad.schedules.simulate.rates import Rates
 from pentad.workers.health.calibration import calibrate
 
 GPU = "NVIDIA H200"
+RATES = asdict(rates_of("cuda", GPU))
 SIZES = ("model.hidden=1024", "model.ffn=4096", "model.heads=8", "batch.sequence_length=2048", f"cluster.gpu={GPU}")
 
 
@@ -75,31 +75,40 @@ def test_smaller_products_take_their_own_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "reason"),
+    ("changes", "reason"),
     [
-        (None, "No such file or directory"),
-        ("{", "the file: Invalid JSON"),
         ({"gpu": "NVIDIA B200"}, "it is of NVIDIA B200"),
         ({"version": 2}, "version: Input should be 1"),
-        ({"rates": {}}, "rates.products: Field required"),
         ({"colour": "red"}, "colour: Extra inputs are not permitted"),
-        ({"memory": -1.0}, "rates.memory is -1.0"),
-        ({"memory": 0.0}, "rates.memory is 0.0"),
+        ({"rates": {}}, "rates.products: Field required"),
+        ({"rates": RATES | {"products": []}}, "rates.products is empty"),
+        ({"rates": RATES | {"memory": -1.0}}, "rates.memory is -1.0"),
+        ({"rates": RATES | {"memory": 0.0}}, "rates.memory is 0.0"),
+        ({"rates": RATES | {"update": float("nan")}}, "rates.update"),
     ],
 )
-def test_other_files_are_refused_in_a_sentence(tmp_path: Path, changed: Any, reason: str) -> None:
+def test_other_tables_are_refused_in_a_sentence(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
     path = tmp_path / "table.json"
-    if isinstance(changed, str):
-        path.write_text(changed)
-    elif changed is not None:
-        facts = table(rates_of("cuda", GPU)).model_dump(mode="json")
-        facts["rates" if "memory" in changed else "colour"] = facts["rates"] | changed
-        facts = {key: value for key, value in facts.items() if key != "colour"}
-        path.write_text(json.dumps(facts if "memory" in changed else facts | changed))
+    path.write_text(json.dumps(table(rates_of("cuda", GPU)).model_dump(mode="json") | changes))
+    assert reason in refusal(path)
+
+
+def test_what_is_no_table_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    assert "No such file or directory" in refusal(path)
+    path.write_bytes(b"\xff\xfe")
+    assert "no text" in refusal(path)
+    path.write_text("{")
+    assert "the file: Invalid JSON" in refusal(path)
+
+
+def refusal(path: Path) -> str:
+    """Why a table is refused, without what is expected."""
     with pytest.raises(PentadError) as error:
         rates_for(config(f"cluster.rates={path}").cluster, "cuda")
-    expected = f"cluster.rates is {path}: expected a table that `pentad calibrate` wrote for {GPU} ({reason}"
-    assert str(error.value).startswith(expected)
+    expected = f"cluster.rates is {path}: expected a table that `pentad calibrate` wrote for {GPU} ("
+    assert str(error.value).startswith(expected) and "\n" not in str(error.value)
+    return str(error.value)[len(expected) :]
 
 
 def test_auto_takes_the_table_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +141,7 @@ def test_two_ranks_are_calibrated_and_planned_with(
     facts = json.loads(out)
     assert (status, facts["ranks"], facts["assumed"]) == (0, [2, 1], ["inter_host"])
     assert facts["path"] == str(place_of("CPU")) and facts["seconds"] < 180
+    assert facts["rates"]["peer"] == facts["rates"]["intra_host"] != facts["rates"]["inter_host"]
     assert facts["rates"]["intra_host"]["send"] != vars(rates_of("cpu").intra_host.send)
     status, out, _ = pentad("plan", "--device", "cpu", "mesh.pp=2")
     assert status == 0 and f"from rates measured {facts['measured']} ({place_of('CPU')})" in out.replace("\n ", " ")
