@@ -37,15 +37,15 @@ def run_ranks(
         for rank, gpu in gpus.items():
             command = [sys.executable, "-P", "-m", PROBE, device, str(gpu), address, str(rank)]
             command.append(",".join(map(str, hosts)))
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors[rank], text=True)
+            out = subprocess.DEVNULL if rank else subprocess.PIPE  # only rank 0 has something to say
+            process = subprocess.Popen(command, stdout=out, stderr=errors[rank], text=True)
             started.append(stack.enter_context(process))
         timer = threading.Timer(LIMIT, end)
         stack.callback(timer.cancel)
         timer.start()
-        for process in started:  # only rank 0 prints
-            assert process.stdout is not None
-            for line in process.stdout:
-                row = json.loads(line)
+        for process in started:
+            for line in process.stdout or ():
+                row = json.loads(line) if line.startswith("{") else {}  # libraries print, too
                 found = row.get("rates", found)
                 if report is not None and "done" in row:
                     report(row["done"], row["total"])

@@ -25,6 +25,7 @@ NODE_GPUS = 8  # of a host, with fast links among them
 # Of the figures of a GPU what training attains: measured on H200s with NVLink.
 ATTAINED_FLOPS, ATTAINED_BANDWIDTH, ATTAINED_LINK, ATTAINED_HOST_LINK = 660 / 989, 3 / 4.8, 330 / 450, 50 / 64
 INTER_HOST = 40 * GB  # 400 Gbit/s a GPU
+ISSUE = 230e-6  # seconds of the host beside a GPU, with all that a layer does around an operation between ranks
 GROUPED_EFFICIENCY = 0.5  # of the FLOP/s of other products is what grouped products of experts attain
 
 
@@ -73,7 +74,7 @@ def rates_of(device: str, gpu: str = "") -> Rates:
         (Links.uniform(30e-6, share[2] * found.link), Links.uniform(60e-6, INTER_HOST)),
         Link(30e-6, share[3] * found.host_link),
         15e-6,
-        230e-6,
+        ISSUE,
         f"assumed for an {name} ({found.source})",
     )
 
