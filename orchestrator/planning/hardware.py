@@ -5,74 +5,90 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from pentad.orchestrator.config.errors import nearest
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.orchestrator.gpus.measured import MEASURED, measured_gpu
+from pentad.orchestrator.gpus.rate_table import CPU, place_of, read_table
 from pentad.orchestrator.gpus.table import ASSUMED_GPU, GB, GPUS, Gpu
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.rates import AttentionRates, Link, Links, Rates
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Scaling
 
 NODE_GPUS = 8  # of a host, with fast links among them
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a rank attains: FLOP/s of products, bytes/s of its memory, to ranks on its host, to other hosts and to host
-    memory; seconds before an operation on either link, to launch an instruction, and of the host to start an operation
-    inside a layer with the kernels around it."""
-
-    flops: float
-    memory: float
-    intra_host: float
-    inter_host: float
-    host_memory: float
-    intra_host_latency: float
-    inter_host_latency: float
-    launch: float
-    issue: float
-
-
 # Of the figures of a GPU what training attains: measured on H200s with NVLink.
 ATTAINED_FLOPS, ATTAINED_BANDWIDTH, ATTAINED_LINK, ATTAINED_HOST_LINK = 660 / 989, 3 / 4.8, 330 / 450, 50 / 64
 INTER_HOST = 40 * GB  # 400 Gbit/s a GPU
+ISSUE = 230e-6  # seconds of the host beside a GPU, with all that a layer does around an operation between ranks
+GROUPED_EFFICIENCY = 0.5  # of the FLOP/s of other products is what grouped products of experts attain
+
+
+def _uniform(
+    flops: float, memory: float, links: tuple[Links, Links], host_memory: Link, launch: float, issue: float, source: str
+) -> Rates:
+    """Without a difference between sizes of products, and between kinds of operations on a link. `links` are those on
+    the host and to other hosts."""
+    constant = ((1.0, flops),)
+    return Rates(
+        products=constant,
+        products_8bit=(),
+        grouped=GROUPED_EFFICIENCY * flops,
+        attention=(AttentionRates(128, constant, constant),),
+        memory=memory,
+        elementwise=memory,
+        update=memory,
+        intra_host=links[0],
+        inter_host=links[1],
+        peer=links[0],
+        host_memory=host_memory,
+        launch=launch,
+        issue=issue,
+        source=source,
+    )
+
+
 # A CPU core with transfers through memory.
-CPU_RATES = Rates(
-    flops=20e9,
-    memory=10 * GB,
-    intra_host=GB,
-    inter_host=GB,
-    host_memory=5 * GB,
-    intra_host_latency=100e-6,
-    inter_host_latency=100e-6,
-    launch=50e-6,
-    issue=0.0,
+CPU_RATES = _uniform(
+    20e9, 10 * GB, 2 * (Links.uniform(100e-6, GB),), Link(100e-6, 5 * GB), 50e-6, 0.0, "assumed for a CPU core"
 )
 
 
 @cache
 def rates_of(device: str, gpu: str = "") -> Rates:
-    """What a rank on a 'cpu' attains, or with 'cuda' on a GPU of this name ('': the assumed one)."""
+    """What a rank on a 'cpu' is assumed to attain, or with 'cuda' on a GPU of this name ('': the assumed one)."""
     if device == "cpu":
         return CPU_RATES
-    found = figures_of(gpu or ASSUMED_GPU)
+    name = gpu or ASSUMED_GPU
+    found = figures_of(name)
     is_measured = found.source == MEASURED
     share = [1.0] * 4 if is_measured else [ATTAINED_FLOPS, ATTAINED_BANDWIDTH, ATTAINED_LINK, ATTAINED_HOST_LINK]
-    return Rates(
-        flops=share[0] * found.bf16,
-        memory=share[1] * found.bandwidth,
-        intra_host=share[2] * found.link,
-        inter_host=INTER_HOST,
-        host_memory=share[3] * found.host_link,
-        intra_host_latency=30e-6,
-        inter_host_latency=60e-6,
-        launch=15e-6,
-        issue=230e-6,
+    return _uniform(
+        share[0] * found.bf16,
+        share[1] * found.bandwidth,
+        (Links.uniform(30e-6, share[2] * found.link), Links.uniform(60e-6, INTER_HOST)),
+        Link(30e-6, share[3] * found.host_link),
+        15e-6,
+        ISSUE,
+        f"assumed for an {name} ({found.source})",
     )
+
+
+def rates_for(section: ClusterSection, device: str) -> Rates:
+    """Those that plans are made with on 'cpu' or 'cuda' devices (cluster.rates). Raises PentadError for a table that
+    cannot be read."""
+    gpu = CPU if device == "cpu" else gpu_of(section)
+    if section.rates not in ("auto", "builtin"):
+        return read_table(Path(section.rates).expanduser(), gpu)
+    path = place_of(gpu)
+    if section.rates == "builtin" or not path.exists():
+        return rates_of(device, gpu)
+    return read_table(path, gpu, "cluster.rates is auto, which")
 
 
 # How many times faster products in 8 bits are on a Hopper GPU, by what has a scale (tests/bench/results/fp8-h200.json).
@@ -89,11 +105,12 @@ def spans_hosts(mesh: Mesh, axis: Axis) -> bool:
     return getattr(mesh, axis) > 1 and math.prod(getattr(mesh, each) for each in inner) > NODE_GPUS
 
 
-def link_of(rates: Rates, mesh: Mesh, axis: Axis) -> tuple[float, float]:
-    """(seconds before an operation, bytes/s) along an axis, those of its slowest link."""
-    if spans_hosts(mesh, axis):
-        return rates.inter_host_latency, rates.inter_host
-    return rates.intra_host_latency, rates.intra_host
+def links_of(rates: Rates, mesh: Mesh, axes: Iterable[Axis], *, in_layers: bool = False) -> Links:
+    """Of the slowest link along the axes, between layers or inside them: where no rank is on another host, transfers
+    and ZeRO's collectives go by peer copies."""
+    if any(spans_hosts(mesh, axis) for axis in axes):
+        return rates.inter_host
+    return rates.intra_host if in_layers or mesh.size > NODE_GPUS else rates.peer
 
 
 def require_tp_on_node(mesh: Mesh, *, across: bool) -> None:

@@ -73,6 +73,7 @@ LAYERS = {
         "cli",
         "api",
         "run",
+        "calibration",
         "doctor",
         "recovery",
         "control",
