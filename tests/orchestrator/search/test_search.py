@@ -19,6 +19,7 @@ from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning.estimate import memories, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, device_memory
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.search import search as search_module
 from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds
 from pentad.orchestrator.search.search import LISTED, Found, search, search_space
@@ -26,6 +27,7 @@ from pentad.orchestrator.search.space import Order, Setting, Space, all_meshes, 
 from pentad.orchestrator.search.time_bounds import Timed, compute_order, placement_bound, shape_bound
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.plan import Plan
 
 EIGHT = ("layers=32", "hidden=4096", "heads=32", "kv_heads=8", "ffn=14336", "vocab=128256")
 SEVENTY = ("layers=80", "hidden=8192", "heads=64", "kv_heads=8", "ffn=28672", "vocab=128256")
@@ -227,18 +229,16 @@ def test_only_schedules_of_the_catalogue_are_searched(pentad: Pentad) -> None:
     assert status == 1 and "schedule.name is my.py:eager: expected one of gpipe, 1f1b" in err
 
 
-def test_an_order_that_deadlocks_is_refused() -> None:
-    """Plans are not proven before they are listed."""
-    config = config_of(("layers=16", "hidden=64", "heads=4", "kv_heads=2", "ffn=128", "vocab=512"), 16, 64)
-    space = replace(
-        space_of(config, 4),
-        meshes=(Mesh(pp=4),),
-        microbatches=(8,),
-        orders=(Order("interleaved-zb", 4),),
-        recompute=("full",),
-        recompute_layers=(None,),
-        offload=(0.25,),
-    )
+def test_an_order_that_deadlocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are not proven before they are listed: a simulation may find it."""
+    config = config_of(("layers=4", "hidden=64", "heads=4", "kv_heads=2", "ffn=128", "vocab=512"), 16, 64)
+    space = replace(space_of(config, 4), meshes=(Mesh(pp=4),), microbatches=(8,), orders=(Order("1f1b"),))
+    assert search_space(config, space, H200).choices
+
+    def deadlocks(plan: Plan) -> float:
+        raise ScheduleError(f"program {plan.program.name} deadlocks")
+
+    monkeypatch.setattr(search_module, "simulated_seconds", deadlocks)
     found = search_space(config, space, H200)
     assert not found.choices
     assert "deadlocks" in found.refusals[Mesh(pp=4)].why
