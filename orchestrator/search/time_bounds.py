@@ -8,7 +8,7 @@ gather, recompute, copy. A lane that is busy for so long bounds the step as well
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.recompute import add_recompute
 from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import action_times
@@ -216,6 +217,17 @@ class Timed:
                 seconds = max(seconds, self._copied(rank, moved))
             most = max(most, seconds + _end(layout.work, layout.sharded))
         return most
+
+    def simulated_with(self, setting: Setting) -> float:
+        """The compute order, simulated with the recomputation of a setting; 0 without."""
+        if setting.recompute == "none":
+            return 0.0
+        by_unit, launch = self._recomputed(setting), self.costs.launch
+        by_part = [sum(by_unit[unit] for unit in units) for units in self.units_of_parts]
+        program = add_recompute(self.of_parts, [part for part, seconds in enumerate(by_part) if seconds])
+        recompute = tuple(max(0.0, seconds - launch) for seconds in by_part)  # a RECOMPUTE has a launch of its own
+        _, ends = action_times(program, replace(self.costs, recompute=recompute))
+        return float(ends.max()) + _end(self.layout.work, self.layout.sharded)
 
     def _recomputed(self, setting: Setting) -> list[float]:
         """Seconds of each unit, of which only the first layers of a stage may recompute."""

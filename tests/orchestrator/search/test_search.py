@@ -16,10 +16,10 @@ import pytest
 from commands import Pentad
 
 from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.memory.variants import Variants
 from pentad.orchestrator.planning.estimate import memories, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, device_memory
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.search import search as search_module
 from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds
 from pentad.orchestrator.search.search import LISTED, Found, search, search_space
@@ -235,10 +235,10 @@ def test_an_order_that_deadlocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     space = replace(space_of(config, 4), meshes=(Mesh(pp=4),), microbatches=(8,), orders=(Order("1f1b"),))
     assert search_space(config, space, H200).choices
 
-    def deadlocks(plan: Plan) -> float:
+    def deadlocks(_: Variants, plan: Plan) -> float:
         raise ScheduleError(f"program {plan.program.name} deadlocks")
 
-    monkeypatch.setattr(search_module, "simulated_seconds", deadlocks)
+    monkeypatch.setattr(Variants, "seconds", deadlocks)
     found = search_space(config, space, H200)
     assert not found.choices
     assert "deadlocks" in found.refusals[Mesh(pp=4)].why
