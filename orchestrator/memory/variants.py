@@ -13,7 +13,7 @@ from functools import cached_property
 from pentad.orchestrator.activations.activation_memory import with_slots
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.first_microbatches import with_words
-from pentad.orchestrator.planning.estimate import States, fullest_bytes, memories, simulated_seconds
+from pentad.orchestrator.planning.estimate import States, fullest_bytes, memories, memory, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of_ranks
 from pentad.orchestrator.planning.layout import unit_placement
 from pentad.orchestrator.planning.planning import make_plan
@@ -82,6 +82,11 @@ class Variants:
         state = self._by_program[id(plan.program)].state
         return fit_of_ranks(memories(plan, state), self.room)
 
+    def fits(self, plan: Plan) -> bool:
+        """Whether one of these plans does, sooner if its first rank does not."""
+        first = memory(plan, 0, self._by_program[id(plan.program)].state)["total"]
+        return (self.room.is_shared or first <= self.room.bytes) and self.fit(plan).ok
+
     def needed(self, plan: Plan) -> int:
         """`fullest_bytes` of one of these plans; or of its first rank that does not fit."""
         return fullest_bytes(plan, self.room.bytes, self._by_program[id(plan.program)].state)
@@ -104,7 +109,7 @@ class Variants:
         section = config.memory
         if section.offload_fraction == AUTO or section.max_resident_microbatches is not None:
             return None
-        mode, layers, offloads = section.mode, section.recompute_layers, section.offload_fraction > 0
+        mode, layers, offloads = section.mode, section.recompute_layers, section.offload_fraction != 0
         if not offloads:
             if mode == "none" and not self._none_has_same_units:
                 return None

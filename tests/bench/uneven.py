@@ -32,7 +32,7 @@ TOKENS, MICROBATCHES, BATCHES = 2**15, 2, 3
 CAPACITY = TOKENS * 5 // 4
 COSTS = DocumentCosts(1 / 65_536, 1.0, 0.02)
 TEXTS = json.loads((Path(__file__).parent / "results" / "lengths-real-texts.json").read_text())["lengths"]
-CAPS = {64: 2**18, 256: 2**18, 1024: 2**19}
+CAPS = {64: 2**18, 256: 2**18}
 
 
 def lognormal_pareto(random: np.random.Generator, count: int) -> np.ndarray:
