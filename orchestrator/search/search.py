@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count, product
+from itertools import chain, count, product
 from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
@@ -294,22 +294,19 @@ class _Search:
                 self._push(chain.seconds(chain.low + 1), chain)
 
     def _chains(self, setting: Setting, timed: Timed) -> Iterator[_Chain]:
-        """Recomputation by mode, in more and more layers, and more and more offloading, where not even that which is
-        held fits."""
+        """Recomputation by mode, in more and more layers, and more and more offloading; where one of them is held, not
+        all orders of the other are from fast to slow: what recomputes is not copied."""
         space, layout = self.space, timed.layout
         bounds, plain = MemoryBounds(layout, timed.program), timed.bound(setting.zero, setting.max_gathered)
         layers = space.recompute_layers or (*range(1, max(len(held.numbers) for held in layout.stages)), None)
         modes = [mode for mode in space.recompute if mode != "none"]
-        if "none" in space.recompute:
-            share = 0.0 if 0.0 in space.offload else space.offload[0]
-            found = [
-                [setting._replace(recompute=mode, recompute_layers=count, offload=share) for count in layers]
-                for mode in modes
-            ]
-            found.append([setting._replace(offload=share) for share in space.offload if share])
+        by_mode = [[setting._replace(recompute=mode, recompute_layers=count) for count in layers] for mode in modes]
+        if "none" not in space.recompute:
+            found = [[each._replace(offload=share) for share in space.offload] for each in chain(*by_mode)]
         else:
-            held = [setting._replace(recompute=mode, recompute_layers=count) for mode in modes for count in layers]
-            found = [[each._replace(offload=share) for share in space.offload] for each in held]
+            if 0.0 not in space.offload:
+                by_mode = [[each._replace(offload=space.offload[0])] for each in chain(*by_mode)]
+            found = [*by_mode, [setting._replace(offload=share) for share in space.offload if share]]
         variants = None
         for settings in filter(None, found):
             least = bounds.least(settings[-1])
@@ -321,9 +318,9 @@ class _Search:
             except PentadError as error:
                 self._refuse(setting.mesh, error)
                 continue
-            chain = _Chain(settings, variants, timed, bounds, plain, -1, len(settings))
-            chain.low = chain.first_within(self.device.bytes) - 1
-            yield chain
+            added = _Chain(settings, variants, timed, bounds, plain, -1, len(settings))
+            added.low = added.first_within(self.device.bytes) - 1
+            yield added
 
     def _variants(self, setting: Setting) -> Variants:
         return Variants(with_setting(self.compared, setting, self.held), "cuda", self.device)
