@@ -23,12 +23,12 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.variants import Variants
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.hardware import require_tp_on_node
-from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
 from pentad.orchestrator.search.planned import Planned, without_evaluation
 from pentad.orchestrator.search.space import Order, Setting, Space, space_of, with_setting
-from pentad.orchestrator.search.time_bounds import GATHERED, Timed, compute_order, placement_bound, shape_bound
+from pentad.orchestrator.search.time_bounds import Timed, compute_order, placement_bound, shape_bound
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.gc_pause import gc_paused
@@ -273,7 +273,7 @@ class _Search:
             return
         units = max(map(len, layout.units_of_ranks))
         for zero, gathered in product(self.space.zero, self.space.max_gathered):
-            is_default = units <= GATHERED and len(self.space.max_gathered) > 1
+            is_default = units <= GATHERED_UNITS and len(self.space.max_gathered) > 1
             if gathered is None or (zero == 3 and not is_default):
                 yield zero, gathered
 
