@@ -28,6 +28,7 @@ OUTPUT_GRADIENT = "gradient of the result"  # what B receives, allocated by the 
 POST_NORM_GRADIENT = "gradient of the norm's input"  # the same where a norm follows, which allocates it
 
 
+@lru_cache(maxsize=4096)
 def sublayers(model: ModelSpec, has_experts: bool, has_window: bool, piece: Piece) -> list[list[list[Allocation]]]:
     """Of attention and of the feed-forward network of a layer: the norm before it, itself, the norm after it."""
     mixer = attention(model, has_window, piece) if model.mla is None else latent_attention(model, model.mla, piece)

@@ -60,7 +60,7 @@ def show_search(command: Command, gpus: int, device: DeviceMemory, console: Cons
             {**_facts(each), "command": command.of(each), "reason": why, "shares": own._asdict()}
             for each, why, own in zip(found.choices, reasons, shares, strict=True)
         ]
-        sizes = {"gpus": gpus, "available": device.bytes, "meshes": len(found.space.meshes), "compiled": found.compiled}
+        sizes = {"gpus": gpus, "available": device.bytes, "meshes": len(found.space.meshes), "planned": found.planned}
         flipping = [{"change": each.sentence, "command": command.of(each.other)} for each in changes]
         fitting = [{"change": change, **_facts(each), "command": command.of(each)} for change, each in nearest]
         found_facts = {"choices": choices, "flips": flipping, "refused": _refused(found), "nearest": fitting}

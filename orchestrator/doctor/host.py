@@ -8,16 +8,12 @@ from pathlib import Path
 
 from pentad.orchestrator.doctor.finding import Finding, Subject, Verdict
 from pentad.orchestrator.planning.formatting import format_bytes
+from pentad.orchestrator.planning.machine_memory import container_bytes
 
 MIB, GIB = 2**20, 2**30
 FEW_FILES, MANY_FILES = 1024, 8192
 SHM = Path("/dev/shm")
 SHM_OBJECTS, SHM_GPU = 256 * MIB, 64 * MIB  # for Ray's objects, and for NCCL's buffers of a GPU
-CGROUP = Path("/sys/fs/cgroup")
-CGROUP_FILES = (  # of version 2 and 1: limit, in use, and the file and key of what of that is a cache
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-)
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -36,7 +32,7 @@ def examine_memory(_: Subject) -> Finding:
     sizes = _meminfo()
     if not sizes:
         return Finding("not applicable", "no /proc/meminfo on this system")
-    limit, used = next((found for files in CGROUP_FILES if (found := cgroup(*files))), (None, 0))
+    limit, used = container_bytes() or (None, 0)
     return judge_memory(sizes["MemTotal"], sizes["MemAvailable"], limit, used)
 
 
@@ -99,16 +95,6 @@ def _meminfo() -> dict[str, int]:
         return {}
     pairs = (line.split(":") for line in lines)
     return {name: int(rest.split()[0]) * 1024 for name, rest in pairs}
-
-
-def cgroup(limit: str, used: str, statistics: str, cache: str) -> tuple[int, int] | None:
-    """The bytes that a container may use, and those that it uses but for a cache, which the kernel gives back. None
-    without a limit ('max')."""
-    try:
-        lines = dict(line.split() for line in (CGROUP / statistics).read_text().splitlines())
-        return int((CGROUP / limit).read_text()), int((CGROUP / used).read_text()) - int(lines.get(cache, 0))
-    except (OSError, ValueError):
-        return None
 
 
 def _has_entries(folder: Path) -> bool:

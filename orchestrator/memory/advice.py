@@ -40,7 +40,7 @@ def _fitting(config: RunConfig, device: str, room: DeviceMemory, tried: Tried) -
     """(seconds of a step, overrides) for what can be recomputed for the run to fit. The seconds of the fastest are
     estimated, those of the others in proportion to what their first microbatches take."""
     variants = Variants(shortened(config), device, room)
-    found = sorted((variants.seconds(plan), words) for words, plan in fitting_recompute(variants, tried))
+    found = sorted((variants.seconds(plan), words) for words, plan in fitting_recompute(variants, tried, slower=True))
     if found:
         least, fastest = found[0]
         scale = estimated_seconds(with_words(config, fastest), device) / least

@@ -10,12 +10,16 @@ from contextlib import suppress
 from itertools import combinations
 from typing import NamedTuple
 
+import numpy as np
+
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.memory.variants import AUTO, Variants, Words, words_of
+from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.layout import unit_placement
 from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
+from pentad.schedules.ir.columns import Array
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.passes.recompute import mode_of, parts_of, recomputed_parts
 from pentad.schedules.spec.model import ModelSpec
@@ -38,8 +42,8 @@ def with_choices(config: RunConfig, device: str, room: DeviceMemory) -> RunConfi
 
 
 def choose(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
-    """Of what fits, that with the least simulated time, then the least memory; if nothing fits, that which needs least.
-    None without `auto`. Raises PentadError if the configuration allows nothing."""
+    """Of what fits, that with the least simulated time, then the least recomputation and memory; if nothing fits, that
+    which needs least. None without `auto`. Raises PentadError if the configuration allows nothing."""
     if AUTO not in (config.memory.recompute, config.zero.max_gathered):
         return None
     tried, found = Tried(), list[tuple[float, int, Words]]()
@@ -61,20 +65,33 @@ def choose(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
     return Choice(words, make_plan(with_words(config, words), device, memory=room))
 
 
-def fitting_recompute(variants: Variants, tried: Tried) -> Iterator[tuple[Words, Plan]]:
+def fitting_recompute(variants: Variants, tried: Tried, *, slower: bool = False) -> Iterator[tuple[Words, Plan]]:
     """Overrides of memory.recompute that fit, and the plans with them: as it is ('none' for auto) if that fits, else
-    for each combination of parts of layers that has all it recomputes now, and for 'full', the fewest layers. Adds the
-    others to `tried`."""
+    for each combination of parts of layers that has all it recomputes now, and for 'full', the fewest layers; those
+    that take no more time in any unit, with no more units, than another one only if `slower`. Adds what does not fit
+    to `tried`."""
     as_it_is, plan = variants.as_it_is
     if (fit := variants.fit(plan)).ok:
         yield as_it_is, plan
         return
     tried.append((fit.needed, as_it_is))
     given = variants.config.memory.mode
+    plans = list[tuple[Array, str, Plan]]()
     for mode in _modes_with("none" if given == AUTO else given, plan.model):
         with suppress(PentadError):  # a mode that the model or other keys do not allow
-            if found := _fewest_layers(variants, mode, tried):
-                yield found
+            plans.append((_recompute_seconds(every := variants.plan(mode)), mode, every))
+    found = list[tuple[Array, int]]()
+    for seconds, mode, every in sorted(plans, key=lambda each: float(each[0].sum())):
+        faster = [] if slower else [layers for other, layers in found if (other <= seconds).all()]
+        if layers := _fewest_layers(variants, mode, every, min(faster, default=largest_stage(every) + 1), tried):
+            found.append((seconds, layers))
+            is_every = layers == largest_stage(every)
+            yield words_of(mode, None if is_every else layers), every if is_every else variants.plan(mode, layers)
+
+
+def _recompute_seconds(plan: Plan) -> Array:
+    """By unit."""
+    return np.array(costs_of(plan).recompute)
 
 
 def _modes_with(mode: str, model: ModelSpec) -> Iterator[str]:
@@ -89,22 +106,21 @@ def _modes_with(mode: str, model: ModelSpec) -> Iterator[str]:
         yield "full"
 
 
-def _fewest_layers(variants: Variants, mode: str, tried: Tried) -> tuple[Words, Plan] | None:
-    """Bisects memory.recompute_layers; null, all layers, if no fewer will do, and None if not even those."""
-    every = variants.plan(mode)
-    if not (fit := variants.fit(every)).ok:
+def _fewest_layers(variants: Variants, mode: str, every: Plan, below: int, tried: Tried) -> int | None:
+    """Bisects memory.recompute_layers, of which `every` has all; None if as many as are `below` this do not fit."""
+    if not (high := below - 1):
+        return None
+    if high < largest_stage(every):
+        if not variants.fits(variants.plan(mode, high)):
+            return None
+    elif not (fit := variants.fit(every)).ok:
         tried.append((fit.needed, words_of(mode, None)))
         return None
-    best, low, high = every, 0, largest_stage(every)  # with `low` layers it does not fit, with `high` it does
+    low = 0  # with `low` layers it does not fit, with `high` it does
     while high - low > 1:
         middle = (low + high) // 2
-        plan = variants.plan(mode, middle)
-        if (fit := variants.fit(plan)).ok:
-            best, high = plan, middle
-        else:
-            low = middle
-            tried.append((fit.needed, words_of(mode, middle)))
-    return words_of(mode, None if best is every else high), best
+        low, high = (low, middle) if variants.fits(variants.plan(mode, middle)) else (middle, high)
+    return high
 
 
 def largest_stage(plan: Plan) -> int:

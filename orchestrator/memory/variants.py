@@ -1,17 +1,19 @@
-"""Plans of one configuration that differ only in what layers recompute, from one compiled program.
+"""Plans of one configuration that differ only in what layers recompute and in how much they offload, from as few
+compiled programs as there can be.
 
-In that program all layers recompute. For a plan in which some do not, their RECOMPUTE takes no time and no memory, so
-that only bytes and seconds have to be summed again.
+In a shared program all layers recompute. For a plan in which some do not, their RECOMPUTE takes no time and no memory.
+Programs that offload are the same whatever the share. So only bytes and seconds have to be summed again.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from pentad.orchestrator.activations.activation_memory import with_slots
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.first_microbatches import with_words
-from pentad.orchestrator.planning.estimate import memories, simulated_seconds
+from pentad.orchestrator.planning.estimate import States, fullest_bytes, memories, memory, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of_ranks
 from pentad.orchestrator.planning.layout import unit_placement
 from pentad.orchestrator.planning.planning import make_plan
@@ -20,8 +22,6 @@ from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.spec.plan import Plan
 
 Words = tuple[str, ...]
-
-
 AUTO = "auto"
 
 
@@ -30,12 +30,32 @@ def words_of(mode: str, layers: int | None) -> Words:
     return f"memory.recompute={config_text(mode)}", f"memory.recompute_layers={'null' if layers is None else layers}"
 
 
+@dataclass(frozen=True, eq=False)
+class _Compiled:
+    """A plan, and what others with its program have in common with it."""
+
+    plan: Plan
+    state: States
+
+    @cached_property
+    def events(self) -> Events:
+        return acyclic_events(self.plan.program)
+
+
 class Variants:
-    """Of a configuration whose memory.recompute and its layers are replaced by others, on ranks with this memory."""
+    """Of a configuration whose memory.recompute and its layers are replaced by others, and offload_fraction if a share
+    is given, on ranks with this memory. Their programs are not proven: they are to be compared."""
 
     def __init__(self, config: RunConfig, device: str, room: DeviceMemory) -> None:
         self.config, self.device, self.room = config, device, room
         self._configs = dict[str, RunConfig]()
+        self._shared = dict[tuple[str, int | None, bool], _Compiled]()
+        self._by_program = dict[int, _Compiled]()  # by the id of the program, which the value keeps
+
+    @property
+    def own(self) -> Plan:
+        """Of the configuration, with a program of its own."""
+        return self._compiled(self.config).plan
 
     @property
     def as_it_is(self) -> tuple[Words, Plan]:
@@ -45,52 +65,67 @@ class Variants:
             return ("memory.recompute=none",), self.plan("none")
         return (), self.plan(section.mode, section.recompute_layers)
 
-    def plan(self, mode: str, layers: int | None = None) -> Plan:
+    def plan(self, mode: str, layers: int | None = None, share: float | None = None) -> Plan:
         """In which so many layers of each stage (None: all) recompute. Raises PentadError for a mode that the model or
         other keys do not allow."""
-        config = self._config(mode)
-        if layers is not None:
-            memory = config.memory.model_copy(update={"recompute_layers": layers})
-            config = config.model_copy(update={"memory": memory})
-        if not self._shares_program(config):
-            return make_plan(config, self.device, memory=self.room)
-        units = self._full.program.units or (1,) * self._full.program.stages
-        modes = config.memory.modes(units, self._full.layers) or ("none",) * len(self._full.layers)
-        return replace(self._full, recompute=modes)  # without modes, RECOMPUTEs would cost as much as forwards
+        config = self._config(mode, layers, share)
+        if (shared := self._shared_with(config)) is None:
+            return self._compiled(config).plan
+        section, units = config.memory, shared.program.units or (1,) * shared.program.stages
+        modes = section.modes(units, shared.layers)
+        if not modes and shared.recompute:  # without modes, RECOMPUTEs would cost as much as forwards
+            modes = ("none",) * len(shared.layers)
+        return with_slots(replace(shared, recompute=modes, offload=section.fractions(shared.layers)))
 
     def fit(self, plan: Plan) -> Fit:
         """Of one of these plans."""
-        return fit_of_ranks(memories(plan, self._memories if plan.program is self._full.program else ()), self.room)
+        state = self._by_program[id(plan.program)].state
+        return fit_of_ranks(memories(plan, state), self.room)
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether one of these plans does, sooner if its first rank does not."""
+        first = memory(plan, 0, self._by_program[id(plan.program)].state)["total"]
+        return (self.room.is_shared or first <= self.room.bytes) and self.fit(plan).ok
+
+    def needed(self, plan: Plan) -> int:
+        """`fullest_bytes` of one of these plans; or of its first rank that does not fit."""
+        return fullest_bytes(plan, self.room.bytes, self._by_program[id(plan.program)].state)
 
     def seconds(self, plan: Plan) -> float:
         """Of a simulated step of one of these plans."""
-        return simulated_seconds(plan, self._events if plan.program is self._full.program else None)
+        return simulated_seconds(plan, self._by_program[id(plan.program)].events)
 
-    def _config(self, mode: str) -> RunConfig:
+    def _config(self, mode: str, layers: int | None, share: float | None) -> RunConfig:
         if mode not in self._configs:
             self._configs[mode] = with_words(self.config, words_of(mode, None))
-        return self._configs[mode]
-
-    def _shares_program(self, config: RunConfig) -> bool:
-        """Whether it has the program of the plan in which all layers recompute, but for its RECOMPUTEs: offloads depend
-        on what is recomputed, and units on whether anything is."""
+        config = self._configs[mode]
         section = config.memory
-        if section.offload_fraction or section.max_resident_microbatches is not None:
-            return False
-        return section.recompute != "none" or self._none_has_same_units
+        changed = {"recompute_layers": layers, "offload_fraction": section.offload_fraction if share is None else share}
+        return config.model_copy(update={"memory": section.model_copy(update=changed)})
+
+    def _shared_with(self, config: RunConfig) -> Plan | None:
+        """The plan whose program is that of a configuration, but for RECOMPUTEs; None if there is none. What is in
+        host memory depends on what is recomputed, and units on whether anything is."""
+        section = config.memory
+        if section.offload_fraction == AUTO or section.max_resident_microbatches is not None:
+            return None
+        mode, layers, offloads = section.mode, section.recompute_layers, section.offload_fraction != 0
+        if not offloads:
+            if mode == "none" and not self._none_has_same_units:
+                return None
+            mode, layers = "full", None
+        key = mode, layers, offloads
+        if key not in self._shared:
+            self._shared[key] = self._compiled(self._config(mode, layers, float(offloads)))
+        return self._shared[key].plan
+
+    def _compiled(self, config: RunConfig) -> _Compiled:
+        plan = make_plan(config, self.device, memory=self.room, proved=False)
+        found = _Compiled(plan, {})
+        self._by_program[id(plan.program)] = found
+        return found
 
     @cached_property
     def _none_has_same_units(self) -> bool:
-        return unit_placement(self._config("none"), self.device) == unit_placement(self._config("full"), self.device)
-
-    @cached_property
-    def _full(self) -> Plan:
-        return make_plan(self._config("full"), self.device, memory=self.room)
-
-    @cached_property
-    def _memories(self) -> list[dict[str, int]]:
-        return memories(self._full)
-
-    @cached_property
-    def _events(self) -> Events:
-        return acyclic_events(self._full.program)
+        none, full = (self._config(mode, None, None) for mode in ("none", "full"))
+        return unit_placement(none, self.device) == unit_placement(full, self.device)

@@ -39,7 +39,7 @@ def data_balance(plan: Plan, dataset: Dataset, steps: int) -> DataBalance:
         rows = dataset.document_lengths(step)
         seconds = costs.rows(rows, batch.sequence_length)
         work = seconds.reshape(batch.replicas, -1).sum(1)
-        dealt = balanced([1] * len(rows), seconds, batch.micro_batch_size, batch.replicas).balance
+        dealt = balanced(seconds, batch.micro_batch_size, batch.replicas).balance
         drawn = Balance(work, float(work.max()), dealt.bound)
         groups, its = hybrid(rows, batch if batch.capacity else grouped(plan), plan.mesh.cp)
         if batch.capacity:

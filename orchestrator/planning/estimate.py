@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from operator import mul
@@ -35,6 +34,7 @@ from pentad.schedules.spec.tensors import active_parameters, fp8_matrices
 from pentad.schedules.spec.zero_layout import inbox_elements, num_muon_elements
 
 ON_HOST = ("host", "snapshot", "host_optimizer", "copies")  # kinds of memory that no GPU has
+States = dict[int, dict[str, int]]  # by rank: memory but for activations
 CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 
 
@@ -141,8 +141,9 @@ def mfu(tokens_per_second: float, plan: Plan, device_name: str) -> float | None:
     return work / (plan.mesh.size * peak) if peak else None
 
 
-def memory(plan: Plan, rank: int) -> dict[str, int]:
-    """Peak bytes of a rank of the mesh, by kind.
+def memory(plan: Plan, rank: int, state: States | None = None) -> dict[str, int]:
+    """Peak bytes of a rank of the mesh, by kind. `state` has, and gets, what does not depend on activations, for plans
+    that differ only in what recomputes and is offloaded.
 
     'parameters' are in the dtype of compute; 'master' is 0 if those are the master weights themselves. With ZeRO,
     'parameters', 'master', 'gradients' and 'optimizer' count shards and gather buffers. 'activations' include
@@ -151,13 +152,11 @@ def memory(plan: Plan, rank: int) -> dict[str, int]:
     weights and optimizer state that live there ('optimizer' is then the memory through which they pass), and 'copies'
     are those parts of this rank and of another one, each of two steps (elastic.replicate_every).
     """
-    return with_activations(plan, rank, _state(plan, rank))
-
-
-def with_activations(plan: Plan, rank: int, other: dict[str, int]) -> dict[str, int]:
-    """`memory` of a rank, from that of a plan which differs only in what layers recompute."""
+    known = {} if state is None else state
+    if rank not in known:
+        known[rank] = _state(plan, rank)
     activations, host = activation_peaks(plan, rank)
-    found = other | {"activations": _with_muon(plan, rank, activations), "host": host}
+    found = known[rank] | {"activations": _with_muon(plan, rank, activations), "host": host}
     return found | {"total": sum(size for kind, size in found.items() if kind not in (*ON_HOST, "total"))}
 
 
@@ -214,17 +213,26 @@ def _receive_slots(program: Program, pp: int) -> set[tuple[int, int]]:
     return set(zip(columns.op[rows].tolist(), columns.slot[rows].tolist(), strict=True))
 
 
-def memories(plan: Plan, others: Sequence[dict[str, int]] = ()) -> list[dict[str, int]]:
-    """`memory` of every rank; those with the same stages need the same, except that Muon's ZeRO shards differ. `others`
-    are those of a plan that differs only in what layers recompute, if they are known."""
+def memories(plan: Plan, state: States | None = None) -> list[dict[str, int]]:
+    """`memory` of every rank; those with the same stages need the same, except that Muon's ZeRO shards differ."""
     differ = plan.optimizer.name == "muon" and plan.zero > 0
 
     @cache
     def found(rank: int) -> dict[str, int]:
-        return with_activations(plan, rank, others[rank]) if others else memory(plan, rank)
+        return memory(plan, rank, state)
 
     pipeline = (plan.mesh.coordinates(rank).pp for rank in range(plan.mesh.size))
     return [found(rank if differ else plan.mesh.move(0, pp=pp)) for rank, pp in enumerate(pipeline)]
+
+
+def fullest_bytes(plan: Plan, limit: int, state: States | None = None) -> int:
+    """Of the fullest rank; or of the first one that exceeds `limit`."""
+    last, most = plan.mesh.pp - 1, 0
+    for pp in dict.fromkeys((0, last, *range(plan.mesh.pp))):
+        most = max(most, memory(plan, plan.mesh.move(0, pp=pp), state)["total"])
+        if most > limit:
+            break
+    return most
 
 
 def optimizer_bytes(plan: Plan, shard: ParamShard, rank: int) -> int:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
-from pathlib import Path
 from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
@@ -15,12 +12,12 @@ from pentad.orchestrator.gpus.table import ASSUMED_GPU
 from pentad.orchestrator.planning.estimate import ON_HOST, memories, memory
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.orchestrator.planning.hardware import NODE_GPUS, figures_of, gpu_name, gpu_of, local_device, local_gpus
+from pentad.orchestrator.planning.machine_memory import container_bytes, installed_bytes
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
 RESERVED = 2 * 2**30  # bytes of a GPU for the CUDA context, communicators and fragmentation
 PINNABLE = 0.9  # of a host's memory: the rest is for processes, their data and the page cache
-CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,7 @@ def device_memory(device: str, gib: float | None = None, *, gpu: str = "") -> De
     if gib is not None:
         return DeviceMemory(int(gib * 2**30), f"of a device of {gib:g} GiB")
     if device == "cpu":
-        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return DeviceMemory(installed, "of this machine", is_shared=True)
+        return DeviceMemory(installed_bytes(), "of this machine", is_shared=True)
     name = gpu or ASSUMED_GPU
     assumed = "" if name == gpu_name() else " (assumed)"
     return DeviceMemory(figures_of(name).memory - RESERVED, f"of an {name}{assumed}")
@@ -108,11 +104,10 @@ def host_memory(config: RunConfig) -> HostMemory:
     """As configured, or of this machine or the container that this process is in."""
     if config.memory.host_gib is not None:
         return HostMemory(config.memory.host_gib * 2**30, f"memory.host_gib = {config.memory.host_gib:g}")
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # there is no such limit
-            installed = min(installed, int(Path(path).read_text()))
-    return HostMemory(PINNABLE * installed, f"{PINNABLE:.0%} of the {format_bytes(installed)} of this machine")
+    size = installed_bytes()
+    if (container := container_bytes()) is not None:
+        size = min(size, container[0])
+    return HostMemory(PINNABLE * size, f"{PINNABLE:.0%} of the {format_bytes(size)} of this machine")
 
 
 def host_bytes(plan: Plan, rank: int) -> int:

@@ -265,11 +265,15 @@ def _memory_options(
 
 
 def max_gathered(config: RunConfig, zero: int, units: Sequence[int], *, has_mirrors: bool) -> int | None:
-    """Of MemoryOptions: zero.max_gathered, or by default GATHERED_UNITS where stages are cut into units, except for
-    mirrors, which gather all their units together."""
+    """Of MemoryOptions: zero.max_gathered, or the default."""
     given = config.zero.max_gathered
     if zero < 3 or isinstance(given, int):
         return given if zero == 3 and isinstance(given, int) else None
+    return default_gathered(units, has_mirrors=has_mirrors)
+
+
+def default_gathered(units: Sequence[int], *, has_mirrors: bool) -> int | None:
+    """GATHERED_UNITS where stages are cut into units, except for mirrors, which gather all their units together."""
     return GATHERED_UNITS if max(units) > 1 and not has_mirrors else None
 
 

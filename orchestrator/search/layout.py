@@ -25,6 +25,7 @@ from pentad.orchestrator.planning.cost_model import (
 from pentad.orchestrator.planning.hardware import gpu_of, rates_for
 from pentad.orchestrator.planning.layout import split, units_of
 from pentad.orchestrator.planning.numerics import fp8_spec
+from pentad.orchestrator.planning.planning import default_gathered
 from pentad.orchestrator.search.space import Order, Setting
 from pentad.schedules.catalogue import CATALOGUE, generate, spec_of
 from pentad.schedules.ir.errors import PentadError
@@ -202,6 +203,10 @@ class Layout:
     def holders(self) -> int:
         """Pipeline ranks that hold a stage: two for DualPipe."""
         return max(sum(0 in held for held in self.placement), 1)
+
+    def gathered(self, given: int | None) -> int | None:
+        """Units that a rank with ZeRO-3 has gathered at once, by default if none are given; None for all of them."""
+        return given or default_gathered(self.units, has_mirrors=self.holders > 1)
 
     @property
     def is_shared(self) -> bool:

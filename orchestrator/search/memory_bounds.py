@@ -13,7 +13,6 @@ from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
 from pentad.orchestrator.planning.estimate import CUBLAS
 from pentad.orchestrator.search.layout import Layout
 from pentad.orchestrator.search.space import Setting
-from pentad.orchestrator.search.time_bounds import GATHERED
 from pentad.schedules.ir.columns import Array, op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
@@ -43,7 +42,7 @@ def state_bytes(layout: Layout, rank: int, zero: int, max_gathered: int | None, 
     frozen = sum(_frozen(layout, layout.layers[unit]) for unit in units) if work.lora is not None else 0
     weights: float = full + frozen
     if zero == 3:
-        room = max_gathered or (GATHERED if max(layout.units) > 1 and layout.holders == 1 else len(units))
+        room = layout.gathered(max_gathered) or len(units)
         shards = shard + frozen / (holders * mesh.ep)
         weights = shards + (full + frozen if buffers and room >= len(units) else largest)
     # the stages that mirrors share have a buffer each

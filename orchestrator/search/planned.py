@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.estimate import memory, simulated_seconds
+from pentad.orchestrator.planning.estimate import fullest_bytes, simulated_seconds
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.search.space import Setting, with_setting
 from pentad.schedules.spec.plan import Plan
@@ -40,13 +40,3 @@ def without_evaluation(config: RunConfig) -> RunConfig:
     evaluation = config.eval.model_copy(update={"data": None, "every": 0, "at_start": False})
     checkpoint = config.checkpoint.model_copy(update={"keep_best": False})
     return config.model_copy(update={"data": data, "eval": evaluation, "checkpoint": checkpoint})
-
-
-def fullest_bytes(plan: Plan, limit: int) -> int:
-    """Of the fullest rank; or of the first one that exceeds `limit`."""
-    last, most = plan.mesh.pp - 1, 0
-    for pp in dict.fromkeys((0, last, *range(plan.mesh.pp))):
-        most = max(most, memory(plan, plan.mesh.move(0, pp=pp))["total"])
-        if most > limit:
-            break
-    return most

@@ -14,7 +14,7 @@ from pentad.orchestrator.planning.hardware import NODE_GPUS, rates_for
 from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.planned import Planned, plan_setting
 from pentad.orchestrator.search.search import Found, search
-from pentad.orchestrator.search.time_bounds import Timed, compute_order, shape_bound
+from pentad.orchestrator.search.time_bounds import Timed, compute_order, shape_bound, update_seconds
 from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.simulate.rates import Rates
 
@@ -53,7 +53,7 @@ def shares_of(work: Work, planned: Planned) -> Shares:
     in_layers = shape_bound(work, setting.mesh, setting.microbatches)
     computed = timed.bound_with(timed.end, setting._replace(offload=0.0)) if setting.recompute != "none" else timed.end
     costs = layout.sharded if plan.zero else layout.plain
-    update = 0.0 if work.config.schedule.post_validation else costs.norm + costs.step
+    update = update_seconds(work, costs)
     computed = min(computed, planned.seconds - update)
     return Shares(products, in_layers - products, computed - in_layers, planned.seconds - update - computed, update)
 

@@ -15,20 +15,20 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from itertools import count, product
+from dataclasses import dataclass, field
+from itertools import chain, count, product
 from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.estimate import simulated_seconds
+from pentad.orchestrator.memory.variants import Variants
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.hardware import require_tp_on_node
-from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
-from pentad.orchestrator.search.planned import Planned, fullest_bytes, without_evaluation
+from pentad.orchestrator.search.planned import Planned, without_evaluation
 from pentad.orchestrator.search.space import Order, Setting, Space, space_of, with_setting
-from pentad.orchestrator.search.time_bounds import GATHERED, Timed, compute_order, placement_bound, shape_bound
+from pentad.orchestrator.search.time_bounds import Timed, compute_order, placement_bound, shape_bound
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.gc_pause import gc_paused
@@ -47,6 +47,13 @@ class Refusal:
     least_bytes: int = 0
 
 
+class _Timed(NamedTuple):
+    """A setting that fits, and the seconds of its step."""
+
+    setting: Setting
+    seconds: float
+
+
 class Missed(NamedTuple):
     """A setting that does not fit, and the least seconds that it could take."""
 
@@ -57,7 +64,7 @@ class Missed(NamedTuple):
 @dataclass
 class Found:
     """The fastest plan of each of the best meshes, best first; `refusals` by mesh; `missed` is what might be fastest of
-    all that does not fit; `compiled` is the number of plans that were made."""
+    all that does not fit; `planned` is the number of settings that were."""
 
     device: DeviceMemory
     space: Space
@@ -65,7 +72,7 @@ class Found:
     choices: list[Planned] = field(default_factory=list)
     refusals: dict[Mesh, Refusal] = field(default_factory=dict)
     missed: Missed | None = None
-    compiled: int = 0
+    planned: int = 0
 
     @property
     def num_possible(self) -> int:
@@ -95,17 +102,20 @@ class _Group(NamedTuple):
 
 @dataclass
 class _Chain:
-    """`settings` with less and less memory and more and more time: all up to number `low` do not fit, number `high`
-    does. `plain` is the bound of their time without recomputation and offloading, `excess` what the last one that was
-    planned needs beyond its memory bound."""
+    """`settings` with less and less memory and more and more time, planned by `variants`: all up to number `low` do not
+    fit, number `high` does. `plain` is the bound of their time without recomputation and offloading, `excess` what the
+    last one that was planned needs beyond its memory bound, `bounded` the last one whose time is bounded by a
+    simulation."""
 
     settings: list[Setting]
+    variants: Variants
     timed: Timed
     bounds: MemoryBounds
     plain: float
     low: int
     high: int
     excess: int = 0
+    bounded: int = -1
 
     def seconds(self, at: int) -> float:
         return self.timed.bound_with(self.plain, self.settings[at])
@@ -157,7 +167,7 @@ class _Search:
             mesh = _mesh_of(part)
             if mesh in listed_meshes:
                 continue
-            if isinstance(part, Planned):
+            if isinstance(part, _Timed):
                 if (proved := self._proved(part)) is not None:
                     listed_meshes.add(mesh)
                     self.found.choices.append(proved)
@@ -173,7 +183,7 @@ class _Search:
 
     def _push(self, bound: float, part: object) -> None:
         """What is planned goes before what may be as fast, but for rounding."""
-        key = bound * (1 - ROUNDING) if isinstance(part, Planned) else bound
+        key = bound * (1 - ROUNDING) if isinstance(part, _Timed) else bound
         heapq.heappush(self._heap, (key, next(self._numbers), part))
 
     def _refuse(self, mesh: Mesh, error: PentadError) -> None:
@@ -263,7 +273,7 @@ class _Search:
             return
         units = max(map(len, layout.units_of_ranks))
         for zero, gathered in product(self.space.zero, self.space.max_gathered):
-            is_default = units <= GATHERED and len(self.space.max_gathered) > 1
+            is_default = units <= GATHERED_UNITS and len(self.space.max_gathered) > 1
             if gathered is None or (zero == 3 and not is_default):
                 yield zero, gathered
 
@@ -273,7 +283,7 @@ class _Search:
             least = MemoryBounds(timed.layout, timed.program).least(setting)
             if least > self.device.bytes:
                 self._needs(setting.mesh, least)
-            elif self._fits(setting):
+            elif self._planned(setting)[1]:
                 return
             if self.found.missed is None:
                 self.found.missed = Missed(setting, timed.bound(setting.zero, setting.max_gathered))
@@ -284,72 +294,82 @@ class _Search:
                 self._push(chain.seconds(chain.low + 1), chain)
 
     def _chains(self, setting: Setting, timed: Timed) -> Iterator[_Chain]:
-        layout = timed.layout
+        """Recomputation by mode, in more and more layers, and more and more offloading; where one of them is held, not
+        all orders of the other are from fast to slow: what recomputes is not copied."""
+        space, layout = self.space, timed.layout
         bounds, plain = MemoryBounds(layout, timed.program), timed.bound(setting.zero, setting.max_gathered)
-        most = max(len(held.numbers) for held in layout.stages)
-        for mode in self.space.recompute:
-            for share in (0.0,) if "none" in self.space.recompute else self.space.offload:
-                if mode != "none":
-                    layers = self.space.recompute_layers or (*range(1, most), None)
-                    settings = [
-                        setting._replace(recompute=mode, recompute_layers=number, offload=share) for number in layers
-                    ]
-                    yield from self._chain(settings, timed, bounds, plain)
-        if "none" in self.space.recompute and (shares := [share for share in self.space.offload if share]):
-            yield from self._chain([setting._replace(offload=share) for share in shares], timed, bounds, plain)
+        layers = space.recompute_layers or (*range(1, max(len(held.numbers) for held in layout.stages)), None)
+        modes = [mode for mode in space.recompute if mode != "none"]
+        by_mode = [[setting._replace(recompute=mode, recompute_layers=count) for count in layers] for mode in modes]
+        if "none" not in space.recompute:
+            found = [[each._replace(offload=share) for share in space.offload] for each in chain(*by_mode)]
+        else:
+            if 0.0 not in space.offload:
+                by_mode = [[each._replace(offload=space.offload[0])] for each in chain(*by_mode)]
+            found = [*by_mode, [setting._replace(offload=share) for share in space.offload if share]]
+        variants = None
+        for settings in filter(None, found):
+            least = bounds.least(settings[-1])
+            if least > self.device.bytes:  # not even its last setting fits
+                self._needs(setting.mesh, least)
+                continue
+            try:
+                variants = variants or self._variants(settings[0])
+            except PentadError as error:
+                self._refuse(setting.mesh, error)
+                continue
+            added = _Chain(settings, variants, timed, bounds, plain, -1, len(settings))
+            added.low = added.first_within(self.device.bytes) - 1
+            yield added
 
-    def _chain(self, settings: list[Setting], timed: Timed, bounds: MemoryBounds, plain: float) -> Iterator[_Chain]:
-        """None if not even its last setting fits by its bound."""
-        chain = _Chain(settings, timed, bounds, plain, -1, len(settings))
-        if (least := chain.least(len(settings) - 1)) > self.device.bytes:
-            self._needs(settings[0].mesh, least)
-            return
-        chain.low = chain.first_within(self.device.bytes) - 1
-        yield chain
+    def _variants(self, setting: Setting) -> Variants:
+        return Variants(with_setting(self.compared, setting, self.held), "cuda", self.device)
 
     def _step(self, chain: _Chain) -> None:
-        """Plans one setting more: the first that fits by what the last one needed, between those known."""
-        at = min(max(chain.first_within(self.device.bytes - chain.excess), chain.low + 1), chain.high - 1)
-        needed, fitting = self._planned(chain.settings[at])
+        """Plans one setting more: the first that fits by what the last one needed, between those known. First bounds
+        its time by a simulation, which takes longer than `seconds`."""
+        first = chain.low + 1
+        if chain.bounded < first:
+            chain.bounded = first
+            self._push(max(chain.seconds(first), chain.timed.simulated_with(chain.settings[first])), chain)
+            return
+        at = min(max(chain.first_within(self.device.bytes - chain.excess), first), chain.high - 1)
+        needed, fits = self._planned(chain.settings[at], chain.variants)
         chain.excess = max(0, needed - chain.least(at))
-        if fitting is not None:
-            self._push(fitting.seconds, fitting)
-            chain.high = at
-        else:
-            chain.low = at
+        chain.low, chain.high = (chain.low, at) if fits else (at, chain.high)
         if chain.low + 1 < chain.high:
             self._push(chain.seconds(chain.low + 1), chain)
 
-    def _fits(self, setting: Setting) -> bool:
-        _, fitting = self._planned(setting)
-        if fitting is not None:
-            self._push(fitting.seconds, fitting)
-        return fitting is not None
-
-    def _planned(self, setting: Setting) -> tuple[int, Planned | None]:
-        """The bytes of a setting's fullest rank, and its plan if that fits."""
+    def _planned(self, setting: Setting, variants: Variants | None = None) -> tuple[int, bool]:
+        """The bytes of a setting's fullest rank, and whether they fit; then it is pushed. It is one of `variants`, or
+        has a program of its own."""
         try:
-            config = with_setting(self.compared, setting, self.held)
-            plan = make_plan(config, "cuda", proved=False)
-            self.found.compiled += 1
-            needed = fullest_bytes(plan, self.device.bytes)
+            if variants is None:
+                variants = self._variants(setting)
+                plan = variants.own
+            else:
+                plan = variants.plan(setting.recompute, setting.recompute_layers, setting.offload)
+            self.found.planned += 1
+            needed = variants.needed(plan)
             if needed > self.device.bytes:
                 self._needs(setting.mesh, needed)
-                return needed, None
-            return needed, Planned(setting, config, plan, simulated_seconds(plan), needed)
+                return needed, False
+            seconds = variants.seconds(plan)
+            self._push(seconds, _Timed(setting, seconds))
+            return needed, True
         except (PentadError, ScheduleError) as error:  # the simulation finds a deadlock, since nothing is proven yet
             self._refuse(setting.mesh, PentadError(str(error)))
-            return 2**62, None
+            return 2**62, False
 
-    def _proved(self, planned: Planned) -> Planned | None:
+    def _proved(self, timed: _Timed) -> Planned | None:
         """As the whole configuration plans it, evaluation included; None if that does not fit."""
-        config = with_setting(self.config, planned.setting, self.held)
+        config = with_setting(self.config, timed.setting, self.held)
         with suppress(PentadError):
             plan = make_plan(config, "cuda")
             fit = fit_of(plan, self.device)
             if fit.ok:
-                return replace(planned, config=config, plan=plan, bytes=fit.needed)
-            self._needs(planned.setting.mesh, fit.needed)
+                return Planned(timed.setting, config, plan, timed.seconds, fit.needed)
+            self._needs(timed.setting.mesh, fit.needed)
         return None
 
     def _conclude(self, mesh: Mesh) -> None:
@@ -369,7 +389,7 @@ def _mesh_of(part: object) -> Mesh:
             return mesh
         case _Ordered(shape=shape):
             return shape.mesh
-        case _Group(setting=setting) | Planned(setting=setting):
+        case _Group(setting=setting) | _Timed(setting=setting):
             return setting.mesh
         case _Chain(settings=settings):
             return settings[0].mesh

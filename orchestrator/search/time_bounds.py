@@ -8,7 +8,7 @@ gather, recompute, copy. A lane that is busy for so long bounds the step as well
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.recompute import add_recompute
 from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import action_times
@@ -27,7 +28,6 @@ from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.plan import ALIGNMENT
 from pentad.schedules.spec.tensors import all_layers
 
-GATHERED = 2  # units that a rank has gathered at once by default
 BUFFERED = 2  # units with gradients for which ZeRO-2 and 3 have buffers
 _FORWARD, _BACKWARD = op_mask({Op.F}), op_mask({Op.B, Op.BW})
 _ADDS, _READS = op_mask({Op.W, Op.BW}), op_mask({Op.F, Op.B, Op.BW})  # to gradients; weights
@@ -68,10 +68,10 @@ def _placement_bound(layout: Layout, microbatches: int, *, is_split: bool) -> fl
             shared = sum(sharded.reduce[unit] / 2 + sharded.gather[unit] for unit in own)
             seconds = max(seconds, (pieces - 1) * works[held[0]] + min(reduced, shared))
         most = max(most, seconds)
-    return most + _end(layout.work, layout.sharded if layout.is_shared else layout.plain)
+    return most + update_seconds(layout.work, layout.sharded if layout.is_shared else layout.plain)
 
 
-def _end(work: Work, costs: Costs) -> float:
+def update_seconds(work: Work, costs: Costs) -> float:
     """Seconds after the last reduction; with post-validation a step need not wait for them."""
     return 0.0 if work.config.schedule.post_validation else costs.norm + costs.step
 
@@ -184,14 +184,14 @@ class Timed:
 
     def _room(self, max_gathered: int | None) -> int | None:
         """Units that a rank with ZeRO-3 has gathered at once; None for all of them."""
-        room = max_gathered or (GATHERED if max(self.layout.units) > 1 and self.layout.holders == 1 else None)
+        room = self.layout.gathered(max_gathered)
         return None if room is None or room >= max(map(len, self.layout.units_of_ranks)) else room
 
     def _bound(self, is_zero: bool, room: int | None, is_often: bool) -> float:
         layout, is_zero = self.layout, is_zero and self.layout.is_shared
         costs = layout.sharded if is_zero else layout.plain
         if not layout.is_shared:
-            return self.end + _end(layout.work, costs)
+            return self.end + update_seconds(layout.work, costs)
         most, begin = self.end, 0.0
         if is_zero and layout.work.lora is None:
             begin = self._first_wait(costs)
@@ -202,7 +202,7 @@ class Timed:
                 most = max(most, rank.first_backward + self.program.microbatches * each)
             if is_zero:
                 most = max(most, self._gathered(rank, costs, room) - begin)
-        return begin + most + _end(layout.work, costs)
+        return begin + most + update_seconds(layout.work, costs)
 
     def bound_with(self, plain: float, setting: Setting) -> float:
         """Of a setting that recomputes or offloads, with `plain` that of the same without."""
@@ -216,8 +216,19 @@ class Timed:
                 seconds += pieces * sum(again[unit] for unit in units) / layout.holders
             if moved is not None:
                 seconds = max(seconds, self._copied(rank, moved))
-            most = max(most, seconds + _end(layout.work, layout.sharded))
+            most = max(most, seconds + update_seconds(layout.work, layout.sharded))
         return most
+
+    def simulated_with(self, setting: Setting) -> float:
+        """The compute order, simulated with the recomputation of a setting; 0 without."""
+        if setting.recompute == "none":
+            return 0.0
+        by_unit, launch = self._recomputed(setting), self.costs.launch
+        by_part = [sum(by_unit[unit] for unit in units) for units in self.units_of_parts]
+        program = add_recompute(self.of_parts, [part for part, seconds in enumerate(by_part) if seconds])
+        recompute = tuple(max(0.0, seconds - launch) for seconds in by_part)  # a RECOMPUTE has a launch of its own
+        _, ends = action_times(program, replace(self.costs, recompute=recompute))
+        return float(ends.max()) + update_seconds(self.layout.work, self.layout.sharded)
 
     def _recomputed(self, setting: Setting) -> list[float]:
         """Seconds of each unit, of which only the first layers of a stage may recompute."""

@@ -79,9 +79,9 @@ class _Walk:
         return self.forward.get((stage + 1, microbatch), -1)
 
     def begins(self, index: int) -> int:
-        """Where a compute action begins: at its recomputation, if it has one."""
-        parts = self.stream[index].parts
-        return min(self.recompute.get((p.stage, p.microbatch), index) if p.op is not Op.F else index for p in parts)
+        """Where a compute action begins: a backward at its recomputation, if it has one."""
+        parts = [part for part in self.stream[index].parts if part.op in (Op.B, Op.BW)]
+        return min((self.recompute.get((part.stage, part.microbatch), index) for part in parts), default=index)
 
     def first_part(self, index: int) -> Key:
         return self.stream[self.begins(index)].parts[0].key

@@ -192,7 +192,7 @@ def _static(
 ) -> _Table:
     """Rows dealt to replicas and microbatches by cost; the cp ranks of a replica share every document."""
     work = costs.rows(rows, batch.sequence_length)
-    dealt = balanced([1] * len(rows), work, batch.micro_batch_size, batch.replicas).replicas
+    dealt = balanced(work, batch.micro_batch_size, batch.replicas).replicas
     table = _Table(documents, len(dealt[0]), batch.replicas * cp, batch.capacity)
     in_row: list[list[int]] = [[] for _ in rows]
     for number, document in enumerate(documents):

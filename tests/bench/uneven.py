@@ -3,13 +3,14 @@
 python tests/bench/uneven.py RESULTS.json
 
 Nothing is trained, and no cost is measured. A document of s tokens costs s + s^2 / 65,536 on one rank: attention is
-half of the work at 65,536 tokens; each token received in a ring costs 2 % of one that is computed. A rank holds
-32,768 tokens, a batch has twice as many for each rank. `fixed`: cp ranks share every microbatch, as many as the
-longest document may need, and documents come as they are drawn; `packed`: on the same mesh, by cost; `dynamic`: ranks
-by document. Lengths are those of two distributions, whose parameters the functions below state, and of real texts: a
-histogram (results/lengths-real-texts.json, with its commands), uniform within its bins. Times are ends of the last
-rank over the lower bound of `dynamic`, means of 3 batches. No static mesh but this one was tried, and there are no
-pipelines.
+half of the work at 65,536 tokens; each token received in a ring costs 2 % of one that is computed. A step has two
+microbatches of 32,768 tokens for each rank. Sequences are as long as the longest document may be, and documents fill
+them as they are drawn, cut at their ends. `fixed`: cp ranks share every sequence, as many as give each 32,768 tokens,
+and sequences are dealt as they are drawn; `packed`: on the same mesh, dealt by cost; `dynamic`: ranks by document, each
+with room for 40,960 tokens of a microbatch (the planner of data.balance: dynamic). Lengths are those of two
+distributions, whose parameters the functions below state, and of real texts: a histogram
+(results/lengths-real-texts.json, with its commands), uniform within its bins. Times are of the busiest rank over the
+lower bound of all groups, means of 3 batches. No static mesh but this one was tried, and there are no pipelines.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from statistics import fmean
 
 import numpy as np
 
-from pentad.schedules.search.batch_planner import DocumentCosts, dynamic, fixed, packed
+from pentad.schedules.search.batch_planner import balanced
+from pentad.schedules.search.hybrid_planner import hybrid
+from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
 
-CAPACITY, MICROBATCHES, BATCHES = 2**15, 2, 3
+TOKENS, MICROBATCHES, BATCHES = 2**15, 2, 3
+CAPACITY = TOKENS * 5 // 4
 COSTS = DocumentCosts(1 / 65_536, 1.0, 0.02)
 TEXTS = json.loads((Path(__file__).parent / "results" / "lengths-real-texts.json").read_text())["lengths"]
-CAPS = {64: 2**18, 256: 2**18, 4096: 2**21}
+CAPS = {64: 2**18, 256: 2**18}
 
 
 def lognormal_pareto(random: np.random.Generator, count: int) -> np.ndarray:
@@ -58,24 +62,29 @@ MIXES = {
 }
 
 
-def batch_of(mix: str, cap: int, tokens: int, seed: int) -> list[int]:
-    """Lengths up to `cap`, `tokens` in all but for the last document."""
-    lengths = np.clip(MIXES[mix](np.random.default_rng(seed), tokens // 200), 1, cap).astype(int)
-    return lengths[: int(np.searchsorted(lengths.cumsum(), tokens))].tolist()
+def rows_of(mix: str, cap: int, count: int, seed: int) -> list[np.ndarray]:
+    """Lengths of the documents in each of `count` sequences of `cap` tokens."""
+    lengths = np.clip(MIXES[mix](np.random.default_rng(seed), cap * count // 200), 1, cap).astype(np.int64)
+    ends = np.arange(1, count + 1) * cap
+    cuts = np.union1d(ends, lengths.cumsum()[lengths.cumsum() < ends[-1]])
+    return np.split(np.diff(cuts, prepend=0), np.searchsorted(cuts, ends[:-1], side="right"))
 
 
 def simulated(mix: str, ranks: int, seed: int) -> dict[str, float]:
     """The end of a step by method, over the lower bound of all groupings."""
     cap = CAPS[ranks]
-    lengths = batch_of(mix, cap, CAPACITY * ranks * MICROBATCHES, seed)
-    cp = cap // CAPACITY
-    shared = DocumentCosts(COSTS.quadratic / cp, (COSTS.linear + COSTS.ring * (cp - 1)) / cp)
-    pool = dynamic(lengths, CAPACITY, ranks, COSTS).balance
+    cp = cap // TOKENS
+    replicas = ranks // cp
+    rows = rows_of(mix, cap, replicas * MICROBATCHES, seed)
+    batch = BatchSpec(len(rows), cap, MICROBATCHES, replicas, document_costs=COSTS, capacity=CAPACITY)
+    shared = DocumentCosts(COSTS.quadratic / cp, (COSTS.linear + COSTS.ring * (cp - 1)) / cp).rows(rows, cap)
+    _, pool = hybrid(rows, batch, cp)
     ends = {
-        method.__name__: method(lengths, cap, ranks // cp, shared).balance.end / pool.bound
-        for method in (fixed, packed)
+        "fixed": float(shared.reshape(replicas, -1).sum(1).max()),
+        "packed": balanced(shared, 1, replicas).balance.end,
+        "dynamic": pool.end,
     }
-    return {**ends, "dynamic": pool.end / pool.bound, "documents": len(lengths)}
+    return {**{method: end / pool.bound for method, end in ends.items()}, "documents": sum(map(len, rows))}
 
 
 def main(out: Path) -> None:
@@ -84,7 +93,7 @@ def main(out: Path) -> None:
         for ranks, cap in CAPS.items():
             found = [simulated(mix, ranks, seed) for seed in range(BATCHES)]
             means = {key: round(fmean(each[key] for each in found), 3) for key in found[0]}
-            rows.append({"mix": mix, "ranks": ranks, "cap": cap, "cp": cap // CAPACITY, **means})
+            rows.append({"mix": mix, "ranks": ranks, "cap": cap, "cp": cap // TOKENS, **means})
             print(rows[-1])
     machine = f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
     facts = {"kind": "simulation", "command": f"python tests/bench/uneven.py {out}", "machine": machine}

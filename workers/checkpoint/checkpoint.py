@@ -31,8 +31,8 @@ from pentad.workers.checkpoint.location import Location
 from pentad.workers.checkpoint.manifest import (
     MAX_BYTES,
     Manifest,
-    Piece,
     Shard,
+    StoredPart,
     UnknownVersion,
     decode,
     encode,
@@ -61,7 +61,7 @@ class Checkpoint:
     folder: Location
     step: int
     meta: dict[str, Any]
-    tensors: dict[str, tuple[Piece, ...]]
+    tensors: dict[str, tuple[StoredPart, ...]]
     headers: dict[str, dict[str, Stored]] = field(default_factory=dict, compare=False, repr=False)  # of files read from
     opened: Callable[[str], AbstractContextManager[Any]] | None = field(default=None, compare=False, repr=False)
 

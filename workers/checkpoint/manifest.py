@@ -59,7 +59,7 @@ class Shard:
         return Shard(**plain)
 
 
-class Piece(NamedTuple):
+class StoredPart(NamedTuple):
     """Elements `start` to `end`, in C order, of a tensor of this shape: those of the tensor `stored` of a file."""
 
     file: str
@@ -140,7 +140,7 @@ def piece_name(name: str, shape: Sequence[int], start: int, end: int) -> str:
     return name if (start, end) == (0, math.prod(shape)) else f"{name}#{sizes}:{start}-{end}"
 
 
-def pieces_by_tensor(shards: Sequence[Shard]) -> dict[str, tuple[Piece, ...]]:
+def pieces_by_tensor(shards: Sequence[Shard]) -> dict[str, tuple[StoredPart, ...]]:
     """The pieces of each tensor, in the order of its elements.
 
     Raises PentadError if a tensor or file occurs twice, an element is missing, or there is no shard.
@@ -151,7 +151,7 @@ def pieces_by_tensor(shards: Sequence[Shard]) -> dict[str, tuple[Piece, ...]]:
     for stored in _repeated(stored for shard in shards for stored in shard.tensors):
         files = " and ".join(shard.file for shard in shards if stored in shard.tensors)
         raise PentadError(f"manifest.json lists the tensor {stored} in the files {files}: expected one file")
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[StoredPart]] = {}
     for shard in shards:
         for stored, spec in shard.tensors.items():
             name, piece = _piece(shard.file, stored, spec)
@@ -159,18 +159,18 @@ def pieces_by_tensor(shards: Sequence[Shard]) -> dict[str, tuple[Piece, ...]]:
     return {name: _joined(name, pieces) for name, pieces in found.items()}
 
 
-def _piece(file: str, stored: str, spec: Spec) -> tuple[str, Piece]:
+def _piece(file: str, stored: str, spec: Spec) -> tuple[str, StoredPart]:
     """A stored tensor: the name of the one that it is a piece of, and which."""
     _check(_is_spec(spec), f"dtype and shape of tensor {stored!r}", spec)
     cut = _PIECE.fullmatch(stored)
     if cut is None:
-        return stored, Piece(file, stored, tuple(spec["shape"]), 0, math.prod(spec["shape"]))
+        return stored, StoredPart(file, stored, tuple(spec["shape"]), 0, math.prod(spec["shape"]))
     shape, start, end = tuple(map(int, filter(None, cut[2].split("x")))), int(cut[3]), int(cut[4])
     _check(spec["shape"] == [end - start], f"the shape [{end - start}] of tensor {stored}", spec["shape"])
-    return cut[1], Piece(file, stored, shape, start, end)
+    return cut[1], StoredPart(file, stored, shape, start, end)
 
 
-def _joined(name: str, pieces: list[Piece]) -> tuple[Piece, ...]:
+def _joined(name: str, pieces: list[StoredPart]) -> tuple[StoredPart, ...]:
     pieces.sort(key=lambda piece: piece.start)
     at, shape = 0, pieces[0].shape
     for piece in pieces:

@@ -216,7 +216,7 @@ def rows_by_slot(dataset: Dataset, batch: BatchSpec, step: int, map_rows: MapRow
     if batch.document_costs is None:
         return np.arange(size)
     work = batch.document_costs.rows(dataset.document_lengths(step, map_rows), batch.sequence_length)
-    return balanced([1] * size, work, batch.micro_batch_size, batch.replicas).order
+    return balanced(work, batch.micro_batch_size, batch.replicas).order
 
 
 def _shares_on_device(host: HostBatch, part: LocalPart, device: torch.device) -> dict[int, Tokens]:

@@ -35,7 +35,7 @@ from pentad.workers.params.parameters import DTYPES
 from pentad.workers.params.router_bias import LoadBalancer
 
 
-class Piece(NamedTuple):
+class SliceContext(NamedTuple):
     """A slice of a microbatch: the ranks that share it, the mask of packed sequences by the window of a layer, and its
     positions by the kind of one."""
 
@@ -117,7 +117,7 @@ class Stage(BaseStage):
         self.embedding_name = "embedding" if self.first else "head" if tied else "predicted.embedding"
         self.bind()
         self.kv_caches: dict[int, list[SlicedKVCache]] = {}  # by microbatch, one for each layer
-        self.pieces: dict[int, Piece] = {}  # by slice index
+        self.slice_contexts: dict[int, SliceContext] = {}  # by slice index
         self.full_tables = {}
         if plan.batch.capacity:
             given = self.device, parameters.master.dtype
@@ -155,7 +155,7 @@ class Stage(BaseStage):
         result, _ = yield from self._forward(slice_index, inputs, "full", self.layer_context._replace(count_load=False))
         if (slice_index + 1) % self.slices == 0:
             del self.kv_caches[slice_index // self.slices]
-        del self.pieces[slice_index]
+        del self.slice_contexts[slice_index]
         return result
 
     def _forward(
@@ -166,7 +166,7 @@ class Stage(BaseStage):
         if slice_number == 0:
             length = self.length if inputs.share is None else len(inputs.share.positions)
             self.kv_caches[microbatch] = [SlicedKVCache(length) for _ in self.layer_numbers]
-        self.pieces[slice_index] = self._piece(slice_number, inputs)
+        self.slice_contexts[slice_index] = self._slice_context(slice_number, inputs)
         if isinstance(inputs.received, tuple) and recompute_mode == "full":  # one tensor to save
             inputs = inputs._replace(received=torch.add(*inputs.received))
         branch, stream, saved, losses = yield from self._run_layers(slice_index, inputs, recompute_mode, context)
@@ -204,7 +204,7 @@ class Stage(BaseStage):
             yield from self._defer(slice_index, work)
         assert dy is not None
         layers = list(zip(self.bound.layers, self._sequences(slice_index), strict=True))
-        del self.pieces[slice_index]
+        del self.slice_contexts[slice_index]
         if slice_number == 0:
             del self.kv_caches[microbatch]
         for layer, sequence in reversed(layers):
@@ -316,23 +316,25 @@ class Stage(BaseStage):
         return self._sequence(slice_index, self.model.layers, SlicedKVCache(self.length))
 
     def _sequence(self, slice_index: int, number: int, kv_cache: SlicedKVCache) -> SequenceContext:
-        kind, piece = self.layer_kinds[number], self.pieces[slice_index]
-        documents = piece.documents.get(kind.window)
-        return SequenceContext(piece.cp, piece.rotary[kind], kv_cache, kind.window, documents)
+        kind, shared = self.layer_kinds[number], self.slice_contexts[slice_index]
+        documents = shared.documents.get(kind.window)
+        return SequenceContext(shared.cp, shared.rotary[kind], kv_cache, kind.window, documents)
 
-    def _piece(self, slice_number: int, inputs: StageInputs) -> Piece:
+    def _slice_context(self, slice_number: int, inputs: StageInputs) -> SliceContext:
         windows, share = {kind.window for kind in self.layer_kinds.values()}, inputs.share
         if share is not None:
             at = share.positions
             rotary = {kind: RotaryTable(0, cos[at], sin[at]) for kind, (cos, sin) in self.full_tables.items()}
-            return Piece(share.group(self.layer_context.pool), {w: share.document_mask(w) for w in windows}, rotary)
+            return SliceContext(
+                share.group(self.layer_context.pool), {w: share.document_mask(w) for w in windows}, rotary
+            )
         rotary = {kind: tables[slice_number] for kind, tables in self.rotary_tables.items()}
         cp, starts = self.layer_context.cp, inputs.document_starts
         if not starts:
-            return Piece(cp, {}, rotary)
+            return SliceContext(cp, {}, rotary)
         length = self.length * cp.size
         masks = {window: cp.document_mask(starts, length, self.device, window) for window in windows}
-        return Piece(cp, masks, rotary)
+        return SliceContext(cp, masks, rotary)
 
 
 def _without_pair(inputs: StageInputs) -> StageInputs:

@@ -206,6 +206,16 @@ def test_units_go_to_the_host_beside_later_compute_and_come_back_in_time(name, p
     simulate(program, replace(costs, offload=(0.5,) * program.stages))
 
 
+@pytest.mark.parametrize("units", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "p", "m", "chunks"), [*CHUNKED, ("interleaved-zb", 4, 8, 4), ("zb-v", 4, 8, 2)])
+def test_units_that_recompute_go_to_the_host_in_any_order_of_chunks(name, p, m, chunks, units):
+    """A W begins at its own place, however early its backward was recomputed."""
+    every = frozenset(range(units * p * chunks))
+    options = MemoryOptions(recompute=every, offload=every, units=(units,) * p * chunks)
+    program = compiled(name, p, m, options, chunks if "chunks" in CATALOGUE[name].accepts else None)
+    assert any(part.op is Op.OFFLOAD for stream in program.streams for part in instructions_of(stream))
+
+
 def test_slow_copies_hold_compute_up_and_fast_ones_do_not():
     plain = compile_program("gpipe", 2, 4, memory_options=MemoryOptions(units=(4, 4)))
     program = compile_program("gpipe", 2, 4, memory_options=MemoryOptions(units=(4, 4), offload=frozenset(range(8))))

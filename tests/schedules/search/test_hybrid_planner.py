@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from itertools import chain
+from collections.abc import Sequence
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from pentad.schedules.search.hybrid_planner import hybrid
 from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
-from pentad.schedules.spec.cp_layout import StepGroups
+from pentad.schedules.spec.cp_layout import Share, StepGroups
 from pentad.schedules.verify.check_groups import check_shares
 
 COSTS = DocumentCosts(1.0, 3.0, 0.5)
@@ -91,6 +92,36 @@ def test_documents_that_fit_in_no_other_way_are_on_the_static_mesh() -> None:
     groups, _ = hybrid([np.array(row) for row in rows], batch_of(rows, 32, 2, 2, 16), 2)
     check_shares(groups, 16)
     assert {share.ranks for share in chain(*groups.shares)} == {(0, 1), (2, 3)}
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(1, 24), min_size=1, max_size=3), microbatches=st.integers(1, 2))
+def test_no_bound_is_above_the_best_of_all_groups_and_no_end_far_above(lengths: list[int], microbatches: int) -> None:
+    """Of every way to put up to three documents on one rank of two or on both, in up to two microbatches."""
+    rows = [np.array(lengths[at::microbatches], np.int64) for at in range(microbatches)]
+    length = max(1, *(int(row.sum()) for row in rows))
+    batch = batch_of([[]] * microbatches, length, microbatches, 1, 2 * -(-length // 2))
+    groups, balance = hybrid(rows, batch, 2)
+    sizes = groups.lengths(range(len(groups.documents)))
+    best = np.inf
+    for places in product(product(range(microbatches), [(0,), (1,), (0, 1)]), repeat=len(sizes)):
+        shares = [
+            [
+                Share(ranks, numbers(places, mb, (0, 1)), numbers(places, mb, (rank,)))
+                for rank, ranks in enumerate([(0, 1)] * 2 if numbers(places, mb, (0, 1)) else [(0,), (1,)])
+            ]
+            for mb in range(microbatches)
+        ]
+        found = StepGroups(groups.documents, tuple(map(tuple, shares)))
+        if all(found.tokens(share) <= batch.capacity for share in chain(*shares)):
+            best = min(best, max(work_of(found)))
+    assert balance.bound * (1 - 1e-9) <= best <= balance.end * (1 + 1e-9)
+    assert balance.end <= 1.5 * best
+
+
+def numbers(places: Sequence[tuple[int, tuple[int, ...]]], microbatch: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the documents that are on these ranks in a microbatch."""
+    return tuple(number for number, place in enumerate(places) if place == (microbatch, ranks))
 
 
 def test_256_documents_are_dealt_to_64_ranks_in_50_ms_of_cpu() -> None:

@@ -73,7 +73,7 @@ def test_slots_hold_the_rows_that_balance_the_work(folder: Path) -> None:
         rows = rows_by_slot(dataset, plan.batch, step)
         by_microbatch = work[rows].reshape(2, 4, 4).sum(2)
         assert np.all(np.diff(by_microbatch, axis=1) <= 0), "similar ones follow each other"
-        best = balanced([1] * 32, work, 4, 2).balance
+        best = balanced(work, 4, 2).balance
         assert by_microbatch.sum(1).max() == best.end and best.gap < 0.02
         changed |= not np.array_equal(rows, np.arange(32))
     assert changed
