@@ -10,7 +10,7 @@ from shared_cluster import shared_cluster
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster import worker
-from pentad.orchestrator.cluster.faults import WorkerError
+from pentad.orchestrator.cluster.faults import Refusal, WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.placement import reserve
 from pentad.orchestrator.cluster.ray_head import psutil
@@ -182,7 +182,7 @@ def test_an_exception_of_a_rank_is_reported_with_its_instruction(cluster: cluste
 
 def test_a_user_error_found_by_a_rank_is_reported_verbatim(cluster: clusters.Cluster) -> None:
     error, pids, _ = run_until_it_fails(plan_of("fake:rank=0,step=1,how=mistake", *ONE))
-    assert type(error) is PentadError
+    assert type(error) is Refusal
     assert str(error) == "data.path is wrong: expected a right one"
     assert_gone(pids)
 
