@@ -8,7 +8,7 @@ import pytest
 from fuzz import READERS, play
 from fuzz_guard import Broken, Guard
 
-from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.errors import ScheduleError
 
 FEW, SOME = 2, 300
 SLOW_TO_START = {"torch checkpoints", "run folders", "run statuses", "planned configurations"}
@@ -45,7 +45,7 @@ def test_the_guard_finds_what_is_left(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("fuzz_guard.SETTLE_SECONDS", 0.1)
 
     def fails(content: bytes) -> None:
-        raise PentadError("x" * 5000)
+        raise ScheduleError("x" * 5000)
 
     broken = {
         "leaves": lambda content: (tmp_path / "left").write_bytes(content),
