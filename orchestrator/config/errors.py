@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.errors import PentadError, shortened
 from pentad.schedules.passes.recompute import PARTS, RECOMPUTE_MODES
 
 SYNONYMS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "gpu": "cuda"}
@@ -46,7 +46,7 @@ class ConfigError(PentadError):
 
     @property
     def sentences(self) -> list[str]:
-        return str(self).split("\n")
+        return [shortened(sentence) for sentence in str(self).split("\n")]
 
 
 class Broken(NamedTuple):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+LONGEST = 1500  # characters of a sentence, whose values may be of any length
+
 
 class PentadError(Exception):
     """A user's mistake in one sentence: `KEY is VALUE: expected WHAT`."""
 
     @property
     def sentences(self) -> list[str]:
-        """One for each mistake."""
-        return [str(self)]
+        """One for each mistake, without the middle of those that are very long."""
+        return [shortened(str(self))]
 
 
 class ScheduleError(Exception):
@@ -28,6 +30,10 @@ def enumerated(items: Iterable[object], most: int | None = None) -> str:
     if most is not None and len(shown) > most:
         shown = [*shown[: most - 1], f"{len(shown) - most + 1} more"]
     return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
+
+
+def shortened(sentence: str) -> str:
+    return sentence if len(sentence) <= LONGEST else f"{sentence[: LONGEST // 2]} ... {sentence[-LONGEST // 3 :]}"
 
 
 def printable(text: str) -> str:

@@ -362,7 +362,7 @@ def copy_requests(folder: Path) -> Iterator[Reader]:
         host, _, port = server.address.rpartition(":")
         with socket.create_connection((host, int(port)), 5) as peer:
             peer.settimeout(20)
-            with suppress(ConnectionError):
+            with suppress(OSError):  # the server has hung up
                 peer.sendall(content)
                 peer.shutdown(socket.SHUT_WR)
                 while peer.recv(1 << 16):
@@ -390,7 +390,7 @@ def scrapes(folder: Path) -> Iterator[Reader]:
     def read(content: bytes) -> None:
         with socket.create_connection((host, int(port)), 5) as peer:
             peer.settimeout(20)
-            with suppress(ConnectionError):
+            with suppress(OSError):  # the server has hung up
                 peer.sendall(content)
                 peer.shutdown(socket.SHUT_WR)
                 while peer.recv(1 << 16):

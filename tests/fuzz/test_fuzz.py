@@ -8,7 +8,7 @@ import pytest
 from fuzz import READERS, play
 from fuzz_guard import Broken, Guard
 
-from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.errors import ScheduleError
 
 FEW, SOME = 2, 300
 SLOW_TO_START = {"torch checkpoints", "run folders", "run statuses", "planned configurations"}
@@ -45,15 +45,15 @@ def test_the_guard_finds_what_is_left(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("fuzz_guard.SETTLE_SECONDS", 0.1)
 
     def fails(content: bytes) -> None:
-        raise PentadError("x" * 5000)
+        raise ScheduleError("x" * 5000)
 
     broken = {
         "leaves": lambda content: (tmp_path / "left").write_bytes(content),
-        "descriptors": lambda content: files.append((tmp_path / "left").open()),
+        "descriptors": lambda content: files.extend((tmp_path / "left").open() for _ in range(50)),
         "a sentence of 5000": fails,
         r"it takes \d+ MiB": lambda content: len(b"x" * (60 << 20)),
     }
-    for words, read in broken.items():
+    for words, read in broken.items():  # more than tests before this one may still have to close
         with pytest.raises(Broken, match=words):
             guard.check(read, b"content")
     monkeypatch.setattr("fuzz_guard.MOST_SECONDS", 0.05)

@@ -29,7 +29,8 @@ def normal_window(sliding_window: int, layer_types: Sequence[LayerType], layers:
 def parse_window(keys: Keys, family: Family, layers: int) -> Window:
     """The windows of a model with this many layers. Raises PentadError for those that its family does not have."""
     types = keys.get("layer_types")
-    if types is not None and (not isinstance(types, list) or not {*types} <= {FULL, SLIDING} or len(types) != layers):
+    is_list = isinstance(types, list) and all(each in (FULL, SLIDING) for each in types)
+    if types is not None and (not is_list or len(types) != layers):
         raise keys.wrong(("layer_types",), types, f"{layers} times {FULL} or {SLIDING}")
     if not family.layer_types:
         if SLIDING in (types or ()):

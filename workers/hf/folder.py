@@ -133,13 +133,20 @@ class TensorFiles(ExitStack):
     def _open(self, file: str) -> Any:
         if file not in self._opened:
             path = self.folder / file
-            if not path.is_file():
+            if not _is_file(path):
                 raise PentadError(f"{path} is missing: expected the model's tensors in safetensors files")
             try:
                 self._opened[file] = self.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise PentadError(f"{path} cannot be read ({error}): expected a safetensors file") from None
         return self._opened[file]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # its name is too long, for example
+        return False
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -117,6 +117,7 @@ def test_deepseek_v3_is_parsed_as_released() -> None:
         (LLAMA, "attention_dropout", 0.1),
         (LLAMA, "use_sliding_window", True),
         (LLAMA, "layer_types", ["full_attention", "sliding_attention"]),
+        (LLAMA, "layer_types", [["full_attention"]]),
         (LLAMA, "partial_rotary_factor", 0.5),
         (LLAMA, "hidden_size", None),
         (LLAMA, "hidden_size", "4096"),

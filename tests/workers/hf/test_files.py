@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import atomic_io
 from pentad.workers.checkpoint.local_storage import LOCAL
+from pentad.workers.hf.folder import TensorFiles
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
@@ -116,6 +117,13 @@ def test_files_that_differ_from_the_index_are_named(files: Path, tmp_path: Path)
     refused(files, tmp_path, "model-1.safetensors", lost)
     (files / "model-1.safetensors").unlink()
     refused(files, tmp_path, "model-1.safetensors", "missing")
+
+
+def test_a_name_that_no_file_can_have_is_that_of_a_missing_one(files: Path, tmp_path: Path) -> None:
+    with TensorFiles(files) as found:
+        index = {"weight_map": dict.fromkeys(found.files, "x" * 5000)}
+    (files / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(files, tmp_path, "xxx is missing")
 
 
 def test_a_missing_source_and_an_output_folder_with_content_are_refused(files: Path, tmp_path: Path) -> None:
