@@ -15,7 +15,7 @@ from pentad.orchestrator.activations.attention_memory import AttentionShape, att
 from pentad.schedules.ir.columns import CODE
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.passes.offload_cut import Cut, cut
-from pentad.schedules.passes.recompute import recomputed_parts
+from pentad.schedules.passes.recompute import is_row_wise, recomputed_parts
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import LayerRange
@@ -322,13 +322,28 @@ def offloadable(model: ModelSpec, held: LayerRange, piece: Piece, mode: str, *, 
     return tuple(size for size in sizes if size)
 
 
+@lru_cache(maxsize=4096)
+def row_bytes(model: ModelSpec, held: LayerRange, piece: Piece, mode: str) -> int:
+    """Of what layers save without recomputation, the bytes that RECOMPUTE makes row by row."""
+    parts, found = recomputed_parts(mode), 0
+    for number in held.numbers:
+        has_window, own = model.layer_kind(number).window > 0, piece.of_layer(number, model.layers)
+        made = chain(*chain(*sublayers(model, number >= model.dense_layers, has_window, own)))
+        found += sum(each.bytes for each in made if not parts.isdisjoint(each.parts) and is_row_wise(each.parts))
+    return found
+
+
 def _kept(model: ModelSpec, held: LayerRange, piece: Piece, mode: str) -> Iterator[Allocation]:
     """What layers allocate and do not recompute; heads recompute nothing."""
     recomputed = recomputed_parts(mode)
     for number in held.numbers:
         has_window, own = model.layer_kind(number).window > 0, piece.of_layer(number, model.layers)
-        own_parts = sublayers(model, number >= model.dense_layers, has_window, own)
-        yield from (each for each in chain(*chain(*own_parts)) if recomputed.isdisjoint(each.parts))
+        for each in chain(*chain(*sublayers(model, number >= model.dense_layers, has_window, own))):
+            if recomputed.isdisjoint(each.parts):
+                yield each
+            elif piece.saved_of(each.bytes, each.parts):
+                size, *tensors = (piece.saved_of(size, each.parts) for size in (each.bytes, *each.tensors))
+                yield each._replace(bytes=size, tensors=tuple(tensors))
     if held.has_head:
         yield from heads_and_mtp(model, piece._replace(fp8=None))
 

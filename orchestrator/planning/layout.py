@@ -118,7 +118,15 @@ def first_piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None
     batch, mesh = batch_spec(config), config.mesh.mesh
     length = batch.sequence_length // slices // mesh.cp
     sizes = batch.micro_batch_size, length, compute_dtype(config, device), device, slices
-    return Piece(*sizes, mesh, config.mesh.cp_method, fp8=fp8, gpu=gpu_of(config.cluster) if device == "cuda" else "")
+    gpu, fraction = gpu_of(config.cluster) if device == "cuda" else "", row_fraction(config)
+    return Piece(*sizes, mesh, config.mesh.cp_method, fp8=fp8, gpu=gpu, recompute_fraction=fraction)
+
+
+def row_fraction(config: RunConfig) -> float:
+    """memory.recompute_fraction, once it is known."""
+    found = config.memory.recompute_fraction
+    assert found != "auto", "the planner has not chosen yet"
+    return found
 
 
 def compute_dtype(config: RunConfig, device: str) -> str:
