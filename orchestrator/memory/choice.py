@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.first_microbatches import with_words
-from pentad.orchestrator.memory.variants import AUTO, Variants, Words, words_of
+from pentad.orchestrator.memory.variants import AUTO, Variants, Words
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.layout import unit_placement
 from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
@@ -93,7 +93,7 @@ def _fewest_layers(variants: Variants, mode: str, tried: Tried) -> tuple[Words, 
     """Bisects memory.recompute_layers; null, all layers, if no fewer will do, and None if not even those."""
     every = variants.plan(mode)
     if not (fit := variants.fit(every)).ok:
-        tried.append((fit.needed, words_of(mode, None)))
+        tried.append((fit.needed, variants.words(mode, None)))
         return None
     best, low, high = every, 0, largest_stage(every)  # with `low` layers it does not fit, with `high` it does
     while high - low > 1:
@@ -103,8 +103,8 @@ def _fewest_layers(variants: Variants, mode: str, tried: Tried) -> tuple[Words, 
             best, high = plan, middle
         else:
             low = middle
-            tried.append((fit.needed, words_of(mode, middle)))
-    return words_of(mode, None if best is every else high), best
+            tried.append((fit.needed, variants.words(mode, middle)))
+    return variants.words(mode, None if best is every else high), best
 
 
 def largest_stage(plan: Plan) -> int:

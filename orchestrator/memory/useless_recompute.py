@@ -12,7 +12,8 @@ from pentad.schedules.passes.recompute import config_text
 from pentad.schedules.spec.plan import Plan
 
 WORTH = 0.01  # of the memory: less saves nothing
-WITHOUT = tuple(f"memory.{key}" for key in ("recompute=none", "recompute_layers=null", "recompute_stages=null"))
+RESET = "recompute=none", "recompute_layers=null", "recompute_stages=null", "recompute_fraction=1.0"
+WITHOUT = tuple(f"memory.{key}" for key in RESET)
 
 
 def recompute_note(config: RunConfig, plan: Plan, fit: Fit) -> str:

@@ -13,7 +13,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.planning.estimate import memories, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of_ranks
-from pentad.orchestrator.planning.layout import unit_placement
+from pentad.orchestrator.planning.layout import row_fraction, unit_placement
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.passes.recompute import config_text
 from pentad.schedules.simulate.events import Events, acyclic_events
@@ -25,17 +25,23 @@ Words = tuple[str, ...]
 AUTO = "auto"
 
 
-def words_of(mode: str, layers: int | None) -> Words:
-    """Overrides with which so many layers of each stage (None: all) recompute, by such a mode of a plan."""
-    return f"memory.recompute={config_text(mode)}", f"memory.recompute_layers={'null' if layers is None else layers}"
-
-
 class Variants:
     """Of a configuration whose memory.recompute and its layers are replaced by others, on ranks with this memory."""
 
     def __init__(self, config: RunConfig, device: str, room: DeviceMemory) -> None:
         self.config, self.device, self.room = config, device, room
         self._configs = dict[str, RunConfig]()
+
+    def words(self, mode: str, layers: int | None = None) -> Words:
+        """Overrides with which so many layers of each stage (None: all) recompute, by such a mode of a plan: another
+        one than that of the configuration recomputes all rows."""
+        found = (
+            f"memory.recompute={config_text(mode)}",
+            f"memory.recompute_layers={'null' if layers is None else layers}",
+        )
+        section = self.config.memory
+        is_other = mode != section.mode and section.recompute_fraction != 1
+        return (*found, "memory.recompute_fraction=1.0") if is_other else found
 
     @property
     def as_it_is(self) -> tuple[Words, Plan]:
@@ -56,7 +62,8 @@ class Variants:
             return make_plan(config, self.device, memory=self.room)
         units = self._full.program.units or (1,) * self._full.program.stages
         modes = config.memory.modes(units, self._full.layers) or ("none",) * len(self._full.layers)
-        return replace(self._full, recompute=modes)  # without modes, RECOMPUTEs would cost as much as forwards
+        # without modes, RECOMPUTEs would cost as much as forwards
+        return replace(self._full, recompute=modes, recompute_fraction=row_fraction(config))
 
     def fit(self, plan: Plan) -> Fit:
         """Of one of these plans."""
@@ -68,7 +75,7 @@ class Variants:
 
     def _config(self, mode: str) -> RunConfig:
         if mode not in self._configs:
-            self._configs[mode] = with_words(self.config, words_of(mode, None))
+            self._configs[mode] = with_words(self.config, self.words(mode))
         return self._configs[mode]
 
     def _shares_program(self, config: RunConfig) -> bool:

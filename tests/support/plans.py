@@ -72,9 +72,8 @@ def plan_of(
     fractions = tuple(offload if each.numbers else 0.0 for each in layers) if offload else ()
     sizes, units = pool_sizes(model, lora, layers, mesh, mirrors), units or memory_options.units
     offloaded = frozenset(np.flatnonzero(fractions).tolist())
-    memory_options = memory_options._replace(offload=offloaded, sizes=sizes, units=units)
-    if recomputed or max_resident is not None:
-        memory_options = memory_options._replace(recompute=recomputed, max_resident=max_resident)
+    memory_options = memory_options._replace(offload=offloaded, sizes=sizes, units=units, recompute=recomputed)
+    memory_options = memory_options._replace(max_resident=max_resident)
     given: dict[str, Any] = {"memory_options": memory_options, "order": order, "replicas": dp * cp * ep}
     return Plan(
         name="exact",
