@@ -63,8 +63,7 @@ def plan_of(
     host_optimizer: bool = False,
 ) -> Plan:
     """A plan on CPU ranks: MODEL in `dtype`, with sequences of 8 tokens, two a microbatch. `document_mask` is for
-    `data` that is a path. `recompute` is the mode of all stages, `max_resident` (in microbatches) and `offload` (a share)
-    turn offloading on, `unit_layers` cuts units."""
+    `data` that is a path; `max_resident` (in microbatches) and `offload` (a share) turn offloading on."""
     order = generate(name, pp, microbatches, ScheduleOptions(chunks=chunks, slices=slices))
     layers, units = _units(model, order.placement, unit_layers)
     recomputed = frozenset(stage for stage, each in enumerate(layers) if recompute != "none" and each.numbers)
