@@ -108,7 +108,8 @@ class _Search:
         for at in _ranks(offloaded):
             moved = memory(offloaded, at)["host"]
             spare = self.host.bytes / self.host.ranks(offloaded) - (host_bytes(offloaded, at) - moved)
-            found.append(min(1.0, max(0.0, spare / moved)) if moved else 1.0)
+            # rounded down: slots are aligned, and sums of parts of tensors are not exactly those of all
+            found.append(math.floor(1000 * min(1.0, max(0.0, spare / moved))) / 1000 if moved else 1.0)
         return found
 
     def plan_with(self, step: int) -> Plan | None:
