@@ -3,8 +3,8 @@
 PYTHONPATH=.typings:tests/support:tests/bench python tests/bench/recompute.py --budget 70 --json FILE
 
 Layers of Llama 3 8B, and of DeepSeek-V3 with 16 experts, recompute nothing, each part by itself, most of them, some
-rows of them, and all. Rows run one after another in one process; those that are planned to need more than `--budget` GiB, or
-would begin after `--seconds`, are left out. At the end a table has planned and measured figures of all rows.
+rows of them, and all. Runs follow one another in one process; those that are planned to need more than `--budget` GiB,
+or would begin after `--seconds`, are left out. At the end a table has planned and measured figures of all.
 """
 
 from __future__ import annotations

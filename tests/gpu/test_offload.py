@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def on_gpu(plan: Plan, transport: str, dtype: str = "bfloat16") -> Plan:
 
 
 def large_plan(corpus: str, recompute: str, offload: float, rows: float = 1.0) -> Plan:
-    given = {"recompute": recompute, "recompute_fraction": rows}
+    given: dict[str, Any] = {"recompute": recompute, "recompute_fraction": rows}
     plan = plan_of("1f1b", 1, 1, 2, corpus, unit_layers=1, offload=offload, **given)
     batch = BatchSpec(global_batch_size=4, sequence_length=4096, microbatches=2, replicas=1)
     return on_gpu(replace(plan, model=LARGE, batch=batch), "nccl")
