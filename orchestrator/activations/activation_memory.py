@@ -268,11 +268,12 @@ def slots_of(plan: Plan) -> tuple[tuple[int, int], ...]:
     """Bytes of one piece of each unit on the host, and of what stays of the tensor that is cut (see Plan).
 
     GPU kernels may pad statistics. Far less is known of a custom model, whose kernels may save other ones on a GPU than
-    on a CPU, and of the rows of experts that exchange tokens.
+    on a CPU, and of the rows of experts that exchange tokens, or of documents that data-aware groups share.
     """
     found, is_custom = cuts_of(plan), plan.model.custom is not None and plan.device == "cuda"
     is_cut = [0 < fraction < 1 for fraction in plan.offload or [1.0] * len(found)]
-    if is_custom or (plan.model.experts is not None and plan.mesh.ep > 1 and plan.device == "cpu"):
+    exchanges = plan.model.experts is not None and plan.mesh.ep > 1 and plan.device == "cpu"
+    if is_custom or exchanges or plan.batch.capacity:
         largest = [max(each.moved, default=0) for each in cuts_of(replace(plan, offload=()))]
         inexact = zip(found, largest, is_cut, strict=True)
         return tuple((int(MARGIN * each.bytes), most * partial) for each, most, partial in inexact)

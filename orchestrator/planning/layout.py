@@ -179,8 +179,6 @@ def _group_rules(config: RunConfig, model: ModelSpec, program: Program) -> Itera
         yield f"precision.matmul is {config.precision.matmul}: expected compute"
     if config.elastic.check_every:  # whose inputs are of sequences
         yield f"elastic.check_every is {config.elastic.check_every}: expected 0"
-    if memory.offload_fraction:
-        yield f"memory.offload_fraction is {memory.offload_fraction}: expected 0"
     if memory.max_resident_microbatches is not None:
         yield f"memory.max_resident_microbatches is {memory.max_resident_microbatches:g}: expected null"
     if program.slices > 1:
