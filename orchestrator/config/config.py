@@ -263,8 +263,6 @@ class RunConfig(sections.Section):
             yield f"{found} for this model, of which memory.recompute {config_text(self.memory.mode)} has experts only"
         if self.precision.matmul != "compute":
             yield f"{found} with precision.matmul {self.precision.matmul}, whose scales are of all rows"
-        if self.mesh.cp_method == "ulysses" and self.mesh.cp > 1:
-            yield f"{found} with mesh.cp_method ulysses, whose ranks have queries of all tokens"
 
     def _step_rules(self, model: ModelSpec, layout: Layout) -> Iterator[str]:
         """Sums over ranks before the norm exclude post-validation; losses of entire sequences exclude slices."""

@@ -135,7 +135,7 @@ def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: str) 
             found, own, phase, model, tiles, reads=("moe" if has_experts else "mlp") in parts, writes=is_whole
         )
     if piece.mesh.cp > 1:
-        _add_context_parallel(found, model, piece, phase, projects=reads, attends="core_attn" in parts)
+        _add_context_parallel(found, model, piece, of_rows, phase, projects=reads, attends="core_attn" in parts)
     if is_whole and has_experts and model.experts is not None and piece.mesh.ep > 1:
         _add_expert_parallel(found, model.hidden, model.experts, piece, phase)
     return found
@@ -189,12 +189,14 @@ def _add_latent_attention(
 
 
 def _add_context_parallel(
-    found: CommVolume, model: ModelSpec, piece: Piece, phase: str, *, projects: bool, attends: bool
+    found: CommVolume, model: ModelSpec, piece: Piece, of_rows: Piece, phase: str, *, projects: bool, attends: bool
 ) -> None:
-    """`projects`: queries, keys and values are made; `attends`: attention is computed."""
+    """`projects`: queries, keys and values are made, without latents of the rows `of_rows`; `attends`: attention is
+    computed."""
     cp, shape, is_backward = piece.mesh.cp, attention_shape(model, piece), phase == "B"
     if shape.is_exchanged:
-        moved = shape.output * (projects or attends) + shape.exchanged * piece.itemsize * projects
+        made = shape if model.mla is not None else attention_shape(model, of_rows)
+        moved = shape.output * (projects or attends) + made.exchanged * piece.itemsize * projects
         found.add("cp", "all_to_all", projects + (projects or attends), moved * (cp - 1) // cp)
         return
     if not attends:

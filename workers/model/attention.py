@@ -23,7 +23,15 @@ from pentad.workers.model.layer_context import LayerContext, RotaryTable, Sequen
 from pentad.workers.model.lora import ColumnAdapters, RowAdapter
 from pentad.workers.model.norm import QKNorm, QKNormSaved
 from pentad.workers.parallel.async_ops import Task, gather2, ready
-from pentad.workers.parallel.context_parallel import KeptAttention, KeptInputs, SavedContext, keep, keep_inputs
+from pentad.workers.parallel.context_parallel import (
+    KeptAttention,
+    KeptInputs,
+    SavedContext,
+    SavedUlysses,
+    inputs_by_token,
+    keep,
+    keep_inputs,
+)
 from pentad.workers.parallel.row_split import RowSplit
 
 
@@ -44,7 +52,7 @@ class KeptRows(NamedTuple):
     """What is kept of attention where queries, keys and values of all but its first rows are recomputed."""
 
     result: KeptAttention | None  # None where that is recomputed
-    qkv: Tensor  # [first rows, N + 2M, D]
+    qkv: tuple[Tensor, ...]  # [first rows, N + 2M, D]; after an exchange of heads [cp first rows, heads, D] of each
     qk_norm: QKNormSaved | None  # of these rows
 
 
@@ -138,12 +146,13 @@ class Attention(NamedTuple):
         """What is kept without these parts: with `split` the first rows of queries, keys and values as well."""
         drops_inputs, drops_result = (name in recomputed for name in ("qkv_linear", "core_attn"))
         if drops_inputs and split is not None:
-            qkv, qk_norm = _inputs_by_token(saved), saved.qk_norm
+            qk_norm = saved.qk_norm
             if qk_norm is not None:
                 query, key = qk_norm.splits(split, len(saved.out))
                 qk_norm = QKNormSaved(qk_norm.query.first(query), qk_norm.key.first(key))
-            first = torch.cat([split.first(each) for each in qkv], dim=1)
-            return KeptRows(None if drops_result else keep(saved.context), first, qk_norm)
+            first = tuple(map(split.first, inputs_by_token(saved.context, len(saved.out))))
+            qkv = first if isinstance(saved.context, SavedUlysses) else (torch.cat(first, dim=1),)
+            return KeptRows(None if drops_result else keep(saved.context), qkv, qk_norm)
         return kept_of(saved, saved.qk_norm, drops_inputs=drops_inputs, drops_result=drops_result)
 
     def rebuild(
@@ -159,25 +168,33 @@ class Attention(NamedTuple):
             return kept
         if isinstance(kept, KeptRows):
             assert split is not None
-            qkv, qk_norm = yield from self._join(context, sequence, x(split), kept, split)
-            return (yield from self._attend(context, sequence, qkv, qk_norm, kept.result))
+            return (yield from self._attend_joined(context, sequence, x(split), kept, split))
         if isinstance(kept, KeptProjections):
             out, saved = yield from attend_again(context, sequence, kept.inputs, self.sinks and self.sinks.weight)
             return AttentionSaved(saved, out, kept.norms)
         qkv, qk_norm = yield from self._queries_keys_values(context, x(None), sequence.rotary)
         return (yield from self._attend(context, sequence, qkv, qk_norm, kept))
 
-    def _join(
+    def _attend_joined(
         self, context: LayerContext, sequence: SequenceContext, x: Operand, kept: KeptRows, split: RowSplit
-    ) -> Task[tuple[Tensor, QKNormSaved | None]]:
-        """`_queries_keys_values` of all rows, from those that were kept and the input of the others."""
-        tokens = len(kept.qkv) // split.saved * split.size
-        qkv, rest = yield from self._queries_keys_values(context, x, sequence.rotary.rest(split, tokens))
+    ) -> Task[AttentionSaved]:
+        """`_attend` with the rows that were kept, and those of the input x."""
+        is_exchanged, length = len(kept.qkv) > 1, sequence.rotary.cos.shape[0]
+        saved = len(kept.qkv[0]) // (sequence.cp.size if is_exchanged else 1)
+        rotary = sequence.rotary.rest(split, saved // split.saved * split.size)
+        qkv, rest = yield from self._queries_keys_values(context, x, rotary)
         qk_norm = kept.qk_norm
         if qk_norm is not None and rest is not None:
-            query, key = qk_norm.splits(split, len(kept.qkv))
+            query, key = qk_norm.splits(split, saved)
             qk_norm = QKNormSaved(qk_norm.query.joined(rest.query, query), qk_norm.key.joined(rest.key, key))
-        return split.join(kept.qkv, qkv), qk_norm
+        if not is_exchanged:
+            joined = split.join(kept.qkv[0], qkv)
+            return (yield from self._attend(context, sequence, joined, qk_norm, kept.result))
+        heads, kv_heads = self._head_counts(context)
+        rows = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        inputs = yield from sequence.cp.join_inputs(kept.qkv, rows, split, length)
+        out, found = yield from attend_again(context, sequence, inputs, self.sinks and self.sinks.weight, kept.result)
+        return AttentionSaved(found, out, qk_norm)
 
     def backward(
         self,
@@ -253,11 +270,15 @@ def attend(
 
 
 def attend_again(
-    context: LayerContext, sequence: SequenceContext, inputs: KeptInputs, sinks: Tensor | None = None
+    context: LayerContext,
+    sequence: SequenceContext,
+    inputs: KeptInputs,
+    sinks: Tensor | None = None,
+    kept: KeptAttention | None = None,
 ) -> Task[tuple[Tensor, SavedContext]]:
-    """What `attend` returned, from what was kept of its inputs."""
+    """What `attend` returned, from what was kept of its inputs, and of its result if that was."""
     options = _options(context, sequence)
-    out, saved = yield from sequence.cp.attend_again(inputs, options, sequence.documents, sinks)
+    out, saved = yield from sequence.cp.attend_again(inputs, options, sequence.documents, sinks, kept)
     return _by_token(out), saved
 
 
@@ -282,12 +303,6 @@ def attend_backward(
     (dq, dk, dv), dsinks = yield from sequence.cp.attend_backward(dout, saved, sinks)
     dk, dv = sequence.kv_cache.slice_grads((dk, dv), sequence.rotary.start)
     return (dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)), dsinks
-
-
-def _inputs_by_token(saved: AttentionSaved) -> list[Tensor]:
-    """Queries [T, N, D], keys and values [T, M, D] of this slice, whatever slices the keys are of."""
-    inputs, length = keep_inputs(saved.context), keep_inputs(saved.context).q.shape[2]
-    return [each[:, :, -length:].transpose(1, 2).flatten(0, 1) for each in inputs[:3]]
 
 
 def _by_token(x: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ CASES += [(part, {}) for part in PARTS]
 PAIRS = [",".join(pair) for pair in combinations(PARTS, 2)]
 EVERY = ",".join(PARTS)
 SCALINGS: list[Scaling] = ["tensor", "row", "block"]
-ROW_AXES: list[dict[str, Any]] = [{}, {"tp": 2}, {"cp": 2}]
+ROW_AXES: list[dict[str, Any]] = [{}, {"tp": 2}, {"cp": 2}, {"cp": 2, "cp_method": "ulysses"}]
 CONTEXT_PARALLEL: list[dict[str, Any]] = [
     {"cp": 2, "cp_method": method} for method in ("ring", "all_gather", "ulysses")
 ]
@@ -83,6 +83,7 @@ ROW_CASES: list[tuple[str, str, dict[str, Any]]] = [
     for family, mode, axes in product(FAMILIES, ("attention", "mlp", "qkv_linear", "attn_proj", EVERY), ROW_AXES)
 ]
 ALWAYS_BY_ROWS = [("qwen3", "attention", {"tp": 2}), ("gemma2", EVERY, {}), ("deepseek", "attention", {})]
+ALWAYS_BY_ROWS.append(("qwen3", "attention", ROW_AXES[-1]))
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,6 @@ def test_a_bad_fraction_is_reported_in_one_sentence(overrides: list[str], senten
     ("overrides", "sentence"),
     [
         (["precision.matmul=fp8-block"], "with precision.matmul fp8-block, whose scales are"),
-        (["mesh.cp=2", "mesh.cp_method=ulysses"], "with mesh.cp_method ulysses, whose ranks have queries of all"),
         (
             [*EXPERTS, "memory.recompute=selective"],
             "for this model, of which memory.recompute selective has experts only",

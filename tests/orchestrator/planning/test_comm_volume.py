@@ -98,7 +98,7 @@ def test_layers(sent, corpus, family, mode, axes):
         check(sent, plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES[family], recompute=mode, **axes), index)
 
 
-@pytest.mark.parametrize("axes", [AXES[0], pytest.param(AXES[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axes", [AXES[0], AXES[4], pytest.param(AXES[1], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["attention", pytest.param("mlp,attn_proj", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek"])
 def test_layers_that_recompute_some_rows(sent, corpus, family, mode, axes):
