@@ -344,7 +344,8 @@ class ClusterSection(Section):
     gpu: Text | None = None
     """name of the GPU that plans are made for, as CUDA has it (docs/memory.md); null: this machine's, else an H200"""
     transport: Literal["auto", "peer", "nccl"] = "auto"
-    """what moves activations and does ZeRO's collectives; auto: peer copies if all GPUs are on one host, else NCCL"""
+    """what moves activations, and does the collectives of ZeRO and of tensor parallelism; auto: peer copies if all GPUs
+    are on one host, else NCCL"""
     address: Text = "local"
     """Ray cluster: local starts one here, auto joins the running one, HOST:PORT joins the one there"""
     dashboard: bool = Field(default=True, description="start the Ray dashboard of a local cluster")
