@@ -187,7 +187,7 @@ def _recomputed(model: ModelSpec, mode: str) -> tuple[str, str]:
     totals = layer_effects(model, model.experts is not None, False, piece).totals
     flops = part_flops(model, layer, length)
     products, attention = 2 * active_parameters(model, 0), flops["core_attn"]
-    freed = totals.saved - piece.stream(model.hidden) if mode == "full" else totals.recomputed(mode)
+    freed = totals.saved - piece.stream(model.hidden) if mode == "full" else totals.recomputed(mode, piece)
     again = products + attention if mode == "full" else sum(flops.get(part, 0) for part in recomputed_parts(mode))
     if not freed:
         return "-", "-"

@@ -15,7 +15,7 @@ from pentad.orchestrator.activations.attention_memory import AttentionShape, att
 from pentad.schedules.ir.columns import CODE
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.passes.offload_cut import Cut, cut
-from pentad.schedules.passes.recompute import recomputed_parts
+from pentad.schedules.passes.recompute import is_row_wise, recomputed_parts
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import LayerRange
@@ -269,11 +269,12 @@ def slots_of(plan: Plan) -> tuple[tuple[int, int], ...]:
     """Bytes of one piece of each unit on the host, and of what stays of the tensor that is cut (see Plan).
 
     GPU kernels may pad statistics. Far less is known of a custom model, whose kernels may save other ones on a GPU than
-    on a CPU, and of the rows of experts that exchange tokens.
+    on a CPU, and of the rows of experts that exchange tokens, or of documents that data-aware groups share.
     """
     found, is_custom = cuts_of(plan), plan.model.custom is not None and plan.device == "cuda"
     is_cut = [0 < fraction < 1 for fraction in plan.offload or [1.0] * len(found)]
-    if is_custom or (plan.model.experts is not None and plan.mesh.ep > 1 and plan.device == "cpu"):
+    exchanges = plan.model.experts is not None and plan.mesh.ep > 1 and plan.device == "cpu"
+    if is_custom or exchanges or plan.batch.capacity:
         largest = [max(each.moved, default=0) for each in cuts_of(replace(plan, offload=()))]
         inexact = zip(found, largest, is_cut, strict=True)
         return tuple((int(MARGIN * each.bytes), most * partial) for each, most, partial in inexact)
@@ -323,13 +324,28 @@ def offloadable(model: ModelSpec, held: LayerRange, piece: Piece, mode: str, *, 
     return tuple(size for size in sizes if size)
 
 
+@lru_cache(maxsize=4096)
+def row_bytes(model: ModelSpec, held: LayerRange, piece: Piece, mode: str) -> int:
+    """Of what layers save without recomputation, the bytes that RECOMPUTE makes row by row."""
+    parts, found = recomputed_parts(mode), 0
+    for number in held.numbers:
+        has_window, own = model.layer_kind(number).window > 0, piece.of_layer(number, model.layers)
+        made = chain(*chain(*sublayers(model, number >= model.dense_layers, has_window, own)))
+        found += sum(each.bytes for each in made if not parts.isdisjoint(each.parts) and is_row_wise(each.parts))
+    return found
+
+
 def _kept(model: ModelSpec, held: LayerRange, piece: Piece, mode: str) -> Iterator[Allocation]:
     """What layers allocate and do not recompute; heads recompute nothing."""
     recomputed = recomputed_parts(mode)
     for number in held.numbers:
         has_window, own = model.layer_kind(number).window > 0, piece.of_layer(number, model.layers)
-        own_parts = sublayers(model, number >= model.dense_layers, has_window, own)
-        yield from (each for each in chain(*chain(*own_parts)) if recomputed.isdisjoint(each.parts))
+        for each in chain(*chain(*sublayers(model, number >= model.dense_layers, has_window, own))):
+            if recomputed.isdisjoint(each.parts):
+                yield each
+            elif piece.saved_of(each.bytes, each.parts):
+                size, *tensors = (piece.saved_of(size, each.parts) for size in (each.bytes, *each.tensors))
+                yield each._replace(bytes=size, tensors=tuple(tensors))
     if held.has_head:
         yield from heads_and_mtp(model, piece._replace(fp8=None))
 

@@ -62,9 +62,10 @@ class StageActivations:
     """Bytes of one piece on one stage.
 
     `saved` from F to B, `input` of it the residual stream that F received, which may lie in a receive slot instead;
-    OFFLOAD leaves those `not_offloadable`. `deferred` from B to
-    W, of which `incoming` is the gradient that B received, which may lie in a slot too. `kv_cache` and `kv_gradients`
-    are shared by the slices of a microbatch. Effects count the input and the incoming gradient as allocated.
+    OFFLOAD leaves those `not_offloadable`. `joined` is the largest tensor that is recomputed by rows, as RECOMPUTE
+    copies its rows together. `deferred` from B to W, of which `incoming` is the gradient that B received, which may lie
+    in a slot too. `kv_cache` and `kv_gradients` are shared by the slices of a microbatch. Effects count the input and
+    the incoming gradient as allocated.
     """
 
     saved: int
@@ -75,6 +76,7 @@ class StageActivations:
     backward: Effect
     weight: Effect
     backward_and_weight: Effect
+    joined: int = 0
     incoming: int = 0
     kv_cache: int = 0
     kv_gradients: int = 0
@@ -85,8 +87,8 @@ class StageActivations:
 
     @property
     def recompute(self) -> int:
-        """Workspace of F."""
-        return max(0, self.forward("none").peak - self.saved)
+        """Workspace of F, or rows of a tensor beside it."""
+        return max(self.joined, self.forward("none").peak - self.saved)
 
 
 class LayerEffects(NamedTuple):
@@ -155,7 +157,7 @@ def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations
                 allocate(-2 * stream - end.saved),
                 allocate(0 if first else stream),
             )
-        recomputed = [sequence(layer.forward, allocate(-layer.totals.recomputed(mode))) for layer in layers]
+        recomputed = [sequence(layer.forward, allocate(-layer.totals.recomputed(mode, piece))) for layer in layers]
         return sequence(allocate(copy), *recomputed, allocate(end.saved))
 
     blocks = [(end_backward, end.deferred, lookup if model.mtp_layers and last else 0)]
@@ -165,6 +167,7 @@ def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations
     return StageActivations(
         saved=copy + sum(part.saved for part in parts),
         not_offloadable=sum(part.not_offloadable for part in parts),
+        joined=max((layer.totals.largest_rows for layer in layers), default=0) * (piece.saved_rows > 0),
         input=stream,
         deferred=deferred,
         incoming=0 if last or not layers else layers[-1].incoming,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal, NamedTuple
 
-from pentad.schedules.passes.recompute import recomputed_parts
+from pentad.schedules.passes.recompute import is_row_wise, recomputed_parts, saved_rows
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Fp8Spec
@@ -26,7 +26,8 @@ def wide_bytes(dtype: str) -> int:
 
 class Piece(NamedTuple):
     """`rows` sequences with `length` positions each on a cp rank, one of `slices` of a microbatch; `fp8` says which
-    products are in 8 bits (None: none), and `gpu` names the GPU ('': the assumed one)."""
+    products are in 8 bits (None: none), and `gpu` names the GPU ('': the assumed one). Of row-wise parts of layers the
+    share `recompute_fraction` is recomputed."""
 
     rows: int
     length: int
@@ -39,6 +40,7 @@ class Piece(NamedTuple):
     deterministic: bool = True
     fp8: Fp8Spec | None = None
     gpu: str = ""
+    recompute_fraction: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -47,6 +49,21 @@ class Piece(NamedTuple):
     @property
     def sequence_parallel_tokens(self) -> int:
         return self.tokens // self.mesh.tp
+
+    @property
+    def saved_rows(self) -> int:
+        """Of this rank's rows those that are saved of row-wise parts that are recomputed."""
+        return saved_rows(self.sequence_parallel_tokens, self.recompute_fraction)
+
+    @property
+    def rest(self) -> Piece:
+        """Of the rows that are recomputed, as tp ranks exchange them."""
+        return self._replace(rows=1, length=self.tokens - self.saved_rows * self.mesh.tp)
+
+    def saved_of(self, size: int, parts: Collection[str]) -> int:
+        """Of `size` bytes, or others in proportion to rows, that RECOMPUTE of these parts of a layer can make, those
+        that F saves nevertheless."""
+        return size * self.saved_rows // self.sequence_parallel_tokens if is_row_wise(parts) else 0
 
     @property
     def itemsize(self) -> int:
@@ -133,10 +150,11 @@ class Allocation(NamedTuple):
 class Totals(NamedTuple):
     """Sums of allocations: from F to B or W (`saved`, of which some recomputable, not offloadable, or `reused` by W),
     from B or F to W (`deferred`), and the largest workspace of F, B and W. `recomputable` is by the parts of a layer
-    any of which makes it."""
+    any of which makes it, and `largest_rows` the largest of what row-wise ones make."""
 
     saved: int
     recomputable: dict[tuple[str, ...], int]
+    largest_rows: int
     not_offloadable: int
     reused: int
     deferred: int
@@ -144,10 +162,11 @@ class Totals(NamedTuple):
     backward: int
     weight: int
 
-    def recomputed(self, mode: str) -> int:
+    def recomputed(self, mode: str, piece: Piece) -> int:
         """Bytes that F does not save with such recomputation, other than full."""
         parts = recomputed_parts(mode)
-        return sum(size for each, size in self.recomputable.items() if not parts.isdisjoint(each))
+        found = ((each, size) for each, size in self.recomputable.items() if not parts.isdisjoint(each))
+        return sum(size - piece.saved_of(size, each) for each, size in found)
 
 
 def total(allocations: Iterable[Allocation]) -> Totals:
@@ -161,6 +180,7 @@ def total(allocations: Iterable[Allocation]) -> Totals:
     return Totals(
         saved=size["F-B"] + size["F-W"],
         recomputable=recomputable,
+        largest_rows=max((each.bytes for each in found if each.parts and is_row_wise(each.parts)), default=0),
         not_offloadable=sum(each.bytes for each in found if not each.offload),
         reused=size["F-W"],
         deferred=size["F-W"] + size["B-W"],
@@ -176,4 +196,5 @@ def piece_of(plan: Plan) -> Piece:
     if plan.batch.capacity:  # one sequence of the tokens that a rank can hold
         rows, length = 1, plan.batch.capacity
     sizes = rows, length, plan.dtype, plan.device, plan.program.slices
-    return Piece(*sizes, plan.mesh, plan.cp_method, plan.data.document_mask, plan.deterministic, plan.fp8, plan.gpu)
+    mask, fraction = plan.data.document_mask, plan.recompute_fraction
+    return Piece(*sizes, plan.mesh, plan.cp_method, mask, plan.deterministic, plan.fp8, plan.gpu, fraction)

@@ -27,7 +27,7 @@ from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.catalogue import CATALOGUE, spec_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.recompute import config_text, parts_of
+from pentad.schedules.passes.recompute import ROW_WISE, config_text, parts_of, recomputed_parts
 from pentad.schedules.search.auto import AUTO, check_auto_options
 from pentad.schedules.spec.lora import LoraSpec
 from pentad.schedules.spec.model import ModelSpec
@@ -256,6 +256,13 @@ class RunConfig(sections.Section):
         for part in given if isinstance(given, list) else ():
             if part not in parts:
                 yield f"memory.recompute is {shown(given)}: expected no {part} for this model: {why[part]}"
+        if self.memory.recompute_fraction == 1:
+            return
+        found = f"memory.recompute_fraction is {self.memory.recompute_fraction}: expected 1"
+        if ROW_WISE.isdisjoint(recomputed_parts(self.memory.mode).intersection(parts)):
+            yield f"{found} for this model, of which memory.recompute {config_text(self.memory.mode)} has experts only"
+        if self.precision.matmul != "compute":
+            yield f"{found} with precision.matmul {self.precision.matmul}, whose scales are of all rows"
 
     def _step_rules(self, model: ModelSpec, layout: Layout) -> Iterator[str]:
         """Sums over ranks before the norm exclude post-validation; losses of entire sequences exclude slices."""

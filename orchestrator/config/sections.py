@@ -25,7 +25,7 @@ from pentad.orchestrator.config.errors import (
     share_or_auto,
     without_control_characters,
 )
-from pentad.schedules.passes.recompute import Part, config_text, mode_of
+from pentad.schedules.passes.recompute import ROW_WISE, Part, config_text, mode_of, recomputed_parts
 from pentad.schedules.spec.batch import BatchSizes, RampupStage
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
@@ -210,6 +210,10 @@ class MemorySection(Section):
     """pipeline stages that recompute; null: all"""
     recompute_layers: Count | None = None
     """recompute only the first so many layers of each stage, rounded up to units; null: all"""
+    recompute_fraction: Share = 1.0
+    """share of each microbatch's tokens for which mlp, qkv_linear and attn_proj are recomputed, the last ones; what
+    layers make of the others is saved, and goes to the host by offload_fraction. auto, with offload_fraction auto: the
+    least with which each rank fits, in all layers"""
     unit_layers: Count | None = None
     """layers of a unit, in which stages gather and free weights, reduce gradients, recompute and offload, with the
     embedding and the head in units of their own; null: one with recomputation; else all layers of a stage, or where
@@ -235,12 +239,28 @@ class MemorySection(Section):
             if value and self.recompute in ("none", "auto"):
                 found = f"{value}, but memory.recompute is {self.recompute}"
                 yield Broken(key, "selective, attention, full or a list of parts", found)
+        if self.recompute_fraction != 1.0:
+            yield from self._row_rules()
         if resident is not None and self.recompute not in ("none", "full", "auto"):
             found = f"{resident:g}, but memory.recompute is {config_text(self.mode)}"
             yield Broken("max_resident_microbatches", "none or full", found)
         if resident is not None and self.offload_fraction:
             found = f"{self.offload_fraction}, but memory.max_resident_microbatches is {resident:g}"
             yield Broken("offload_fraction", "0, or memory.max_resident_microbatches = null", found)
+
+    def _row_rules(self) -> Iterator[Broken]:
+        """Of what recomputes some rows."""
+        if self.mode == "auto" or ROW_WISE.isdisjoint(recomputed_parts(self.mode)) or self.mode == "full":
+            found = f"{config_text(self.mode)}, but memory.recompute_fraction is {self.recompute_fraction}"
+            yield Broken("recompute", "attention, selective, or a list with mlp, qkv_linear or attn_proj", found)
+        if self.recompute_fraction == "auto" and self.offload_fraction != "auto":
+            found = f"auto, but memory.offload_fraction is {self.offload_fraction}"
+            yield Broken("recompute_fraction", "a share, or memory.offload_fraction = auto", found)
+        if self.recompute_fraction == "auto" and self.recompute_layers:
+            found = f"{self.recompute_layers}, but memory.recompute_fraction is auto"
+            yield Broken("recompute_layers", "null", found)
+        if self.recompute_fraction == 0:
+            yield Broken("recompute_fraction", "above 0, or memory.recompute = none")
 
     @property
     def mode(self) -> str:

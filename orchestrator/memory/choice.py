@@ -14,7 +14,7 @@ import numpy as np
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.first_microbatches import with_words
-from pentad.orchestrator.memory.variants import AUTO, Variants, Words, words_of
+from pentad.orchestrator.memory.variants import AUTO, Variants, Words
 from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.layout import unit_placement
@@ -86,7 +86,7 @@ def fitting_recompute(variants: Variants, tried: Tried, *, slower: bool = False)
         if layers := _fewest_layers(variants, mode, every, min(faster, default=largest_stage(every) + 1), tried):
             found.append((seconds, layers))
             is_every = layers == largest_stage(every)
-            yield words_of(mode, None if is_every else layers), every if is_every else variants.plan(mode, layers)
+            yield variants.words(mode, None if is_every else layers), every if is_every else variants.plan(mode, layers)
 
 
 def _recompute_seconds(plan: Plan) -> Array:
@@ -114,7 +114,7 @@ def _fewest_layers(variants: Variants, mode: str, every: Plan, below: int, tried
         if not variants.fits(variants.plan(mode, high)):
             return None
     elif not (fit := variants.fit(every)).ok:
-        tried.append((fit.needed, words_of(mode, None)))
+        tried.append((fit.needed, variants.words(mode)))
         return None
     low = 0  # with `low` layers it does not fit, with `high` it does
     while high - low > 1:

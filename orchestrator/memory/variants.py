@@ -15,7 +15,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.planning.estimate import States, fullest_bytes, memories, memory, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of_ranks
-from pentad.orchestrator.planning.layout import unit_placement
+from pentad.orchestrator.planning.layout import row_fraction, unit_placement
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.passes.recompute import config_text
 from pentad.schedules.simulate.events import Events, acyclic_events
@@ -23,11 +23,6 @@ from pentad.schedules.spec.plan import Plan
 
 Words = tuple[str, ...]
 AUTO = "auto"
-
-
-def words_of(mode: str, layers: int | None) -> Words:
-    """Overrides with which so many layers of each stage (None: all) recompute, by such a mode of a plan."""
-    return f"memory.recompute={config_text(mode)}", f"memory.recompute_layers={'null' if layers is None else layers}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +52,17 @@ class Variants:
         """Of the configuration, with a program of its own."""
         return self._compiled(self.config).plan
 
+    def words(self, mode: str, layers: int | None = None) -> Words:
+        """Overrides with which so many layers of each stage (None: all) recompute, by such a mode of a plan: another
+        one than that of the configuration recomputes all rows."""
+        found = (
+            f"memory.recompute={config_text(mode)}",
+            f"memory.recompute_layers={'null' if layers is None else layers}",
+        )
+        section = self.config.memory
+        is_other = mode != section.mode and section.recompute_fraction != 1
+        return (*found, "memory.recompute_fraction=1.0") if is_other else found
+
     @property
     def as_it_is(self) -> tuple[Words, Plan]:
         """Without a change of what recomputes; for `auto` nothing does."""
@@ -75,7 +81,14 @@ class Variants:
         modes = section.modes(units, shared.layers)
         if not modes and shared.recompute:  # without modes, RECOMPUTEs would cost as much as forwards
             modes = ("none",) * len(shared.layers)
-        return with_slots(replace(shared, recompute=modes, offload=section.fractions(shared.layers)))
+        return with_slots(
+            replace(
+                shared,
+                recompute=modes,
+                offload=section.fractions(shared.layers),
+                recompute_fraction=row_fraction(config),
+            )
+        )
 
     def fit(self, plan: Plan) -> Fit:
         """Of one of these plans."""
@@ -97,7 +110,7 @@ class Variants:
 
     def _config(self, mode: str, layers: int | None, share: float | None) -> RunConfig:
         if mode not in self._configs:
-            self._configs[mode] = with_words(self.config, words_of(mode, None))
+            self._configs[mode] = with_words(self.config, self.words(mode))
         config = self._configs[mode]
         section = config.memory
         changed = {"recompute_layers": layers, "offload_fraction": section.offload_fraction if share is None else share}

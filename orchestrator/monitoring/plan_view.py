@@ -91,7 +91,8 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
     if plan.recompute:
         found = {program.stage_of[unit] for unit, mode in enumerate(plan.recompute) if mode != "none"}
         where = "" if len(found) == program.stage_of[-1] + 1 else f" of stages {', '.join(map(str, sorted(found)))}"
-        facts["recompute"] = f"{config_text(plan.recomputation)}{where}"
+        rows = "" if plan.recompute_fraction == 1 else f" of {format_percent(plan.recompute_fraction)} of the rows"
+        facts["recompute"] = f"{config_text(plan.recomputation)}{rows}{where}"
     facts |= _offload_facts(plan, costs)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)

@@ -118,22 +118,24 @@ def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: str)
 @lru_cache(maxsize=4096)
 def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: str) -> CommVolume:
     """Of one piece in one layer, whose sublayers read their input, and write their result."""
-    found, tiles, is_whole = CommVolume(), num_tiles(piece.tokens), phase in WHOLE
+    found, is_whole = CommVolume(), phase in WHOLE
+    of_rows = piece if is_whole else piece.rest  # of row-wise parts
+    tiles = num_tiles(of_rows.tokens)
     parts = frozenset(PARTS) if is_whole else recomputed_parts(phase)
     reads, writes = ("qkv_linear" if model.mla is None else "mla_up_proj") in parts, "attn_proj" in parts
     if piece.mesh.tp > 1:
         if model.mla is not None:
-            _add_latent_attention(found, piece, phase, model.hidden, model.mla, reads=reads, writes=writes)
+            _add_latent_attention(found, piece, of_rows, phase, model.hidden, model.mla, reads=reads, writes=writes)
         else:
-            _add_sublayer(found, piece, phase, model, tiles, reads=reads, writes=writes)
+            _add_sublayer(found, of_rows, phase, model, tiles, reads=reads, writes=writes)
         if reads and model.qk_norm == "all_heads":  # means of queries and keys
-            _add_tp(found, piece, "all_gather", 1, piece.mesh.tp * 2 * piece.tokens * piece.wide)
-        own, tiles = piece.of_network(has_experts), 1 if has_experts else tiles
+            _add_tp(found, of_rows, "all_gather", 1, of_rows.mesh.tp * 2 * of_rows.tokens * of_rows.wide)
+        own, tiles = (piece if has_experts else of_rows).of_network(has_experts), 1 if has_experts else tiles
         _add_sublayer(
             found, own, phase, model, tiles, reads=("moe" if has_experts else "mlp") in parts, writes=is_whole
         )
     if piece.mesh.cp > 1:
-        _add_context_parallel(found, model, piece, phase, projects=reads, attends="core_attn" in parts)
+        _add_context_parallel(found, model, piece, of_rows, phase, projects=reads, attends="core_attn" in parts)
     if is_whole and has_experts and model.experts is not None and piece.mesh.ep > 1:
         _add_expert_parallel(found, model.hidden, model.experts, piece, phase)
     return found
@@ -173,26 +175,28 @@ def _add_sublayer(
 
 
 def _add_latent_attention(
-    found: CommVolume, piece: Piece, phase: str, hidden: int, mla: MLA, *, reads: bool, writes: bool
+    found: CommVolume, piece: Piece, written: Piece, phase: str, hidden: int, mla: MLA, *, reads: bool, writes: bool
 ) -> None:
-    """Latent vectors are gathered in place of the input."""
+    """Latent vectors are gathered in place of the input. The result is of the rows `written`."""
     token, key_values, queries = piece.tokens * piece.itemsize, mla.kv_lora_rank + mla.qk_rope_head_dim, mla.q_lora_rank
-    queries, tiles = queries or hidden, num_tiles(piece.tokens) if piece.fp8 is None else 1
+    queries, tiles = queries or hidden, num_tiles(written.tokens) if piece.fp8 is None else 1
     if phase == "B":
         _add_tp(found, piece, "all_gather", 3, token * (hidden + mla.kv_lora_rank + queries))
         _add_tp(found, piece, "reduce_scatter", 1 + tiles, token * (key_values + queries))
     else:
         _add_tp(found, piece, "all_gather", 2 * reads, token * (queries + key_values))
-        _add_tp(found, piece, "reduce_scatter", tiles * writes, token * hidden)
+        _add_tp(found, piece, "reduce_scatter", tiles * writes, written.full_stream(hidden))
 
 
 def _add_context_parallel(
-    found: CommVolume, model: ModelSpec, piece: Piece, phase: str, *, projects: bool, attends: bool
+    found: CommVolume, model: ModelSpec, piece: Piece, of_rows: Piece, phase: str, *, projects: bool, attends: bool
 ) -> None:
-    """`projects`: queries, keys and values are made; `attends`: attention is computed."""
+    """`projects`: queries, keys and values are made, without latents of the rows `of_rows`; `attends`: attention is
+    computed."""
     cp, shape, is_backward = piece.mesh.cp, attention_shape(model, piece), phase == "B"
     if shape.is_exchanged:
-        moved = shape.output * (projects or attends) + shape.exchanged * piece.itemsize * projects
+        made = shape if model.mla is not None else attention_shape(model, of_rows)
+        moved = shape.output * (projects or attends) + made.exchanged * piece.itemsize * projects
         found.add("cp", "all_to_all", projects + (projects or attends), moved * (cp - 1) // cp)
         return
     if not attends:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from pentad.orchestrator.activations.activation_memory import row_bytes
 from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import stage_volume
 from pentad.orchestrator.planning.hardware import EXPERT_FLOPS, FP8_SPEEDUPS, links_of
 from pentad.orchestrator.planning.part_flops import part_flops
-from pentad.schedules.passes.recompute import recomputed_parts
+from pentad.schedules.passes.recompute import ROW_WISE, recomputed_parts
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.rates import Curve, Rates, rate_at
 from pentad.schedules.spec.lora import LoraSpec, adapter_tensors, shard_size, shard_tensors
@@ -49,9 +50,11 @@ def guess_costs(
     mesh = piece.mesh
     stages = [_stage_seconds(model, span, piece, rates, lora) for span in layers]
     again = [_recompute_seconds(model, *each, piece, rates) for each in zip(layers, stages, modes, strict=False)]
+    spans = zip(layers, modes or ("none",) * len(layers), strict=True)
+    copied = [_saving_seconds(model, *each, piece, rates) for each in spans]
     norm, step = end_seconds(model, layers, placement, mesh, rates, zero, lora, host_optimizer=host_optimizer)
     return Costs(
-        forward=tuple(each.forward for each in stages),
+        forward=tuple(each.forward + seconds for each, seconds in zip(stages, copied, strict=True)),
         backward=tuple(each.backward for each in stages),
         weight=tuple(each.weight for each in stages),
         transfer=transfer_seconds(model, piece, rates),
@@ -136,8 +139,19 @@ def _recompute_seconds(
     """Of one RECOMPUTE of a stage."""
     if mode in ("none", "full"):
         return stage.forward if mode == "full" else 0.0
-    seconds = sum(stage.parts.get(part, 0.0) for part in recomputed_parts(mode))
-    return _with_communication(model, span, piece, rates, mode, seconds)
+    rest = 1 - piece.saved_rows / piece.sequence_parallel_tokens  # of rows
+    parts = {part: seconds for part, seconds in stage.parts.items() if part in recomputed_parts(mode)}
+    seconds = sum(seconds * (rest if part in ROW_WISE else 1.0) for part, seconds in parts.items())
+    joined = row_bytes(model, span, piece, mode) if piece.saved_rows else 0
+    return _with_communication(model, span, piece, rates, mode, seconds) + 2 * joined / rates.memory
+
+
+def _saving_seconds(model: ModelSpec, span: LayerRange, mode: str, piece: Piece, rates: Rates) -> float:
+    """Of the copies in F of rows that RECOMPUTE does not make again."""
+    if not piece.saved_rows or mode in ("none", "full"):
+        return 0.0
+    share = piece.saved_rows / piece.sequence_parallel_tokens
+    return 2 * share * row_bytes(model, span, piece, mode) / rates.memory
 
 
 def _active_adapters(model: ModelSpec, lora: LoraSpec, span: LayerRange) -> float:

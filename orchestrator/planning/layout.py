@@ -120,7 +120,15 @@ def first_piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None
     batch, mesh = batch_spec(config), config.mesh.mesh
     length = batch.sequence_length // slices // mesh.cp
     sizes = batch.micro_batch_size, length, compute_dtype(config, device), device, slices
-    return Piece(*sizes, mesh, config.mesh.cp_method, fp8=fp8, gpu=gpu_of(config.cluster) if device == "cuda" else "")
+    gpu, fraction = gpu_of(config.cluster) if device == "cuda" else "", row_fraction(config)
+    return Piece(*sizes, mesh, config.mesh.cp_method, fp8=fp8, gpu=gpu, recompute_fraction=fraction)
+
+
+def row_fraction(config: RunConfig) -> float:
+    """memory.recompute_fraction, once it is known."""
+    found = config.memory.recompute_fraction
+    assert found != "auto", "the planner has not chosen yet"
+    return found
 
 
 def compute_dtype(config: RunConfig, device: str) -> str:
@@ -173,8 +181,6 @@ def _group_rules(config: RunConfig, model: ModelSpec, program: Program) -> Itera
         yield f"precision.matmul is {config.precision.matmul}: expected compute"
     if config.elastic.check_every:  # whose inputs are of sequences
         yield f"elastic.check_every is {config.elastic.check_every}: expected 0"
-    if memory.offload_fraction:
-        yield f"memory.offload_fraction is {memory.offload_fraction}: expected 0"
     if memory.max_resident_microbatches is not None:
         yield f"memory.max_resident_microbatches is {memory.max_resident_microbatches:g}: expected null"
     if program.slices > 1:

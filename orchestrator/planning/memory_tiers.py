@@ -3,7 +3,8 @@ which is computed again: the three tiers of MEMO (arXiv 2407.12117).
 
 Copies that the schedule hides cost nothing, copies beyond that and recomputation cost seconds. For a rank that lacks
 memory the cheapest mixture is a linear program with one constraint, the bytes to free, and a bound for every tier: a
-continuous knapsack. The ranks share one number of layers that recompute; how much each offloads is its own.
+continuous knapsack. The ranks share one number of layers that recompute, or with memory.recompute_fraction auto one
+share of the rows in all layers; how much each offloads is its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pentad.schedules.spec.plan import Plan
 Maker = Callable[..., Plan]  # `make_plan` of a configuration, with `units` and `fractions`
 # How often, and by how much, a fraction is raised for what is not linear in it: tensors that are cut.
 RAISES, RAISED = 8, 0.02
+ROW_STEPS = 32  # parts of the rows, of which memory.recompute_fraction auto takes some
 
 
 class Tier(NamedTuple):
@@ -51,22 +53,22 @@ def choose_tiers(config: RunConfig, device: DeviceMemory, host: HostMemory, make
 
     Without memory.recompute nothing recomputes; with memory.recompute_layers so many layers do.
     """
-    plain = make(_with(config, 0, 0.0))
+    plain = make(_with(config, 0.0, 0.0))
     if not config.memory.recompute_layers and _lack(plain, device) <= 0:
         return plain
     most = make(_with(config, None, 1.0))
     search = _Search(config, device, host, make, most)
-    fewest = search.layers_to_recompute()
-    for layers in range(fewest, search.layers + 1):
-        if (found := search.plan_with(layers)) is not None:
+    for step in range(search.first_step(), search.steps + 1):
+        if (found := search.plan_with(step)) is not None:
             return found
         if config.memory.recompute_layers:
             break
-    return make(_with(config, config.memory.recompute_layers, 1.0), fractions=search.fractions(search.caps(most)))
+    return make(_with(config, None, 1.0), fractions=search.fractions(search.caps(most)))
 
 
 class _Search:
-    """Tries plans that differ in their fractions and in the layers that recompute; `most` does most of both."""
+    """Tries plans that differ in their fractions and in what recomputes: so many of `steps`, which are layers of each
+    stage, or with memory.recompute_fraction auto parts of the rows. `most` does most of both."""
 
     def __init__(self, config: RunConfig, device: DeviceMemory, host: HostMemory, make: Maker, most: Plan) -> None:
         self.config, self.device, self.host, self.make, self.most = config, device, host, make, most
@@ -74,15 +76,18 @@ class _Search:
         by_stage = [0] * len(self.units)
         for unit, held in enumerate(most.layers):
             by_stage[most.program.stage_of[unit]] += len(held.numbers)
-        self.layers = max(by_stage) if config.memory.recompute != "none" else 0
+        self.steps = ROW_STEPS if config.memory.recompute_fraction == "auto" else max(by_stage)
+        if config.memory.recompute == "none":
+            self.steps = 0
 
-    def plan(self, layers: int, fraction: float) -> Plan:
-        return self.make(_with(self.config, layers, fraction), units=self.units)
+    def plan(self, step: int, fraction: float, **more: tuple[float, ...]) -> Plan:
+        return self.make(_with(self.config, step / max(1, self.steps), fraction, self.steps), units=self.units, **more)
 
-    def layers_to_recompute(self) -> int:
-        if self.config.memory.recompute_layers or not self.layers:
+    def first_step(self) -> int:
+        """Of the solution of the linear program, as if tensors could be cut anywhere."""
+        if self.config.memory.recompute_layers or not self.steps:
             return self.config.memory.recompute_layers or 0
-        none, offloaded, recomputed = self.plan(0, 0.0), self.plan(0, 1.0), self.plan(self.layers, 0.0)
+        none, offloaded, recomputed = self.plan(0, 0.0), self.plan(0, 1.0), self.plan(self.steps, 0.0)
         costs, again = costs_of(offloaded), costs_of(recomputed)
         hidden, caps, shares = hidden_share(offloaded.program, costs), self.caps(offloaded), list[float]()
         for rank, at in enumerate(_ranks(none)):
@@ -95,7 +100,7 @@ class _Search:
             free = min(hidden[rank], caps[rank])
             tiers = Tier(gains[0], 0.0, free), Tier(gains[0], copies, caps[rank] - free), Tier(gains[1], computes, 1.0)
             shares.append(cheapest(need, tiers)[2])
-        return math.ceil(max(shares) * self.layers - 1e-9)
+        return math.ceil(max(shares) * self.steps - 1e-9)
 
     def caps(self, offloaded: Plan) -> list[float]:
         """By pipeline rank: the share for which the host has memory."""
@@ -103,18 +108,19 @@ class _Search:
         for at in _ranks(offloaded):
             moved = memory(offloaded, at)["host"]
             spare = self.host.bytes / self.host.ranks(offloaded) - (host_bytes(offloaded, at) - moved)
-            found.append(min(1.0, max(0.0, spare / moved)) if moved else 1.0)
+            # rounded down: slots are aligned, and sums of parts of tensors are not exactly those of all
+            found.append(math.floor(1000 * min(1.0, max(0.0, spare / moved))) / 1000 if moved else 1.0)
         return found
 
-    def plan_with(self, layers: int) -> Plan | None:
-        """With the least fractions with which every rank fits if so many layers recompute; None if there are none."""
-        none, offloaded = self.plan(layers, 0.0), self.plan(layers, 1.0)
+    def plan_with(self, step: int) -> Plan | None:
+        """With the least fractions with which every rank fits if so much recomputes; None if there are none."""
+        none, offloaded = self.plan(step, 0.0), self.plan(step, 1.0)
         caps, shares = self.caps(offloaded), list[float]()
         for cap, at in zip(caps, _ranks(none), strict=True):
             gain = _needed(none, at) - _needed(offloaded, at)
             shares += cheapest(_needed(none, at) - self.device.bytes, [Tier(gain, 0.0, cap)])
         for _ in range(RAISES):
-            plan = self.make(_with(self.config, layers, 1.0), units=self.units, fractions=self.fractions(shares))
+            plan = self.plan(step, 1.0, fractions=self.fractions(shares))
             lacking = [_needed(plan, at) > self.device.bytes for at in _ranks(plan)]
             if not any(lacking):
                 return plan
@@ -133,11 +139,16 @@ class _Search:
         return tuple(round(each, 4) for each in found)
 
 
-def _with(config: RunConfig, layers: int | None, fraction: float) -> RunConfig:
-    """With so many layers of each stage that recompute (None: as configured)."""
+def _with(config: RunConfig, recomputed: float | None, fraction: float, layers: int = 0) -> RunConfig:
+    """In which this share recomputes (None: as much as configured), of the rows or of so many layers of each stage."""
     changed: dict[str, object] = {"offload_fraction": fraction}
-    if layers is not None:
-        changed |= {"recompute_layers": layers} if layers else {"recompute": "none", "recompute_layers": None}
+    by_rows = config.memory.recompute_fraction == "auto"
+    if recomputed == 0:
+        changed |= {"recompute": "none", "recompute_layers": None, "recompute_fraction": 1.0}
+    elif by_rows:
+        changed["recompute_fraction"] = 1.0 if recomputed is None else recomputed
+    elif recomputed is not None:
+        changed["recompute_layers"] = round(recomputed * layers)
     return config.model_copy(update={"memory": config.memory.model_copy(update=changed)})
 
 

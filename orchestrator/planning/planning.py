@@ -27,6 +27,7 @@ from pentad.orchestrator.planning.layout import (
     grouped,
     layout_of,
     require_groups,
+    row_fraction,
     split,
 )
 from pentad.orchestrator.planning.memory_tiers import choose_tiers
@@ -213,6 +214,7 @@ def draft(
         lora=config.lora_spec,
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.units or (1,) * program.stages, layers),
+        recompute_fraction=row_fraction(config),
         host_optimizer=config.memory.optimizer == "host",
         fp8=fp8_spec(config, model),
         gpu=gpu_of(config.cluster) if device == "cuda" else "",

@@ -139,7 +139,9 @@ def search(
 def search_space(
     config: RunConfig, space: Space, device: DeviceMemory, held: Collection[str] = (), listed: int = LISTED
 ) -> Found:
-    """Raises PentadError for a schedule that is not in the catalogue."""
+    """Raises PentadError for a schedule that is not in the catalogue, and to recompute some rows only."""
+    if "memory.recompute_fraction" in held and config.memory.recompute_fraction != 1:
+        raise PentadError(f"memory.recompute_fraction is {config.memory.recompute_fraction}: expected 1 for a search")
     for order in space.orders:
         if order.name not in CATALOGUE:
             raise PentadError(f"schedule.name is {order.name}: expected one of {', '.join(CATALOGUE)} for a search")

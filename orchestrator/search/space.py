@@ -28,6 +28,7 @@ RESET: dict[str, Any] = {
     "schedule.memory_limit": None,
     "schedule.slices": None,
     "memory.recompute_stages": None,
+    "memory.recompute_fraction": 1.0,
     "memory.max_resident_microbatches": None,
     "zero.prefetch": 1,
     "zero.reduce": None,

@@ -5,6 +5,9 @@ schedule that splits the backward still recomputes once.
 
 What a unit recomputes is a string in a `Plan`: a mode, or names of parts of its layers joined by commas. Names are
 those of Megatron-LM (--recompute-modules, and of --offload-modules qkv_linear and attn_proj).
+
+Parts that work on rows can be computed again for a share of a sequence's tokens, while the rows of the others are saved
+(MEMO, arXiv 2407.12117).
 """
 
 from __future__ import annotations
@@ -33,6 +36,10 @@ Part = Literal[
     "attn_proj",  # the residual stream after attention, and what the norms beside it save
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
+ROW_WISE = frozenset[str]({"mlp", "qkv_linear", "attn_proj"})  # of one token each, whatever the others are
+# Products of some rows have the bits of those of all rows if both are multiples of this: of the rows that kernels for
+# CPUs, and for GPUs, take at once.
+ROWS, ROWS_OF_TILE, LARGE = 4, 128, 1024
 _OF_MODES = {
     "none": frozenset[str](),
     "selective": frozenset({"mlp", "moe"}),
@@ -65,6 +72,18 @@ def config_text(mode: str) -> str:
 def recomputed_parts(mode: str) -> frozenset[str]:
     """The parts that a mode recomputes; 'full' does so from the input of the unit, from which everything follows."""
     return _OF_MODES[mode] if mode in _OF_MODES else frozenset(mode.split(","))
+
+
+def is_row_wise(parts: Collection[str]) -> bool:
+    """Whether RECOMPUTE can make, row by row, what any of these parts of a layer makes."""
+    return ROW_WISE.issuperset(parts)
+
+
+def saved_rows(rows: int, fraction: float) -> int:
+    """Of so many rows of a rank's residual stream the first ones, which F saves if row-wise parts are recomputed for
+    this `fraction` of them, 0 to 1: less than a tile fewer than the others. Never more of fewer rows."""
+    of_tiles = int((1 - fraction) * max(rows, LARGE)) // ROWS_OF_TILE * ROWS_OF_TILE
+    return of_tiles if rows >= LARGE else min(of_tiles, int((1 - fraction) * rows) // ROWS * ROWS)
 
 
 def add_recompute(program: Program, stages: Collection[int]) -> Program:

@@ -53,7 +53,8 @@ class Plan:
     `seed` is the run's only source of randomness. `deterministic` asks for bit-reproducible kernels.
 
     `recompute[stage]` is a mode or names of parts of layers (schedules/passes/recompute.py); empty means none
-    everywhere. `offload[stage]` is the share of the bytes of saved activations that OFFLOAD takes; empty: all;
+    everywhere. Of parts that work on rows only the share `recompute_fraction` is recomputed, the last rows.
+    `offload[stage]` is the share of the bytes of saved activations that OFFLOAD takes; empty: all;
     `offload_slots[stage]` the bytes that one needs in host memory, and on the device for what stays of a tensor that is
     cut. With `host_optimizer` master
     weights and optimizer state are in host memory. `zero` is the ZeRO stage (arXiv
@@ -82,6 +83,7 @@ class Plan:
     transport: str
     deterministic: bool = True
     recompute: tuple[str, ...] = ()
+    recompute_fraction: float = 1.0
     offload: tuple[float, ...] = ()
     offload_slots: tuple[tuple[int, int], ...] = ()
     host_optimizer: bool = False

@@ -1,15 +1,17 @@
 """Times copies to and from host memory on one GPU, alone and beside a product, and steps whose activations they move.
 
-PYTHONPATH=.typings:tests/support python tests/bench/offload.py --json OUT
+PYTHONPATH=.typings:tests/support python tests/bench/offload.py --budget 70 --json OUT
 
 The model has the dimensions of Llama 3 8B. Every row of a training step is a process of its own: its peak memory is
-compared with the plan's. Rows that begin after `--budget` seconds are left out.
+compared with the plan's. Rows that are planned to need more than `--budget` GiB, or would begin after `--seconds`, are
+left out. At the end a table has planned and measured figures of all rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -45,6 +47,20 @@ STEPS: dict[str, list[tuple[int, int, str]]] = {
         (8, 65536, ""),
         (8, 65536, "offload_fraction=0.6"),
         (8, 65536, "offload_fraction=1.0"),
+    ],
+    # Rows of what attention recomputes are saved, on the host or on the device. Four layers fit into 70 GiB.
+    "rows": [
+        (4, length, options)
+        for length in (32768, 65536)
+        for options in (
+            "",
+            "offload_fraction=1.0",
+            *(f"recompute=attention {more}" for more in ("", "recompute_fraction=0.5")),
+            *(
+                f"recompute=attention offload_fraction=1.0 recompute_fraction={share}"
+                for share in (1.0, 0.75, 0.5, 0.25)
+            ),
+        )
     ],
     "host": [(8, 65536, "optimizer=host"), (32, 131072, f"recompute=attention {ON_HOST}")],
     "longest": [(32, 262144, f"recompute=full {ON_HOST} precision.optimizer_state=bfloat16")],
@@ -111,8 +127,9 @@ def copies(size: int) -> dict[str, float]:
     }
 
 
-def step(words: Sequence[str], steps: int) -> dict[str, Any]:
-    """Seconds of each step, and peak memory, of a rank in this process, with these overrides."""
+def step(words: Sequence[str], steps: int, budget: float) -> dict[str, Any]:
+    """Seconds of each step, and peak memory, of a rank in this process, with these overrides; only what is planned if
+    that is more than `budget` GiB."""
     from pentad.orchestrator.config.config import load
     from pentad.orchestrator.planning.estimate import memory as planned_memory
     from pentad.orchestrator.planning.estimate import simulated_seconds
@@ -121,6 +138,17 @@ def step(words: Sequence[str], steps: int) -> dict[str, Any]:
 
     plan = make_plan(load(None, [*COMMON, f"run.steps={steps}", f"data.path={corpus()}", *words]), "cuda")
     planned = planned_memory(plan, 0)
+    on_host = planned["host"] + planned["host_optimizer"] + planned["snapshot"]
+    facts = {
+        "offloaded": max(plan.offload, default=0.0),
+        "recomputing_units": sum(mode != "none" for mode in plan.recompute),
+        "recomputed_rows": plan.recompute_fraction if plan.recompute else 0.0,
+        "planned_seconds": simulated_seconds(plan),
+        "planned_gib": planned["total"] / GIB,
+        "planned_host_gib": on_host / GIB,
+    }
+    if facts["planned_gib"] > budget:
+        return {**facts, "left_out": f"more than {budget:g} GiB"}
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(plan, 0, Path(folder, "progress"))
         runner.connect(runner.serve("127.0.0.1", 30), 30)
@@ -140,17 +168,14 @@ def step(words: Sequence[str], steps: int) -> dict[str, Any]:
             busy[span.lane] += span.end - span.start
     peak = torch.cuda.max_memory_allocated()
     return {
+        **facts,
         "step_seconds": seconds,
-        "planned_seconds": simulated_seconds(plan),
-        "offloaded": max(plan.offload, default=0.0),
-        "recomputing_units": sum(mode != "none" for mode in plan.recompute),
+        "seconds": min(seconds[1:] or seconds),
         "tokens_per_second": plan.batch.tokens / min(seconds[1:] or seconds),
         "lane_seconds": busy,
         "losses": [sum(result.losses.values()) / plan.batch.tokens for result in results],
         "peak_gib": peak / GIB,
-        "planned_gib": planned["total"] / GIB,
         "planned_over_measured": planned["total"] / peak,
-        "planned_host_gib": (planned["host"] + planned["host_optimizer"] + planned["snapshot"]) / GIB,
         "device_allocations_after_the_first_step": stats["num_device_alloc"] - segments,
         "allocation_retries": stats["num_alloc_retries"],
     }
@@ -176,11 +201,23 @@ def _full_key(word: str) -> str:
     return word if "." in word.partition("=")[0] else f"memory.{word}"
 
 
-def in_process(row: str, steps: int) -> dict[str, Any]:
+def in_process(row: str, steps: int, budget: float) -> dict[str, Any]:
     """Its own, which gives back all memory."""
-    command = [sys.executable, __file__, "--steps", str(steps), "--row", row]
+    command = [sys.executable, __file__, "--steps", str(steps), "--budget", str(budget), "--row", row]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-2000:]}
+
+
+def table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    """Planned and measured figures of rows, which `names` tell apart; those left out have no measured ones."""
+    figures = "planned_gib", "peak_gib", "planned_host_gib", "planned_seconds", "seconds"
+    lines = [[*names, "planned GiB", "GiB", "host GiB", "planned s", "s"]]
+    for row in rows:
+        if "planned_gib" in row:
+            found = (f"{row[key]:.3f}" if key in row else "-" for key in figures)
+            lines.append([*(str(row[name]) for name in names), *found])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def main() -> None:
@@ -188,7 +225,8 @@ def main() -> None:
     parts = ["copies", *STEPS]
     parser.add_argument("--only", default=",".join(parts), help="some of the parts")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--budget", type=float, default=330.0, help="seconds")
+    parser.add_argument("--budget", type=float, default=math.inf, help="GiB of the GPU")
+    parser.add_argument("--seconds", type=float, default=330.0)
     parser.add_argument("--row", help="LAYERS,TOKENS,OPTIONS: runs this row in this process")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -198,7 +236,7 @@ def main() -> None:
     if args.row:
         layers, length, options = args.row.split(",")
         sizes = [f"model.layers={layers}", f"batch.sequence_length={length}"]
-        print(json.dumps(step([*LLAMA, *sizes, *map(_full_key, options.split())], args.steps)))
+        print(json.dumps(step([*LLAMA, *sizes, *map(_full_key, options.split())], args.steps, args.budget)))
         return
     began, rows = time.monotonic(), list[dict[str, Any]]()
 
@@ -211,15 +249,16 @@ def main() -> None:
     if unknown := set(chosen) - set(parts):
         parser.error(f"--only has {', '.join(unknown)}: expected {', '.join(parts)}")
     if "copies" in chosen:
-        add(in_process("copies", 1))
+        add(in_process("copies", 1, args.budget))
     for part, cases in STEPS.items():
         for layers, length, options in cases if part in chosen else ():
-            if time.monotonic() - began > args.budget:
+            if time.monotonic() - began > args.seconds:
                 add({"part": part, "layers": layers, "length": length, "options": options, "left_out": True})
                 continue
             steps = FEWER.get(length, args.steps) if layers == 32 else args.steps
-            found = in_process(f"{layers},{length},{options}", steps)
+            found = in_process(f"{layers},{length},{options}", steps, args.budget)
             add({"part": part, "layers": layers, "length": length, "options": options, **found})
+    print(table(rows, ("layers", "length", "options")))
 
 
 if __name__ == "__main__":

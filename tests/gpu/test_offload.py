@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -30,8 +31,9 @@ def on_gpu(plan: Plan, transport: str, dtype: str = "bfloat16") -> Plan:
     return replace(plan, device="cuda", transport=transport, dtype=dtype)
 
 
-def large_plan(corpus: str, recompute: str, offload: float) -> Plan:
-    plan = plan_of("1f1b", 1, 1, 2, corpus, unit_layers=1, recompute=recompute, offload=offload)
+def large_plan(corpus: str, recompute: str, offload: float, rows: float = 1.0) -> Plan:
+    given: dict[str, Any] = {"recompute": recompute, "recompute_fraction": rows}
+    plan = plan_of("1f1b", 1, 1, 2, corpus, unit_layers=1, offload=offload, **given)
     batch = BatchSpec(global_batch_size=4, sequence_length=4096, microbatches=2, replicas=1)
     return on_gpu(replace(plan, model=LARGE, batch=batch), "nccl")
 
@@ -48,6 +50,34 @@ def test_offloading_changes_no_bit(gpus, corpus, name, recompute, dtype) -> None
         for other in others:
             assert same_bits(plain.state, other.state)
             assert [each.losses for each in plain.results] == [each.losses for each in other.results]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("parts", ["mlp", "qkv_linear", "attn_proj", "attention"])
+@pytest.mark.parametrize("offload", [0.0, 1.0])
+def test_recomputed_rows_change_no_bit(gpus, corpus, offload, parts, dtype) -> None:
+    """Products of the last rows, at multiples of 128, have the bits of those of all 8,192."""
+    runs = []
+    for mode, rows in (("none", 1.0), (parts, 0.3), (parts, 0.5)):
+        plan = replace(large_plan(corpus, mode, offload * (mode != "none"), rows), dtype=dtype)
+        runs.append(gpus.run(plan, [(0, 2)])[0])
+    for other in runs[1:]:
+        assert same_bits(runs[0].state, other.state)
+        assert [each.losses for each in runs[0].results] == [each.losses for each in other.results]
+
+
+def test_recomputed_rows_have_their_planned_peak(corpus: str) -> None:
+    peaks, planned = list[int](), list[int]()
+    for rows in (1.0, 0.5, 0.25):
+        plan, fleet = large_plan(corpus, "attention", 0.0, rows), Fleet(1)
+        try:
+            (outcome,) = fleet.run(plan, [(0, 3)])
+        finally:
+            fleet.stop()
+        peaks.append(outcome.results[-1].peak_bytes)
+        planned.append(activation_peaks(plan, 0)[0])
+    for peak, plan_peak in zip(peaks[1:], planned[1:], strict=True):
+        assert peak - peaks[0] == pytest.approx(plan_peak - planned[0], rel=0.05)
 
 
 @pytest.mark.parametrize("recompute", ["none", "attention"])

@@ -47,6 +47,7 @@ def plan_of(
     clip: float = 0.5,
     post_validation: bool = False,
     recompute: str = "none",
+    recompute_fraction: float = 1.0,
     max_resident: float | None = None,
     chunks: int | None = None,
     memory_options: MemoryOptions = NO_MEMORY_OPTIONS,
@@ -62,8 +63,7 @@ def plan_of(
     host_optimizer: bool = False,
 ) -> Plan:
     """A plan on CPU ranks: MODEL in `dtype`, with sequences of 8 tokens, two a microbatch. `document_mask` is for
-    `data` that is a path, and masks losses too, as by default. `recompute` is the mode of all stages, `max_resident`
-    (in microbatches) and `offload` (a share) turn offloading on, `unit_layers` cuts units."""
+    `data` that is a path; `max_resident` (in microbatches) and `offload` (a share) turn offloading on."""
     order = generate(name, pp, microbatches, ScheduleOptions(chunks=chunks, slices=slices))
     layers, units = _units(model, order.placement, unit_layers)
     recomputed = frozenset(stage for stage, each in enumerate(layers) if recompute != "none" and each.numbers)
@@ -71,9 +71,8 @@ def plan_of(
     fractions = tuple(offload if each.numbers else 0.0 for each in layers) if offload else ()
     sizes, units = pool_sizes(model, lora, layers, mesh, mirrors), units or memory_options.units
     offloaded = frozenset(np.flatnonzero(fractions).tolist())
-    memory_options = memory_options._replace(offload=offloaded, sizes=sizes, units=units)
-    if recomputed or max_resident is not None:
-        memory_options = memory_options._replace(recompute=recomputed, max_resident=max_resident)
+    memory_options = memory_options._replace(offload=offloaded, sizes=sizes, units=units, recompute=recomputed)
+    memory_options = memory_options._replace(max_resident=max_resident)
     given: dict[str, Any] = {"memory_options": memory_options, "order": order, "replicas": dp * cp * ep}
     return Plan(
         name="exact",
@@ -89,6 +88,7 @@ def plan_of(
         device="cpu",
         transport="gloo",
         recompute=tuple(recompute if each.numbers else "none" for each in layers) if recomputed else (),
+        recompute_fraction=recompute_fraction,
         offload=fractions,
         host_optimizer=host_optimizer,
         zero=memory_options.zero,

@@ -19,11 +19,20 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.linear.casts import Casts, Operand
 from pentad.workers.linear.linear import Linear, gather
 from pentad.workers.linear.weight_grad import AddWgrad, Param, Params, Wgrad, bias_wgrad
-from pentad.workers.model.layer_context import LayerContext, SequenceContext
+from pentad.workers.model.layer_context import LayerContext, RotaryTable, SequenceContext
 from pentad.workers.model.lora import ColumnAdapters, RowAdapter
 from pentad.workers.model.norm import QKNorm, QKNormSaved
 from pentad.workers.parallel.async_ops import Task, gather2, ready
-from pentad.workers.parallel.context_parallel import KeptAttention, KeptInputs, SavedContext, keep, keep_inputs
+from pentad.workers.parallel.context_parallel import (
+    KeptAttention,
+    KeptInputs,
+    SavedContext,
+    SavedUlysses,
+    inputs_by_token,
+    keep,
+    keep_inputs,
+)
+from pentad.workers.parallel.row_split import RowSplit
 
 
 class AttentionSaved(NamedTuple):
@@ -37,6 +46,14 @@ class KeptProjections(NamedTuple):
 
     inputs: KeptInputs
     norms: Any  # what B needs of what was before them
+
+
+class KeptRows(NamedTuple):
+    """What is kept of attention where queries, keys and values of all but its first rows are recomputed."""
+
+    result: KeptAttention | None  # None where that is recomputed
+    qkv: tuple[Tensor, ...]  # [first rows, N + 2M, D]; after an exchange of heads [cp first rows, heads, D] of each
+    qk_norm: QKNormSaved | None  # of these rows
 
 
 class HasContext(Protocol):
@@ -80,31 +97,37 @@ class Attention(NamedTuple):
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Operand
     ) -> Task[tuple[Tensor, AttentionSaved, None]]:
-        saved = yield from self._attend(context, sequence, x)
+        qkv, qk_norm = yield from self._queries_keys_values(context, x, sequence.rotary)
+        saved = yield from self._attend(context, sequence, qkv, qk_norm)
         return (yield from self.project(context, saved.out)), saved, None
 
     def _attend(
-        self, context: LayerContext, sequence: SequenceContext, x: Operand, kept: KeptAttention | None = None
+        self,
+        context: LayerContext,
+        sequence: SequenceContext,
+        qkv: Tensor,
+        qk_norm: QKNormSaved | None,
+        kept: KeptAttention | None = None,
     ) -> Task[AttentionSaved]:
-        """All but the product with the output weight. What was `kept` of attention is not computed again."""
-        (q, k, v), qk_norm = yield from self._queries_keys_values(context, sequence, x)
+        """All but the products. What was `kept` of attention is not computed again."""
+        heads, kv_heads = self._head_counts(context)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         out, saved = yield from attend(context, sequence, q, k, v, self.sinks and self.sinks.weight, kept)
         return AttentionSaved(saved, out, qk_norm)
 
     def _queries_keys_values(
-        self, context: LayerContext, sequence: SequenceContext, x: Operand
-    ) -> Task[tuple[tuple[Tensor, ...], QKNormSaved | None]]:
-        """([T, N, D] and twice [T, M, D], what B needs of their norms)."""
-        axes, rotary, heads, kv_heads = context.axes, sequence.rotary, *self._head_counts(context)
+        self, context: LayerContext, x: Operand, rotary: RotaryTable
+    ) -> Task[tuple[Tensor, QKNormSaved | None]]:
+        """([T, N + 2M, D], what B needs of their norms)."""
+        axes, heads, kv_heads = context.axes, *self._head_counts(context)
         qkv = yield from self.qkv.forward_gathered(axes, x, self.qkv_bias and self.qkv_bias.weight)
         yield from self.qkv_adapters.add_(context, x, qkv)
-        qkv = qkv.view(qkv.shape[0], -1, context.model.qk_head_dim)  # [T, N + 2M, D]
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        qkv = qkv.view(qkv.shape[0], -1, context.model.qk_head_dim)
         qk_norm = None
         if self.qk_norm is not None:
-            qk_norm = yield from self.qk_norm.forward_(context.tp, q, k)
+            qk_norm = yield from self.qk_norm.forward_(context.tp, qkv[:, :heads], qkv[:, heads : heads + kv_heads])
         rope_(qkv[:, : heads + kv_heads], rotary.cos, rotary.sin)
-        return (q, k, v), qk_norm
+        return qkv, qk_norm
 
     def project(self, context: LayerContext, out: Tensor) -> Task[Tensor]:
         """The result [T / tp, H] of the heads' output."""
@@ -115,20 +138,61 @@ class Attention(NamedTuple):
             y += self.out_bias.weight
         return y
 
-    def keep(self, saved: AttentionSaved, recomputed: Collection[str]) -> Kept[AttentionSaved]:
+    def keep(
+        self, saved: AttentionSaved, recomputed: Collection[str], split: RowSplit | None = None
+    ) -> Kept[AttentionSaved] | KeptRows:
+        """What is kept without these parts: with `split` the first rows of queries, keys and values as well."""
         drops_inputs, drops_result = (name in recomputed for name in ("qkv_linear", "core_attn"))
+        if drops_inputs and split is not None:
+            qk_norm = saved.qk_norm
+            if qk_norm is not None:
+                query, key = qk_norm.splits(split, len(saved.out))
+                qk_norm = QKNormSaved(qk_norm.query.first(query), qk_norm.key.first(key))
+            first = tuple(map(split.first, inputs_by_token(saved.context, len(saved.out))))
+            qkv = first if isinstance(saved.context, SavedUlysses) else (torch.cat(first, dim=1),)
+            return KeptRows(None if drops_result else keep(saved.context), qkv, qk_norm)
         return kept_of(saved, saved.qk_norm, drops_inputs=drops_inputs, drops_result=drops_result)
 
     def rebuild(
-        self, context: LayerContext, sequence: SequenceContext, x: Callable[[], Operand], kept: Kept[AttentionSaved]
+        self,
+        context: LayerContext,
+        sequence: SequenceContext,
+        x: Callable[[RowSplit | None], Operand],
+        kept: Kept[AttentionSaved] | KeptRows,
+        split: RowSplit | None = None,
     ) -> Task[AttentionSaved]:
-        """What `keep` left out, by the kernels of the forward; `x` makes its input."""
+        """What `keep` left out, by the kernels of the forward; `x` makes its input, or the rest of its rows."""
         if isinstance(kept, AttentionSaved):
             return kept
+        if isinstance(kept, KeptRows):
+            assert split is not None
+            return (yield from self._attend_joined(context, sequence, x(split), kept, split))
         if isinstance(kept, KeptProjections):
             out, saved = yield from attend_again(context, sequence, kept.inputs, self.sinks and self.sinks.weight)
             return AttentionSaved(saved, out, kept.norms)
-        return (yield from self._attend(context, sequence, x(), kept))
+        qkv, qk_norm = yield from self._queries_keys_values(context, x(None), sequence.rotary)
+        return (yield from self._attend(context, sequence, qkv, qk_norm, kept))
+
+    def _attend_joined(
+        self, context: LayerContext, sequence: SequenceContext, x: Operand, kept: KeptRows, split: RowSplit
+    ) -> Task[AttentionSaved]:
+        """`_attend` with the rows that were kept, and those of the input x."""
+        is_exchanged, length = len(kept.qkv) > 1, sequence.rotary.cos.shape[0]
+        saved = len(kept.qkv[0]) // (sequence.cp.size if is_exchanged else 1)
+        rotary = sequence.rotary.rest(split, saved // split.saved * split.size)
+        qkv, rest = yield from self._queries_keys_values(context, x, rotary)
+        qk_norm = kept.qk_norm
+        if qk_norm is not None and rest is not None:
+            query, key = qk_norm.splits(split, saved)
+            qk_norm = QKNormSaved(qk_norm.query.joined(rest.query, query), qk_norm.key.joined(rest.key, key))
+        if not is_exchanged:
+            joined = split.join(kept.qkv[0], qkv)
+            return (yield from self._attend(context, sequence, joined, qk_norm, kept.result))
+        heads, kv_heads = self._head_counts(context)
+        rows = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        inputs = yield from sequence.cp.join_inputs(kept.qkv, rows, split, length)
+        out, found = yield from attend_again(context, sequence, inputs, self.sinks and self.sinks.weight, kept.result)
+        return AttentionSaved(found, out, qk_norm)
 
     def backward(
         self,
@@ -202,11 +266,15 @@ def attend(
 
 
 def attend_again(
-    context: LayerContext, sequence: SequenceContext, inputs: KeptInputs, sinks: Tensor | None = None
+    context: LayerContext,
+    sequence: SequenceContext,
+    inputs: KeptInputs,
+    sinks: Tensor | None = None,
+    kept: KeptAttention | None = None,
 ) -> Task[tuple[Tensor, SavedContext]]:
-    """What `attend` returned, from what was kept of its inputs."""
+    """What `attend` returned, from what was kept of its inputs, and of its result if that was."""
     options = _options(context, sequence)
-    out, saved = yield from sequence.cp.attend_again(inputs, options, sequence.documents, sinks)
+    out, saved = yield from sequence.cp.attend_again(inputs, options, sequence.documents, sinks, kept)
     return _by_token(out), saved
 
 

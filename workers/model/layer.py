@@ -7,7 +7,6 @@ of this rank's part of the stream, H hidden.
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,6 +22,7 @@ from pentad.workers.model.mlp import MLP
 from pentad.workers.model.moe import MoE
 from pentad.workers.model.norm import Norm, SavedNorm
 from pentad.workers.parallel.async_ops import Task
+from pentad.workers.parallel.row_split import FirstRows, RowSplit
 
 
 class ResidualSaved(NamedTuple):
@@ -33,6 +33,12 @@ class ResidualSaved(NamedTuple):
     amax: Tensor | None  # [1, 1], of what it wrote in 8 bits with a scale of the tensor
     sublayer: Any
     post_norm: SavedNorm | None  # of rows [T, H]
+
+    def rest(self, split: RowSplit | None) -> ResidualSaved:
+        """Of the rest of its rows, for `read_again`."""
+        if split is None:
+            return self
+        return self._replace(stream=split.rest(self.stream), rstd=None if self.rstd is None else split.rest(self.rstd))
 
 
 class Residual(NamedTuple):
@@ -118,11 +124,30 @@ class LayerSaved(NamedTuple):
     mlp: ResidualSaved
 
 
+class KeptStream(NamedTuple):
+    """The first rows of the residual stream between the sublayers, and of what norms beside it save."""
+
+    stream: Tensor
+    rstd: Tensor | None
+    post_norm: SavedNorm | None  # after attention
+
+    def joined(
+        self, stream: Tensor, rstd: Tensor | None, post_norm: SavedNorm | None, split: RowSplit
+    ) -> tuple[Tensor, Tensor | None, SavedNorm | None]:
+        """All rows of each, of which these are the rest."""
+        return (
+            split.join(self.stream, stream),
+            None if self.rstd is None or rstd is None else split.join(self.rstd, rstd),
+            None if self.post_norm is None or post_norm is None else self.post_norm.joined(post_norm, split),
+        )
+
+
 class KeptNetwork(NamedTuple):
-    """What is kept of a feed-forward network where its input is recomputed."""
+    """What is kept of a feed-forward network where its input is recomputed, all of it or the rest of its rows."""
 
     sublayer: Any
     post_norm: SavedNorm | None
+    first: KeptStream | None
 
 
 class LayerKept(NamedTuple):
@@ -130,7 +155,7 @@ class LayerKept(NamedTuple):
 
     attention: ResidualSaved  # of its sublayer what that keeps
     mlp: ResidualSaved | KeptNetwork
-    recomputable: Any  # of the feed-forward, None where it is recomputed
+    recomputable: Any  # of the feed-forward, FirstRows or None where it is recomputed
 
 
 class Layer(NamedTuple):
@@ -176,37 +201,59 @@ class Layer(NamedTuple):
         branch, stream, mlp, recomputable = yield from self.mlp.forward(context, sequence, branch, stream)
         return branch, stream, LayerSaved(attention, mlp), recomputable
 
-    def keep(self, saved: LayerSaved, recomputable: Any, recomputed: Collection[str]) -> LayerKept:
-        """What is left without these parts of the layer (schedules/passes/recompute.py)."""
+    def keep(
+        self, saved: LayerSaved, recomputable: Any, recomputed: Collection[str], split: RowSplit | None = None
+    ) -> LayerKept:
+        """What is left without these parts of the layer (schedules/passes/recompute.py); with `split` the first rows of
+        those that work on rows are left as well."""
         sublayer: Any = self.attention.sublayer
-        attention = saved.attention._replace(sublayer=sublayer.keep(saved.attention.sublayer, recomputed))
+        attention = saved.attention._replace(sublayer=sublayer.keep(saved.attention.sublayer, recomputed, split))
         mlp: ResidualSaved | KeptNetwork = saved.mlp
         if "attn_proj" in recomputed:
-            attention, mlp = attention._replace(post_norm=None), KeptNetwork(mlp.sublayer, mlp.post_norm)
-        network = "moe" if isinstance(self.mlp.sublayer, MoE) else "mlp"
-        return LayerKept(attention, mlp, None if network in recomputed else recomputable)
+            first = None if split is None else _first_rows(saved, split)
+            attention, mlp = attention._replace(post_norm=None), KeptNetwork(mlp.sublayer, mlp.post_norm, first)
+        if not self._network_is_mlp:
+            return LayerKept(attention, mlp, None if "moe" in recomputed else recomputable)
+        if "mlp" in recomputed:
+            recomputable = None if split is None else FirstRows(split.first(recomputable))
+        return LayerKept(attention, mlp, recomputable)
+
+    @property
+    def _network_is_mlp(self) -> bool:
+        return not isinstance(self.mlp.sublayer, MoE)
 
     def rebuild(
-        self, context: LayerContext, sequence: SequenceContext, kept: LayerKept
+        self, context: LayerContext, sequence: SequenceContext, kept: LayerKept, split: RowSplit | None = None
     ) -> Task[tuple[LayerSaved, Any]]:
         """RECOMPUTE: (saved, recomputable) of the forward, by its kernels and with its bits."""
         sublayer: Any = self.attention.sublayer
         attention, mlp, recomputable = kept
-        read = partial(self.attention.read_again, context, attention, rows=True)
-        whole = yield from sublayer.rebuild(context, sequence, read, attention.sublayer)
+
+        def read(rows: RowSplit | None) -> Operand:
+            return self.attention.read_again(context, kept.attention.rest(rows), rows=True)
+
+        whole = yield from sublayer.rebuild(context, sequence, read, attention.sublayer, split)
         attention = attention._replace(sublayer=whole)
-        x = None  # the input of the network, once it is made
+        x = None  # the input of the network, or the rest of its rows, once it is made
         if isinstance(mlp, KeptNetwork):
-            branch = yield from sublayer.project(context, whole.out)
+            branch = yield from sublayer.project(context, whole.out if split is None else split.rest(whole.out))
+            post_norm = None
             if self.attention.post_norm is not None:
                 branch, post_norm = self.attention.post_norm.forward(branch)
-                attention = attention._replace(post_norm=post_norm)
-            x, stream, rstd, amax = self.mlp.read(context, branch, attention.stream)
+            x, stream, rstd, amax = self.mlp.read(context, branch, attention.rest(split).stream)
+            if split is not None and mlp.first is not None:
+                stream, rstd, post_norm = mlp.first.joined(stream, rstd, post_norm, split)
+            attention = attention._replace(post_norm=post_norm or attention.post_norm)
             mlp = ResidualSaved(stream, rstd, amax, mlp.sublayer, mlp.post_norm)
-        if recomputable is None:
-            x = self.mlp.read_again(context, mlp, rows=True) if x is None else x
+        first = recomputable.rows if isinstance(recomputable, FirstRows) else None
+        if recomputable is None or first is not None:
+            rows = None if first is None else split
+            if x is None or rows is not split:
+                x = self.mlp.read_again(context, mlp.rest(rows), rows=True)
             network: Any = self.mlp.sublayer
             recomputable = network.recompute(context, x, mlp.sublayer)
+            if first is not None and rows is not None:
+                recomputable = rows.join(first, recomputable)
         return LayerSaved(attention, mlp), recomputable
 
     def backward(
@@ -221,3 +268,13 @@ class Layer(NamedTuple):
         dy, mlp_work = yield from self.mlp.backward(context, sequence, saved.mlp, recomputable, dy)
         dy, attention_work = yield from self.attention.backward(context, sequence, saved.attention, None, dy)
         return dy, [*mlp_work, *attention_work]
+
+
+def _first_rows(saved: LayerSaved, split: RowSplit) -> KeptStream:
+    """Of what attention's projection makes."""
+    stream, rstd, post_norm = saved.mlp.stream, saved.mlp.rstd, saved.attention.post_norm
+    return KeptStream(
+        split.first(stream),
+        None if rstd is None else split.first(rstd),
+        None if post_norm is None else post_norm.first(split),
+    )

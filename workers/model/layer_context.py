@@ -19,6 +19,7 @@ from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.document_mask import DocumentMask
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
+from pentad.workers.parallel.row_split import RowSplit
 from pentad.workers.parallel.sliced_kv_cache import SlicedKVCache
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
@@ -49,6 +50,11 @@ class RotaryTable(NamedTuple):
     start: int
     cos: Tensor  # [S, D / 2]
     sin: Tensor  # [S, D / 2]
+
+    def rest(self, split: RowSplit, tokens: int) -> RotaryTable:
+        """The angles of the rest of so many tokens of all sequences, one row for each."""
+        repeats = tokens // len(self.cos)
+        return RotaryTable(self.start, *(split.rest(each.repeat(repeats, 1)) for each in (self.cos, self.sin)))
 
 
 class SequenceContext(NamedTuple):

@@ -26,6 +26,7 @@ from pentad.workers.model.lora import Adapter, ColumnAdapters, LocalAdapter, Row
 from pentad.workers.model.norm import Norm, SavedNorm
 from pentad.workers.parallel.async_ops import Task, gather2, ready
 from pentad.workers.parallel.context_parallel import KeptAttention, SavedContext
+from pentad.workers.parallel.row_split import RowSplit
 
 
 class QueryLatent(NamedTuple):
@@ -131,13 +132,19 @@ class MLA(NamedTuple):
         yield from self.out_adapter.add_(context, out, y)
         return y
 
-    def keep(self, saved: MLASaved, recomputed: Collection[str]) -> Kept[MLASaved]:
+    def keep(self, saved: MLASaved, recomputed: Collection[str], split: RowSplit | None = None) -> Kept[MLASaved]:
+        """What is kept without these parts: latents and what is made of them are recomputed for all rows."""
         drops_inputs, drops_result = (name in recomputed for name in ("mla_up_proj", "core_attn"))
         latents = saved.q_latent, saved.kv_latent
         return kept_of(saved, latents, drops_inputs=drops_inputs, drops_result=drops_result)
 
     def rebuild(
-        self, context: LayerContext, sequence: SequenceContext, x: Callable[[], Tensor], kept: Kept[MLASaved]
+        self,
+        context: LayerContext,
+        sequence: SequenceContext,
+        x: Callable[[RowSplit | None], Tensor],
+        kept: Kept[MLASaved],
+        split: RowSplit | None = None,
     ) -> Task[MLASaved]:
         """What `keep` left out, by the kernels of the forward; `x` makes its input."""
         if isinstance(kept, MLASaved):
@@ -145,7 +152,7 @@ class MLA(NamedTuple):
         if isinstance(kept, KeptProjections):
             out, saved = yield from attend_again(context, sequence, kept.inputs)
             return MLASaved(saved, out, *kept.norms)
-        return (yield from self._attend(context, sequence, x(), kept))
+        return (yield from self._attend(context, sequence, x(None), kept))
 
     def backward(
         self,

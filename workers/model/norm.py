@@ -18,12 +18,21 @@ from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.linear.weight_grad import AddWgrad, Param, Params, Wgrad
 from pentad.workers.parallel.async_ops import Task
+from pentad.workers.parallel.row_split import RowSplit
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
 
 class SavedNorm(NamedTuple):
     input: Tensor  # [rows, D]
     rstd: Tensor  # [rows]
+
+    def first(self, split: RowSplit) -> SavedNorm:
+        """Of the first rows."""
+        return SavedNorm(split.first(self.input), split.first(self.rstd))
+
+    def joined(self, rest: SavedNorm, split: RowSplit) -> SavedNorm:
+        """Of all rows, of which these are the first ones."""
+        return SavedNorm(split.join(self.input, rest.input), split.join(self.rstd, rest.rstd))
 
 
 class Norm(NamedTuple):
@@ -56,6 +65,11 @@ class Norm(NamedTuple):
 class QKNormSaved(NamedTuple):
     query: SavedNorm  # of rows [T N, D], or [T, N D]
     key: SavedNorm  # of rows [T M, D], or [T, M D]
+
+    def splits(self, split: RowSplit, tokens: int) -> tuple[RowSplit, RowSplit]:
+        """The split of both, of so many tokens."""
+        query, key = (split.of_each(len(each.rstd) // tokens) for each in self)
+        return query, key
 
 
 class QKNorm(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.fp8.fp8_tensor import Recipe
-from pentad.schedules.passes.recompute import recomputed_parts
+from pentad.schedules.passes.recompute import recomputed_parts, saved_rows
 from pentad.schedules.spec.model import LayerKind
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.linear.casts import Casts
@@ -29,6 +29,7 @@ from pentad.workers.model.norm import Norm, SavedNorm
 from pentad.workers.parallel.async_ops import Task, run_to_completion
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.document_mask import DocumentMask
+from pentad.workers.parallel.row_split import RowSplit
 from pentad.workers.parallel.sliced_kv_cache import SlicedKVCache
 from pentad.workers.params.param_buffers import ParamBuffers, WeightBuffer
 from pentad.workers.params.parameters import DTYPES
@@ -190,7 +191,9 @@ class Stage(BaseStage):
             self.saved[slice_index] = run_to_completion(task)[2]
             return
         for layer, sequence in zip(self.bound.layers, self._sequences(slice_index), strict=True):
-            rebuilding = layer.rebuild(self.layer_context, sequence, saved.kept.pop(0))
+            kept = saved.kept.pop(0)
+            split = self._row_split(kept.attention.stream)
+            rebuilding = layer.rebuild(self.layer_context, sequence, kept, split)
             layer_saved, recomputable = run_to_completion(rebuilding)
             saved.layers.append(layer_saved)
             saved.recomputable.append(recomputable)
@@ -257,7 +260,8 @@ class Stage(BaseStage):
         for layer, sequence in zip(self.bound.layers, self._sequences(slice_index), strict=True):
             branch, stream, layer_saved, recomputable = yield from layer.forward(context, sequence, branch, stream)
             if parts:
-                saved.kept.append(layer.keep(layer_saved, recomputable, parts))
+                split = self._row_split(layer_saved.attention.stream)
+                saved.kept.append(layer.keep(layer_saved, recomputable, parts, split))
             elif not is_full:
                 saved.layers.append(layer_saved)
                 saved.recomputable.append(recomputable)
@@ -266,6 +270,12 @@ class Stage(BaseStage):
             return branch, stream, saved, None
         head, losses = self._head_forward(slice_index, branch, stream, inputs, context)
         return branch, stream, saved if is_full else saved._replace(head=head), losses
+
+    def _row_split(self, stream: Tensor) -> RowSplit | None:
+        """How RECOMPUTE splits the rows of a residual stream; None where it makes all of them."""
+        rows = len(stream)
+        saved = saved_rows(rows, self.plan.recompute_fraction)
+        return RowSplit(rows, saved) if saved else None
 
     def _head_forward(
         self, slice_index: int, branch: Tensor, stream: Tensor | None, inputs: StageInputs, context: LayerContext

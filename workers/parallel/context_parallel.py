@@ -22,6 +22,7 @@ from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, block_backward, block_forward
 from pentad.workers.parallel.cp_ulysses import sum_repeated, to_heads, to_positions
 from pentad.workers.parallel.document_mask import Block, DocumentMask, plan_steps
+from pentad.workers.parallel.row_split import RowSplit
 
 
 class SavedUlysses(NamedTuple):
@@ -119,11 +120,25 @@ class ContextParallelGroup:
         options: AttentionOptions,
         documents: DocumentMask | None = None,
         sinks: Tensor | None = None,
+        kept: KeptAttention | None = None,
     ) -> Task[tuple[Tensor, SavedContext]]:
         """What `attend` returned, from the inputs that were kept of it, with the same bits."""
         if self.group is not None and self.size > 1 and self.method == "ulysses":
-            return (yield from self._attend_heads(self.group, inputs, options, documents, sinks, None))
-        return (yield from self.attend(inputs.q, inputs.k, inputs.v, options, documents, sinks))
+            return (yield from self._attend_heads(self.group, inputs, options, documents, sinks, kept))
+        return (yield from self.attend(inputs.q, inputs.k, inputs.v, options, documents, sinks, kept))
+
+    def join_inputs(
+        self, first: Sequence[Tensor], rest: Sequence[Tensor], split: RowSplit, length: int
+    ) -> Task[KeptInputs]:
+        """Those of the exchange of Ulysses, of which the first rows were kept (see `inputs_by_token`), and of the rest
+        this rank has its own [T, heads, D], before the exchange. Sequences have `length` positions on each rank."""
+        assert self.group is not None
+        exchanged = yield from to_heads(self.group, *(each.transpose(0, 1)[None] for each in rest))
+        pairs = zip(first, exchanged, strict=True)
+        tokens = (split.join(kept, each[0].transpose(0, 1)) for kept, each in pairs)  # [cp T, heads, D]
+        parts = (each.unflatten(0, (self.size, -1, length)).permute(1, 3, 0, 2, 4) for each in tokens)
+        q, k, v = (each.flatten(2, 3).contiguous() for each in parts)
+        return KeptInputs(q, k, v, rest[1].shape[1])
 
     def _attend_heads(
         self,
@@ -183,6 +198,15 @@ def keep_inputs(saved: SavedContext) -> KeptInputs:
     inner, kv_heads = (saved.saved, saved.kv_heads) if isinstance(saved, SavedUlysses) else (saved, 0)
     q, k, v = inner.inputs[:3]
     return KeptInputs(q, k, v, kv_heads)
+
+
+def inputs_by_token(saved: SavedContext, tokens: int) -> list[Tensor]:
+    """Queries, keys and values [T, heads, D] of the slice of so many tokens; after the exchange of Ulysses those of all
+    ranks, one rank after another."""
+    inputs = keep_inputs(saved)
+    rows, length = inputs.q.shape[0], inputs.q.shape[2]
+    parts = rows * length // tokens
+    return [x[:, :, -length:].unflatten(2, (parts, -1)).permute(2, 0, 3, 1, 4).flatten(0, 2) for x in inputs[:3]]
 
 
 def _with_sinks(saved: SavedBlocks, sinks: Tensor | None) -> SavedBlocks:

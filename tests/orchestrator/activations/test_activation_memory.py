@@ -57,6 +57,7 @@ CASES += [(part, {}) for part in PARTS]
 PAIRS = [",".join(pair) for pair in combinations(PARTS, 2)]
 EVERY = ",".join(PARTS)
 SCALINGS: list[Scaling] = ["tensor", "row", "block"]
+ROW_AXES: list[dict[str, Any]] = [{}, {"tp": 2}, {"cp": 2}, {"cp": 2, "cp_method": "ulysses"}]
 CONTEXT_PARALLEL: list[dict[str, Any]] = [
     {"cp": 2, "cp_method": method} for method in ("ring", "all_gather", "ulysses")
 ]
@@ -75,6 +76,25 @@ def test_stages(one_rank, corpus, family, mode, axes):
 def test_stages_with_recomputed_parts(one_rank, corpus, family, parts, axes):
     for index in range(3):
         check(stage_plan(corpus, family, parts, **axes), index)
+
+
+ROW_CASES: list[tuple[str, str, dict[str, Any]]] = [
+    (family, mode, axes)
+    for family, mode, axes in product(FAMILIES, ("attention", "mlp", "qkv_linear", "attn_proj", EVERY), ROW_AXES)
+]
+ALWAYS_BY_ROWS = [("qwen3", "attention", {"tp": 2}), ("gemma2", EVERY, {}), ("deepseek", "attention", {})]
+ALWAYS_BY_ROWS.append(("qwen3", "attention", ROW_AXES[-1]))
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "axes"),
+    [case if case in ALWAYS_BY_ROWS else pytest.param(*case, marks=pytest.mark.slow) for case in ROW_CASES],
+)
+def test_stages_that_recompute_some_rows(one_rank, corpus, family, mode, axes):
+    for index in range(3):
+        plan = replace(stage_plan(corpus, family, mode, **axes), recompute_fraction=0.5)
+        assert piece_of(plan).saved_rows
+        check(plan, index)
 
 
 @pytest.mark.parametrize("axes", [*CONTEXT_PARALLEL, {"cp": 2, "tp": 2}])

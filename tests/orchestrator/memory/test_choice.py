@@ -15,7 +15,7 @@ from commands import Pentad
 from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.memory.choice import choose, with_choices
 from pentad.orchestrator.memory.first_microbatches import estimated_seconds, shortened
-from pentad.orchestrator.memory.variants import Variants, words_of
+from pentad.orchestrator.memory.variants import Variants
 from pentad.orchestrator.planning import planning
 from pentad.orchestrator.planning.estimate import simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
@@ -101,7 +101,7 @@ def test_plans_that_share_a_program_need_and_take_what_they_do_with_their_own(na
         ("full", 1),
         ("full", None),
     ]:
-        plan, own = variants.plan(mode, layers), make_plan(config_of(*given, *words_of(mode, layers)), "cuda")
+        plan, own = variants.plan(mode, layers), make_plan(config_of(*given, *variants.words(mode, layers)), "cuda")
         assert variants.fit(plan).needed == fit_of(own, room).needed
         assert variants.seconds(plan) == pytest.approx(simulated_seconds(own), rel=1e-9)
 

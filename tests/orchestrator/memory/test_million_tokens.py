@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from paths import ROOT
 
 from pentad.orchestrator.api.plans import planned
@@ -9,13 +10,22 @@ from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.formatting import format_bytes, format_percent
 
 JOB, PAGE = ROOT / "deploy" / "jobs" / "llama-7b-1m.yaml", ROOT / "docs" / "memory.md"
+ON_DEVICE = ("memory.recompute=auto", "memory.recompute_fraction=1.0", "memory.offload_fraction=0.0")
+H200, slow = "cluster.gpu=NVIDIA H200", pytest.mark.slow
+ROWS: list[tuple[str, ...]] = [(), ("memory.host_gib=1000",), ("memory.host_gib=500",), ON_DEVICE, (H200,)]
+ROWS.append((*ON_DEVICE, H200))
 
 
-def test_the_page_has_the_planned_bytes_and_mfu() -> None:
-    page = PAGE.read_text()
-    for gpu, fits in (("NVIDIA A800-SXM4-80GB", False), ("NVIDIA H200", True)):
-        found = planned(load(JOB, ["memory.recompute=auto", f"cluster.gpu={gpu}"]), "cuda")
-        row = next(line for line in page.splitlines() if line.startswith(f"| 8 x {gpu.split()[1].partition('-')[0]},"))
-        assert found.fit.ok == fits
-        assert format_bytes(found.fit.needed) in row and format_percent(found.mfu) in row
-        assert found.chosen[0].partition("=")[2] in row
+@pytest.mark.parametrize("number", [pytest.param(k, marks=[slow] if k else []) for k in range(len(ROWS))])
+def test_the_page_has_the_planned_shares_bytes_and_mfu(number: int) -> None:
+    section = PAGE.read_text().partition("## A million tokens")[2]
+    row = [line for line in section.splitlines() if line.startswith("|")][2 + number]
+    found, has_host = planned(load(JOB, list(ROWS[number])), "cuda"), ON_DEVICE[0] not in ROWS[number]
+    assert found.fit.ok == ("does not fit" not in row)
+    shown = [format_bytes(found.fit.needed), format_percent(found.mfu)]
+    if has_host:
+        shares = found.plan.recompute_fraction, max(found.plan.offload)
+        shown += [f"{format_percent(share)} {where}" for share, where in zip(shares, ("of the rows", "|"), strict=True)]
+    else:
+        shown.append(found.chosen[0].partition("=")[2])
+    assert [text for text in shown if text not in row] == []

@@ -34,3 +34,12 @@ def test_recomputation_that_the_run_needs_is_not(pentad: Pentad) -> None:
     )
     gib = (without + needed) / 2 / 2**30
     assert "note" not in json.loads(pentad(*GIVEN, "memory.recompute=full", "--memory", f"{gib}")[1])["fits"]
+
+
+def test_recomputation_for_the_sake_of_the_host_is_not(pentad: Pentad) -> None:
+    given = *GIVEN, "memory.offload_fraction=1.0", "memory.recompute=attention", "--memory", "80"
+    facts = json.loads(pentad(*given, "memory.host_gib=400")[1])
+    assert "note" in facts["fits"]
+    kept = facts["ranks"][0]["memory"]
+    gib = (kept["host"] + kept["snapshot"]) * 1.01 / 2**30
+    assert "note" not in json.loads(pentad(*given, f"memory.host_gib={gib}")[1])["fits"]

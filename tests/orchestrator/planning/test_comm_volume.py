@@ -98,6 +98,16 @@ def test_layers(sent, corpus, family, mode, axes):
         check(sent, plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES[family], recompute=mode, **axes), index)
 
 
+@pytest.mark.parametrize("axes", [AXES[0], AXES[4], pytest.param(AXES[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["attention", pytest.param("mlp,attn_proj", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek"])
+def test_layers_that_recompute_some_rows(sent, corpus, family, mode, axes):
+    plan = plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES[family], recompute=mode, recompute_fraction=0.5, **axes)
+    plan = replace(plan, batch=replace(plan.batch, sequence_length=32))
+    assert 0 < piece_of(plan).rest.tokens < plan.slice_tokens
+    check(sent, plan, 1)
+
+
 def cases_in_8_bits() -> list[Any]:
     always = [("llama", 128, "none", "block"), ("llama", 64, "attention", "tensor")]
     families = ["llama", "olmo2", "mixtral", "deepseek"]

@@ -56,6 +56,17 @@ def test_ranks_have_room_for_more_than_their_even_share(tmp_path: Path) -> None:
     assert costs_of(roomy) == costs_of(grouped), "a microbatch takes as long on average"
 
 
+def test_offloading_gives_ranks_room_for_longer_documents(tmp_path: Path) -> None:
+    given = "model.layers=16", "memory.recompute=attention", "memory.recompute_fraction=0.5", "memory.unit_layers=1"
+
+    def activations(share: float, factor: float) -> int:
+        offload = f"memory.offload_fraction={share}", f"data.capacity_factor={factor}"
+        return memory(plan_of(tmp_path, *given, *offload), 0)["activations"]
+
+    held = [activations(share, 1.5) for share in (0.0, 0.5, 1.0)]
+    assert held == sorted(held, reverse=True) and held[0] > activations(0.0, 1.0) >= held[2]
+
+
 @pytest.mark.parametrize("overrides", [[], ["mesh.pp=2", "schedule.name=zb-h1", "schedule.microbatches=4"]])
 def test_the_balance_is_that_of_the_groups_of_the_run(tmp_path: Path, overrides: list[str]) -> None:
     plan = plan_of(tmp_path, *overrides)
@@ -75,7 +86,6 @@ def test_the_balance_is_that_of_the_groups_of_the_run(tmp_path: Path, overrides:
             ["mesh.pp=2", "schedule.name=dualpipev", "schedule.microbatches=4"],
             "schedule.name is dualpipev, which overlaps microbatches",
         ),
-        (["memory.offload_fraction=0.5"], "memory.offload_fraction is 0.5: expected 0"),
         (["memory.max_resident_microbatches=1"], "memory.max_resident_microbatches is 1: expected null"),
         (EIGHT_BITS, "precision.matmul is fp8-row: expected compute"),
         (EXPERTS, "model.experts.aux_loss_coef is 0.1: expected 0"),

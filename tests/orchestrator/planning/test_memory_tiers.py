@@ -84,6 +84,16 @@ def test_layers_recompute_only_where_copies_cannot_be_hidden_or_the_host_is_full
     assert any(mode == "none" for mode, held in zip(small.recompute, small.layers, strict=True) if held.numbers)
 
 
+@pytest.mark.parametrize(("gib", "host"), [(45, 400), pytest.param(60, 100, marks=pytest.mark.slow)])
+def test_rows_are_recomputed_in_finer_parts_than_layers(gib: int, host: int) -> None:
+    words = "memory.recompute=attention", f"memory.host_gib={host}"
+    layers, rows = planned(gib, *words), planned(gib, *words, "memory.recompute_fraction=auto")
+    assert 0 < rows.recompute_fraction < 1 == layers.recompute_fraction
+    assert all(mode == "attention" for mode, held in zip(rows.recompute, rows.layers, strict=True) if held.numbers)
+    assert max(needed(rows)) <= gib
+    assert seconds(rows) < seconds(layers)
+
+
 def test_what_does_not_fit_with_everything_is_planned_with_everything_and_found_too_large() -> None:
     plan = planned(20, "memory.recompute=attention", "memory.host_gib=400")
     assert max(needed(plan)) > 20

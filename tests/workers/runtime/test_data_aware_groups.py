@@ -79,6 +79,15 @@ RANDOM = [
         for name in ("gemma2", "gpt-oss", "mixtral", "deepseek-v2-lite", "mistral", "qwen3")
     ),
     *(pytest.param({"sizes": {"dp": 4}, "factor": 5, "seed": seed}, marks=slow) for seed in (2, 3, 4)),
+    *(
+        pytest.param({"sizes": {"dp": 2, "cp": 2}, "factor": 4, "unit_layers": 1, **given}, marks=marks)
+        for given, marks in (
+            ({"offload": 0.3, "recompute": "attention", "recompute_fraction": 0.5}, []),
+            ({"offload": 1.0}, slow),
+            ({"offload": 0.6, "memory_options": MemoryOptions(zero=3)}, slow),
+            ({"offload": 0.6, "model": FAMILIES["mixtral"], "recompute": "attention"}, slow),
+        )
+    ),
 ]
 
 

@@ -11,6 +11,7 @@ from exactness import assert_equals_one_process
 from plans import MODEL, STEPS, plan_of
 from small_models import FAMILIES, MOE
 
+from pentad.orchestrator.activations.allocations import piece_of
 from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
@@ -32,11 +33,22 @@ MATRIX = [
     for number, (name, zero, mode, model) in enumerate(product(SCHEDULES, (1, 2, 3), MODES, MODELS))
     for other in (0, 4, 8)
 ]
+# Of every schedule with every ZeRO stage and model the first rows of what attention recomputes are saved.
+ROWS = [
+    (name, zero, fraction, *CUTS[(number + other) % len(CUTS)], model)
+    for number, (name, zero, model) in enumerate(product(SCHEDULES, (1, 2, 3), MODELS))
+    for other, fraction in ((0, 0.3), (4, 0.7), (8, 0.5))
+]
+ROWS_ALWAYS = [("zb-v", 3, 0.5, 1, 0.3, "dense"), ("dualpipe", 1, 0.7, 1, 1.0, "experts")]
+ROW_CASES = [*ROWS_ALWAYS, *(pytest.param(*case, marks=slow) for case in ROWS if case not in ROWS_ALWAYS)]
 CASES = [*ALWAYS, *(pytest.param(*case, marks=slow) for case in MATRIX if case not in ALWAYS)]
 
 
-def offloading(corpus: str, name: str, zero: int, mode: str, units: int | None, alpha: float, model: str) -> Plan:
+def offloading(
+    corpus: str, name: str, zero: int, mode: str, units: int | None, alpha: float, model: str, rows: float = 1.0
+) -> Plan:
     given: dict[str, Any] = {"recompute": mode, "unit_layers": units, "offload": alpha, "model": MODELS[model]}
+    given["recompute_fraction"] = rows
     return plan_of(name, 2, 2, 4, corpus, memory_options=MemoryOptions(zero=zero), **given, **SCHEDULES[name])
 
 
@@ -46,6 +58,16 @@ def test_offloaded_units_equal_one_process(fleet, corpus, name, zero, mode, unit
     ops = {part.op for stream in plan.program.streams for part in instructions_of(stream)}
     assert units is None or (Op.OFFLOAD in ops) == (alpha > 0)
     assert (Op.RECOMPUTE in ops) == (mode != "none")
+    assert_equals_one_process(fleet, plan)
+
+
+@pytest.mark.parametrize(("name", "zero", "rows", "units", "alpha", "model"), ROW_CASES)
+def test_units_that_recompute_some_rows_equal_one_process(fleet, corpus, name, zero, rows, units, alpha, model) -> None:
+    """The others are saved, on the device or the host."""
+    plan = offloading(corpus, name, zero, "attention", units, alpha, model, rows)
+    assert piece_of(plan).saved_rows == (4 if rows == 0.7 else 8)  # of 16
+    ops = {part.op for stream in plan.program.streams for part in instructions_of(stream)}
+    assert Op.RECOMPUTE in ops and (units is None or (Op.OFFLOAD in ops) == (alpha > 0))
     assert_equals_one_process(fleet, plan)
 
 
@@ -60,9 +82,10 @@ def test_experts_that_exchange_tokens_equal_one_process(fleet, corpus, mode, alp
 
 @pytest.mark.parametrize("mode", ["none", *(pytest.param(mode, marks=slow) for mode in MODES[1:])])
 def test_offloading_changes_no_bit(fleet, corpus, mode) -> None:
+    cases = [(alpha, rows) for rows in ((1.0, 0.5) if mode == "attention" else (1.0,)) for alpha in (0.0, 0.3, 1.0)]
     runs = [
-        fleet.run(offloading(corpus, "zb-h2", 2, mode, 1, alpha, "dense"), [(0, 1), (1, STEPS - 1)])
-        for alpha in (0.0, 0.3, 1.0)
+        fleet.run(offloading(corpus, "zb-h2", 2, mode, 1, alpha, "dense", rows), [(0, 1), (1, STEPS - 1)])
+        for alpha, rows in cases
     ]
     for plain, *others in zip(*runs, strict=True):
         for other in others:

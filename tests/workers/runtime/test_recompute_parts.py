@@ -10,7 +10,7 @@ from bits import same_bits
 from plans import MODEL, plan_of
 from small_models import FAMILIES, HEADS
 
-from pentad.schedules.passes.recompute import parts_of
+from pentad.schedules.passes.recompute import ROW_WISE, parts_of
 from pentad.schedules.spec.lora import SEPARATE, LoraSpec
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
@@ -44,6 +44,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "norms around": ("1f1b", {"model": FAMILIES["gemma2"], "pp": 2}),
     "sinks": ("1f1b", {"model": FAMILIES["gpt-oss"], "ep": 2}),
 }
+# (case, share of the rows that are recomputed): where parts work on rows, all of those that the model has.
+ROWS = [("dense tp2", 0.5), ("zb-v", 0.5)]
+ROWS_SLOW = [(case, 0.4) for case in CASES]
 ALWAYS = [("dense tp2", 4), ("zb-v", 5), ("ulysses", 1)]  # with so many parts at once
 PAIRS = [(case, 2) for case in ("dense tp2", "experts tp2")]
 
@@ -68,6 +71,22 @@ def test_recomputed_parts_change_no_bit(fleet, corpus, case, count) -> None:
     plain = fleet.run(plan_of(name, **given), [(0, 2)])
     for parts in combinations(parts_of(given["model"]), count):
         found = fleet.run(plan_of(name, **given, recompute=",".join(parts)), [(0, 2)])
+        for one, other in zip(plain, found, strict=True):
+            assert [each.losses for each in one.results] == [each.losses for each in other.results], parts
+            assert same_bits(one.state, other.state), parts
+            assert all(same_bits(*pair) for pair in zip(one.gradients, other.gradients, strict=True)), parts
+
+
+@pytest.mark.parametrize(("case", "fraction"), [*ROWS, *(pytest.param(*each, marks=slow) for each in ROWS_SLOW)])
+def test_recomputed_rows_change_no_bit(fleet, corpus, case, fraction) -> None:
+    """The first rows are saved. Every combination of parts that work on rows, and all parts."""
+    name, given = CASES[case]
+    given = {"dp": 1, "pp": 1, "microbatches": 4, "data": corpus, "document_mask": "documents" in case, **given}
+    plain = fleet.run(plan_of(name, **given), [(0, 2)])
+    row_wise = [part for part in parts_of(given["model"]) if part in ROW_WISE]
+    sets = [each for count in range(len(row_wise)) for each in combinations(row_wise, count + 1)]
+    for parts in (*sets, parts_of(given["model"])):
+        found = fleet.run(plan_of(name, **given, recompute=",".join(parts), recompute_fraction=fraction), [(0, 2)])
         for one, other in zip(plain, found, strict=True):
             assert [each.losses for each in one.results] == [each.losses for each in other.results], parts
             assert same_bits(one.state, other.state), parts
