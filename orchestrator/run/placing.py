@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from ray.util.placement_group import PlacementGroup
-
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.cluster import Cluster
 from pentad.orchestrator.cluster.held_lease import HeldLease, held_lease
 from pentad.orchestrator.cluster.local_head import LocalHead
-from pentad.orchestrator.cluster.placement import hosts, release, reserve
+from pentad.orchestrator.cluster.placement import Placement, hosts, release, reserve
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS
@@ -28,7 +26,7 @@ class Room(NamedTuple):
     `parked` are those that another one has left there."""
 
     cluster: Cluster
-    placement: PlacementGroup
+    placement: Placement
     plan: Plan
     lease: HeldLease | None = None
     parked: Parked | None = None
@@ -79,11 +77,11 @@ def _left(config: RunConfig, plan: Plan, cluster: Cluster, lease: HeldLease, run
     return None if parked is None else Room(cluster, placement, plan, lease, parked)
 
 
-def _reserve(config: RunConfig, cluster: Cluster, display: Display, detached: str | None) -> PlacementGroup:
+def _reserve(config: RunConfig, cluster: Cluster, display: Display, detached: str | None) -> Placement:
     size, timeout = config.mesh.size, config.cluster.start_timeout_seconds
     display.phase(f"placing {size} rank{'s' * (size > 1)}")
     return reserve(config.mesh.mesh, cluster.device, timeout, fixed=cluster.local, detached=detached)
 
 
-def _planned(config: RunConfig, plan: Plan, cluster: Cluster, placement: PlacementGroup) -> Plan:
+def _planned(config: RunConfig, plan: Plan, cluster: Cluster, placement: Placement) -> Plan:
     return plan_on(config, cluster.device, hosts=hosts(placement), expected=plan)

@@ -17,7 +17,7 @@ from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster import copies, placement
 from pentad.orchestrator.cluster import group as groups
 from pentad.orchestrator.cluster import worker as workers
-from pentad.orchestrator.cluster.placement import Place
+from pentad.orchestrator.cluster.placement import Place, Placement
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import event_bus, run_state, runfolder
 from pentad.orchestrator.recovery import adoption, fence, hang_detection, recovery, regroup
@@ -92,7 +92,7 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
         remote=lambda label, runner: current().cluster.create(scheduling_strategy)
     )
     patch.setattr(groups, "Actor", SimpleNamespace(options=options))
-    patch.setattr(groups, "PlacementGroupSchedulingStrategy", lambda group, **bundle: bundle.popitem()[1])
+    patch.setattr(groups, "strategy_of", lambda placement, bundle: bundle)
     patch.setattr(groups, "bundle_places", lambda group: tuple(places_of(current())))
     patch.setattr(groups, "release", lambda group: None)
     patch.setattr(groups, "read_status", lambda path, streams: current().read_status(str(path)))
@@ -103,7 +103,7 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
     patch.setattr(driver, "monitored", lambda *a: current().monitored(*a))
     patch.setattr(driver, "watched_head", lambda *a: nullcontext())
     patch.setattr(placing, "held_lease", lambda *a: _lease(current()))
-    patch.setattr(placing, "reserve", lambda *a, **k: SimpleNamespace())
+    patch.setattr(placing, "reserve", lambda *a, **k: Placement(None))
     patch.setattr(placing, "release", lambda placement: None)
     patch.setattr(placing, "_planned", lambda config, plan, cluster, placement: plan)
     patch.setattr(clusters, "join", lambda *a: nullcontext(clusters.Cluster("address", False, "cpu")))

@@ -11,6 +11,7 @@ from chaos_world import DriverEnded
 
 from pentad.orchestrator.cluster.faults import Superseded
 from pentad.orchestrator.cluster.lease import Holder, Lease, renew_seconds
+from pentad.orchestrator.cluster.placement import Placement
 
 if TYPE_CHECKING:
     from chaos_history import Simulation
@@ -70,7 +71,7 @@ class SimLease:
         return not self.keeper.is_alive or self.keeper.lease.holder != self.driver
 
     def placement(self) -> Any:
-        return SimpleNamespace(bundle_count=len(self.simulation.cluster.bundles))
+        return Placement(SimpleNamespace(bundle_count=len(self.simulation.cluster.bundles)))
 
     def actors(self) -> list[Actor]:
         self.world.check()
