@@ -126,14 +126,14 @@ def reserve(
     detached: str | None = None,
     without: Collection[str] = (),
 ) -> Placement:
-    """A placement group of one bundle per rank, packed onto as few nodes as possible, but on none `without` which it
-    should do; waits until it is placed. With a name, `detached`, it outlives this driver.
+    """A placement group of one bundle per rank, packed onto as few nodes as possible, none of which is in `without`;
+    waits until it is placed. With a name, `detached`, it outlives this driver.
 
     Raises PentadError, with nothing reserved, when the cluster has no room within the time, and at once when it never
     will: it is too small and `fixed`, without an autoscaler that adds nodes.
     """
     bundle = _bundle(device)
-    total = ray.cluster_resources()
+    total = _total(without)
     if fixed and any(total.get(kind, 0) < mesh.size for kind in bundle):
         raise PentadError(f"{_needed(mesh, bundle)}, but the cluster has only {_amounts(total, bundle)} on {_nodes()}")
     options: dict[str, Any] = {"name": detached, "lifetime": "detached"} if detached else {}
@@ -225,6 +225,15 @@ def hosts(placement: Placement) -> int:
 
 def _nodes_of(group: PlacementGroup) -> dict[int, str]:
     return dict(ray.util.placement_group_table(group)["bundles_to_node_id"])
+
+
+def _total(without: Collection[str]) -> Counter[str]:
+    """The resources of all other nodes."""
+    total = Counter[str]()
+    for node in ray.nodes():
+        if node["Alive"] and node["NodeID"] not in without:
+            total.update(node["Resources"])
+    return total
 
 
 def _bundle(device: str) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -80,21 +80,26 @@ def examine_joined(
     with under_way("room for the run", timeout):
         placement = reserve(config.mesh.mesh, cluster.device, timeout, fixed=cluster.local)
     try:
-        yield from _examine(placement, cluster.device, config, seconds, under_way)
+        yield from examine_placement(placement, cluster.device, config, seconds, under_way)
     finally:
         release(placement)  # ends the actors
 
 
-def _examine(
-    placement: Placement, device: str, config: RunConfig, seconds: float | None, under_way: UnderWay
+def examine_placement(
+    placement: Placement,
+    device: str,
+    config: RunConfig,
+    seconds: float | None,
+    under_way: UnderWay,
+    left_out: Collection[str] = (),
 ) -> Iterator[list[Row]]:
-    """A node that does not answer is asked no more."""
+    """All checks but those `left_out`. A node that does not answer is asked no more."""
     with under_way("a process on each node", START_SECONDS):
         actors, times, silent = _start(placement, device, config, seconds)
     yield [Row("nodes", finding, node) for node, finding in silent.items()] or [
         Row("nodes", Finding("ok", f"{len(actors)} for {config.mesh.size} ranks"))
     ]
-    for name in (check.name for check in CHECKS):
+    for name in (check.name for check in CHECKS if check.name not in left_out):
         longest = max((each[name] for each in times.values()), default=0.0)
         with under_way(name, longest):
             calls = {node: actor.examine.remote(name) for node, actor in actors.items()}
