@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from chaos_cluster import DRIVER_NODE, Cluster
 from chaos_lease import SimLease
+from chaos_placement import SimPlacement, node_of
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster import copies, placement
 from pentad.orchestrator.cluster import group as groups
 from pentad.orchestrator.cluster import worker as workers
-from pentad.orchestrator.cluster.placement import Place, Placement
+from pentad.orchestrator.cluster.placement import Place
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import event_bus, run_state, runfolder
-from pentad.orchestrator.recovery import adoption, fence, hang_detection, recovery, regroup
+from pentad.orchestrator.recovery import adoption, evictions, fence, hang_detection, recovery, regroup
 from pentad.orchestrator.run import driver, measure, placing, replication, step_loop
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import checkpoint as checkpoints
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from chaos_history import Simulation
 
 CLOCKED = (
-    *(groups, fence, recovery, regroup, hang_detection, step_loop, replication, driver, measure, workers),
+    *(groups, fence, recovery, regroup, evictions, hang_detection, step_loop, replication, driver, measure, workers),
     *(event_bus, runfolder, checkpoints, placement, copies),
 )
 
@@ -103,7 +104,9 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
     patch.setattr(driver, "monitored", lambda *a: current().monitored(*a))
     patch.setattr(driver, "watched_head", lambda *a: nullcontext())
     patch.setattr(placing, "held_lease", lambda *a: _lease(current()))
-    patch.setattr(placing, "reserve", lambda *a, **k: Placement(None))
+    patch.setattr(placing, "reserve", lambda *a, **k: SimPlacement(current()))
+    patch.setattr(evictions, "node_of", lambda room: node_of(current(), room))
+    patch.setattr(evictions, "node_names", dict)
     patch.setattr(placing, "release", lambda placement: None)
     patch.setattr(placing, "_planned", lambda config, plan, cluster, placement: plan)
     patch.setattr(clusters, "join", lambda *a: nullcontext(clusters.Cluster("address", False, "cpu")))

@@ -8,8 +8,8 @@ from multinode import Cluster
 from slow_runner import COMMAND
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STEPS = 300
-PAIR = ("mesh.dp=2", "mesh.pp=1", "schedule.name=1f1b", "schedule.microbatches=2", f"run.steps={STEPS}")
+STEPS = 120
+PAIR = ("mesh.dp=2", "mesh.pp=1", "schedule.name=1f1b", "schedule.microbatches=2", f"run.steps={STEPS}", "eval.every=0")
 
 
 @pytest.mark.parametrize("mesh", [PAIR, (*PAIR, "zero.stage=1")])
