@@ -83,7 +83,8 @@ def find_placement(name: str) -> Placement | None:
             main = group
         elif facts["name"].startswith(f"{name}/"):
             number, _, bundles = facts["name"].removeprefix(f"{name}/").partition("/")
-            others.append((int(number), [*map(int, bundles.split("-"))], group, facts["state"] != "PENDING"))
+            is_placed = facts["state"] in ("CREATED", "RESCHEDULING")
+            others.append((int(number), [*map(int, bundles.split("-"))], group, is_placed))
     if main is None:
         return None
     placement = Placement(main, name)

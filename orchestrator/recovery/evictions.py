@@ -51,13 +51,14 @@ class Evictions:
         asked = self._ask(slow, beside=self.group.plan.device == "cuda") if self.asked is None else self.asked
         if node_of(asked.room):
             return asked.ranks
-        waited = time.monotonic() - asked.since
-        if asked.beside and waited > BESIDE_SECONDS:
+        waited, may_leave = time.monotonic() - asked.since, self.group.plan.transport != "peer"  # which is of one host
+        if asked.beside and may_leave and waited > BESIDE_SECONDS:
             self.cancel()
             self._ask(slow, beside=False)
-        elif not asked.beside and waited > self.elastic.wait_seconds:  # and goes on asking
+        elif waited > self.elastic.wait_seconds and asked.beside is not may_leave:  # and goes on asking
+            where = "no other node had room" if may_leave else "no other GPU of its node was free"
             for each in asked.slow:
-                self._stay(each, f"no other node had room within elastic.wait_seconds = {self.elastic.wait_seconds:g}")
+                self._stay(each, f"{where} within elastic.wait_seconds = {self.elastic.wait_seconds:g}")
         return ()
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -128,6 +129,16 @@ def test_without_another_gpu_of_its_node_a_rank_leaves_the_node(start: StartRun)
     assert asked(run, slow(3), seconds=BESIDE_SECONDS + 1) is None
     assert [room.nodes[0] for room in run.group.placement.others] == ["!"]
     assert asked(run, slow(3)) == (3,)
+
+
+def test_ranks_that_copy_within_a_host_do_not_leave_it(start: StartRun) -> None:
+    run = start(*SQUARE, *EVICT, device="cuda")
+    run.group.plan = replace(run.group.plan, transport="peer")
+    run.fake.spare = ["node2"]
+    for _ in range(5):
+        assert asked(run, slow(3), seconds=BESIDE_SECONDS + 1) is None
+    (event,) = run.events("not evicted")
+    assert event["cause"] == "no other GPU of its node was free within elastic.wait_seconds = 3"
 
 
 def test_a_rank_returns_if_none_starts_in_its_new_place(start: StartRun) -> None:
