@@ -136,7 +136,8 @@ def reserve(
     bundle = _bundle(device)
     total = _total(without)
     if fixed and any(total.get(kind, 0) < mesh.size for kind in bundle):
-        raise PentadError(f"{_needed(mesh, bundle)}, but the cluster has only {_amounts(total, bundle)} on {_nodes()}")
+        offers = f"{_amounts(total, bundle)} on {_nodes(without)}"
+        raise PentadError(f"{_needed(mesh, bundle)}, but the cluster has only {offers}")
     options: dict[str, Any] = {"name": detached, "lifetime": "detached"} if detached else {}
     if without:
         options["bundle_label_selector"] = [{NODE: all_but(without)}] * mesh.size
@@ -149,7 +150,7 @@ def reserve(
         free = ray.available_resources()
         raise PentadError(
             f"{_needed(mesh, bundle)}, but within cluster.start_timeout_seconds = {timeout_seconds:g} only "
-            f"{_amounts(free, bundle)} of {_amounts(ray.cluster_resources(), bundle)} on {_nodes()} were free ({state})"
+            f"{_amounts(free, bundle)} of {_amounts(total, bundle)} on {_nodes(without)} were free ({state})"
         )
     except BaseException:
         release(placement)
@@ -249,6 +250,6 @@ def _amounts(amounts: Mapping[str, float], kinds: Iterable[str]) -> str:
     return " and ".join(f"{amounts.get(kind, 0):g} {kind}s" for kind in kinds)
 
 
-def _nodes() -> str:
-    alive = sum(node["Alive"] for node in ray.nodes())
+def _nodes(without: Collection[str]) -> str:
+    alive = sum(node["Alive"] and node["NodeID"] not in without for node in ray.nodes())
     return f"{alive} node" + "s" * (alive != 1)

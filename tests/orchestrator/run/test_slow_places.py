@@ -8,13 +8,13 @@ from multinode import Cluster
 from slow_runner import COMMAND
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STEPS = 120
+STEPS = 80
 PAIR = ("mesh.dp=2", "mesh.pp=1", "schedule.name=1f1b", "schedule.microbatches=2", f"run.steps={STEPS}", "eval.every=0")
 
 
 @pytest.mark.parametrize("mesh", [PAIR, (*PAIR, "zero.stage=1")])
 def test_a_slow_rank_moves_to_another_node(nodes: Cluster, start_run: Start, mesh: tuple[str, ...]) -> None:
-    nodes.resize(1, 1, 1)
+    nodes.resize(2, 1)
     usual = start_run(*mesh, "elastic.slow_rank=report")
     assert usual.end() == 0, usual.describe()
     run = start_run(*mesh, "elastic.slow_rank=evict", command=COMMAND)
@@ -28,7 +28,7 @@ def test_a_slow_rank_moves_to_another_node(nodes: Cluster, start_run: Start, mes
 
 
 def test_a_slow_rank_without_another_node_stays(nodes: Cluster, start_run: Start) -> None:
-    nodes.resize(1, 1)
+    nodes.resize(2)
     run = start_run(*PAIR, "elastic.slow_rank=evict", "elastic.wait_seconds=1", command=COMMAND)
     assert run.end() == 0, run.describe()
     (event,) = run.events("not evicted")
