@@ -42,7 +42,7 @@ def test_thousands_of_runs_keep_their_promises(first: int, memory: Path, current
     assert sum(bool(each.faults.happened) for each in played) > 0.9 * AT_ONCE
 
 
-@pytest.mark.parametrize("number", [3, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("number", [3, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_slow_ranks_move_between_other_faults(
     number: int, memory: Path, current: list[Simulation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
