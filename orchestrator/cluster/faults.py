@@ -17,8 +17,9 @@ class WorkerError(PentadError):
     """Rank `rank` failed. `detail` is the full account: a traceback, or what Ray knows of a death.
 
     `lost` are the ranks that are dead or must be given up. `fault` is 'killed', 'error', 'hang', 'node', 'drain',
-    'terminated' or 'corrupt', and `detector` 'ray', 'peer', 'heartbeat', 'deadline', 'notice' or 'check', as in the
-    journal; `stalled_seconds` passed without progress before the fault was detected, as far as known.
+    'terminated', 'slow' or 'corrupt', and `detector` 'ray', 'peer', 'heartbeat', 'deadline', 'notice', 'times' or
+    'check', as in the journal; `stalled_seconds` passed without progress before the fault was detected, as far as
+    known.
     """
 
     def __init__(

@@ -12,12 +12,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pentad.orchestrator.cluster.faults import Failure, Refusal, WorkerError, grace_seconds
 from pentad.orchestrator.cluster.held_lease import HeldLease
-from pentad.orchestrator.cluster.placement import Place, bundle_places, order_places, release
+from pentad.orchestrator.cluster.placement import Place, Placement, bundle_places, order_places, release, strategy_of
 from pentad.orchestrator.cluster.worker import Actor, StaleGeneration, Status, WorkerPlace, read_status, streams_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
@@ -42,7 +40,7 @@ class WorkerGroup:
     """Workers by rank. A call goes to all of them and returns all answers by rank, or raises WorkerError."""
 
     def __init__(
-        self, plan: Plan, placement: PlacementGroup, generation: int, runner: str, lease: HeldLease | None = None
+        self, plan: Plan, placement: Placement, generation: int, runner: str, lease: HeldLease | None = None
     ) -> None:
         """With a `lease` the workers outlive this driver."""
         self.plan, self.placement, self.generation, self.runner = plan, placement, generation, runner
@@ -63,7 +61,7 @@ class WorkerGroup:
     @staticmethod
     def start(
         plan: Plan,
-        placement: PlacementGroup,
+        placement: Placement,
         timeout_seconds: float,
         *,
         runner: str,
@@ -282,7 +280,7 @@ class WorkerGroup:
         kind = Actor.options(
             name=f"pentad/{plan.name}/{str(at).replace(' ', '-')}{suffix}",
             num_gpus=1 if plan.device == "cuda" else 0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=bundle),
+            scheduling_strategy=strategy_of(self.placement, bundle),
             **lifetime,
         )
         since = f", since generation {self.generation}" if self.places else ""

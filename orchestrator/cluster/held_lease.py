@@ -13,10 +13,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
-from ray.util.placement_group import PlacementGroup
 
 from pentad.orchestrator.cluster.faults import Superseded
 from pentad.orchestrator.cluster.lease import KEEPER, Holder, KeeperActor, renew_seconds, silent_seconds
+from pentad.orchestrator.cluster.placement import Placement, release
 from pentad.schedules.ir.errors import PentadError
 
 ANSWER_SECONDS = 10.0
@@ -50,8 +50,8 @@ class HeldLease:
         self._renew_once()
         return bool(self.lost)
 
-    def placement(self) -> PlacementGroup | None:
-        """The placement group of the ranks, if it exists."""
+    def placement(self) -> Placement | None:
+        """The room of the ranks, if there is some."""
         with suppress(RayError):
             return ray.get(self.keeper.found.remote(), timeout=ANSWER_SECONDS)[1]
         return None
@@ -80,7 +80,7 @@ class HeldLease:
 
     def _end(self) -> None:
         if (placement := self.placement()) is not None:
-            ray.util.remove_placement_group(placement)
+            release(placement)
         ray.kill(self.keeper)
 
     def _is_rank(self, named: dict[str, str]) -> bool:

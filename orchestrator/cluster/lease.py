@@ -15,7 +15,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import ray
-from ray.util.placement_group import PlacementGroup
+
+from pentad.orchestrator.cluster.placement import Placement, find_placement, release
 
 KEEPER = "lease"  # the keeper's name, in a namespace of the run
 MAX_RENEW_SECONDS = 2.0
@@ -97,11 +98,9 @@ class Keeper:
     def view(self) -> LeaseView:
         return self.lease.view(time.monotonic())
 
-    def found(self) -> tuple[str, PlacementGroup | None]:
-        """`ranks`, and their placement group, if it exists."""
-        with suppress(ValueError):
-            return self.ranks, ray.util.get_placement_group(self.ranks)
-        return self.ranks, None
+    def found(self) -> tuple[str, Placement | None]:
+        """`ranks`, and their room, if there is some."""
+        return self.ranks, find_placement(self.ranks)
 
     def _watch(self) -> None:
         while True:
@@ -114,7 +113,7 @@ class Keeper:
             with suppress(Exception):
                 _, placement = self.found()
                 if placement is not None:
-                    ray.util.remove_placement_group(placement)
+                    release(placement)
                 ray.kill(ray.get_runtime_context().current_actor)
             time.sleep(renew_seconds(self.lease.seconds))
 

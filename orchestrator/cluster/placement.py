@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
+from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Coordinates, Mesh
 
 PREEMPTION = 2  # of the reasons to drain a node, the one that does not wait for it to be idle
+NODE = "ray.io/node-id"  # the label by which Ray knows every node
 
 
 class Place(NamedTuple):
@@ -23,6 +26,73 @@ class Place(NamedTuple):
     bundle: int
     node: str
     gpu: int = -1
+
+
+class Placement:
+    """Room for the ranks of a run: the bundles of a placement group. Bundles that have `moved` are in another group;
+    the place that they had stays reserved, so that nothing runs there. With a `name` the groups outlive this driver."""
+
+    def __init__(self, group: PlacementGroup, name: str | None = None) -> None:
+        self.group, self.name, self.number = group, name, 0
+        self.others: list[PlacementGroup] = []
+        self.moved: dict[int, tuple[PlacementGroup, int]] = {}
+
+    @property
+    def bundle_count(self) -> int:
+        return int(self.group.bundle_count)
+
+    def find(self, bundle: int) -> tuple[PlacementGroup, int]:
+        """The group and its bundle where a bundle is now."""
+        return self.moved.get(bundle, (self.group, bundle))
+
+    def reserve_elsewhere(self, bundles: Sequence[int], device: str, nodes: str) -> PlacementGroup:
+        """Asks Ray for other room for some of the bundles, on one node of those that `nodes` selects."""
+        self.number += 1
+        name = f"{self.name}/{self.number}/{'-'.join(map(str, bundles))}"
+        lifetime = {"name": name, "lifetime": "detached"} if self.name else {}
+        needs, labels = [_bundle(device)] * len(bundles), [{NODE: nodes}] * len(bundles)
+        group = ray.util.placement_group(needs, strategy="STRICT_PACK", bundle_label_selector=labels, **lifetime)
+        self.others.append(group)
+        return group
+
+    def move(self, bundles: Sequence[int], group: PlacementGroup) -> None:
+        """To the room that was reserved for them."""
+        self.moved |= {bundle: (group, index) for index, bundle in enumerate(bundles)}
+
+    def move_back(self, bundles: Iterable[int]) -> bool:
+        """Those that have moved return to the places that they had; whether there are some."""
+        returning = [bundle for bundle in bundles if bundle in self.moved]
+        for bundle in returning:
+            del self.moved[bundle]
+        return bool(returning)
+
+    def give_up(self, group: PlacementGroup) -> None:
+        """Other room into which nothing has moved."""
+        self.others.remove(group)
+        ray.util.remove_placement_group(group)
+
+
+def find_placement(name: str) -> Placement | None:
+    """The room with this name, if there is some; its bundles have moved where that room had been found."""
+    main, others = None, []
+    for key, facts in ray.util.placement_group_table().items():
+        group = PlacementGroup(PlacementGroupID(bytes.fromhex(key)))
+        if facts["state"] == "REMOVED":
+            continue
+        if facts["name"] == name:
+            main = group
+        elif facts["name"].startswith(f"{name}/"):
+            number, _, bundles = facts["name"].removeprefix(f"{name}/").partition("/")
+            is_placed = facts["state"] in ("CREATED", "RESCHEDULING")
+            others.append((int(number), [*map(int, bundles.split("-"))], group, is_placed))
+    if main is None:
+        return None
+    placement = Placement(main, name)
+    for placement.number, bundles, group, is_placed in sorted(others, key=lambda each: each[0]):
+        placement.others.append(group)
+        if is_placed:
+            placement.move(bundles, group)
+    return placement
 
 
 def order_places(places: Sequence[Place], mesh: Mesh, *, tensor_across_nodes: bool = False) -> tuple[int, ...]:
@@ -49,52 +119,87 @@ def order_places(places: Sequence[Place], mesh: Mesh, *, tensor_across_nodes: bo
 
 
 def reserve(
-    mesh: Mesh, device: str, timeout_seconds: float, *, fixed: bool, detached: str | None = None
-) -> PlacementGroup:
-    """A placement group of one bundle per rank, packed onto as few nodes as possible; waits until it is placed. With a
-    name, `detached`, it outlives this driver.
+    mesh: Mesh,
+    device: str,
+    timeout_seconds: float,
+    *,
+    fixed: bool,
+    detached: str | None = None,
+    without: Collection[str] = (),
+) -> Placement:
+    """A placement group of one bundle per rank, packed onto as few nodes as possible, none of which is in `without`;
+    waits until it is placed. With a name, `detached`, it outlives this driver.
 
     Raises PentadError, with nothing reserved, when the cluster has no room within the time, and at once when it never
     will: it is too small and `fixed`, without an autoscaler that adds nodes.
     """
-    bundle = {"GPU": 1, "CPU": 1} if device == "cuda" else {"CPU": 1}
-    total = ray.cluster_resources()
+    bundle = _bundle(device)
+    total = _total(without)
     if fixed and any(total.get(kind, 0) < mesh.size for kind in bundle):
-        raise PentadError(f"{_needed(mesh, bundle)}, but the cluster has only {_amounts(total, bundle)} on {_nodes()}")
-    lifetime = {"name": detached, "lifetime": "detached"} if detached else {}
-    group = ray.util.placement_group([bundle] * mesh.size, strategy="PACK", **lifetime)
+        offers = f"{_amounts(total, bundle)} on {_nodes(without)}"
+        raise PentadError(f"{_needed(mesh, bundle)}, but the cluster has only {offers}")
+    options: dict[str, Any] = {"name": detached, "lifetime": "detached"} if detached else {}
+    if without:
+        options["bundle_label_selector"] = [{NODE: all_but(without)}] * mesh.size
+    group = ray.util.placement_group([bundle] * mesh.size, strategy="PACK", **options)
+    placement = Placement(group, detached)
     try:
         if group.wait(timeout_seconds):
-            return group
+            return placement
         state = ray.util.placement_group_table(group)["stats"]["scheduling_state"].replace("_", " ").lower()
         free = ray.available_resources()
         raise PentadError(
             f"{_needed(mesh, bundle)}, but within cluster.start_timeout_seconds = {timeout_seconds:g} only "
-            f"{_amounts(free, bundle)} of {_amounts(ray.cluster_resources(), bundle)} on {_nodes()} were free ({state})"
+            f"{_amounts(free, bundle)} of {_amounts(total, bundle)} on {_nodes(without)} were free ({state})"
         )
     except BaseException:
-        release(group)
+        release(placement)
         raise
 
 
-def release(group: PlacementGroup) -> None:
-    """Removes the placement group. Idempotent."""
-    ray.util.remove_placement_group(group)
+def release(placement: Placement) -> None:
+    """Removes its placement groups. Idempotent."""
+    for group in (*placement.others, placement.group):
+        ray.util.remove_placement_group(group)
 
 
-def bundle_places(group: PlacementGroup) -> tuple[Place, ...]:
-    """The bundles of a placement group, with their nodes."""
-    nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+def all_but(nodes: Collection[str]) -> str:
+    """Selects all nodes but these."""
+    return f"!in({','.join(sorted(nodes))})"
+
+
+def node_of(group: PlacementGroup) -> str:
+    """The node of its first bundle; '' if it has none yet."""
+    return _nodes_of(group).get(0, "")
+
+
+def node_names() -> dict[str, str]:
+    """The addresses of nodes by Ray's IDs. Nodes of a cluster on one machine share its address."""
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    counts = Counter(addresses.values())
+    return {node: at if counts[at] == 1 else f"{at}/{node[:6]}" for node, at in addresses.items()}
+
+
+def strategy_of(placement: Placement, bundle: int) -> PlacementGroupSchedulingStrategy:
+    """Has Ray place an actor there."""
+    group, index = placement.find(bundle)
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+
+
+def bundle_places(placement: Placement) -> tuple[Place, ...]:
+    """The bundles, with their nodes."""
+    nodes = _nodes_of(placement.group)
+    nodes |= {bundle: _nodes_of(group).get(index, "") for bundle, (group, index) in placement.moved.items()}
     return tuple(Place(bundle, node) for bundle, node in sorted(nodes.items()))
 
 
-def living_bundles(group: PlacementGroup) -> dict[int, str]:
+def living_bundles(placement: Placement) -> dict[int, str]:
     """The nodes of bundles that are on living nodes; Ray moves the others when it finds room.
 
     A draining node accepts no actors, and its bundles are moved once it is gone.
     """
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - set(draining())
-    return {place.bundle: place.node for place in bundle_places(group) if place.node in alive}
+    return {place.bundle: place.node for place in bundle_places(placement) if place.node in alive}
 
 
 def draining() -> dict[str, int]:
@@ -115,12 +220,29 @@ def drain(node: str, seconds: float, reason: str) -> bool:
     return bool(accepted)
 
 
-def hosts(group: PlacementGroup) -> int:
-    """Number of nodes that a placement group uses."""
-    return len({place.node for place in bundle_places(group)})
+def hosts(placement: Placement) -> int:
+    """Number of nodes that are used."""
+    return len({place.node for place in bundle_places(placement)})
 
 
-def _needed(mesh: Mesh, bundle: dict[str, int]) -> str:
+def _nodes_of(group: PlacementGroup) -> dict[int, str]:
+    return dict(ray.util.placement_group_table(group)["bundles_to_node_id"])
+
+
+def _total(without: Collection[str]) -> Counter[str]:
+    """The resources of all other nodes."""
+    total = Counter[str]()
+    for node in ray.nodes():
+        if node["Alive"] and node["NodeID"] not in without:
+            total.update(node["Resources"])
+    return total
+
+
+def _bundle(device: str) -> dict[str, float]:
+    return {"GPU": 1, "CPU": 1} if device == "cuda" else {"CPU": 1}
+
+
+def _needed(mesh: Mesh, bundle: dict[str, float]) -> str:
     return f"mesh {mesh} has {mesh.size} ranks and needs {_amounts(dict.fromkeys(bundle, mesh.size), bundle)}"
 
 
@@ -128,6 +250,6 @@ def _amounts(amounts: Mapping[str, float], kinds: Iterable[str]) -> str:
     return " and ".join(f"{amounts.get(kind, 0):g} {kind}s" for kind in kinds)
 
 
-def _nodes() -> str:
-    alive = sum(node["Alive"] for node in ray.nodes())
+def _nodes(without: Collection[str]) -> str:
+    alive = sum(node["Alive"] and node["NodeID"] not in without for node in ray.nodes())
     return f"{alive} node" + "s" * (alive != 1)

@@ -359,3 +359,6 @@ class ClusterSection(Section):
     """time that a stopped job has to finish its step and save a checkpoint"""
     start_timeout_seconds: PositiveFloat = 60.0
     """longest wait for ranks to be placed and started"""
+    check: bool = False
+    """examine the nodes before the ranks start there, in some 20 s, and place them on others if one fails
+    (docs/doctor.md)"""

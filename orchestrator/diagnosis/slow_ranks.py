@@ -16,17 +16,18 @@ LOWER = 0.97  # of the other GPUs' clock, from which one is part of the evidence
 
 
 class SlowRankWatch(Watcher):
-    """Compares the ranks of a generation with each other after every step (elastic.slow_rank: report)."""
+    """Compares the ranks of a generation with each other after every step (elastic.slow_rank)."""
 
     def __init__(self, bus: EventBus) -> None:
         self.bus = bus
         self.ranks = self._of_plan()
 
     def on_ranks_placed(self, view: RunView) -> None:
-        self.ranks, self.bus.slow_ranks = self._of_plan(), ""
+        self.ranks, self.bus.slow_ranks, self.bus.lasting_slow_ranks = self._of_plan(), "", ()
 
     def on_rank_times(self, times: tuple[RankTime, ...]) -> None:
         changes = self.ranks.add(times)
+        self.bus.lasting_slow_ranks = tuple(self.ranks.lasting())
         for change in changes:
             found = sentence(change, self.bus.view.ranks, self.bus.gpus)
             self.bus.display.note(f"step {change.step}: {found}")

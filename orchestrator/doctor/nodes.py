@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pentad.orchestrator.cluster.cluster import Cluster, join
 from pentad.orchestrator.cluster.local_head import launch
-from pentad.orchestrator.cluster.placement import bundle_places, release, reserve
+from pentad.orchestrator.cluster.placement import Placement, bundle_places, node_names, release, reserve, strategy_of
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.doctor import network
 from pentad.orchestrator.doctor.checks import CHECKS, subject_of
@@ -82,21 +80,26 @@ def examine_joined(
     with under_way("room for the run", timeout):
         placement = reserve(config.mesh.mesh, cluster.device, timeout, fixed=cluster.local)
     try:
-        yield from _examine(placement, cluster.device, config, seconds, under_way)
+        yield from examine_placement(placement, cluster.device, config, seconds, under_way)
     finally:
         release(placement)  # ends the actors
 
 
-def _examine(
-    placement: PlacementGroup, device: str, config: RunConfig, seconds: float | None, under_way: UnderWay
+def examine_placement(
+    placement: Placement,
+    device: str,
+    config: RunConfig,
+    seconds: float | None,
+    under_way: UnderWay,
+    left_out: Collection[str] = (),
 ) -> Iterator[list[Row]]:
-    """A node that does not answer is asked no more."""
+    """All checks but those `left_out`. A node that does not answer is asked no more."""
     with under_way("a process on each node", START_SECONDS):
         actors, times, silent = _start(placement, device, config, seconds)
     yield [Row("nodes", finding, node) for node, finding in silent.items()] or [
         Row("nodes", Finding("ok", f"{len(actors)} for {config.mesh.size} ranks"))
     ]
-    for name in (check.name for check in CHECKS):
+    for name in (check.name for check in CHECKS if check.name not in left_out):
         longest = max((each[name] for each in times.values()), default=0.0)
         with under_way(name, longest):
             calls = {node: actor.examine.remote(name) for node, actor in actors.items()}
@@ -110,14 +113,14 @@ def _examine(
 
 
 def _start(
-    placement: PlacementGroup, device: str, config: RunConfig, seconds: float | None
+    placement: Placement, device: str, config: RunConfig, seconds: float | None
 ) -> tuple[Actors, dict[str, dict[str, float]], dict[str, Finding]]:
     """Actors and the seconds of each check there, by the names of their nodes; and the nodes that do not start one."""
     kind = ray.remote(num_cpus=1, num_gpus=1 if device == "cuda" else 0)(Examiner)
-    names = _names()
+    names = node_names()
     members: dict[str, list[Any]] = defaultdict(list)  # an actor a rank, as only that one knows the rank's GPU
     for place in bundle_places(placement):
-        where = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=place.bundle)
+        where = strategy_of(placement, place.bundle)
         members[names[place.node]].append(kind.options(scheduling_strategy=where).remote(config, seconds))
     calls = {(node, rank): actor.gpus.remote() for node, its in members.items() for rank, actor in enumerate(its)}
     gpus: dict[str, list[str]] = defaultdict(list)
@@ -132,13 +135,6 @@ def _start(
     silent |= {node: answer for node, answer in times.items() if isinstance(answer, Finding)}
     actors = {node: actor for node, actor in actors.items() if node not in silent}
     return actors, {node: times[node] for node in actors}, silent
-
-
-def _names() -> dict[str, str]:
-    """The addresses of nodes by Ray's IDs. Nodes of a cluster on one machine share its address."""
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    counts = Counter(addresses.values())
-    return {node: at if counts[at] == 1 else f"{at}/{node[:6]}" for node, at in addresses.items()}
 
 
 def _network(actors: Actors, device: str) -> dict[str, Finding]:

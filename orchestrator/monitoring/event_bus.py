@@ -14,6 +14,7 @@ from pentad.orchestrator.monitoring.evaluations import evaluation_state
 from pentad.orchestrator.monitoring.run_state import RankView, RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.records.fp8_health import Fp8Health
+from pentad.schedules.diagnosis.slow_ranks import SlowRank
 from pentad.schedules.simulate.timeline import Span
 from pentad.workers.runtime.telemetry import GpuState
 
@@ -29,6 +30,7 @@ class EventBus:
         self.watchers: list[Watcher] = []
         self.fp8_health = Fp8Health()
         self.slow_ranks = ""  # which ranks are slow, in words
+        self.lasting_slow_ranks: tuple[SlowRank, ...] = ()  # those of them that elastic.slow_rank acts upon
         self.flipped_bits = ""  # what the last search that found some said
         self.gpus = dict[int, GpuState]()  # the ranks' GPUs, as last read
         self.on_first_step: Callable[[], None] = lambda: None

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup
 
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.held_lease import HeldLease
+from pentad.orchestrator.cluster.placement import Placement
 from pentad.orchestrator.cluster.worker import Seat, WorkerPlace
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.config.version import release
@@ -75,9 +75,7 @@ class Parked(NamedTuple):
     token: bytes | None
 
 
-def find_parked(
-    config: RunConfig, full: Plan, placement: PlacementGroup, lease: HeldLease, runner: str
-) -> Parked | None:
+def find_parked(config: RunConfig, full: Plan, placement: Placement, lease: HeldLease, runner: str) -> Parked | None:
     """The ranks in `placement`, of the plan `full` or of one that a former driver has shrunk it to. None if they run
     another plan or are all gone.
 

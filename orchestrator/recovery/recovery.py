@@ -13,6 +13,7 @@ from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
+from pentad.orchestrator.recovery.evictions import Evictions
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, fence, is_recordable
 from pentad.orchestrator.recovery.regroup import Regroup
 from pentad.schedules.ir.errors import PentadError
@@ -52,9 +53,10 @@ class Recovery:
         """`full` is the plan of the full mesh, if not that of the group."""
         self.elastic, self.group, self.bus = config.elastic, group, bus
         self.ranks = Regroup(config, group, bus, requests, start, copies, full or group.plan)
+        self.evictions = Evictions(config.elastic, group, bus)
         self.faults = self.faults_without_progress = 0
         self.furthest, self.checked = -1, time.monotonic()
-        self.leaving: tuple[int, ...] = ()  # ranks that are about to end
+        self.leaving: tuple[int, ...] = ()  # ranks that are about to end, or to move
         self.announced: set[str] = set()  # nodes whose end has been announced
         self.wrong: set[tuple[bool, int, str, int]] = set()  # whether to be replaced, and rank, node and GPU then
         self.fault = self.reason = ""  # why, as the journal has it, and in words
@@ -67,6 +69,7 @@ class Recovery:
         # A fault arrives before the results of the call in flight, so progress shows one fault later.
         self.faults_without_progress = self.faults_without_progress + 1 if done <= self.furthest else 1
         self.furthest = max(self.furthest, done)
+        self.evictions.cancel()  # the ranks that are lost need room first
         is_stuck = self.faults_without_progress > MAX_FAULTS_WITHOUT_PROGRESS
         if is_stuck or self.faults > self.elastic.max_failures or isinstance(fault, CannotRecover):
             raise fault
@@ -82,12 +85,15 @@ class Recovery:
         return self._attempt(None, done, RecoveryState(lost=dict(lost)), adopts=True)
 
     def regroup(self, done: int) -> RecoveryState:
-        """At a step boundary, of which there is a checkpoint or a copy in memory: replaces ranks that are about to end,
-        or grows back to the full mesh."""
+        """At a step boundary, of which there is a checkpoint or a copy in memory: replaces ranks that are about to end
+        or to move, or grows back to the full mesh."""
         if not self.leaving:
             return self._attempt(None, done)
         text = f"{', '.join(map(self.group.label, self.leaving))} {self.reason}"
-        fault = WorkerError(text, self.leaving[0], "", self.leaving, self.fault, "notice")
+        moves = self.fault == "slow"
+        if moves:
+            self.evictions.move(done)
+        fault = WorkerError(text, self.leaving[0], "", self.leaving, self.fault, "times" if moves else "notice")
         self.leaving = ()
         self.faults -= 1  # not a failure: it was announced
         return self.recover(fault, done)
@@ -99,8 +105,8 @@ class Recovery:
         return state
 
     def should_regroup(self, statuses: Mapping[int, Status]) -> tuple[int, ...] | None:
-        """The ranks that are about to end, by their status or because their node is draining; none of them if a shrunk
-        mesh has room to grow back; None if all may stay as it is."""
+        """The ranks that are about to end, by their status or because their node is draining, or that move because they
+        are slow; none of them if a shrunk mesh has room to grow back; None if all may stay as it is."""
         now = time.monotonic()
         if told := [rank for rank, status in statuses.items() if status.leaving]:
             self.leaving, self.drain_seconds = tuple(told), 0.0
@@ -117,7 +123,9 @@ class Recovery:
         }
         self.leaving, self.drain_seconds = tuple(leaving), max(0.0, *leaving.values(), 0.0)
         self.fault, self.reason = "drain", "is on a node that is draining"
-        return self.leaving if leaving or self.ranks.can_grow() else None
+        if not leaving and self.ranks.is_full and (moving := self.evictions.due()):
+            self.leaving, self.fault, self.reason = moving, "slow", f"to be moved: {self.evictions.reason}"
+        return self.leaving if self.leaving or self.ranks.can_grow() else None
 
     def _drain_announced(self, statuses: Mapping[int, Status]) -> None:
         """Drains nodes whose end elastic.notice announces, once each."""

@@ -50,10 +50,14 @@ class Regroup:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
         self.full, self.start, self.copies = full, start, copies
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the mesh is the one that was asked for."""
+        return self.group.plan.mesh.size == self.full.mesh.size
+
     def can_grow(self) -> bool:
         """Whether the mesh has shrunk and there is room for the full one again."""
-        full = self.full.mesh.size
-        return self.group.plan.mesh.size < full and len(living_bundles(self.group.placement)) >= full
+        return not self.is_full and len(living_bundles(self.group.placement)) >= self.full.mesh.size
 
     def repair(self, state: RecoveryState, wait_seconds: float) -> str:
         """Replaces the lost ranks, or shrinks the mesh if there is no room for them within `wait_seconds`; returns
@@ -131,7 +135,11 @@ class Regroup:
                 for actor in actors.values():
                     ray.kill(actor)
             if time.monotonic() >= deadline:
-                return None
+                if not group.placement.move_back(missing.values()):
+                    return None
+                text = "no rank starts in its new place: back to the one that it had"
+                self.bus.record("moved back", generation=group.generation, ranks=sorted(missing), cause=text)
+                deadline = time.monotonic() + seconds
             self._wait_for_node()
         return [found[bundle] for bundle in bundles]
 

@@ -68,6 +68,8 @@ def drive(
             folder.begin(config)
             facts = began.facts | {"lease": room.lease and room.lease.ranks, "adopts": parked is not None}
             bus.record("start", step=began.step, program=plan.program.hash, **facts)
+            if room.check is not None:
+                bus.record("check", **room.check.facts)
             folder.files.settle()  # nothing is lost yet by waiting for the disk
             if parked is None:
                 group = stack.enter_context(_started(config, room, bus, began, runner))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
-
-from ray.util.placement_group import PlacementGroup
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.cluster import Cluster
 from pentad.orchestrator.cluster.held_lease import HeldLease, held_lease
 from pentad.orchestrator.cluster.local_head import LocalHead
-from pentad.orchestrator.cluster.placement import hosts, release, reserve
+from pentad.orchestrator.cluster.placement import Placement, hosts, release, reserve
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS
@@ -20,27 +18,29 @@ from pentad.orchestrator.planning.planning import plan_on
 from pentad.orchestrator.records.checkpoint_places import path_of
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.adoption import Parked, can_adopt, find_parked
+from pentad.orchestrator.run.node_check import NodeCheck, reserve_checked
 from pentad.schedules.spec.plan import Plan
 
 
 class Room(NamedTuple):
     """The resources of the ranks on a cluster, and the plan for them. With a `lease` the ranks outlive this driver;
-    `parked` are those that another one has left there."""
+    `parked` are those that another one has left there. `check` is what was found on the nodes (cluster.check)."""
 
     cluster: Cluster
-    placement: PlacementGroup
+    placement: Placement
     plan: Plan
     lease: HeldLease | None = None
     parked: Parked | None = None
+    check: NodeCheck | None = None
 
 
 @contextmanager
 def reserved(config: RunConfig, plan: Plan, head: LocalHead | None, display: Display) -> Iterator[Room]:
     """Room on the cluster of `head`, None: the existing one, for ranks that end with the block."""
     with clusters.join(config.cluster, config.mesh.size, head) as cluster:
-        placement = _reserve(config, cluster, display, None)
+        placement, check = _reserve(config, cluster, display, None)
         try:
-            yield Room(cluster, placement, _planned(config, plan, cluster, placement))
+            yield Room(cluster, placement, _planned(config, plan, cluster, placement), check=check)
         finally:
             release(placement)
 
@@ -64,8 +64,8 @@ def reserved_or_left(
                 yield found
                 return
             lease.start_over()
-        placement = _reserve(config, cluster, display, lease.ranks)
-        yield Room(cluster, placement, _planned(config, plan, cluster, placement), lease)
+        placement, check = _reserve(config, cluster, display, lease.ranks)
+        yield Room(cluster, placement, _planned(config, plan, cluster, placement), lease, check=check)
 
 
 def _left(config: RunConfig, plan: Plan, cluster: Cluster, lease: HeldLease, runner: str) -> Room | None:
@@ -79,11 +79,17 @@ def _left(config: RunConfig, plan: Plan, cluster: Cluster, lease: HeldLease, run
     return None if parked is None else Room(cluster, placement, plan, lease, parked)
 
 
-def _reserve(config: RunConfig, cluster: Cluster, display: Display, detached: str | None) -> PlacementGroup:
-    size, timeout = config.mesh.size, config.cluster.start_timeout_seconds
-    display.phase(f"placing {size} rank{'s' * (size > 1)}")
-    return reserve(config.mesh.mesh, cluster.device, timeout, fixed=cluster.local, detached=detached)
+def _reserve(
+    config: RunConfig, cluster: Cluster, display: Display, detached: str | None
+) -> tuple[Placement, NodeCheck | None]:
+    mesh, size, timeout = config.mesh.mesh, config.mesh.size, config.cluster.start_timeout_seconds
+
+    def place(without: Collection[str] = ()) -> Placement:
+        display.phase(f"placing {size} rank{'s' * (size > 1)}")
+        return reserve(mesh, cluster.device, timeout, fixed=cluster.local, detached=detached, without=without)
+
+    return reserve_checked(config, cluster, display, place) if config.cluster.check else (place(), None)
 
 
-def _planned(config: RunConfig, plan: Plan, cluster: Cluster, placement: PlacementGroup) -> Plan:
+def _planned(config: RunConfig, plan: Plan, cluster: Cluster, placement: Placement) -> Plan:
     return plan_on(config, cluster.device, hosts=hosts(placement), expected=plan)

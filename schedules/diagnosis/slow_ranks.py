@@ -29,6 +29,7 @@ SURE_ALONE = 2.8  # the same where ranks have no peers, as the steps that they a
 WARM_UP, BASELINE = 2, 32  # steps that are left out, and those that a rank without peers is compared with later
 FEW = 4  # peers up to which a rank is not among those that it is compared with
 KINDS = ("compute", "data", "host", "link")
+CLEAR, LONG = 0.08, 16  # what a rank takes longer, and for how many steps in a row, from which its place is to blame
 K = TypeVar("K")
 Entity = tuple[str, int, int]  # kind, rank, and the receiver of a link or -1
 
@@ -99,6 +100,7 @@ class SlowRanks:
         self.series: dict[Entity, _Series] = {}
         self.levels = {rank: _Series() for rank in ranks}  # of compute beside all ranks
         self.named: dict[Entity, SlowRank] = {}
+        self.clear: dict[Entity, int] = {}  # steps in a row that a named one has taken CLEAR longer
         self.first: dict[int, list[float]] = {rank: [] for rank in ranks}
         self.by_op: dict[tuple[int, str, int], deque[float]] = {}
 
@@ -115,7 +117,25 @@ class SlowRanks:
         step = times[0].step
         for entity, score in self._scores(times, work).items():
             self.series.setdefault(entity, _Series()).add(step, score)
-        return [*self._ended(step), *self._begun(step, any(each.waited for each in times))]
+        changes = [*self._ended(step), *self._begun(step, any(each.waited for each in times))]
+        self.clear = {
+            entity: self.clear.get(entity, 0) + 1
+            for entity in self.named
+            if entity[0] == "compute" and expm1(self.series[entity].middle) >= CLEAR
+        }
+        return changes
+
+    def lasting(self) -> list[SlowRank]:
+        """Those that compute CLEAR longer than their peers since LONG steps, as of now."""
+        return [
+            self.named[entity]._replace(
+                step=self.series[entity].scores[-1][0],
+                excess=expm1(self.series[entity].middle),
+                evidence=self._evidence(entity[1]),
+            )
+            for entity, steps in self.clear.items()
+            if steps >= LONG
+        ]
 
     def _scores(self, times: Sequence[RankTime], work: dict[int, float]) -> dict[Entity, float]:
         typical = max(1e-9, median(work.values()))

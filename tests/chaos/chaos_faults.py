@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from chaos_cluster import DRIVER_NODE, IDEMPOTENT, Node, Process
 from chaos_scenario import Fault
 
+from pentad.schedules.diagnosis.slow_ranks import SlowRank
 from pentad.workers.checkpoint.checkpoint import MANIFEST, complete_folders
 
 if TYPE_CHECKING:
@@ -128,6 +129,9 @@ class Faults:
 
     def _slow_rank(self, process: Process) -> None:
         process.slow = self.world.random.choice((2.0, 5.0, 20.0))
+        if (bus := self.simulation.bus) is not None and process.rank >= 0:
+            step = bus.view.step
+            bus.lasting_slow_ranks = (SlowRank("compute", (process.rank,), step, step, 1.0),)
 
     def _driver_killed(self, process: Process) -> None:
         self.world.driver_ends = "killed"

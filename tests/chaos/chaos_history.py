@@ -50,6 +50,7 @@ SMALL = (
     *("model.layers=8", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.ffn=32", "model.vocab=256"),
     *("batch.sequence_length=16", "elastic.hang_seconds=3", "cluster.start_timeout_seconds=20"),
     *("elastic.wait_seconds=2", "metrics.timeline_steps=0", "data.holdout=0", "eval.every=0", "cluster.device=cpu"),
+    "elastic.slow_rank=evict",
 )
 MOST_COMMANDS = 8  # of one history
 
@@ -106,7 +107,7 @@ class Simulation:
         self.keeper: SimKeeper | None = None  # of the ranks that outlive their driver
         self.lease: SimLease | None = None  # of the driver
         self.numbers = count()  # for names of drivers and of sets of ranks
-        self.adoptions, self.adopts = 0, False
+        self.adoptions, self.adopts, self.evictions = 0, False, 0
         self.bus: Any = None
         self.requests: Any = None
         self.values = [INITIAL]  # of the state after so many steps
@@ -268,6 +269,10 @@ class Simulation:
         if entry["event"] in ("start", "recovered"):
             self.adopts = bool(entry.get("adopts"))
             self.adoptions += self.adopts
+
+    def on_ranks_placed(self, view: Any) -> None:
+        """As the watch of slow ranks."""
+        self.bus.lasting_slow_ranks = ()
 
     def on_steps(self, rows: Any, spans: Any) -> None:
         """The driver has recorded steps: it may be time for a pause."""

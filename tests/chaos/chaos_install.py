@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from chaos_cluster import DRIVER_NODE, Cluster
 from chaos_lease import SimLease
+from chaos_placement import SimPlacement, node_of
 
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster import copies, placement
@@ -21,7 +22,7 @@ from pentad.orchestrator.cluster.placement import Place
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import event_bus, run_state, runfolder
 from pentad.orchestrator.records import run_files
-from pentad.orchestrator.recovery import adoption, fence, hang_detection, recovery, regroup
+from pentad.orchestrator.recovery import adoption, evictions, fence, hang_detection, recovery, regroup
 from pentad.orchestrator.run import driver, measure, placing, replication, step_loop
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import checkpoint as checkpoints
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from chaos_history import Simulation
 
 CLOCKED = (
-    *(groups, fence, recovery, regroup, hang_detection, step_loop, replication, driver, measure, workers),
+    *(groups, fence, recovery, regroup, evictions, hang_detection, step_loop, replication, driver, measure, workers),
     *(event_bus, runfolder, run_files, checkpoints, placement, copies),
 )
 
@@ -100,7 +101,7 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
         remote=lambda label, runner: current().cluster.create(scheduling_strategy)
     )
     patch.setattr(groups, "Actor", SimpleNamespace(options=options))
-    patch.setattr(groups, "PlacementGroupSchedulingStrategy", lambda group, **bundle: bundle.popitem()[1])
+    patch.setattr(groups, "strategy_of", lambda placement, bundle: bundle)
     patch.setattr(groups, "bundle_places", lambda group: tuple(places_of(current())))
     patch.setattr(groups, "release", lambda group: None)
     patch.setattr(groups, "read_status", lambda path, streams: current().read_status(str(path)))
@@ -111,7 +112,9 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
     patch.setattr(driver, "monitored", lambda *a: current().monitored(*a))
     patch.setattr(driver, "watched_head", lambda *a: nullcontext())
     patch.setattr(placing, "held_lease", lambda *a: _lease(current()))
-    patch.setattr(placing, "reserve", lambda *a, **k: SimpleNamespace())
+    patch.setattr(placing, "reserve", lambda *a, **k: SimPlacement(current()))
+    patch.setattr(evictions, "node_of", lambda room: node_of(current(), room))
+    patch.setattr(evictions, "node_names", dict)
     patch.setattr(placing, "release", lambda placement: None)
     patch.setattr(placing, "_planned", lambda config, plan, cluster, placement: plan)
     patch.setattr(clusters, "join", lambda *a: nullcontext(clusters.Cluster("address", False, "cpu")))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from chaos_cluster import Actor
+from chaos_placement import SimPlacement
 from chaos_world import DriverEnded
 
 from pentad.orchestrator.cluster.faults import Superseded
@@ -70,7 +70,7 @@ class SimLease:
         return not self.keeper.is_alive or self.keeper.lease.holder != self.driver
 
     def placement(self) -> Any:
-        return SimpleNamespace(bundle_count=len(self.simulation.cluster.bundles))
+        return SimPlacement(self.simulation)
 
     def actors(self) -> list[Actor]:
         self.world.check()

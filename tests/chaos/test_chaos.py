@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
 from chaos_history import Simulation, play
 from chaos_scenario import CELLS, FAULTS, MESHES, POINTS, SCHEDULES, scenario
 
+from pentad.orchestrator.recovery import recovery
+
 DEFAULT, SLOW, AT_ONCE = 100, 10_000, 250
 
 
-def play_all(seeds: range, memory: Path, current: list[Simulation]) -> list[Simulation]:
+def play_all(seeds: Iterable[int], memory: Path, current: list[Simulation], steps: int = 8) -> list[Simulation]:
     found = []
     for seed in seeds:
         try:
-            found.append(play(scenario(seed), memory, current))
+            found.append(play(replace(scenario(seed), steps=steps), memory, current))
         except Exception as error:
             told = "\n".join([str(scenario(seed)), *current[0].faults.happened, *current[0].log])
             pytest.fail(f"{told}\n{type(error).__name__}: {error}\nagain: pytest tests/chaos --seed {seed}")
@@ -35,6 +40,17 @@ def test_runs_keep_their_promises_through_faults(
 def test_thousands_of_runs_keep_their_promises(first: int, memory: Path, current: list[Simulation]) -> None:
     played = play_all(range(first, first + AT_ONCE), memory, current)
     assert sum(bool(each.faults.happened) for each in played) > 0.9 * AT_ONCE
+
+
+@pytest.mark.parametrize("number", [3, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_slow_ranks_move_between_other_faults(
+    number: int, memory: Path, current: list[Simulation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In runs that are long enough for that."""
+    monkeypatch.setattr(recovery, "CHECK_SECONDS", 0.0)
+    slow = (seed for seed in count() if any(fault.kind == "slow rank" for fault in scenario(seed).faults))
+    played = play_all(islice(slow, number), memory, current, steps=30)
+    assert sum(each.evictions for each in played) > 0.1 * number
 
 
 def test_a_seed_gives_the_same_history_again(memory: Path, current: list[Simulation]) -> None:

@@ -23,7 +23,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """Starts runs of four ranks that live in this process (`fake_ray`), of 40 steps unless told otherwise."""
-    from fake_ray import FakeRay, FakeRun
+    from fake_ray import FakePlacement, FakeRay, FakeRun
 
     from pentad.orchestrator.cluster.group import WorkerGroup
     from pentad.orchestrator.config.config import load
@@ -35,10 +35,10 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     with ExitStack() as stack:
 
         def do(*overrides: str, device: str = "cpu", nodes: tuple[str, ...] = fake.nodes) -> FakeRun:
-            fake.nodes = nodes
+            fake.nodes = fake.first = nodes
             config = load(None, [f"run.folder={tmp_path}", "run.steps=40", *small, *overrides])
             plan = replace(make_plan(config, "cpu"), device=device)
             folder = stack.enter_context(RunFolder(config, plan))
-            return FakeRun(fake, config, folder, WorkerGroup.start(plan, None, 100.0, runner=""))
+            return FakeRun(fake, config, folder, WorkerGroup.start(plan, FakePlacement(fake), 100.0, runner=""))
 
         yield do

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,19 +14,45 @@ from small_checkpoint import save_small
 from pentad.orchestrator.cluster import copies
 from pentad.orchestrator.cluster import group as groups
 from pentad.orchestrator.cluster.faults import WorkerError
-from pentad.orchestrator.cluster.placement import Place
+from pentad.orchestrator.cluster.placement import Place, Placement
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.records.json_lines import read_lines
-from pentad.orchestrator.recovery import fence, hang_detection, recovery, regroup
+from pentad.orchestrator.recovery import evictions, fence, hang_detection, recovery, regroup
 from pentad.orchestrator.run import step_loop
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start
 
 DRIVER_NODE = "node0"
+
+
+class FakePlacement(Placement):
+    """Bundles that move to a spare node: `fake.nodes` says where they are."""
+
+    def __init__(self, fake: FakeRay) -> None:
+        super().__init__(None)
+        self.fake = fake
+
+    def reserve_elsewhere(self, bundles: Sequence[int], device: str, nodes: str) -> Any:
+        selects = lambda node: (node in nodes) is not nodes.startswith("!")  # noqa: E731
+        found = [node for node in self.fake.spare if selects(node)]
+        self.others.append(SimpleNamespace(node=found[0] if found else "", asked=tuple(bundles), nodes=nodes))
+        return self.others[-1]
+
+    def move(self, bundles: Sequence[int], group: Any) -> None:
+        super().move(bundles, group)
+        self.fake.nodes = tuple(group.node if b in bundles else node for b, node in enumerate(self.fake.nodes))
+
+    def move_back(self, bundles: Iterable[int]) -> bool:
+        back = [bundle for bundle in bundles if bundle in self.moved]
+        self.fake.nodes = tuple(self.fake.first[b] if b in back else node for b, node in enumerate(self.fake.nodes))
+        return super().move_back(back)
+
+    def give_up(self, group: Any) -> None:
+        self.others.remove(group)
 
 
 class FakeRay:
@@ -42,7 +68,8 @@ class FakeRay:
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, *nodes: str) -> None:
-        self.now, self.nodes = 100.0, nodes
+        self.now, self.nodes, self.first = 100.0, nodes, nodes
+        self.spare: list[str] = []  # nodes with room for ranks that move
         self.ranks: list[Rank] = []
         self.lost_nodes: set[str] = set()
         self.draining: dict[str, int] = {}
@@ -77,14 +104,16 @@ class FakeRay:
         )
         for module in (groups, copies, fence, regroup):
             patch.setattr(module, "ray", fake)
-        for module in (groups, fence, recovery, regroup, hang_detection, step_loop):
+        for module in (groups, fence, recovery, regroup, evictions, hang_detection, step_loop):
             patch.setattr(module, "time", clock)
         patch.setattr(fence, "os", kill)
         patch.setattr(groups, "Actor", SimpleNamespace(options=self._options))
-        patch.setattr(groups, "PlacementGroupSchedulingStrategy", lambda group, **bundle: bundle.popitem()[1])
+        patch.setattr(groups, "strategy_of", lambda placement, bundle: bundle)
         patch.setattr(groups, "bundle_places", lambda group: tuple(map(Place, range(len(self.nodes)), self.nodes)))
         patch.setattr(groups, "release", lambda group: None)
         patch.setattr(regroup, "living_bundles", lambda group: self.living_bundles())
+        patch.setattr(evictions, "node_of", lambda group: group.node)
+        patch.setattr(evictions, "node_names", dict)
         patch.setattr(recovery, "draining", lambda: self.draining)
         patch.setattr(recovery, "drain", self._drain)
 

@@ -12,7 +12,14 @@ from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster import worker
 from pentad.orchestrator.cluster.faults import Refusal, WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
-from pentad.orchestrator.cluster.placement import reserve
+from pentad.orchestrator.cluster.placement import (
+    all_but,
+    bundle_places,
+    find_placement,
+    living_bundles,
+    release,
+    reserve,
+)
 from pentad.orchestrator.cluster.ray_head import psutil
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig, load
@@ -222,12 +229,39 @@ def test_a_placement_timeout_is_reported_and_releases_the_placement(cluster: clu
         with pytest.raises(PentadError) as caught:
             reserve(Mesh(pp=2), "cpu", 1, fixed=True)
     finally:
-        ray.util.remove_placement_group(held)
+        release(held)
     assert str(caught.value).startswith(
         "mesh pp2 has 2 ranks and needs 2 CPUs, but within cluster.start_timeout_seconds = 1 only "
     )
     assert "of 4 CPUs on 1 node were free" in str(caught.value)
     assert_all_free()
+
+
+def test_room_elsewhere_is_found_again_by_its_name(cluster: clusters.Cluster) -> None:
+    name = "pentad/test/room"
+    room = reserve(Mesh(pp=2), "cpu", 10, fixed=True, detached=name)
+    try:
+        nodes = bundle_places(room)
+        node = nodes[1].node
+        other = room.reserve_elsewhere([1], "cpu", node)
+        waiting = room.reserve_elsewhere([0], "cpu", all_but([node]))
+        assert other.wait(10) and not waiting.wait(0.2)
+        room.move([1], other)
+        found = find_placement(name)
+        assert found is not None and found.bundle_count == 2 and found.number == 2
+        assert [found.find(bundle)[0].id for bundle in (0, 1)] == [room.group.id, other.id]
+        assert bundle_places(found) == nodes and living_bundles(found) == {0: node, 1: node}
+        assert found.move_back([0, 1]) and not found.move_back([0, 1])
+    finally:
+        release(room)
+    assert find_placement(name) is None
+    assert_all_free()
+
+
+def test_nodes_that_are_left_out_have_no_room(cluster: clusters.Cluster) -> None:
+    nodes = [node["NodeID"] for node in ray.nodes()]
+    with pytest.raises(PentadError, match=r"needs 2 CPUs, but the cluster has only 0 CPUs on 0 nodes$"):
+        reserve(Mesh(pp=2), "cpu", 60, fixed=True, without=nodes)
 
 
 def test_ranks_that_do_not_start_in_time_are_named_and_killed(

@@ -26,26 +26,27 @@ from pentad.workers.runtime.telemetry import GpuState
 
 
 def test_a_slow_rank_is_reported_and_drawn(tmp_path: Path) -> None:
-    config = load(None, [f"run.folder={tmp_path}", "run.name=trial", "run.steps=30", "mesh.dp=2", "mesh.pp=2"])
+    config = load(None, [f"run.folder={tmp_path}", "run.name=trial", "run.steps=40", "mesh.dp=2", "mesh.pp=2"])
     plan, console = make_plan(config, "cpu"), Console(file=StringIO(), width=200)
     with RunFolder(config, plan) as folder:
-        bus = EventBus(config, folder, Display(console, "trial", 30), 0, None)
+        bus = EventBus(config, folder, Display(console, "trial", 40), 0, None)
         bus.watchers.append(SlowRankWatch(bus))
-        for step in range(30):
+        for step in range(40):
             times = [RankTime(step, rank, "F", rank // 2, 1.0 + (rank == 3 and step >= 15) * 0.2) for rank in range(4)]
             row = {**dict.fromkeys(METRIC_KEYS, 1.0), "step": step, "generation": 1, "skipped": False}
             bus.steps_done([row | {"rank_times": tuple(times)}], [()])
         found = [entry for entry in read_lines(folder.path / "journal.jsonl") if entry["event"] == "slow rank"]
-        spans = to_mesh_ranks(simulate(plan.program, costs_of(plan), step=29), plan.mesh).spans
+        spans = to_mesh_ranks(simulate(plan.program, costs_of(plan), step=39), plan.mesh).spans
         folder.timelines(Timeline("measured", spans), costs_of(plan))
     assert [(entry["kind"], entry["ranks"], entry["since"]) for entry in found] == [("compute", [3], 15)]
     assert 15 < found[0]["step"] < 25
+    assert [(slow.ranks, slow.step) for slow in bus.lasting_slow_ranks] == [((3,), 39)]
     assert "rank 3 computes 20.0 % longer than its peers since step 15: F of stage 1 +20%" in bus.view.verdict
     assert bus.view.verdict in console.file.getvalue()  # type: ignore[attr-defined]
     drawing = (folder.path / "rank-times.svg").read_text()
     assert ElementTree.fromstring(drawing).tag.endswith("svg") and drawing.count("rank 3 (dp1 pp1)") == 1
     assert "data:image/svg+xml;base64," in (folder.path / "timeline.html").read_text()
-    assert len(load_times(folder.path / "rank-times.arrow")) == 120
+    assert len(load_times(folder.path / "rank-times.arrow")) == 160
     assert all("rank_times" not in row for row in read_lines(folder.path / "metrics.jsonl"))
 
 

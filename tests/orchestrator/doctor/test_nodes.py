@@ -63,7 +63,7 @@ def test_an_odd_and_a_dead_node_are_named(
 ) -> None:
     """Four ranks of one machine pass for nodes."""
     monkeypatch.setattr(nodes, "bundle_places", lambda group: [Place(bundle, str(bundle)) for bundle in range(4)])
-    monkeypatch.setattr(nodes, "_names", lambda: {str(bundle): f"10.0.0.{bundle}" for bundle in range(4)})
+    monkeypatch.setattr(nodes, "node_names", lambda: {str(bundle): f"10.0.0.{bundle}" for bundle in range(4)})
     monkeypatch.setattr(nodes, "Examiner", OddExaminer)
     found = examined(cluster, tmp_path, 4)
     (dead,) = found.pop("nodes")

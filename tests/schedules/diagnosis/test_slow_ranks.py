@@ -20,7 +20,7 @@ from pentad.schedules.diagnosis.rank_times import (
     save,
     times_of_step,
 )
-from pentad.schedules.diagnosis.slow_ranks import BASELINE, WARM_UP, SlowRank, SlowRanks
+from pentad.schedules.diagnosis.slow_ranks import BASELINE, LONG, WARM_UP, SlowRank, SlowRanks
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
@@ -110,6 +110,19 @@ def test_a_rank_that_has_recovered_is_reported_once_and_can_be_named_again() -> 
     found = [change for step, factor in enumerate(slow) for change in watch.add(noise.step(step, {7: factor}, {}))]
     assert [(change.ranks, change.over) for change in found] == [((7,), False), ((7,), True), ((7,), False)]
     assert [op for op, *_ in found[0].evidence] and found[0].evidence[0][2] == pytest.approx(0.2, abs=0.05)
+
+
+def test_what_is_acted_upon_lasts_and_is_clear() -> None:
+    noise = Noise(MESHES["dp8"], 3, 0.01)
+    watch = SlowRanks(noise.program, noise.mesh)
+    factors, lasting = [*[1.0] * 20, *[1.2] * 12, *[1.0] * 30, *[1.065] * 60, *[1.2] * 40], []
+    for step, factor in enumerate(factors):
+        watch.add(noise.step(step, {7: factor}, {}))
+        lasting += watch.lasting()
+    began = len(factors) - 40
+    assert {each.ranks for each in lasting} == {(7,)}
+    assert began + LONG <= lasting[0].step < began + LONG + WITHIN and lasting[-1].step == len(factors) - 1
+    assert lasting[-1].excess == pytest.approx(0.2, abs=0.03) and lasting[-1].evidence
 
 
 def test_times_of_a_step_are_those_of_its_spans() -> None:

@@ -1,0 +1,139 @@
+"""Ranks that are slow for long (elastic.slow_rank: evict): where they move to, and which of them stay."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ray.util.placement_group import PlacementGroup
+
+from pentad.orchestrator.cluster.group import WorkerGroup
+from pentad.orchestrator.cluster.placement import all_but, node_names, node_of
+from pentad.orchestrator.config.recovery_sections import ElasticSection
+from pentad.orchestrator.diagnosis.slow_ranks import sentence
+from pentad.orchestrator.monitoring.event_bus import EventBus
+from pentad.schedules.diagnosis.slow_ranks import SlowRank
+from pentad.schedules.spec.mesh import Mesh
+
+AGAIN = 1000  # steps before which a rank that has moved does not move again
+BESIDE_SECONDS = 5.0  # for Ray to find another GPU of the same node
+
+
+class Asked(NamedTuple):
+    """Room that Ray was asked for at the monotonic second `since`, for `ranks`, because those in `slow` are; `beside`:
+    on the node where they are."""
+
+    slow: tuple[SlowRank, ...]
+    ranks: tuple[int, ...]
+    room: PlacementGroup
+    since: float
+    beside: bool
+
+
+class Evictions:
+    """Of one run. The room for a rank that is slow is found beside training, before anything else happens; then the
+    rank moves there as one that is lost. Without such room it stays."""
+
+    def __init__(self, elastic: ElasticSection, group: WorkerGroup, bus: EventBus) -> None:
+        self.elastic, self.group, self.bus = elastic, group, bus
+        self.moved: dict[int, int] = {}  # after which step a rank has moved last
+        self.left: set[str] = set()  # nodes that slow ranks have left
+        self.stays: set[tuple[int, ...]] = set()  # ranks of which it has been said that they stay
+        self.asked: Asked | None = None
+
+    def due(self) -> tuple[int, ...]:
+        """The ranks that have room elsewhere by now. Asks for it, and never waits."""
+        slow = tuple(each for each in self._slow() if self._may_move(each))
+        if not slow:
+            self.cancel()
+            return ()
+        asked = self._ask(slow, beside=self.group.plan.device == "cuda") if self.asked is None else self.asked
+        if node_of(asked.room):
+            return asked.ranks
+        waited, may_leave = time.monotonic() - asked.since, self.group.plan.transport != "peer"  # which is of one host
+        if asked.beside and may_leave and waited > BESIDE_SECONDS:
+            self.cancel()
+            self._ask(slow, beside=False)
+        elif waited > self.elastic.wait_seconds and asked.beside is not may_leave:  # and goes on asking
+            where = "no other node had room" if may_leave else "no other GPU of its node was free"
+            for each in asked.slow:
+                self._stay(each, f"{where} within elastic.wait_seconds = {self.elastic.wait_seconds:g}")
+        return ()
+
+    @property
+    def reason(self) -> str:
+        """Why the ranks that are due move."""
+        return "; ".join(map(self._sentence, self.asked.slow)) if self.asked else ""
+
+    def move(self, step: int) -> None:
+        """After `step` steps the ranks that are due have their new places; they are to be started there."""
+        assert self.asked is not None
+        asked, target = self.asked, node_of(self.asked.room)
+        group, names, self.asked = self.group, node_names(), None
+        for each in asked.slow:
+            place = group.places[each.ranks[0]]
+            facts = {"ranks": each.ranks, "since": each.since, "excess": each.excess, "evidence": each.evidence}
+            at = {"node": names.get(place.node, place.ip), "gpu": place.gpu, "target": names.get(target, target)}
+            text = self._sentence(each)
+            self.bus.record(
+                "evicted", generation=group.generation, step=step, **facts, **at, moved=asked.ranks, sentence=text
+            )
+        group.placement.move([group.bundles[rank] for rank in asked.ranks], asked.room)
+        self.moved |= dict.fromkeys(asked.ranks, step)
+        self.left |= set() if asked.beside else {group.places[asked.ranks[0]].node}
+
+    def cancel(self) -> None:
+        """Leaves the room to others."""
+        if self.asked is not None:
+            self.group.placement.give_up(self.asked.room)
+            self.asked = None
+
+    def _slow(self) -> tuple[SlowRank, ...]:
+        return self.bus.lasting_slow_ranks if self.elastic.slow_rank == "evict" else ()
+
+    def _may_move(self, slow: SlowRank) -> bool:
+        if reason := reason_to_stay(slow, self.moved):
+            self._stay(slow, reason)
+        return not reason
+
+    def _stay(self, slow: SlowRank, reason: str) -> None:
+        """Says so, once."""
+        if slow.ranks in self.stays:
+            return
+        self.stays.add(slow.ranks)
+        text = f"{self._sentence(slow)}; it stays where it is: {reason}"
+        facts = {"generation": self.group.generation, "step": slow.step, "ranks": slow.ranks, "cause": reason}
+        self.bus.record("not evicted", **facts, sentence=text)
+        self.bus.display.note(text)
+
+    def _ask(self, slow: Sequence[SlowRank], *, beside: bool) -> Asked:
+        group, plan = self.group, self.group.plan
+        nodes = [place.node for place in group.places]
+        there = [each for each in slow if nodes[each.ranks[0]] == nodes[slow[0].ranks[0]]]
+        ranks = tuple(each.ranks[0] for each in there)
+        if not beside and not plan.tp_across_nodes:
+            ranks = with_tensor_ranks(ranks, plan.mesh)
+        node = nodes[ranks[0]]
+        selected = node if beside else all_but({*self.left, node})
+        room = group.placement.reserve_elsewhere([group.bundles[rank] for rank in ranks], plan.device, selected)
+        self.asked = Asked(tuple(there), ranks, room, time.monotonic(), beside)
+        return self.asked
+
+    def _sentence(self, slow: SlowRank) -> str:
+        return sentence(slow, self.bus.view.ranks, self.bus.gpus)
+
+
+def reason_to_stay(slow: SlowRank, moved: Mapping[int, int]) -> str:
+    """Why a rank that is slow does not move; '' if it does. `moved` are the steps after which ranks did so last."""
+    if len(slow.ranks) > 1:
+        return "which of these ranks is slow is not known"
+    step = moved.get(slow.ranks[0])
+    if step is not None and slow.step < step + AGAIN:
+        return f"it moved after step {step}, and is slow in its new place, too"
+    return ""
+
+
+def with_tensor_ranks(ranks: Iterable[int], mesh: Mesh) -> tuple[int, ...]:
+    """The ranks, and those that have to be on the same node."""
+    return tuple(sorted({other for rank in ranks for other in mesh.group(("tp",), rank)}))
