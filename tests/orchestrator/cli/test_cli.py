@@ -30,7 +30,6 @@ from pentad.schedules.spec.mesh import to_mesh_ranks
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / ".typings")}
-COMMAND = (sys.executable, "-P", "-c", "import sys; from pentad.orchestrator.cli.cli import main; sys.exit(main())")
 
 
 def uniform(name: str, *costs: float) -> Costs:
@@ -343,17 +342,6 @@ def test_ctrl_c_is_reported(pentad: Pentad, monkeypatch: pytest.MonkeyPatch) -> 
     assert pentad("schedule", "1f1b", *SIZES) == (130, "", "pentad: interrupted\n")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
-@pytest.mark.parametrize("arguments", [("schedule", "1f1b", *SIZES), ("schedules",)])
-def test_a_full_stdout_is_reported_in_one_sentence(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            (*COMMAND, *arguments), cwd=tmp_path, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert ended.returncode == 1
-    assert re.fullmatch(r"pentad: I/O error: .*No space left on device\n", ended.stderr)
-
-
 @pytest.mark.parametrize("option", ["--svg", "--html", "--trace"])
 def test_a_full_disk_leaves_the_file_of_before_or_none(pentad: Pentad, run: Path, option: str) -> None:
     for content in (None, b"mine"):
@@ -365,21 +353,6 @@ def test_a_full_disk_leaves_the_file_of_before_or_none(pentad: Pentad, run: Path
         sentence = f"pentad: {option} is 'a.out', which cannot be written (File too large): expected a file's path\n"
         assert (status, err) == (1, sentence)
         assert sorted(Path().iterdir()) == before and (content is None or Path("a.out").read_bytes() == content)
-
-
-def test_a_device_is_written_as_it_is(pentad: Pentad) -> None:
-    assert pentad("schedule", "1f1b", *SIZES, "--svg", "/dev/null")[0] == 0
-    assert not Path("/dev/null").is_file()
-
-
-def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
-    command = (*COMMAND, "schedule", "1f1b", "--ranks", "8", "--microbatches", "600", "--json")
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=tmp_path, env=ENVIRONMENT) as child:
-        assert child.stdout and child.stderr
-        child.stdout.read(10)
-        child.stdout.close()
-        assert child.stderr.read() == b""
 
 
 def test_the_critical_path_and_what_if_results_are_reported(pentad: Pentad) -> None:
