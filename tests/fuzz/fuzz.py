@@ -27,6 +27,7 @@ from typing import Any
 
 import fuzz_models
 import fuzz_readers
+import fuzz_servers
 from fuzz_guard import Guard
 from fuzz_readers import Reader
 
@@ -48,9 +49,9 @@ READERS: dict[str, tuple[Make, float]] = {
     "program files": (fuzz_readers.program_files, 6),
     "programs": (fuzz_readers.programs, 6),
     "orders": (fuzz_readers.orders, 3),
-    "control calls": (fuzz_readers.control_calls, 4),
-    "copy requests": (fuzz_readers.copy_requests, 3),
-    "scrapes": (fuzz_readers.scrapes, 2),
+    "control calls": (fuzz_servers.control_calls, 4),
+    "copy requests": (fuzz_servers.copy_requests, 3),
+    "scrapes": (fuzz_servers.scrapes, 2),
     "tokenizers": (fuzz_readers.tokenizers, 1),
     "model configs": (fuzz_models.model_configs, 6),
     "imports": (fuzz_models.imports, 2),
