@@ -224,7 +224,7 @@ def timelines(folder: Path) -> Iterator[Reader]:
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     path = folder / "timeline.arrow"
-    yield Reader((sink.getvalue().to_pybytes(),), BINARY, _written(path, lambda: Timeline.load(path).bubble()))
+    yield Reader((sink.getvalue().to_pybytes(),), BINARY, _written(path, lambda: Timeline.load(path)))
 
 
 @contextmanager
