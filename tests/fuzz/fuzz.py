@@ -27,6 +27,7 @@ from typing import Any
 
 import fuzz_models
 import fuzz_readers
+import fuzz_servers
 from fuzz_guard import Guard
 from fuzz_readers import Reader
 
@@ -48,9 +49,9 @@ READERS: dict[str, tuple[Make, float]] = {
     "program files": (fuzz_readers.program_files, 6),
     "programs": (fuzz_readers.programs, 6),
     "orders": (fuzz_readers.orders, 3),
-    "control calls": (fuzz_readers.control_calls, 4),
-    "copy requests": (fuzz_readers.copy_requests, 3),
-    "scrapes": (fuzz_readers.scrapes, 2),
+    "control calls": (fuzz_servers.control_calls, 4),
+    "copy requests": (fuzz_servers.copy_requests, 3),
+    "scrapes": (fuzz_servers.scrapes, 2),
     "tokenizers": (fuzz_readers.tokenizers, 1),
     "model configs": (fuzz_models.model_configs, 6),
     "imports": (fuzz_models.imports, 2),
@@ -60,7 +61,7 @@ READERS: dict[str, tuple[Make, float]] = {
     "torch checkpoints": (fuzz_models.torch_checkpoints, 1),
     "chat templates": (fuzz_models.chat_templates, 1),
 }
-HANG_SECONDS = 90.0  # without an end of a case, on a busy machine
+HANG_SECONDS, HANG_CPU_SECONDS = 900.0, 60.0  # without an end of a case; a busy machine gives it little
 MOST_FAILURES = 20  # of a reader, after which it is left
 
 
@@ -139,16 +140,24 @@ def fuzz(name: str, cases: int) -> dict[str, Any]:
 
 def _wait(child: BaseProcess, progress: Path) -> bool:
     """Whether it had to be killed, because no case has ended for long."""
-    last, since = b"", time.monotonic()
+    last, since, used = b"", time.monotonic(), 0.0
     while child.is_alive():
         child.join(0.2)
         if (now := progress.read_bytes()) != last:
-            last, since = now, time.monotonic()
-        if time.monotonic() - since > HANG_SECONDS:
+            last, since, used = now, time.monotonic(), _cpu_seconds(child)
+        if time.monotonic() - since > HANG_SECONDS or _cpu_seconds(child) - used > HANG_CPU_SECONDS:
             child.kill()
             child.join()
             return True
     return False
+
+
+def _cpu_seconds(child: BaseProcess) -> float:
+    try:
+        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

@@ -4,18 +4,14 @@ of Hugging Face and torch. Each reader has intact content, ways to damage it, an
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-import grpc
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from controls import serving
 from corpora import write_corpus
 from damage import damaged_bytes, damaged_values
 from fuzz_damage import Damage, damaged_chain, damaged_manifest, damaged_tree, with_checksums
@@ -25,8 +21,6 @@ from random_mutants import random_mutants
 from small_checkpoint import FILE, save_small
 
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.control.control_messages import METHODS
-from pentad.orchestrator.monitoring.metrics_server import MetricsServer
 from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
 from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.planning import make_plan
@@ -34,7 +28,6 @@ from pentad.orchestrator.records.hash_chain import linked, read_chain
 from pentad.orchestrator.records.verify import replay
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.generators import torch_csv
-from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
@@ -47,11 +40,8 @@ from pentad.workers.data.corpus_index import INDEX_FILE, TOKENIZER_FILE
 from pentad.workers.data.tokenizer import encode, end_token, load_tokenizer, train_tokenizer
 from pentad.workers.preprocess.readers import Columns, Span, read_rows
 from pentad.workers.preprocess.source_files import SourceFile
-from pentad.workers.replication.parts import CopyKey, HostCopies
-from pentad.workers.replication.transfer import CopyServer
 
 SIZES = ["model.layers=2", "mesh.pp=2", "schedule.name=1f1b", "schedule.microbatches=2", "batch.global_batch_size=2"]
-TOKEN = bytes(32)
 JSON: tuple[Damage, ...] = (damaged_tree, damaged_tree, damaged_values, damaged_bytes)
 TEXT: tuple[Damage, ...] = (damaged_values, damaged_bytes)
 BINARY: tuple[Damage, ...] = (damaged_bytes,)
@@ -234,7 +224,7 @@ def timelines(folder: Path) -> Iterator[Reader]:
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     path = folder / "timeline.arrow"
-    yield Reader((sink.getvalue().to_pybytes(),), BINARY, _written(path, lambda: Timeline.load(path).bubble()))
+    yield Reader((sink.getvalue().to_pybytes(),), BINARY, _written(path, lambda: Timeline.load(path)))
 
 
 @contextmanager
@@ -304,106 +294,6 @@ def orders(folder: Path) -> Iterator[Reader]:
 
 
 @contextmanager
-def control_calls(folder: Path) -> Iterator[Reader]:
-    """Requests to the control service; the first byte says which method, the second with which token. None of them
-    names the run's generation, so that what parses is refused as well."""
-    with serving(folder) as served:
-        host = served.endpoint["address"]
-        options = (("grpc.enable_http_proxy", 0),)
-        with grpc.insecure_channel(host, options=options) as channel:
-            calls = [channel.unary_stream(f"/{each.service}/{each.name}") for each in METHODS]
-            tokens = [served.endpoint["token"], "wrong", "", "x" * 5000]
-
-            def read(content: bytes) -> None:
-                call, token = calls[content[0] % len(calls)], tokens[content[1] % len(tokens)]
-                try:
-                    answers = call(
-                        b"\x08\x63" + content[2:], timeout=5, metadata=(("authorization", f"Bearer {token}"),)
-                    )
-                    with suppress(StopIteration):
-                        next(answers)
-                    answers.cancel()
-                except grpc.RpcError as error:
-                    if error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
-                        raise
-                    raise PentadError(error.details()) from None
-
-            read(b"\0\0")
-            yield Reader((bytes(8), b"\x01\x00\x08\x05\x12\x03abc"), (_random_bytes, damaged_bytes), read)
-
-
-@contextmanager
-def copy_requests(folder: Path) -> Iterator[Reader]:
-    """Messages to the server of copies in memory, with its token in front of most."""
-    copies = HostCopies()
-    server = CopyServer(copies, "127.0.0.1", TOKEN)
-    key, part = CopyKey(1, 4, 2), np.arange(64, dtype=np.uint8)
-
-    def message(request: Any, after: bytes = b"") -> bytes:
-        text = json.dumps(request).encode()
-        return TOKEN + len(text).to_bytes(8, "little") + text + after
-
-    put = {
-        "do": "put",
-        "key": key,
-        "owner": 0,
-        "bytes": 64,
-        "index": {"a": {"b": [{"dtype": "F32", "shape": [16]}, 0]}},
-    }
-    get = {"do": "get", "key": key, "owner": 0, "start": 0, "bytes": 64}
-    after = part.tobytes() + bytes(8)
-
-    def requests(data: bytes, seed: int) -> bytes:
-        """Damaged JSON after its length."""
-        changed = damaged_tree(json.dumps(put if data.endswith(after) else get).encode(), seed)
-        return TOKEN + len(changed).to_bytes(8, "little") + changed + (after if data.endswith(after) else b"")
-
-    def read(content: bytes) -> None:
-        host, _, port = server.address.rpartition(":")
-        with socket.create_connection((host, int(port)), 5) as peer:
-            peer.settimeout(20)
-            with suppress(OSError):  # the server has hung up
-                peer.sendall(content)
-                peer.shutdown(socket.SHUT_WR)
-                while peer.recv(1 << 16):
-                    pass
-        copies.forget()
-        copies.spare.clear()
-
-    try:
-        yield Reader((message(put, after), message(get)), (requests, requests, damaged_bytes), read)
-    finally:
-        server.close()
-
-
-@contextmanager
-def scrapes(folder: Path) -> Iterator[Reader]:
-    """Requests to the server of metrics."""
-
-    class Nothing:
-        def collect(self) -> Iterator[Any]:
-            return iter(())
-
-    server = MetricsServer(Nothing(), "127.0.0.1", 0, lambda: True)
-    host, _, port = server.address.rpartition(":")
-
-    def read(content: bytes) -> None:
-        with socket.create_connection((host, int(port)), 5) as peer:
-            peer.settimeout(20)
-            with suppress(OSError):  # the server has hung up
-                peer.sendall(content)
-                peer.shutdown(socket.SHUT_WR)
-                while peer.recv(1 << 16):
-                    pass
-
-    intact = (b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: */*\r\n\r\n", b"GET /metrics?name[]=up HTTP/1.0\r\n\r\n")
-    try:
-        yield Reader(intact, TEXT, read)
-    finally:
-        server.close()
-
-
-@contextmanager
 def tokenizers(folder: Path) -> Iterator[Reader]:
     path = folder / TOKENIZER_FILE
     tokenizer = train_tokenizer(["some text, and some more"], 280)
@@ -415,8 +305,3 @@ def tokenizers(folder: Path) -> Iterator[Reader]:
         encode(found, ["one text", ""])
 
     yield Reader((path.read_bytes(),), (*TEXT, damaged_tree), _written(path, read))
-
-
-def _random_bytes(_: bytes, seed: int) -> bytes:
-    random = Random(seed)
-    return random.randbytes(2 + random.randrange(64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fuzz import READERS, play
@@ -40,7 +41,7 @@ def test_intact_input_is_read(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_guard_finds_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    guard, files = Guard(tmp_path), []
+    guard, files = Guard(tmp_path), list[Any]()
     monkeypatch.setattr("fuzz_guard.MOST_BYTES", 40 << 20)
     monkeypatch.setattr("fuzz_guard.SETTLE_SECONDS", 0.1)
 

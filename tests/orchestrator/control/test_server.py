@@ -24,8 +24,8 @@ from grpc_health.v1 import health_pb2
 from grpc_tools import protoc  # type: ignore[import-untyped]
 from paths import ROOT, SUPPORT
 
-from pentad.orchestrator.control import control_client, interceptors
-from pentad.orchestrator.control.control_client import Client, NotLive
+from pentad.orchestrator.control import interceptors
+from pentad.orchestrator.control.control_client import NotLive
 from pentad.orchestrator.control.control_messages import METHODS, plain, status_of
 from pentad.orchestrator.control.server import ControlServer
 from pentad.orchestrator.monitoring.run_state import ControlRequests, EvalView, RunView
@@ -197,34 +197,6 @@ def test_all_interfaces_are_announced_as_a_reachable_address(tmp_path: Path) -> 
         assert not control.address.startswith("0.0.0.0")
         with connected(tmp_path) as client:
             assert client.status()["state"] == "starting"
-
-
-def test_other_machines_are_answered_by_tls_and_know_the_service_by_its_certificate(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing else is accepted: neither plain text, nor the certificate of another service."""
-    (tmp_path / "other").mkdir()
-    with (
-        closing(ControlServer(tmp_path, "0.0.0.0", 0, ControlRequests())),
-        closing(ControlServer(tmp_path / "other", "0.0.0.0", 0, ControlRequests())),
-    ):
-        endpoint, other = (json.loads((path / "control.json").read_text()) for path in (tmp_path, tmp_path / "other"))
-        with Client(tmp_path, endpoint) as client:
-            assert client.status()["state"] == "starting"
-        plain_text = {key: value for key, value in endpoint.items() if key != "certificate"}
-        for wrong in (plain_text, {**endpoint, "certificate": other["certificate"]}):
-            with Client(tmp_path, wrong) as client, pytest.raises(grpc.RpcError) as refused:
-                client._call("GetStatus", 2.0)
-            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        for damaged in ("", 7, endpoint["certificate"][:300]):
-            (tmp_path / "control.json").write_text(json.dumps({**endpoint, "certificate": damaged}))
-            with pytest.raises(PentadError, match=r"control.json is damaged: expected address and token"):
-                control_client._endpoint(tmp_path)
-    capfd.readouterr()  # grpc's complaints
-
-
-def test_loopback_needs_no_certificate(served: Served) -> None:
-    assert "certificate" not in served.endpoint
 
 
 def test_pause_answers_when_the_run_is_paused_and_resume_when_it_runs(served: Served) -> None:

@@ -1,6 +1,5 @@
 """Prometheus scrapes what the exporter was given, under the agreed names and labels."""
 
-import http.client
 import math
 import os
 import re
@@ -9,7 +8,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -21,7 +19,6 @@ from promtool import promtool
 
 from pentad.orchestrator.monitoring import ray_metrics
 from pentad.orchestrator.monitoring.exporter import COARSE, FINE, FP8, METRICS, RANK, Exporter
-from pentad.orchestrator.monitoring.metrics_server import MOST_CLIENTS
 from pentad.orchestrator.monitoring.ray_metrics import GAUGES, RayMetrics
 from pentad.orchestrator.monitoring.run_state import RankView, RunView
 from pentad.schedules.diagnosis.rank_times import RankTime
@@ -305,33 +302,6 @@ def cost(work: Any) -> float:
         waits.append(time.monotonic() - clock)
     assert min(waits) < 0.1
     return min(times)
-
-
-def test_probes_learn_whether_the_run_makes_progress(exporter: Exporter) -> None:
-    lost = tuple(rank._replace(state="lost") for rank in view_of(Mesh(dp=1, pp=2)).ranks)
-    states = [view_of(Mesh(dp=1, pp=2)), view_of(Mesh(dp=1, pp=2), state="recovering", ranks=lost)]
-    for view, status in zip(
-        [*states, states[0], states[0]._replace(state="failed")], (200, 503, 200, 503), strict=True
-    ):
-        exporter.on_view(view)
-        connection = http.client.HTTPConnection(exporter.address, timeout=5)
-        with closing(connection):
-            connection.request("GET", "/health")
-            assert connection.getresponse().status == status
-
-
-def test_clients_that_send_nothing_take_a_bounded_number_of_threads(exporter: Exporter) -> None:
-    """Those beyond it are hung up on; as others end, there is room again."""
-    host, _, port = exporter.address.rpartition(":")
-    before = threading.active_count()
-    with ExitStack() as stack:
-        silent = [stack.enter_context(socket.create_connection((host, int(port)), 5)) for _ in range(3 * MOST_CLIENTS)]
-        assert silent[-1].recv(1) == b""
-        assert threading.active_count() <= before + MOST_CLIENTS
-    until = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < until:
-        time.sleep(0.01)
-    assert scrape(exporter)
 
 
 def test_closing_frees_the_port_and_is_idempotent() -> None:
