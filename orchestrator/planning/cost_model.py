@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import stage_volume
-from pentad.orchestrator.planning.hardware import EXPERT_FLOPS, FP8_SPEEDUPS, Rates, link_of, rates_of, spans_hosts
+from pentad.orchestrator.planning.hardware import EXPERT_FLOPS, FP8_SPEEDUPS, Rates, link_of, rates_of
 from pentad.orchestrator.planning.part_flops import part_flops
 from pentad.schedules.passes.recompute import recomputed_parts
 from pentad.schedules.simulate.costs import Costs
@@ -88,7 +88,7 @@ def end_seconds(
 
 def transfer_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> float:
     """Of an activation, or its gradient, to the next stage."""
-    latency, bandwidth = link_of(rates, piece.mesh, "pp")
+    latency, bandwidth = link_of(rates, piece.mesh, ("pp",))
     return latency + piece.stream(model.hidden) / bandwidth
 
 
@@ -127,10 +127,11 @@ def _with_communication(
     links, operations = 0.0, 0
     volumes = stage_volume(model, span, piece, phase) if model.custom is None else {}
     for kind, volume in volumes.items():
-        latency, bandwidth = link_of(rates, piece.mesh, kind.axis)
-        links += volume.operations * latency + volume.bytes / bandwidth
+        latency, bandwidth = link_of(rates, piece.mesh, (kind.axis,), kind.kind)
+        exposed = 1 - rates.tp_hidden if kind.axis == "tp" else 1.0
+        links += volume.operations * latency + exposed * volume.bytes / bandwidth
         operations += volume.operations
-    return max(seconds + links, operations * rates.issue)
+    return max(seconds + links, operations * rates.issue, len(span.numbers) * rates.layer_issue)
 
 
 def _recompute_seconds(
@@ -164,6 +165,8 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
     # scores and weighted values of all layers
     attended = sum(model.attended_length(layer, length) for layer in range(first, end))
     attention = tokens * attended * model.heads * (model.qk_head_dim + value) / flops
+    slower = rates.flops / rates.attention if rates.attention else 1.0
+    attention *= slower
     linear = 2 * tokens * sum(_active_parameters(model, layer) for layer in range(first, end)) / flops
     expert_gains = [0.0, 0.0, 0.0]  # in F, B and W
     width = model.ffn  # of all networks that a token passes in a layer
@@ -190,7 +193,9 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
     if experts is not None:
         share = experts.top_k * experts.intermediate_size / width
         counts["moe"] *= 1 + share * (1 / GROUPED_EFFICIENCY - 1)
-    parts = {part: (1 if part == "core_attn" else speed) * tokens * count / flops for part, count in counts.items()}
+    parts = {
+        part: (slower if part == "core_attn" else speed) * tokens * count / flops for part, count in counts.items()
+    }
     products = [part for part in counts if part != "core_attn" and counts[part]]
     for part in products:  # what is read and written around each
         parts[part] += elementwise / len(products)
@@ -228,8 +233,9 @@ def reduction_seconds(model: ModelSpec, lora: LoraSpec | None, span: LayerRange,
     """Seconds of an all-reduce of a stage's gradients; those of experts have fewer holders."""
     seconds = rates.intra_host_latency
     axes: tuple[Axis, ...] = ("dp", "cp")  # along which ranks hold the same experts
-    for size, shared in zip(local_parameters(model, lora, span, mesh), ((*axes, "ep"), axes), strict=True):
+    groups: tuple[tuple[Axis, ...], ...] = ((*axes, "ep"), axes)
+    for size, shared in zip(local_parameters(model, lora, span, mesh), groups, strict=True):
         holders = math.prod(getattr(mesh, axis) for axis in shared)
-        rate = rates.inter_host if any(spans_hosts(mesh, axis) for axis in shared) else rates.intra_host
+        _, rate = link_of(rates, mesh, shared, "all_reduce")
         seconds += 2 * BYTES["float32"] * size * (holders - 1) / holders / rate
     return seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,13 +19,19 @@ from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Scaling
 
 NODE_GPUS = 8  # of a host, with fast links among them
+# Axes in the order in which ranks fill hosts, outermost first: replicas communicate once a step only.
+HOST_ORDER: tuple[Axis, ...] = ("dp", "pp", "ep", "cp", "tp")
 
 
 @dataclass(frozen=True)
 class Rates:
     """What a rank attains: FLOP/s of products, bytes/s of its memory, to ranks on its host, to other hosts and to host
     memory; seconds before an operation on either link, to launch an instruction, and of the host to start an operation
-    inside a layer with the kernels around it."""
+    inside a layer with the kernels around it.
+
+    Also FLOP/s of attention (0: as of products), seconds of the host to start a layer's F, B or RECOMPUTE where it does
+    no such operation, the share of tp's bytes that products hide, and the order in which ranks fill hosts.
+    """
 
     flops: float
     memory: float
@@ -35,6 +42,10 @@ class Rates:
     inter_host_latency: float
     launch: float
     issue: float
+    attention: float = 0.0
+    layer_issue: float = 0.0
+    tp_hidden: float = 0.0
+    host_order: tuple[Axis, ...] = HOST_ORDER
 
 
 # Of the figures of a GPU what training attains: measured on H200s with NVLink.
@@ -79,21 +90,32 @@ def rates_of(device: str, gpu: str = "") -> Rates:
 FP8_SPEEDUPS: dict[Scaling, float] = {"tensor": 1.8, "row": 1.75, "block": 1.5}
 # FLOP/s of the experts' products in F, B and W on a Hopper GPU (tests/bench/results/fp8-experts-h200.json).
 EXPERT_FLOPS = {"compute": (6.0e14, 6.0e14, 3.9e14), "block": (5.9e14, 6.4e14, 1.6e14)}
-# Axes in the order in which ranks fill hosts, outermost first: replicas communicate once a step only.
-HOST_ORDER: tuple[Axis, ...] = ("dp", "pp", "ep", "cp", "tp")
+PASSED_ON = ("all_gather", "reduce_scatter", "all_reduce")  # collectives whose bytes pass from rank to rank
 
 
-def spans_hosts(mesh: Mesh, axis: Axis) -> bool:
-    """Whether the ranks along an axis are on several hosts of NODE_GPUS."""
-    inner = HOST_ORDER[HOST_ORDER.index(axis) :]
-    return getattr(mesh, axis) > 1 and math.prod(getattr(mesh, each) for each in inner) > NODE_GPUS
+def ranks_on_host(mesh: Mesh, axes: Sequence[Axis], order: Sequence[Axis] = HOST_ORDER) -> int:
+    """How many of the ranks along these axes share a host of NODE_GPUS."""
+    room, found = NODE_GPUS, 1
+    for axis in reversed(order):
+        inside = max(1, min(room, getattr(mesh, axis)))
+        room //= inside
+        found *= inside if axis in axes else 1
+    return found
 
 
-def link_of(rates: Rates, mesh: Mesh, axis: Axis) -> tuple[float, float]:
-    """(seconds before an operation, bytes/s) along an axis, those of its slowest link."""
-    if spans_hosts(mesh, axis):
-        return rates.inter_host_latency, rates.inter_host
-    return rates.intra_host_latency, rates.intra_host
+def spans_hosts(mesh: Mesh, axis: Axis, order: Sequence[Axis] = HOST_ORDER) -> bool:
+    """Whether the ranks along an axis are on several hosts."""
+    return ranks_on_host(mesh, (axis,), order) < getattr(mesh, axis)
+
+
+def link_of(rates: Rates, mesh: Mesh, axes: Sequence[Axis], kind: str = "send") -> tuple[float, float]:
+    """(seconds before an operation, bytes/s of each rank) along these axes. Between hosts, collectives that pass
+    through all ranks of a host use the links of all of them; sends and exchanges each rank its own."""
+    held = ranks_on_host(mesh, axes, rates.host_order)
+    if held >= math.prod(getattr(mesh, axis) for axis in axes):
+        return rates.intra_host_latency, rates.intra_host
+    shared = held if kind in PASSED_ON else 1
+    return rates.inter_host_latency, min(rates.intra_host, shared * rates.inter_host)
 
 
 def require_tp_on_node(mesh: Mesh, *, across: bool) -> None:
