@@ -78,6 +78,11 @@ class PlannedRun:
         return step_seconds(self.timeline)
 
     @property
+    def rates(self) -> str:
+        """Where the rates that costs were guessed from come from."""
+        return "" if self.plan.rates is None else self.plan.rates.source
+
+    @property
     def tokens_per_second(self) -> float:
         return self.plan.batch.tokens / self.step_seconds
 
@@ -99,7 +104,7 @@ class PlannedRun:
             "program": f"{plan.program.name}, {plan.program.microbatches} microbatches",
             "ZeRO": str(plan.zero),
             "recomputation": config_text(plan.recomputation),
-            "a step": f"{format_duration(self.step_seconds)}, simulated at assumed rates",
+            "a step": f"{format_duration(self.step_seconds)}, simulated from rates {self.rates}",
             "fullest rank": f"{fit.rank}, {format_bytes(fit.needed)} of {format_bytes(fit.device.bytes)}",
         }
         title = f"{plan.name}: memory over a step"
@@ -121,7 +126,12 @@ class PlannedRun:
         ]
         fit = self.fit
         sent = [{**of._asdict(), **sent._asdict()} for of, sent in sorted(comm_volume(plan, fit.rank).items())]
-        pace = {"step_seconds": self.step_seconds, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
+        pace = {
+            "rates": self.rates,
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+        }
         fits = {"ok": fit.ok, "needed": fit.needed, "available": fit.device.bytes, "where": fit.device.where}
         fits |= {"remedy": self.remedy} if self.remedy else {}
         fits |= {"note": self.note} if self.note else {}
@@ -169,7 +179,7 @@ class PlannedRun:
         yield from plan_view(console, self.plan, self.costs)
         used = "" if self.mfu is None else f", {format_percent(self.mfu)} MFU"
         pace = f"{format_duration(self.step_seconds)} a step, {format_count(self.tokens_per_second)} tokens/s{used}"
-        yield line(f" {pace}: from assumed rates, which a run measures")
+        yield line(f" {pace}: from rates {self.rates}")
         if self.evaluation is not None:
             yield line(f" {_evaluation_sentence(self.evaluation, self.evaluation_share)}")
         if self.balance is not None:

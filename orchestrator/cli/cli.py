@@ -15,6 +15,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from pentad.orchestrator.cli.arguments import Address, Json, Run, ScheduleArguments, Timeout, Words, split_words
+from pentad.orchestrator.cli.commands.calibrate import calibrate
 from pentad.orchestrator.cli.commands.checkpoint import checkpoint
 from pentad.orchestrator.cli.commands.data import data
 from pentad.orchestrator.cli.commands.doctor import doctor
@@ -178,6 +179,7 @@ app.command()(timeline)
 app.command()(curves)
 app.command()(verify)
 app.command()(doctor)
+app.command()(calibrate)
 
 
 @app.command()

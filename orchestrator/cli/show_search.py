@@ -19,6 +19,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.estimate import mfu
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
+from pentad.orchestrator.planning.hardware import rates_for
 from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.planned import Planned
 from pentad.orchestrator.search.reasons import Flip, describe, flips, nearest_fits, reason, shares_of
@@ -87,8 +88,9 @@ def _show_rest(
     for change, planned in nearest:
         _line(console, f" it fits {change}: {describe(planned)}, {format_duration(planned.seconds)} a step")
         _line(console, f"    {command.of(planned)}", "dim")
+    source = rates_for(command.config.cluster, "cuda").source
     possible = f"{found.num_possible} of {len(found.space.meshes)} meshes of {gpus} GPUs may fit in the {room}"
-    _line(console, f" {possible}; seconds come from assumed rates", "green" if found.choices else "")
+    _line(console, f" {possible}; seconds come from rates {source}", "green" if found.choices else "")
     for sentence, number in _refused(found).items():
         more = f", and {number - 1} more for this reason" if number > 1 else ""
         _line(console, f" not possible: {sentence}{more}", "dim")

@@ -323,6 +323,9 @@ class ClusterSection(Section):
     """device of the ranks; auto: GPUs if the cluster has any"""
     gpu: Text | None = None
     """name of the GPU that plans are made for, as CUDA has it (docs/memory.md); null: this machine's, else an H200"""
+    rates: Text = "auto"
+    """rates that plans are made with (docs/performance.md); auto: those that `pentad calibrate` measured of that GPU
+    here, if it did, else builtin; builtin: from its data sheet; or the path of a table"""
     transport: Literal["auto", "peer", "nccl"] = "auto"
     """what moves activations and does ZeRO's collectives; auto: peer copies if all GPUs are on one host, else NCCL"""
     address: Text = "local"

@@ -1,4 +1,4 @@
-"""Seconds of a plan's operations before any are measured: from FLOPs and bytes, at assumed rates.
+"""Seconds of a plan's operations before it runs: from FLOPs and bytes, at rates that are assumed or measured.
 
 T tokens of a piece, H hidden. A product of [T, a] and [a, b] counts 2Tab FLOPs; causal attention counts the half of the
 scores that is not masked.
@@ -13,17 +13,15 @@ from typing import NamedTuple
 
 from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import stage_volume
-from pentad.orchestrator.planning.hardware import EXPERT_FLOPS, FP8_SPEEDUPS, Rates, link_of, rates_of
+from pentad.orchestrator.planning.hardware import EXPERT_FLOPS, FP8_SPEEDUPS, links_of
 from pentad.orchestrator.planning.part_flops import part_flops
 from pentad.schedules.passes.recompute import recomputed_parts
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.rates import Curve, Rates, rate_at
 from pentad.schedules.spec.lora import LoraSpec, adapter_tensors, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Axis, Mesh
-from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.tensors import LayerRange, active_parameters, fp8_matrices, tensors
-
-GROUPED_EFFICIENCY = 0.5  # of the FLOP/s of other products is what grouped products of experts attain
-_active_parameters = lru_cache(maxsize=4096)(active_parameters)
+from pentad.schedules.spec.model import ModelSpec, Scaling
+from pentad.schedules.spec.tensors import LayerRange, fp8_matrices, tensors
 
 
 def guess_costs(
@@ -31,15 +29,15 @@ def guess_costs(
     layers: Sequence[LayerRange],
     placement: Sequence[Sequence[int]],
     piece: Piece,
+    rates: Rates,
     modes: Sequence[str] = (),
     zero: int = 0,
     lora: LoraSpec | None = None,
     offloaded: Sequence[int] = (),
     *,
     host_optimizer: bool = False,
-    rates: Rates | None = None,
 ) -> Costs:
-    """Seconds at these `rates` (None: those of `rates_of`); embedding and head count to the first and last stage.
+    """Seconds at these rates; embedding and head count to the first and last stage.
 
     Slices of a sequence cost the same, as their attention does on average. `modes` are the plan's of recomputation. The
     tp, cp and ep ranks of the piece's mesh split the work of a stage and add operations inside layers; ranks that hold
@@ -48,7 +46,7 @@ def guess_costs(
     W, and ZeRO-3 gathers what is frozen as well. `offloaded` are the bytes of an OFFLOAD or RELOAD, by stage. A
     `host_optimizer` has its state in host memory, from where it comes at the end of a step while it goes back.
     """
-    rates, mesh = rates or rates_of(piece.device, piece.gpu), piece.mesh
+    mesh = piece.mesh
     stages = [_stage_seconds(model, span, piece, rates, lora) for span in layers]
     again = [_recompute_seconds(model, *each, piece, rates) for each in zip(layers, stages, modes, strict=False)]
     norm, step = end_seconds(model, layers, placement, mesh, rates, zero, lora, host_optimizer=host_optimizer)
@@ -57,13 +55,13 @@ def guess_costs(
         backward=tuple(each.backward for each in stages),
         weight=tuple(each.weight for each in stages),
         transfer=transfer_seconds(model, piece, rates),
-        reduce=tuple(reduction_seconds(model, lora, span, mesh, rates) for span in layers),
-        gather=_frozen_gathers(model, layers, piece, rates) if lora is not None and zero == 3 else (),
+        reduce=tuple(reduction_seconds(model, lora, span, mesh, rates, zero) for span in layers),
+        gather=tuple(gather_seconds(model, lora, span, piece, rates, zero) for span in layers) if zero else (),
         norm=norm,
         step=step,
         launch=rates.launch,
         recompute=tuple(again),
-        offload=tuple(rates.intra_host_latency + each / rates.host_memory for each in offloaded),
+        offload=tuple(map(rates.host_memory.seconds, offloaded)),
     )
 
 
@@ -82,14 +80,13 @@ def end_seconds(
     sizes = [_updated_bytes(model, lora, span, mesh, mesh.dp * mesh.ep if zero else 0) for span in layers]
     updated = max(sum(sizes[stage] for stage in held) for held in placement)
     # reads master weights, both moments, gradients; writes the former three
-    step = max(7 * updated / rates.memory, host_optimizer * 3 * updated / rates.host_memory)
-    return 2 * rates.intra_host_latency + updated / rates.memory, step
+    step = max(7 * updated / rates.update, host_optimizer * 3 * updated / rates.host_memory.bandwidth)
+    return 2 * rates.intra_host.all_reduce.latency + updated / rates.memory, step
 
 
 def transfer_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> float:
     """Of an activation, or its gradient, to the next stage."""
-    latency, bandwidth = link_of(rates, piece.mesh, ("pp",))
-    return latency + piece.stream(model.hidden) / bandwidth
+    return links_of(rates, piece.mesh, ("pp",)).send.seconds(piece.stream(model.hidden))
 
 
 class StageSeconds(NamedTuple):
@@ -127,9 +124,9 @@ def _with_communication(
     links, operations = 0.0, 0
     volumes = stage_volume(model, span, piece, phase) if model.custom is None else {}
     for kind, volume in volumes.items():
-        latency, bandwidth = link_of(rates, piece.mesh, (kind.axis,), kind.kind)
+        link = links_of(rates, piece.mesh, (kind.axis,), in_layers=True).of(kind.kind)
         exposed = 1 - rates.tp_hidden if kind.axis == "tp" else 1.0
-        links += volume.operations * latency + exposed * volume.bytes / bandwidth
+        links += link.seconds(exposed * volume.bytes, volume.operations)
         operations += volume.operations
     return max(seconds + links, operations * rates.issue, len(span.numbers) * rates.layer_issue)
 
@@ -159,53 +156,76 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
     experts = model.experts
     mtp_layers = model.mtp_layers if is_last else 0
     end += mtp_layers
-    count, tokens, flops = end - first, piece.tokens, rates.flops * piece.mesh.tp
+    count, tokens = end - first, piece.tokens
+    work = 2 * tokens / piece.mesh.tp  # FLOPs of a rank for each element of a matrix
     length = piece.length * piece.slices * piece.mesh.cp
     value = model.qk_head_dim if model.mla is None else model.mla.v_head_dim
     # scores and weighted values of all layers
     attended = sum(model.attended_length(layer, length) for layer in range(first, end))
-    attention = tokens * attended * model.heads * (model.qk_head_dim + value) / flops
-    slower = rates.flops / rates.attention if rates.attention else 1.0
-    attention *= slower
-    linear = 2 * tokens * sum(_active_parameters(model, layer) for layer in range(first, end)) / flops
-    expert_gains = [0.0, 0.0, 0.0]  # in F, B and W
+    scores, of_width = work / 2 * attended * model.heads * (model.qk_head_dim + value), rates.attention_of(value)
+    attention = scores / rate_at(of_width.forward, length)
+    # five products of scores instead of two
+    attention_backward = 2.5 * scores / rate_at(of_width.backward, length)
+    elements = sum(sum(_dense_sizes(model, layer)) for layer in range(first, end))
+    dense = sum(_dense_seconds(model, layer, work, rates.products) for layer in range(first, end))
+    pace = dense / (work * elements) if elements else 1 / rates.flops  # seconds of a FLOP
+    routed_seconds, expert_gains = 0.0, [0.0, 0.0, 0.0]  # in F, B and W
     width = model.ffn  # of all networks that a token passes in a layer
     if experts is not None:
         width = experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
         routed = max(0, end - max(first, experts.first_k_dense)) * experts.top_k
-        grouped = 3 * model.hidden * experts.intermediate_size * routed
-        linear += 2 * tokens * grouped * (1 / GROUPED_EFFICIENCY - 1) / flops
+        routed_seconds = work * 3 * model.hidden * experts.intermediate_size * routed / rates.grouped
         if piece.casts_experts and piece.device == "cuda":
-            seconds = 2 * tokens * grouped / GROUPED_EFFICIENCY / flops
             pairs = zip(EXPERT_FLOPS["compute"], EXPERT_FLOPS["block"], strict=True)
-            expert_gains = [seconds * (1 - compute / block) for compute, block in pairs]
-    plain = linear
+            expert_gains = [routed_seconds * (1 - compute / block) for compute, block in pairs]
+    plain = linear = dense + routed_seconds
     if piece.fp8 is not None and piece.device == "cuda":
         matrices = fp8_matrices(model, piece.fp8, range(first, end))
-        covered = sum(math.prod(each.shape) for each in matrices if not each.experts)
-        linear -= 2 * tokens * covered * (1 - 1 / FP8_SPEEDUPS[piece.fp8.scaling]) / flops
-    head = 2 * tokens * model.vocab * model.hidden * (1 + mtp_layers) / flops if is_last else 0.0
+        sizes = [work * math.prod(each.shape) for each in matrices if not each.experts]
+        linear -= sum(_saved_by_8bit(rates, piece.fp8.scaling, size) for size in sizes)
+    head_flops = work * model.vocab * model.hidden
+    head = (1 + mtp_layers) * head_flops / rate_at(rates.products, head_flops) if is_last else 0.0
     speed = (linear - expert_gains[0]) / plain if plain else 1.0
-    linear += 2 * tokens * 2 * model.hidden**2 * mtp_layers / flops  # joins streams and embeddings
+    join_flops = work * 2 * model.hidden**2  # of streams and embeddings
+    linear += mtp_layers * join_flops / rate_at(rates.products, join_flops)
     # memory traffic of norms, residual sums and activations
-    elementwise = count * tokens * piece.itemsize * (8 * model.hidden + 3 * width) / piece.mesh.tp / rates.memory
+    elementwise = count * tokens * piece.itemsize * (8 * model.hidden + 3 * width) / piece.mesh.tp / rates.elementwise
     counts = part_flops(model, span, length)
+    parts = {part: speed * work / 2 * count * pace for part, count in counts.items()}
+    parts["core_attn"] = work / 2 * counts["core_attn"] / rate_at(of_width.forward, length)
     if experts is not None:
         share = experts.top_k * experts.intermediate_size / width
-        counts["moe"] *= 1 + share * (1 / GROUPED_EFFICIENCY - 1)
-    parts = {
-        part: (slower if part == "core_attn" else speed) * tokens * count / flops for part, count in counts.items()
-    }
+        parts["moe"] = speed * work / 2 * counts["moe"] * ((1 - share) * pace + share / rates.grouped)
     products = [part for part in counts if part != "core_attn" and counts[part]]
     for part in products:  # what is read and written around each
         parts[part] += elementwise / len(products)
     return StageSeconds(
         forward=linear - expert_gains[0] + attention + head + elementwise,
-        # five products of scores instead of two
-        backward=linear - expert_gains[1] + 2.5 * attention + head + 1.5 * elementwise,
+        backward=linear - expert_gains[1] + attention_backward + head + 1.5 * elementwise,
         weight=linear - expert_gains[2] + head,
         parts=parts,
     )
+
+
+@lru_cache(maxsize=4096)
+def _dense_sizes(model: ModelSpec, layer: int) -> tuple[int, ...]:
+    """Elements of the matrices of a layer, but for those of experts."""
+    found = tensors(model, LayerRange(layer, layer + 1))
+    return tuple(math.prod(each.shape) for each in found if len(each.shape) > 1 and not each.experts)
+
+
+@lru_cache(maxsize=65536)
+def _dense_seconds(model: ModelSpec, layer: int, work: float, products: Curve) -> float:
+    """Of the products with `_dense_sizes`, with so many FLOPs for each element."""
+    return sum(work * size / rate_at(products, work * size) for size in _dense_sizes(model, layer))
+
+
+def _saved_by_8bit(rates: Rates, scaling: Scaling, flops: float) -> float:
+    """Seconds that a product takes less in 8 bits; what is known of other scalings is how they compare."""
+    plain, speedup = rate_at(rates.products, flops), FP8_SPEEDUPS[scaling]
+    if rates.products_8bit:
+        speedup *= rate_at(rates.products_8bit, flops) / plain / FP8_SPEEDUPS["tensor"]
+    return flops / plain * (1 - 1 / speedup)
 
 
 @lru_cache(maxsize=4096)
@@ -223,19 +243,33 @@ def _updated_bytes(model: ModelSpec, lora: LoraSpec | None, span: LayerRange, me
     return dense / holders + experts / max(1, holders // mesh.ep)
 
 
-def _frozen_gathers(model: ModelSpec, layers: Sequence[LayerRange], piece: Piece, rates: Rates) -> tuple[float, ...]:
-    """Seconds of an all-gather of each stage's frozen weights, beside which its adapters do not count."""
-    share = piece.itemsize / BYTES["float32"] / 2
-    return tuple(share * reduction_seconds(model, None, span, piece.mesh, rates) for span in layers)
+def reduction_seconds(
+    model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates, zero: int
+) -> float:
+    """Seconds of an all-reduce of a stage's gradients, or with ZeRO of two reduce-scatters."""
+    if zero:
+        return 2 * _shared_seconds(model, lora, span, mesh, rates, "reduce_scatter", BYTES["float32"])
+    return _shared_seconds(model, lora, span, mesh, rates, "all_reduce", 2 * BYTES["float32"])
 
 
-def reduction_seconds(model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates) -> float:
-    """Seconds of an all-reduce of a stage's gradients; those of experts have fewer holders."""
-    seconds = rates.intra_host_latency
+def gather_seconds(
+    model: ModelSpec, lora: LoraSpec | None, span: LayerRange, piece: Piece, rates: Rates, zero: int
+) -> float:
+    """Seconds of an all-gather of a stage's weights with ZeRO; beside frozen ones adapters do not count."""
+    gathered = None if zero == 3 else lora
+    return _shared_seconds(model, gathered, span, piece.mesh, rates, "all_gather", piece.itemsize)
+
+
+def _shared_seconds(
+    model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates, kind: str, itemsize: int
+) -> float:
+    """Of a collective of a stage's parameters, with so many bytes each; those of experts have fewer holders."""
+    seconds = 0.0
     axes: tuple[Axis, ...] = ("dp", "cp")  # along which ranks hold the same experts
-    groups: tuple[tuple[Axis, ...], ...] = ((*axes, "ep"), axes)
-    for size, shared in zip(local_parameters(model, lora, span, mesh), groups, strict=True):
+    dense, experts = local_parameters(model, lora, span, mesh)
+    groups: list[tuple[int, tuple[Axis, ...], int]] = [(dense, (*axes, "ep"), 1), (experts, axes, min(1, experts))]
+    for size, shared, operations in groups:
         holders = math.prod(getattr(mesh, axis) for axis in shared)
-        _, rate = link_of(rates, mesh, shared, "all_reduce")
-        seconds += 2 * BYTES["float32"] * size * (holders - 1) / holders / rate
+        sent = itemsize * size * (holders - 1) / holders
+        seconds += links_of(rates, mesh, shared).of(kind).seconds(sent, operations)
     return seconds

@@ -15,7 +15,7 @@ from pentad.orchestrator.activations.allocations import BYTES, INDEX, piece_of, 
 from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning.comm_volume import padded_elements, param_shards_at
 from pentad.orchestrator.planning.cost_model import guess_costs
-from pentad.orchestrator.planning.hardware import Rates
+from pentad.orchestrator.planning.hardware import rates_of
 from pentad.schedules.ir.instruction import RECEIVES, Op
 from pentad.schedules.ir.lookup import IS_RECEIVE
 from pentad.schedules.ir.program import Program
@@ -24,6 +24,7 @@ from pentad.schedules.passes.zero import rows_of_rank
 from pentad.schedules.passes.zero_buffers import gradient_pool, longest, sharded_stages, weight_pool
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.events import Events, acyclic_events
+from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.simulate.simulate import event_times
 from pentad.schedules.simulate.timeline import Timeline, attributed_seconds
 from pentad.schedules.spec.batch import DocumentCosts
@@ -43,8 +44,9 @@ def costs_of(plan: Plan, rates: Rates | None = None) -> Costs:
     even = replace(plan, batch=replace(plan.batch, capacity=0))
     piece = piece_of(even)._replace(document_mask=False, deterministic=True)
     offloaded = [each.bytes for each in cuts_of(even)]
-    given = plan.model, plan.layers, plan.program.placement, piece, plan.recompute, plan.zero, plan.lora
-    return guess_costs(*given, offloaded, host_optimizer=plan.host_optimizer, rates=rates)
+    rates = rates or plan.rates or rates_of(plan.device, plan.gpu)
+    given = plan.model, plan.layers, plan.program.placement, piece, rates, plan.recompute, plan.zero, plan.lora
+    return guess_costs(*given, offloaded, host_optimizer=plan.host_optimizer)
 
 
 def step_seconds(timeline: Timeline) -> float:
@@ -54,7 +56,7 @@ def step_seconds(timeline: Timeline) -> float:
 
 def simulated_seconds(plan: Plan, events: Events | None = None, rates: Rates | None = None) -> float:
     """`step_seconds` of a step simulated at guessed costs, without its spans. `events` are those of the program, if
-    they are known already; `rates` are others than the device's."""
+    they are known already; `rates` are others than the plan's."""
     times = event_times(plan.program, events or acyclic_events(plan.program), costs_of(plan, rates))
     return float(times.ends.max() - times.starts.min())
 

@@ -5,96 +5,100 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Collection, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 
 from pentad.orchestrator.config.errors import nearest
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.orchestrator.gpus.measured import MEASURED, measured_gpu
+from pentad.orchestrator.gpus.rate_table import CPU, place_of, read_table
 from pentad.orchestrator.gpus.table import ASSUMED_GPU, GB, GPUS, Gpu
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.rates import HOST_ORDER, AttentionRates, Link, Links, Rates
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Scaling
 
 NODE_GPUS = 8  # of a host, with fast links among them
-# Axes in the order in which ranks fill hosts, outermost first: replicas communicate once a step only.
-HOST_ORDER: tuple[Axis, ...] = ("dp", "pp", "ep", "cp", "tp")
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a rank attains: FLOP/s of products, bytes/s of its memory, to ranks on its host, to other hosts and to host
-    memory; seconds before an operation on either link, to launch an instruction, and of the host to start an operation
-    inside a layer with the kernels around it.
-
-    Also FLOP/s of attention (0: as of products), seconds of the host to start a layer's F, B or RECOMPUTE where it does
-    no such operation, the share of tp's bytes that products hide, and the order in which ranks fill hosts.
-    """
-
-    flops: float
-    memory: float
-    intra_host: float
-    inter_host: float
-    host_memory: float
-    intra_host_latency: float
-    inter_host_latency: float
-    launch: float
-    issue: float
-    attention: float = 0.0
-    layer_issue: float = 0.0
-    tp_hidden: float = 0.0
-    host_order: tuple[Axis, ...] = HOST_ORDER
 
 
 # Of the figures of a GPU what training attains: measured on H200s with NVLink.
 ATTAINED_FLOPS, ATTAINED_BANDWIDTH, ATTAINED_LINK, ATTAINED_HOST_LINK = 660 / 989, 3 / 4.8, 330 / 450, 50 / 64
 INTER_HOST = 40 * GB  # 400 Gbit/s a GPU
+ISSUE = 230e-6  # seconds of the host beside a GPU, with all that a layer does around an operation between ranks
+GROUPED_EFFICIENCY = 0.5  # of the FLOP/s of other products is what grouped products of experts attain
+
+
+def _uniform(
+    flops: float, memory: float, links: tuple[Links, Links], host_memory: Link, launch: float, issue: float, source: str
+) -> Rates:
+    """Without a difference between sizes of products, and between kinds of operations on a link. `links` are those on
+    the host and to other hosts."""
+    constant = ((1.0, flops),)
+    return Rates(
+        products=constant,
+        products_8bit=(),
+        grouped=GROUPED_EFFICIENCY * flops,
+        attention=(AttentionRates(128, constant, constant),),
+        memory=memory,
+        elementwise=memory,
+        update=memory,
+        intra_host=links[0],
+        inter_host=links[1],
+        peer=links[0],
+        host_memory=host_memory,
+        launch=launch,
+        issue=issue,
+        source=source,
+    )
+
+
 # A CPU core with transfers through memory.
-CPU_RATES = Rates(
-    flops=20e9,
-    memory=10 * GB,
-    intra_host=GB,
-    inter_host=GB,
-    host_memory=5 * GB,
-    intra_host_latency=100e-6,
-    inter_host_latency=100e-6,
-    launch=50e-6,
-    issue=0.0,
+CPU_RATES = _uniform(
+    20e9, 10 * GB, 2 * (Links.uniform(100e-6, GB),), Link(100e-6, 5 * GB), 50e-6, 0.0, "assumed for a CPU core"
 )
 
 
 @cache
 def rates_of(device: str, gpu: str = "") -> Rates:
-    """What a rank on a 'cpu' attains, or with 'cuda' on a GPU of this name ('': the assumed one)."""
+    """What a rank on a 'cpu' is assumed to attain, or with 'cuda' on a GPU of this name ('': the assumed one)."""
     if device == "cpu":
         return CPU_RATES
-    found = figures_of(gpu or ASSUMED_GPU)
+    name = gpu or ASSUMED_GPU
+    found = figures_of(name)
     is_measured = found.source == MEASURED
     share = [1.0] * 4 if is_measured else [ATTAINED_FLOPS, ATTAINED_BANDWIDTH, ATTAINED_LINK, ATTAINED_HOST_LINK]
-    return Rates(
-        flops=share[0] * found.bf16,
-        memory=share[1] * found.bandwidth,
-        intra_host=share[2] * found.link,
-        inter_host=INTER_HOST,
-        host_memory=share[3] * found.host_link,
-        intra_host_latency=30e-6,
-        inter_host_latency=60e-6,
-        launch=15e-6,
-        issue=230e-6,
+    return _uniform(
+        share[0] * found.bf16,
+        share[1] * found.bandwidth,
+        (Links.uniform(30e-6, share[2] * found.link), Links.uniform(60e-6, INTER_HOST)),
+        Link(30e-6, share[3] * found.host_link),
+        15e-6,
+        ISSUE,
+        f"assumed for an {name} ({found.source})",
     )
+
+
+def rates_for(section: ClusterSection, device: str) -> Rates:
+    """Those that plans are made with on 'cpu' or 'cuda' devices (cluster.rates). Raises PentadError for a table that
+    cannot be read."""
+    gpu = CPU if device == "cpu" else gpu_of(section)
+    if section.rates not in ("auto", "builtin"):
+        return read_table(Path(section.rates).expanduser(), gpu)
+    path = place_of(gpu)
+    if section.rates == "builtin" or not path.exists():
+        return rates_of(device, gpu)
+    return read_table(path, gpu, "cluster.rates is auto, which")
 
 
 # How many times faster products in 8 bits are on a Hopper GPU, by what has a scale (tests/bench/results/fp8-h200.json).
 FP8_SPEEDUPS: dict[Scaling, float] = {"tensor": 1.8, "row": 1.75, "block": 1.5}
 # FLOP/s of the experts' products in F, B and W on a Hopper GPU (tests/bench/results/fp8-experts-h200.json).
 EXPERT_FLOPS = {"compute": (6.0e14, 6.0e14, 3.9e14), "block": (5.9e14, 6.4e14, 1.6e14)}
-PASSED_ON = ("all_gather", "reduce_scatter", "all_reduce")  # collectives whose bytes pass from rank to rank
 
 
-def ranks_on_host(mesh: Mesh, axes: Sequence[Axis], order: Sequence[Axis] = HOST_ORDER) -> int:
-    """How many of the ranks along these axes share a host of NODE_GPUS."""
+def ranks_on_host(mesh: Mesh, axes: Collection[Axis], order: Sequence[str] = HOST_ORDER) -> int:
+    """How many of the ranks along these axes share a host of NODE_GPUS, which ranks fill in this order of axes."""
     room, found = NODE_GPUS, 1
     for axis in reversed(order):
         inside = max(1, min(room, getattr(mesh, axis)))
@@ -103,19 +107,14 @@ def ranks_on_host(mesh: Mesh, axes: Sequence[Axis], order: Sequence[Axis] = HOST
     return found
 
 
-def spans_hosts(mesh: Mesh, axis: Axis, order: Sequence[Axis] = HOST_ORDER) -> bool:
-    """Whether the ranks along an axis are on several hosts."""
-    return ranks_on_host(mesh, (axis,), order) < getattr(mesh, axis)
-
-
-def link_of(rates: Rates, mesh: Mesh, axes: Sequence[Axis], kind: str = "send") -> tuple[float, float]:
-    """(seconds before an operation, bytes/s of each rank) along these axes. Between hosts, collectives that pass
-    through all ranks of a host use the links of all of them; sends and exchanges each rank its own."""
+@lru_cache(maxsize=4096)
+def links_of(rates: Rates, mesh: Mesh, axes: tuple[Axis, ...], *, in_layers: bool = False) -> Links:
+    """Of the slowest link along the axes, between layers or inside them: where no rank is on another host, transfers
+    and ZeRO's collectives go by peer copies."""
     held = ranks_on_host(mesh, axes, rates.host_order)
-    if held >= math.prod(getattr(mesh, axis) for axis in axes):
-        return rates.intra_host_latency, rates.intra_host
-    shared = held if kind in PASSED_ON else 1
-    return rates.inter_host_latency, min(rates.intra_host, shared * rates.inter_host)
+    if held < math.prod(getattr(mesh, axis) for axis in axes):
+        return rates.inter_host.shared(held, rates.intra_host)
+    return rates.intra_host if in_layers or mesh.size > NODE_GPUS else rates.peer
 
 
 def require_tp_on_node(mesh: Mesh, *, across: bool) -> None:

@@ -11,7 +11,7 @@ from pentad.orchestrator.activations.allocations import BYTES, Piece, wide_bytes
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
 from pentad.orchestrator.planning.estimate import document_costs
-from pentad.orchestrator.planning.hardware import gpu_of, link_of, rates_of
+from pentad.orchestrator.planning.hardware import gpu_of, links_of, rates_for, rates_of
 from pentad.orchestrator.planning.numerics import fp8_spec
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.errors import PentadError
@@ -88,12 +88,14 @@ def compute_order(config: RunConfig, model: ModelSpec, device: str, microbatches
     if section.name != AUTO:
         return generate(section.name, ranks, microbatches, config.options)
 
+    rates = rates_for(config.cluster, device)
+
     def costs_of(placed: Program) -> Costs | None:
         if model.layers < placed.stages:
             return None
         layers = split(model, placed.placement, config.batch.sequence_length)
         piece = first_piece(config, device, placed.slices, fp8_spec(config, model))._replace(cp_method="ring")
-        return guess_costs(model, layers, placed.placement, piece, lora=config.lora_spec)
+        return guess_costs(model, layers, placed.placement, piece, rates, lora=config.lora_spec)
 
     objective: Objective = "longest" if section.post_validation else "makespan"
     return choose(ranks, microbatches, costs_of, section.options, objective).best.program
@@ -130,8 +132,8 @@ def compute_dtype(config: RunConfig, device: str) -> str:
 def grouped(plan: Plan, factor: float = CAPACITY_FACTOR) -> BatchSpec:
     """A plan's batch with data-aware groups, in which a rank holds at most `factor` times its even share of tokens."""
     batch, mesh, model = plan.batch, plan.mesh, plan.model
-    rates = rates_of(plan.device, plan.gpu)
-    _, bandwidth = link_of(rates, mesh, ["cp" if mesh.cp > 1 else "dp"])
+    rates = plan.rates or rates_of(plan.device, plan.gpu)
+    bandwidth = links_of(rates, mesh, ("cp" if mesh.cp > 1 else "dp",), in_layers=True).send.bandwidth
     costs = document_costs(model, batch.sequence_length)
     costs = costs._replace(ring=_ring_bytes(model, plan.dtype) / bandwidth * rates.flops)
     even = batch.micro_batch_size * batch.sequence_length / mesh.cp

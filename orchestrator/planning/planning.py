@@ -17,7 +17,7 @@ from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.estimate import document_costs
 from pentad.orchestrator.planning.fit import DeviceMemory, device_memory, fit_of, host_memory, require_host
-from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, gpu_of, local_device
+from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, gpu_of, local_device, rates_for
 from pentad.orchestrator.planning.layout import (
     batch_spec,
     compute_dtype,
@@ -124,7 +124,8 @@ def _guessed(
     modes = config.memory.modes(units, layers)
     stage_of = [stage for stage, count in enumerate(units) for _ in range(count)]
     moved = [each.bytes for each in cuts(model, layers, stage_of, piece, modes, fractions)]
-    given = model, layers, place_units(layout.placement, units), piece, modes, zero, config.lora_spec, moved
+    placement, rates = place_units(layout.placement, units), rates_for(config.cluster, device)
+    given = model, layers, placement, piece, rates, modes, zero, config.lora_spec, moved
     return guess_costs(*given, host_optimizer=config.memory.optimizer == "host")
 
 
@@ -215,6 +216,7 @@ def draft(
         host_optimizer=config.memory.optimizer == "host",
         fp8=fp8_spec(config, model),
         gpu=gpu_of(config.cluster) if device == "cuda" else "",
+        rates=rates_for(config.cluster, device),
     )
     require_fp8(plan, config.cluster.gpu or gpu_name())
     if config.data.balance == "dynamic":

@@ -16,12 +16,13 @@ from pentad.orchestrator.activations.allocations import Piece
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.cost_model import (
     end_seconds,
+    gather_seconds,
     guess_costs,
     local_parameters,
     reduction_seconds,
     transfer_seconds,
 )
-from pentad.orchestrator.planning.hardware import gpu_of, rates_of
+from pentad.orchestrator.planning.hardware import gpu_of, rates_for
 from pentad.orchestrator.planning.layout import split, units_of
 from pentad.orchestrator.planning.numerics import fp8_spec
 from pentad.orchestrator.search.space import Order, Setting
@@ -66,9 +67,10 @@ class Work:
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._kinds: dict[LayerRange, Kind] = {}
-        self.rates = rates_of("cuda", self.gpu)
+        self.rates = rates_for(config.cluster, "cuda")
         self._compute: dict[Piece, dict[Kind, Compute]] = {}
-        self._reduce: dict[tuple[Mesh, Kind], float] = {}
+        self._reduce: dict[tuple[Mesh, Kind, int], float] = {}
+        self._gather: dict[tuple[Mesh, Kind], float] = {}
         self._parameters: dict[tuple[int, int, Kind], tuple[int, int]] = {}
 
     def _with_units(self, layers: int | None) -> RunConfig:
@@ -120,17 +122,24 @@ class Work:
         missing = {kind: span for span in spans if (kind := self._kind(span)) not in known}
         if missing:
             each = list(missing.values())
-            costs = guess_costs(self.model, each, [range(len(each))], piece, lora=self.lora)
+            costs = guess_costs(self.model, each, [range(len(each))], piece, self.rates, lora=self.lora)
             values = zip(costs.forward, costs.backward, costs.weight, strict=True)
             known.update(zip(missing, map(Compute._make, values), strict=True))
         return [known[self._kind(span)] for span in spans]
 
-    def reduce_seconds(self, mesh: Mesh, span: LayerRange) -> float:
-        """An all-reduce of a span's gradients."""
-        key = mesh, self._kind(span)
+    def reduce_seconds(self, mesh: Mesh, span: LayerRange, zero: int) -> float:
+        """An all-reduce of a span's gradients, or with ZeRO two reduce-scatters."""
+        key = mesh, self._kind(span), zero
         if key not in self._reduce:
-            self._reduce[key] = reduction_seconds(self.model, self.lora, span, mesh, self.rates)
+            self._reduce[key] = reduction_seconds(self.model, self.lora, span, mesh, self.rates, zero)
         return self._reduce[key]
+
+    def gather_seconds(self, piece: Piece, span: LayerRange) -> float:
+        """An all-gather of a span's weights with ZeRO, in which frozen ones do not count."""
+        key = piece.mesh, self._kind(span)
+        if key not in self._gather:
+            self._gather[key] = gather_seconds(self.model, self.lora, span, piece, self.rates, 1)
+        return self._gather[key]
 
     def _end_seconds(self, mesh: Mesh, placement: Placement, zero: int) -> tuple[float, float]:
         """NORM and STEP of the fullest rank."""
@@ -229,7 +238,8 @@ class Layout:
             transfer_seconds(self.model, self.piece, work.rates),
             *work.end_seconds(self.mesh, self.placement, zero),
             work.rates.launch,
-            reduce=tuple(work.reduce_seconds(self.mesh, unit) for unit in self.layers),
+            reduce=tuple(work.reduce_seconds(self.mesh, unit, zero) for unit in self.layers),
+            gather=tuple(work.gather_seconds(self.piece, unit) for unit in self.layers) if zero else (),
         )
 
     @cached_property
@@ -270,8 +280,8 @@ class Layout:
         return self._with((), [each.bytes for each in moved]).offload
 
     def _with(self, modes: Sequence[str], offloaded: Sequence[int]) -> Costs:
-        given = self.model, self.layers, self.units_of_ranks, self.piece, modes, 0, self.work.lora, offloaded
-        return guess_costs(*given)
+        work, placed = self.work, self.units_of_ranks
+        return guess_costs(self.model, self.layers, placed, self.piece, work.rates, modes, 0, work.lora, offloaded)
 
     def parameters(self, held: LayerRange) -> tuple[int, int]:
         return self.work.parameters(held, self.mesh)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.estimate import flops_per_token, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
-from pentad.orchestrator.planning.hardware import NODE_GPUS, Rates, rates_of
+from pentad.orchestrator.planning.hardware import NODE_GPUS, rates_for
 from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.planned import Planned, plan_setting
 from pentad.orchestrator.search.search import Found, search
 from pentad.orchestrator.search.time_bounds import Timed, compute_order, shape_bound
 from pentad.schedules.simulate.events import Events, acyclic_events
+from pentad.schedules.simulate.rates import Rates
 
 FACTORS = (0.25, 4.0)  # by which a rate may be off
 STEPS = 6  # of a bisection between them
@@ -91,7 +92,7 @@ def flips(config: RunConfig, found: Found) -> Iterator[Flip]:
 
 
 def _by_rates(best: Planned, second: Planned) -> Iterator[Flip]:
-    rates = rates_of("cuda", best.plan.gpu)
+    rates = rates_for(best.config.cluster, "cuda")
     events = [acyclic_events(each.plan.program) for each in (best, second)]
     is_wide = best.plan.mesh.size > NODE_GPUS
     names = {"inter_host": "between hosts"} if is_wide else {}
@@ -99,13 +100,13 @@ def _by_rates(best: Planned, second: Planned) -> Iterator[Flip]:
     for name in (*names, "intra_host", "flops"):
         for factor in FACTORS:
             if (at := _crossing(name, factor, rates, (best, second), events)) is not None:
-                found.append((max(at, 1 / at), name, at * getattr(rates, name)))
+                found.append((max(at, 1 / at), name, at * rates.typical(name)))
     if found:
         _, name, rate = min(found)
-        side = "less" if rate < getattr(rates, name) else "more"
+        side = "less" if rate < rates.typical(name) else "more"
         what = {"inter_host": "between hosts", "intra_host": "between the GPUs of a host"}.get(name, "in products")
         unit = f"{rate / 1e12:.0f} TFLOP/s" if name == "flops" else f"{rate / 1e9:.0f} GB/s"
-        now = f"{getattr(rates, name) / (1e12 if name == 'flops' else 1e9):.0f}"
+        now = f"{rates.typical(name) / (1e12 if name == 'flops' else 1e9):.0f}"
         sentence = f"with {side} than {unit} {what} (assumed: {now}), {describe(second)} would be the fastest"
         yield Flip(sentence, second)
     else:
@@ -119,7 +120,7 @@ def _crossing(
     """The factor of a rate, between 1 and this one, from which on the second plan is faster; None if it is not."""
 
     def gain(times: float) -> float:
-        changed = replace(rates, **{name: times * getattr(rates, name)})
+        changed = rates.scaled(name, times)
         first, second = (simulated_seconds(p.plan, e, changed) for p, e in zip(plans, events, strict=True))
         return first - second
 

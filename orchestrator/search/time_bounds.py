@@ -62,9 +62,11 @@ def _placement_bound(layout: Layout, microbatches: int, *, is_split: bool) -> fl
         if layout.holders == 1:
             seconds += arrivals[min(held)] + (0.0 if is_split else left[min(held)])
         if layout.is_shared and layout.work.lora is None and len(held) == 1:
-            # gradients are reduced after, or weights gathered before, or half of each, the work of all pieces but one
-            reduced = sum(layout.plain.reduce[unit] for unit in layout.units_of_stages[held[0]])
-            seconds = max(seconds, (pieces - 1) * works[held[0]] + reduced)
+            # gradients are reduced after the work of all pieces but one, or scattered after and weights gathered before
+            own, sharded = layout.units_of_stages[held[0]], layout.sharded
+            reduced = sum(layout.plain.reduce[unit] for unit in own)
+            shared = sum(sharded.reduce[unit] / 2 + sharded.gather[unit] for unit in own)
+            seconds = max(seconds, (pieces - 1) * works[held[0]] + min(reduced, shared))
         most = max(most, seconds)
     return most + _end(layout.work, layout.sharded if layout.is_shared else layout.plain)
 
@@ -252,7 +254,7 @@ class Timed:
         """All forwards wait for one of stage 0, whose units wait for their weights, gathered one after the other."""
         gathered = computed = most = 0.0
         for unit in self.layout.units_of_stages[0]:
-            gathered += costs.reduce[unit] / 2
+            gathered += costs.gather[unit]
             most = max(most, gathered - computed)
             computed += costs.forward[unit] + costs.launch
         return most
@@ -277,8 +279,7 @@ class Timed:
         a rank has room for anew in every action."""
         if self.layout.work.lora is not None:  # frozen weights are gathered as well
             return 0.0
-        by_unit = [each / 2 for each in costs.reduce]
-        by_part = {part: [by_unit[unit] for unit in self.units_of_parts[part]] for part in rank.held}
+        by_part = {part: [costs.gather[unit] for unit in self.units_of_parts[part]] for part in rank.held}
         if room is not None and sum(map(len, by_part.values())) > room:
             again = {part: sum(sorted(each)[: max(0, len(each) - room)]) for part, each in by_part.items()}
             return sum(rank.readers(part) * seconds for part, seconds in again.items())

@@ -27,7 +27,7 @@ class Costs:
     `forward`, `backward` (input gradients only) and `weight` (weight gradients) hold one entry per stage, for one
     microbatch; so do `recompute` (empty: as `forward`; 0: nothing is launched), `offload`, the time of one OFFLOAD or
     RELOAD (empty: 0), `reduce`, that of an all-reduce of the stage's gradients (empty: 0), and `gather`, that of an
-    all-gather of its weights (empty: half of `reduce`).
+    all-gather of its weights (empty: half of `reduce`). A REDUCE_SCATTER takes half of `reduce`.
     With sliced sequences an entry is for one slice: all slices cost the same, although under a causal mask later ones
     attend to more tokens. `transfer` is one activation or gradient sent to another rank, `norm` and `step` the end of a
     step (`norm` also that of an evaluation); `launch` is added to every compute instruction.

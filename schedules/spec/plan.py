@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.data import DataSpec
@@ -60,7 +61,8 @@ class Plan:
     `cp_method` is how context ranks attend to each other's tokens. Tensor ranks share a node unless `tp_across_nodes`.
     Steps that are `spikes` change no weight (None: only those with a norm that is not finite). With `lora` the model is
     frozen, and its adapters are the parameters. `fp8` says which products are in 8 bits (None: none).
-    `gpu` names the GPU whose figures the plan is made with ('': unknown).
+    `gpu` names the GPU whose figures the plan is made with ('': unknown), and `rates` are those of its costs (None:
+    what is assumed of that GPU).
     The state of each rank is copied into the memory of another one every `replicate_every` steps, 0: never.
     The end of a node is announced by the file or URL `notice`.
     """
@@ -91,6 +93,7 @@ class Plan:
     fp8: Fp8Spec | None = None
     rampup_programs: tuple[Program, ...] = ()
     gpu: str = ""
+    rates: Rates | None = None
     replicate_every: int = 0
     notice: str | None = None
 

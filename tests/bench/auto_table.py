@@ -21,6 +21,7 @@ from record import stamp, write
 
 from pentad.orchestrator.activations.allocations import Piece
 from pentad.orchestrator.planning.cost_model import guess_costs
+from pentad.orchestrator.planning.hardware import rates_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.search.auto import EFFORT, choose
@@ -87,7 +88,7 @@ class Case:
             layers = split_layers(spec.layers, order.placement, head_in_layers(spec, self.length))
         except PentadError:
             return None
-        costs = guess_costs(spec, layers, order.placement, Piece(1, self.length, "bfloat16", "cuda"))
+        costs = guess_costs(spec, layers, order.placement, Piece(1, self.length, "bfloat16", "cuda"), rates_of("cuda"))
         activation_bytes = 2 * self.length * spec.hidden
         moe_layers = [max(at.end - max(at.first, model.first_k_dense), 0) if model.top_k else 0 for at in layers]
         all_to_all = [1e3 * count * 2 * model.top_k * activation_bytes / ALL_TO_ALL_BANDWIDTH for count in moe_layers]

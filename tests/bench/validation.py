@@ -28,11 +28,11 @@ from scatter import svg_scatter
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.estimate import flops_per_token, memories, simulated_seconds
-from pentad.orchestrator.planning.hardware import Rates, rates_of
+from pentad.orchestrator.planning.hardware import GROUPED_EFFICIENCY, rates_of
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.events import Events, acyclic_events
-from pentad.schedules.spec.mesh import Axis
+from pentad.schedules.simulate.rates import AttentionRates, Links, Rates
 from pentad.schedules.spec.plan import Plan
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -42,7 +42,7 @@ FAMILIES = (
     *("megatron-h100", "torchtitan-bf16", "torchtitan-fp8", "megatron-bridge", "llama-3", "nanotron", "moe"),
 )
 ATTAINED_NETWORK = 0.8  # of its bits, as for the planner's own figure
-HOST_ORDER: tuple[Axis, ...] = ("pp", "dp", "ep", "cp", "tp")  # of these programs
+HOST_ORDER = ("pp", "dp", "ep", "cp", "tp")  # of these programs
 STEPS = (1.3, 1.14, 1.07, 1.03)  # by which a fit changes a constant
 AXES = ("dp", "pp", "cp", "tp", "ep")
 MODEL = ("family", "layers", "hidden", "heads", "head_dim", "vocab", "tie_word_embeddings", "experts", "mla")
@@ -197,13 +197,26 @@ def _on(rates: Rates, facts: Facts) -> Rates:
     """On the hosts of these programs, with links between them by data sheet. Where products are cut into as many parts
     as there are tp ranks, all but the first part's bytes move beside another part's product."""
     hidden = 1 - 1 / facts.get("tp", 1) if facts.get("tp_overlap") else 0.0
-    links = ATTAINED_NETWORK * facts["gbit"] * 1e9 / 8
+    links = Links.uniform(rates.inter_host.send.latency, ATTAINED_NETWORK * facts["gbit"] * 1e9 / 8)
     return replace(rates, inter_host=links, host_order=HOST_ORDER, tp_hidden=hidden)
 
 
 def rates_with(gpu: str, given: dict[str, Any]) -> Rates:
     """The planner's own for a GPU, with the constants of a program."""
-    return replace(rates_of("cuda", gpu), **given["data_sheet"], **given["fitted"])
+    found, values = rates_of("cuda", gpu), given["data_sheet"] | given["fitted"]
+    flops, elementwise = values["flops"], values.get("elementwise", found.elementwise)
+    attention = ((1.0, values.get("attention", flops)),)
+    others = {key: values[key] for key in ("issue", "layer_issue") if key in values}
+    if "intra_host" in values:
+        others["intra_host"] = others["peer"] = Links.uniform(values["intra_host_latency"], values["intra_host"])
+    return replace(
+        found,
+        products=((1.0, flops),),
+        grouped=GROUPED_EFFICIENCY * flops,
+        attention=(AttentionRates(128, attention, attention),),
+        elementwise=elementwise,
+        **others,
+    )
 
 
 def rates_for(row: Row) -> Rates:

@@ -72,6 +72,7 @@ LAYERS = {
         "cli",
         "api",
         "run",
+        "calibration",
         "doctor",
         "recovery",
         "control",

@@ -1,0 +1,1 @@
+"""Measures the rates that plans are made with."""

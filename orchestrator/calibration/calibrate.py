@@ -1,0 +1,70 @@
+"""`pentad calibrate`: from measurements of ranks to a table of rates."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from pentad.orchestrator.calibration.ranks import Report, run_ranks
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.gpus.rate_table import CPU, RateTable
+from pentad.orchestrator.planning.hardware import ISSUE, local_device, local_gpus, rates_of
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.rates import Rates, fit_link
+
+GROUPS = ("intra_host", "inter_host", "peer")
+_rates: TypeAdapter[Rates] = TypeAdapter(Rates)
+Progress = Callable[[], AbstractContextManager[Report]]
+
+
+def calibrate(config: RunConfig, progress: Progress) -> RateTable:
+    """Of this machine's GPUs or cores; or of as many on two nodes of the cluster that the run would join. Raises
+    PentadError."""
+    if config.cluster.address != "local":
+        from pentad.orchestrator.calibration.nodes import measured_on_cluster  # imports ray
+
+        with progress() as report:
+            found, hosts = measured_on_cluster(config, report)
+    else:
+        device, _ = local_device(config.cluster, 1)
+        ranks = local_gpus() if device == "cuda" else min(config.mesh.size, os.cpu_count() or 1)
+        if not ranks:
+            raise PentadError("cluster.device is cuda: expected a GPU on this machine")
+        hosts = [0] * ranks
+        from pentad.workers.parallel.process_groups import start_store  # imports torch
+
+        store = start_store("127.0.0.1", ranks, 60.0)
+        with progress() as report:
+            address = f"{store.host}:{store.port}"
+            measured = run_ranks(device, {rank: rank for rank in range(ranks)}, address, hosts, report)
+            assert measured is not None
+            found = measured
+    return table_of(found, hosts)
+
+
+def table_of(found: dict[str, Any], hosts: list[int]) -> RateTable:
+    """From what rank 0 of ranks on these hosts has found: links that there were none of are those that plans assume."""
+    gpu = found.pop("gpu")
+    assumed = [name for name in GROUPS if found[name] is None and (name != "peer" or found["intra_host"] is None)]
+    usual = asdict(rates_of("cpu" if gpu == CPU else "cuda", gpu)) if assumed else {}
+    links = {name: usual[name] if name in assumed else _fitted(found[name] or {}) for name in GROUPS}
+    links["peer"] = links["intra_host"] | links["peer"]  # peer copies do not do everything
+    figures = {
+        **found,
+        **links,
+        "host_memory": asdict(fit_link(*zip(*found["host_memory"], strict=True))),
+        "issue": 0.0 if gpu == CPU else ISSUE,  # of whole layers
+    }
+    measured, ranks = datetime.now(UTC).strftime("%Y-%m-%d"), (len(hosts), len(set(hosts)))
+    rates = _rates.validate_python(figures)
+    return RateTable(version=1, gpu=gpu, measured=measured, ranks=ranks, assumed=tuple(assumed), rates=rates)
+
+
+def _fitted(timings: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
+    return {kind: asdict(fit_link(*zip(*points, strict=True))) for kind, points in timings.items()}

@@ -1,0 +1,66 @@
+"""Processes that measure together, one for each rank, on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import IO, Any
+
+from pentad.schedules.ir.errors import PentadError
+
+PROBE = "pentad.workers.health.calibration"
+LIMIT = 170.0  # seconds, from the start of the processes
+Report = Callable[[int, int], None]  # how many of how many measurements are done
+
+
+def run_ranks(
+    device: str, gpus: Mapping[int, int], address: str, hosts: Sequence[int], report: Report | None = None
+) -> dict[str, Any] | None:
+    """Runs ranks on these GPUs until all have measured, with those of other hosts; `hosts` has the host of every rank.
+    Returns what rank 0 found if it is one of them. Raises PentadError if a rank fails, or for one that takes too
+    long."""
+    found: dict[str, Any] | None = None
+    with ExitStack() as stack:
+        errors = {rank: stack.enter_context(tempfile.TemporaryFile("w+")) for rank in gpus}
+        started: list[subprocess.Popen[str]] = []
+
+        def end() -> None:
+            for process in started:
+                process.kill()
+
+        stack.callback(end)
+        for rank, gpu in gpus.items():
+            command = [sys.executable, "-P", "-m", PROBE, device, str(gpu), address, str(rank)]
+            command.append(",".join(map(str, hosts)))
+            out = subprocess.DEVNULL if rank else subprocess.PIPE  # only rank 0 has something to say
+            process = subprocess.Popen(command, stdout=out, stderr=errors[rank], text=True)
+            started.append(stack.enter_context(process))
+        timer = threading.Timer(LIMIT, end)
+        stack.callback(timer.cancel)
+        timer.start()
+        for process in started:
+            for line in process.stdout or ():
+                row = json.loads(line) if line.startswith("{") else {}  # libraries print, too
+                found = row.get("rates", found)
+                if report is not None and "done" in row:
+                    report(row["done"], row["total"])
+        for process, file in zip(started, errors.values(), strict=True):
+            if process.wait():
+                late = not timer.is_alive()
+                raise PentadError(
+                    f"calibration failed: {f'no end within {LIMIT:.0f} s' if late else _reason(file, process)}"
+                )
+    return found
+
+
+def _reason(file: IO[str], process: subprocess.Popen[str]) -> str:
+    """The last error that a process has printed."""
+    file.seek(0)
+    lines = [line.strip() for line in file if line.strip()]
+    named = [line for line in lines if "Error" in line.partition(":")[0]]
+    return (named or lines or [f"exit status {process.returncode}"])[-1]

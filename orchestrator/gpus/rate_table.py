@@ -1,0 +1,92 @@
+"""The table of rates that `pentad calibrate` writes for a GPU, and plans read."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.rates import Rates
+
+CPU = "CPU"  # the name of ranks without a GPU
+MAY_BE_ZERO, MAY_BE_EMPTY = (".latency", ".issue", ".layer_issue", ".tp_hidden"), "products_8bit"
+
+
+class RateTable(BaseModel):
+    """`gpu` is the name that CUDA has for it, or CPU; `measured` the date, `ranks` the number of ranks and hosts, and
+    `assumed` names the rates that could not be measured with those."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    version: Literal[1]
+    gpu: str
+    measured: str
+    ranks: tuple[int, int]
+    assumed: tuple[str, ...]
+    rates: Rates
+
+
+def place_of(gpu: str) -> Path:
+    """Where the table of a GPU is in the user's cache folder."""
+    cache = Path(os.environ.get("PENTAD_CACHE") or "~/.cache/pentad").expanduser()
+    return cache / "rates" / f"{gpu.replace(' ', '-').replace('/', '-')}.json"
+
+
+def write_table(table: RateTable, path: Path) -> None:
+    """Raises PentadError where the file cannot be written; a reader never sees half of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(table.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise PentadError(f"{path} cannot be written ({error.strerror}): expected a place for a table") from None
+
+
+def read_table(path: Path, gpu: str, key: str = "cluster.rates") -> Rates:
+    """The rates of a table of this GPU. Raises PentadError for a file that `pentad calibrate` did not write, or for
+    another GPU."""
+    try:
+        written = path.stat().st_mtime_ns
+    except OSError:
+        written = 0
+    return _read(path, gpu, key, written)
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, gpu: str, key: str, written: int) -> Rates:
+    """Of the file as it was written at that time: a search makes hundreds of plans with it."""
+    expected = f"{key} is {path}: expected a table that `pentad calibrate` wrote for {gpu}"
+    try:
+        table = RateTable.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PentadError(f"{expected} ({getattr(error, 'strerror', None) or 'no text'})") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise PentadError(f"{expected} ({where}: {first['msg']})") from None
+    if table.gpu != gpu:
+        raise PentadError(f"{expected} (it is of {table.gpu})")
+    figures = table.model_dump()["rates"] | {"source": None, "host_order": None}
+    if wrong := _impossible(figures, "rates"):
+        raise PentadError(f"{expected} ({wrong})")
+    return replace(table.rates, source=f"measured {table.measured} ({path})")
+
+
+def _impossible(value: Any, name: str) -> str:
+    """What is wrong with the first figure that is not finite and above 0; some MAY_BE_ZERO."""
+    if isinstance(value, dict):
+        return next(filter(None, (_impossible(each, f"{name}.{key}") for key, each in value.items())), "")
+    if isinstance(value, (list, tuple)):
+        if not value and not name.endswith(MAY_BE_EMPTY):
+            return f"{name} is empty"
+        return next(filter(None, (_impossible(each, f"{name}.{number}") for number, each in enumerate(value))), "")
+    if value is None or (math.isfinite(value) and (value > 0 or (value == 0 and name.endswith(MAY_BE_ZERO)))):
+        return ""
+    return f"{name} is {value}"

@@ -1,0 +1,158 @@
+"""What a rank and its links attain, assumed or measured by `pentad calibrate`: the figures that costs are made from."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import log
+from typing import Any
+
+# Outermost first: replicas communicate once a step only.
+HOST_ORDER = ("dp", "pp", "ep", "cp", "tp")
+Curve = tuple[tuple[float, float], ...]  # (size, rate) in ascending order of sizes, not empty
+
+
+@dataclass(frozen=True)
+class Link:
+    """Seconds before an operation, and bytes/s that a rank sends in it."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, size: float, operations: int = 1) -> float:
+        """Of so many operations that send `size` bytes together."""
+        return operations * self.latency + size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Links:
+    """A link by kind of operation; `send` also stands for the hops of a ring. Bytes are those that a ring algorithm
+    sends on one rank."""
+
+    all_gather: Link
+    reduce_scatter: Link
+    all_reduce: Link
+    all_to_all: Link
+    send: Link
+
+    @staticmethod
+    def uniform(latency: float, bandwidth: float) -> Links:
+        return Links(*(Link(latency, bandwidth) for _ in range(5)))
+
+    def shared(self, ranks: int, most: Links) -> Links:
+        """Where so many ranks of a collective are on a host: bytes that pass from rank to rank use the links of all of
+        them, up to those on the host; sends and exchanges each rank its own."""
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        bandwidths = {kind: min(ranks * self.of(kind).bandwidth, most.of(kind).bandwidth) for kind in kinds}
+        return replace(self, **{kind: Link(self.of(kind).latency, each) for kind, each in bandwidths.items()})
+
+    def of(self, kind: str) -> Link:
+        found: Link = getattr(self, "send" if kind == "ring" else kind)
+        return found
+
+
+@dataclass(frozen=True)
+class AttentionRates:
+    """FLOP/s of causal attention with heads of this width, by the length of sequences; the masked half does not count,
+    and a backward counts 2.5 times the FLOPs of a forward."""
+
+    width: int
+    forward: Curve
+    backward: Curve
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s of products by FLOPs of a product, in the dtype of compute and with one scale for each factor in 8 bits
+    (`products_8bit`, empty: unknown), and of grouped products of experts; of attention. Bytes/s of copies in a rank's
+    memory, of what layers do besides products, and of an optimizer's update. Links inside layers to ranks on the host
+    and to other hosts, those of transfers and ZeRO on a host where no operation leaves it (`peer`), and to host memory.
+    Seconds to launch an instruction, and of the host to start an operation inside a layer with the kernels around it,
+    or F, B or RECOMPUTE of a layer without any. `source` says where they come from. The share of tp's bytes that
+    products hide, and the order of axes in which ranks fill hosts.
+    """
+
+    products: Curve
+    products_8bit: Curve
+    grouped: float
+    attention: tuple[AttentionRates, ...]
+    memory: float
+    elementwise: float
+    update: float
+    intra_host: Links
+    inter_host: Links
+    peer: Links
+    host_memory: Link
+    launch: float
+    issue: float
+    source: str = ""
+    layer_issue: float = 0.0
+    tp_hidden: float = 0.0
+    host_order: tuple[str, ...] = HOST_ORDER
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s of the largest products."""
+        return self.products[-1][1]
+
+    def attention_of(self, width: int) -> AttentionRates:
+        """Those of the nearest width."""
+        return min(self.attention, key=lambda each: abs(log(each.width / width)))
+
+    def typical(self, name: str) -> float:
+        """A figure for people: 'flops', or bytes/s of gathers 'intra_host' or 'inter_host'."""
+        return self.flops if name == "flops" else float(getattr(self, name).all_gather.bandwidth)
+
+    def scaled(self, name: str, times: float) -> Rates:
+        """With all that `typical` stands for so many times as fast."""
+        if name != "flops":
+            names = ("intra_host", "peer") if name == "intra_host" else (name,)
+            changed: dict[str, Any] = {each: _scaled_links(getattr(self, each), times) for each in names}
+            return replace(self, **changed)
+        attention = tuple(
+            replace(each, forward=_scaled(each.forward, times), backward=_scaled(each.backward, times))
+            for each in self.attention
+        )
+        return replace(
+            self,
+            products=_scaled(self.products, times),
+            products_8bit=_scaled(self.products_8bit, times),
+            grouped=times * self.grouped,
+            attention=attention,
+        )
+
+
+@lru_cache(maxsize=65536)
+def rate_at(curve: Curve, size: float) -> float:
+    """Linear in the logarithm of the size between two points, and constant beyond the first and last."""
+    at = bisect([each for each, _ in curve], size)
+    if at in (0, len(curve)):
+        return curve[max(0, at - 1)][1]
+    (low, first), (high, second) = curve[at - 1 : at + 1]
+    return first + (second - first) * log(size / low) / log(high / low)
+
+
+def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Link:
+    """The latency and bandwidth with the least squares of relative errors; no latency is below 0."""
+    weights = [each**-2 for each in seconds]
+    total = sum(weights)
+    size = sum(weight * each for weight, each in zip(weights, sizes, strict=True)) / total
+    took = sum(weight * each for weight, each in zip(weights, seconds, strict=True)) / total
+    rows = list(zip(weights, sizes, seconds, strict=True))
+    variance = sum(weight * (each - size) ** 2 for weight, each, _ in rows)
+    slope = sum(weight * (each - size) * (second - took) for weight, each, second in rows) / variance
+    if slope <= 0 or took < slope * size:  # noise: through the origin
+        slope = sum(w * each * second for w, each, second in rows) / sum(w * each**2 for w, each, _ in rows)
+        return Link(0.0, 1 / slope)
+    return Link(took - slope * size, 1 / slope)
+
+
+def _scaled(curve: Curve, times: float) -> Curve:
+    return tuple((size, times * rate) for size, rate in curve)
+
+
+def _scaled_links(links: Links, times: float) -> Links:
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
+    return Links(*(replace(link, bandwidth=times * link.bandwidth) for link in (getattr(links, k) for k in kinds)))

@@ -1,0 +1,147 @@
+"""Tables of rates: measured, written, read, and what plans make of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from commands import Pentad
+
+from pentad.orchestrator.calibration.calibrate import table_of
+from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.gpus.rate_table import RateTable, place_of, write_table
+from pentad.orchestrator.planning.estimate import costs_of, simulated_seconds
+from pentad.orchestrator.planning.hardware import rates_for, rates_of
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.rates import Rates
+from pentad.workers.health.calibration import calibrate
+
+GPU = "NVIDIA H200"
+RATES = asdict(rates_of("cuda", GPU))
+SIZES = ("model.hidden=1024", "model.ffn=4096", "model.heads=8", "batch.sequence_length=2048", f"cluster.gpu={GPU}")
+
+
+def table(rates: Rates, gpu: str = GPU) -> RateTable:
+    return RateTable(version=1, gpu=gpu, measured="2026-11-26", ranks=(2, 1), assumed=(), rates=rates)
+
+
+def config(*overrides: str) -> RunConfig:
+    return load(None, [*SIZES, *overrides])
+
+
+def costs(rates: Rates, *overrides: str) -> Costs:
+    return costs_of(make_plan(config(*overrides), "cuda"), rates)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_table_of_the_assumed_rates_plans_the_same(tmp_path: Path, device: str) -> None:
+    name, path = "CPU" if device == "cpu" else GPU, tmp_path / "table.json"
+    write_table(table(rates_of(device, GPU), name), path)
+    plain, read = (make_plan(config(f"cluster.rates={each}"), device) for each in ("builtin", path))
+    assert read.program.hash == plain.program.hash and simulated_seconds(read) == simulated_seconds(plain)
+    assert costs_of(read) == costs_of(plain)
+    assert plain.rates is not None and plain.rates.source.startswith("assumed for a")
+    assert read.rates is not None and read.rates.source == f"measured 2026-11-26 ({path})"
+
+
+def test_products_twice_as_fast_halve_what_is_computed() -> None:
+    assumed = replace(rates_of("cuda", GPU), memory=1e30, elementwise=1e30)
+    once, twice = costs(assumed), costs(assumed.scaled("flops", 2))
+    for each in ("forward", "backward", "weight"):
+        assert getattr(once, each) == pytest.approx([2 * part for part in getattr(twice, each)])
+
+
+def test_each_cost_of_a_link_follows_its_own_rate() -> None:
+    """Of transfers, reductions and gathers between layers; those inside layers are others."""
+    assumed, mesh = rates_of("cuda", GPU), ("mesh.pp=2", "mesh.dp=2", "zero.stage=1", "schedule.microbatches=4")
+    usual = costs(assumed, *mesh)
+    for kind, cost in (("send", "transfer"), ("reduce_scatter", "reduce"), ("all_gather", "gather")):
+        slow = replace(getattr(assumed.peer, kind), bandwidth=1e9)
+        changed = costs(replace(assumed, peer=replace(assumed.peer, **{kind: slow})), *mesh)
+        assert {name for name in vars(usual) if getattr(usual, name) != getattr(changed, name)} == {cost}
+    slow_layers = replace(assumed, intra_host=replace(assumed.intra_host, all_gather=slow))
+    assert costs(slow_layers, *mesh) == usual
+    assert costs(slow_layers, "mesh.tp=2").forward[0] > costs(assumed, "mesh.tp=2").forward[0]
+
+
+def test_smaller_products_take_their_own_rate() -> None:
+    assumed = rates_of("cuda", GPU)
+    slow = replace(assumed, products=((1e6, assumed.flops / 10), (1e15, assumed.flops)))
+    assert costs(slow).weight[0] > 1.2 * costs(assumed).weight[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gpu": "NVIDIA B200"}, "it is of NVIDIA B200"),
+        ({"version": 2}, "version: Input should be 1"),
+        ({"colour": "red"}, "colour: Extra inputs are not permitted"),
+        ({"rates": {}}, "rates.products: Field required"),
+        ({"rates": RATES | {"products": []}}, "rates.products is empty"),
+        ({"rates": RATES | {"memory": -1.0}}, "rates.memory is -1.0"),
+        ({"rates": RATES | {"memory": 0.0}}, "rates.memory is 0.0"),
+        ({"rates": RATES | {"update": float("nan")}}, "rates.update"),
+    ],
+)
+def test_other_tables_are_refused_in_a_sentence(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table(rates_of("cuda", GPU)).model_dump(mode="json") | changes))
+    assert reason in refusal(path)
+
+
+def test_what_is_no_table_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    assert "No such file or directory" in refusal(path)
+    path.write_bytes(b"\xff\xfe")
+    assert "no text" in refusal(path)
+    path.write_text("{")
+    assert "the file: Invalid JSON" in refusal(path)
+
+
+def refusal(path: Path) -> str:
+    """Why a table is refused, without what is expected."""
+    with pytest.raises(PentadError) as error:
+        rates_for(config(f"cluster.rates={path}").cluster, "cuda")
+    expected = f"cluster.rates is {path}: expected a table that `pentad calibrate` wrote for {GPU} ("
+    assert str(error.value).startswith(expected) and "\n" not in str(error.value)
+    return str(error.value)[len(expected) :]
+
+
+def test_auto_takes_the_table_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENTAD_CACHE", str(tmp_path))
+    section = config().cluster
+    assert rates_for(section, "cuda") == rates_of("cuda", GPU)
+    write_table(table(rates_of("cuda", GPU)), place_of(GPU))
+    assert rates_for(section, "cuda").source.startswith("measured")
+    assert rates_for(section, "cpu") == rates_of("cpu")
+    place_of(GPU).write_text("")
+    with pytest.raises(PentadError, match=r"^cluster.rates is auto, which is .*: expected a table"):
+        rates_for(section, "cuda")
+
+
+def test_one_rank_measures_all_but_links(capsys: pytest.CaptureFixture[str]) -> None:
+    found = table_of(calibrate("cpu", -1, "", 0, [0]), [0])
+    assert found.assumed == ("intra_host", "inter_host", "peer")
+    assert found.rates.intra_host == rates_of("cpu").intra_host
+    steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["done"] for each in steps] == list(range(1, steps[-1]["total"] + 1))
+    assert RateTable.model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.slow
+def test_two_ranks_are_calibrated_and_planned_with(
+    pentad: Pentad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENTAD_CACHE", str(tmp_path))
+    status, out, _ = pentad("calibrate", "mesh.pp=2", "cluster.device=cpu", "--json")
+    facts = json.loads(out)
+    assert (status, facts["ranks"], facts["assumed"]) == (0, [2, 1], ["inter_host"])
+    assert facts["path"] == str(place_of("CPU")) and facts["seconds"] < 180
+    assert facts["rates"]["peer"] == facts["rates"]["intra_host"] != facts["rates"]["inter_host"]
+    assert facts["rates"]["intra_host"]["send"] != vars(rates_of("cpu").intra_host.send)
+    status, out, _ = pentad("plan", "--device", "cpu", "mesh.pp=2")
+    assert status == 0 and f"from rates measured {facts['measured']} ({place_of('CPU')})" in out.replace("\n ", " ")
