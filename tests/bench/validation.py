@@ -128,7 +128,7 @@ class Row:
             hidden, layers = facts["hidden"], facts["layers"]
             rest = facts["length"] / 6 / hidden + facts["vocab"] / 16 / layers / hidden
             return float(96 * layers * hidden**2 * (1 + rest))
-        model = self.plans[0][0].model
+        model = RunConfig.model_validate(sections(self.choices[0])).model.spec
         return flops_per_token(model, facts["length"], causal=facts["convention"] == "causal")
 
     def predicted(self, rates: Rates) -> float:
@@ -333,6 +333,19 @@ def points(results: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
                 yield name, row.seconds or 0.0, predicted
 
 
+def table(results: dict[str, Any]) -> str:
+    """For docs/validation.md."""
+    lines = [
+        "| rows | fitted on | scored | median | p90 | max | mean | Spearman |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in results.items():
+        percents = (f"{100 * found[key]:.1f} %" for key in ("median", "p90", "max", "mean"))
+        order = "" if found["spearman"] is None else f"{found['spearman']:.2f}"
+        lines.append(f"| {name} | {found['trained_on']} | {found['scored']} | {' | '.join(percents)} | {order} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fit", action="store_true")
@@ -350,6 +363,7 @@ def main() -> None:
         results[name] = score(name)
         shown = {key: value for key, value in results[name].items() if key not in ("predicted", "worst")}
         print(f"{name}: {json.dumps(shown)}", flush=True)
+    print(table(results))
     write(given.json, {**stamp(), "constants": digest(), "families": results})
     if given.svg is not None:
         given.svg.write_text(svg_scatter(list(points(results)), title="Seconds of a step, predicted over measured"))
