@@ -17,6 +17,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def ceil_div(a: int, b: int) -> int:
+    """Triton's own `cdiv` is made for kernels, and takes longer on the host than the rest of a launch's arithmetic."""
+    return -(-a // b)
+
+
 def triton_on_gpu(reference: Callable[P, R]) -> Callable[P, R]:
     """Decorates an operation in torch, for any dtype and device, that has a Triton twin: the function of the same name
     and arguments in MODULE_triton.py.

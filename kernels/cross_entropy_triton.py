@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentad.kernels.backend import IGNORE_INDEX
+from pentad.kernels.backend import IGNORE_INDEX, ceil_div
 
 LANES = 2048
 DEPTH = 4
@@ -100,7 +100,7 @@ def cross_entropy_backward_(
     """Launches the backward kernel; see `pentad.kernels.cross_entropy.cross_entropy_backward_`."""
     assert logits.is_contiguous() and targets.is_contiguous() and lse.is_contiguous()
     tokens, vocabulary = logits.shape
-    _backward[(tokens * triton.cdiv(vocabulary, BACKWARD_BLOCK),)](
+    _backward[(tokens * ceil_div(vocabulary, BACKWARD_BLOCK),)](
         *(logits, targets, lse, scale, z_loss, vocabulary, softcap),
         BLOCK=BACKWARD_BLOCK,
         IGNORE_INDEX=IGNORE_INDEX,

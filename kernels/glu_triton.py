@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.kernels import glu as reference
+from pentad.kernels.backend import ceil_div
 from pentad.kernels.glu import Activation
 
 TILE = 2048
@@ -66,7 +67,7 @@ def _backward(dy, gate_up, dgate_up, y, I: tl.constexpr, ACT: tl.constexpr, BLOC
 def row_blocks(width: int) -> tuple[int, int, int]:
     """(columns of a program, programs of a row, warps of a program) for rows of `width` elements."""
     block = max(128, min(TILE, triton.next_power_of_2(width)))
-    return block, triton.cdiv(width, block), max(1, block // (32 * PER_THREAD))
+    return block, ceil_div(width, block), max(1, block // (32 * PER_THREAD))
 
 
 def glu(gate_up: Tensor, act: Activation = "silu") -> Tensor:

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pentad.kernels.backend import ceil_div
+
 # Elements a program holds at once (always at least one row), and elements a thread holds of each tensor: fewer in
 # the backward pass, which keeps five tensors in registers and would spill.
 TILE = 4096
@@ -94,7 +96,7 @@ def rms_norm(
     y = torch.empty_like(x)
     summed = x if residual is None else torch.empty_like(x)
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    _forward[(triton.cdiv(tokens, rows),)](
+    _forward[(ceil_div(tokens, rows),)](
         x, residual, weight, y, summed, rstd, tokens, eps,
         H=width, ROWS=rows, BLOCK=block, ADD=residual is not None, OFFSET=offset, num_warps=warps,
     )  # fmt: skip
@@ -109,7 +111,7 @@ def rms_norm_backward(
     assert dresidual is None or dresidual.is_contiguous()
     tokens, width = dy.shape
     rows, block, warps = shape_of(width, PER_THREAD_BACKWARD)
-    programs = min(PROGRAMS, triton.cdiv(tokens, rows))
+    programs = min(PROGRAMS, ceil_div(tokens, rows))
     stages = 2 if rows * block * dy.element_size() <= PREFETCHED_BYTES else 1
     dx = torch.empty_like(summed)
     partial = torch.empty(programs, width, dtype=torch.float32, device=dy.device)
@@ -119,5 +121,5 @@ def rms_norm_backward(
         H=width, ROWS=rows, BLOCK=block, ADD=dresidual is not None, OFFSET=offset, STAGES=stages,
         num_warps=warps,
     )  # fmt: skip
-    _sum_rows[(triton.cdiv(width, 32),)](partial, dweight, programs, width, ROWS=64, BLOCK=32, num_warps=4)
+    _sum_rows[(ceil_div(width, 32),)](partial, dweight, programs, width, ROWS=64, BLOCK=32, num_warps=4)
     return dx, dweight

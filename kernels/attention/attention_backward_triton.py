@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.kernels.attention.attention_reference import AttentionOptions
+from pentad.kernels.backend import ceil_div
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 ROWS = 64  # of a program of `_row_terms`
@@ -271,11 +272,11 @@ def attention_backward(
         return {"CAUSAL": options.causal, "WINDOWED": windowed, "PACKED": packed, "EVEN": even, "WIDTH": width}
 
     of_keys, of_queries = blocks_for(width, q.device)
-    _keys_and_values[(triton.cdiv(longest[1], of_keys.KEYS), groups, segments)](
+    _keys_and_values[(ceil_div(longest[1], of_keys.KEYS), groups, segments)](
         *operands, to_k, to_v, *cu_seqlens, *operands.strides, _stride(to_k), _stride(to_v), *numbers,
         **flags(of_keys), **of_keys._asdict(),
     )  # fmt: skip
-    _queries[(triton.cdiv(longest[0], of_queries.QUERIES), heads, segments)](
+    _queries[(ceil_div(longest[0], of_queries.QUERIES), heads, segments)](
         *operands, to_q, *cu_seqlens, *operands.strides, _stride(to_q), *numbers,
         **flags(of_queries), **of_queries._asdict(),
     )  # fmt: skip
@@ -302,7 +303,7 @@ def _operands(
         lse = lse.transpose(0, 1).flatten(1).unsqueeze(0)
     lse, q, k, v, dout, out = lse.float().contiguous(), *(_rows(x, options) for x in (q, k, v, dout, out))
     (rows, heads, queries, width), log2_lse, delta = q.shape, torch.empty_like(lse), torch.empty_like(lse)
-    _row_terms[(triton.cdiv(queries, ROWS), heads, rows)](
+    _row_terms[(ceil_div(queries, ROWS), heads, rows)](
         dout, out, lse, log2_lse, delta, _stride(dout), _stride(out), heads, queries, ROWS, width
     )
     return _Operands(q, k, v, dout, log2_lse, delta)

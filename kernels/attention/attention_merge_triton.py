@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pentad.kernels.backend import ceil_div
+
 ROWS = 32
 
 
@@ -36,6 +38,6 @@ def merge_partials_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) 
     assert out.dtype == lse.dtype == other_lse.dtype == torch.float32 and out.stride(3) == other.stride(3) == 1
     batch, heads, rows, width = out.shape
     strides = (*out.stride()[:3], *lse.stride(), *other.stride()[:3], *other_lse.stride())
-    grid = (triton.cdiv(rows, ROWS), batch * heads)
+    grid = (ceil_div(rows, ROWS), batch * heads)
     block = triton.next_power_of_2(width)
     _merge[grid](out, lse, other, other_lse, heads, rows, width, *strides, ROWS=ROWS, BLOCK=block)

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pentad.kernels.backend import ceil_div
+
 # Pairs that a program rotates; with 4 warps a thread moves two 16-byte vectors of each half in bf16.
 TILE = 2048
 
@@ -38,7 +40,7 @@ def rope_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
     assert cos.is_contiguous() and sin.is_contiguous() and cos.shape[1] == half
     block = max(16, triton.next_power_of_2(half))
     rows = max(1, TILE // block)
-    _rotate[(triton.cdiv(tokens * heads, rows),)](
+    _rotate[(ceil_div(tokens * heads, rows),)](
         x, cos, sin, tokens * heads, cos.shape[0], x.stride(0), x.stride(1),
         N=heads, HALF=half, ROWS=rows, BLOCK=block, INVERSE=inverse, num_warps=4,
     )  # fmt: skip

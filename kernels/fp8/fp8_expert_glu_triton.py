@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pentad.kernels.backend import ceil_div
 from pentad.kernels.fp8 import fp8_tensor
 from pentad.kernels.fp8.fp8_cast_triton import scale_of
 from pentad.kernels.fp8.fp8_tensor import Fp8Tensor, Recipe, Role
@@ -94,7 +95,7 @@ def fp8_weighted_glu(
     y, block = _empty(rows, width, recipe, "activation", gate_up), min(LARGEST, triton.next_power_of_2(width))
     limit = _limit(recipe, "activation")
     if rows:
-        _forward[(rows, triton.cdiv(width, block))](
+        _forward[(rows, ceil_div(width, block))](
             gate_up, weights, offsets, *y, width, offsets.shape[0],
             ACT=act, BLOCK=block, LIMIT=limit, POWER=recipe.power_of_two, num_warps=2,
         )  # fmt: skip

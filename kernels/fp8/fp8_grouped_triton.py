@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pentad.kernels.backend import ceil_div
 from pentad.kernels.fp8 import fp8_grouped as reference
 from pentad.kernels.fp8 import fp8_tensor
 from pentad.kernels.fp8.fp8_tensor import Fp8Tensor
@@ -101,7 +102,7 @@ def fp8_grouped_gemm(
     assert n % TILE.value == k % TILE.value == 0 and offsets.shape == (experts,)
     y = torch.empty(rows, n, dtype=dtype, device=offsets.device)
     # Every expert may have one partly filled tile.
-    grid = ((triton.cdiv(rows, ROWS) + experts) * (n // TILE.value),)
+    grid = ((ceil_div(rows, ROWS) + experts) * (n // TILE.value),)
     strides = x.values.stride(0), *x.scales.stride(), *weights.values.stride()[:2], *weights.scales.stride()
     each, given = triton.next_power_of_2(experts), index is not None
     _grouped[grid](*x, index, *weights, offsets, y, experts, n, k, *strides, EXPERTS=each, INDEXED=given, **FORWARD)

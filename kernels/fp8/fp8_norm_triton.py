@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.kernels import rms_norm_triton
+from pentad.kernels.backend import ceil_div
 from pentad.kernels.fp8 import fp8_cast_triton, fp8_tensor
 from pentad.kernels.fp8.fp8_cast_triton import (
     Out,
@@ -135,7 +136,7 @@ def _launch(
     rows, block, warps = rms_norm_triton.shape_of(width, rms_norm_triton.PER_THREAD)
     summed = x if residual is None else torch.empty_like(x)
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
-    _forward[(triton.cdiv(tokens, rows),)](
+    _forward[(ceil_div(tokens, rows),)](
         x, residual, weight, values, scales, maxima, summed, rstd, tokens, eps,
         H=width, ROWS=rows, BLOCK=block, ADD=residual is not None, OFFSET=offset, **constants, num_warps=warps,
     )  # fmt: skip

@@ -1,11 +1,14 @@
 """Grouped GEMM in Triton: a program computes one tile of one expert, which it finds from the offsets."""
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from pentad.kernels.backend import ceil_div
 
 ALIGNMENT = 16  # bytes, of the rows and matrices that torch's kernel supports
 
@@ -78,7 +81,7 @@ def _accumulate(
     tl.store(target, total, mask=mask)
 
 
-def _shape(dtype: torch.dtype) -> dict[str, object]:
+def _shape(dtype: torch.dtype) -> dict[str, Any]:
     """Tile sizes: 16-bit rows use tensor cores; float32 is multiplied in full precision, in smaller tiles."""
     if dtype == torch.float32:
         return {"ROWS": 64, "COLUMNS": 64, "DEPTH": 32, "PRECISION": "ieee", "num_warps": 4, "num_stages": 2}
@@ -94,8 +97,8 @@ def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     shape = _shape(x.dtype)
     # Every expert may have one partly filled tile.
-    tiles = triton.cdiv(rows, shape["ROWS"]) + experts
-    grid = (tiles * triton.cdiv(n, shape["COLUMNS"]),)
+    tiles = ceil_div(rows, shape["ROWS"]) + experts
+    grid = (tiles * ceil_div(n, shape["COLUMNS"]),)
     each = triton.next_power_of_2(experts)
     _grouped[grid](x, weights, offsets, y, experts, n, k, x.stride(0), *weights.stride(), EXPERTS=each, **shape)
     return y
@@ -122,5 +125,5 @@ def accumulate_grouped_gradient_(
     assert dy.shape[1] == n and x.shape[1] == k and offsets.shape == (experts,)
     # Few warps a program, so that an SM runs two: one multiplies while the other adds to the main gradient.
     shape = _shape(dy.dtype) | {"num_warps": 4}
-    grid = (experts * triton.cdiv(n, shape["ROWS"]) * triton.cdiv(k, shape["COLUMNS"]),)
+    grid = (experts * ceil_div(n, shape["ROWS"]) * ceil_div(k, shape["COLUMNS"]),)
     _accumulate[grid](main, dy, x, offsets, n, k, OVERWRITE=overwrite, **shape)

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pentad.kernels.backend import ceil_div
+
 # Four elements a thread: tensors of 4 and 2 bytes then have one layout, and the cast needs no reshuffling.
 BLOCK = 1024
 WARPS = 8
@@ -64,7 +66,7 @@ def adamw_(
     assert all(t.is_contiguous() for t in (master, m, v, grad))
     assert out is None or out.is_contiguous()
     n = master.numel()
-    _step[(triton.cdiv(n, BLOCK),)](
+    _step[(ceil_div(n, BLOCK),)](
         master, m, v, grad, out, scale, n, *c, BLOCK=BLOCK, CAST=out is not None, OPTIMISTIC=False, num_warps=WARPS
     )  # fmt: skip
 
@@ -73,6 +75,6 @@ def adamw_optimistic_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: T
     """Launches the kernel; see `pentad.kernels.optimizer.adamw.adamw_optimistic_`."""
     assert all(t.is_contiguous() for t in (out, master, m, v, grad))
     n = master.numel()
-    _step[(triton.cdiv(n, BLOCK),)](
+    _step[(ceil_div(n, BLOCK),)](
         master, m, v, grad, out, grad, n, *c, BLOCK=BLOCK, CAST=True, OPTIMISTIC=True, num_warps=WARPS
     )  # fmt: skip

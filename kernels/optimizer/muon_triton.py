@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pentad.kernels.backend import ceil_div
 from pentad.kernels.optimizer.muon import MuonCoefficients
 
 BLOCK = 1024
@@ -55,14 +56,14 @@ def muon_direction_(out: Tensor, momentum: Tensor, grad: Tensor, scale: Tensor, 
     """Launches the kernel; see `pentad.kernels.optimizer.muon.muon_direction_`."""
     assert all(t.is_contiguous() for t in (out, momentum, grad))
     n = out.numel()
-    _direction[(triton.cdiv(n, BLOCK),)](out, momentum, grad, scale, n, c.first, c.blend, BLOCK=BLOCK)
+    _direction[(ceil_div(n, BLOCK),)](out, momentum, grad, scale, n, c.first, c.blend, BLOCK=BLOCK)
 
 
 def muon_optimistic_(out: Tensor, master: Tensor, direction: Tensor, c: MuonCoefficients) -> None:
     """Launches the kernel; see `pentad.kernels.optimizer.muon.muon_optimistic_`."""
     assert all(t.is_contiguous() for t in (out, master, direction))
     n = out.numel()
-    _optimistic[(triton.cdiv(n, BLOCK),)](out, master, direction, n, c.decay, c.size, BLOCK=BLOCK)
+    _optimistic[(ceil_div(n, BLOCK),)](out, master, direction, n, c.decay, c.size, BLOCK=BLOCK)
 
 
 def muon_(
@@ -78,6 +79,6 @@ def muon_(
     assert all(t.is_contiguous() for t in (master, momentum, grad, direction))
     assert out is None or out.is_contiguous()
     n = master.numel()
-    _step[(triton.cdiv(n, BLOCK),)](
+    _step[(ceil_div(n, BLOCK),)](
         master, momentum, grad, direction, out, scale, n, c.decay, c.first, c.size, BLOCK=BLOCK, CAST=out is not None
     )

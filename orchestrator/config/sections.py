@@ -327,7 +327,8 @@ class ClusterSection(Section):
     """rates that plans are made with (docs/performance.md); auto: those that `pentad calibrate` measured of that GPU
     here, if it did, else builtin; builtin: from its data sheet; or the path of a table"""
     transport: Literal["auto", "peer", "nccl"] = "auto"
-    """what moves activations and does ZeRO's collectives; auto: peer copies if all GPUs are on one host, else NCCL"""
+    """what moves activations, and does the collectives of ZeRO and of tensor parallelism; auto: peer copies if all GPUs
+    are on one host, else NCCL"""
     address: Text = "local"
     """Ray cluster: local starts one here, auto joins the running one, HOST:PORT joins the one there"""
     dashboard: bool = Field(default=True, description="start the Ray dashboard of a local cluster")

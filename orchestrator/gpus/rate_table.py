@@ -38,13 +38,25 @@ def place_of(gpu: str) -> Path:
     return cache / "rates" / f"{gpu.replace(' ', '-').replace('/', '-')}.json"
 
 
+def require_place(path: Path) -> None:
+    """Raises PentadError where no table can be written."""
+    if path.is_dir():
+        raise PentadError(f"{path} is a folder: expected a file")
+    _write(path, None)
+
+
 def write_table(table: RateTable, path: Path) -> None:
     """Raises PentadError where the file cannot be written; a reader never sees half of it."""
+    _write(path, table.model_dump_json(indent=1) + "\n")
+
+
+def _write(path: Path, text: str | None) -> None:
+    """None: tries only."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(table.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        part.write_text(text or "", encoding="utf-8")
+        part.unlink() if text is None else part.replace(path)
     except OSError as error:
         raise PentadError(f"{path} cannot be written ({error.strerror}): expected a place for a table") from None
 

@@ -13,6 +13,7 @@ from plans import plan_on_mesh
 from small_models import FAMILIES, GEMMA, HEADS, MOE, WIDE, WIDE_MOE
 
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.parallel.tensor_parallel import SPLIT_ROWS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU), two_gpus]
 Case = tuple[str, dict[str, int], dict[str, Any]]
@@ -54,6 +55,14 @@ def test_shared_layers_equal_one_process(gpus, corpus, name, sizes, more):
     options = more.get("memory_options", MemoryOptions())
     plan = on_gpu(plan_on_mesh(corpus, name, sizes, **more), dtype="float64", memory_options=options)
     assert_equals_one_process(gpus, plan)
+
+
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+@pytest.mark.parametrize("name", ["1f1b", "dualpipev"])
+def test_products_that_overlap_with_their_messages_equal_one_process(gpus, corpus, name, transport):
+    plan = plan_on_mesh(corpus, name, {"tp": 2})
+    long = replace(plan.batch, sequence_length=SPLIT_ROWS)  # of two sequences a microbatch a rank has this many rows
+    assert_equals_one_process(gpus, on_gpu(replace(plan, batch=long), transport, dtype="float64"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -36,6 +36,13 @@ class Lanes(TorchDispatchMode):
         with self:
             yield
 
+    @contextmanager
+    def moved_to(self, lane: Lane | None) -> Iterator[None]:
+        """What is enqueued within goes to this lane; None: to the current one."""
+        before, self.current = self.current, self.current if lane is None else lane
+        yield
+        self.current = before
+
     def enqueue(self, run: Callable[[], object] = lambda: None, ready: Condition = lambda: True) -> None:
         self.queues[self.current].append(Task(run, ready))
 
@@ -52,22 +59,25 @@ class SimulatedFlags:
     def __init__(self, lanes: Lanes, ignored: str = "") -> None:
         self.lanes, self.values, self.ignored = lanes, Counter[Hashable](), ignored
 
-    def write(self, flag: Hashable, value: int) -> None:
-        self.lanes.enqueue(lambda: self.values.update({flag: value - self.values[flag]}))
+    def write(self, flag: Hashable, value: int, stream: Lane | None = None) -> None:
+        with self.lanes.moved_to(stream):
+            self.lanes.enqueue(lambda: self.values.update({flag: value - self.values[flag]}))
 
-    def wait(self, flag: Hashable, value: int) -> None:
+    def wait(self, flag: Hashable, value: int, stream: Lane | None = None) -> None:
         if flag[0] != self.ignored:  # type: ignore[index]
-            self.lanes.enqueue(ready=lambda: self.values[flag] >= value)
+            with self.lanes.moved_to(stream):
+                self.lanes.enqueue(ready=lambda: self.values[flag] >= value)
 
 
 class SimulatedMemory:
     """Tensors of all ranks by name; same interface as `PeerMemory`."""
 
-    def __init__(self, shared: dict[int, dict[str, torch.Tensor]]) -> None:
-        self.shared = shared
+    def __init__(self, shared: dict[int, dict[str, torch.Tensor]], lanes: Lanes | None = None) -> None:
+        self.shared, self.lanes = shared, lanes or Lanes()
 
-    def read(self, peer: int, name: str, start: int, target: torch.Tensor) -> None:
-        target.copy_(self.shared[peer][name][start : start + target.numel()])
+    def read(self, peer: int, name: str, start: int, target: torch.Tensor, stream: Lane | None = None) -> None:
+        with self.lanes.moved_to(stream):
+            target.view(-1).copy_(self.shared[peer][name][start : start + target.numel()])
 
     def close(self) -> None:
         pass

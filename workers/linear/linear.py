@@ -88,6 +88,24 @@ class Linear(NamedTuple):
             return fp8_gemm(rows, _given(self._forms(axes).columns), self.weight.dtype)
         return torch.mm(dy, self.weight)
 
+    def forward_gathered(self, axes: Axes, x: Operand, bias: Tensor | None = None) -> AsyncResult[Tensor]:
+        """[T, N] from this rank's rows [T / tp, K] of the input of a column-parallel product."""
+        if self.casts is None and isinstance(x, Tensor):
+            return axes.tp.gathered_matmul(x, self.weight.t(), bias)
+        return gather(axes, x).then(lambda full: self.forward(axes, self.input(axes, full, rows=True), bias))
+
+    def input_grad_gathered(self, axes: Axes, dy: Tensor) -> AsyncResult[tuple[Operand, Tensor]]:
+        """(dy as an operand of W, gradient [T, K] of the input) from this rank's rows [T / tp, N] of the gradient dy of
+        a row-parallel product's result."""
+        if self.casts is None:
+            return axes.tp.all_gather_matmul(dy, self.weight)
+
+        def product(full: Tensor) -> tuple[Operand, Tensor]:
+            operand = self.output_grad(axes, full)
+            return operand, self.input_grad(axes, operand)
+
+        return axes.tp.all_gather(dy).then(product)
+
     def forward_scattered(self, axes: Axes, x: Operand) -> AsyncResult[Tensor]:
         """This rank's rows [T / tp, N] of the sum over the tp ranks, of a row-parallel product."""
         if isinstance(x, Fp8Forms):

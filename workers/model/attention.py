@@ -96,9 +96,7 @@ class Attention(NamedTuple):
     ) -> Task[tuple[tuple[Tensor, ...], QKNormSaved | None]]:
         """([T, N, D] and twice [T, M, D], what B needs of their norms)."""
         axes, rotary, heads, kv_heads = context.axes, sequence.rotary, *self._head_counts(context)
-        full = yield from gather(axes, x)
-        bias = self.qkv_bias and self.qkv_bias.weight
-        qkv = self.qkv.forward(axes, self.qkv.input(axes, full, rows=True), bias)
+        qkv = yield from self.qkv.forward_gathered(axes, x, self.qkv_bias and self.qkv_bias.weight)
         yield from self.qkv_adapters.add_(context, x, qkv)
         qkv = qkv.view(qkv.shape[0], -1, context.model.qk_head_dim)  # [T, N + 2M, D]
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
@@ -147,10 +145,8 @@ class Attention(NamedTuple):
             vectors.append(bias_wgrad(self.out_bias, dy))
         dnarrow = yield from self.out_adapter.narrow_grad(context, dy)
         vectors += yield from self.out_adapter.wgrads(context, saved.out, dy, dnarrow)
-        dy = yield from axes.tp.all_gather(dy)
-        doutput = self.out.output_grad(axes, dy)
+        doutput, dout = yield from self.out.input_grad_gathered(axes, dy)
         del dy
-        dout = self.out.input_grad(axes, doutput)
         self.out_adapter.input_grad_(dnarrow, dout)
         grads, dsinks = yield from attend_backward(
             context, sequence, saved.context, dout, context.model.qk_head_dim, self.sinks and self.sinks.weight

@@ -51,7 +51,7 @@ def head_loss(
     A target of -100 has no loss. `softcap` is that of `cross_entropy`.
     """
     weight = param.weight
-    logits = torch.mm(tp.all_gather(normed).wait(), weight.t())
+    logits = tp.gathered_matmul(normed, weight.t()).wait()
     if tp.size > 1:
         first = tp.rank * weight.shape[0]
         # -1 is outside of every rank's vocabulary, and -100 stays as it is.

@@ -43,8 +43,7 @@ class MLP(NamedTuple):
         self, context: LayerContext, sequence: SequenceContext, x: Operand
     ) -> Task[tuple[Tensor, None, Tensor]]:
         axes = context.axes
-        full = yield from gather(axes, x)
-        gate_up = self.gate_up.forward(axes, self.gate_up.input(axes, full, rows=True))
+        gate_up = yield from self.gate_up.forward_gathered(axes, x)
         yield from self.gate_up_adapters.add_(context, x, gate_up)
         gated = self.down.glu(axes, gate_up, self.act)
         y = yield from self.down.forward_scattered(axes, gated)
@@ -53,7 +52,7 @@ class MLP(NamedTuple):
 
     def recompute(self, context: LayerContext, x: Operand, saved: None) -> Tensor:
         axes = context.axes
-        gate_up = self.gate_up.forward(axes, self.gate_up.input(axes, gather(axes, x).wait(), rows=True))
+        gate_up = self.gate_up.forward_gathered(axes, x).wait()
         run_to_completion(self.gate_up_adapters.add_(context, x, gate_up))
         return gate_up
 
@@ -62,10 +61,8 @@ class MLP(NamedTuple):
     ) -> Task[tuple[Tensor, list[Wgrad]]]:
         axes, local, local_dy = context.axes, x, dy
         dnarrow = yield from self.down_adapter.narrow_grad(context, dy)
-        dy = yield from axes.tp.all_gather(dy)
-        doutput = self.down.output_grad(axes, dy)
+        doutput, dgated = yield from self.down.input_grad_gathered(axes, dy)
         del dy
-        dgated = self.down.input_grad(axes, doutput)
         self.down_adapter.input_grad_(dnarrow, dgated)
         dgate_up, gated = self.down.glu_backward(axes, dgated, gate_up, self.act)
         del dgated  # free before the products

@@ -24,10 +24,16 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Arrival(Protocol):
+    """Something in flight, such as `dist.Work`; `wait` makes the host wait for it, or the current stream of a GPU."""
+
+    def wait(self) -> object: ...
+
+
 class LayerWork(NamedTuple):
     """An operation in flight inside a layer; the description of its group is the axis of the mesh."""
 
-    work: dist.Work | None  # torch returns None to a rank outside the group
+    work: Arrival | None  # torch returns None to a rank outside the group
     group: dist.ProcessGroup
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import instructions_of
 from pentad.schedules.passes.post_validation import has_post_validation
-from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.plan import ROW_SLOTS, ParamShard, Plan
 from pentad.schedules.spec.zero_layout import inbox_elements
 from pentad.workers.checkpoint.snapshot import Snapshots
 from pentad.workers.custom.stage import CustomStage
@@ -26,15 +27,16 @@ from pentad.workers.params.param_buffers import WeightBuffer, make_param_buffers
 from pentad.workers.params.parameters import DTYPES, Parameters
 from pentad.workers.params.spike_filter import SpikeFilter
 from pentad.workers.runtime.optimizer_step import BarrierStep, OptimizerStep, PostValidatedStep
-from pentad.workers.runtime.streams import CudaStreams, HostStreams, Lanes
+from pentad.workers.runtime.streams import CudaStreams, HostStreams, Lanes, stream_of
 from pentad.workers.runtime.zero import Collectives, ZeroShards
-from pentad.workers.transport import p2p_ipc, peer_collectives
+from pentad.workers.transport import p2p_ipc, peer_collectives, peer_rows
 from pentad.workers.transport.group_collectives import GroupCollectives
 from pentad.workers.transport.norm_reducer import NormReducer
 from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
 from pentad.workers.transport.peer_collectives import PeerCollectives
 from pentad.workers.transport.peer_memory import PeerMemory
+from pentad.workers.transport.peer_rows import SHARED_NAME, CudaLane, PeerRows
 from pentad.workers.transport.stream_flags import StreamFlags
 
 
@@ -93,8 +95,21 @@ def make_flags(plan: Plan, rank: int, store: dist.TCPStore, generation: int) -> 
     """Those of transfers and collectives between peers."""
     if plan.transport != "peer":
         return None
-    names = [*p2p_ipc.flag_names(plan), *peer_collectives.flag_names(plan)]
+    names = [*p2p_ipc.flag_names(plan), *peer_collectives.flag_names(plan), *peer_rows.flag_names(plan)]
     return StreamFlags(store, rank, plan.mesh.size, names, generation)
+
+
+def with_peer_rows(
+    plan: Plan, groups: ProcessGroups, store: dist.TCPStore, device: torch.device, flags: StreamFlags | None
+) -> ProcessGroups:
+    """The groups of a rank whose tensor ranks exchange rows by copy engines, if they can."""
+    if flags is None or plan.row_slot_elements == 0:
+        return groups
+    rank, ranks, layers = groups.rank, plan.mesh.group(("tp",), groups.rank), groups.layers
+    slots = torch.empty(ROW_SLOTS, plan.row_slot_elements, dtype=DTYPES[plan.dtype], device=device).view(torch.uint8)
+    memory = PeerMemory(store, "rows", rank, {SHARED_NAME: slots}, [peer for peer in ranks if peer != rank])
+    rows = PeerRows(ranks, rank, flags, memory, slots, CudaLane(stream_of(device, "rows")))
+    return replace(groups, layers=layers._replace(tp=layers.tp._replace(rows=rows)))
 
 
 def make_transport(

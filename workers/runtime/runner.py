@@ -112,9 +112,10 @@ class Runner:
         with self.fence_flag.guard():
             store, self.store = self.store or join_store(address, size, timeout_seconds), None
             groups = connect(plan, rank, store, timeout_seconds, self.device, self.generation)
+            flags = rank_setup.make_flags(plan, rank, store, self.generation)
+            groups = rank_setup.with_peer_rows(plan, groups, store, self.device, flags)
             for stage in self.stages.values():
                 stage.join(groups.layers)
-            flags = rank_setup.make_flags(plan, rank, store, self.generation)
             end = rank_setup.make_optimizer_step(
                 plan, groups, self.stages, self.state.spikes, self._snapshots, flags, address, timeout_seconds
             )
@@ -317,6 +318,7 @@ class Runner:
             self.executor.activations.close()
             self.executor.optimizer_step.close()
             self.executor.collectives.close()
+            self.executor.groups.layers.tp.close()
             self.executor.transport.close()
 
     @property

@@ -5,6 +5,7 @@ An instruction waits for the previous one of its lane, for those in `waits`, and
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -96,6 +97,13 @@ class HostStreams:
         times[index] = (part, start, time.monotonic())
 
 
+@functools.cache
+def stream_of(device: torch.device, lane: str) -> torch.cuda.Stream:
+    """The stream of a lane, for the life of the process: new ones for every generation would in time share hardware
+    queues with compute, which a lane that waits then holds up."""
+    return torch.cuda.Stream(device)
+
+
 class CudaStreams:
     """GPU: one stream per lane. The host waits for no event while it issues a step.
 
@@ -104,7 +112,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device, lanes: set[str]) -> None:
         self.device, self.compute = device, torch.cuda.current_stream(device)
-        self.streams = {lane: torch.cuda.Stream(device) for lane in sorted(lanes)} | {"compute": self.compute}
+        self.streams = {lane: stream_of(device, lane) for lane in sorted(lanes)} | {"compute": self.compute}
         self.timer, self.progress = GpuTimer(device), GpuProgress(self.streams)
         self.ends: dict[Key, tuple[str, torch.cuda.Event]] = {}  # lane and event of each instruction of the step
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,18 @@ from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
 
 
 class Flags(Protocol):
-    """Counters that only grow, shared by all ranks (workers/transport/stream_flags.py)."""
+    """Counters that only grow, shared by all ranks (workers/transport/stream_flags.py). A `stream` of None is the
+    current one."""
 
-    def write(self, flag: Hashable, value: int) -> None: ...
+    def write(self, flag: Hashable, value: int, stream: Any = None) -> None: ...
 
-    def wait(self, flag: Hashable, value: int) -> None: ...
+    def wait(self, flag: Hashable, value: int, stream: Any = None) -> None: ...
 
 
 class Memory(Protocol):
     """Tensors of other ranks by name (workers/transport/peer_memory.py)."""
 
-    def read(self, peer: int, name: str, start: int, target: torch.Tensor) -> None: ...
+    def read(self, peer: int, name: str, start: int, target: torch.Tensor, stream: Any = None) -> None: ...
 
     def close(self) -> None: ...
 

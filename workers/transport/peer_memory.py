@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.transport.stream_flags import check_driver
+from pentad.workers.transport.stream_flags import check_driver, handle_of
 
 _LAZY_PEER_ACCESS = 1
 
@@ -30,14 +30,15 @@ class PeerMemory:
         handles = {(peer, handle) for peer, names in self.exports.items() for handle, _ in names.values()}
         self.bases = {each: self._map(each[1]) for each in sorted(handles)}
 
-    def read(self, peer: int, name: str, start: int, target: torch.Tensor) -> None:
-        """On the current stream: fills a contiguous tensor with the elements from `start` of a peer's."""
+    def read(self, peer: int, name: str, start: int, target: torch.Tensor, stream: int | None = None) -> None:
+        """Fills a contiguous tensor with the elements from `start` of a peer's. `stream` is a handle, None that of the
+        current one."""
         address = self._address(peer, name) + start * target.element_size()
-        self._copy(target.data_ptr(), address, target)
+        self._copy(target.data_ptr(), address, target, stream)
 
     def write(self, peer: int, name: str, offset: int, tensor: torch.Tensor) -> None:
         """On the current stream: copies a contiguous tensor into a peer's, at `offset` bytes."""
-        self._copy(self._address(peer, name) + offset, tensor.data_ptr(), tensor)
+        self._copy(self._address(peer, name) + offset, tensor.data_ptr(), tensor, None)
 
     def close(self) -> None:
         """Call after this rank's last copy is done; a second call does nothing."""
@@ -49,9 +50,9 @@ class PeerMemory:
         handle, offset = self.exports[peer][name]
         return self.bases[peer, handle] + int(offset)
 
-    def _copy(self, target: int, source: int, like: torch.Tensor) -> None:
-        stream, size = torch.cuda.current_stream().cuda_stream, like.numel() * like.element_size()
-        check_driver(self.driver.cuMemcpyDtoDAsync(target, source, size, stream))
+    def _copy(self, target: int, source: int, like: torch.Tensor, stream: int | None) -> None:
+        size = like.numel() * like.element_size()
+        check_driver(self.driver.cuMemcpyDtoDAsync(target, source, size, handle_of(stream)))
 
     def _export(self, tensor: torch.Tensor) -> tuple[str, int]:
         """A handle of the allocation that a tensor lies in, and the tensor's offset there in bytes. Raises PentadError

@@ -60,19 +60,19 @@ class StreamFlags:
         self.words = torch.frombuffer(self.memory, dtype=torch.int32, offset=FLAG_STRIDE)
         self.address = self.cancelled.data_ptr()
         check_driver(driver.cuMemHostRegister(self.address, size, _PORTABLE_AND_MAPPED))
+        self.at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
         self.closed = threading.Event()
         self.releaser: threading.Thread | None = None
 
-    def write(self, flag: Hashable, value: int) -> None:
-        """Enqueues a write on the current stream."""
-        stream = torch.cuda.current_stream().cuda_stream
-        check_driver(self.driver.cuStreamWriteValue32(stream, self._address(flag), value & 0xFFFFFFFF, 0))
+    def write(self, flag: Hashable, value: int, stream: int | None = None) -> None:
+        """Enqueues a write on the stream of this handle, None is the current one."""
+        check_driver(self.driver.cuStreamWriteValue32(handle_of(stream), self._address(flag), value & 0xFFFFFFFF, 0))
 
-    def wait(self, flag: Hashable, value: int) -> None:
-        """Makes the current stream wait until the flag has reached the value; no SM waits."""
-        stream = torch.cuda.current_stream().cuda_stream
-        at_least = self.driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        check_driver(self.driver.cuStreamWaitValue32(stream, self._address(flag), value & 0xFFFFFFFF, at_least))
+    def wait(self, flag: Hashable, value: int, stream: int | None = None) -> None:
+        """Makes a stream wait until the flag has reached the value; no SM waits."""
+        check_driver(
+            self.driver.cuStreamWaitValue32(handle_of(stream), self._address(flag), value & 0xFFFFFFFF, self.at_least)
+        )
 
     def release(self) -> None:
         """Ends every wait of all ranks, now and until `close`. From any thread.
@@ -101,6 +101,13 @@ class StreamFlags:
         while not self.closed.is_set():
             self.words.fill_(RELEASED)
             self.closed.wait(RELEASE_SECONDS)
+
+
+def handle_of(stream: int | None) -> int:
+    """None stands for the current stream of this process's device, whose number spares torch a long search."""
+    if stream is not None:
+        return stream
+    return int(torch.cuda.current_stream(torch.cuda.current_device()).cuda_stream)
 
 
 def check_driver(result: tuple[Any, ...]) -> None:

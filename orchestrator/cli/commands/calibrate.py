@@ -25,9 +25,10 @@ def calibrate(
     from pentad.orchestrator.calibration.calibrate import calibrate as measure
     from pentad.orchestrator.calibration.view import show_table
     from pentad.orchestrator.config.config import load
-    from pentad.orchestrator.gpus.rate_table import place_of, write_table
+    from pentad.orchestrator.gpus.rate_table import place_of, require_place, write_table
 
     began, config = time.monotonic(), load(*split_words(words))
+    require_place(out or place_of("table"))
     table = measure(config, _progress)
     path = out or place_of(table.gpu)
     write_table(table, path)

@@ -13,7 +13,7 @@ from pentad.orchestrator.calibration.calibrate import table_of
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.gpus.rate_table import RateTable, place_of, write_table
 from pentad.orchestrator.planning.estimate import costs_of, simulated_seconds
-from pentad.orchestrator.planning.hardware import rates_for, rates_of
+from pentad.orchestrator.planning.hardware import local_gpus, rates_for, rates_of
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
@@ -130,6 +130,18 @@ def test_one_rank_measures_all_but_links(capsys: pytest.CaptureFixture[str]) -> 
     steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["done"] for each in steps] == list(range(1, steps[-1]["total"] + 1))
     assert RateTable.model_validate_json(found.model_dump_json()) == found
+
+
+def test_what_cannot_be_measured_or_written_is_said_before(pentad: Pentad, tmp_path: Path) -> None:
+    status, _, err = pentad("calibrate", "--out", str(tmp_path), "cluster.device=cpu")
+    assert (status, err.count("\n")) == (1, 1) and f"{tmp_path} is a folder: expected a file" in err
+    file = tmp_path / "file"
+    file.touch()
+    status, _, err = pentad("calibrate", "--out", str(file / "table.json"), "cluster.device=cpu")
+    assert status == 1 and f"{file / 'table.json'} cannot be written" in err
+    if not local_gpus():
+        status, _, err = pentad("calibrate", "--out", str(tmp_path / "out"), "cluster.device=cuda")
+        assert status == 1 and "cluster.device is cuda: expected a GPU on this machine" in err
 
 
 @pytest.mark.slow

@@ -1,0 +1,30 @@
+"""`pentad calibrate` on GPUs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from commands import Pentad
+from gpus import two_gpus
+
+from pentad.orchestrator.gpus.rate_table import read_table
+from pentad.orchestrator.gpus.table import GPUS
+from pentad.orchestrator.planning.hardware import gpu_name
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240), two_gpus]
+
+
+def test_gpus_attain_much_of_their_data_sheet_and_small_work_less(pentad: Pentad, tmp_path: Path) -> None:
+    began, path, sheet = time.monotonic(), tmp_path / "table.json", GPUS[gpu_name()]
+    status, out, err = pentad("calibrate", "--json", "--out", str(path))
+    assert status == 0 and time.monotonic() - began < 180, err
+    assert json.loads(out)["assumed"] == ["inter_host"]
+    rates = read_table(path, gpu_name())
+    assert 0.4 < rates.flops / sheet.bf16 < 1.05 and rates.products[0][1] < rates.flops
+    assert 0.5 < rates.memory / sheet.bandwidth < 1.05
+    assert rates.products_8bit[-1][1] > rates.flops
+    assert 0.3 * sheet.link < rates.peer.send.bandwidth < 1.05 * sheet.link
+    assert rates.peer.send != rates.intra_host.send and rates.peer.all_reduce == rates.intra_host.all_reduce
