@@ -71,7 +71,7 @@ def sections(facts: Facts) -> dict[str, Any]:
         "precision": {"matmul": facts.get("matmul", "compute"), "deterministic": False},
         "memory": {"recompute": facts.get("recompute", "none"), "unit_layers": facts.get("unit_layers")},
         "zero": {"stage": facts.get("zero", 0)},
-        "cluster": {"gpu": facts["gpu"], "device": "cuda", "address": "auto", "transport": "nccl"},
+        "cluster": {"gpu": facts["gpu"], "device": "cuda", "address": "auto", "transport": "nccl", "rates": "builtin"},
     }
 
 
