@@ -38,7 +38,7 @@ def svg_scatter(points: Sequence[Point], *, title: str, band: float = 0.1) -> st
     ]
     for number, name in enumerate(names):
         own = [place(x, y) for each, x, y in points if each == name]
-        marker = MARKERS[number % len(MARKERS)]
+        marker = MARKERS[(number + number // len(SERIES)) % len(MARKERS)]  # another one where colours repeat
         marks = "".join(f"M{x:.1f} {y:.1f}{marker}" for x, y in own)
         lines.append(f'<path class="point f{number}" d="{marks}"/>')
         y = TOP + 20 + LINE * number
