@@ -64,3 +64,42 @@ def _ticks(low: float, high: float, scale: float) -> Iterator[str]:
         yield f'<text class="soft end" x="{LEFT - 9}" y="{TOP + SIZE - at + 4:.1f}">{text}</text>'
     yield f'<text class="soft middle" x="{LEFT + SIZE / 2}" y="{TOP + SIZE + 42}">measured</text>'
     yield f'<text class="soft" x="{MARGIN}" y="{TOP - 10}">predicted; the band is 10 %</text>'
+
+
+def svg_shares(lines: dict[str, list[tuple[int, float]]], *, title: str, label: str) -> str:
+    """Shares by a number that grows by factors: a line for each name, dashed where the name ends in a star."""
+    numbers = sorted({number for points in lines.values() for number, _ in points})
+    low, high = math.log(numbers[0]), math.log(numbers[-1])
+    most = 0.1 * math.ceil(10 * max(share for points in lines.values() for _, share in points))
+    width, height, bottom = LEFT + SIZE + LEGEND, TOP + SIZE // 2 + 56, TOP + SIZE // 2
+
+    def place(number: int, share: float) -> str:
+        x = LEFT + 12 + (SIZE - 24) * (math.log(number) - low) / (high - low)
+        return f"{x:.1f} {bottom - SIZE / 2 * share / most:.1f}"
+
+    names = list(dict.fromkeys(name.rstrip("*") for name in lines))
+    colours = [f".s{number}{{fill:none;stroke-width:2.2;stroke:{SERIES[number][0]}}}" for number in range(len(names))]
+    style = f"{_style(len(names))}{''.join(colours)}.dash{{stroke-dasharray:5 4}}"
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+        f"<title>{escaped(title)}</title><style>{style}</style>",
+        '<rect class="page" width="100%" height="100%" rx="8"/>',
+        f'<text class="title" x="{MARGIN}" y="28">{escaped(title)}</text>',
+    ]
+    for step in range(round(10 * most) + 1):
+        y = bottom - SIZE / 2 * step / 10 / most
+        out.append(f'<path class="grid" d="M{LEFT} {y:.1f}h{SIZE}"/>')
+        out.append(f'<text class="soft end" x="{LEFT - 9}" y="{y + 4:.1f}">{10 * step} %</text>')
+    for number in numbers:
+        x = place(number, 0).split()[0]
+        out.append(f'<text class="soft middle" x="{x}" y="{bottom + 20}">{number:,}</text>')
+    out.append(f'<text class="soft middle" x="{LEFT + SIZE / 2}" y="{bottom + 42}">{escaped(label)}</text>')
+    for name, points in lines.items():
+        number, is_dashed = names.index(name.rstrip("*")), name.endswith("*")
+        path = "L".join(place(*point) for point in points)
+        out.append(f'<path class="s{number}{" dash" * is_dashed}" d="M{path}"/>')
+    for number, name in enumerate(names):
+        y = TOP + 20 + LINE * number
+        out.append(f'<path class="s{number}" d="M{LEFT + SIZE + 16} {y - 4}h24"/>')
+        out.append(f'<text x="{LEFT + SIZE + 48}" y="{y}">{escaped(name)}</text>')
+    return "\n".join([*out, "</svg>"]) + "\n"
