@@ -15,7 +15,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import Rates
 
 CPU = "CPU"  # the name of ranks without a GPU
-MAY_BE_ZERO, MAY_BE_EMPTY = (".latency", ".issue"), "products_8bit"
+MAY_BE_ZERO, MAY_BE_EMPTY = (".latency", ".issue", ".layer_issue", ".tp_hidden"), "products_8bit"
 
 
 class RateTable(BaseModel):
@@ -85,7 +85,7 @@ def _read(path: Path, gpu: str, key: str, written: int) -> Rates:
         raise PentadError(f"{expected} ({where}: {first['msg']})") from None
     if table.gpu != gpu:
         raise PentadError(f"{expected} (it is of {table.gpu})")
-    figures = table.model_dump()["rates"] | {"source": None}
+    figures = table.model_dump()["rates"] | {"source": None, "host_order": None}
     if wrong := _impossible(figures, "rates"):
         raise PentadError(f"{expected} ({wrong})")
     return replace(table.rates, source=f"measured {table.measured} ({path})")

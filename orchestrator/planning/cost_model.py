@@ -89,7 +89,7 @@ def end_seconds(
 
 def transfer_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> float:
     """Of an activation, or its gradient, to the next stage."""
-    return links_of(rates, piece.mesh, ["pp"]).send.seconds(piece.stream(model.hidden))
+    return links_of(rates, piece.mesh, ("pp",)).send.seconds(piece.stream(model.hidden))
 
 
 class StageSeconds(NamedTuple):
@@ -127,10 +127,11 @@ def _with_communication(
     links, operations = 0.0, 0
     volumes = stage_volume(model, span, piece, phase) if model.custom is None else {}
     for kind, volume in volumes.items():
-        link = links_of(rates, piece.mesh, [kind.axis], in_layers=True).of(kind.kind)
-        links += link.seconds(volume.bytes, volume.operations)
+        link = links_of(rates, piece.mesh, (kind.axis,), in_layers=True).of(kind.kind)
+        exposed = 1 - rates.tp_hidden if kind.axis == "tp" else 1.0
+        links += link.seconds(exposed * volume.bytes, volume.operations)
         operations += volume.operations
-    return max(seconds + links, operations * rates.issue)
+    return max(seconds + links, operations * rates.issue, len(span.numbers) * rates.layer_issue)
 
 
 def _recompute_seconds(
@@ -280,7 +281,8 @@ def _shared_seconds(
     seconds = 0.0
     axes: tuple[Axis, ...] = ("dp", "cp")  # along which ranks hold the same experts
     dense, experts = local_parameters(model, lora, span, mesh)
-    for size, shared, operations in ((dense, (*axes, "ep"), 1), (experts, axes, min(1, experts))):
+    groups: list[tuple[int, tuple[Axis, ...], int]] = [(dense, (*axes, "ep"), 1), (experts, axes, min(1, experts))]
+    for size, shared, operations in groups:
         holders = math.prod(getattr(mesh, axis) for axis in shared)
         sent = itemsize * size * (holders - 1) / holders
         seconds += links_of(rates, mesh, shared).of(kind).seconds(sent, operations)

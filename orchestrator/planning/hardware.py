@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Collection, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 
 from pentad.orchestrator.config.errors import nearest
@@ -15,7 +15,7 @@ from pentad.orchestrator.gpus.measured import MEASURED, measured_gpu
 from pentad.orchestrator.gpus.rate_table import CPU, place_of, read_table
 from pentad.orchestrator.gpus.table import ASSUMED_GPU, GB, GPUS, Gpu
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.simulate.rates import AttentionRates, Link, Links, Rates
+from pentad.schedules.simulate.rates import HOST_ORDER, AttentionRates, Link, Links, Rates
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Scaling
 
@@ -95,21 +95,25 @@ def rates_for(section: ClusterSection, device: str) -> Rates:
 FP8_SPEEDUPS: dict[Scaling, float] = {"tensor": 1.8, "row": 1.75, "block": 1.5}
 # FLOP/s of the experts' products in F, B and W on a Hopper GPU (tests/bench/results/fp8-experts-h200.json).
 EXPERT_FLOPS = {"compute": (6.0e14, 6.0e14, 3.9e14), "block": (5.9e14, 6.4e14, 1.6e14)}
-# Axes in the order in which ranks fill hosts, outermost first: replicas communicate once a step only.
-HOST_ORDER: tuple[Axis, ...] = ("dp", "pp", "ep", "cp", "tp")
 
 
-def spans_hosts(mesh: Mesh, axis: Axis) -> bool:
-    """Whether the ranks along an axis are on several hosts of NODE_GPUS."""
-    inner = HOST_ORDER[HOST_ORDER.index(axis) :]
-    return getattr(mesh, axis) > 1 and math.prod(getattr(mesh, each) for each in inner) > NODE_GPUS
+def ranks_on_host(mesh: Mesh, axes: Collection[Axis], order: Sequence[str] = HOST_ORDER) -> int:
+    """How many of the ranks along these axes share a host of NODE_GPUS, which ranks fill in this order of axes."""
+    room, found = NODE_GPUS, 1
+    for axis in reversed(order):
+        inside = max(1, min(room, getattr(mesh, axis)))
+        room //= inside
+        found *= inside if axis in axes else 1
+    return found
 
 
-def links_of(rates: Rates, mesh: Mesh, axes: Iterable[Axis], *, in_layers: bool = False) -> Links:
+@lru_cache(maxsize=4096)
+def links_of(rates: Rates, mesh: Mesh, axes: tuple[Axis, ...], *, in_layers: bool = False) -> Links:
     """Of the slowest link along the axes, between layers or inside them: where no rank is on another host, transfers
     and ZeRO's collectives go by peer copies."""
-    if any(spans_hosts(mesh, axis) for axis in axes):
-        return rates.inter_host
+    held = ranks_on_host(mesh, axes, rates.host_order)
+    if held < math.prod(getattr(mesh, axis) for axis in axes):
+        return rates.inter_host.shared(held, rates.intra_host)
     return rates.intra_host if in_layers or mesh.size > NODE_GPUS else rates.peer
 
 

@@ -141,7 +141,7 @@ def grouped(plan: Plan, factor: float = CAPACITY_FACTOR) -> BatchSpec:
     """A plan's batch with data-aware groups, in which a rank holds at most `factor` times its even share of tokens."""
     batch, mesh, model = plan.batch, plan.mesh, plan.model
     rates = plan.rates or rates_of(plan.device, plan.gpu)
-    bandwidth = links_of(rates, mesh, ["cp" if mesh.cp > 1 else "dp"], in_layers=True).send.bandwidth
+    bandwidth = links_of(rates, mesh, ("cp" if mesh.cp > 1 else "dp",), in_layers=True).send.bandwidth
     costs = document_costs(model, batch.sequence_length)
     costs = costs._replace(ring=_ring_bytes(model, plan.dtype) / bandwidth * rates.flops)
     even = batch.micro_batch_size * batch.sequence_length / mesh.cp

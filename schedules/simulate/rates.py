@@ -9,6 +9,8 @@ from functools import lru_cache
 from math import log
 from typing import Any
 
+# Outermost first: replicas communicate once a step only.
+HOST_ORDER = ("dp", "pp", "ep", "cp", "tp")
 Curve = tuple[tuple[float, float], ...]  # (size, rate) in ascending order of sizes, not empty
 
 
@@ -39,6 +41,13 @@ class Links:
     def uniform(latency: float, bandwidth: float) -> Links:
         return Links(*(Link(latency, bandwidth) for _ in range(5)))
 
+    def shared(self, ranks: int, most: Links) -> Links:
+        """Where so many ranks of a collective are on a host: bytes that pass from rank to rank use the links of all of
+        them, up to those on the host; sends and exchanges each rank its own."""
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        bandwidths = {kind: min(ranks * self.of(kind).bandwidth, most.of(kind).bandwidth) for kind in kinds}
+        return replace(self, **{kind: Link(self.of(kind).latency, each) for kind, each in bandwidths.items()})
+
     def of(self, kind: str) -> Link:
         found: Link = getattr(self, "send" if kind == "ring" else kind)
         return found
@@ -60,8 +69,9 @@ class Rates:
     (`products_8bit`, empty: unknown), and of grouped products of experts; of attention. Bytes/s of copies in a rank's
     memory, of what layers do besides products, and of an optimizer's update. Links inside layers to ranks on the host
     and to other hosts, those of transfers and ZeRO on a host where no operation leaves it (`peer`), and to host memory.
-    Seconds to launch an instruction, and of the host to start an operation inside a layer with the kernels around it.
-    `source` says where they come from.
+    Seconds to launch an instruction, and of the host to start an operation inside a layer with the kernels around it,
+    or F, B or RECOMPUTE of a layer without any. `source` says where they come from. The share of tp's bytes that
+    products hide, and the order of axes in which ranks fill hosts.
     """
 
     products: Curve
@@ -78,6 +88,9 @@ class Rates:
     launch: float
     issue: float
     source: str = ""
+    layer_issue: float = 0.0
+    tp_hidden: float = 0.0
+    host_order: tuple[str, ...] = HOST_ORDER
 
     @property
     def flops(self) -> float:

@@ -63,11 +63,12 @@ def simulate_step_time(program: Program, costs: Costs, events: Events | None = N
     return StepTime(makespan, longest, Bubble(1 - mean / longest, 1 - mean / makespan))
 
 
-def event_times(program: Program, events: Events, costs: Costs) -> EventTimes:
-    """When every event of a program starts and ends (see `simulate`)."""
+def event_times(program: Program, events: Events, costs: Costs, seconds: Array | None = None) -> EventTimes:
+    """When every event of a program starts and ends (see `simulate`), if its rows take so many seconds (None: what they
+    cost)."""
     costs.validate(program.ranks)
     columns = program.columns
-    seconds = instruction_seconds(program, costs)
+    seconds = instruction_seconds(program, costs) if seconds is None else seconds
     pairs = np.flatnonzero(columns.is_second)
     second = np.zeros(len(columns.action_row))
     second[columns.action[pairs]] = seconds[pairs]

@@ -1,0 +1,44 @@
+"""Links between hosts in the cost model."""
+
+from dataclasses import replace
+
+import pytest
+
+from pentad.orchestrator.planning.hardware import NODE_GPUS, links_of, ranks_on_host, rates_of
+from pentad.schedules.simulate.rates import Links
+from pentad.schedules.spec.mesh import Axis, Mesh
+
+ON_HOST, BETWEEN = Links.uniform(1e-6, 100.0), Links.uniform(1e-6, 10.0)
+RATES = replace(rates_of("cuda", "NVIDIA H200"), intra_host=ON_HOST, inter_host=BETWEEN)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "held"),
+    [
+        (Mesh(tp=8, dp=4), ("dp",), 1),
+        (Mesh(tp=2, dp=8), ("dp",), 4),
+        (Mesh(tp=2, pp=2, dp=8), ("dp",), 2),
+        (Mesh(tp=16), ("tp",), NODE_GPUS),
+        (Mesh(cp=2, ep=2, dp=4), ("dp", "cp", "ep"), NODE_GPUS),
+    ],
+)
+def test_ranks_fill_hosts_from_the_innermost_axis(mesh: Mesh, axes: tuple[Axis, ...], held: int) -> None:
+    assert ranks_on_host(mesh, axes) == held
+
+
+def test_collectives_between_hosts_use_the_links_of_all_their_ranks() -> None:
+    """No faster than links on a host; sends have a link each."""
+    for tp, bandwidth in ((1, 80.0), (2, 40.0), (8, 10.0)):
+        found = links_of(RATES, Mesh(tp=tp, dp=64 // tp), ("dp",))
+        assert [found.of(kind).bandwidth for kind in ("all_reduce", "send", "all_to_all")] == [bandwidth, 10.0, 10.0]
+    fast = replace(RATES, inter_host=Links.uniform(1e-6, 50.0))
+    assert links_of(fast, Mesh(dp=64), ("dp",)).all_gather.bandwidth == 100.0
+    assert links_of(RATES, Mesh(dp=8), ("dp",), in_layers=True) == ON_HOST
+
+
+def test_the_order_of_ranks_decides_which_axis_leaves_the_host() -> None:
+    mesh, outermost = Mesh(tp=2, pp=4, dp=4), replace(RATES, host_order=("pp", "dp", "ep", "cp", "tp"))
+    bandwidths = [
+        [links_of(each, mesh, (axis,)).send.bandwidth for axis in ("pp", "dp")] for each in (RATES, outermost)
+    ]
+    assert bandwidths == [[100.0, 10.0], [10.0, 100.0]]
