@@ -39,8 +39,13 @@ from pentad.workers.checkpoint.checkpoint import newest
 
 Train = Callable[..., tuple[dict[str, Any], str]]
 FAKE = "fake_runner:FakeRunner"
-SIZES = ["mesh.pp=2", "model.layers=4", "schedule.microbatches=4", "batch.global_batch_size=8"]
-SMALL = [*SIZES, "cluster.device=cpu", "cluster.dashboard=false", "elastic.max_failures=0"]
+ONE = ["mesh.pp=1", "schedule.name=1f1b"]  # rank, where another would show nothing more
+TWO = ["mesh.pp=2", "schedule.name=zb-h2"]
+SMALL = [
+    *ONE,
+    *("model.layers=4", "schedule.microbatches=4", "batch.global_batch_size=8"),
+    *("cluster.device=cpu", "cluster.dashboard=false", "elastic.max_failures=0"),
+]
 
 
 @pytest.fixture
@@ -74,7 +79,7 @@ def steps_saved(folder: Path) -> int:
 
 
 def test_a_run_writes_all_its_files(train: Train, tmp_path: Path) -> None:
-    result, printed = train("run.steps=5", "checkpoint.every=2", "metrics.timeline_steps=3")
+    result, printed = train(*TWO, "run.steps=5", "checkpoint.every=2", "metrics.timeline_steps=3")
     folder = tmp_path / "quickstart"
     rows = metrics(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
@@ -194,7 +199,7 @@ def test_a_step_with_a_non_finite_norm_is_reported(train: Train) -> None:
 
 def test_a_failed_rank_ends_the_run_with_complete_files(train: Train, tmp_path: Path) -> None:
     with pytest.raises(WorkerError) as caught:
-        train("run.steps=9", behaviour="fake:rank=1,step=3,how=die")
+        train(*TWO, "run.steps=9", behaviour="fake:rank=1,step=3,how=die")
     folder = tmp_path / "quickstart"
     assert str(caught.value).startswith("rank 1 (dp0 pp1, node 127.0.0.1, pid ")
     assert str(caught.value).endswith(f"its process was killed or crashed (more in {folder / 'failure.txt'})")
@@ -202,9 +207,8 @@ def test_a_failed_rank_ends_the_run_with_complete_files(train: Train, tmp_path: 
     assert events(tmp_path) == [("start", 0), ("place", None), ("failure", None)]
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2][: len(metrics(tmp_path))]
     assert Timeline.load(folder / "timeline.arrow").steps
-    result, _ = train(
-        "run.steps=2", behaviour="fake:rank=1,step=3,how=die"
-    )  # the folder is unlocked and the places are free
+    # The folder is unlocked and the places are free.
+    result, _ = train(*TWO, "run.steps=2", behaviour="fake:rank=1,step=3,how=die")
     assert result["state"] == "finished"
 
 
@@ -323,7 +327,8 @@ def test_a_run_whose_terminal_closes_ends_with_a_checkpoint(started: Callable[..
     run.footprint.assert_gone()
 
 
-@pytest.mark.parametrize("how", ["a second Ctrl-C", pytest.param("SIGKILL", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["a second Ctrl-C", "SIGKILL"])
 def test_a_run_that_is_stopped_at_once_leaves_nothing(started: Callable[..., Started], how: str) -> None:
     run = started("hung", 'data.path="fake:rank=0,step=3,how=hang"')
     run.wait_for(1)
