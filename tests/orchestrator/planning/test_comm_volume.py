@@ -27,7 +27,7 @@ from pentad.orchestrator.planning.comm_volume import (
 from pentad.orchestrator.planning.hardware import NODE_GPUS, ranks_on_host
 from pentad.schedules.passes.recompute import PARTS
 from pentad.schedules.spec import plan as plan_module
-from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Fp8Spec
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
@@ -198,5 +198,5 @@ def test_zero_sends_the_volumes_of_its_paper(corpus: str, zero: int) -> None:
 )
 def test_axes_cross_hosts_where_their_ranks_span_more_than_one(mesh, crossing):
     assert NODE_GPUS == 8
-    axes = ("dp", "pp", "cp", "tp", "ep")
+    axes: tuple[Axis, ...] = ("dp", "pp", "cp", "tp", "ep")
     assert {axis for axis in axes if ranks_on_host(mesh, [axis]) < getattr(mesh, axis)} == crossing
