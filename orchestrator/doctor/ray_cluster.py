@@ -11,7 +11,6 @@ from ray.exceptions import RayError
 from pentad.orchestrator.cluster.cluster import Cluster
 from pentad.orchestrator.cluster.local_head import LOOPBACK
 from pentad.orchestrator.doctor.finding import Finding
-from pentad.orchestrator.jobs.client_auth import is_open
 from pentad.orchestrator.planning.formatting import format_duration
 from pentad.schedules.ir.errors import PentadError
 
@@ -21,6 +20,8 @@ Dashboard = Literal["open", "protected", "silent", "none"]
 
 
 def examine_ray(cluster: Cluster) -> Finding:
+    from pentad.orchestrator.jobs.client_auth import is_open  # imports aiohttp, which no run needs at its start
+
     dashboard: Dashboard = "none"
     if cluster.dashboard:
         try:
