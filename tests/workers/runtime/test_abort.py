@@ -193,7 +193,7 @@ def test_a_step_aborted_at_its_norm_can_still_be_committed(corpus, tmp_path, opt
     ("fault", "name", "axes"),
     [
         (signal.SIGKILL, "dualpipe", PIPELINE),
-        (signal.SIGSTOP, "zb-h2", SQUARE),
+        pytest.param(signal.SIGSTOP, "zb-h2", SQUARE, marks=slow),  # by default test_elastic.py stops a rank
         pytest.param(signal.SIGKILL, "zb-h2", SQUARE, marks=slow),
         pytest.param(signal.SIGSTOP, "dualpipe", PIPELINE, marks=slow),
         pytest.param(signal.SIGKILL, "1f1b", SQUARE, marks=slow),
