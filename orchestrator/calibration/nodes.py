@@ -8,13 +8,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pentad.orchestrator.calibration.ranks import LIMIT, Report, run_ranks
 from pentad.orchestrator.cluster.cluster import join
 from pentad.orchestrator.cluster.local_head import launch
-from pentad.orchestrator.cluster.placement import bundle_places, release, reserve
+from pentad.orchestrator.cluster.placement import Placement, bundle_places, release, reserve, strategy_of
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.hardware import NODE_GPUS
 from pentad.schedules.ir.errors import PentadError
@@ -59,12 +57,11 @@ def measured_on_cluster(config: RunConfig, report: Report) -> tuple[dict[str, An
             release(placement)  # ends the actors
 
 
-def _measured(placement: PlacementGroup, device: str, report: Report) -> tuple[dict[str, Any], list[int]]:
+def _measured(placement: Placement, device: str, report: Report) -> tuple[dict[str, Any], list[int]]:
     kind = ray.remote(num_cpus=1, num_gpus=1 if device == "cuda" else 0)(Examiner)
     nodes: dict[str, list[Any]] = defaultdict(list)  # an actor a rank, as only that one knows the rank's GPU
     for place in bundle_places(placement):
-        where = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=place.bundle)
-        nodes[place.node].append(kind.options(scheduling_strategy=where).remote())
+        nodes[place.node].append(kind.options(scheduling_strategy=strategy_of(placement, place.bundle)).remote())
     fullest = sorted(nodes.values(), key=len, reverse=True)[:NODES]
     each = len(fullest[-1])  # ranks of a host: as many on both
     hosts = [host for host in range(len(fullest)) for _ in range(each)]

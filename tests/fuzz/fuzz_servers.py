@@ -82,14 +82,7 @@ def copy_requests(folder: Path) -> Iterator[Reader]:
         return TOKEN + len(changed).to_bytes(8, "little") + changed + (after if data.endswith(after) else b"")
 
     def read(content: bytes) -> None:
-        host, _, port = server.address.rpartition(":")
-        with socket.create_connection((host, int(port)), 5) as peer:
-            peer.settimeout(20)
-            with suppress(OSError):  # the server has hung up
-                peer.sendall(content)
-                peer.shutdown(socket.SHUT_WR)
-                while peer.recv(1 << 16):
-                    pass
+        _send(server.address, content)
         copies.forget()
         copies.spare.clear()
 
@@ -97,6 +90,18 @@ def copy_requests(folder: Path) -> Iterator[Reader]:
         yield Reader((message(put, after), message(get)), (requests, requests, damaged_bytes), read)
     finally:
         server.close()
+
+
+def _send(address: str, content: bytes) -> None:
+    """Sends to a server, and reads what it answers to the end."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), 5) as peer:
+        peer.settimeout(20)
+        with suppress(OSError):  # the server has hung up
+            peer.sendall(content)
+            peer.shutdown(socket.SHUT_WR)
+            while peer.recv(1 << 16):
+                pass
 
 
 @contextmanager
@@ -108,16 +113,9 @@ def scrapes(folder: Path) -> Iterator[Reader]:
             return iter(())
 
     server = MetricsServer(Nothing(), "127.0.0.1", 0, lambda: True)
-    host, _, port = server.address.rpartition(":")
 
     def read(content: bytes) -> None:
-        with socket.create_connection((host, int(port)), 5) as peer:
-            peer.settimeout(20)
-            with suppress(OSError):  # the server has hung up
-                peer.sendall(content)
-                peer.shutdown(socket.SHUT_WR)
-                while peer.recv(1 << 16):
-                    pass
+        _send(server.address, content)
 
     intact = (b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: */*\r\n\r\n", b"GET /metrics?name[]=up HTTP/1.0\r\n\r\n")
     try:
