@@ -20,6 +20,7 @@ from pentad.orchestrator.cli.commands.checkpoint import checkpoint
 from pentad.orchestrator.cli.commands.data import data
 from pentad.orchestrator.cli.commands.doctor import doctor
 from pentad.orchestrator.cli.commands.pictures import curves, timeline
+from pentad.orchestrator.cli.commands.sweep import sweep
 from pentad.orchestrator.cli.commands.verify import verify
 from pentad.schedules.ir.errors import PentadError, ScheduleError, printable
 
@@ -180,6 +181,7 @@ app.command()(curves)
 app.command()(verify)
 app.command()(doctor)
 app.command()(calibrate)
+app.command()(sweep)
 
 
 @app.command()

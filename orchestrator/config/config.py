@@ -342,6 +342,14 @@ def load(
     return config
 
 
+def unchecked(source: Path | None, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """The sections that `load` would check. Raises PentadError for a file or an override that cannot be read."""
+    raw = _layers(source).values
+    for override in overrides:
+        raw = merged(raw, _section_of(override))
+    return raw
+
+
 def dump(config: RunConfig) -> str:
     """Complete YAML, a line a section, that loads back to an equal configuration."""
     return dump_yaml(config.model_dump())

@@ -23,8 +23,9 @@ class CheckpointSection(Section):
     every: NonNegativeInt = 0
     """steps between checkpoints; 0: none by steps"""
     every_seconds: NonNegativeFloat = 600.0
-    """seconds of training after which a checkpoint is saved, whatever the step; 0: none by time. A run also saves at
-    its end and when it is stopped"""
+    """seconds of training after which a checkpoint is saved, whatever the step; 0: none by time"""
+    at_end: bool = True
+    """save a checkpoint as well when the run ends or is stopped; false: what came after the last one is lost"""
     keep: Count = Field(default=2, description="newest checkpoints to keep; older ones are deleted")
     keep_every: NonNegativeInt = 0
     """milestones: after every so many steps a checkpoint is saved and kept for good; 0: none"""

@@ -198,7 +198,7 @@ class StepLoop:
         """Whether to save a checkpoint after `step` steps. Those by steps, and the last one, are due while another one
         is being written, too: they wait for it."""
         if self.ending and step > self.durable and step not in (self.ended_with, self.saving and self.saving.step):
-            return not self._hands_over(step)
+            return (self.regrouping or self.config.checkpoint.at_end) and not self._hands_over(step)
         if step <= self.attempted:
             return False
         late = 0 < self.config.checkpoint.every_seconds <= time.monotonic() - self.saved_at

@@ -71,6 +71,7 @@ LAYERS = {
         "namespace",
         "cli/commands",
         "cli",
+        "sweep",
         "api",
         "run",
         "calibration",

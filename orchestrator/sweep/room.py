@@ -1,0 +1,77 @@
+"""The devices that trials share: those of this machine, or of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pentad.orchestrator.config.sections import ClusterSection
+from pentad.orchestrator.planning.hardware import local_device, local_gpus
+from pentad.schedules.ir.errors import PentadError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass
+class Room:
+    """Free `devices`, each of one rank; `most` is the most ranks of a trial. CPU ranks of this machine share its cores
+    where they are more than these, and such a trial then runs alone. GPUs of this machine have names (`named`), those
+    of a cluster are chosen by Ray."""
+
+    device: str
+    devices: list[str]
+    most: int
+    named: bool = False
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = len(self.devices)
+
+    @property
+    def sentence(self) -> str:
+        kind = "GPUs" if self.device == "cuda" else "CPUs"
+        return f"expected at most {self.most}, the {kind} that are free"
+
+    def take(self, ranks: int) -> tuple[str, ...] | None:
+        """Devices for so many ranks; None while there are too few."""
+        needed = min(ranks, self.count)
+        if needed > len(self.devices):
+            return None
+        taken, self.devices = tuple(self.devices[:needed]), self.devices[needed:]
+        return taken
+
+    def give_back(self, devices: tuple[str, ...]) -> None:
+        self.devices = sorted([*self.devices, *devices], key=lambda name: (len(name), name))
+
+    def variables(self, devices: tuple[str, ...]) -> Mapping[str, str]:
+        """What a trial's processes get in their environment."""
+        return {VISIBLE: ",".join(devices)} if self.named else {}
+
+
+def find_room(section: ClusterSection, most_ranks: int = 2**16) -> Room:
+    """Of the machine or the cluster that a run would be on. Raises PentadError without a device."""
+    if section.address != "local":
+        return _on_cluster(section)
+    device, _ = local_device(section, 1)
+    if device == "cpu":
+        return Room("cpu", list(map(str, range(os.cpu_count() or 1))), most_ranks)
+    visible = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
+    names = visible[: local_gpus()] or list(map(str, range(local_gpus())))
+    if not names:
+        raise PentadError("cluster.device is cuda: expected a GPU on this machine")
+    return Room("cuda", names, len(names), named=True)
+
+
+def _on_cluster(section: ClusterSection) -> Room:
+    import ray
+
+    from pentad.orchestrator.cluster.cluster import join
+
+    with join(section, 1, None) as cluster:
+        free = int(ray.available_resources().get("GPU" if cluster.device == "cuda" else "CPU", 0))
+        device = cluster.device
+    if not free:
+        kind = "GPU" if device == "cuda" else "CPU"
+        raise PentadError(f"cluster.address is {section.address}: expected a Ray cluster with a free {kind}")
+    return Room(device, list(map(str, range(free))), free)

@@ -1,0 +1,185 @@
+"""A trial that runs: a process of its own, which ends in time, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pentad.orchestrator.config.config import dump
+from pentad.orchestrator.monitoring.runfolder import CONFIG, METRICS
+from pentad.orchestrator.planning.formatting import format_duration
+from pentad.orchestrator.records.json_lines import read_lines, reported
+from pentad.orchestrator.sweep.results import Outcome, Row
+from pentad.orchestrator.sweep.room import Room
+from pentad.orchestrator.sweep.trials import Trial
+from pentad.schedules.ir.errors import PentadError
+
+PROCESS = "pentad.orchestrator.sweep.trial_process"
+END_SECONDS = 5.0  # for a Ray head to end what it has started, and then for killed processes to be gone
+STATUS_SECONDS = 3.0
+MOST_RANKS = 4  # that a sentence names
+# What the sentence of an error says of its kind.
+_KINDS: tuple[tuple[Outcome, str], ...] = (
+    ("memory", r"out of memory|outofmemory|low on memory|memoryerror|alloc_failed"),
+    ("hang", r"no rank made progress"),
+)
+
+
+class RunningTrial:
+    """`runs` is the folder of all trials' runs, `logs` that of their configurations and of what they print."""
+
+    def __init__(self, trial: Trial, room: Room, devices: tuple[str, ...], deadline: float, logs: Path) -> None:
+        assert trial.config is not None
+        self.trial, self.devices, self.deadline = trial, devices, deadline
+        self.folder = Path(trial.config.run.folder) / trial.name
+        self.log, self.answer = logs / f"{trial.name}.log", logs / f"{trial.name}.json"
+        file = logs / f"{trial.name}.yaml"
+        shutil.rmtree(self.folder, ignore_errors=True)  # what an interruption has left
+        with reported(logs):
+            file.write_text(dump(trial.config), encoding="utf-8")
+            self.began = time.monotonic()
+            with self.answer.open("w") as answer, self.log.open("w") as log:
+                # -P keeps the current folder off sys.path.
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", PROCESS, str(file), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=answer,
+                    stderr=log,
+                    env={**os.environ, **room.variables(devices)},
+                    start_new_session=True,
+                )
+        self.sessions = {self.process.pid}
+
+    def poll(self) -> Row | None:
+        """The row once the trial is over, which it is at its deadline; nothing is left of it then."""
+        status = self.process.poll()
+        if status is None:
+            self.sessions |= sessions_below(self.process.pid)
+            if time.monotonic() - self.began < self.deadline:
+                return None
+            cause = f"over its deadline of {format_duration(self.deadline)}: {self._standing()}"
+            self.end()
+            return self._row("deadline", cause)
+        self.end()
+        error = self._error(status)
+        return self._row(kind_of(error), error) if error else self._measured()
+
+    def end(self) -> None:
+        """Kills the trial with all that it has started."""
+        self.sessions |= sessions_below(self.process.pid)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for number in (0, signal.SIGKILL):  # a head whose driver is gone ends by itself, with its files
+            until = time.monotonic() + END_SECONDS
+            while (left := members_of(self.sessions)) and time.monotonic() < until:
+                for process in left if number else ():
+                    with suppress(ProcessLookupError):
+                        os.kill(process, number)
+                time.sleep(0.05)
+
+    def _error(self, status: int) -> str:
+        """Why it failed, '' if it did not."""
+        with suppress(ValueError, OSError):
+            answer = json.loads(self.answer.read_text(encoding="utf-8"))
+            return re.sub(r" \(more in [^)]*\)$", "", answer.get("error", ""))
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        if status < 0:
+            return f"its process was killed ({signal.Signals(-status).name})"
+        return f"its process ended with status {status}: {lines[-1] if lines else 'it said nothing'}"
+
+    def _standing(self) -> str:
+        """What its ranks were doing."""
+        steps = len(self._metrics())
+        from pentad.orchestrator.control.control_client import NotLive, connect  # imports grpc
+
+        if not (self.folder / CONFIG).exists():
+            return "it was still starting"
+        try:
+            with connect(self.folder) as client:
+                ranks = client.status(STATUS_SECONDS)["ranks"]
+        except NotLive:
+            return (
+                "its ranks were still starting" if not steps else f"it ended after {steps} steps, but not its process"
+            )
+        except PentadError:
+            return f"its driver did not answer, after {steps} steps"
+        return f"{standing_text(ranks)}, after {steps} steps"
+
+    def _metrics(self) -> list[dict[str, Any]]:
+        try:
+            return read_lines(self.folder / METRICS)
+        except PentadError:
+            return []
+
+    def _row(self, outcome: Outcome, cause: str) -> Row:
+        seconds = time.monotonic() - self.began
+        return self.trial.row._replace(outcome=outcome, cause=" ".join(cause.split()), wall_seconds=round(seconds, 3))
+
+    def _measured(self) -> Row:
+        """Medians of the steps but the first, which warms up."""
+        rows = self._metrics()
+        if not rows:
+            return self._row("failed", "it ended without a step")
+        rows = rows[1:] or rows
+
+        def typical(name: str) -> float | None:
+            values = [row[name] for row in rows if row.get(name) is not None]
+            return median(values) if values else None
+
+        return self._row("measured", "")._replace(
+            step_seconds=typical("step_seconds"),
+            tokens_per_second=typical("tokens_per_second"),
+            mfu=typical("mfu"),
+            bubble=typical("bubble_measured"),
+            peak_bytes=max((row.get("peak_bytes") or 0 for row in rows)) or None,
+        )
+
+
+def kind_of(error: str) -> Outcome:
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, error, re.IGNORECASE)), "failed")
+
+
+def standing_text(ranks: list[dict[str, Any]]) -> str:
+    """'rank 1 stood at 1F0 of step 3 (hung)', of those that have not been heard of for longest."""
+    late = sorted(ranks, key=lambda rank: -(rank["heartbeat_age_seconds"] or 0.0))
+    texts = [
+        f"rank {rank['rank']} stood at {rank['instruction'] or 'no instruction'} of step {rank['step']} ({rank['state']})"
+        for rank in late[:MOST_RANKS]
+    ]
+    return ", ".join(texts) or "no rank had started"
+
+
+def sessions_below(process: int) -> set[int]:
+    """The sessions of a process and of all that it has started, as far as it is still known."""
+    found = _processes()
+    known = {process}
+    while more := {pid for pid, (parent, _) in found.items() if parent in known} - known:
+        known |= more
+    return {found[pid][1] for pid in known if pid in found}
+
+
+def members_of(sessions: set[int]) -> list[int]:
+    """Processes of these sessions."""
+    return [pid for pid, (_, session) in _processes().items() if session in sessions]
+
+
+def _processes() -> dict[int, tuple[int, int]]:
+    """(parent, session) of all processes but zombies, which only wait to be reaped."""
+    found = dict[int, tuple[int, int]]()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):
+            state, parent, _, session, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
+            if state != "Z":
+                found[int(stat.parent.name)] = int(parent), int(session)
+    return found

@@ -1,0 +1,127 @@
+"""`pentad sweep`: runs trials beside each other as far as there is room, and keeps a row of each in the sweep's folder.
+
+What is in the folder already is not run again, so that the same command resumes a sweep.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pentad.orchestrator.monitoring.runfolder import locked
+from pentad.orchestrator.records.json_lines import reported
+from pentad.orchestrator.records.run_files import replace_file
+from pentad.orchestrator.run.interrupts import Interrupts
+from pentad.orchestrator.sweep.page import page_of
+from pentad.orchestrator.sweep.results import Row, merged, read_rows, write_rows
+from pentad.orchestrator.sweep.room import Room
+from pentad.orchestrator.sweep.running import RunningTrial
+from pentad.orchestrator.sweep.trials import Trial
+
+PAGE, RUNS, LOGS = "sweep.html", "runs", "logs"
+POLL_SECONDS = 0.2
+
+
+class Running(Protocol):
+    """A trial under way on its `devices`."""
+
+    devices: tuple[str, ...]
+
+    def poll(self) -> Row | None: ...
+    def end(self) -> None: ...
+
+
+Start = Callable[[Trial, Room, tuple[str, ...]], Running]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Of the trials of this call: how many have a row, run and wait; and the newest row, if one is new."""
+
+    done: int
+    running: int
+    waiting: int
+    row: Row | None = None
+
+
+Report = Callable[[Progress], object]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The rows of this call's trials, in their order; `ran` of them are new."""
+
+    folder: Path
+    rows: list[Row]
+    ran: int
+
+
+def sweep(
+    trials: Sequence[Trial],
+    room: Room,
+    folder: Path,
+    title: str,
+    deadline: float,
+    report: Report,
+    *,
+    retry: bool = False,
+    start: Start | None = None,
+) -> Sweep:
+    """Runs the trials that have no row in `folder` yet; with `retry` also those that failed. Each ends at its
+    `deadline`, in seconds.
+
+    After Ctrl-C, SIGTERM or SIGHUP no trial is left, nor a row of those that ran, and KeyboardInterrupt is raised.
+    Raises PentadError if another sweep has the folder, or it cannot be written.
+    """
+    logs = folder / LOGS
+    with reported(folder):
+        for path in (folder / RUNS, logs):
+            path.mkdir(parents=True, exist_ok=True)
+    held = f"--out is '{folder}', where process {{holder}} is running a sweep: expected another folder"
+    with locked(folder, held), Interrupts():
+        known = read_rows(folder)
+        settled = {row.trial for row in known if row.outcome == "measured" or not (retry or row.outcome == "pruned")}
+        rows = merged(known, [trial.row for trial in trials if trial.config is None])
+
+        def record(*new: Row) -> None:
+            nonlocal rows
+            rows = merged(rows, new)
+            write_rows(folder, rows)
+            with reported(folder):
+                replace_file(folder / PAGE, page_of(rows, title).encode())
+
+        record()
+        waiting = [trial for trial in trials if trial.config is not None and trial.name not in settled]
+        begin = start or (lambda *on: RunningTrial(*on, deadline, logs))
+        ran = len(waiting)
+        run_trials(waiting, room, begin, record, report, done=len(trials) - ran)
+        by_trial = {row.trial: row for row in rows}
+        return Sweep(folder, [by_trial[trial.name] for trial in trials], ran)
+
+
+def run_trials(
+    trials: Sequence[Trial], room: Room, start: Start, record: Callable[[Row], object], report: Report, *, done: int = 0
+) -> None:
+    """Starts each trial, in order, as soon as there is room for it. None is left, whatever is raised."""
+    waiting, running = list(trials), list[Running]()
+    try:
+        while waiting or running:
+            for trial in list(waiting):
+                if (devices := room.take(trial.row.ranks or 1)) is not None:
+                    waiting.remove(trial)
+                    running.append(start(trial, room, devices))
+            report(Progress(done, len(running), len(waiting)))
+            time.sleep(POLL_SECONDS)
+            for each in list(running):
+                if (row := each.poll()) is not None:
+                    running.remove(each)
+                    room.give_back(each.devices)
+                    record(row)
+                    done += 1
+                    report(Progress(done, len(running), len(waiting), row))
+    finally:
+        for each in running:
+            each.end()
