@@ -25,7 +25,8 @@ from pentad.orchestrator.sweep.trials import Trial
 from pentad.schedules.ir.errors import PentadError
 
 PROCESS = "pentad.orchestrator.sweep.trial_process"
-END_SECONDS = 5.0  # for a Ray head to end what it has started, and then for killed processes to be gone
+HEAD_SECONDS = 5.0  # for a Ray head whose driver is gone to end what it has started, with its files
+KILL_SECONDS = 10.0  # for killed processes to be gone, on a busy machine
 STATUS_SECONDS = 3.0
 MOST_RANKS = 4  # that a sentence names
 # What the sentence of an error says of its kind.
@@ -80,8 +81,8 @@ class RunningTrial:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for number in (0, signal.SIGKILL):  # a head whose driver is gone ends by itself, with its files
-            until = time.monotonic() + END_SECONDS
+        for number, seconds in ((0, HEAD_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
+            until = time.monotonic() + seconds
             while (left := members_of(self.sessions)) and time.monotonic() < until:
                 for process in left if number else ():
                     with suppress(ProcessLookupError):
@@ -142,7 +143,7 @@ class RunningTrial:
             tokens_per_second=typical("tokens_per_second"),
             mfu=typical("mfu"),
             bubble=typical("bubble_measured"),
-            peak_bytes=max((row.get("peak_bytes") or 0 for row in rows)) or None,
+            peak_bytes=max(row.get("peak_bytes") or 0 for row in rows) or None,
         )
 
 
@@ -153,10 +154,10 @@ def kind_of(error: str) -> Outcome:
 def standing_text(ranks: list[dict[str, Any]]) -> str:
     """'rank 1 stood at 1F0 of step 3 (hung)', of those that have not been heard of for longest."""
     late = sorted(ranks, key=lambda rank: -(rank["heartbeat_age_seconds"] or 0.0))
-    texts = [
-        f"rank {rank['rank']} stood at {rank['instruction'] or 'no instruction'} of step {rank['step']} ({rank['state']})"
-        for rank in late[:MOST_RANKS]
-    ]
+    texts = []
+    for rank in late[:MOST_RANKS]:
+        where = rank["instruction"] or "no instruction"
+        texts.append(f"rank {rank['rank']} stood at {where} of step {rank['step']} ({rank['state']})")
     return ", ".join(texts) or "no rank had started"
 
 

@@ -84,16 +84,16 @@ def sweep(
     with locked(folder, held), Interrupts():
         known = read_rows(folder)
         settled = {row.trial for row in known if row.outcome == "measured" or not (retry or row.outcome == "pruned")}
-        rows = merged(known, [trial.row for trial in trials if trial.config is None])
+        rows, order = known, {trial.name: number for number, trial in enumerate(trials)}
 
         def record(*new: Row) -> None:
             nonlocal rows
-            rows = merged(rows, new)
+            rows = sorted(merged(rows, new), key=lambda row: order.get(row.trial, -1))
             write_rows(folder, rows)
             with reported(folder):
                 replace_file(folder / PAGE, page_of(rows, title).encode())
 
-        record()
+        record(*(trial.row for trial in trials if trial.config is None))
         waiting = [trial for trial in trials if trial.config is not None and trial.name not in settled]
         begin = start or (lambda *on: RunningTrial(*on, deadline, logs))
         ran = len(waiting)

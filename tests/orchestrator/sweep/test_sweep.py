@@ -1,0 +1,269 @@
+"""Trials beside each other, a row for each, whatever happens; a sweep that was interrupted goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv
+import pytest
+from footprint import Footprint
+from hypothesis import given
+from hypothesis import strategies as st
+from paths import TESTS
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.sweep import running
+from pentad.orchestrator.sweep.grid import grid
+from pentad.orchestrator.sweep.results import ARROW, CSV, SCHEMA, Row, read_rows, write_rows
+from pentad.orchestrator.sweep.room import Room, find_room
+from pentad.orchestrator.sweep.running import RunningTrial, kind_of, members_of, standing_text
+from pentad.orchestrator.sweep.sweep import LOGS, PAGE, Progress, run_trials, sweep
+from pentad.orchestrator.sweep.trials import Request, Trial, trials_of
+from pentad.schedules.ir.errors import PentadError
+
+CONFIG = load(None, ["cluster.device=cpu"])
+
+
+def trial(number: int, ranks: int = 1, *, pruned: bool = False) -> Trial:
+    row = Row(
+        f"t{number}", "", "pentad train", "pruned", "no" if pruned else "", "cpu", "llama 1 M", 10**6, ranks=ranks
+    )
+    return Trial(row, None if pruned else CONFIG)
+
+
+class StubTrials:
+    """Starts trials that last so many polls; `at` is the trial at whose start the sweep is interrupted."""
+
+    def __init__(self, polls: int = 1, at: str = "", outcome: str = "measured") -> None:
+        self.polls, self.at, self.outcome = polls, at, outcome
+        self.started, self.ended, self.live, self.most = list[str](), list[str](), dict[str, int](), 0
+
+    def __call__(self, trial: Trial, room: Room, devices: tuple[str, ...]) -> StubTrial:
+        if trial.name == self.at:
+            raise KeyboardInterrupt
+        self.started.append(trial.name)
+        self.live[trial.name] = len(devices)
+        self.most = max(self.most, sum(self.live.values()))
+        return StubTrial(self, trial, devices)
+
+
+class StubTrial:
+    def __init__(self, stub: StubTrials, trial: Trial, devices: tuple[str, ...]) -> None:
+        self.stub, self.trial, self.devices, self.left = stub, trial, devices, stub.polls
+
+    def poll(self) -> Row | None:
+        self.left -= 1
+        if self.left > 0:
+            return None
+        del self.stub.live[self.trial.name]
+        pace = 1000.0 if self.stub.outcome == "measured" else None
+        return self.trial.row._replace(outcome=self.stub.outcome, tokens_per_second=pace, step_seconds=0.1, cause="")  # type: ignore[arg-type]
+
+    def end(self) -> None:
+        self.stub.ended.append(self.trial.name)
+        del self.stub.live[self.trial.name]
+
+
+@pytest.fixture(autouse=True)
+def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pentad.orchestrator.sweep.sweep.POLL_SECONDS", 0.0)
+
+
+def cpus(count: int) -> Room:
+    return Room("cpu", list(map(str, range(count))), 2**16)
+
+
+def swept(folder: Path, stub: StubTrials, count: int = 6, *, retry: bool = False) -> list[Row]:
+    trials = [*(trial(number) for number in range(count)), trial(count, pruned=True)]
+    found = sweep(trials, cpus(2), folder, "Sweep", 60.0, lambda _: None, retry=retry, start=stub)
+    assert found.ran == len(stub.started)
+    return found.rows
+
+
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 6), st.integers(1, 3))
+def test_each_trial_runs_once_and_never_are_more_devices_in_use_than_there_are(
+    ranks: list[int], devices: int, polls: int
+) -> None:
+    stub, rows, seen = StubTrials(polls), list[Row](), list[Progress]()
+    trials = [trial(number, count) for number, count in enumerate(ranks)]
+    run_trials(trials, cpus(devices), stub, rows.append, seen.append)
+    assert sorted(stub.started) == sorted(row.trial for row in rows) == sorted(each.name for each in trials)
+    assert stub.most <= devices and not stub.live and not stub.ended
+    assert not seen or seen[-1].done == len(ranks)
+
+
+def test_gpus_of_this_machine_are_named_and_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    monkeypatch.setattr("pentad.orchestrator.sweep.room.local_gpus", lambda: 3)
+    room = find_room(load(None, ["cluster.device=cuda"]).cluster)
+    first, second = room.take(2), room.take(1)
+    assert first is not None and second is not None and room.take(1) is None
+    assert [room.variables(each)["CUDA_VISIBLE_DEVICES"] for each in (first, second)] == ["3,5", "7"]
+    room.give_back(first)
+    assert room.take(2) == first and room.most == 3
+
+
+def test_an_interrupted_sweep_leaves_no_trial_and_runs_only_what_is_missing(tmp_path: Path) -> None:
+    before = StubTrials(polls=2, at="t4")
+    with pytest.raises(KeyboardInterrupt):
+        swept(tmp_path, before)
+    assert not before.live
+    done = {row.trial for row in read_rows(tmp_path) if row.outcome == "measured"}
+    after = StubTrials()
+    rows = swept(tmp_path, after)
+    assert done and set(after.started) == {f"t{number}" for number in range(6)} - done
+    assert [row.outcome for row in rows] == ["measured"] * 6 + ["pruned"]
+    assert read_rows(tmp_path) == rows and (tmp_path / PAGE).stat().st_size > 1000
+    assert swept(tmp_path, again := StubTrials()) == rows and not again.started
+
+
+def test_failed_trials_run_again_only_with_retry_and_other_rows_are_kept(tmp_path: Path) -> None:
+    swept(tmp_path, StubTrials(outcome="failed"), count=3)
+    assert {row.outcome for row in swept(tmp_path, StubTrials(), count=3)} == {"failed", "pruned"}
+    stub = StubTrials()
+    assert [row.outcome for row in swept(tmp_path, stub, count=2, retry=True)] == ["measured", "measured", "pruned"]
+    assert stub.started == ["t0", "t1"]
+    assert {row.trial: row.outcome for row in read_rows(tmp_path)}["t2"] != "measured"
+
+
+def test_the_tables_hold_the_rows(tmp_path: Path) -> None:
+    rows = [Row("a", "mesh.pp=2", 'pentad train "x, y"', "hang", "rank 1, it says", pp=2), Row("b", "", "", mfu=0.5)]
+    write_rows(tmp_path, rows)
+    assert read_rows(tmp_path) == rows
+    table = pyarrow.csv.read_csv(tmp_path / CSV)
+    assert table.column_names == SCHEMA.names and table["cause"].to_pylist() == ["rank 1, it says", ""]
+    assert table["mfu"].to_pylist() == [None, 0.5]
+
+
+def damaged(path: Path) -> Iterator[bytes]:
+    data = path.read_bytes()
+    yield data[:-9]
+    yield b""
+    for changed in ({"outcome": "fine"}, {"trial": None}):
+        table = pa.Table.from_pylist([Row("a", "", "")._asdict() | changed], schema=SCHEMA)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, SCHEMA) as writer:
+            writer.write_table(table)
+        yield sink.getvalue().to_pybytes()
+
+
+def test_a_table_that_no_sweep_wrote_is_refused_and_left_alone(tmp_path: Path) -> None:
+    write_rows(tmp_path, [Row("a", "", "")])
+    for data in list(damaged(tmp_path / ARROW)):
+        (tmp_path / ARROW).write_bytes(data)
+        with pytest.raises(PentadError, match=r"results\.arrow is no table of trials"):
+            swept(tmp_path, StubTrials())
+        assert (tmp_path / ARROW).read_bytes() == data
+
+
+def test_one_sweep_at_a_time_has_a_folder(tmp_path: Path) -> None:
+    class Second(StubTrials):
+        def __call__(self, *on):
+            with pytest.raises(PentadError, match=r"--out is .* is running a sweep: expected another folder"):
+                swept(tmp_path, StubTrials())
+            return super().__call__(*on)
+
+    swept(tmp_path, Second(), count=1)
+
+
+@pytest.mark.timeout(60)
+def test_a_trial_that_is_stuck_ends_at_its_deadline_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "PROCESS", "stuck_trial")
+    monkeypatch.setattr(running, "HEAD_SECONDS", 0.1)
+    monkeypatch.setenv("PYTHONPATH", str(TESTS / "support"))
+    trials = trials_of(Request(None, grid(["cluster.device=cpu"]), 4), cpus(1), tmp_path / "runs")
+    (tmp_path / LOGS).mkdir()
+    stuck = RunningTrial(trials[0], cpus(1), ("0",), 30.0, tmp_path / LOGS)
+    child = tmp_path / LOGS / f"{trials[0].name}.child"
+    while not child.exists() or not child.read_text():
+        assert stuck.poll() is None
+    (session,) = members_of({int(child.read_text())})
+    stuck.deadline = 0.0
+    row = stuck.poll()
+    assert row is not None and row.outcome == "deadline"
+    assert row.cause == "over its deadline of 0 us: it was still starting"
+    assert not members_of({session, stuck.process.pid})
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ("rank 3 failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "memory"),
+        ("rank 0 failed: Task was killed due to the node running low on memory.", "memory"),
+        ("no rank made progress for 12 s: rank 1 does not answer", "hang"),
+        ("rank 1 failed: its process was killed or crashed", "failed"),
+    ],
+)
+def test_the_kind_of_a_failure_is_that_of_its_sentence(error: str, kind: str) -> None:
+    assert kind_of(error) == kind
+
+
+def test_the_ranks_that_are_silent_for_longest_are_named() -> None:
+    rank = {"state": "running", "step": 3, "instruction": "1F0"}
+    ranks = [{**rank, "rank": number, "heartbeat_age_seconds": float(number)} for number in range(6)]
+    assert standing_text(ranks).startswith("rank 5 stood at 1F0 of step 3 (running), rank 4")
+    assert "rank 1 " not in standing_text(ranks) and standing_text([]) == "no rank had started"
+
+
+# ---- real trials ----
+
+
+class Fault(RunningTrial):
+    """Sends a signal to rank 1, once that has done a step."""
+
+    number: int = 0
+
+    def poll(self) -> Row | None:
+        if self.number and read_lines(self.folder / "metrics.jsonl"):
+            (place,) = [row for row in read_lines(self.folder / "journal.jsonl") if row["event"] == "place"]
+            os.kill(place["ranks"][1]["pid"], self.number)
+            self.number = 0
+        return super().poll()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_sweep_of_eight_trials_with_a_hang_and_a_crash_ends_by_itself_with_eight_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pentad.orchestrator.sweep.sweep.POLL_SECONDS", 0.2)
+    words = ["model.layers=4", "model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.ffn=128"]
+    words += ["cluster.device=cpu", "batch.sequence_length=64", "mesh.pp=2", "elastic.hang_seconds=5"]
+    words += ["schedule.name=1f1b,zb-h1", "schedule.microbatches=4,8", "memory.recompute=none,full"]
+    trials = trials_of(Request(None, grid(words), 30), cpus(4), tmp_path / "runs")
+    faults = {trials[1].name: signal.SIGSTOP, trials[4].name: signal.SIGKILL}
+    found, seen = Footprint(), list[Progress]()
+    monkeypatch.setenv("FOOTPRINT", found.mark)
+
+    def start(*on) -> Fault:
+        made = Fault(*on, 200.0, tmp_path / LOGS)
+        made.number = faults.get(made.trial.name, 0)
+        return made
+
+    def report(progress: Progress) -> None:
+        seen.append(progress)
+        with suppress(AssertionError):  # no trial has a file yet
+            found.record()
+
+    rows = sweep(trials, cpus(4), tmp_path, "Sweep", 200.0, report, start=start).rows
+    assert found.files
+    found.assert_gone()
+    assert len(rows) == len(read_rows(tmp_path)) == 8
+    assert max(progress.running for progress in seen) == 2
+    by_name = {row.trial: row for row in rows}
+    hung, crashed = (by_name[name] for name in faults)
+    assert hung.outcome == "hang" and "rank 1" in hung.cause, hung
+    assert crashed.outcome == "failed" and "rank 1" in crashed.cause and "killed" in crashed.cause, crashed
+    others = [row for row in rows if row not in (hung, crashed)]
+    assert all(row.outcome == "measured" and row.step_seconds and row.predicted_seconds for row in others), others
+    assert not list(tmp_path.glob("runs/*/checkpoints/step-*"))
+    assert json.loads((tmp_path / PAGE).read_text().partition('id="data">')[2].partition("</script>")[0])["trials"]
