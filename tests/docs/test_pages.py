@@ -80,7 +80,9 @@ def test_every_command_of_the_first_pages_runs(folder: Path, capsys: pytest.Capt
 
 ELSEWHERE = ("README.md", "first-hour.md", "hugging-face.md", "fine-tuning.md", "data.md")  # tests of their own
 OTHERS = [
-    pytest.param(page, marks=[pytest.mark.slow] if any(verb in ("train", "sweep") for verb, *_ in commands(page)) else [])
+    pytest.param(
+        page, marks=[pytest.mark.slow] if any(verb in ("train", "sweep") for verb, *_ in commands(page)) else []
+    )
     for page in PAGES
     if commands(page) and page.name not in ELSEWHERE
 ]

@@ -231,13 +231,14 @@ class Fault(RunningTrial):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_sweep_of_eight_trials_with_a_hang_and_a_crash_ends_by_itself_with_eight_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pentad.orchestrator.sweep.sweep.POLL_SECONDS", 0.2)
     words = ["model.layers=4", "model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.ffn=128"]
     words += ["cluster.device=cpu", "batch.sequence_length=64", "mesh.pp=2", "elastic.hang_seconds=5"]
+    words += ["cluster.start_timeout_seconds=200"]  # on a busy machine
     words += ["schedule.name=1f1b,zb-h1", "schedule.microbatches=4,8", "memory.recompute=none,full"]
     trials = trials_of(Request(None, grid(words), 30), cpus(4), tmp_path / "runs")
     faults = {trials[1].name: signal.SIGSTOP, trials[4].name: signal.SIGKILL}
@@ -245,7 +246,7 @@ def test_a_sweep_of_eight_trials_with_a_hang_and_a_crash_ends_by_itself_with_eig
     monkeypatch.setenv("FOOTPRINT", found.mark)
 
     def start(*on) -> Fault:
-        made = Fault(*on, 200.0, tmp_path / LOGS)
+        made = Fault(*on, 400.0, tmp_path / LOGS)
         made.number = faults.get(made.trial.name, 0)
         return made
 
@@ -254,7 +255,7 @@ def test_a_sweep_of_eight_trials_with_a_hang_and_a_crash_ends_by_itself_with_eig
         with suppress(AssertionError):  # no trial has a file yet
             found.record()
 
-    rows = sweep(trials, cpus(4), tmp_path, "Sweep", 200.0, report, start=start).rows
+    rows = sweep(trials, cpus(4), tmp_path, "Sweep", 400.0, report, start=start).rows
     assert found.files
     found.assert_gone()
     assert len(rows) == len(read_rows(tmp_path)) == 8

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from html_pages import NAMES, Page, keys_of, page_of, payload, simulated_program
+from sweep_rows import PRUNED, ROWS
+from sweep_rows import page_of as sweep_of
 
 from pentad.schedules.draw.html import timeline_page
 from pentad.schedules.simulate.timeline import Timeline
@@ -298,3 +300,36 @@ def test_labels_are_not_cut_off(browse: Browse, kind: str, width: int) -> None:
 def test_the_legend_says_how_later_chunks_look(browse: Browse, dark: bool, word: str) -> None:
     found = browse(page_of(simulated_program("zb-v")), "return { legend: byId('legend').textContent };", dark=dark)
     assert f"{word}: a rank's second chunk" in found["legend"]
+
+
+# ---- the page of a sweep ----
+
+SEEN = """
+const texts = (where) => [...document.querySelectorAll(where)].map((each) => each.textContent);
+const grip = document.querySelector(".grip[aria-label=pp]");
+const all = texts("#trials tbody tr").length;
+if (grip) press("ArrowUp", grip);
+return {
+  all, chosen: texts("#trials tbody tr").length, map: texts("#map td b"), causes: texts("#trials .cause"),
+  pruned: document.querySelectorAll("#lines .line.pruned").length,
+  failed: document.querySelectorAll("#lines .line.failed").length,
+  faded: document.querySelectorAll("#lines .line.out").length,
+  names: texts("#lines text.name"), wide: document.documentElement.scrollWidth > innerWidth,
+};
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (390, True)])
+def test_the_best_trial_is_in_the_map_and_an_axis_selects(browse: Browse, width: int, dark: bool) -> None:
+    seen = browse(sweep_of(*ROWS), SEEN, width=width, dark=dark)
+    assert seen["map"] == ["44.0 %", "\u2013"] and seen["names"] == ["GPUs", "pp", "tokens/s"]
+    assert (seen["all"], seen["chosen"], seen["faded"]) == (7, 4, 3)
+    assert (seen["pruned"], seen["failed"], seen["wide"]) == (1, 1, False)
+    assert seen["causes"] == ["pruned: does not fit: </script>"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [PRUNED, ROWS[0]])
+def test_a_sweep_of_one_trial_is_drawn(browse: Browse, row: dict) -> None:
+    assert browse(sweep_of(row), SEEN)["all"] == 1
