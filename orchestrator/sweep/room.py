@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.orchestrator.planning.hardware import local_device, local_gpus
 from pentad.schedules.ir.errors import PentadError
 
+Device = Literal["cpu", "cuda"]
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -19,7 +21,7 @@ class Room:
     where they are more than these, and such a trial then runs alone. GPUs of this machine have names (`named`), those
     of a cluster are chosen by Ray."""
 
-    device: str
+    device: Device
     devices: list[str]
     most: int
     named: bool = False
@@ -53,8 +55,7 @@ def find_room(section: ClusterSection, most_ranks: int = 2**16) -> Room:
     """Of the machine or the cluster that a run would be on. Raises PentadError without a device."""
     if section.address != "local":
         return _on_cluster(section)
-    device, _ = local_device(section, 1)
-    if device == "cpu":
+    if local_device(section, 1)[0] == "cpu":
         return Room("cpu", list(map(str, range(os.cpu_count() or 1))), most_ranks)
     visible = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
     names = visible[: local_gpus()] or list(map(str, range(local_gpus())))
@@ -70,7 +71,7 @@ def _on_cluster(section: ClusterSection) -> Room:
 
     with join(section, 1, None) as cluster:
         free = int(ray.available_resources().get("GPU" if cluster.device == "cuda" else "CPU", 0))
-        device = cluster.device
+        device: Device = "cuda" if cluster.device == "cuda" else "cpu"
     if not free:
         kind = "GPU" if device == "cuda" else "CPU"
         raise PentadError(f"cluster.address is {section.address}: expected a Ray cluster with a free {kind}")

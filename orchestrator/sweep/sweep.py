@@ -95,7 +95,7 @@ def sweep(
 
         record(*(trial.row for trial in trials if trial.config is None))
         waiting = [trial for trial in trials if trial.config is not None and trial.name not in settled]
-        begin = start or (lambda *on: RunningTrial(*on, deadline, logs))
+        begin = start or (lambda trial, room, devices: RunningTrial(trial, room, devices, deadline, logs))
         ran = len(waiting)
         run_trials(waiting, room, begin, record, report, done=len(trials) - ran)
         by_trial = {row.trial: row for row in rows}

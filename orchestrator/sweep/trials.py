@@ -157,7 +157,7 @@ def _sections(request: Request, point: Point) -> dict[str, Any]:
         return {}
 
 
-def _written(request: Request, point: Point) -> dict[str, str]:
+def _written(request: Request, point: Point) -> dict[str, Any]:
     command = ["pentad", "train", *([str(request.file)] if request.file else []), *point.words]
     return {"settings": " ".join(point.varied), "command": shlex.join(command)}
 

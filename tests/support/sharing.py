@@ -27,6 +27,7 @@ OWN_CLUSTERS = (
     "tests/orchestrator/run/test_everything.py",
     "tests/orchestrator/run/test_fault_series.py",
     "tests/orchestrator/run/test_lora_runs.py",
+    "tests/orchestrator/sweep/test_real_trials.py",
 )
 FILES = [path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")]
 FLEET = {name for name in FILES if "fleet" in (TESTS.parent / name).read_text("utf-8")}

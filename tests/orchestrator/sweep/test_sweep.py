@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.csv
 import pytest
-from footprint import Footprint
 from hypothesis import given
 from hypothesis import strategies as st
 from paths import TESTS
 
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.sweep import running
 from pentad.orchestrator.sweep.grid import grid
 from pentad.orchestrator.sweep.results import ARROW, CSV, SCHEMA, Row, read_rows, write_rows
@@ -212,59 +206,3 @@ def test_the_ranks_that_are_silent_for_longest_are_named() -> None:
     ranks = [{**rank, "rank": number, "heartbeat_age_seconds": float(number)} for number in range(6)]
     assert standing_text(ranks).startswith("rank 5 stood at 1F0 of step 3 (running), rank 4")
     assert "rank 1 " not in standing_text(ranks) and standing_text([]) == "no rank had started"
-
-
-# ---- real trials ----
-
-
-class Fault(RunningTrial):
-    """Sends a signal to rank 1, once that has done a step."""
-
-    number: int = 0
-
-    def poll(self) -> Row | None:
-        if self.number and read_lines(self.folder / "metrics.jsonl"):
-            (place,) = [row for row in read_lines(self.folder / "journal.jsonl") if row["event"] == "place"]
-            os.kill(place["ranks"][1]["pid"], self.number)
-            self.number = 0
-        return super().poll()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_sweep_of_eight_trials_with_a_hang_and_a_crash_ends_by_itself_with_eight_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pentad.orchestrator.sweep.sweep.POLL_SECONDS", 0.2)
-    words = ["model.layers=4", "model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.ffn=128"]
-    words += ["cluster.device=cpu", "batch.sequence_length=64", "mesh.pp=2", "elastic.hang_seconds=5"]
-    words += ["cluster.start_timeout_seconds=200"]  # on a busy machine
-    words += ["schedule.name=1f1b,zb-h1", "schedule.microbatches=4,8", "memory.recompute=none,full"]
-    trials = trials_of(Request(None, grid(words), 30), cpus(4), tmp_path / "runs")
-    faults = {trials[1].name: signal.SIGSTOP, trials[4].name: signal.SIGKILL}
-    found, seen = Footprint(), list[Progress]()
-    monkeypatch.setenv("FOOTPRINT", found.mark)
-
-    def start(*on) -> Fault:
-        made = Fault(*on, 400.0, tmp_path / LOGS)
-        made.number = faults.get(made.trial.name, 0)
-        return made
-
-    def report(progress: Progress) -> None:
-        seen.append(progress)
-        with suppress(AssertionError):  # no trial has a file yet
-            found.record()
-
-    rows = sweep(trials, cpus(4), tmp_path, "Sweep", 400.0, report, start=start).rows
-    assert found.files
-    found.assert_gone()
-    assert len(rows) == len(read_rows(tmp_path)) == 8
-    assert max(progress.running for progress in seen) == 2
-    by_name = {row.trial: row for row in rows}
-    hung, crashed = (by_name[name] for name in faults)
-    assert hung.outcome == "hang" and "rank 1" in hung.cause, hung
-    assert crashed.outcome == "failed" and "rank 1" in crashed.cause and "killed" in crashed.cause, crashed
-    others = [row for row in rows if row not in (hung, crashed)]
-    assert all(row.outcome == "measured" and row.step_seconds and row.predicted_seconds for row in others), others
-    assert not list(tmp_path.glob("runs/*/checkpoints/step-*"))
-    assert json.loads((tmp_path / PAGE).read_text().partition('id="data">')[2].partition("</script>")[0])["trials"]

@@ -84,7 +84,7 @@ function map() {
   const head = element("thead", {}, element("tr", {}, element("th"), ...ranks.map((size) => element("th", { scope: "col" }, name(size)))));
   const rows = models.map((model) => element("tr", {}, element("th", { scope: "row" }, model), ...ranks.map((size) => cell(model, size))));
   byId("map").replaceChildren(head, element("tbody", {}, ...rows));
-  byId("unit").textContent = hasMfu ? "MFU" : `tokens/s by ${settings.ranks.replace(/s$/, "")}`;
+  byId("unit").textContent = hasMfu ? "MFU" : `tokens/s per ${settings.ranks.replace(/s$/, "")}`;
 }
 
 // ---- lines across the axes ----
@@ -95,7 +95,7 @@ const valueOf = (trial, key) => trial[key] ?? "?";
 const textOf = (value) => (value === "" ? "?" : String(value));
 const axes = Object.entries(settings)
   .map(([key, name]) => ({ key, name, values: [...new Set(trials.map((trial) => valueOf(trial, key)))].sort(order) }))
-  .filter(({ values }) => values.length > 1);
+  .filter(({ values }) => values.filter((value) => textOf(value) !== "?").length > 1);
 axes.push({ key: "", name: byMfu ? "MFU" : "tokens/s" });
 const brushes = new Map(); // [low, high] by axis, as shares of its length
 let paths = [], over = null;
@@ -281,7 +281,7 @@ function table() {
     const figures = [
       number(isMeasured ? count(trial.tokens_per_second) : "", "tokens/s"),
       number(isMeasured ? percent(pace(trial) / fastest) : "", "of the best"),
-      number(trial.mfu == null ? "" : percent(trial.mfu), "MFU"),
+      ...(hasMfu ? [number(trial.mfu == null ? "" : percent(trial.mfu), "MFU")] : []),
       number(duration(trial.step_seconds), "a step"),
       number(duration(trial.predicted_seconds), "predicted"),
       number(trial.step_seconds ? `${(trial.predicted_seconds / trial.step_seconds).toFixed(2)} x` : "", "predicted / measured"),
@@ -293,7 +293,7 @@ function table() {
     row.addEventListener("pointerleave", () => point(null));
     return row;
   });
-  const heads = ["trial", "tokens/s", "of the best", "MFU", "a step", "predicted", "predicted / measured"];
+  const heads = ["trial", "tokens/s", "of the best", ...(hasMfu ? ["MFU"] : []), "a step", "predicted", "predicted / measured"];
   const head = element("tr", {}, ...heads.map((each, k) => element("th", { className: k ? "number" : "" }, each)));
   byId("trials").replaceChildren(element("thead", {}, head), element("tbody", {}, ...body));
 }
