@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
@@ -60,6 +61,16 @@ SCHEMA = pa.schema([(name, _TYPES[kind]) for name, kind in get_type_hints(Row).i
 _TEXTS = [field.name for field in SCHEMA if field.type == pa.string()]
 
 
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """Raises PentadError for an error in writing to a sweep's folder."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"--out is '{folder}', which cannot be written ({error.strerror or error})"
+        raise PentadError(f"{reason}: expected a folder of yours, on a disk with room") from None
+
+
 def write_rows(folder: Path, rows: Sequence[Row]) -> None:
     """Both files, each replaced at once."""
     table = pa.table({name: [getattr(row, name) for row in rows] for name in Row._fields}, schema=SCHEMA)
@@ -68,7 +79,7 @@ def write_rows(folder: Path, rows: Sequence[Row]) -> None:
         writer.write_table(table)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([Row._fields, *rows])
-    with reported(folder):
+    with writable(folder):
         replace_file(folder / ARROW, sink.getvalue().to_pybytes())
         replace_file(folder / CSV, text.getvalue().encode())
 

@@ -18,8 +18,8 @@ from typing import Any
 from pentad.orchestrator.config.config import dump
 from pentad.orchestrator.monitoring.runfolder import CONFIG, METRICS
 from pentad.orchestrator.planning.formatting import format_duration
-from pentad.orchestrator.records.json_lines import read_lines, reported
-from pentad.orchestrator.sweep.results import Outcome, Row
+from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.sweep.results import Outcome, Row, writable
 from pentad.orchestrator.sweep.room import Room
 from pentad.orchestrator.sweep.trials import Trial
 from pentad.schedules.ir.errors import PentadError
@@ -46,7 +46,7 @@ class RunningTrial:
         self.log, self.answer = logs / f"{trial.name}.log", logs / f"{trial.name}.json"
         file = logs / f"{trial.name}.yaml"
         shutil.rmtree(self.folder, ignore_errors=True)  # what an interruption has left
-        with reported(logs):
+        with writable(logs.parent):
             file.write_text(dump(trial.config), encoding="utf-8")
             self.began = time.monotonic()
             with self.answer.open("w") as answer, self.log.open("w") as log:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 from pentad.orchestrator.monitoring.runfolder import locked
-from pentad.orchestrator.records.json_lines import reported
 from pentad.orchestrator.records.run_files import replace_file
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.sweep.page import page_of
-from pentad.orchestrator.sweep.results import Row, merged, read_rows, write_rows
+from pentad.orchestrator.sweep.results import Row, merged, read_rows, writable, write_rows
 from pentad.orchestrator.sweep.room import Room
 from pentad.orchestrator.sweep.running import RunningTrial
 from pentad.orchestrator.sweep.trials import Trial
@@ -77,7 +76,7 @@ def sweep(
     Raises PentadError if another sweep has the folder, or it cannot be written.
     """
     logs = folder / LOGS
-    with reported(folder):
+    with writable(folder):
         for path in (folder / RUNS, logs):
             path.mkdir(parents=True, exist_ok=True)
     held = f"--out is '{folder}', where process {{holder}} is running a sweep: expected another folder"
@@ -90,7 +89,7 @@ def sweep(
             nonlocal rows
             rows = sorted(merged(rows, new), key=lambda row: order.get(row.trial, -1))
             write_rows(folder, rows)
-            with reported(folder):
+            with writable(folder):
                 replace_file(folder / PAGE, page_of(rows, title).encode())
 
         record(*(trial.row for trial in trials if trial.config is None))

@@ -19,7 +19,7 @@ from pentad.orchestrator.sweep.results import Row, read_rows
 from pentad.orchestrator.sweep.room import Room, find_room
 from pentad.orchestrator.sweep.running import RunningTrial
 from pentad.orchestrator.sweep.sweep import LOGS, PAGE, Progress, sweep
-from pentad.orchestrator.sweep.trials import Request, first_valid, trials_of
+from pentad.orchestrator.sweep.trials import Request, Trial, first_valid, trials_of
 
 pytestmark = pytest.mark.slow
 TINY = (
@@ -55,8 +55,8 @@ def test_a_sweep_of_eight_trials_with_a_hang_and_a_crash_ends_by_itself_with_eig
     found, seen = Footprint(), list[Progress]()
     monkeypatch.setenv("FOOTPRINT", found.mark)
 
-    def start(*on) -> Fault:
-        made = Fault(*on, 400.0, tmp_path / LOGS)
+    def start(trial: Trial, room: Room, devices: tuple[str, ...]) -> Fault:
+        made = Fault(trial, room, devices, 400.0, tmp_path / LOGS)
         made.number = faults.get(made.trial.name, 0)
         return made
 
@@ -90,8 +90,8 @@ def test_trials_on_a_cluster_run_beside_each_other_and_give_back_what_they_had(t
         assert (room.device, room.most) == ("cpu", 4)
         trials, seen = trials_of(Request(None, points, 30), room, tmp_path / "runs"), list[Progress]()
 
-        def start(*on) -> Fault:
-            made = Fault(*on, 300.0, tmp_path / LOGS)
+        def start(trial: Trial, room: Room, devices: tuple[str, ...]) -> Fault:
+            made = Fault(trial, room, devices, 300.0, tmp_path / LOGS)
             made.of_driver = made.trial is trials[1]
             made.number = 0 if made.trial is trials[2] else signal.SIGSTOP
             return made

@@ -158,6 +158,9 @@ def test_a_table_that_no_sweep_wrote_is_refused_and_left_alone(tmp_path: Path) -
 
 
 def test_one_sweep_at_a_time_has_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(PentadError, match=r"^--out is '/proc/none', which cannot be written"):
+        swept(Path("/proc/none"), StubTrials())
+
     class Second(StubTrials):
         def __call__(self, *on):
             with pytest.raises(PentadError, match=r"--out is .* is running a sweep: expected another folder"):
