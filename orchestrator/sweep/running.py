@@ -163,7 +163,7 @@ def standing_text(ranks: list[dict[str, Any]]) -> str:
 
 def sessions_below(process: int) -> set[int]:
     """The sessions of a process and of all that it has started, as far as it is still known."""
-    found = _processes()
+    found = processes()
     known = {process}
     while more := {pid for pid, (parent, _) in found.items() if parent in known} - known:
         known |= more
@@ -172,10 +172,10 @@ def sessions_below(process: int) -> set[int]:
 
 def members_of(sessions: set[int]) -> list[int]:
     """Processes of these sessions."""
-    return [pid for pid, (_, session) in _processes().items() if session in sessions]
+    return [pid for pid, (_, session) in processes().items() if session in sessions]
 
 
-def _processes() -> dict[int, tuple[int, int]]:
+def processes() -> dict[int, tuple[int, int]]:
     """(parent, session) of all processes but zombies, which only wait to be reaped."""
     found = dict[int, tuple[int, int]]()
     for stat in Path("/proc").glob("[0-9]*/stat"):

@@ -1,5 +1,5 @@
-"""The process of a trial: `python -m pentad.orchestrator.sweep.trial_process CONFIG` trains, and prints one line of
-JSON: {} or the error."""
+"""The process of a trial: `python -m pentad.orchestrator.sweep.trial_process CONFIG PARENT` trains, and prints one line
+of JSON: {} or the error. It ends with the process PARENT, which has started it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import signal
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
-from pentad.orchestrator.api.training import run_displayed
-from pentad.orchestrator.config.config import load
-from pentad.schedules.ir.errors import PentadError, ScheduleError
-
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
     file, parent = Path(sys.argv[1]), int(sys.argv[2])
-    _end_with(parent)
+    end_with(parent)
+    from rich.console import Console
+
+    from pentad.orchestrator.api.training import run_displayed
+    from pentad.orchestrator.config.config import load
+    from pentad.schedules.ir.errors import PentadError, ScheduleError
+
     try:
         run_displayed(load(file), Console(file=sys.stderr))
     except (PentadError, ScheduleError) as error:
@@ -31,7 +31,7 @@ def main() -> int:
     return 0
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """The kernel kills this process when the sweep's dies, in whatever way; its Ray head ends with it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +21,7 @@ from pentad.orchestrator.sweep import running
 from pentad.orchestrator.sweep.grid import grid
 from pentad.orchestrator.sweep.results import ARROW, CSV, SCHEMA, Row, read_rows, write_rows
 from pentad.orchestrator.sweep.room import Room, find_room
-from pentad.orchestrator.sweep.running import RunningTrial, kind_of, members_of, standing_text
+from pentad.orchestrator.sweep.running import RunningTrial, kind_of, members_of, processes, standing_text
 from pentad.orchestrator.sweep.sweep import LOGS, PAGE, Progress, run_trials, sweep
 from pentad.orchestrator.sweep.trials import Request, Trial, trials_of
 from pentad.schedules.ir.errors import PentadError
@@ -189,6 +193,28 @@ def test_a_trial_that_is_stuck_ends_at_its_deadline_with_all_that_it_started(
     assert row is not None and row.outcome == "deadline"
     assert row.cause == "over its deadline of 0 us: it was still starting"
     assert not members_of({session, stuck.process.pid})
+
+
+ORPHAN = """
+import os, subprocess, sys
+child = "import os, time, sys; from pentad.orchestrator.sweep.trial_process import end_with; end_with(int(sys.argv[1]))"
+child += "; print(os.getpid(), flush=True); time.sleep(600)"
+made = subprocess.Popen([sys.executable, "-P", "-c", child, str(os.getpid())], stdout=subprocess.PIPE, text=True)
+print(made.stdout.readline(), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(sys.platform != "linux", reason="wants: a kernel that tells children of their parent's death")
+def test_a_trial_ends_when_the_sweep_is_killed() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", ORPHAN], capture_output=True, text=True, check=True)
+    until = time.monotonic() + 20
+    while int(done.stdout) in processes() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert done.stdout and int(done.stdout) not in processes()
+    orphan = [sys.executable, "-P", "-m", running.PROCESS, "none.yaml", "1"]
+    assert subprocess.run(orphan, check=False).returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
