@@ -16,7 +16,7 @@ def page_of(rows: Sequence[Row], title: str) -> str:
         TEXTS[outcome]: str(counts[outcome]) for outcome in OUTCOMES if counts[outcome]
     }
     if best:
-        facts["best"] = f"{best[0].layout}: {best[0].tokens_per_second:,.0f} tokens/s"
+        facts["most tokens/s"] = f"{best[0].layout}: {best[0].tokens_per_second:,.0f}"
     return sweep_page([row._asdict() for row in rows], title=title, facts=facts)
 
 
