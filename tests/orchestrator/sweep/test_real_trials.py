@@ -24,7 +24,7 @@ from pentad.orchestrator.sweep.trials import Request, Trial, first_valid, trials
 pytestmark = pytest.mark.slow
 TINY = (
     *("model.layers=4", "model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.ffn=128", "mesh.pp=2"),
-    *("batch.sequence_length=64", "cluster.device=cpu", "elastic.hang_seconds=5"),
+    *("batch.sequence_length=32", "cluster.device=cpu", "elastic.hang_seconds=5"),
     "cluster.start_timeout_seconds=200",  # on a busy machine
 )
 
@@ -49,8 +49,8 @@ class Fault(RunningTrial):
 def test_a_sweep_of_eight_trials_with_a_hang_and_a_crash_ends_by_itself_with_eight_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = (*TINY, "schedule.name=1f1b,zb-h1", "schedule.microbatches=4,8", "memory.recompute=none,full")
-    trials = trials_of(Request(None, grid(words), 30), Room("cpu", list("0123"), 4), tmp_path / "runs")
+    words = (*TINY, "schedule.name=1f1b,zb-h1", "schedule.microbatches=2,4", "memory.recompute=none,full")
+    trials = trials_of(Request(None, grid(words), 12), Room("cpu", list("012345"), 6), tmp_path / "runs")
     faults = {trials[1].name: signal.SIGSTOP, trials[4].name: signal.SIGKILL}
     found, seen = Footprint(), list[Progress]()
     monkeypatch.setenv("FOOTPRINT", found.mark)
@@ -65,11 +65,11 @@ def test_a_sweep_of_eight_trials_with_a_hang_and_a_crash_ends_by_itself_with_eig
         with suppress(AssertionError):  # no trial has a file yet
             found.record()
 
-    rows = sweep(trials, Room("cpu", list("0123"), 4), tmp_path, "Sweep", 400.0, report, start=start).rows
+    rows = sweep(trials, Room("cpu", list("012345"), 6), tmp_path, "Sweep", 400.0, report, start=start).rows
     assert found.files
     found.assert_gone()
     assert len(rows) == len(read_rows(tmp_path)) == 8
-    assert max(progress.running for progress in seen) == 2
+    assert max(progress.running for progress in seen) == 3
     by_name = {row.trial: row for row in rows}
     hung, crashed = (by_name[name] for name in faults)
     assert hung.outcome == "hang" and "rank 1" in hung.cause, hung
@@ -88,7 +88,7 @@ def test_trials_on_a_cluster_run_beside_each_other_and_give_back_what_they_had(t
         points = grid(words)
         room = find_room(first_valid(None, points).cluster)
         assert (room.device, room.most) == ("cpu", 4)
-        trials, seen = trials_of(Request(None, points, 30), room, tmp_path / "runs"), list[Progress]()
+        trials, seen = trials_of(Request(None, points, 12), room, tmp_path / "runs"), list[Progress]()
 
         def start(trial: Trial, room: Room, devices: tuple[str, ...]) -> Fault:
             made = Fault(trial, room, devices, 300.0, tmp_path / LOGS)
