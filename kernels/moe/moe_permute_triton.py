@@ -150,21 +150,9 @@ def sort_by_expert(experts: Tensor, weights: Tensor, first: int, local: int) -> 
     _count[(programs,)](experts, counts, first, tokens, **sizes)
     counts = counts.cumsum(0, dtype=torch.int32)
     offsets = counts[-1].cumsum(0, dtype=torch.int32)
-    _place[(programs,)](
-        experts,
-        weights,
-        counts,
-        offsets,
-        chosen,
-        row_weights,
-        positions,
-        first,
-        tokens,
-        K=choices,
-        LOCAL=local,
-        **sizes,
-    )
-    return ExpertRows(chosen, row_weights, positions, offsets)
+    rows = (chosen, row_weights, positions)
+    _place[(programs,)](experts, weights, counts, offsets, *rows, first, tokens, **sizes)
+    return ExpertRows(*rows, offsets)
 
 
 def values_of_choices(values: Tensor, positions: Tensor) -> Tensor:
