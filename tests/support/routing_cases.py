@@ -45,7 +45,7 @@ def check_backward(tokens: int, num_experts: int, gate: Gate, more: bool, dtype:
     narrow = (scores.float(), experts, weights.float(), dweights, dshares, logits if more else None)
     wide = [each.double() if each is not None and each.is_floating_point() else each for each in narrow]
     found = moe_router_triton.router_backward(*narrow, 0.3, gate, dtype)
-    expected = moe_router.router_backward(*wide, 0.3, gate, torch.float64)  # type: ignore[arg-type]
+    expected = moe_router.router_backward(*wide, 0.3, gate, torch.float64)  # type: ignore[call-arg, arg-type]
     assert found.dtype == dtype
     assert relative_error(found, expected) < (1e-5 if dtype == torch.float32 else 1e-2)
 
