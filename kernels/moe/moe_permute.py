@@ -25,6 +25,7 @@ class ExpertRows(NamedTuple):
     offsets: Tensor  # [local] int32, see grouped_gemm.py
 
 
+@triton_on_gpu
 def sort_by_expert(experts: Tensor, weights: Tensor, first: int, local: int) -> ExpertRows:
     """Sorts the chosen experts [T, K] of tokens, distinct for a token, with their weights [T, K]."""
     choices = experts.shape[1]
@@ -37,6 +38,12 @@ def sort_by_expert(experts: Tensor, weights: Tensor, first: int, local: int) -> 
     chosen = order[: experts.shape[0] * min(choices, local)]
     positions = torch.where(is_local, rank.view_as(experts), -1)
     return ExpertRows(chosen // choices, weights.flatten()[chosen], positions, offsets)
+
+
+@triton_on_gpu
+def values_of_choices(values: Tensor, positions: Tensor) -> Tensor:
+    """[T, K]: the value [R] of each choice's row, at positions [T, K]; 0 where -1 says that there is none."""
+    return torch.where(positions >= 0, values[positions.clamp(min=0)], 0)
 
 
 @triton_on_gpu

@@ -5,8 +5,65 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pentad.kernels.backend import ceil_div
 from pentad.kernels.glu import Activation
 from pentad.kernels.glu_triton import activate, row_blocks
+from pentad.kernels.moe.moe_permute import ExpertRows
+
+TILE = 1024  # pairs of a token and an expert in a program that sorts
+VALUES = 1024  # in a program that copies single values
+
+
+@triton.jit
+def _visits(experts, tokens, columns, first, T, K: tl.constexpr, LOCAL: tl.constexpr):
+    """1 where a token [TOKENS, 1] visits a local expert [1, LP], 0 elsewhere."""
+    visits = (tokens + columns) * 0
+    for choice in tl.static_range(K):
+        expert = tl.load(experts + tokens * K + choice, mask=tokens < T, other=-1) - first
+        visits += ((columns == expert) & (columns < LOCAL)).to(tl.int64)
+    return visits
+
+
+@triton.jit
+def _count(
+    experts, counts, first, T, K: tl.constexpr, LOCAL: tl.constexpr, TOKENS: tl.constexpr, LP: tl.constexpr
+):  # fmt: skip
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)[:, None]
+    visits = _visits(experts, tokens, tl.arange(0, LP).to(tl.int64)[None, :], first, T, K, LOCAL)
+    columns = tl.arange(0, LP)
+    tl.store(counts + tl.program_id(0) * LOCAL + columns, tl.sum(visits, 0).to(tl.int32), mask=columns < LOCAL)
+
+
+@triton.jit
+def _place(
+    experts, weights, counts, offsets, chosen, row_weights, positions, first, T,
+    K: tl.constexpr, LOCAL: tl.constexpr, TOKENS: tl.constexpr, LP: tl.constexpr,
+):  # fmt: skip
+    """Rows of an expert begin at the last offset; those of this program's tokens follow those of earlier programs."""
+    block = tl.program_id(0)
+    tokens = block * TOKENS + tl.arange(0, TOKENS).to(tl.int64)[:, None]
+    columns = tl.arange(0, LP).to(tl.int64)[None, :]
+    visits = _visits(experts, tokens, columns, first, T, K, LOCAL)
+    is_local = columns < LOCAL
+    start = tl.load(offsets + columns - 1, mask=is_local & (columns > 0), other=0).to(tl.int64)
+    earlier = tl.load(counts + (block - 1) * LOCAL + columns, mask=is_local & (block > 0), other=0).to(tl.int64)
+    rows = start + earlier + tl.cumsum(visits, 0) - visits
+    for choice in tl.static_range(K):
+        expert = tl.load(experts + tokens * K + choice, mask=tokens < T, other=-1) - first
+        found = (columns == expert) & is_local
+        is_row = tl.sum(found.to(tl.int64), 1)[:, None] > 0
+        row = tl.sum(tl.where(found, rows, 0), 1)[:, None]
+        tl.store(positions + tokens * K + choice, tl.where(is_row, row, -1), mask=tokens < T)
+        tl.store(chosen + row, tokens, mask=is_row)
+        weight = tl.load(weights + tokens * K + choice, mask=is_row, other=0.0)
+        tl.store(row_weights + row, weight, mask=is_row)
+
+
+@triton.jit
+def _values(values, positions, out, N, BLOCK: tl.constexpr):
+    choices = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    row = tl.load(positions + choices, mask=choices < N, other=-1)
+    tl.store(out + choices, tl.load(values + row, mask=row >= 0, other=0.0), mask=choices < N)
 
 
 @triton.jit
@@ -72,6 +129,39 @@ def _weighted_glu_backward(
         tl.store(dgate_up + row * (2 * I) + I + columns, dup.to(y.dtype.element_ty), mask=mask)
         tl.store(y + row * I + columns, (activated * factor * weight).to(y.dtype.element_ty), mask=mask)
     tl.store(dweights + row, tl.sum(dweight, 0))
+
+
+def sort_by_expert(experts: Tensor, weights: Tensor, first: int, local: int) -> ExpertRows:
+    """Counts the rows of each block of tokens, then places them; see `pentad.kernels.moe.moe_permute.sort_by_expert`.
+
+    Unused rows are of token 0, with a weight of 0.
+    """
+    experts, weights = experts.contiguous(), weights.contiguous()
+    (tokens, choices), device = experts.shape, experts.device
+    width = triton.next_power_of_2(local)
+    block = max(1, TILE // width)
+    programs, sizes = ceil_div(tokens, block), {"K": choices, "LOCAL": local, "TOKENS": block, "LP": width}
+    counts = torch.empty(programs, local, dtype=torch.int32, device=device)
+    chosen = torch.zeros(tokens * min(choices, local), dtype=torch.int64, device=device)
+    row_weights = torch.zeros_like(chosen, dtype=weights.dtype)
+    positions = torch.empty_like(experts)
+    if not programs:
+        return ExpertRows(chosen, row_weights, positions, torch.zeros(local, dtype=torch.int32, device=device))
+    _count[(programs,)](experts, counts, first, tokens, **sizes)
+    counts = counts.cumsum(0, dtype=torch.int32)
+    offsets = counts[-1].cumsum(0, dtype=torch.int32)
+    rows = (chosen, row_weights, positions)
+    _place[(programs,)](experts, weights, counts, offsets, *rows, first, tokens, **sizes)
+    return ExpertRows(*rows, offsets)
+
+
+def values_of_choices(values: Tensor, positions: Tensor) -> Tensor:
+    """Launches the kernel; see `pentad.kernels.moe.moe_permute.values_of_choices`."""
+    assert values.is_contiguous() and positions.is_contiguous()
+    out = torch.empty(positions.shape, dtype=values.dtype, device=values.device)
+    if out.numel():
+        _values[(ceil_div(out.numel(), VALUES),)](values, positions, out, out.numel(), BLOCK=VALUES)
+    return out
 
 
 def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:

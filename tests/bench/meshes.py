@@ -37,17 +37,22 @@ def main() -> None:
     runs = [list(words) for is_separator, words in groupby(rest, lambda word: word == "--") if not is_separator]
     ranks, rows = Ranks(args.limit, train), list[dict[str, Any]]()
     for path, *overrides in runs:
-        began = time.monotonic()
-        try:
-            plan = make_plan(load(Path(path), overrides), args.device)
-            row = summarize(plan, ranks.run(plan))
-        except PentadError as error:
-            row = {"error": str(error)}
-        row = {"config": path, "overrides": overrides, **row, "wall_seconds": round(time.monotonic() - began, 1)}
+        row = measure(ranks, path, overrides, args.device)
         rows.append(row)
         print(json.dumps({key: value for key, value in row.items() if key not in ("losses", "norms")}), flush=True)
         write(args.out, {**stamp(), "runs": rows})
     ranks.stop()
+
+
+def measure(ranks: Ranks, path: str, overrides: list[str], device: str) -> dict[str, Any]:
+    """The figures of one run, or its error in one sentence."""
+    began = time.monotonic()
+    try:
+        plan = make_plan(load(Path(path), overrides), device)
+        row = summarize(plan, ranks.run(plan))
+    except PentadError as error:
+        row = {"error": str(error)}
+    return {"config": path, "overrides": overrides, **row, "wall_seconds": round(time.monotonic() - began, 1)}
 
 
 def train(connection: Connection, plan: Plan, rank: int) -> Any:

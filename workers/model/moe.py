@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.kernels.glu import Activation, glu, glu_backward
-from pentad.kernels.moe.moe_permute import ExpertRows, sort_by_expert, sum_rows
+from pentad.kernels.moe.moe_permute import ExpertRows, sort_by_expert, sum_rows, values_of_choices
 from pentad.schedules.spec.model import Experts, ModelSpec
 from pentad.workers.linear.casts import Casts, RowOperand
 from pentad.workers.linear.grouped_linear import (
@@ -190,7 +190,7 @@ class MoE(NamedTuple):
             drow_weights = drow_weights + self.biases.weights_backward(plain(dout_rows), rows, share)
         del dout_rows  # free before the next product
         drows = self.gate_up.input_grad(dgate_up, rows.offsets)
-        dweights = torch.where(rows.positions >= 0, drow_weights[rows.positions.clamp(min=0)], 0)
+        dweights = values_of_choices(drow_weights, rows.positions)
         work: list[Wgrad] = [
             self.down.wgrad(dout, gated, rows.offsets, rows.tokens, None),
             self.gate_up.wgrad(dgate_up, tokens, rows.offsets, None, rows.tokens),

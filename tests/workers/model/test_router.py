@@ -15,6 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from pentad.kernels.moe.moe_router import Gate, top_experts
 from pentad.schedules.spec.model import Experts
 from pentad.workers.linear.weight_grad import accumulate_wgrads
 from pentad.workers.model import router
@@ -198,8 +199,7 @@ def test_experts_are_the_best_of_the_best_groups(seed: int, size: int, data: st.
     top_k = data.draw(st.integers(1, topk_groups * size))
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(-4, 4, (9, groups * size), generator=generator) / 4  # with many ties
-    shape = Experts(groups * size, top_k, 1, num_groups=groups, topk_groups=topk_groups)
-    chosen = router.top_experts(scores, shape)
+    chosen = top_experts(scores, Gate(top_k, num_groups=groups, topk_groups=topk_groups))
     for row, picked in zip(scores, chosen.tolist(), strict=True):
         assert len(set(picked)) == top_k
         assert len({expert // size for expert in picked}) <= topk_groups

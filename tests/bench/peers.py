@@ -1,0 +1,114 @@
+"""Tokens per second and GPU of torchtitan 0.2.2 and of pentad, one after the other on the GPUs of one host.
+
+PYTHONPATH=.typings:tests/support:tests/bench python -P tests/bench/peers.py --out OUT --titan FOLDER 8b-dp4 8b-tp4
+
+The cases are in peers.yaml. torchtitan and what it needs are taken from FOLDER, where they disturb nothing else
+(`pip install --no-deps --target FOLDER ...`). pentad has float32 master weights in every case, torchtitan where its
+flags do not say bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from meshes import measure, train
+from ranks import Ranks
+from record import stamp, write
+
+HERE = Path(__file__).parent
+CASES: dict[str, dict[str, Any]] = yaml.safe_load((HERE / "peers.yaml").read_text())
+STEPS = 24
+COMPILING = 3  # first steps of torchtitan, which are not timed
+LOGGED = re.compile(r"step:\s+(\d+)\s.*?memory:\s+([\d.]+)GiB.*?tps:\s+([\d,]+)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="+", choices=list(CASES))
+    parser.add_argument("--out", type=Path, help="JSON file of the results")
+    parser.add_argument("--titan", type=Path, help="folder of torchtitan; without it pentad runs alone")
+    parser.add_argument("--limit", type=float, default=120.0, help="time limit of a run, in seconds")
+    args = parser.parse_args()
+    rows = list[dict[str, Any]]()
+    for name in args.cases:
+        row = {"case": name, "torchtitan": [], **CASES[name]}
+        if args.titan:
+            row["torchtitan"] = [
+                torchtitan(args.titan, CASES[name], flags, args.limit) for flags in CASES[name]["titan"]
+            ]
+        row["pentad"] = pentad(CASES[name], args.limit)
+        rows.append(row)
+        print(report(row), flush=True)
+        write(args.out, {**stamp(), "rows": rows})
+
+
+def torchtitan(folder: Path, case: dict[str, Any], flags: str, limit: float) -> dict[str, Any]:
+    """The median of the steps after compilation; what was logged last where there are none."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case["gpus"]), HERE / "titan.py"),
+        *("--model.name", case.get("model", "llama3"), "--training.steps", str(case.get("steps", STEPS))),
+        *("--metrics.log_freq", "1", "--metrics.disable_color_printing", "--lr_scheduler.warmup_steps", "2"),
+        *(() if "activation_checkpoint" in flags else ("--activation_checkpoint.mode", "none")),
+        *flags.split(),
+    ]
+    with tempfile.TemporaryFile("w+") as log:
+        environment = os.environ | {"PYTHONPATH": str(folder)}
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            pass  # it does not always end after its last step
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+        log.seek(0)
+        text = log.read()
+    steps = [(int(step), float(gib), float(tps.replace(",", ""))) for step, gib, tps in LOGGED.findall(text)]
+    timed = [tps for step, _, tps in steps if step > COMPILING]
+    if not timed:
+        return {"flags": flags, "error": text[-1000:]}
+    memory = max(gib for _, gib, _ in steps)
+    return {
+        **{"flags": flags, "tokens_per_second_per_gpu": statistics.median(timed)},
+        **{"steps": max(step for step, *_ in steps) - COMPILING, "reserved_gib": memory},
+    }
+
+
+def pentad(case: dict[str, Any], limit: float) -> list[dict[str, Any]]:
+    """A row per run, in processes that end before the next case begins."""
+    ranks, rows = Ranks(limit, train), list[dict[str, Any]]()
+    steps = [f"run.steps={case.get('steps', STEPS)}", "optimizer.warmup_steps=4"]
+    for overrides in case["runs"]:
+        words = [*steps, *case["all"].split(), *overrides.split()]
+        rows.append(measure(ranks, f"deploy/jobs/{case['job']}.yaml", words, "cuda"))
+        print(json.dumps({k: v for k, v in rows[-1].items() if k not in ("losses", "norms")}), flush=True)
+    ranks.stop()
+    return rows
+
+
+def report(row: dict[str, Any]) -> str:
+    """One line per run: speed, ratio to torchtitan's best, memory, last loss."""
+    peers = [run["tokens_per_second_per_gpu"] for run in row["torchtitan"] if "error" not in run]
+    lines = [f"{row['case']}: torchtitan {', '.join(f'{speed:,.0f}' for speed in peers) or 'no figure'} tokens/s/GPU"]
+    for overrides, run in zip(row["runs"], row["pentad"], strict=True):
+        if "error" in run:
+            lines.append(f"  {overrides}: {run['error'][-300:]}")
+            continue
+        speed = run["tokens_per_second_per_gpu"]
+        ratio = f"{speed / max(peers):.3f} of it, " if peers else ""
+        lines.append(f"  {overrides}: {speed:,.0f}, {ratio}{run['peak_gib']} GiB, last loss {run['last_loss']}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
