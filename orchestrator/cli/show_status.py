@@ -46,6 +46,13 @@ def show_status(run: Path, console: Console, *, watch: bool, as_json: bool, time
                 console.print(status_view(status, _MAX_ROWS))
 
 
+def show_page(run: Path, *, as_json: bool, timeout_seconds: float) -> None:
+    """Prints the address of a live run's page with the token that it asks for."""
+    with connect(run) as client:
+        address = f"{client.status(timeout_seconds)['endpoints']['page']}?token={client.token}"
+    print(json.dumps({"run": run.name, "page": address}) if as_json else address)
+
+
 def show_request(run: Path, verb: str, console: Console, *, as_json: bool, timeout_seconds: float) -> None:
     """Sends a live run 'pause', 'resume', 'checkpoint', 'stop' or 'abort', and prints the outcome.
 

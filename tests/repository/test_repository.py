@@ -75,6 +75,7 @@ LAYERS = {
         "run",
         "calibration",
         "doctor",
+        "page",
         "recovery",
         "control",
         "jobs",
