@@ -33,6 +33,7 @@ class EventBus:
         self.lasting_slow_ranks: tuple[SlowRank, ...] = ()  # those of them that elastic.slow_rank acts upon
         self.flipped_bits = ""  # what the last search that found some said
         self.gpus = dict[int, GpuState]()  # the ranks' GPUs, as last read
+        self.expert_load = dict[int, tuple[int, ...]]()  # tokens of each expert in the last step, by layer, if counted
         self.statuses = dict[int, Status]()  # of the ranks of this generation, as last heard
         self.on_first_step: Callable[[], None] = lambda: None
         plan = folder.plan
@@ -96,6 +97,7 @@ class EventBus:
     def steps_done(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         """Records completed steps: their rows of metrics.jsonl, and the spans of each."""
         times = [row.pop("rank_times", ()) for row in rows]
+        self.expert_load = [row.pop("expert_load", {}) for row in rows][-1]
         self.folder.rank_times.extend(times)
         rows = [self.folder.metrics(row) for row in rows]
         for row in rows:

@@ -1,4 +1,4 @@
-"""What the run's page shows: kept by a watcher in the driver's thread, turned into JSON and figures in that of a reader.
+"""What the run's page shows: a watcher keeps it in the driver's thread, a reader's makes JSON and figures of it.
 
 The driver only stores what it has at hand; everything that takes time happens when somebody asks.
 """
@@ -130,8 +130,14 @@ class PageData(Watcher):
             "events": events,
             "kept": kept,
             "has_times": has_times,
+            "has_experts": bool(self.bus.expert_load),
             "dashboard": view.endpoints.get("dashboard", ""),
         }
+
+    def experts(self) -> dict[str, Any]:
+        """The load of each expert in the newest step, by layer, as multiples of the mean of its layer."""
+        layers = sorted(self.bus.expert_load.items())
+        return {"layers": [{"layer": layer, "load": _relative(load)} for layer, load in layers]}
 
     def timeline_html(self) -> str:
         """The kept steps, measured above simulated. Raises PentadError if there is none."""
@@ -207,6 +213,11 @@ class PageData(Watcher):
             if name not in self.made or self.made[name][0] != of:
                 self.made[name] = of, make()
             return self.made[name][1]
+
+
+def _relative(load: Sequence[int]) -> list[float]:
+    total = max(1, sum(load))
+    return [round(len(load) * tokens / total, 3) for tokens in load]
 
 
 def _microbatches(spans: Sequence[Span]) -> int:

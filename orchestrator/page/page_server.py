@@ -13,6 +13,7 @@ from hashlib import sha256
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler
 from importlib.resources import files
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from pentad.orchestrator.control.certificate import Certificate
@@ -81,7 +82,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _figures(self) -> dict[str, tuple[str, str, Callable[[], str]]]:
         data = self.data
         return {
-            "/state.json": ("application/json", STRICT, lambda: json.dumps(data.state(), separators=(",", ":"))),
+            "/state.json": ("application/json", STRICT, lambda: _json(data.state())),
+            "/experts.json": ("application/json", STRICT, lambda: _json(data.experts())),
             "/timeline.html": ("text/html", WITHIN, data.timeline_html),
             "/memory.html": ("text/html", WITHIN, data.memory_html),
             "/rank-times.svg": ("image/svg+xml", WITHIN, data.rank_times_svg),
@@ -135,6 +137,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
 def _asset(name: str) -> bytes:
     return (files(ASSETS[name]) / "assets" / name).read_bytes()
 
@@ -142,6 +148,6 @@ def _asset(name: str) -> bytes:
 _OWN, _DRAWINGS = "pentad.orchestrator.page", "pentad.schedules.draw"
 ASSETS = {
     **dict.fromkeys(("page.html", "token.html", "run.css", "mesh.css"), _OWN),
-    **dict.fromkeys(("main.js", "mesh.js", "panel.js", "charts.js", "dom.js"), _OWN),
+    **dict.fromkeys(("main.js", "mesh.js", "panel.js", "charts.js", "experts.js", "dom.js"), _OWN),
     "page.css": _DRAWINGS,
 }

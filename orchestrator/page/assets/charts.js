@@ -38,10 +38,12 @@ function open(key) {
   return figure;
 }
 
-function scaleOf(values) {
+/** Bytes begin at 0, in steps of binary units. */
+function scaleOf(values, isBytes) {
   const known = values.filter((value) => value !== null);
-  const [low, high] = [Math.min(...known), Math.max(...known)];
-  const gap = nice((high - low || Math.abs(high) || 1) / 4);
+  const [low, high] = [isBytes ? 0 : Math.min(...known), Math.max(...known)];
+  const unit = isBytes ? 1024 ** Math.floor(Math.log2(Math.max(1, high / 4)) / 10) : 1;
+  const gap = unit * nice((high - low || Math.abs(high) || 1) / 4 / unit);
   return { low: Math.floor(low / gap) * gap, high: Math.max(Math.ceil(high / gap) * gap, Math.floor(low / gap) * gap + gap), gap };
 }
 
@@ -58,7 +60,7 @@ function xOf(plot, index) {
 function paint(figure, key) {
   const plot = figure.querySelector("svg");
   const values = curves[key];
-  const { low, high, gap } = scaleOf(values);
+  const { low, high, gap } = scaleOf(values, CHARTS[key][2] === bytes);
   const y = (value) => HEIGHT - BOTTOM - ((HEIGHT - TOP - BOTTOM) * (value - low)) / (high - low);
   const format = CHARTS[key][2];
   plot.replaceChildren();

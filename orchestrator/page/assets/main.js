@@ -2,15 +2,17 @@
 
 import { showCurves } from "./charts.js";
 import { byId, make, number, say } from "./dom.js";
+import { showExperts } from "./experts.js";
 import { onChoose, onMeshKey, showMesh, STATES } from "./mesh.js";
 import { showPanel } from "./panel.js";
 
-const [POLL, TIMES] = [1000, 10_000]; // milliseconds between two questions, and two figures of slow ranks
+const [POLL, TIMES, EXPERTS] = [1000, 10_000, 3000]; // milliseconds between two answers of the same kind
 const OVER = ["finished", "stopped", "failed"];
 const PLAIN = { lost: 1, failure: 1, "slow rank": 1, "flipped bits": 1 };
 let state = null;
 let shownSteps = "";
 let timesAt = 0;
+let expertsAt = 0;
 
 async function ask() {
   try {
@@ -18,6 +20,10 @@ async function ask() {
     if (answer.status === 401) return location.reload();
     if (!answer.ok) throw new Error(await answer.text());
     show(await answer.json());
+    if (state.has_experts && Date.now() - expertsAt > EXPERTS) {
+      expertsAt = Date.now();
+      showExperts(await (await fetch("experts.json")).json());
+    }
     say(byId("connection"), OVER.includes(state.state) ? "" : "live");
   } catch {
     const ended = state && OVER.includes(state.state);
@@ -93,7 +99,7 @@ function loadTimeline(steps) {
 }
 
 function showTimes() {
-  if (!state.has_times || Date.now() - timesAt < TIMES || byId("slow").dataset.none) return;
+  if (!state.has_times || Date.now() - timesAt < TIMES) return;
   timesAt = Date.now();
   byId("rank-times").src = `rank-times.svg?${timesAt}`;
 }

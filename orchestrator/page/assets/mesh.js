@@ -5,7 +5,7 @@ import { byId, draw, make } from "./dom.js";
 export const AXES = ["pp", "dp", "tp", "cp", "ep"];
 export const STATES = {
   running: ["▶", "running"],
-  waiting: ["⧗", "waits for another rank"],
+  waiting: ["…", "waits for another rank"],
   idle: ["–", "between steps"],
   starting: ["○", "starting"],
   hung: ["!", "hung"],
@@ -63,7 +63,7 @@ function build() {
   mesh.style.gridTemplateColumns = `auto repeat(${pp}, max-content)`;
   mesh.replaceChildren(make("span"));
   tiles = [];
-  for (let p = 0; p < pp; p++) mesh.append(make("span", pp > 1 ? `pp${p}` : "", "head"));
+  for (let p = 0; p < pp; p++) mesh.append(make("span", pp > 1 ? `pp${p}` : "", "head top"));
   for (let row = 0; row < dp * ep; row++) {
     const [d, e] = [Math.floor(row / ep), row % ep];
     mesh.append(make("span", [dp > 1 && `dp${d}`, ep > 1 && `ep${e}`].filter(Boolean).join(" "), "head"));

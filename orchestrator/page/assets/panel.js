@@ -85,7 +85,7 @@ function flows(state, rank) {
     if (!isSender && send.to !== rank.pp) continue;
     const line = make("li", "", send.op === "SEND_F" ? "forward" : "backward");
     const [other] = buttons([along(rank, "pp", isSender ? send.to : send.from).rank]);
-    line.append(isSender ? "to " : "from ", other, ` ${SENT[send.op]}, ${send.count} × ${bytes(send.bytes / send.count)}`);
+    line.append(isSender ? "to " : "from ", other, ` ${SENT[send.op]}, ${send.count} x ${bytes(send.bytes / send.count)}`);
     list.append(line);
   }
   for (const each of state.flow.collectives.filter((found) => found.pp === rank.pp)) {
