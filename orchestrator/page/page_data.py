@@ -55,7 +55,6 @@ class PageData(Watcher):
         self.plan = bus.folder.plan
         self.now = Moment(bus.view, self.plan, {})
         self.first = bus.view.step  # rows of earlier steps are in metrics.jsonl, and not read before somebody asks
-        self.earlier: StepCurves | None = None
         self.curves = StepCurves()
         self.steps = deque[tuple[int, tuple[Span, ...]]](maxlen=timeline_steps)
         self.times = deque[tuple[RankTime, ...]](maxlen=TIMED_STEPS)
@@ -90,8 +89,6 @@ class PageData(Watcher):
         with self.lock:
             self.first = min(self.first, step)
             self.curves.rewind(step)
-            if self.earlier is not None:
-                self.earlier.rewind(step)
             for kept in [each for each in self.steps if each[0] >= step]:
                 self.steps.remove(kept)
 
@@ -110,7 +107,7 @@ class PageData(Watcher):
             has_times = bool(self.times)
         age = time.monotonic()
         silent = {rank.rank for rank in view.ranks if rank.heartbeat < age - SILENT_SECONDS}
-        waits = self._once("waits", (statuses, silent), lambda: _waits(plan, statuses, silent))
+        waits = self._once("waits", (statuses, silent), lambda: _waits(view, plan, statuses, silent))
         ranks = [
             {
                 **{"rank": rank.rank, **rank.coordinates._asdict(), "node": rank.node, "gpu": rank.gpu},
@@ -196,12 +193,10 @@ class PageData(Watcher):
 
     def _curves(self) -> dict[str, Any]:
         """From before this driver began, and since."""
-        if self.earlier is None:
-            rows = read_lines(self.bus.folder.path / METRICS, ["step"])
-            with self.lock:
-                self.earlier = StepCurves(row for row in rows if row["step"] < self.first)
+        read = self._once("earlier", None, lambda: StepCurves(read_lines(self.bus.folder.path / METRICS, ["step"])))
         with self.lock:
-            both, live = self.earlier.copy(), self.curves.copy()
+            read.rewind(self.first)
+            both, live = read.copy(), self.curves.copy()
         both.steps.extend(live.steps)
         for key, column in both.columns.items():
             column.extend(live.columns[key])
@@ -224,9 +219,11 @@ def _microbatches(spans: Sequence[Span]) -> int:
     return 1 + max((span.microbatch for span in spans if span.op == Op.F), default=0)
 
 
-def _waits(plan: Plan, statuses: dict[int, Status], silent: set[int]) -> dict[int, dict[str, Any]]:
+def _waits(view: RunView, plan: Plan, statuses: dict[int, Status], silent: set[int]) -> dict[int, dict[str, Any]]:
     """By rank: for which ranks it waits, and for what, as far as the last answers of all tell."""
-    if set(statuses) != set(range(plan.mesh.size)):
+    if set(statuses) != set(range(plan.mesh.size)) or {each.generation for each in statuses.values()} != {
+        view.generation
+    }:
         return {}
     number, positions = positions_in_program(plan, [statuses[rank] for rank in range(plan.mesh.size)])
     axes = GROUP_AXES if plan.batch.capacity else INNER_AXES

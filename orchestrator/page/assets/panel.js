@@ -91,7 +91,7 @@ function flows(state, rank) {
   for (const each of state.flow.collectives.filter((found) => found.pp === rank.pp)) {
     const line = make("li", "", each.axis);
     line.append(make("b", each.axis, `axis ${each.axis}`));
-    line.append(` ${each.kind.toLowerCase().replaceAll("_", "-")}, ${each.count} of ${bytes(each.bytes)} together`);
+    line.append(` ${each.kind.toLowerCase().replaceAll("_", "-")}, ${each.count} x, ${bytes(each.bytes)} in all`);
     list.append(line);
   }
   return list.children.length ? [make("h3", "Data of a step, as planned"), list] : [];

@@ -119,7 +119,9 @@ def test_curves_are_read_by_keys(tab: Browser, run: PageRun) -> None:
     steps = run.data.state()["curves"]
     read = tab.value("document.querySelector('#chart-loss output').textContent")
     assert read == f"step {steps['step'][-3]}: {steps['loss'][-3]:.4g}"
-    assert tab.value("document.getElementById('slow').hidden") is False
+    tab.until("!document.getElementById('slow').hidden")
+    loads = tab.until("document.getElementById('loads').innerText")
+    assert loads.split() == ["layer", "1", "0", "to", "3", "layer", "2", "1", "to", "1"]
 
 
 def test_names_of_the_run_stay_text(tab: Browser, run: PageRun) -> None:

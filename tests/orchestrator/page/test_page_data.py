@@ -105,3 +105,11 @@ def test_events_are_recoveries_and_what_else_is_rare(run: PageRun) -> None:
     run.bus.record("checkpoint", step=4)
     run.bus.record("recovered", seconds=2.5, mesh=HOSTILE)
     assert [event["event"] for event in run.data.state()["events"]] == ["lost", "recovered"]
+
+
+def test_the_load_of_experts_is_relative_to_its_layer(run: PageRun) -> None:
+    assert not run.data.state()["has_experts"]
+    run.run(0)
+    assert run.data.state()["has_experts"]
+    layers = [{"layer": 1, "load": [3.0, 1.0, 0.0, 0.0]}, {"layer": 2, "load": [1.0] * 4}]
+    assert run.data.experts() == {"layers": layers}

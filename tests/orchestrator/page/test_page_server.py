@@ -18,7 +18,16 @@ from page_run import TOKEN, PageRun, page_run
 from pentad.orchestrator.control.certificate import make_certificate
 from pentad.orchestrator.page.page_server import ASSETS, PageServer
 
-PAGES = ("/", "/state.json", "/timeline.html", "/memory.html", "/rank-times.svg", "/main.js", "/nothing")
+PAGES = (
+    "/",
+    "/state.json",
+    "/experts.json",
+    "/timeline.html",
+    "/memory.html",
+    "/rank-times.svg",
+    "/main.js",
+    "/nothing",
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +67,7 @@ def test_the_token_is_given_once_and_then_a_cookie_stands_for_it(run: PageRun, w
     assert (first.status, first.headers["Location"]) == (303, "/")
     assert TOKEN not in first.headers["Set-Cookie"]  # servers on other ports of the host see cookies
     assert {"HttpOnly", "SameSite=Lax"} <= set(first.headers["Set-Cookie"].split("; "))
-    assert [Answer(run, path, Cookie=first.cookie).status for path in PAGES] == [200] * 6 + [404]
+    assert [Answer(run, path, Cookie=first.cookie).status for path in PAGES] == [200] * 7 + [404]
     assert Answer(run, "/state.json", Cookie=first.cookie + "0").status == 401
 
 
