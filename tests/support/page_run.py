@@ -59,7 +59,7 @@ class PageRun:
         on, until both meet at the end of the step."""
         for rank in (0, 1, 2, 3):
             self.at(rank, Op.F if rank == 3 else Op.BW if rank < 2 else Op.F)
-        self.bus.update_ranks(self.statuses, dict.fromkeys(range(4), time.monotonic()))
+        self.bus.update_ranks(self.statuses, dict.fromkeys(range(4), time.monotonic() + 3600))  # all answer
 
     def at(self, rank: int, op: Op) -> None:
         """The rank is at the first instruction of this op."""
@@ -77,7 +77,7 @@ def page_run(folder: Path, *words: str, first: int = 0) -> Iterator[PageRun]:
     with RunFolder(config, plan) as opened:
         for step in range(first):
             row: dict[str, Any] = dict.fromkeys(METRIC_KEYS, 1.0)
-            opened.metrics(row | {"step": step, "loss": None, "tokens": 4096})
+            opened.metrics(row | {"step": step, "generation": 0, "loss": None, "tokens": 4096})
         bus = EventBus(config, opened, Display(Console(file=StringIO()), "trial", 40), first, None)
         data = PageData(bus, config.metrics.timeline_steps)
         bus.watchers.append(data)
