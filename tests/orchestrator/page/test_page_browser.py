@@ -39,7 +39,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageRun]:
         made.run(0, 1, 2)
         made.stall()
         made.bus.record("lost", rank=1, fault="killed", error=HOSTILE)
-        made.bus.update(verdict=HOSTILE)
         yield made
 
 
@@ -51,6 +50,7 @@ def tab(run: PageRun, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Brow
 
 def opened(tab: Browser, run: PageRun, width: int = 1300, *, dark: bool = False) -> None:
     tab.look(width, dark=dark, mobile=width < 500)
+    tab.errors.clear()
     tab.open(f"{run.served.url}?token={TOKEN}")
     tab.until("document.querySelectorAll('.tile').length === 4")
     assert TOKEN not in tab.value("location.href")
@@ -125,6 +125,7 @@ def test_curves_are_read_by_keys(tab: Browser, run: PageRun) -> None:
 
 
 def test_names_of_the_run_stay_text(tab: Browser, run: PageRun) -> None:
+    run.bus.update(verdict=HOSTILE)
     opened(tab, run)
     assert tab.until("document.getElementById('verdict').textContent") == HOSTILE
     assert HOSTILE in tab.value("document.getElementById('events').textContent")
