@@ -30,7 +30,8 @@ class StepCurves:
     def rewind(self, step: int) -> None:
         """Drops this step and later ones, which run again."""
         kept = bisect_left(self.steps, step)
-        for column in (self.steps, *self.columns.values()):
+        del self.steps[kept:]
+        for column in self.columns.values():
             del column[kept:]
 
     def copy(self) -> StepCurves:
