@@ -32,7 +32,7 @@ class StepResult:
     `data_wait_seconds` and issued `instructions` in `host_seconds`; `peak_bytes` is the largest GPU memory allocated so
     far, 0 on a CPU. `fp8` are the operands in 8 bits of a step that was sampled. On a CPU `layer_waits` are the
     seconds, by op and stage, that the host waited for communication inside layers. `expert_load` is that of
-    CommittedStep, from one rank for all that have the same layers.
+    CommittedStep.
     """
 
     step: int
