@@ -19,7 +19,7 @@ from pentad.orchestrator.cli.commands.calibrate import calibrate
 from pentad.orchestrator.cli.commands.checkpoint import checkpoint
 from pentad.orchestrator.cli.commands.data import data
 from pentad.orchestrator.cli.commands.doctor import doctor
-from pentad.orchestrator.cli.commands.pictures import curves, timeline
+from pentad.orchestrator.cli.commands.pictures import curves, page, timeline
 from pentad.orchestrator.cli.commands.sweep import sweep
 from pentad.orchestrator.cli.commands.verify import verify
 from pentad.schedules.ir.errors import PentadError, ScheduleError, printable
@@ -178,6 +178,7 @@ schedule.__signature__ = inspect.signature(ScheduleArguments, eval_str=True)  # 
 
 app.command()(timeline)
 app.command()(curves)
+app.command()(page)
 app.command()(verify)
 app.command()(doctor)
 app.command()(calibrate)

@@ -1,4 +1,4 @@
-"""`pentad status`, `pause`, `resume`, `checkpoint`, `abort`: shows what a run is doing, and sends it requests."""
+"""`pentad status`, `page`, `pause`, `resume`, `abort`: shows what a run is doing, and sends it requests."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pentad.orchestrator.control.control_client import NotLive, connect
 from pentad.orchestrator.monitoring.display import ENDED, STATE_COLOURS
 from pentad.orchestrator.monitoring.tables import fitted_table, with_rest
 from pentad.orchestrator.planning.formatting import format_number
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Coordinates
 
 _OUTCOMES = {
@@ -44,6 +45,16 @@ def show_status(run: Path, console: Console, *, watch: bool, as_json: bool, time
         with suppress(KeyboardInterrupt):
             for status in statuses:
                 console.print(status_view(status, _MAX_ROWS))
+
+
+def show_page(run: Path, *, as_json: bool, timeout_seconds: float) -> None:
+    """Prints the address of a live run's page with the token that it asks for."""
+    with connect(run) as client:
+        url = client.status(timeout_seconds)["endpoints"].get("page")
+        if url is None:
+            raise PentadError(f"run {run.name} has no page yet: expected one that has started")
+        address = f"{url}?token={client.token}"
+    print(json.dumps({"run": run.name, "page": address}) if as_json else address)
 
 
 def show_request(run: Path, verb: str, console: Console, *, as_json: bool, timeout_seconds: float) -> None:

@@ -54,6 +54,7 @@ class MetricsSection(Section):
 
     port: Port = Field(default=0, description="port of the Prometheus exporter; 0: a free one")
     host: Text = "127.0.0.1"
-    """address on which the exporter and the control service listen"""
+    """address on which the exporter, the control service and the run's page listen"""
     control_port: Port = Field(default=0, description="port of the control service; 0: a free one")
+    page_port: Port = Field(default=0, description="port of the run's page; 0: a free one")
     timeline_steps: NonNegativeInt = Field(default=5, description="last steps whose measured timeline is kept")

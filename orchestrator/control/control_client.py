@@ -45,9 +45,9 @@ class Client:
     """
 
     def __init__(self, folder: Path, endpoint: dict[str, Any]) -> None:
-        self.folder, self.address = folder, endpoint["address"]
+        self.folder, self.address, self.token = folder, endpoint["address"], endpoint["token"]
         self._channel = open_channel(self.address, endpoint.get("certificate"), _OPTIONS)
-        self._metadata = (("authorization", f"Bearer {endpoint['token']}"),)
+        self._metadata = (("authorization", f"Bearer {self.token}"),)
 
     def status(self, timeout_seconds: float = 5.0) -> dict[str, Any]:
         """The fields of Status in control.proto."""

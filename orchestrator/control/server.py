@@ -31,7 +31,7 @@ _TIMEOUT_SECONDS = 10.0  # for grpc, which takes milliseconds
 
 
 class ControlServer(Watcher):
-    """Listens from the start until `close`; `address` is its HOST:PORT."""
+    """Listens from the start until `close`; `address` is its HOST:PORT, `certificate` None where it is on loopback."""
 
     def __init__(self, folder: Path, host: str, port: int, requests: ControlRequests) -> None:
         """Port 0 means a free one. Raises PentadError when the port is taken or the folder cannot be written."""
@@ -41,9 +41,10 @@ class ControlServer(Watcher):
         self._thread = threading.Thread(target=self._views.loop.run_forever, name="control", daemon=True)
         self._thread.start()
         try:
-            token, certificate = secrets.token_urlsafe(32), None if _is_loopback(host) else make_certificate()
-            self._server, bound = self._in_loop(self._listen(_host_port(host, port), token, certificate))
-            self.address = _host_port(_reachable(host), bound)
+            self.token = token = secrets.token_urlsafe(32)
+            self.certificate = certificate = None if _is_loopback(host) else make_certificate()
+            self._server, bound = self._in_loop(self._listen(host_port(host, port), token, certificate))
+            self.address = host_port(reachable(host), bound)
             trusted = {} if certificate is None else {"certificate": certificate.text.decode()}
             _write(self._file, {"address": self.address, "token": token, "pid": os.getpid(), **trusted})
         except BaseException:
@@ -82,7 +83,7 @@ class ControlServer(Watcher):
         return server, port
 
 
-def _host_port(host: str, port: int) -> str:
+def host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -95,7 +96,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _reachable(host: str) -> str:
+def reachable(host: str) -> str:
     """An address at which others reach `host`: '0.0.0.0' and '::' listen on all of this machine's addresses."""
     if host not in ("0.0.0.0", "::"):
         return host

@@ -33,6 +33,8 @@ class EventBus:
         self.lasting_slow_ranks: tuple[SlowRank, ...] = ()  # those of them that elastic.slow_rank acts upon
         self.flipped_bits = ""  # what the last search that found some said
         self.gpus = dict[int, GpuState]()  # the ranks' GPUs, as last read
+        self.expert_load = dict[int, tuple[int, ...]]()  # tokens of each expert in the last step, by layer, if counted
+        self.statuses = dict[int, Status]()  # of the ranks of this generation, as last heard
         self.on_first_step: Callable[[], None] = lambda: None
         plan = folder.plan
         self.view = RunView(
@@ -51,7 +53,7 @@ class EventBus:
 
     def ranks_placed(self, group: WorkerGroup) -> None:
         """At the start and after every recovery."""
-        now, plan = time.monotonic(), group.plan
+        now, plan, self.statuses = time.monotonic(), group.plan, {}
         ranks = tuple(
             RankView(rank, plan.mesh.coordinates(rank), at.ip, at.pid, at.gpu, "starting", self.view.step, "", now)
             for rank, at in enumerate(group.places)
@@ -77,7 +79,7 @@ class EventBus:
 
     def update_ranks(self, statuses: dict[int, Status], last_heard: dict[int, float], hung: Sequence[int] = ()) -> None:
         """Shows what the ranks are doing, in the view and on the terminal."""
-        views = []
+        views, self.statuses = [], statuses
         for view in self.view.ranks:
             status = statuses.get(view.rank)
             if status is not None:
@@ -95,6 +97,7 @@ class EventBus:
     def steps_done(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         """Records completed steps: their rows of metrics.jsonl, and the spans of each."""
         times = [row.pop("rank_times", ()) for row in rows]
+        self.expert_load = [row.pop("expert_load", {}) for row in rows][-1]
         self.folder.rank_times.extend(times)
         rows = [self.folder.metrics(row) for row in rows]
         for row in rows:

@@ -1,11 +1,12 @@
-"""The HTTP server that Prometheus scrapes and probes ask, in threads of its own."""
+"""HTTP servers in threads of their own, and the one that Prometheus scrapes and probes ask."""
 
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Callable
-from http.server import ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
 
@@ -21,26 +22,23 @@ MOST_CLIENTS = 16  # at once; each has a thread
 HEALTH_PATH = "/health"
 
 
-class MetricsServer:
-    """Serves what `values` collects, from construction until `close`. Port 0 means a free one. /health has status 200
-    while `is_healthy`, else 503.
+class HttpServer:
+    """Answers requests in threads of its own, from construction until `close`; with `tls` by HTTPS. Port 0 means a free
+    one; `key` is what configures it.
 
     Raises PentadError when nothing can listen there.
     """
 
-    def __init__(self, values: Collector, host: str, port: int, is_healthy: Callable[[], bool]) -> None:
-        registry = CollectorRegistry()
-        registry.register(values)
-        facts = {"registry": registry, "timeout": REQUEST_SECONDS, "is_healthy": staticmethod(is_healthy)}
-        handler = type("Handler", (_Handler,), facts)
+    def __init__(
+        self, key: str, host: str, port: int, handler: type[BaseHTTPRequestHandler], tls: ssl.SSLContext | None = None
+    ) -> None:
         try:
             family, *_, at = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            kind = type("Server", (_Server,), {"address_family": family})
-            self._server = kind(at[:2], handler)
+            kind = type("Server", (_Server,), {"address_family": family, "tls": tls})
+            self._server = kind(at[:2], type("Handler", (handler,), {"timeout": REQUEST_SECONDS}))
         except (OSError, UnicodeError) as error:
-            raise PentadError(listen_error("metrics.port", host, port, error)) from None
-        name = f"[{host}]" if ":" in host else host
-        self.address = f"{name}:{self._server.server_address[1]}"
+            raise PentadError(listen_error(key, host, port, error)) from None
+        self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(POLL_SECONDS,), daemon=True)
         self._thread.start()
 
@@ -50,6 +48,17 @@ class MetricsServer:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
+
+
+class MetricsServer(HttpServer):
+    """Serves what `values` collects. /health has status 200 while `is_healthy`, else 503."""
+
+    def __init__(self, values: Collector, host: str, port: int, is_healthy: Callable[[], bool]) -> None:
+        registry = CollectorRegistry()
+        registry.register(values)
+        handler = type("Handler", (_Handler,), {"registry": registry, "is_healthy": staticmethod(is_healthy)})
+        super().__init__("metrics.port", host, port, handler)
+        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
 
 class _Handler(MetricsHandler):
@@ -66,9 +75,18 @@ class _Handler(MetricsHandler):
 class _Server(ThreadingHTTPServer):
     """Hangs up on whoever comes while MOST_CLIENTS are served."""
 
+    tls: ssl.SSLContext | None
+
     def __init__(self, *arguments: Any) -> None:
         self.slots = threading.BoundedSemaphore(MOST_CLIENTS)
         super().__init__(*arguments)
+
+    def get_request(self) -> Any:
+        """With TLS the handshake is part of the first read, in the client's own thread."""
+        request, client_address = super().get_request()
+        if self.tls is not None:
+            request = self.tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        return request, client_address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self.slots.acquire(blocking=False):

@@ -48,8 +48,8 @@ class RunView(NamedTuple):
     """The run: `state` is one of RUN_STATES, `step` the number of steps done, `program` the hash of its program.
 
     `verdict` says which rank a stalled run waits for, and which ranks are slow or were wrong; else it is ''.
-    `endpoints` may have 'control' and 'metrics' (HOST:PORT) and 'dashboard' (a URL). The next evaluation is due after
-    `next_evaluation` steps, None if no other is.
+    `endpoints` may have 'control' and 'metrics' (HOST:PORT), 'dashboard' and 'page' (URLs). The next evaluation is due
+    after `next_evaluation` steps, None if no other is.
     """
 
     run: str

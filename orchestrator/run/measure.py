@@ -53,7 +53,7 @@ class History:
 
     def add(self, results: Sequence[Sequence[StepResult]]) -> list[dict[str, Any]]:
         """Adds the results of a call, [rank][step]; returns the row of each step, without `total_tokens`,
-        but with its `rank_times`.
+        but with its `rank_times` and `expert_load`.
 
         The results of lost ranks may be missing.
         """
@@ -131,6 +131,7 @@ class History:
             "host_seconds": max(result.host_seconds for result in step),
             "data_wait_seconds": max(result.data_wait_seconds for result in step),
             "rank_times": self._rank_times(step, spans),
+            "expert_load": {layer: load for result in step for layer, load in result.expert_load.items()},
             **self._sources(step),
             **fp8_row(sample for result in step for sample in result.fp8),
         }

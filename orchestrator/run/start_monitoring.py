@@ -1,4 +1,5 @@
-"""Starts what watches a run: its control service, the Prometheus exporter, Ray's dashboard and metrics, and loggers."""
+"""Starts what watches a run: its control service, the Prometheus exporter, its page, Ray's dashboard and metrics, and
+loggers."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from pentad.orchestrator.monitoring.ray_job import announce
 from pentad.orchestrator.monitoring.ray_metrics import RayMetrics
 from pentad.orchestrator.monitoring.ray_timeline import RayTimeline
 from pentad.orchestrator.monitoring.run_state import ControlRequests
+from pentad.orchestrator.page.page_data import PageData
+from pentad.orchestrator.page.page_server import PageServer
 
 
 @contextmanager
@@ -28,7 +31,12 @@ def monitored(config: RunConfig, bus: EventBus, requests: ControlRequests) -> It
         metrics = stack.enter_context(closing(RayMetrics(config.run.name)))
         timeline = stack.enter_context(closing(RayTimeline(section.timeline_steps, bus.display.note)))
         bus.watchers += [control, exporter, metrics, timeline, SlowRankWatch(bus)]
-        endpoints = {"control": control.address, "metrics": exporter.address}
+        page = PageData(bus, section.timeline_steps)
+        server = PageServer(page, section.host, section.page_port, control.token, control.certificate)
+        stack.enter_context(closing(server))
+        bus.watchers.append(page)
+        bus.display.note(f"the run's page: {server.url} (with its token: `pentad page {config.run.name}`)")
+        endpoints = {"control": control.address, "metrics": exporter.address, "page": server.url}
         bus.update(endpoints=bus.view.endpoints | endpoints)
         announce(bus.view.endpoints)
         bus.watchers.append(stack.enter_context(closing(Loggers(config, bus.folder, bus.view.step, bus.display.note))))

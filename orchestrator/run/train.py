@@ -166,6 +166,7 @@ def _is_finished(config: RunConfig, plan: Plan) -> bool:
     """
     require_free("metrics.port", config.metrics.host, config.metrics.port)
     require_free("metrics.control_port", config.metrics.host, config.metrics.control_port)
+    require_free("metrics.page_port", config.metrics.host, config.metrics.page_port)
     checkpoints = checkpoints_of(config)
     step, meta = _newest_manifest(checkpoints)
     if meta.get("data"):

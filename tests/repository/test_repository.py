@@ -76,6 +76,7 @@ LAYERS = {
         "run",
         "calibration",
         "doctor",
+        "page",
         "recovery",
         "control",
         "jobs",

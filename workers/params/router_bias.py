@@ -47,7 +47,7 @@ class LoadBalancer:
     """
 
     def __init__(self, bias: RouterBias, rate: float) -> None:
-        self.bias, self.rate = bias.values, rate
+        self.bias, self.layers, self.rate = bias.values, bias.layers, rate
         self.load = torch.zeros(self.bias.shape, dtype=torch.int64, device=self.bias.device)
         self.total_load = torch.zeros_like(self.load)
         named = zip(bias.by_name.items(), self.load, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,8 @@ class StepResult:
     monotonic clock, their ranks and peers are ranks of the mesh. The host waited for the step's data for
     `data_wait_seconds` and issued `instructions` in `host_seconds`; `peak_bytes` is the largest GPU memory allocated so
     far, 0 on a CPU. `fp8` are the operands in 8 bits of a step that was sampled. On a CPU `layer_waits` are the
-    seconds, by op and stage, that the host waited for communication inside layers.
+    seconds, by op and stage, that the host waited for communication inside layers. `expert_load` is that of
+    CommittedStep.
     """
 
     step: int
@@ -51,6 +52,7 @@ class StepResult:
     samples: int = 0
     fp8: tuple[Fp8Sample, ...] = ()
     layer_waits: tuple[tuple[str, int, float], ...] = ()
+    expert_load: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`pentad timeline` and `pentad curves`: tables and pictures of a run."""
+"""`pentad timeline`, `pentad curves` and `pentad page`: tables and pictures of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 from rich.console import Console
 from typer import Option
 
-from pentad.orchestrator.cli.arguments import Folder, Json, files_by_option
+from pentad.orchestrator.cli.arguments import Address, Folder, Json, Run, Timeout, files_by_option
 
 
 def timeline(
@@ -42,3 +42,11 @@ def curves(
     from pentad.orchestrator.cli.show_run import show_curves
 
     show_curves(run, Console(), svg=svg, as_json=as_json)
+
+
+def page(run: Run, address: Address = None, timeout: Timeout = 5.0, as_json: Json = False) -> None:
+    """Print the address of a live run's page, with its token: for one browser, not for others to see."""
+    from pentad.orchestrator.cli.resolve import folder_of
+    from pentad.orchestrator.cli.show_status import show_page
+
+    show_page(folder_of(run, address), as_json=as_json, timeout_seconds=timeout)

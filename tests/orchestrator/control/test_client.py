@@ -92,6 +92,16 @@ def test_an_ended_run_is_shown_without_ranks_or_endpoints(pentad: Pentad, served
     assert "dp0" not in out and "127.0.0.1" not in out
 
 
+def test_the_address_of_the_page_is_printed_with_the_token(pentad: Pentad, served: Served) -> None:
+    early = (1, "", "pentad: run trial has no page yet: expected one that has started\n")
+    assert pentad("page", "trial") == early
+    served.control.on_view(seen(endpoints={"page": "http://127.0.0.1:3/"}))
+    address = f"http://127.0.0.1:3/?token={served.endpoint['token']}"
+    assert pentad("page", "trial") == (0, f"{address}\n", "")
+    assert json.loads(pentad("page", "trial", "--json")[1]) == {"run": "trial", "page": address}
+    assert served.endpoint["token"] not in pentad("status", "trial")[1]
+
+
 def test_status_shows_the_last_evaluation_and_when_the_next_is_due(pentad: Pentad, served: Served) -> None:
     losses = EvalView("wiki", 4, 2.5), EvalView("code", 4, None)
     served.control.on_view(seen(evaluations=losses, next_evaluation=8))

@@ -27,7 +27,8 @@ def short(runs: Path, corpus: str) -> tuple[int, str, str]:
 @pytest.fixture(scope="session")
 def uninterrupted(runs: Path, corpus: str) -> None:
     """Runs the job 'whole', to which others are compared."""
-    assert submit("whole", f"data.path={corpus}", f"run.folder={runs}")[0] == 0
+    status, out, err = submit("whole", f"data.path={corpus}", f"run.folder={runs}")
+    assert status == 0, out + err
 
 
 def submit(name: str, *overrides: str) -> tuple[int, str, str]:

@@ -6,6 +6,8 @@ import json
 import re
 import sys
 import time
+import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -144,6 +146,15 @@ def test_a_submitted_run_is_paused_resumed_stopped_and_resubmitted_without_loss(
     )
     metrics = urllib.request.urlopen(f"http://{status['endpoints']['metrics']}/metrics", timeout=5).read().decode()
     assert re.search(r'^pentad_run_state\{.*"paused".*\} 1.0$', metrics, re.MULTILINE)
+
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(status["endpoints"]["page"], timeout=5)
+    page = urllib.parse.urlsplit(user.query("page", str(parts))["page"])
+    asked = urllib.request.Request(f"{status['endpoints']['page']}state.json")
+    asked.add_header("Authorization", f"Bearer {urllib.parse.parse_qs(page.query)['token'][0]}")
+    state = json.load(urllib.request.urlopen(asked, timeout=20))
+    assert (state["state"], state["step"], len(state["kept"])) == ("paused", paused["step"], min(5, paused["step"]))
+    assert state["curves"]["loss"] == [loss for _, loss, _ in steps(parts)]
 
     shown = eventually(lambda: user.slices("first"), lambda found: len({row for row, _ in found}) == 2)
     names = {f"{stage}{op}{microbatch}" for stage in "01" for op in ("F", "BW") for microbatch in "01"}

@@ -190,3 +190,19 @@ def test_router_biases_that_do_not_move_stay_and_count(fleet, corpus, tmp_path, 
     was, now = (read(checkpoint.open_checkpoint(folder), names) for folder in (before, after))
     assert not [name for name in names if not torch.equal(now[name], was[name])]
     assert all(was[name].any() for name in names)
+
+
+@slow
+@pytest.mark.parametrize(("name", "sizes"), [("zb-h2", {"tp": 2, "pp": 2}), ("dualpipe", {"ep": 2, "pp": 2})])
+def test_the_reported_load_of_experts_is_that_of_one_process(fleet, corpus, name, sizes):
+    """Every token of the step is at its experts once, whichever ranks have them."""
+    model = FAMILIES["deepseek-v3"]
+    assert model.experts is not None
+    plan = shallow_plan(corpus, name, sizes, model=model)
+    alone = plan_of("gpipe", 1, 1, plan.batch.global_batch_size // 2, corpus, model=model)
+    found = []
+    for outcomes in (fleet.run(plan, [(0, 1)]), fleet.run(alone, [(0, 1)])):
+        loads = [outcome.results[0].expert_load for outcome in outcomes]
+        found.append({layer: load for each in loads for layer, load in each.items()})
+    assert found[0] == found[1] and sorted(found[0]) == [1, 2, 3]
+    assert {sum(load) for load in found[0].values()} == {plan.batch.tokens * model.experts.top_k}

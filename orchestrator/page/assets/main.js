@@ -1,0 +1,155 @@
+// ---- asks the driver for the state of the run, and shows it ----
+
+import { showCurves } from "./charts.js";
+import { byId, make, number, say } from "./dom.js";
+import { showExperts } from "./experts.js";
+import { onChoose, onMeshKey, showMesh, STATES } from "./mesh.js";
+import { showPanel } from "./panel.js";
+
+const [POLL, TIMES, EXPERTS] = [1000, 10_000, 3000]; // milliseconds between two answers of the same kind
+const OVER = ["finished", "stopped", "failed"];
+const PLAIN = { lost: 1, failure: 1, "slow rank": 1, "flipped bits": 1 };
+let state = null;
+let shownSteps = "";
+let timesAt = 0;
+let expertsAt = 0;
+
+async function ask() {
+  try {
+    const answer = await fetch("state.json", { signal: AbortSignal.timeout(8000) });
+    if (answer.status === 401) return location.reload();
+    if (!answer.ok) throw new Error(await answer.text());
+    show(await answer.json());
+    if (state.has_experts && Date.now() - expertsAt > EXPERTS) {
+      expertsAt = Date.now();
+      showExperts(await (await fetch("experts.json")).json());
+    }
+    say(byId("connection"), OVER.includes(state.state) ? "" : "live");
+  } catch {
+    const ended = state && OVER.includes(state.state);
+    say(byId("connection"), ended ? "" : "the run's driver does not answer; what you see is the last it said");
+  }
+  setTimeout(ask, document.hidden ? 5 * POLL : POLL);
+}
+
+export function show(found) {
+  state = found;
+  document.title = `${state.run}: ${state.state}, step ${state.step}`;
+  say(byId("run"), state.run);
+  say(byId("state"), state.state);
+  byId("state").dataset.state = state.state;
+  showProgress();
+  showFacts();
+  say(byId("verdict"), state.verdict);
+  byId("verdict").hidden = !state.verdict;
+  say(byId("mesh-name"), `${state.mesh}, ${state.ranks.length} in all`);
+  showMesh(state);
+  showPanel(state);
+  showCurves(state.curves);
+  showSteps();
+  showTimes();
+  showEvents();
+}
+
+function showProgress() {
+  const bar = byId("progress");
+  bar.setAttribute("aria-valuemax", state.steps);
+  bar.setAttribute("aria-valuenow", state.step);
+  bar.firstElementChild.style.width = `${(100 * state.step) / Math.max(1, state.steps)}%`;
+}
+
+function showFacts() {
+  const facts = {
+    step: `${state.step} of ${state.steps}`,
+    loss: number(state.loss),
+    "tokens/s": number(state.tokens_per_second, 3),
+    generation: String(state.generation),
+    schedule: state.schedule,
+    program: state.program.slice(0, 12),
+  };
+  for (const { data, loss, step } of state.evaluations) facts[`${data} after ${step}`] = number(loss);
+  const list = Object.entries(facts).map(([name, value]) => {
+    const pair = make("div");
+    pair.append(make("dt", name), make("dd", value));
+    return pair;
+  });
+  if (/^https?:/.test(state.dashboard)) {
+    const [pair, link] = [make("div"), Object.assign(make("a", "dashboard"), { href: state.dashboard, rel: "noreferrer" })];
+    pair.append(make("dt", "Ray"), make("dd"));
+    pair.lastElementChild.append(link);
+    list.push(pair);
+  }
+  byId("facts").replaceChildren(...list);
+}
+
+/** The kept steps stay as they are while somebody looks at them; the button shows newer ones. */
+function showSteps() {
+  const button = byId("newest");
+  if (!state.kept.length) return;
+  const steps = [...new Set([state.kept[0], state.kept.at(-1)])].join(" to ");
+  if (!shownSteps) loadTimeline(steps);
+  button.disabled = steps === shownSteps;
+  say(button, button.disabled ? `Steps ${steps}` : `Show steps ${steps}`);
+}
+
+function loadTimeline(steps) {
+  shownSteps = steps;
+  byId("timeline").hidden = false;
+  byId("timeline").src = "timeline.html";
+}
+
+function showTimes() {
+  if (!state.has_times || Date.now() - timesAt < TIMES) return;
+  timesAt = Date.now();
+  byId("rank-times").src = `rank-times.svg?${timesAt}`;
+}
+
+function showEvents() {
+  const list = byId("events");
+  const key = `${state.events.length} ${state.events.at(-1)?.time}`;
+  if (list.dataset.key === key) return;
+  list.dataset.key = key;
+  const items = state.events.map((entry) => {
+    const item = make("li", "", PLAIN[entry.event] ? "bad" : "");
+    const when = make("time", new Date(1000 * entry.time).toLocaleTimeString("en-GB"));
+    item.append(when, make("b", entry.event), make("span", sentenceOf(entry)));
+    return item;
+  });
+  list.replaceChildren(...items.reverse());
+}
+
+/** The facts of an event in words: its own sentence, or its plain values. */
+function sentenceOf({ time, event, ...facts }) {
+  if (facts.sentence ?? facts.error) return facts.sentence ?? facts.error;
+  const plain = Object.entries(facts).filter(([, value]) => ["number", "string"].includes(typeof value) && value !== "");
+  const words = plain.map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "number" ? number(value) : value}`);
+  return words.join(", ");
+}
+
+function start() {
+  byId("states").append(
+    ...Object.entries(STATES).map(([name, [sign, words]]) => {
+      const item = make("li");
+      const mark = Object.assign(make("i", sign), { className: "mark" });
+      mark.dataset.state = name;
+      item.append(mark, words);
+      return item;
+    }),
+  );
+  onChoose(() => showPanel(state));
+  byId("mesh").addEventListener("keydown", onMeshKey);
+  byId("newest").addEventListener("click", () => {
+    loadTimeline([...new Set([state.kept[0], state.kept.at(-1)])].join(" to "));
+    showSteps();
+  });
+  byId("memory-button").addEventListener("click", () => {
+    byId("memory").hidden = false;
+    byId("memory").src = "memory.html";
+    say(byId("memory-button"), "Show again");
+  });
+  byId("rank-times").addEventListener("load", () => (byId("slow").hidden = false));
+  byId("rank-times").addEventListener("error", () => (byId("slow").hidden = true));
+  addEventListener("resize", () => state && (showMesh(state), showCurves(state.curves)));
+  ask();
+}
+start();

@@ -1,0 +1,231 @@
+"""What the run's page shows: a watcher keeps it in the driver's thread, a reader's makes JSON and figures of it.
+
+The driver only stores what it has at hand; everything that takes time happens when somebody asks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple, TypeVar
+
+from pentad.orchestrator.cluster.worker import Status
+from pentad.orchestrator.memory.curve import memory_curves
+from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps
+from pentad.orchestrator.monitoring.event_bus import EventBus
+from pentad.orchestrator.monitoring.run_state import RunView, Watcher
+from pentad.orchestrator.monitoring.runfolder import METRICS, TIMED_STEPS
+from pentad.orchestrator.page.data_flow import data_flow
+from pentad.orchestrator.page.step_curves import StepCurves
+from pentad.orchestrator.planning.estimate import costs_of, read_costs
+from pentad.orchestrator.planning.fit import device_memory
+from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.recovery.hang_detection import SILENT_SECONDS, positions_in_program
+from pentad.schedules.diagnosis.rank_rows import svg_rank_times
+from pentad.schedules.diagnosis.rank_times import RankTime
+from pentad.schedules.draw.memory import memory_page
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import Op
+from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import Span, Timeline
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.verify.hang_diagnosis import GROUP_AXES, INNER_AXES, find_cause
+
+MOST_EVENTS = 200
+QUIET = ("evaluation", "checkpoint", "best", "copies")  # events that a run of any length has many of
+T = TypeVar("T")
+
+
+class Moment(NamedTuple):
+    """The run, its plan, and what its ranks last said, all of one generation."""
+
+    view: RunView
+    plan: Plan
+    statuses: dict[int, Status]
+
+
+class PageData(Watcher):
+    """Of one run, over all its generations."""
+
+    def __init__(self, bus: EventBus, timeline_steps: int) -> None:
+        self.bus, self.lock = bus, threading.Lock()  # held for moments, while the driver adds or a reader copies
+        self.plan = bus.folder.plan
+        self.now = Moment(bus.view, self.plan, {})
+        self.first = bus.view.step  # rows of earlier steps are in metrics.jsonl, and not read before somebody asks
+        self.curves = StepCurves()
+        self.steps = deque[tuple[int, tuple[Span, ...]]](maxlen=timeline_steps)
+        self.times = deque[tuple[RankTime, ...]](maxlen=TIMED_STEPS)
+        known = [entry for entry in bus.folder.journal() if entry["event"] not in QUIET]
+        self.events = deque[dict[str, Any]](known, maxlen=MOST_EVENTS)
+        self.made = dict[str, tuple[Any, Any]]()  # what readers last asked for, by name, with what it is of
+        self.making = dict[str, threading.Lock]()
+
+    # ---- in the driver's thread ----
+
+    def on_ranks_placed(self, view: RunView) -> None:
+        """Steps of another mesh or program are not drawn with those of this one."""
+        with self.lock:
+            self.plan = self.bus.folder.plan
+            self.steps.clear()
+            self.times.clear()
+        self.on_view(view)
+
+    def on_view(self, view: RunView) -> None:
+        self.now = Moment(view, self.plan, self.bus.statuses)
+
+    def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
+        with self.lock:
+            self.curves.add(rows)
+            self.steps.extend(zip((row["step"] for row in rows), spans, strict=True))
+
+    def on_rank_times(self, times: tuple[RankTime, ...]) -> None:
+        with self.lock:
+            self.times.append(times)
+
+    def on_rewind(self, step: int) -> None:
+        with self.lock:
+            self.first = min(self.first, step)
+            self.curves.rewind(step)
+            for kept in [each for each in self.steps if each[0] >= step]:
+                self.steps.remove(kept)
+
+    def on_event(self, entry: dict[str, Any]) -> None:
+        if entry["event"] not in QUIET:
+            with self.lock:
+                self.events.append(entry)
+
+    # ---- in a reader's ----
+
+    def state(self) -> dict[str, Any]:
+        """All that the page shows of this moment."""
+        view, plan, statuses = self.now
+        with self.lock:
+            kept, events = [step for step, _ in self.steps], list(self.events)
+            has_times = bool(self.times)
+        age = time.monotonic()
+        silent = {rank.rank for rank in view.ranks if rank.heartbeat < age - SILENT_SECONDS}
+        waits = self._once("waits", (statuses, silent), lambda: _waits(view, plan, statuses, silent))
+        ranks = [
+            {
+                **{"rank": rank.rank, **rank.coordinates._asdict(), "node": rank.node, "gpu": rank.gpu},
+                **{"state": rank.state, "step": rank.step, "instruction": rank.instruction},
+                **{"age": round(max(0.0, age - rank.heartbeat), 1), "waits": waits.get(rank.rank)},
+            }
+            for rank in view.ranks
+        ]
+        names = ("run", "state", "step", "steps", "generation", "mesh", "schedule", "program")
+        return {
+            **{name: getattr(view, name) for name in (*names, "loss", "tokens_per_second", "verdict")},
+            "axes": asdict(plan.mesh),
+            "ranks": ranks,
+            "flow": self._once("flow", plan, lambda: data_flow(plan)),
+            "curves": self._curves(),
+            "evaluations": [each._asdict() for each in view.evaluations],
+            "events": events,
+            "kept": kept,
+            "has_times": has_times,
+            "has_experts": bool(self.bus.expert_load),
+            "dashboard": view.endpoints.get("dashboard", ""),
+        }
+
+    def experts(self) -> dict[str, Any]:
+        """The load of each expert in the newest step, by layer, as multiples of the mean of its layer."""
+        layers = sorted(self.bus.expert_load.items())
+        return {"layers": [{"layer": layer, "load": _relative(load)} for layer, load in layers]}
+
+    def timeline_html(self) -> str:
+        """The kept steps, measured above simulated. Raises PentadError if there is none."""
+        plan, measured = self._measured()
+        if not measured.spans:
+            raise PentadError("no step has been measured yet: expected one (metrics.timeline_steps)")
+
+        def draw() -> str:
+            costs = read_costs(plan.program, measured) or costs_of(plan)
+            return comparison_page(DrawnRun.of_plan(plan), measured, simulate_steps(plan, measured, costs))
+
+        return self._once("timeline", (plan, measured.steps), draw)
+
+    def memory_html(self) -> str:
+        """What every pipeline rank holds over a step, by kind and by unit, as planned, at the newest measured costs."""
+        plan, measured = self._measured()
+        newest = measured.of_step(measured.steps[-1]) if measured.spans else measured
+
+        def draw() -> str:
+            costs = read_costs(plan.program, newest)
+            timing = "at the costs of the planner" if costs is None else f"at the costs of step {newest.steps[-1]}"
+            curves = memory_curves(plan, simulate(plan.program, costs or costs_of(plan)))
+            sizes = [gpu.memory_total for gpu in self.bus.gpus.values() if gpu.memory_total]
+            available = min(sizes) if sizes else device_memory(plan.device, gpu=plan.gpu).bytes
+            facts = {"mesh": str(plan.mesh), "program": plan.program.name, "bytes": "as planned", "time": timing}
+            return memory_page(curves, title=f"{plan.name}: memory over a step", facts=facts, available=available)
+
+        return self._once("memory", (plan, newest.steps), draw)
+
+    def rank_times_svg(self) -> str:
+        """Every rank beside its peers by step and op. Raises PentadError if there is nothing to compare."""
+        with self.lock:
+            plan, times = self.plan, list(self.times)
+        newest = times[-1][0].step if times and times[-1] else None
+        title = f"{plan.name}: ranks beside their peers"
+        drawn = self._once(
+            "times", newest, lambda: svg_rank_times([t for each in times for t in each], plan.mesh, title=title)
+        )
+        if not drawn:
+            raise PentadError("no rank has peers with measured times: expected dp, cp, tp or ep of at least 2")
+        return drawn
+
+    def _measured(self) -> tuple[Plan, Timeline]:
+        """The kept steps that ran the same program as the newest one, with a plan that has no other."""
+        with self.lock:
+            plan, steps = self.plan, [spans for _, spans in self.steps]
+        sizes = [_microbatches(spans) for spans in steps]
+        kept = [spans for spans, size in zip(steps, sizes, strict=True) if size == sizes[-1]]
+        numbers = [
+            number
+            for number, program in enumerate(plan.trained_programs)
+            if sizes and program.microbatches == sizes[-1]
+        ]
+        plan = self._once("plan", (plan, tuple(numbers)), lambda: plan.with_program(numbers[0] if numbers else 0))
+        return plan, Timeline("measured", tuple(span for spans in kept for span in spans))
+
+    def _curves(self) -> dict[str, Any]:
+        """From before this driver began, and since."""
+        read = self._once("earlier", None, lambda: StepCurves(read_lines(self.bus.folder.path / METRICS, ["step"])))
+        with self.lock:
+            read.rewind(self.first)
+            both, live = read.copy(), self.curves.copy()
+        both.steps.extend(live.steps)
+        for key, column in both.columns.items():
+            column.extend(live.columns[key])
+        return self._once("curves", (len(both.steps), both.steps[-1:]), both.points)
+
+    def _once(self, name: str, of: Any, make: Callable[[], T]) -> T:
+        """What `make` makes, kept until it is `of` something else; one at a time, however many ask."""
+        with self.making.setdefault(name, threading.Lock()):
+            if name not in self.made or self.made[name][0] != of:
+                self.made[name] = of, make()
+            return self.made[name][1]
+
+
+def _relative(load: Sequence[int]) -> list[float]:
+    total = max(1, sum(load))
+    return [round(len(load) * tokens / total, 3) for tokens in load]
+
+
+def _microbatches(spans: Sequence[Span]) -> int:
+    return 1 + max((span.microbatch for span in spans if span.op == Op.F), default=0)
+
+
+def _waits(view: RunView, plan: Plan, statuses: dict[int, Status], silent: set[int]) -> dict[int, dict[str, Any]]:
+    """By rank: for which ranks it waits, and for what, as far as the last answers of all tell."""
+    if set(statuses) != set(range(plan.mesh.size)) or {each.generation for each in statuses.values()} != {
+        view.generation
+    }:
+        return {}
+    number, positions = positions_in_program(plan, [statuses[rank] for rank in range(plan.mesh.size)])
+    axes = GROUP_AXES if plan.batch.capacity else INNER_AXES
+    found = find_cause(plan.programs[number], plan.mesh, positions, silent, axes)
+    return {wait.rank: {"for": wait.peers, "what": str(wait.missing), "axis": wait.axis} for wait in found.waits}

@@ -1,0 +1,156 @@
+"""The page as a reader uses it: the token, ranks chosen by keys and touch, kept steps, a phone, light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import CHROME, Browser, browser
+from page_run import HOSTILE, TOKEN, PageRun, page_run
+
+pytestmark = [pytest.mark.skipif(not CHROME, reason="wants: chromium"), pytest.mark.slow]
+CONTRAST = """
+(() => {
+  const channels = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (text) => channels(text).slice(0, 3).map((c) => c / 255)
+    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, k) => sum + c * [0.2126, 0.7152, 0.0722][k], 0);
+  const ground = (element) => {
+    const found = getComputedStyle(element).backgroundColor;
+    return channels(found)[3] === 0 && element.parentElement ? ground(element.parentElement) : found;
+  };
+  const low = [];
+  for (const element of document.querySelectorAll("main *, header *")) {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!own || !element.getClientRects().length || element.closest("svg")) continue;
+    const [a, b] = [light(getComputedStyle(element).color), light(ground(element))].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 3.5) low.push([element.outerHTML.slice(0, 80), (a + 0.05) / (b + 0.05)]);
+  }
+  return low;
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageRun]:
+    with page_run(tmp_path_factory.mktemp("runs")) as made:
+        made.bus.set_state("running")
+        made.run(0, 1, 2)
+        made.stall()
+        made.bus.record("lost", rank=1, fault="killed", error=HOSTILE)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def tab(run: PageRun, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("browser")) as made:
+        yield made
+
+
+def opened(tab: Browser, run: PageRun, width: int = 1300, *, dark: bool = False) -> None:
+    tab.look(width, dark=dark, mobile=width < 500)
+    tab.errors.clear()
+    tab.open(f"{run.served.url}?token={TOKEN}")
+    tab.until("document.querySelectorAll('.tile').length === 4")
+    assert TOKEN not in tab.value("location.href")
+
+
+def test_the_token_is_typed_into_a_form(tab: Browser, run: PageRun) -> None:
+    tab.look(390)
+    tab.open(run.served.url)
+    tab.until("document.activeElement?.id === 'token'")
+    tab.write("wrong")
+    tab.press("Enter")
+    tab.until("document.activeElement?.id === 'token' && document.activeElement.value === ''")
+    tab.write(TOKEN)
+    tab.press("Enter")
+    tab.until("document.getElementById('run')?.textContent === 'trial'")
+    assert TOKEN not in tab.value("location.href + document.documentElement.outerHTML")
+
+
+def test_keys_choose_a_rank_and_show_its_groups_and_what_flows(tab: Browser, run: PageRun) -> None:
+    opened(tab, run)
+    tab.until("document.getElementById('panel').textContent.includes('rank 1 waits for 3: 0RECV_B0')")
+    while tab.value("document.activeElement.className") != "tile":
+        tab.press("Tab")
+    tab.press("ArrowDown")
+    panel = "document.getElementById('panel').innerText"
+    assert "Rank 1, pp0 dp1" in tab.value(panel)
+    tab.press("ArrowRight")
+    text = " ".join(tab.value(panel).split())
+    assert "Rank 3, pp1 dp1" in text and "pp 1 the stages of one replica" in text
+    assert "dp 2 replicas with other samples" in text
+    count = run.plan.program.microbatches
+    assert f"from 1 activations, {count} x " in text and f"to 1 gradients, {count} x " in text
+    assert "dp all-reduce" in text
+    axes = "Object.fromEntries([...document.querySelectorAll('.tile')].map((t) => [t.dataset.rank, t.dataset.axis]))"
+    assert tab.value(axes) == {"0": "", "1": "pp", "2": "dp", "3": ""}
+    kinds = "[...document.querySelectorAll('#mesh svg > path')].map((p) => p.getAttribute('class'))"
+    assert sorted(tab.value(kinds)) == ["flow backward", "flow forward", "link dp"]
+    tab.press("ArrowLeft")
+    assert "waits for 3: 0RECV_B0" in " ".join(tab.value(panel).split())
+    tab.value("document.querySelector('#panel button').click()")  # whom it waits for
+    assert "Rank 3" in tab.value(panel) and tab.value("document.activeElement.dataset.rank") == "3"
+    tab.press("Escape")
+    assert tab.value("document.querySelectorAll('[aria-pressed=true]').length") == 0
+
+
+def test_the_kept_steps_are_walked_through_and_stay_until_newer_ones_are_asked_for(tab: Browser, run: PageRun) -> None:
+    opened(tab, run)
+    shown = "document.getElementById('timeline').contentDocument?.querySelector('section h2')?.textContent"
+    assert tab.until(shown) == "Measuredstep 2"
+    tab.value("document.getElementById('timeline').contentWindow.focus()")
+    tab.value("document.getElementById('timeline').contentDocument.getElementById('earlier').click()")
+    assert tab.value(shown) == "Measuredstep 1"
+    run.run(3)
+    tab.until("document.getElementById('newest').textContent === 'Show steps 0 to 3'")
+    assert tab.value(shown) == "Measuredstep 1"
+    tab.value("document.getElementById('newest').click()")
+    tab.until(f"{shown} === 'Measuredstep 3'")
+    assert tab.until("document.getElementById('newest').disabled")
+
+
+def test_curves_are_read_by_keys(tab: Browser, run: PageRun) -> None:
+    opened(tab, run)
+    tab.until("document.getElementById('chart-loss')")
+    tab.value("document.querySelector('#chart-loss svg').focus()")
+    tab.press("ArrowLeft", "ArrowLeft")
+    steps = run.data.state()["curves"]
+    read = tab.value("document.querySelector('#chart-loss output').textContent")
+    assert read == f"step {steps['step'][-3]}: {steps['loss'][-3]:.4g}"
+    tab.until("!document.getElementById('slow').hidden")
+    loads = tab.until("document.getElementById('loads').innerText")
+    assert loads.split() == ["layer", "1", "0", "to", "3", "layer", "2", "1", "to", "1"]
+
+
+def test_names_of_the_run_stay_text(tab: Browser, run: PageRun) -> None:
+    run.bus.update(verdict=HOSTILE)
+    opened(tab, run)
+    assert tab.until("document.getElementById('verdict').textContent") == HOSTILE
+    assert HOSTILE in tab.value("document.getElementById('events').textContent")
+    assert tab.value("document.querySelectorAll('#verdict *, #events img').length") == 0
+    assert tab.errors == []
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1300])
+def test_it_fits_and_is_legible(tab: Browser, run: PageRun, width: int, dark: bool) -> None:
+    opened(tab, run, width, dark=dark)
+    tab.value("document.getElementById('memory-button').click()")
+    tab.until("document.getElementById('memory').contentDocument?.querySelectorAll('.rank').length")
+    for chosen in ("null", "3"):
+        tab.value(f"document.querySelector('[data-rank=\"{chosen}\"]')?.click()")
+        assert tab.value("document.documentElement.scrollWidth - innerWidth") <= 0
+        assert tab.value(CONTRAST) == []
+    wide = "document.getElementById('timeline').contentDocument.documentElement"
+    tab.until("document.getElementById('timeline').contentDocument?.readyState === 'complete'")
+    assert tab.value(f"{wide}.scrollWidth - {wide}.clientWidth") <= 0
+    assert tab.errors == []
+
+
+def test_it_says_so_when_the_driver_is_gone(tab: Browser, tmp_path: Path) -> None:
+    with page_run(tmp_path) as gone:
+        opened(tab, gone)
+        tab.until("document.getElementById('connection').textContent === 'live'")
+    tab.until("document.getElementById('connection').textContent.startsWith('the run\\'s driver does not answer')")

@@ -1,0 +1,115 @@
+"""What the page is told: ranks and whom they wait for, curves, kept steps, events; over rewinds and generations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from html_pages import payload
+from page_run import HOSTILE, PageRun, page_run
+
+from pentad.orchestrator.page.step_curves import MOST_POINTS, StepCurves
+from pentad.orchestrator.planning.comm_volume import CommKind, comm_volume
+from pentad.schedules.ir.errors import PentadError
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[PageRun]:
+    with page_run(tmp_path) as made:
+        yield made
+
+
+def test_a_rank_is_shown_with_whom_it_waits_for(run: PageRun) -> None:
+    run.stall()
+    ranks = run.data.state()["ranks"]
+    assert [(rank["rank"], rank["dp"], rank["pp"], rank["state"]) for rank in ranks] == [
+        (0, 0, 0, "running"),
+        (1, 1, 0, "running"),
+        (2, 0, 1, "running"),
+        (3, 1, 1, "running"),
+    ]
+    waits = {rank["rank"]: rank["waits"] for rank in ranks}
+    assert waits[1] == {"for": (3,), "what": "0RECV_B0", "axis": ""}
+    assert waits[3] is None
+    run.place(generation=2)  # of whom nothing is known yet
+    assert all(rank["waits"] is None for rank in run.data.state()["ranks"])
+
+
+def test_the_flow_is_what_the_program_sends(run: PageRun) -> None:
+    flow, program = run.data.state()["flow"], run.plan.program
+    count = program.microbatches
+    assert [(send["from"], send["to"], send["op"], send["count"]) for send in flow["sends"]] == [
+        (0, 1, "SEND_F", count),
+        (1, 0, "SEND_B", count),
+    ]
+    assert flow["sends"][0]["bytes"] == comm_volume(run.plan, 0)[CommKind("pp", "SEND_F")].bytes
+    assert {(each["pp"], each["axis"], each["kind"]) for each in flow["collectives"]} == {
+        (0, "dp", "ALL_REDUCE"),
+        (1, "dp", "ALL_REDUCE"),
+    }
+
+
+def test_curves_go_on_where_a_former_driver_stopped_and_follow_a_rewind(tmp_path: Path) -> None:
+    with page_run(tmp_path, first=3) as run:
+        run.run(3, 4, 5)
+        assert run.data.state()["curves"]["step"] == [0, 1, 2, 3, 4, 5]
+        assert run.data.state()["curves"]["loss"][:3] == [None] * 3
+        run.bus.rewind(5)
+        run.run(5, generation=2)
+        assert run.data.state()["curves"]["step"] == [0, 1, 2, 3, 4, 5]
+        run.bus.rewind(2)
+        assert run.data.state()["curves"]["step"] == [0, 1]
+
+
+def test_a_rewind_before_anybody_looked(tmp_path: Path) -> None:
+    with page_run(tmp_path, first=3) as run:
+        run.run(3)
+        run.bus.rewind(1)
+        run.run(1, 2, generation=2)
+        assert run.data.state()["curves"]["step"] == [0, 1, 2]
+
+
+def test_long_curves_are_means_of_few_windows() -> None:
+    points = StepCurves({"step": step, "loss": float(step % 2), "grad_norm": None} for step in range(100_000)).points()
+    assert len(points["step"]) <= MOST_POINTS and points["width"] == 250
+    assert set(points["loss"]) == {0.5} and set(points["grad_norm"]) == {None}
+    assert points["step"][:2] == [0, 250]
+
+
+def test_the_last_steps_are_drawn_as_timelines(run: PageRun) -> None:
+    with pytest.raises(PentadError, match="no step has been measured yet"):
+        run.data.timeline_html()
+    run.run(*range(8))
+    assert run.data.state()["kept"] == [3, 4, 5, 6, 7]
+    panels = payload(run.data.timeline_html())["panels"]
+    assert [panel["source"] for panel in panels] == ["measured", "simulated"]
+    assert [[step["step"] for step in panel["steps"]] for panel in panels] == [[3, 4, 5, 6, 7]] * 2
+    first = run.data.timeline_html()
+    assert run.data.timeline_html() is first  # drawn once, however often it is asked for
+    run.place(generation=2)
+    assert run.data.state()["kept"] == []
+
+
+def test_memory_and_slow_ranks_are_drawn(run: PageRun) -> None:
+    with pytest.raises(PentadError, match="no rank has peers with measured times"):
+        run.data.rank_times_svg()
+    assert "at the costs of the planner" in run.data.memory_html()
+    run.run(0, 1)
+    assert "at the costs of step 1" in run.data.memory_html()
+    assert run.data.rank_times_svg().count("rank 3 (dp1 pp1)") == 1
+
+
+def test_events_are_recoveries_and_what_else_is_rare(run: PageRun) -> None:
+    run.bus.record("lost", rank=1, fault="killed")
+    run.bus.record("checkpoint", step=4)
+    run.bus.record("recovered", seconds=2.5, mesh=HOSTILE)
+    assert [event["event"] for event in run.data.state()["events"]] == ["lost", "recovered"]
+
+
+def test_the_load_of_experts_is_relative_to_its_layer(run: PageRun) -> None:
+    assert not run.data.state()["has_experts"]
+    run.run(0)
+    assert run.data.state()["has_experts"]
+    layers = [{"layer": 1, "load": [3.0, 1.0, 0.0, 0.0]}, {"layer": 2, "load": [1.0] * 4}]
+    assert run.data.experts() == {"layers": layers}
