@@ -41,6 +41,7 @@ class Rebalance:
         self.moved: dict[int, int] = {}  # after which step layers have moved because of a rank
         self.seen: set[tuple[int, ...]] = set()  # generations, thousands of steps, and ranks that have been looked at
         self.said: set[str] = set()
+        self.looked = 0  # steps when layers were last looked at
         self.change: LayerChange | None = None  # for the next step boundary
 
     def due(self, full: Plan) -> LayerChange | None:
@@ -50,12 +51,11 @@ class Rebalance:
         step = self.bus.view.step
         slow = [each for each in self.bus.lasting_slow_ranks if each.kind == "compute"]
         fresh = [each for each in slow if not self._has_moved(each, step)]
-        is_old = bool(self.moved) and step >= max(self.moved.values()) + AGAIN
+        is_old = bool(self.moved) and step >= self.looked + AGAIN
         key = (self.group.generation, step // AGAIN, *(rank for each in fresh for rank in each.ranks))
         if (fresh and key not in self.seen) or is_old:
             self.seen.add(key)
-            if is_old:
-                self.moved = dict.fromkeys(self.moved, step)
+            self.looked = step
             self.change = self._change(full, fresh)
         return self.change
 
