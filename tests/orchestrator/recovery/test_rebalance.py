@@ -138,7 +138,17 @@ def test_a_run_that_rebalances_records_every_step_once(start: StartRun, mesh: tu
 
 
 def config_of(folder: Path, *overrides: str) -> RunConfig:
-    return load(None, [f"run.folder={folder}", "batch.global_batch_size=8", "schedule.name=1f1b", *SQUARE, *overrides])
+    return load(
+        None,
+        [
+            f"run.folder={folder}",
+            "run.steps=40",
+            "batch.global_batch_size=8",
+            "schedule.name=1f1b",
+            *SQUARE,
+            *overrides,
+        ],
+    )
 
 
 def test_a_run_resumes_with_the_layers_that_moved_last(tmp_path: Path) -> None:
