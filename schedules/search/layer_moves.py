@@ -57,8 +57,8 @@ def scaled(costs: Costs, factors: Sequence[float]) -> Costs:
     def times(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(value * factor for value, factor in zip(values, factors, strict=True)) if values else ()
 
-    fields = ("forward", "backward", "weight", "recompute")
-    return replace(costs, **{field: times(getattr(costs, field)) for field in fields})
+    forward, backward, weight = times(costs.forward), times(costs.backward), times(costs.weight)
+    return replace(costs, forward=forward, backward=backward, weight=weight, recompute=times(costs.recompute))
 
 
 def _loads(
@@ -80,9 +80,13 @@ def _loads(
 def _lower(
     layers: tuple[int, ...], loads: Callable[[Sequence[int]], list[float]], program: Program
 ) -> list[tuple[int, ...]]:
-    """All moves of a layer from the busiest rank that lower the loads, the lowest first."""
+    """All moves of a layer from the busiest rank that lower the loads, but for rounding, the lowest first."""
     now = loads(layers)
     busiest = _placement(program)[now.index(max(now))]
+
+    def highest_first(layers: Sequence[int]) -> list[float]:
+        return sorted((round(load / max(now), 9) for load in loads(layers)), reverse=True)
+
     moved = (
         tuple(size - (stage == source) + (stage == target) for stage, size in enumerate(layers))
         for source in busiest
@@ -90,8 +94,8 @@ def _lower(
         for target in range(len(layers))
         if target != source
     )
-    ordered = sorted((sorted(loads(each), reverse=True), each) for each in moved)
-    return [each for their, each in ordered if their < sorted(now, reverse=True)]
+    ordered = sorted((highest_first(each), each) for each in moved)
+    return [each for their, each in ordered if their < highest_first(layers)]
 
 
 def _placement(program: Program) -> list[list[int]]:

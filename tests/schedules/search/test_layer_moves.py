@@ -79,7 +79,12 @@ def test_more_is_recovered_with_more_layers(layers: int, share: float) -> None:
 def test_ranks_that_are_even_keep_their_layers() -> None:
     moves = moves_of(compiled("1f1b", 4, 8), (3,) * 4, 1, 1.0)
     assert moves.layers == (3,) * 4 and moves.gain == 0
-    assert moves_of(compiled("dualpipe", 2, 4), (4, 4), 1, 1.0).layers == (4, 4)
+
+
+def test_ranks_that_hold_the_same_stages_keep_their_layers() -> None:
+    program, seconds = compiled("dualpipe", 2, 4), (4.7, 4.7)
+    costs = Costs(seconds, seconds, seconds, slowdown=(1.0, 1.3))
+    assert best_layers(program, costs, (5, 5), lambda sizes: sizes).layers == (5, 5)
 
 
 def test_a_rank_of_one_layer_a_stage_keeps_it() -> None:
