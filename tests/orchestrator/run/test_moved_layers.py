@@ -55,7 +55,7 @@ def test_half_of_what_a_slow_rank_costs_is_recovered(
     print(f"recovered {(late - moved) / (late - even):.0%}, predicted {event['predicted_seconds']}")
     assert late - moved >= 0.5 * (late - even) > 0, run.describe()
 
-    shutil.copytree(checkpoints_in(run.folder) / f"step-{step:08d}", tmp_path / f"same/run/checkpoints/step-{step:08d}")
+    shutil.copytree(run.folder / f"checkpoints/step-{step:08d}", tmp_path / f"same/run/checkpoints/step-{step:08d}")
     same = start_run(
         *(*mesh, f"schedule.layers_per_stage={event['layers']}", f"run.steps={STEPS}"), name="same", command=resumed
     )
