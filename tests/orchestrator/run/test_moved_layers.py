@@ -19,7 +19,7 @@ from pentad.workers.checkpoint.checkpoint import newest
 from pentad.workers.checkpoint.shards import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STEPS, MORE = 90, 92
+STEPS, MORE = 104, 107
 COMMON = ("schedule.name=1f1b", "eval.every=0", "checkpoint.keep=9", "elastic.slow_rank=rebalance")
 
 
