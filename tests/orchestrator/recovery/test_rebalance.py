@@ -112,6 +112,19 @@ def test_layers_move_once_in_many_steps_because_of_a_rank(start: StartRun) -> No
     assert asked(run, 1, factor=3.0) == ()
 
 
+def test_layers_return_once_the_rank_is_as_fast_as_others(start: StartRun) -> None:
+    run = start(*SQUARE)
+    assert asked(run, 1, factor=3.0) == ()
+    run.save(7)
+    run.recovery.regroup(7)
+    assert layers_per_stage(run.group.plan) == (1, 4)
+    assert asked(run, factor=1.0) is None
+    run.bus.view = run.bus.view._replace(step=AGAIN)
+    assert asked(run, factor=1.0) == ()
+    run.recovery.regroup(7)
+    assert layers_per_stage(run.group.plan) == (3, 2) and run.events("rebalanced")[1]["ranks"] == []
+
+
 def test_a_fault_comes_first(start: StartRun) -> None:
     run = start(*SQUARE)
     assert asked(run, 1) == ()
