@@ -89,3 +89,12 @@ def test_ranks_that_hold_the_same_stages_keep_their_layers() -> None:
 
 def test_a_rank_of_one_layer_a_stage_keeps_it() -> None:
     assert moves_of(compiled("1f1b", 2, 4), (1, 1), 1, 3.0).gain == 0
+
+
+@pytest.mark.parametrize(("layers", "slow"), [((2, 3), 1), ((2, 2, 3, 3), 3)])
+def test_beside_the_best_division_of_even_ranks_most_is_recovered(layers: tuple[int, ...], slow: int) -> None:
+    """A figure of docs/recovery.md."""
+    program = compiled("1f1b", len(layers), 8)
+    moves = moves_of(program, layers, slow)
+    even = simulate_step_time(program, costs_of(program, moves.layers, slow, 1.0)).makespan
+    assert (moves.before - moves.after) / (moves.before - even) == pytest.approx(0.87, abs=0.005)
