@@ -132,7 +132,8 @@ def test_a_fault_comes_first(start: StartRun) -> None:
     assert not run.events("rebalanced") and layers_per_stage(run.group.plan) == (3, 2)
 
 
-@pytest.mark.parametrize("mesh", [LINE, pytest.param((*LINE, "elastic.replicate_every=3"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [LINE, (*LINE, "elastic.replicate_every=3")])
 def test_a_run_that_rebalances_records_every_step_once(start: StartRun, mesh: tuple[str, ...]) -> None:
     run = start(*mesh)
     run.group.restore(Start())
