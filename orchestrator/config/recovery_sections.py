@@ -51,10 +51,11 @@ class ElasticSection(Section):
     """wait for a replacement before the mesh shrinks or the run ends"""
     hang_seconds: PositiveFloat = 10.0
     """shortest time without progress after which a rank counts as hung"""
-    slow_rank: Literal["report", "evict"] = "report"
+    slow_rank: Literal["report", "rebalance", "evict"] = "report"
     """what happens once a rank is 6 to 8 % slower than those with the same stages. report: a line in the terminal, the
-    status and the journal (docs/observability.md); evict: one that computes 8 % longer for 16 more steps moves to
-    another GPU or node, if there is room (docs/recovery.md)"""
+    status and the journal (docs/observability.md). If one computes 8 % longer for 16 more steps, rebalance: layers move
+    from its stage to others, if that helps; evict: it moves to another GPU or node, if there is room (docs/recovery.md)
+    """
     replicate_every: NonNegativeInt = 0
     """steps between copies of each rank's state in the memory of a rank of another node; 0: none"""
     check_every: NonNegativeInt = 0

@@ -129,6 +129,9 @@ class ScheduleSection(Section):
     limit"""
     slices: Count | None = None
     """slices of each sequence, for seq-1f1b; null: 4, or fewer if they do not divide it"""
+    layers_per_stage: list[Count] | None = None
+    """layers of each pipeline stage, in the order of the model; null: as even as possible, with the head counted as the
+    layers that it costs"""
     post_validation: bool = False
     """start the next step before the global gradient norm is known, and redo the optimizer step if the norm exceeds
     optimizer.clip_norm or is not finite"""

@@ -24,7 +24,7 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
-from pentad.schedules.spec.plan import Plan, num_units, split_layers, split_layers_by_cost
+from pentad.schedules.spec.plan import Plan, layers_of_sizes, num_units, split_layers, split_layers_by_cost
 from pentad.schedules.spec.tensors import LayerRange, head_in_layers
 
 UNIT_BYTES = 400 * 2**20  # of gradients: large enough for the full speed of a link, small beside a backward
@@ -51,7 +51,7 @@ def layout_of(config: RunConfig, model: ModelSpec, device: str) -> tuple[Program
 
 def default_units(config: RunConfig, model: ModelSpec, layout: Layout, dtype: str) -> tuple[int, ...]:
     """`units_of` the stages of a layout."""
-    stages = split(model, layout.placement, config.batch.sequence_length)
+    stages = split(model, layout.placement, config.batch.sequence_length, config.schedule.layers_per_stage)
     shared = config.mesh.replicas > 1 or layout.has_mirrors
     return units_of(config, model, stages, config.mesh.mesh, dtype, shared=shared)
 
@@ -91,9 +91,10 @@ def compute_order(config: RunConfig, model: ModelSpec, device: str, microbatches
     rates = rates_for(config.cluster, device)
 
     def costs_of(placed: Program) -> Costs | None:
-        if model.layers < placed.stages:
+        given = section.layers_per_stage
+        if model.layers < placed.stages or (given is not None and len(given) != placed.stages):
             return None
-        layers = split(model, placed.placement, config.batch.sequence_length)
+        layers = split(model, placed.placement, config.batch.sequence_length, given)
         piece = first_piece(config, device, placed.slices, fp8_spec(config, model))._replace(cp_method="ring")
         return guess_costs(model, layers, placed.placement, piece, rates, lora=config.lora_spec)
 
@@ -101,8 +102,12 @@ def compute_order(config: RunConfig, model: ModelSpec, device: str, microbatches
     return choose(ranks, microbatches, costs_of, section.options, objective).best.program
 
 
-def split(model: ModelSpec, placement: Placement, length: int) -> tuple[LayerRange, ...]:
-    """The layers of each stage."""
+def split(
+    model: ModelSpec, placement: Placement, length: int, given: Sequence[int] | None = None
+) -> tuple[LayerRange, ...]:
+    """The layers of each stage: as many as `given`, or so that the busiest rank does as little as possible."""
+    if given is not None:
+        return layers_of_sizes(given, has_ends=model.custom is None)
     if model.custom is not None:
         return split_layers_by_cost([layer.flops for layer in model.custom.layers], placement)
     return split_layers(model.layers, placement, head_in_layers(model, length))

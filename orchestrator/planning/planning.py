@@ -78,7 +78,7 @@ def make_plan(
     transport, dtype = transport_of(config, device, hosts), compute_dtype(config, device)
     model = config.model_spec(dtype) if model is None else model
     order, layout = layout_of(config, model, device)
-    stages = split(model, layout.placement, config.batch.sequence_length)
+    stages = split(model, layout.placement, config.batch.sequence_length, config.schedule.layers_per_stage)
     units = units or default_units(config, model, layout, dtype)
     layers = split_layers_into_units(stages, units)
     fractions = config.memory.fractions(layers) if fractions is None else fractions
@@ -175,7 +175,7 @@ def plan_on(config: RunConfig, device: str, *, hosts: int, expected: Plan) -> Pl
     """The plan of ranks that have been placed: the `expected` one, if they are as it was made for."""
     if expected.device == device and expected.transport == transport_of(config, device, hosts):
         return expected
-    return _with_inputs_of(make_plan(config, device, hosts=hosts), expected)
+    return with_inputs_of(make_plan(config, device, hosts=hosts), expected)
 
 
 def draft(
@@ -303,18 +303,18 @@ def shrunk_plan(config: RunConfig, full: Plan, ranks: int) -> Plan | None:
         changed["mesh"] |= {"dp": dp, "pp": pp}
         changed["schedule"]["microbatches"] = microbatches
         if pp != config.mesh.pp:  # other stages, with more layers each
-            changed["memory"]["recompute_stages"] = None
+            changed["memory"]["recompute_stages"] = changed["schedule"]["layers_per_stage"] = None
         hosts = 1 if full.transport == "peer" else 2
         with suppress(ValidationError, PentadError):  # too few layers or microbatches, or an odd pipeline
             smaller = RunConfig.model_validate(changed)
             units = full.program.units or (1,) * full.program.stages
             kept = units if pp == config.mesh.pp else None
             plan = make_plan(smaller, full.device, hosts=hosts, model=full.model, units=kept)
-            return _with_inputs_of(plan, full)
+            return with_inputs_of(plan, full)
     return None
 
 
-def _with_inputs_of(plan: Plan, other: Plan) -> Plan:
+def with_inputs_of(plan: Plan, other: Plan) -> Plan:
     """The plan with the opened data, and the frozen weights, of another plan of the same run."""
     found = replace(plan, data=other.data, lora=other.lora)
     if plan.eval is None or other.eval is None:

@@ -15,6 +15,7 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.recovery.evictions import Evictions
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, fence, is_recordable
+from pentad.orchestrator.recovery.rebalance import Rebalance
 from pentad.orchestrator.recovery.regroup import Regroup
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
@@ -32,6 +33,7 @@ DONE = {
     "checkpoint": "repaired from a checkpoint",
     "shrink": "shrunk",
     "grow": "grown back",
+    "rebalance": "rebalanced",
     "adopt": "adopted",
 }
 
@@ -53,7 +55,7 @@ class Recovery:
         """`full` is the plan of the full mesh, if not that of the group."""
         self.elastic, self.group, self.bus = config.elastic, group, bus
         self.ranks = Regroup(config, group, bus, requests, start, copies, full or group.plan)
-        self.evictions = Evictions(config.elastic, group, bus)
+        self.evictions, self.rebalance = Evictions(config.elastic, group, bus), Rebalance(config, group, bus)
         self.faults = self.faults_without_progress = 0
         self.furthest, self.checked = -1, time.monotonic()
         self.leaving: tuple[int, ...] = ()  # ranks that are about to end, or to move
@@ -70,6 +72,7 @@ class Recovery:
         self.faults_without_progress = self.faults_without_progress + 1 if done <= self.furthest else 1
         self.furthest = max(self.furthest, done)
         self.evictions.cancel()  # the ranks that are lost need room first
+        self.rebalance.cancel()
         is_stuck = self.faults_without_progress > MAX_FAULTS_WITHOUT_PROGRESS
         if is_stuck or self.faults > self.elastic.max_failures or isinstance(fault, CannotRecover):
             raise fault
@@ -86,7 +89,7 @@ class Recovery:
 
     def regroup(self, done: int) -> RecoveryState:
         """At a step boundary, of which there is a checkpoint or a copy in memory: replaces ranks that are about to end
-        or to move, or grows back to the full mesh."""
+        or to move, gives ranks other layers, or grows back to the full mesh."""
         if not self.leaving:
             return self._attempt(None, done)
         text = f"{', '.join(map(self.group.label, self.leaving))} {self.reason}"
@@ -106,7 +109,8 @@ class Recovery:
 
     def should_regroup(self, statuses: Mapping[int, Status]) -> tuple[int, ...] | None:
         """The ranks that are about to end, by their status or because their node is draining, or that move because they
-        are slow; none of them if a shrunk mesh has room to grow back; None if all may stay as it is."""
+        are slow; none of them if a shrunk mesh has room to grow back, or layers are to move; None if all may stay as it
+        is."""
         now = time.monotonic()
         if told := [rank for rank, status in statuses.items() if status.leaving]:
             self.leaving, self.drain_seconds = tuple(told), 0.0
@@ -125,7 +129,9 @@ class Recovery:
         self.fault, self.reason = "drain", "is on a node that is draining"
         if not leaving and self.ranks.is_full and (moving := self.evictions.due()):
             self.leaving, self.fault, self.reason = moving, "slow", f"to be moved: {self.evictions.reason}"
-        return self.leaving if self.leaving or self.ranks.can_grow() else None
+        if self.leaving or self.ranks.can_grow():
+            return self.leaving
+        return () if self.ranks.is_full and self.rebalance.due(self.group.plan) else None
 
     def _drain_announced(self, statuses: Mapping[int, Status]) -> None:
         """Drains nodes whose end elastic.notice announces, once each."""
@@ -159,7 +165,8 @@ class Recovery:
                 if adopts:
                     how = self._repair_adopted(state, done)
                 elif fault is None and not state.lost:
-                    how = self.ranks.grow(state)
+                    change = self.rebalance.take()
+                    how = self.ranks.move_layers(state, change) if change else self.ranks.grow(state)
                 else:
                     wait, self.drain_seconds = self.elastic.wait_seconds + self.drain_seconds, 0.0
                     how = self.ranks.repair(state, wait)

@@ -17,6 +17,7 @@ from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.planning.planning import shrunk_plan
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, end_processes, is_complete, sources
 from pentad.orchestrator.recovery.hang_detection import check_answers
+from pentad.orchestrator.recovery.rebalance import LayerChange
 from pentad.orchestrator.recovery.retention import newest_recorded, pinned_checkpoints
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import (
@@ -92,6 +93,18 @@ class Regroup:
         self._start(plan, bundles, members, state, keep=False)
         self._restore(state, copy)
         return "grow"
+
+    def move_layers(self, state: RecoveryState, change: LayerChange) -> str:
+        """The same ranks with other layers, from the checkpoint, or the copy, of this step boundary."""
+        group = self.group
+        members = list(zip(group.actors, group.places, strict=True))
+        copy = self._find_copy(state)
+        self.config, self.full = change.config, change.plan
+        self.bus.record("rebalanced", step=state.version, **change.facts)
+        self.bus.display.note(change.facts["sentence"])
+        self._start(change.plan, group.bundles, members, state, keep=False)
+        self._restore(state, copy)
+        return "rebalance"
 
     def _shrink(self, state: RecoveryState, complete: bool, copy: CopySource | None) -> None:
         """Lays a smaller mesh on the living ranks, from a checkpoint of the newest state if they hold all of it."""

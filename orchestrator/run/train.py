@@ -21,13 +21,14 @@ from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, best_of
 from pentad.orchestrator.monitoring.runfolder import check_not_live, has_checkpoint, resumed_config
 from pentad.orchestrator.planning.numerics import optimizer_spec
-from pentad.orchestrator.planning.planning import first_plan
+from pentad.orchestrator.planning.planning import first_plan, with_inputs_of
 from pentad.orchestrator.records.checkpoint_places import check_store, checkpoints_of, path_of
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run.init_from import origin_of, with_base
 from pentad.orchestrator.run.interrupts import Interrupts, OnStep, StepCallback
 from pentad.orchestrator.run.measure import typical_pace
 from pentad.orchestrator.run.resumed_optimizer import with_decay_steps
+from pentad.orchestrator.search.moved_layers import with_moved_layers
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import LoraBase, lora_of
 from pentad.schedules.spec.plan import Plan
@@ -100,6 +101,9 @@ def train(
     if note := check_store(config):
         display.note(note)
     saved = resumed_config(config)
+    moved = with_moved_layers(config, read_lines(path_of(config) / runfolder.JOURNAL, ["event"]))
+    if moved is not config:
+        config, plan = moved, with_inputs_of(first_plan(moved), plan)
     if _is_finished(config, plan):
         display.note(f"the run has all of its run.steps = {config.run.steps} already")
         return summary(config, config.run.steps)

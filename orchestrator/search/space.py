@@ -27,6 +27,7 @@ RESET: dict[str, Any] = {
     "schedule.group": None,
     "schedule.memory_limit": None,
     "schedule.slices": None,
+    "schedule.layers_per_stage": None,
     "memory.recompute_stages": None,
     "memory.recompute_fraction": 1.0,
     "memory.max_resident_microbatches": None,

@@ -273,8 +273,15 @@ def split_layers(layers: int, placement: Sequence[Sequence[int]], head: float = 
 
     for _ in range(layers - stages):
         sizes[min(range(stages), key=load)] += 1
-    last, borders = stages - 1, pairwise(accumulate(sizes, initial=0))
-    return tuple(LayerRange(*each, stage == 0, stage == last) for stage, each in enumerate(borders))
+    return layers_of_sizes(sizes)
+
+
+def layers_of_sizes(sizes: Sequence[int], *, has_ends: bool = True) -> tuple[LayerRange, ...]:
+    """The layers of stages of which stage s has `sizes[s]`; the first `has_ends` the embedding, the last the head."""
+    last, borders = len(sizes) - 1, pairwise(accumulate(sizes, initial=0))
+    return tuple(
+        LayerRange(*each, has_ends and stage == 0, has_ends and stage == last) for stage, each in enumerate(borders)
+    )
 
 
 def split_layers_by_cost(costs: Sequence[float], placement: Sequence[Sequence[int]]) -> tuple[LayerRange, ...]:

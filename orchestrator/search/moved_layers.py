@@ -1,0 +1,69 @@
+"""Plans of a run whose layers have moved between stages, because a rank is slow (elastic.slow_rank: rebalance)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.planning.planning import make_plan, with_inputs_of
+from pentad.schedules.diagnosis.rank_costs import costs_of_ranks
+from pentad.schedules.diagnosis.rank_times import RankTime
+from pentad.schedules.search.layer_moves import LayerMoves, best_layers
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.tensors import head_in_layers
+
+
+def find_moves(plan: Plan, steps: Iterable[Sequence[RankTime]]) -> LayerMoves | None:
+    """The best layers per stage at the costs that these steps had; None if their times are not complete."""
+    costs = costs_of_ranks(plan.program, plan.mesh, steps)
+    if costs is None:
+        return None
+    return best_layers(plan.program, costs, layers_per_stage(plan), lambda layers: stage_work(plan, layers))
+
+
+def layers_per_stage(plan: Plan) -> tuple[int, ...]:
+    stage_of, counts = plan.program.stage_of, dict[int, int]()
+    for stage, unit in zip(stage_of, plan.layers, strict=True):
+        counts[stage] = counts.get(stage, 0) + len(unit.numbers)
+    return tuple(counts.values())
+
+
+def stage_work(plan: Plan, layers: Sequence[int]) -> list[float]:
+    """Work of stages with so many layers each: in layers, the head as in `split_layers`; in FLOPs of a custom model."""
+    if plan.model.custom is not None:
+        each = iter(plan.model.custom.layers)
+        return [sum(layer.flops for layer in islice(each, count)) for count in layers]
+    head = head_in_layers(plan.model, plan.batch.sequence_length)
+    return [count + head * (stage == len(layers) - 1) for stage, count in enumerate(layers)]
+
+
+def with_layers(config: RunConfig, layers: Sequence[int]) -> RunConfig:
+    """With so many layers per stage."""
+    schedule = config.schedule.model_copy(update={"layers_per_stage": list(layers)})
+    return config.model_copy(update={"schedule": schedule})
+
+
+def moved_plan(config: RunConfig, plan: Plan) -> Plan:
+    """The plan of the same ranks with the layers per stage of `config`. Raises PentadError if there is none."""
+    hosts = 1 if plan.transport == "peer" else 2
+    return with_inputs_of(make_plan(config, plan.device, hosts=hosts, model=plan.model), plan)
+
+
+def facts_of(config: RunConfig) -> dict[str, Any]:
+    """What the journal says of the configuration whose layers move."""
+    pipeline = [config.mesh.pp, config.schedule.name, config.schedule.chunks]
+    return {"pipeline": pipeline, "configured": config.schedule.layers_per_stage}
+
+
+def with_moved_layers(config: RunConfig, journal: Sequence[Mapping[str, Any]]) -> RunConfig:
+    """The configuration of a run that resumes, with the layers per stage that its journal has last, unless its pipeline
+    or its layers were changed since."""
+    events = [row for row in journal if row["event"] == "rebalanced"]
+    facts = facts_of(config)
+    known = [layers for row in events for layers in (row["configured"], row["layers"])]
+    is_same = facts["configured"] in known and events[-1]["pipeline"] == facts["pipeline"]
+    if config.elastic.slow_rank != "rebalance" or not is_same:
+        return config
+    return with_layers(config, events[-1]["layers"])

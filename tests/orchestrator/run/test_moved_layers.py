@@ -1,0 +1,70 @@
+"""Layers leave a rank with 15 % more work on real nodes: at least half of what it costs is recovered, and the run ends
+with the bits of one that resumes with these layers in its configuration."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from elastic_cases import Start
+from multinode import Cluster, Run
+from padded_runner import BEGINS, command
+
+from pentad.orchestrator.records.checkpoint_places import checkpoints_in
+from pentad.orchestrator.records.verify import verify
+from pentad.workers.checkpoint.checkpoint import newest
+from pentad.workers.checkpoint.shards import read
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+STEPS, MORE = 104, 107
+COMMON = ("schedule.name=1f1b", "eval.every=0", "checkpoint.keep=9", "elastic.slow_rank=rebalance")
+
+
+def state_of(run: Run, steps: int) -> dict[str, torch.Tensor]:
+    found = newest(checkpoints_in(run.folder)).checkpoint
+    assert found is not None and found.step == steps
+    return read(found, found.tensors)
+
+
+def seconds(run: Run, first: int, end: int) -> float:
+    return median(row["step_seconds"] for row in run.rows()[first:end])
+
+
+@pytest.mark.parametrize(
+    ("pp", "before", "slow", "after"), [(2, [2, 3], 1, [[3, 2]]), (4, [2, 2, 3, 3], 3, [[2, 3, 3, 2], [3, 2, 3, 2]])]
+)
+def test_half_of_what_a_slow_rank_costs_is_recovered(
+    nodes: Cluster, start_run: Start, tmp_path: Path, pp: int, before: list[int], slow: int, after: list[list[int]]
+) -> None:
+    nodes.resize(pp)
+    mesh = (f"mesh.pp={pp}", "schedule.microbatches=8", f"model.layers={sum(before)}", *COMMON)
+    given, resumed = f"schedule.layers_per_stage={before}", command(slow)
+    run = start_run(*mesh, given, f"run.steps={STEPS}", name="moved", command=resumed)
+    assert run.end() == 0, run.describe()
+    (event,) = run.events("rebalanced")
+    assert event["ranks"] == [slow] and event["layers"] in after, run.describe()
+    (recovered,) = run.events("recovered")
+    assert (recovered["how"], recovered["steps_replayed"]) == ("rebalance", 0)
+    step, rows = event["step"], run.rows()
+    assert [row["step"] for row in rows] == list(range(STEPS)) and verify(run.folder, rows, data=True).steps == STEPS
+    even, late, moved = seconds(run, 5, BEGINS - 2), seconds(run, BEGINS + 2, step), seconds(run, step + 3, STEPS)
+    print(f"pp{pp}: {before} -> {event['layers']}: {even:.4f} s, {late:.4f} s slow, {moved:.4f} s after step {step}")
+    print(f"recovered {(late - moved) / (late - even):.0%}, predicted {event['predicted_seconds']}")
+    assert late - moved >= 0.5 * (late - even) > 0, run.describe()
+
+    shutil.copytree(run.folder / f"checkpoints/step-{step:08d}", tmp_path / f"same/run/checkpoints/step-{step:08d}")
+    same = start_run(
+        *(*mesh, f"schedule.layers_per_stage={event['layers']}", f"run.steps={STEPS}"), name="same", command=resumed
+    )
+    assert same.end() == 0, same.describe()
+    assert [(row["step"], row["loss"]) for row in same.rows()] == [(row["step"], row["loss"]) for row in rows[step:]]
+    actual, expected = state_of(run, STEPS), state_of(same, STEPS)
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
+
+    again = start_run(*mesh, given, f"run.steps={MORE}", name="moved", command=resumed)
+    assert again.end() == 0, again.describe()
+    changes = again.events("start")[-1]["changes"]
+    assert changes["schedule.layers_per_stage"] == [before, event["layers"]] and len(again.rows()) == MORE
