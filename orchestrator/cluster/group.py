@@ -47,6 +47,8 @@ class WorkerGroup:
         self.lease = lease
         self.actors: list[Any] = []
         self.bundles: list[int] = []  # of the placement group, by rank
+        self.rooms: list[Any] = []  # where the bundles were when the ranks were started there
+        self.spares: list[Any] = []  # actors that are no ranks yet; they end with the group
         self.places: tuple[WorkerPlace, ...] = ()
         self.offsets: tuple[float, ...] = ()
         self.device_name = ""
@@ -276,20 +278,29 @@ class WorkerGroup:
         """A new actor for a rank of `plan` in a bundle of the placement; it may take a while to answer."""
         at = plan.mesh.coordinates(rank)
         suffix = f"-{self.generation}" if self.places else ""  # the name of a dead actor may not be free yet
-        lifetime = {"namespace": self.lease.ranks, "lifetime": "detached"} if self.lease else {}
-        kind = Actor.options(
-            name=f"pentad/{plan.name}/{str(at).replace(' ', '-')}{suffix}",
-            num_gpus=1 if plan.device == "cuda" else 0,
-            scheduling_strategy=strategy_of(self.placement, bundle),
-            **lifetime,
-        )
         since = f", since generation {self.generation}" if self.places else ""
-        return kind.remote(f"{plan.name} {at}{since}", self.runner)
+        name, label = f"{str(at).replace(' ', '-')}{suffix}", f"{at}{since}"
+        return self._new_actor(name, label, bundle, num_gpus=1 if plan.device == "cuda" else 0)
+
+    def create_spare(self, bundle: int, number: int) -> Any:
+        """A new actor on the node of a bundle. It takes nothing there, so that it can have the place of any rank of the
+        node: what Ray has reserved for that stays reserved."""
+        name = f"spare-{self.generation}-{number}"
+        self.spares.append(self._new_actor(name, name, bundle, num_cpus=0, num_gpus=0))
+        return self.spares[-1]
+
+    def _new_actor(self, name: str, label: str, bundle: int, **needs: int) -> Any:
+        run = self.plan.name
+        lifetime = {"namespace": self.lease.ranks, "lifetime": "detached"} if self.lease else {}
+        at = strategy_of(self.placement, bundle)
+        kind = Actor.options(name=f"pentad/{run}/{name}", scheduling_strategy=at, **needs, **lifetime)
+        return kind.remote(f"{run} {label}", self.runner)
 
     def adopt(self, plan: Plan, bundles: Sequence[int], members: Iterable[Member]) -> None:
         """Replaces all ranks by these, perhaps on another mesh."""
         actors, places = zip(*members, strict=True)
         self.plan, self.bundles, self.actors, self.places = plan, list(bundles), list(actors), places
+        self.rooms = list(map(self.placement.find, bundles))
         self._requested.clear()
         self._statuses.clear()
         self.last_heard = dict.fromkeys(range(len(self.actors)), time.monotonic())
@@ -315,6 +326,7 @@ class WorkerGroup:
             places = [Place(bundle, at.node, at.gpu) for bundle, at in zip(order, self.places, strict=True)]
             better = order_places(places, mesh, tensor_across_nodes=across)
             if better == order:
+                self.rooms = list(map(self.placement.find, order))
                 return
             self._kill()
             order, self.places = better, ()
@@ -391,7 +403,8 @@ class WorkerGroup:
 
     def _kill(self) -> None:
         """Kills the processes and waits until Ray knows them dead, when their calls fail."""
-        for actor in self.actors:
+        for actor in (*self.actors, *self.spares):
             ray.kill(actor)
-        self.gather(self._call("clock"), CLOSE_SECONDS)
-        self.actors = []
+        ends = {number: actor.clock.remote() for number, actor in enumerate((*self.actors, *self.spares))}
+        self.gather(ends, CLOSE_SECONDS)
+        self.actors, self.spares = [], []

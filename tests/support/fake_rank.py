@@ -46,6 +46,12 @@ class Rank:
     def place(self) -> WorkerPlace:
         return WorkerPlace(self.node, f"10.0.0.{self.node[-1]}", -1, self.pid, f"/nowhere/{self.pid}")
 
+    def warm(self) -> WorkerPlace:
+        return self.place()
+
+    def take(self, pid: int, gpu: int) -> WorkerPlace:
+        return self.place()._replace(gpu=gpu)
+
     def status(self) -> Status:
         return Status(self.generation, self.version, "", 0.0, leaving=self.leaving, node_leaving=self.node_leaving)
 
