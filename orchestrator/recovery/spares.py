@@ -92,6 +92,7 @@ class Spares:
             answer = ray.get(spare.answer)
         except RayError as error:
             self._remove(spare)
+            ray.kill(spare.actor)
             self.failures += spare.place is None
             cause = str(error).strip().partition("\n")[0]
             self.bus.record("spare lost", generation=generation, was_ready=spare.place is not None, cause=cause)
