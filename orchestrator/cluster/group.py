@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from pentad.orchestrator.cluster.faults import Failure, Refusal, WorkerError, grace_seconds
+from pentad.orchestrator.cluster.faults import Failure, Refusal, WorkerError, grace_seconds, output_of
 from pentad.orchestrator.cluster.held_lease import HeldLease
 from pentad.orchestrator.cluster.placement import Place, Placement, bundle_places, order_places, release, strategy_of
 from pentad.orchestrator.cluster.worker import Actor, StaleGeneration, Status, WorkerPlace, read_status, streams_of
@@ -33,7 +33,6 @@ POLL_SECONDS = 0.1  # Ray delivers no signal while it waits
 STATUS_SECONDS = 0.5
 LAST_STATUS_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
-LOG_CHARACTERS = 10_000
 
 
 class WorkerGroup:
@@ -290,9 +289,8 @@ class WorkerGroup:
         return self.spares[-1]
 
     def _new_actor(self, name: str, label: str, bundle: int, **needs: int) -> Any:
-        run = self.plan.name
+        run, at = self.plan.name, strategy_of(self.placement, bundle)
         lifetime = {"namespace": self.lease.ranks, "lifetime": "detached"} if self.lease else {}
-        at = strategy_of(self.placement, bundle)
         kind = Actor.options(name=f"pentad/{run}/{name}", scheduling_strategy=at, **needs, **lifetime)
         return kind.remote(f"{run} {label}", self.runner)
 
@@ -356,11 +354,12 @@ class WorkerGroup:
             return Refusal(str(error))
         self._failed = True
         status = self._last_status(culprit)
-        at = f" at step {status.step}" if status and status.step >= 0 else ""
+        where = f" at step {status.step}" if status and status.step >= 0 else ""
         doing = f" in {status.instruction}" if status and status.instruction else ""
         verb = "died" if culprit.died else "failed"
-        message = f"{self.label(culprit.rank)} {verb}{at}{doing}: {culprit.cause}"
-        detail = f"{culprit.error}\n{self._log(culprit.rank)}"
+        message = f"{self.label(culprit.rank)} {verb}{where}{doing}: {culprit.cause}"
+        at = self.places[culprit.rank] if self.places else None
+        detail = f"{culprit.error}\n{output_of(at.pid, at.progress_file) if at else ''}"
         lost = tuple(failure.rank for failure in failures if not failure.is_victim)
         how = ("killed", "ray") if culprit.died else ("peer", "peer") if culprit.is_victim else ("error", "ray")
         return WorkerError(message, culprit.rank, detail, lost, *how)
@@ -370,14 +369,6 @@ class WorkerGroup:
         names = ", ".join(map(self.label, ranks))
         text = f"{names} {'do' if len(ranks) > 1 else 'does'} not answer, after other ranks lost their connections"
         return WorkerError(text, ranks[0], text, ranks, "node", "peer")
-
-    def _log(self, rank: int) -> str:
-        """The end of a rank's output, if Ray's logs are on this node: a crash leaves its traceback there."""
-        if not self.places:
-            return ""
-        at = self.places[rank]
-        found = sorted(Path(at.progress_file).parent.glob(f"logs/worker-*-{at.pid}.*"))
-        return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')[-LOG_CHARACTERS:]}" for path in found)
 
     def _last_status(self, culprit: Failure) -> Status | None:
         """What the culprit was doing: as it says if it lives, else from its progress file if that is on this node, else
@@ -403,8 +394,7 @@ class WorkerGroup:
 
     def _kill(self) -> None:
         """Kills the processes and waits until Ray knows them dead, when their calls fail."""
-        for actor in (*self.actors, *self.spares):
+        ended, self.actors, self.spares = [*self.actors, *self.spares], [], []
+        for actor in ended:
             ray.kill(actor)
-        ends = {number: actor.clock.remote() for number, actor in enumerate((*self.actors, *self.spares))}
-        self.gather(ends, CLOSE_SECONDS)
-        self.actors, self.spares = [], []
+        self.gather({number: actor.clock.remote() for number, actor in enumerate(ended)}, CLOSE_SECONDS)

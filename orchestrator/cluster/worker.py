@@ -249,9 +249,11 @@ class Worker:
         return WorkerPlace(node, ip, self._gpu_number(), os.getpid(), str(self.progress_file))
 
     @ray.method(concurrency_group="train")
-    def warm(self) -> WorkerPlace:
+    def warm(self, device: str) -> WorkerPlace:
         """Of a spare, which is no rank yet: once it has imported all that a rank needs. It touches no GPU."""
         pkgutil.resolve_name(self.runner_class)
+        if device == "cuda":
+            pkgutil.resolve_name("pentad.kernels.backend:import_twins")()
         return self.place()
 
     @ray.method(concurrency_group="control")

@@ -81,7 +81,7 @@ class Spares:
         bundle = next(bundle for bundle, place in places if place.node == node)
         self.number += 1
         actor = self.group.create_spare(bundle, self.number)
-        self.waiting.append(Spare(node, actor, actor.warm.remote()))
+        self.waiting.append(Spare(node, actor, actor.warm.remote(self.group.plan.device)))
 
     def _heard(self, spare: Spare) -> Spare | None:
         """The spare as it is now; None if it is gone."""

@@ -46,7 +46,7 @@ class Rank:
     def place(self) -> WorkerPlace:
         return WorkerPlace(self.node, f"10.0.0.{self.node[-1]}", -1, self.pid, f"/nowhere/{self.pid}")
 
-    def warm(self) -> WorkerPlace:
+    def warm(self, device: str) -> WorkerPlace:
         return self.place()
 
     def take(self, pid: int, gpu: int) -> WorkerPlace:

@@ -97,7 +97,7 @@ def test_a_spare_that_is_gone_costs_nothing_but_itself(start: StartRun, fails: s
     assert run.events("recovered")[0]["spares"] == []
 
 
-def no_module(rank: Rank) -> WorkerPlace:
+def no_module(rank: Rank, device: str) -> WorkerPlace:
     raise ImportError("no module")
 
 

@@ -21,7 +21,10 @@ def waits(run: Run, count: int) -> bool:
 
 @pytest.mark.parametrize(
     ("overrides", "how"),
-    [((*SQUARE, "schedule.name=1f1b"), "repair"), ((*CUT, "schedule.name=1f1b", "elastic.replicate_every=3"), "copies")],
+    [
+        ((*SQUARE, "schedule.name=1f1b"), "repair"),
+        ((*CUT, "schedule.name=1f1b", "elastic.replicate_every=3"), "copies"),
+    ],
     ids=["a replica", "a copy in memory"],
 )
 @pytest.mark.parametrize("spares", [0, 2])
