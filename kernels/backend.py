@@ -22,6 +22,15 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+_twins: list[Callable[[], object]] = []  # import the Triton twins of operations
+
+
+def import_twins() -> None:
+    """Imports Triton and the twins of all operations that are imported, which else the first call of each does."""
+    for twin in _twins:
+        twin()
+
+
 def triton_on_gpu(reference: Callable[P, R]) -> Callable[P, R]:
     """Decorates an operation in torch, for any dtype and device, that has a Triton twin: the function of the same name
     and arguments in MODULE_triton.py.
@@ -34,6 +43,8 @@ def triton_on_gpu(reference: Callable[P, R]) -> Callable[P, R]:
     def twin() -> Callable[P, R]:
         found: Callable[P, R] = getattr(importlib.import_module(f"{reference.__module__}_triton"), reference.__name__)
         return found
+
+    _twins.append(twin)
 
     @functools.wraps(reference)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -80,6 +80,8 @@ def status_view(status: dict[str, Any], rows: int) -> RenderableType:
         (state, STATE_COLOURS.get(state, "")),
         f"  step {status['step']}/{status['steps']}  generation {status['generation']}",
     )
+    if status["spares"]:
+        head.append(f"  spares {status['spares']}")
     schedule = Text(f" {status['mesh']}  {status['schedule']}  {program}", "dim")
     loss, pace = format_number(status["loss"], ".4f"), format_number(status["tokens_per_second"], ",.0f")
     parts: list[RenderableType] = [head, schedule, Text(f" loss {loss}  {pace} tokens/s")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ray.exceptions import RayError, RayTaskError
 
@@ -10,6 +11,7 @@ from pentad.schedules.ir.errors import PentadError
 
 # Seconds to wait for the failure that caused the first: a rank often reports a lost peer before Ray reports its death.
 GRACE, GRACE_OF_VICTIM = 0.5, 0.3
+LOG_CHARACTERS = 10_000
 VICTIM = ("connection closed", "connection reset", "connection refused", "socket closed", "broken pipe", "nccl", "gloo")
 
 
@@ -73,6 +75,12 @@ class Failure:
         if "connection error code 2" in detail:  # Ray's text for a process that vanished
             return "its process was killed or crashed"
         return " ".join(detail.split()).rstrip(".")
+
+
+def output_of(pid: int, progress_file: str) -> str:
+    """The end of a rank's output, if Ray's logs are on this node: a crash leaves its traceback there."""
+    found = sorted(Path(progress_file).parent.glob(f"logs/worker-*-{pid}.*"))
+    return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')[-LOG_CHARACTERS:]}" for path in found)
 
 
 def grace_seconds(failures: list[Failure]) -> float:

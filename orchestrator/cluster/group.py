@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from pentad.orchestrator.cluster.faults import Failure, Refusal, WorkerError, grace_seconds
+from pentad.orchestrator.cluster.faults import Failure, Refusal, WorkerError, grace_seconds, output_of
 from pentad.orchestrator.cluster.held_lease import HeldLease
 from pentad.orchestrator.cluster.placement import Place, Placement, bundle_places, order_places, release, strategy_of
 from pentad.orchestrator.cluster.worker import Actor, StaleGeneration, Status, WorkerPlace, read_status, streams_of
@@ -33,7 +33,6 @@ POLL_SECONDS = 0.1  # Ray delivers no signal while it waits
 STATUS_SECONDS = 0.5
 LAST_STATUS_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
-LOG_CHARACTERS = 10_000
 
 
 class WorkerGroup:
@@ -47,6 +46,8 @@ class WorkerGroup:
         self.lease = lease
         self.actors: list[Any] = []
         self.bundles: list[int] = []  # of the placement group, by rank
+        self.rooms: list[Any] = []  # where the bundles were when the ranks were started there
+        self.spares: list[Any] = []  # actors that are no ranks yet; they end with the group
         self.places: tuple[WorkerPlace, ...] = ()
         self.offsets: tuple[float, ...] = ()
         self.device_name = ""
@@ -276,20 +277,28 @@ class WorkerGroup:
         """A new actor for a rank of `plan` in a bundle of the placement; it may take a while to answer."""
         at = plan.mesh.coordinates(rank)
         suffix = f"-{self.generation}" if self.places else ""  # the name of a dead actor may not be free yet
-        lifetime = {"namespace": self.lease.ranks, "lifetime": "detached"} if self.lease else {}
-        kind = Actor.options(
-            name=f"pentad/{plan.name}/{str(at).replace(' ', '-')}{suffix}",
-            num_gpus=1 if plan.device == "cuda" else 0,
-            scheduling_strategy=strategy_of(self.placement, bundle),
-            **lifetime,
-        )
         since = f", since generation {self.generation}" if self.places else ""
-        return kind.remote(f"{plan.name} {at}{since}", self.runner)
+        name, label = f"{str(at).replace(' ', '-')}{suffix}", f"{at}{since}"
+        return self._new_actor(name, label, bundle, num_gpus=1 if plan.device == "cuda" else 0)
+
+    def create_spare(self, bundle: int, number: int) -> Any:
+        """A new actor on the node of a bundle. It takes nothing there, so that it can have the place of any rank of the
+        node: what Ray has reserved for that stays reserved."""
+        name = f"spare-{self.generation}-{number}"
+        self.spares.append(self._new_actor(name, name, bundle, num_cpus=0, num_gpus=0))
+        return self.spares[-1]
+
+    def _new_actor(self, name: str, label: str, bundle: int, **needs: int) -> Any:
+        run, at = self.plan.name, strategy_of(self.placement, bundle)
+        lifetime = {"namespace": self.lease.ranks, "lifetime": "detached"} if self.lease else {}
+        kind = Actor.options(name=f"pentad/{run}/{name}", scheduling_strategy=at, **needs, **lifetime)
+        return kind.remote(f"{run} {label}", self.runner)
 
     def adopt(self, plan: Plan, bundles: Sequence[int], members: Iterable[Member]) -> None:
         """Replaces all ranks by these, perhaps on another mesh."""
         actors, places = zip(*members, strict=True)
         self.plan, self.bundles, self.actors, self.places = plan, list(bundles), list(actors), places
+        self.rooms = list(map(self.placement.find, bundles))
         self._requested.clear()
         self._statuses.clear()
         self.last_heard = dict.fromkeys(range(len(self.actors)), time.monotonic())
@@ -315,6 +324,7 @@ class WorkerGroup:
             places = [Place(bundle, at.node, at.gpu) for bundle, at in zip(order, self.places, strict=True)]
             better = order_places(places, mesh, tensor_across_nodes=across)
             if better == order:
+                self.rooms = list(map(self.placement.find, order))
                 return
             self._kill()
             order, self.places = better, ()
@@ -344,11 +354,12 @@ class WorkerGroup:
             return Refusal(str(error))
         self._failed = True
         status = self._last_status(culprit)
-        at = f" at step {status.step}" if status and status.step >= 0 else ""
+        where = f" at step {status.step}" if status and status.step >= 0 else ""
         doing = f" in {status.instruction}" if status and status.instruction else ""
         verb = "died" if culprit.died else "failed"
-        message = f"{self.label(culprit.rank)} {verb}{at}{doing}: {culprit.cause}"
-        detail = f"{culprit.error}\n{self._log(culprit.rank)}"
+        message = f"{self.label(culprit.rank)} {verb}{where}{doing}: {culprit.cause}"
+        at = self.places[culprit.rank] if self.places else None
+        detail = f"{culprit.error}\n{output_of(at.pid, at.progress_file) if at else ''}"
         lost = tuple(failure.rank for failure in failures if not failure.is_victim)
         how = ("killed", "ray") if culprit.died else ("peer", "peer") if culprit.is_victim else ("error", "ray")
         return WorkerError(message, culprit.rank, detail, lost, *how)
@@ -358,14 +369,6 @@ class WorkerGroup:
         names = ", ".join(map(self.label, ranks))
         text = f"{names} {'do' if len(ranks) > 1 else 'does'} not answer, after other ranks lost their connections"
         return WorkerError(text, ranks[0], text, ranks, "node", "peer")
-
-    def _log(self, rank: int) -> str:
-        """The end of a rank's output, if Ray's logs are on this node: a crash leaves its traceback there."""
-        if not self.places:
-            return ""
-        at = self.places[rank]
-        found = sorted(Path(at.progress_file).parent.glob(f"logs/worker-*-{at.pid}.*"))
-        return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')[-LOG_CHARACTERS:]}" for path in found)
 
     def _last_status(self, culprit: Failure) -> Status | None:
         """What the culprit was doing: as it says if it lives, else from its progress file if that is on this node, else
@@ -391,7 +394,7 @@ class WorkerGroup:
 
     def _kill(self) -> None:
         """Kills the processes and waits until Ray knows them dead, when their calls fail."""
-        for actor in self.actors:
+        ended, self.actors, self.spares = [*self.actors, *self.spares], [], []
+        for actor in ended:
             ray.kill(actor)
-        self.gather(self._call("clock"), CLOSE_SECONDS)
-        self.actors = []
+        self.gather({number: actor.clock.remote() for number, actor in enumerate(ended)}, CLOSE_SECONDS)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # imports torch, which the driver does without
 
 Streams = tuple[tuple[Action, ...], ...]  # of a rank, by program of the plan
 GPU_SECONDS = 5.0  # between two readings of a GPU
+POLL_SECONDS = 0.02
 
 
 class WorkerPlace(NamedTuple):
@@ -120,8 +121,8 @@ class Worker:
         Returns the name of its GPU, '' on a CPU.
         """
         kind = pkgutil.resolve_name(self.runner_class)
-        gpu = _visible_index() if plan.device == "cuda" else 0
-        self.gpu = next((int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdecimal()), -1)
+        self.gpu = self._gpu_number()
+        gpu = _visible_index(self.gpu) if plan.device == "cuda" else 0
         previous = self.runner if keep else None
         runner = kind(plan, rank, self.progress_file, generation, gpu, previous, blank=keep, copies=self.copies)
         with self.changing:
@@ -244,10 +245,25 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def place(self) -> WorkerPlace:
-        node = ray.get_runtime_context().get_node_id()
-        gpus = [int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdecimal()]  # MIG instances have names instead
-        ip, gpu = ray.util.get_node_ip_address(), gpus[0] if gpus else -1
-        return WorkerPlace(node, ip, gpu, os.getpid(), str(self.progress_file))
+        node, ip = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return WorkerPlace(node, ip, self._gpu_number(), os.getpid(), str(self.progress_file))
+
+    @ray.method(concurrency_group="train")
+    def warm(self, device: str) -> WorkerPlace:
+        """Of a spare, which is no rank yet: once it has imported all that a rank needs. It touches no GPU."""
+        pkgutil.resolve_name(self.runner_class)
+        if device == "cuda":
+            pkgutil.resolve_name("pentad.kernels.backend:import_twins")()
+        return self.place()
+
+    @ray.method(concurrency_group="control")
+    def take(self, pid: int, gpu: int) -> WorkerPlace:
+        """Gives a spare the GPU of the process `pid` of its node, once that is gone, with what it had there; -1: it
+        needs none."""
+        while gpu >= 0 and _exists(pid):
+            time.sleep(POLL_SECONDS)
+        self.gpu = gpu
+        return self.place()
 
     @ray.method(concurrency_group="control")
     def seat(self, plan: Plan, version: str) -> Seat:
@@ -283,6 +299,10 @@ class Worker:
             if generation != self.generation:
                 raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
             yield
+
+    def _gpu_number(self) -> int:
+        """Of the GPU that it was started on, or has taken; -1 without one, or if it has a name, as a MIG instance."""
+        return next((int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdecimal()), self.gpu)
 
     def _preload(self) -> None:
         with suppress(Exception):  # which `start` raises again
@@ -328,11 +348,18 @@ def instruction_text(action: Action) -> str:
     return texts[0] if len(texts) == 1 else f"({'+'.join(texts)})"
 
 
-def _visible_index() -> int:
+def _exists(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def _visible_index(gpu: int) -> int:
     """The CUDA index of this worker's GPU: its position among those that the node lets Ray use."""
-    (gpu,) = map(str, ray.get_gpu_ids())
+    name = str(gpu if gpu >= 0 else ray.get_gpu_ids()[0])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",").index(gpu) if visible else int(gpu)
+    return visible.split(",").index(name) if visible else int(name)
 
 
 def _device_name(gpu: int) -> str:

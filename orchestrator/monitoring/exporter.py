@@ -106,6 +106,7 @@ METRICS = {
     # the ranks
     "pentad_heartbeat_timestamp_seconds": Metric("gauge", "Unix time at which the rank last answered.", RANK),
     "pentad_world_size": Metric("gauge", "Live ranks of the mesh."),
+    "pentad_spares": Metric("gauge", "Processes that wait to take the place of a lost rank."),
     "pentad_generation": Metric("gauge", "Incarnation of the worker group."),
     "pentad_failures_total": Metric(
         "counter", "Ranks lost, by kind of fault and by how it was detected.", ("fault", "detector")
@@ -221,6 +222,7 @@ class Exporter(Watcher, Collector):
             self._values["pentad_run_state"] = {(state,): float(state == view.state) for state in RUN_STATES}
             self._put("pentad_step", view.step)
             self._put("pentad_generation", view.generation)
+            self._put("pentad_spares", view.spares)
             self._put("pentad_world_size", sum(rank.state != "lost" for rank in view.ranks))
             self._ranks = {rank.rank: rank_labels(rank) for rank in view.ranks}
             heard = {self._ranks[rank.rank]: round(epoch + rank.heartbeat, 3) for rank in view.ranks}

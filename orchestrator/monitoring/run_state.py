@@ -49,7 +49,7 @@ class RunView(NamedTuple):
 
     `verdict` says which rank a stalled run waits for, and which ranks are slow or were wrong; else it is ''.
     `endpoints` may have 'control' and 'metrics' (HOST:PORT), 'dashboard' and 'page' (URLs). The next evaluation is due
-    after `next_evaluation` steps, None if no other is.
+    after `next_evaluation` steps, None if no other is. `spares` processes wait to take the place of a lost rank.
     """
 
     run: str
@@ -68,6 +68,7 @@ class RunView(NamedTuple):
     endpoints: dict[str, str] = {}  # noqa: RUF012
     evaluations: tuple[EvalView, ...] = ()
     next_evaluation: int | None = None
+    spares: int = 0
 
 
 def makes_progress(view: RunView) -> bool:

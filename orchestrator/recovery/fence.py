@@ -36,7 +36,8 @@ class RecoveryState:
     """What survives of a generation: `version` steps are in the newest weights, which the ranks `current` hold.
 
     `results[step][rank]` are results of completed steps; `lost[rank]` is the cause of a loss; `seconds` is the duration
-    of each phase of the recovery. If some rank was `corrupt`, no state counts but that of a checkpoint.
+    of each phase of the recovery. If some rank was `corrupt`, no state counts but that of a checkpoint. `spares` are
+    ranks that processes which waited for that have taken.
     """
 
     version: int = 0
@@ -45,6 +46,7 @@ class RecoveryState:
     lost: dict[int, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     corrupt: bool = False
+    spares: tuple[int, ...] = ()
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

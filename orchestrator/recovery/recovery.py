@@ -119,6 +119,7 @@ class Recovery:
         if now < self.checked + CHECK_SECONDS:
             return None
         self.checked = now
+        self.ranks.spares.keep()
         self._drain_announced(statuses)
         before = LEAVE_SECONDS_BY_COPY if self.elastic.replicate_every else LEAVE_SECONDS
         left = {node: deadline / 1000 - time.time() for node, deadline in draining().items() if deadline}
@@ -187,9 +188,11 @@ class Recovery:
             how=how,
             mesh=mesh,
             seconds={phase: round(took, 3) for phase, took in state.seconds.items()},
+            spares=state.spares,
             steps_replayed=max(0, done - state.version),
         )
-        seconds = time.monotonic() - began
+        self.checked = time.monotonic()  # the first step goes before new spares
+        seconds = self.checked - began
         self.bus.display.note(f"{DONE[how]} after {seconds:.1f} s on {mesh}: continuing from step {state.version}")
         return state
 

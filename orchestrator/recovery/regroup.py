@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import ray
 
@@ -19,6 +20,7 @@ from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, end
 from pentad.orchestrator.recovery.hang_detection import check_answers
 from pentad.orchestrator.recovery.rebalance import LayerChange
 from pentad.orchestrator.recovery.retention import newest_recorded, pinned_checkpoints
+from pentad.orchestrator.recovery.spares import Spares
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import (
     Checkpoint,
@@ -50,6 +52,7 @@ class Regroup:
     ) -> None:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
         self.full, self.start, self.copies = full, start, copies
+        self.spares = Spares(config.elastic.spares, group, bus)
 
     @property
     def is_full(self) -> bool:
@@ -132,17 +135,23 @@ class Regroup:
             end_processes(members[len(ranks) :])
 
     def _members(self, plan: Plan, bundles: Sequence[int], state: RecoveryState, seconds: float) -> list[Member] | None:
-        """The ranks of `plan`: in each bundle the living rank, else a new one on the node where the bundle is or to
-        which Ray moves it. None when not all bundles are on living nodes within `seconds`."""
+        """The ranks of `plan`: in each bundle the living rank, else a spare or a new one on the node where the bundle
+        is or to which Ray moves it. None when not all bundles are on living nodes within `seconds`."""
         group, deadline = self.group, time.monotonic() + seconds
         ranks = enumerate(zip(group.bundles, group.actors, group.places, strict=True))
         found = {bundle: (actor, place) for rank, (bundle, actor, place) in ranks if rank not in state.lost}
         missing = {rank: bundle for rank, bundle in enumerate(bundles) if bundle not in found}
         while missing:
-            if set(missing.values()) <= living_bundles(group.placement).keys():
-                actors = {rank: group.create_actor(plan, rank, bundle) for rank, bundle in missing.items()}
-                places, failed = group.gather({r: actor.place.remote() for r, actor in actors.items()}, CREATE_SECONDS)
+            nodes = living_bundles(group.placement)
+            if set(missing.values()) <= nodes.keys():
+                spares = {rank: self.spares.take(bundle, nodes[bundle]) for rank, bundle in missing.items()}
+                actors, refs = dict[int, Any](), dict[int, Any]()
+                for rank, spare in spares.items():
+                    actors[rank] = group.create_actor(plan, rank, missing[rank]) if spare is None else spare.actor
+                    refs[rank] = actors[rank].place.remote() if spare is None else spare.answer
+                places, failed = group.gather(refs, CREATE_SECONDS)
                 if not failed:
+                    state.spares += tuple(rank for rank, spare in spares.items() if spare is not None)
                     found |= {missing[rank]: (actor, places[rank]) for rank, actor in actors.items()}
                     break
                 for actor in actors.values():

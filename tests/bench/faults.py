@@ -1,10 +1,12 @@
 """Injects faults into runs of `pentad train` on CPUs: times to detect and to recover, and leaks.
 
 PYTHONPATH=.typings:tests/support python tests/bench/faults.py --kills 50 --stops 20 --nodes 6 --soak 5000
+PYTHONPATH=.typings:tests/support python tests/bench/faults.py --kills 10 --spared-kills 10
 
 Kills and stops hit one run again and again: a random rank gets SIGKILL or SIGSTOP within a second after the run has
-made a few steps. One rank is spared, so that growth over all recoveries shows in it. A node is lost by SIGKILL of its
-raylet, on a cluster of a head and three nodes. Times are from the journal.
+made a few steps. One rank is spared, so that growth over all recoveries shows in it. `--spared-kills` come while a
+spare (elastic.spares) is ready. A node is lost by SIGKILL of its raylet, on a cluster of a head and three nodes. Times
+are from the journal.
 """
 
 from __future__ import annotations
@@ -62,15 +64,16 @@ def inject(run: LiveRun, rng: random.Random, fault: Callable[[], None]) -> dict[
         "how": recovered["how"],
         "phases": recovered["seconds"],
         "steps_replayed": recovered["steps_replayed"],
+        "spares": len(recovered["spares"]),
         "ranks_lost": run.count("lost", injected),
     }
 
 
-def process_faults(folder: Path, count: int, signal_number: int, rng: random.Random) -> dict[str, Any]:
+def process_faults(folder: Path, count: int, signal_number: int, rng: random.Random, spares: int = 0) -> dict[str, Any]:
     """Sends a signal to a rank of one run `count` times, and samples the run's resources after each recovery."""
     rows: list[dict[str, Any]] = []
     failure = ""
-    with LiveRun(folder, *ELASTIC, "cluster.address=local") as run:
+    with LiveRun(folder, *ELASTIC, "cluster.address=local", f"elastic.spares={spares}") as run:
         run.wait_steps(STEPS_BETWEEN_FAULTS)
         spared = run.rank_pids()[SPARED_RANK]
         growth = Growth({"driver": run.process.pid, "spared rank": spared})
@@ -78,7 +81,8 @@ def process_faults(folder: Path, count: int, signal_number: int, rng: random.Ran
         growth.sample(run.members())
         try:
             for number in range(count):
-                victim = rng.choice([pid for pid in run.ranks() if pid != spared])
+                run.wait_until(lambda: run.status()["spares"] == spares, LIMIT_SECONDS)
+                victim = rng.choice([rank["pid"] for rank in run.status()["ranks"] if rank["pid"] != spared])
                 rows.append({"struck_pid": victim, **inject(run, rng, partial(os.kill, victim, signal_number))})
                 rows[-1]["struck_is_gone"] = not psutil.pid_exists(victim)
                 run.wait_steps(STEPS_BETWEEN_FAULTS)
@@ -114,6 +118,7 @@ def summarize(rows: Sequence[dict[str, Any]], deadline: float = 0.0) -> dict[str
         "first_step_after_noticed": percentiles([row["stepped"] for row in rows]),
         "phases": {phase: percentiles([row["phases"].get(phase, 0.0) for row in rows]) for phase in phases},
         "how": dict(Counter(row["how"] for row in rows)),
+        "ranks_taken_by_spares": sum(row["spares"] for row in rows),
         "most_ranks_lost_at_once": max(row["ranks_lost"] for row in rows),
     }
 
@@ -190,6 +195,7 @@ def _spin() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=0, help="number of SIGKILLs to ranks")
+    parser.add_argument("--spared-kills", type=int, default=0, help="number of SIGKILLs with a spare")
     parser.add_argument("--stops", type=int, default=0, help="number of SIGSTOPs to ranks")
     parser.add_argument("--nodes", type=int, default=0, help="number of nodes to kill")
     parser.add_argument("--soak", type=int, default=0, help="steps of a healthy run under CPU load")
@@ -200,6 +206,10 @@ def main() -> None:
     rng = random.Random(args.seed)
     sections: dict[str, tuple[int, Callable[[Path], dict[str, Any]]]] = {
         "kills": (args.kills, lambda folder: process_faults(folder, args.kills, signal.SIGKILL, rng)),
+        "spared_kills": (
+            args.spared_kills,
+            lambda folder: process_faults(folder, args.spared_kills, signal.SIGKILL, rng, spares=1),
+        ),
         "stops": (args.stops, lambda folder: process_faults(folder, args.stops, signal.SIGSTOP, rng)),
         "nodes": (args.nodes, lambda folder: node_faults(folder, args.nodes, rng)),
         "soak": (args.soak, lambda folder: soak(folder, args.soak, args.soak_seconds)),

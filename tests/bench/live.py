@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from pentad.orchestrator.control.control_client import connect
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS
 from pentad.orchestrator.records.json_lines import read_lines
 
@@ -81,6 +82,11 @@ class LiveRun:
                     if child.cmdline()[:1][0].startswith("ray::Worker"):
                         started[child.pid] = child.create_time()
         return sorted(started, key=lambda pid: (started[pid], pid))
+
+    def status(self) -> dict[str, Any]:
+        """As `pentad status` has it."""
+        with connect(self.folder) as client:
+            return client.status(30)
 
     def rank_pids(self) -> list[int]:
         """The pid of each rank when the run started."""

@@ -46,6 +46,12 @@ class Rank:
     def place(self) -> WorkerPlace:
         return WorkerPlace(self.node, f"10.0.0.{self.node[-1]}", -1, self.pid, f"/nowhere/{self.pid}")
 
+    def warm(self, device: str) -> WorkerPlace:
+        return self.place()
+
+    def take(self, pid: int, gpu: int) -> WorkerPlace:
+        return self.place()._replace(gpu=gpu)
+
     def status(self) -> Status:
         return Status(self.generation, self.version, "", 0.0, leaving=self.leaving, node_leaving=self.node_leaving)
 
@@ -66,7 +72,8 @@ class Rank:
         return f"{host}:1"
 
     def connect(self, address: str, seconds: float) -> None:
-        assert {rank.generation for rank in self.fake.ranks if rank.is_alive} == {self.generation}
+        started = [rank for rank in self.fake.ranks if rank.is_alive and rank.number >= 0]
+        assert {rank.generation for rank in started} == {self.generation}
 
     def restore(self, folder: str | None, step: int, optimizer: bool) -> None:
         assert (int(location(folder).name[5:]) if folder else 0) == step

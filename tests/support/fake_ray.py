@@ -21,7 +21,7 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.records.json_lines import read_lines
-from pentad.orchestrator.recovery import evictions, fence, hang_detection, recovery, regroup
+from pentad.orchestrator.recovery import evictions, fence, hang_detection, recovery, regroup, spares
 from pentad.orchestrator.run import step_loop
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start
@@ -102,7 +102,7 @@ class FakeRay:
             kill=lambda actor: self.kill(actor.rank.pid),
             get_runtime_context=lambda: context,
         )
-        for module in (groups, copies, fence, regroup):
+        for module in (groups, copies, fence, regroup, spares):
             patch.setattr(module, "ray", fake)
         for module in (groups, fence, recovery, regroup, evictions, hang_detection, step_loop):
             patch.setattr(module, "time", clock)

@@ -1,0 +1,128 @@
+"""Processes that wait to take the place of a lost rank (elastic.spares): they have imported what a rank needs.
+
+A spare waits on a node of the ranks, and takes no resources there: it gets those of the rank whose place it takes, its
+GPU for example. Until then it holds host memory and no memory of a GPU. If its node is lost, so is the spare.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+
+from pentad.orchestrator.cluster.group import WorkerGroup
+from pentad.orchestrator.cluster.worker import WorkerPlace
+from pentad.orchestrator.monitoring.event_bus import EventBus
+
+MOST_FAILURES = 3  # spares in a row that end before they are ready
+
+
+class Spare(NamedTuple):
+    """On a node, its actor and the pending answer of its last call; without a place until it is ready."""
+
+    node: str
+    actor: Any
+    answer: Any
+    place: WorkerPlace | None = None
+
+
+class Spares:
+    """Of one run: as many as `count`, of which some may not be ready."""
+
+    def __init__(self, count: int, group: WorkerGroup, bus: EventBus) -> None:
+        self.count, self.group, self.bus = count, group, bus
+        self.waiting: list[Spare] = []
+        self.number = self.failures = 0
+
+    def keep(self) -> None:
+        """Starts those that are missing, notices those that are ready or gone, and ends those on nodes that ranks have
+        left. Never waits."""
+        if not self.count:
+            return
+        self.waiting = [each for spare in self.waiting if (each := self._heard(spare)) is not None]
+        missing = spare_nodes(self.count, [place.node for place in self.group.places])
+        for spare in list(self.waiting):
+            if missing[spare.node]:
+                missing[spare.node] -= 1
+            else:
+                self._remove(spare)
+                ray.kill(spare.actor)
+        for node in missing.elements() if self.failures < MOST_FAILURES else ():
+            self._start(node)
+        self._show()
+
+    def take(self, bundle: int, node: str) -> Spare | None:
+        """A spare that is to be the rank in a bundle, which is on this node by now; its answer is its place. None if
+        none is ready there, or if it is not known which GPU the bundle has."""
+        gone = self._rank_in(bundle)
+        if self.group.plan.device == "cuda" and (gone is None or gone.node != node or gone.gpu < 0):
+            return None
+        for spare in self.waiting:
+            if spare.node == node and spare.place is not None and _has_answered(spare):
+                self._remove(spare)
+                self._show()
+                pid, gpu = (gone.pid, gone.gpu) if gone else (0, -1)
+                return spare._replace(answer=spare.actor.take.remote(pid, gpu))
+        return None
+
+    def _rank_in(self, bundle: int) -> WorkerPlace | None:
+        """Where the rank was that was started in this bundle, if the bundle has not moved since."""
+        group = self.group
+        if bundle not in group.bundles:
+            return None
+        rank = group.bundles.index(bundle)
+        return group.places[rank] if group.rooms[rank] == group.placement.find(bundle) else None
+
+    def _start(self, node: str) -> None:
+        places = zip(self.group.bundles, self.group.places, strict=True)
+        bundle = next(bundle for bundle, place in places if place.node == node)
+        self.number += 1
+        actor = self.group.create_spare(bundle, self.number)
+        self.waiting.append(Spare(node, actor, actor.warm.remote(self.group.plan.device)))
+
+    def _heard(self, spare: Spare) -> Spare | None:
+        """The spare as it is now; None if it is gone."""
+        if not _has_answered(spare):
+            return spare
+        generation = self.group.generation
+        try:
+            answer = ray.get(spare.answer)
+        except RayError as error:
+            self._remove(spare)
+            ray.kill(spare.actor)
+            self.failures += spare.place is None
+            cause = str(error).strip().partition("\n")[0]
+            self.bus.record("spare lost", generation=generation, was_ready=spare.place is not None, cause=cause)
+            if self.failures == MOST_FAILURES:
+                self.bus.display.note(f"no more spares are started: {MOST_FAILURES} ended before they were ready")
+            return None
+        if spare.place is None:
+            self.failures = 0
+            spare = spare._replace(place=answer)
+            self.bus.record("spare ready", generation=generation, node=answer.ip, pid=answer.pid)
+        return spare._replace(answer=spare.actor.clock.remote())
+
+    def _remove(self, spare: Spare) -> None:
+        self.waiting = [each for each in self.waiting if each is not spare]
+        self.group.spares = [each for each in self.group.spares if each is not spare.actor]
+
+    def _show(self) -> None:
+        ready = sum(spare.place is not None for spare in self.waiting)
+        if ready != self.bus.view.spares:
+            self.bus.update(spares=ready)
+
+
+def spare_nodes(count: int, nodes: Sequence[str]) -> Counter[str]:
+    """How many of `count` spares each node gets, by the `nodes` of the ranks: one after the other, where there are most
+    ranks for each spare."""
+    ranks, found = Counter(nodes), Counter[str]()
+    for _ in range(count):
+        found[min(ranks, key=lambda node: (-ranks[node] / (found[node] + 1), node))] += 1
+    return found
+
+
+def _has_answered(spare: Spare) -> bool:
+    return bool(ray.wait([spare.answer], timeout=0)[0])
