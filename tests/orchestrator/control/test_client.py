@@ -92,6 +92,12 @@ def test_an_ended_run_is_shown_without_ranks_or_endpoints(pentad: Pentad, served
     assert "dp0" not in out and "127.0.0.1" not in out
 
 
+def test_status_shows_spares_that_wait(pentad: Pentad, served: Served) -> None:
+    assert "spares" not in pentad("status", "trial")[1]
+    served.control.on_view(seen(spares=2))
+    assert "generation 2  spares 2\n" in pentad("status", "trial")[1]
+
+
 def test_status_shows_the_last_evaluation_and_when_the_next_is_due(pentad: Pentad, served: Served) -> None:
     losses = EvalView("wiki", 4, 2.5), EvalView("code", 4, None)
     served.control.on_view(seen(evaluations=losses, next_evaluation=8))
