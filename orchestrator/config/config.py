@@ -231,14 +231,7 @@ class RunConfig(sections.Section):
         if self.schedule.name != AUTO and max(recompute_stages, default=0) >= stages:
             expected = f"stages 0 to {stages - 1} of schedule {self.schedule.name}"
             yield f"memory.recompute_stages is {recompute_stages}: expected {expected}"
-        sizes = self.schedule.layers_per_stage
-        if sizes is not None:
-            is_auto = self.schedule.name == AUTO  # whose number of stages only its program tells
-            count = f"mesh.pp = {self.mesh.pp} numbers, or 2 to 4 times as many," if is_auto else f"{stages} numbers"
-            fits = len(sizes) % self.mesh.pp == 0 if is_auto else len(sizes) == stages
-            if not fits or sum(sizes) != model.layers:
-                found = f"schedule.layers_per_stage is {shown(sizes)}"
-                yield f"{found}: expected {count} with the sum model.layers = {model.layers}"
+        yield from self.schedule.layer_rules(self.mesh.pp, stages, model.layers)
         yield from self.optimizer.group_rules(model, self.lora_spec)
         if model.custom is not None:
             yield from self._custom_rules(model.custom.text, model.layers, layout)

@@ -23,9 +23,11 @@ from pentad.orchestrator.config.errors import (
     RuleErrors,
     mode_or_parts,
     share_or_auto,
+    shown,
     without_control_characters,
 )
 from pentad.schedules.passes.recompute import ROW_WISE, Part, config_text, mode_of, recomputed_parts
+from pentad.schedules.search.auto import AUTO
 from pentad.schedules.spec.batch import BatchSizes, RampupStage
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.schedule_spec import MemoryOptions, ScheduleOptions
@@ -139,6 +141,18 @@ class ScheduleSection(Section):
     @property
     def options(self) -> ScheduleOptions:
         return ScheduleOptions(self.chunks, self.group, self.memory_limit, self.slices)
+
+    def layer_rules(self, pp: int, stages: int, layers: int) -> Iterator[str]:
+        """`stages` are those of the schedule; how many auto has, only its program tells."""
+        sizes = self.layers_per_stage
+        if sizes is None:
+            return
+        is_auto = self.name == AUTO
+        fits = len(sizes) % pp == 0 if is_auto else len(sizes) == stages
+        if not fits or sum(sizes) != layers:
+            count = f"mesh.pp = {pp} numbers, or 2 to 4 times as many," if is_auto else f"{stages} numbers"
+            found = f"schedule.layers_per_stage is {shown(sizes)}"
+            yield f"{found}: expected {count} with the sum model.layers = {layers}"
 
 
 class RampupSection(Section):

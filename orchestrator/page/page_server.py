@@ -11,9 +11,9 @@ import json
 from collections.abc import Callable
 from hashlib import sha256
 from http.cookies import CookieError, SimpleCookie
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.resources import files
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 from pentad.orchestrator.control.certificate import Certificate
@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
     @property
     def _cookie(self) -> str:
         """Cookies are of a host, whatever the port: each run has a name of its own."""
-        return f"pentad-{self.server.server_address[1]}"
+        return f"pentad-{cast(HTTPServer, self.server).server_port}"
 
     @property
     def _pass(self) -> str:

@@ -50,7 +50,12 @@ class PageRun:
         for step in steps:
             spans = tuple(s._replace(step=step, start=s.start + step, end=s.end + step) for s in self.spans)
             times = tuple(RankTime(step, rank, "F", rank // 2, 1.0 + 0.1 * (rank == 3)) for rank in range(4))
-            facts = {"step": step, "generation": generation, "skipped": False, "loss": 2 + math.exp(-step / 4)}
+            facts: dict[str, Any] = {
+                "step": step,
+                "generation": generation,
+                "skipped": False,
+                "loss": 2 + math.exp(-step / 4),
+            }
             facts |= {"tokens": 4096, "rank_times": times, "expert_load": {1: (300, 100, 0, 0), 2: (100,) * 4}}
             self.bus.steps_done([dict.fromkeys(METRIC_KEYS, 1.0) | facts], [spans])
 

@@ -112,7 +112,7 @@ def test_the_cuda_index_of_a_gpu_is_its_position_among_visible_gpus(
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: given)
-    assert worker._visible_index() == index
+    assert worker._visible_index(-1) == index
 
 
 def test_calls_run_in_order_and_statuses_are_updated_every_second_however_short_they_are(

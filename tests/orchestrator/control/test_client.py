@@ -102,6 +102,12 @@ def test_the_address_of_the_page_is_printed_with_the_token(pentad: Pentad, serve
     assert served.endpoint["token"] not in pentad("status", "trial")[1]
 
 
+def test_status_shows_spares_that_wait(pentad: Pentad, served: Served) -> None:
+    assert "spares" not in pentad("status", "trial")[1]
+    served.control.on_view(seen(spares=2))
+    assert "generation 2  spares 2\n" in pentad("status", "trial")[1]
+
+
 def test_status_shows_the_last_evaluation_and_when_the_next_is_due(pentad: Pentad, served: Served) -> None:
     losses = EvalView("wiki", 4, 2.5), EvalView("code", 4, None)
     served.control.on_view(seen(evaluations=losses, next_evaluation=8))
