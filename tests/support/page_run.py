@@ -26,6 +26,7 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.mesh import to_mesh_ranks
 
 TOKEN = "secret-of-the-run"
@@ -47,7 +48,7 @@ class PageRun:
 
     def run(self, *steps: int, generation: int = 1, together: bool = False) -> None:
         """Measured steps, each as simulated; `together`, in one call, of which only the last ones are measured."""
-        rows, measured = [], []
+        rows, measured = list[dict[str, Any]](), list[tuple[Span, ...]]()
         for step in steps:
             spans = tuple(s._replace(step=step, start=s.start + step, end=s.end + step) for s in self.spans)
             times = tuple(RankTime(step, rank, "F", rank // 2, 1.0 + 0.1 * (rank == 3)) for rank in range(4))
