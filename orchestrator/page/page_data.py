@@ -79,7 +79,8 @@ class PageData(Watcher):
     def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         with self.lock:
             self.curves.add(rows)
-            self.steps.extend(zip((row["step"] for row in rows), spans, strict=True))
+            done = {row["step"] for row in rows}  # a long call has the spans of its last steps alone
+            self.steps.extend((each[0].step, each) for each in spans if each and each[0].step in done)
 
     def on_rank_times(self, times: tuple[RankTime, ...]) -> None:
         with self.lock:

@@ -26,6 +26,7 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.mesh import to_mesh_ranks
 
 TOKEN = "secret-of-the-run"
@@ -45,8 +46,9 @@ class PageRun:
         group = SimpleNamespace(plan=self.plan, generation=generation, places=places)
         self.bus.ranks_placed(cast(WorkerGroup, group))
 
-    def run(self, *steps: int, generation: int = 1) -> None:
-        """Measured steps, each as simulated."""
+    def run(self, *steps: int, generation: int = 1, together: bool = False) -> None:
+        """Measured steps, each as simulated; `together`, in one call, of which only the last ones are measured."""
+        rows, measured = list[dict[str, Any]](), list[tuple[Span, ...]]()
         for step in steps:
             spans = tuple(s._replace(step=step, start=s.start + step, end=s.end + step) for s in self.spans)
             times = tuple(RankTime(step, rank, "F", rank // 2, 1.0 + 0.1 * (rank == 3)) for rank in range(4))
@@ -57,7 +59,11 @@ class PageRun:
                 "loss": 2 + math.exp(-step / 4),
             }
             facts |= {"tokens": 4096, "rank_times": times, "expert_load": {1: (300, 100, 0, 0), 2: (100,) * 4}}
-            self.bus.steps_done([dict.fromkeys(METRIC_KEYS, 1.0) | facts], [spans])
+            rows.append(dict.fromkeys(METRIC_KEYS, 1.0) | facts)
+            measured.append(spans)
+        for first in [0] if together else range(len(steps)):
+            last = len(steps) if together else first + 1
+            self.bus.steps_done(rows[first:last], measured[first:last][-10:])
 
     def stall(self) -> None:
         """Rank 3, of the last stage, stays in its first forward: rank 1 waits for its gradient. The other replica goes

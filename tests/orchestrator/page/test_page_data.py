@@ -91,6 +91,12 @@ def test_the_last_steps_are_drawn_as_timelines(run: PageRun) -> None:
     assert run.data.state()["kept"] == []
 
 
+def test_a_long_call_keeps_the_steps_that_it_has_spans_of(run: PageRun) -> None:
+    run.run(*range(30), together=True)
+    state = run.data.state()
+    assert state["kept"] == [25, 26, 27, 28, 29] and state["curves"]["step"] == list(range(30))
+
+
 def test_memory_and_slow_ranks_are_drawn(run: PageRun) -> None:
     with pytest.raises(PentadError, match="no rank has peers with measured times"):
         run.data.rank_times_svg()
