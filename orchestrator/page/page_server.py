@@ -11,8 +11,9 @@ import json
 from collections.abc import Callable
 from hashlib import sha256
 from http.cookies import CookieError, SimpleCookie
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib.resources import files
+from socketserver import TCPServer
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
@@ -117,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
     @property
     def _cookie(self) -> str:
         """Cookies are of a host, whatever the port: each run has a name of its own."""
-        return f"pentad-{cast(HTTPServer, self.server).server_port}"
+        return f"pentad-{cast(TCPServer, self.server).server_address[1]}"
 
     @property
     def _pass(self) -> str:

@@ -273,6 +273,8 @@ def test_jobs_are_listed_with_the_endpoints_of_their_drivers(
     assert announce({"control": "10.0.0.1:1234", "metrics": "10.0.0.1:5678"})
     listed = {job["job"]: job for job in json.loads(pentad("jobs", *at, "--json")[1])["jobs"]}
     announced = {"control": "10.0.0.1:1234", "metrics": "10.0.0.1:5678", "dashboard": cluster.dashboard}
+    page = listed["short"]["endpoints"].pop("page")
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", page), "announced when the run began"
     assert listed["short"]["endpoints"] == announced
     assert (listed["short"]["status"], listed["short"]["folder"]) == ("SUCCEEDED", f"{runs}/short")
     out = pentad("jobs", *at)[1]

@@ -30,7 +30,7 @@ def plan_for(corpus: str, model: ModelSpec, name: str, dp: int, pp: int, microba
     ("before", "after"),
     [
         pytest.param(("zb-h1", 2, 2, 2, 3), ("1f1b", 1, 4, 4, 0), marks=pytest.mark.slow),
-        (("dualpipe", 1, 2, 4, 0), ("gpipe", 2, 1, 2, 2)),
+        pytest.param(("dualpipe", 1, 2, 4, 0), ("gpipe", 2, 1, 2, 2), marks=pytest.mark.slow),
     ],
 )
 def test_another_mesh_resumes_from_a_checkpoint(fleet: Fleet, corpus: str, tmp_path: Path, before, after) -> None:

@@ -27,7 +27,7 @@ CASES = [
 ]
 NAMES = ("gpt", "gpt_dropout", "conv")
 SLOW = pytest.mark.slow
-FAST = {("gpt", "zb-h1"), ("gpt_dropout", "dualpipe"), ("conv", "zb-v"), ("conv", "1f1b")}
+FAST = {("gpt", "zb-h1"), ("gpt_dropout", "dualpipe"), ("conv", "zb-v")}
 
 
 def all_cases() -> list[Any]:

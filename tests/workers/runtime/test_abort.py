@@ -189,19 +189,20 @@ def test_a_step_aborted_at_its_norm_can_still_be_committed(corpus, tmp_path, opt
     assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
 
 
+@slow  # by default test_elastic.py kills and stops ranks
 @pytest.mark.parametrize(
     ("fault", "name", "axes"),
     [
         (signal.SIGKILL, "dualpipe", PIPELINE),
-        pytest.param(signal.SIGSTOP, "zb-h2", SQUARE, marks=slow),  # by default test_elastic.py stops a rank
-        pytest.param(signal.SIGKILL, "zb-h2", SQUARE, marks=slow),
-        pytest.param(signal.SIGSTOP, "dualpipe", PIPELINE, marks=slow),
-        pytest.param(signal.SIGKILL, "1f1b", SQUARE, marks=slow),
-        pytest.param(signal.SIGSTOP, "1f1b", SQUARE, marks=slow),
-        pytest.param(None, "1f1b", SQUARE, marks=slow),
-        pytest.param(signal.SIGKILL, "zb-h2", {**SQUARE, "optimizer": "muon"}, marks=slow),
-        pytest.param(signal.SIGKILL, "zb-h2", {**SQUARE, **ON_HOST}, marks=slow),
-        pytest.param(signal.SIGSTOP, "1f1b", {**SQUARE, **ON_HOST}, marks=slow),
+        (signal.SIGSTOP, "zb-h2", SQUARE),
+        (signal.SIGKILL, "zb-h2", SQUARE),
+        (signal.SIGSTOP, "dualpipe", PIPELINE),
+        (signal.SIGKILL, "1f1b", SQUARE),
+        (signal.SIGSTOP, "1f1b", SQUARE),
+        (None, "1f1b", SQUARE),
+        (signal.SIGKILL, "zb-h2", {**SQUARE, "optimizer": "muon"}),
+        (signal.SIGKILL, "zb-h2", {**SQUARE, **ON_HOST}),
+        (signal.SIGSTOP, "1f1b", {**SQUARE, **ON_HOST}),
     ],
 )
 def test_a_run_that_loses_a_rank_ends_with_the_same_bits(workers, corpus, name, axes, fault):
