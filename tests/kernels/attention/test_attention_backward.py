@@ -64,7 +64,7 @@ class TestInterpreted:
         monkeypatch.setattr(kernels, "blocks_for", lambda width, device: SMALL)
 
     @pytest.mark.parametrize("window", [None, 10])
-    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("shape", SHAPES)
     def test_it_agrees_with_the_reference(self, shape: Shape, causal: bool, window: int | None) -> None:
         options = AttentionOptions(causal, 0.2, True, window_left=window)

@@ -94,6 +94,7 @@ def test_every_rank_runs_every_step_and_reports_its_place(cluster: clusters.Clus
     group.stop()  # calling it again does nothing
 
 
+@pytest.mark.slow
 def test_pipeline_neighbours_get_neighbouring_gpus(cluster: clusters.Cluster) -> None:
     plan = make_plan(config_of("fake:", "mesh.pp=2"), "cuda")
     group = WorkerGroup(plan, reserve(plan.mesh, "cuda", 10, fixed=True), generation=1, runner=FAKE)
@@ -129,6 +130,7 @@ def test_calls_run_in_order_and_statuses_are_updated_every_second_however_short_
     assert len(ticks) >= 2
 
 
+@pytest.mark.slow
 def test_statuses_of_a_busy_rank_are_read_without_waiting(cluster: clusters.Cluster) -> None:
     with start(plan_of("fake:seconds=1.0,rank=0,step=0,how=hang", *ONE)) as group:
         group.submit_run(0, 1)
@@ -187,6 +189,7 @@ def test_an_exception_of_a_rank_is_reported_with_its_instruction(cluster: cluste
     assert_gone(pids)
 
 
+@pytest.mark.slow
 def test_a_user_error_found_by_a_rank_is_reported_verbatim(cluster: clusters.Cluster) -> None:
     error, pids, _ = run_until_it_fails(plan_of("fake:rank=0,step=1,how=mistake", *ONE))
     assert type(error) is Refusal
@@ -201,6 +204,7 @@ def test_a_runner_that_cannot_be_imported_is_reported(cluster: clusters.Cluster)
     assert_all_free()
 
 
+@pytest.mark.slow
 def test_a_folder_missing_on_a_node_is_reported(cluster: clusters.Cluster, tmp_path: Path) -> None:
     with start(plan_of("fake:", *ONE)) as group:
         group.check_folder(tmp_path, "run.folder")
@@ -264,6 +268,7 @@ def test_nodes_that_are_left_out_have_no_room(cluster: clusters.Cluster) -> None
         reserve(Mesh(pp=2), "cpu", 60, fixed=True, without=nodes)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_start_in_time_are_named_and_killed(
     cluster: clusters.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

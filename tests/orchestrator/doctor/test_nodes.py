@@ -57,6 +57,7 @@ def test_every_check_is_made_on_the_nodes_of_the_run(cluster: clusters.Cluster, 
     assert by_name["network"].verdict == by_name["GPUs"].verdict == "not applicable"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_an_odd_and_a_dead_node_are_named(
     cluster: clusters.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

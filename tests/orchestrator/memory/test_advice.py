@@ -30,7 +30,7 @@ def config_of(*words: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("share", [0.9, pytest.param(0.7, marks=pytest.mark.slow), 0.5])
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_advised_change_fits_and_costs_least_of_those_with_less(dp: int, share: float) -> None:
     """The sentence is a promise: with its overrides the plan needs what it says, and less than there is."""
     config = config_of(f"mesh.dp={dp}")

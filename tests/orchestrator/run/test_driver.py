@@ -104,6 +104,7 @@ def test_a_run_writes_all_its_files(train: Train, tmp_path: Path) -> None:
     json.dumps(result)
 
 
+@pytest.mark.slow
 def test_steps_run_while_a_checkpoint_is_written(train: Train, tmp_path: Path) -> None:
     """Which takes a second: the second one by steps waits for the first, and the end for both."""
     behaviour = "fake:seconds=0.02,saving=1"
@@ -162,6 +163,7 @@ def test_a_run_without_an_intact_checkpoint_begins_again_if_told_to(train: Train
     assert [(row["step"], row["generation"]) for row in metrics(tmp_path)] == [(step, 2) for step in range(4)]
 
 
+@pytest.mark.slow
 def test_a_finished_run_does_nothing_and_keeps_its_program(train: Train, tmp_path: Path) -> None:
     train("run.steps=2", "schedule.name=1f1b")
     before = events(tmp_path)
@@ -174,6 +176,7 @@ def test_a_finished_run_does_nothing_and_keeps_its_program(train: Train, tmp_pat
     assert Program.load(tmp_path / "quickstart" / "program.arrow").name == "gpipe"
 
 
+@pytest.mark.slow
 def test_a_callback_that_raises_ends_the_run_with_a_checkpoint_and_it_resumes(train: Train, tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
 

@@ -51,6 +51,7 @@ def saved(folder: Path, name: str, *overrides: str, step: int = 4) -> None:
     checkpoint.commit(at, step=step, shards=[shard], meta={})
 
 
+@pytest.mark.slow
 def test_a_stage_starts_from_another_runs_weights_and_records_what_is_different(
     cluster: clusters.Cluster, tmp_path: Path
 ) -> None:

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.timeout(150)
 slow = pytest.mark.slow
 STEPS, LORA = 4, LoraSpec(2, 4.0, ("q_proj", "v_proj"))
 PLANS: dict[str, Any] = {
-    "dp2 tp2": ("1f1b", 2, 1, 4, {"tp": 2}),
     "ZeRO-3": ("1f1b", 2, 2, 4, {"memory_options": MemoryOptions(zero=3)}),
 }
 MORE: dict[str, Any] = {
+    "dp2 tp2": ("1f1b", 2, 1, 4, {"tp": 2}),
     "dp2 pp2": ("1f1b", 2, 2, 4, {}),
     "ZeRO-1": ("1f1b", 4, 1, 2, {"memory_options": MemoryOptions(zero=1)}),
     "dp4": ("1f1b", 4, 1, 2, {}),

@@ -53,6 +53,7 @@ def test_state_on_the_host_has_the_bits_of_state_on_the_device(fleet, corpus, ze
         assert [each.losses for each in device.results] == [each.losses for each in host.results]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_either_resumes_with_the_other(fleet, corpus, tmp_path) -> None:
     given: dict[str, Any] = {"memory_options": MemoryOptions(zero=1)}
     device, host = (
