@@ -112,13 +112,13 @@ def test_stages_with_document_masks(one_rank, corpus, family, mode):
 
 
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 4}, {"ep": 2, "cp": 2}])
-@pytest.mark.parametrize("mode", ["none", "attention"])
+@pytest.mark.parametrize("mode", ["none", pytest.param("attention", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["mixtral", "deepseek"])
 def test_expert_parallel_stages(one_rank, corpus, family, mode, axes):
     check(stage_plan(corpus, family, mode, **axes), 1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages_in_narrow_dtypes(one_rank, corpus, family, dtype):
     check(stage_plan(corpus, family, "none", dtype=dtype), 1)

@@ -299,6 +299,7 @@ def test_a_job_name_with_other_characters_is_refused(cluster: clusters.Cluster, 
     assert err == "pentad: --name is 'a/b': expected letters, digits, '_', '-' and '.', not starting with '-' or '.'\n"
 
 
+@pytest.mark.slow
 def test_a_driver_error_reaches_the_user(cluster: clusters.Cluster, pentad: Pentad, runs: Path) -> None:
     wide = (
         "mesh.dp=4",
