@@ -1,4 +1,4 @@
-"""`pentad status`, `page`, `pause`, `resume`, `abort`: shows what a run is doing, and sends it requests."""
+"""`pentad status`, `page`, `pause`, `checkpoint`, `abort`: shows what a run is doing, and sends it requests."""
 
 from __future__ import annotations
 

@@ -126,8 +126,8 @@ def trial_config(config: RunConfig, steps: int, device: str) -> RunConfig:
         "optimizer": {"decay_steps": config.optimizer.decay_steps or max(config.run.steps, steps)},
         "checkpoint": {"path": None, "every": 0, "every_seconds": 0.0, "keep_every": 0, "at_end": False},
         "spikes": {"policy": "none"},
-        "elastic": {"max_failures": 0, "driver_lease": 0.0},
-        "metrics": {"port": 0, "control_port": 0},
+        "elastic": {"max_failures": 0, "driver_lease": 0.0, "spares": 0},
+        "metrics": {"port": 0, "control_port": 0, "page_port": 0},
         "loggers": {"use": [], "wandb": None, "mlflow": None},
         "cluster": {"device": device, "dashboard": False, "dashboard_port": 0},
     }

@@ -103,12 +103,15 @@ def test_the_searchs_best_meshes_are_trials_on_each_number_of_gpus() -> None:
 def test_a_trial_is_a_few_steps_of_the_run_and_nothing_beside_them() -> None:
     words = ["data.holdout=0.1", "eval.every=5", "checkpoint.every=5", "checkpoint.keep_best=true", "loggers.use=[csv]"]
     words += ["optimizer.warmup_steps=50", "run.steps=60", "spikes.policy=rollback", "elastic.driver_lease=60"]
-    words += ["batch.rampup=[{global_batch_size: 8, steps: 20}]"]
+    words += ["batch.rampup=[{global_batch_size: 8, steps: 20}]", "elastic.spares=2"]
+    ports = ("port", "control_port", "page_port")
+    words += [f"metrics.{name}={9000 + number}" for number, name in enumerate(ports)]
     before = load(None, words)
     found = trial_config(before, 4, "cpu")
     assert found.run.steps == 4 and not found.data.holdout and not found.eval.every and not found.loggers.use
     assert not any((found.checkpoint.every, found.checkpoint.every_seconds, found.checkpoint.at_end))
-    assert found.elastic.max_failures == 0 and not found.elastic.driver_lease and found.batch.rampup is None
+    assert not any(getattr(found.metrics, name) for name in ports), "several trials may listen at once"
+    assert not any((found.elastic.max_failures, found.elastic.spares, found.elastic.driver_lease, found.batch.rampup))
     assert found.optimizer.curve(4) == before.optimizer.curve(60)
 
 
