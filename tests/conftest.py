@@ -1,5 +1,5 @@
-"""Which tests run, and which of them in one process: those marked gpu only where CUDA is, those marked slow or
-realmodel only when asked for."""
+"""Which tests run, and which of them in one process: those marked gpu only where CUDA is, those marked quiet only where
+tests run one after the other, those marked slow or realmodel only when asked for."""
 
 import gc
 import os
@@ -56,12 +56,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: position(item.nodeid))
+    mark_unsampled(items)
     if not config.getoption("slow") and "slow" not in config.getoption("markexpr"):
         leave_out(config, items, "slow")
     if "realmodel" not in config.getoption("markexpr"):
         leave_out(config, items, "realmodel")
     if not has_cuda():
         leave_out(config, items, "gpu")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        leave_out(config, items, "quiet")
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
@@ -75,6 +78,20 @@ def pytest_sessionstart() -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+def mark_unsampled(items: list[pytest.Item]) -> None:
+    """Of the cases of a test marked sampled(count), all but so many, evenly spaced, are slow."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        (count,) = found[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        kept = {number * len(found) // count for number in range(count)}
+        for number, item in enumerate(found):
+            if number not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:

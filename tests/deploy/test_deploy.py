@@ -36,6 +36,7 @@ MANIFESTS = ("kuberay/rayjob.yaml", "kuberay/raycluster.yaml", "kubernetes/job.y
 Manifest = dict[str, Any]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("path", sorted((DEPLOY / "jobs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_job_config_loads_and_has_a_plan(path: Path) -> None:
     config = load(path, [])

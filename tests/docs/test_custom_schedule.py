@@ -53,6 +53,7 @@ def test_each_eager_forward_removes_one_idle_unit(folder: Path) -> None:
         assert max(peak_activations(order)) == 4 + extra
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 1), (3, 5), (4, 8), (6, 20)])
 def test_the_schedule_of_the_page_is_valid_at_any_size(folder: Path, ranks: int, microbatches: int) -> None:
     (folder / "my.py").write_text(CODE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -76,13 +77,14 @@ def test_every_command_of_the_first_pages_runs(folder: Path, capsys: pytest.Capt
     assert sum(arguments[0] == "train" for arguments in done) >= 2
     names = {"config.yaml", "program.arrow", "metrics.jsonl", "timeline.arrow", "trace.json.gz", "timeline.html"}
     assert names <= {path.name for path in (folder / "runs" / "first").iterdir()}
+    rows = (folder / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == list(range(6)), "the second run resumes after the first one's 4"
 
 
 ELSEWHERE = ("README.md", "first-hour.md", "hugging-face.md", "fine-tuning.md", "data.md")  # tests of their own
+LONG = ("train", "sweep", "doctor")  # verbs
 OTHERS = [
-    pytest.param(
-        page, marks=[pytest.mark.slow] if any(verb in ("train", "sweep") for verb, *_ in commands(page)) else []
-    )
+    pytest.param(page, marks=[pytest.mark.slow] if any(verb in LONG for verb, *_ in commands(page)) else [])
     for page in PAGES
     if commands(page) and page.name not in ELSEWHERE
 ]
@@ -112,8 +114,11 @@ def test_every_cluster_command_is_one_that_controls_a_submitted_run(capsys: pyte
         assert all(argument in known for argument in arguments if argument.startswith("--")), verb
 
 
+SEARCHES, TRAINS = "choose(", "pentad.train("
 PYTHON = [
-    pytest.param(page, marks=[pytest.mark.slow] if "pentad.train(" in page.read_text(encoding="utf-8") else [])
+    pytest.param(
+        page, marks=[pytest.mark.slow] if any(each in page.read_text("utf-8") for each in (SEARCHES, TRAINS)) else []
+    )
     for page in PAGES
     if blocks(page, "text")
 ]

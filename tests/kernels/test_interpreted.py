@@ -51,6 +51,7 @@ def test_a_twin_takes_the_arguments_of_its_operation(operation: Callable[..., An
     assert [(each.name, each.default) for each in found] == [(each.name, each.default) for each in expected]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("rows", "width", "offset"), [(1, 33, 0.0), (7, 128, 0.0), (5, 576, 0.0), (7, 33, 1.0)])
@@ -104,6 +105,7 @@ def test_glu(rows: int, width: int, act: Activation, dtype: torch.dtype, bound: 
     assert relative_error(dgate_up, expected_dgate_up) < bound
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
 @pytest.mark.parametrize(
     ("vocabulary", "softcap", "z_loss"), [(1, 0.0, 0.0), (5, 0.0, 0.1), (8193, 0.0, 0.0), (8193, 3.0, 1e-2)]

@@ -8,6 +8,7 @@ import pytest
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.slow
 def test_every_op_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(custom_model, "ROUNDS", 1)
     found = custom_model.measure()["milliseconds"]

@@ -63,6 +63,7 @@ class TestInterpreted:
     def _small_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, "blocks_for", lambda width, device: SMALL)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("window", [None, 10])
     @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("shape", SHAPES)

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter", "n
 RECIPES = [Recipe("block"), pytest.param(Recipe("block", "e5m2", power_of_two=True), marks=pytest.mark.slow)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("counts", [(3, 0, 135, 64), (0, 0)])
 def test_products(recipe: Recipe, counts: tuple[int, ...]) -> None:

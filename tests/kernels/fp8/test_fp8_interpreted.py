@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter", "n
 SLOWLY = [pytest.param(each, marks=[] if each in (RECIPES[0], RECIPES[-1]) else [pytest.mark.slow]) for each in RECIPES]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", SLOWLY, ids=str)
 @pytest.mark.parametrize("role", ["activation", "gradient", "weight"])
 def test_cast(recipe: Recipe, role: Role) -> None:
@@ -32,6 +33,7 @@ def test_cast(recipe: Recipe, role: Role) -> None:
         assert_nearly_equal(a, b, differing=0.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", SLOWLY, ids=str)
 @pytest.mark.parametrize("fused", [False, True])
 def test_rms_norm(recipe: Recipe, fused: bool) -> None:
@@ -48,6 +50,7 @@ def test_rms_norm(recipe: Recipe, fused: bool) -> None:
     assert_nearly_equal(again.columns, fp8_normed(found[1], weight, found[2], recipe, amax, 1.0).columns)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recipe", SLOWLY, ids=str)
 def test_glu(recipe: Recipe) -> None:
     gate_up, dy = torch.randn(128, 512), torch.randn(128, 256)

@@ -21,6 +21,7 @@ PRODUCTS = [(torch.float32, 1e-5), (torch.float16, 1e-2)]
 COUNTS = [(3, 0, 5), (0, 0, 0), (1, 130, 0, 2, 65), (4,)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dtype", "bound"), PRODUCTS)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_grouped_gemm(counts: tuple[int, ...], dtype: torch.dtype, bound: float) -> None:
@@ -33,6 +34,7 @@ def test_grouped_gemm(counts: tuple[int, ...], dtype: torch.dtype, bound: float)
         assert relative_error(found, grouped_gemm(rows.double(), matrices.double(), offsets)[:total]) < bound
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("counts", COUNTS)
 def test_grouped_weight_gradients(counts: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -30,6 +30,7 @@ def test_experts_are_chosen_as_by_torch(num_experts: int, gate: Gate, biased: bo
     check_choice(13, num_experts, gate, biased, "cpu")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("num_experts", "gate", "more"), GATES)
 def test_gradients_of_logits_are_those_of_float64(num_experts: int, gate: Gate, more: bool) -> None:

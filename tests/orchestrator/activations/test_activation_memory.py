@@ -63,6 +63,7 @@ CONTEXT_PARALLEL: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(("mode", "axes"), CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages(one_rank, corpus, family, mode, axes):
@@ -97,6 +98,7 @@ def test_stages_that_recompute_some_rows(one_rank, corpus, family, mode, axes):
         check(plan, index)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("axes", [*CONTEXT_PARALLEL, {"cp": 2, "tp": 2}])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("mode", ["none", "attention", "core_attn"])
@@ -143,6 +145,7 @@ def test_stages_in_8_bits(one_rank, corpus, family, scaling, mode, axes):
 EXPERTS = [("mixtral", "none"), ("mixtral", "moe"), ("mixtral", "full"), ("deepseek", "none")]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("axes", [{}, {"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 4}])
 @pytest.mark.parametrize(("family", "mode"), EXPERTS)
 def test_experts_in_8_bits(one_rank, corpus, family, mode, axes):

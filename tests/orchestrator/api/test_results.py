@@ -32,6 +32,7 @@ OPTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "keywords", "options"), OPTIONS)
 def test_a_schedule_is_that_of_the_command_line(
     pentad: Pentad, name: str, keywords: dict[str, Any], options: tuple[str, ...]
@@ -58,6 +59,7 @@ def test_a_mistake_is_the_sentence_of_the_command_line(keywords: dict[str, Any],
         api.schedule("1f1b", 4, 8, **keywords)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("overrides", [{}, {"mesh": {"pp": 2, "cp": 2}, "data": {"path": "nowhere"}}])
 def test_a_plan_is_that_of_the_command_line(pentad: Pentad, overrides: dict[str, dict[str, Any]]) -> None:
     words = [f"{section}.{key}={value}" for section, keys in overrides.items() for key, value in keys.items()]

@@ -42,6 +42,7 @@ def test_a_published_size_has_the_published_number_of_parameters(name: str) -> N
     assert float(f"{billions:.{len(str(PUBLISHED[name]).replace('.', '').lstrip('0'))}g}") == PUBLISHED[name]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "gpus", "gib"),
     [

@@ -44,6 +44,7 @@ CASES = {
     "no such cluster": (["cluster.address=127.0.0.1:1"], ["cluster.address", "127.0.0.1:1"]),
     "no such file": (["nothing.yaml"], ["nothing.yaml"]),
 }
+STARTS_RAY = ("too few GPUs",)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,9 @@ def copied(corpus: Path, folder: Path) -> int:
     return len(list(folder.rglob("*")))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in STARTS_RAY else []) for case in CASES]
+)
 def test_a_bad_configuration_is_reported_in_one_sentence(case, refused, corpus, tmp_path):
     words, named = CASES[case]
     files = copied(corpus, tmp_path)

@@ -77,6 +77,7 @@ def test_a_yaml_file_says_what_the_model_is(pentad: Pentad, files: Path, sharded
     assert AutoModelForCausalLM.from_pretrained("out").config.num_key_value_heads == 2
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -80,6 +80,7 @@ def check(pentad: Pentad, path: Path, intact: bytes, content: bytes, what: objec
     path.write_bytes(intact)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_damaged_files_of_a_run_cost_a_sentence(pentad: Pentad, trial: Path, name: str) -> None:
     _damage(pentad, trial / name, range(2))
@@ -136,6 +137,7 @@ YAML = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", YAML)
 def test_a_hostile_configuration_costs_sentences(pentad: Pentad, case: str) -> None:
     Path("hostile.yaml").write_text(YAML[case])

@@ -15,6 +15,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / ".typings")}
 COMMAND = (sys.executable, "-P", "-c", "import sys; from pentad.orchestrator.cli.cli import main; sys.exit(main())")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
 @pytest.mark.parametrize("arguments", [("schedule", "1f1b", *SIZES), ("schedules",)])
 def test_a_full_stdout_is_reported_in_one_sentence(tmp_path: Path, arguments: tuple[str, ...]) -> None:

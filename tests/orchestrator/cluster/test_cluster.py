@@ -37,6 +37,7 @@ def running() -> Iterator[clusters.Cluster]:
         yield cluster
 
 
+@pytest.mark.slow
 def test_a_local_cluster_has_a_cpu_for_each_rank(running: clusters.Cluster) -> None:
     assert running.local
     assert running.device == "cpu"
@@ -44,6 +45,7 @@ def test_a_local_cluster_has_a_cpu_for_each_rank(running: clusters.Cluster) -> N
     assert "GPU" not in ray.cluster_resources()
 
 
+@pytest.mark.slow
 def test_it_listens_on_the_loopback_interface_only(running: clusters.Cluster) -> None:
     listening = psutil.net_connections("tcp")
     children = {process.pid for process in psutil.Process().children(recursive=True)}

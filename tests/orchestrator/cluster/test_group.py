@@ -116,6 +116,7 @@ def test_the_cuda_index_of_a_gpu_is_its_position_among_visible_gpus(
     assert worker._visible_index(-1) == index
 
 
+@pytest.mark.slow
 def test_calls_run_in_order_and_statuses_are_updated_every_second_however_short_they_are(
     cluster: clusters.Cluster,
 ) -> None:
@@ -197,6 +198,7 @@ def test_a_user_error_found_by_a_rank_is_reported_verbatim(cluster: clusters.Clu
     assert_gone(pids)
 
 
+@pytest.mark.slow
 def test_a_runner_that_cannot_be_imported_is_reported(cluster: clusters.Cluster) -> None:
     plan = plan_of("fake:", *ONE)
     with pytest.raises(WorkerError, match=r"^rank 0 \(dp0 pp0, node .*\) failed: ModuleNotFoundError: .*'nowhere'$"):

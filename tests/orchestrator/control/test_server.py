@@ -114,6 +114,7 @@ with serving(Path(sys.argv[1])) as served:
 """
 
 
+@pytest.mark.slow
 def test_a_process_forked_while_a_client_is_open_execs_its_program(tmp_path: Path) -> None:
     """As tests start Ray nodes: without the setting in conftest.py, 40 of 1,000 died. In a process of its own, since a
     fork copies the page tables of all that tests have imported."""

@@ -46,6 +46,7 @@ def examined(cluster: clusters.Cluster, folder: Path, ranks: int) -> dict[str, l
     return {rows[0].check: rows for rows in found}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_every_check_is_made_on_the_nodes_of_the_run(cluster: clusters.Cluster, tmp_path: Path) -> None:
     found = examined(cluster, tmp_path, 2)

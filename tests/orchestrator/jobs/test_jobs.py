@@ -45,6 +45,7 @@ def tree(folder: Path) -> set[str]:
     return {str(path) for path in files if "__pycache__" not in path.parts}
 
 
+@pytest.mark.slow
 def test_the_package_is_copied_completely_and_preferred_to_an_installed_one(tmp_path: Path) -> None:
     package = job_package.write_package(tmp_path / "one")
     folders = {f"{name}/{file}" for name in job_package.FOLDERS for file in tree(ROOT / name)}
@@ -226,6 +227,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_submitted_run_trains_and_its_log_is_followed(short: tuple[int, str, str], runs: Path) -> None:
     status, out, err = short
@@ -264,6 +266,7 @@ def test_a_stopped_run_resumes_when_submitted_again(
     assert steps(runs / "parts") == steps(runs / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_jobs_are_listed_with_the_endpoints_of_their_drivers(
     cluster: clusters.Cluster, pentad: Pentad, runs: Path, monkeypatch: pytest.MonkeyPatch

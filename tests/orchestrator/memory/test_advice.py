@@ -29,6 +29,7 @@ def config_of(*words: str) -> RunConfig:
     return load(None, [*SIZES, *BATCH, "model.vocab=4096", "cluster.device=cuda", *words])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", [0.9, pytest.param(0.7, marks=pytest.mark.slow), 0.5])
 @pytest.mark.parametrize("dp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_advised_change_fits_and_costs_least_of_those_with_less(dp: int, share: float) -> None:

@@ -229,6 +229,7 @@ def words_at(width: int, steps: int = 12) -> list[list[str]]:
     return [re.sub("[━╸╺▁▂▃▄▅▆▇█]+", " ", line).split() for line in shown(page).splitlines()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [36, 48, 60, 72, 100])
 def test_a_narrow_terminal_drops_columns_but_never_digits(width: int) -> None:
     known = {word for line in words_at(200) for word in line}

@@ -109,6 +109,7 @@ def assert_same_step(shown: list[Slice], spans: tuple[Span, ...]) -> None:
         assert [colours[name] for name in ("F0", "B1", "W2")] == ["rail_response", "rail_idle", "rail_load"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("auth", ["token", pytest.param("disabled", marks=pytest.mark.slow)])
 def test_the_dashboard_returns_what_was_pushed(auth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with start_cluster(ClusterSection(device="cpu", auth=auth), 1) as cluster:

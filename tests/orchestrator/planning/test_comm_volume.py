@@ -81,6 +81,7 @@ AXES = [
 ]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     ("mode", "axes"),
     [

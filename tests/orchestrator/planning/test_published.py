@@ -52,6 +52,7 @@ def test_models_have_the_parameters_of_their_names() -> None:
     assert sizes == {"1.34B": "1.34B", "3.57B": "3.57B", "8.86B": "8.86B", "80B": "80B"}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.nodes}-{row.model}")
 def test_configurations_that_fitted_in_80_gb_fit(row: Published) -> None:
     plan = planned(row)

@@ -263,6 +263,7 @@ def hang(rank: Rank) -> None:
     rank.hangs = True
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("method", ["fence", "leave", "start", "connect", "receive"])
 @pytest.mark.parametrize("what", [die, hang])
@@ -371,6 +372,7 @@ def test_an_abort_ends_the_run_during_a_step(start: StartRun) -> None:
     assert not run.events("checkpoint")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("mesh", [SQUARE, LINE, (*LINE, "elastic.replicate_every=3")])
 def test_every_step_is_recorded_once_whatever_dies(start: StartRun, mesh: tuple[str, ...], seed: int) -> None:
@@ -388,11 +390,8 @@ def test_every_step_is_recorded_once_whatever_dies(start: StartRun, mesh: tuple[
     assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == run.config.run.steps
     assert [row["step"] for row in read_lines(run.folder.path / "metrics.jsonl")] == list(range(run.config.run.steps))
     assert [row["step"] for row in run.folder.evaluations()] == list(range(4, run.config.run.steps + 1, 4))
-    assert (
-        not run.fake.faults
-        and not run.fake.eval_faults
-        and run.versions() == [run.config.run.steps] * len(run.fake.members())
-    )
+    assert not run.fake.faults and not run.fake.eval_faults
+    assert run.versions() == [run.config.run.steps] * len(run.fake.members())
     recovered = run.events("recovered")
     assert {"shrink", "grow"} <= {row["how"] for row in recovered}
     generations = [row["generation"] for row in recovered]

@@ -44,6 +44,7 @@ def expected(spikes: Collection[int], every: int) -> tuple[list[int], list[list[
     return batches, skipped
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mesh", "seed"),
     [

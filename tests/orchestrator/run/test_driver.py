@@ -78,6 +78,7 @@ def steps_saved(folder: Path) -> int:
     return found.step if found else 0
 
 
+@pytest.mark.slow
 def test_a_run_writes_all_its_files(train: Train, tmp_path: Path) -> None:
     result, printed = train(*TWO, "run.steps=5", "checkpoint.every=2", "metrics.timeline_steps=3")
     folder = tmp_path / "quickstart"
@@ -127,6 +128,7 @@ def assert_evaluation_is_drawn(folder: Path) -> None:
         compare(folder, 4, evaluation=True)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_its_newest_checkpoint_without_duplicate_metrics(train: Train, tmp_path: Path) -> None:
     train("run.steps=4", "checkpoint.every=2", "checkpoint.keep=9")
     with (tmp_path / "quickstart" / "metrics.jsonl").open("a") as file:  # as left by a crash after the checkpoint
@@ -195,11 +197,13 @@ def test_a_callback_that_raises_ends_the_run_with_a_checkpoint_and_it_resumes(tr
     assert [row["step"] for row in seen[6:]] == [done, done + 1]
 
 
+@pytest.mark.slow
 def test_a_step_with_a_non_finite_norm_is_reported(train: Train) -> None:
     _, printed = train("run.steps=3", behaviour="fake:nan=1")
     assert "step 1 had a non-finite gradient norm: its update was skipped" in printed
 
 
+@pytest.mark.slow
 def test_a_failed_rank_ends_the_run_with_complete_files(train: Train, tmp_path: Path) -> None:
     with pytest.raises(WorkerError) as caught:
         train(*TWO, "run.steps=9", behaviour="fake:rank=1,step=3,how=die")
@@ -215,6 +219,7 @@ def test_a_failed_rank_ends_the_run_with_complete_files(train: Train, tmp_path: 
     assert result["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_the_end_is_a_failure(train: Train, tmp_path: Path) -> None:
     with pytest.raises(
         PentadError, match=r"^the last state, after step 2, was not saved: checkpoint.every finds the disk full$"
@@ -366,6 +371,7 @@ def test_a_run_that_loses_its_ray_head_says_so_and_leaves_nothing(started: Calla
     run.footprint.assert_gone(10.0)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_only_with_its_corpus(cluster, tmp_path) -> None:
     def run(steps: int, fingerprint: str) -> dict[str, Any]:
         config = config_of(tmp_path, "fake:", f"run.steps={steps}")

@@ -21,6 +21,7 @@ def runs(ranks: Ranks) -> list[tuple[int, int]]:
     return [(call[1], call[2]) for call in ranks.log if call[0] == "run" and call[2]]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("every", [0, 1, 4, 7])
 @pytest.mark.parametrize("seconds", [0.01, 0.3, 5.0])
 def test_every_step_runs_once_and_calls_end_where_checkpoints_are(run: Run, every: int, seconds: float) -> None:

@@ -90,6 +90,7 @@ def stop_and_resume(train: Train, folder: Path, *more: str) -> tuple[dict[str, A
     return summary, stopped
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_a_resumed_run_equals_an_uninterrupted_one(
     train: Train, workers: list[WorkerProcess], tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ QUICK = [(1, ""), (5, "recompute"), (5, "offload")]
 SLOW = [(5, ""), *((seed, held) for held in ("", "recompute", "offload") for seed in range(10, 40))]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("seed", "held"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
 def test_the_search_finds_what_brute_force_finds(seed: int, held: str) -> None:
     config, space = case(seed, held)

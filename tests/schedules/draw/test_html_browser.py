@@ -111,6 +111,7 @@ def test_a_selected_instruction_lists_its_dependencies(browse: Browse) -> None:
     assert all("makespan" in head and "longest" in head and "bubble" in head for head in found["heads"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_start_is_set_by_a_dependency_that_ends_then(browse: Browse, name: str) -> None:
     found = browse(
@@ -244,6 +245,7 @@ return { worst, windows, ratio: devicePixelRatio, mixed: panel.hasMixed, width: 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [("zb-h2", 64, 256), ("zb-h1", 16, 64)])
 def test_a_narrow_window_shows_no_bands_that_are_not_there(
     browse: Browse, name: str, ranks: int, microbatches: int
@@ -277,6 +279,7 @@ return { wrong, wider: document.documentElement.scrollWidth - innerWidth };
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [390, 800])
 @pytest.mark.parametrize("kind", ["schedule", "run"])
 def test_labels_are_not_cut_off(browse: Browse, kind: str, width: int) -> None:

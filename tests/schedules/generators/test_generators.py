@@ -104,6 +104,7 @@ def test_dualpipe_saves_one_microbatch_more_than_there_are_ranks(half: int, more
     assert peak_activations(generate("dualpipe", p, 2 * (p + more))) == [p + 1] * p
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CATALOGUE)
 @given(data=st.data())
 def test_every_microbatch_goes_once_through_every_stage_in_order(name: str, data: st.DataObject) -> None:

@@ -46,6 +46,7 @@ def prove(program: Program) -> None:
     check(add_step(add_reduce(add_transfers(program, Costs.uniform(program.stages), gated=False), replicas=1)))
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), SIZES)
 def test_our_files_are_read_back(tmp_path: Path, name: str, ranks: int, microbatches: int) -> None:
     program = generate(name, ranks, microbatches)
@@ -59,6 +60,7 @@ def test_our_files_are_read_back(tmp_path: Path, name: str, ranks: int, microbat
     prove(found)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", LOADED)
 def test_torch_loads_and_lowers_ours_and_we_read_its_lowered_form(tmp_path: Path, name: str) -> None:
     program = generate(name, 4, 8)

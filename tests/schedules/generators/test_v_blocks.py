@@ -58,6 +58,7 @@ def costs_of(draw: st.DrawFn, p: int) -> Costs:
     return Costs(draw(each), draw(each), draw(each), draw(st.sampled_from([0.0, 0.1, 2.0])))
 
 
+@pytest.mark.sampled(1)
 @names
 @given(p=st.integers(1, 9), m=st.integers(1, 20), data=st.data())
 @settings(max_examples=50)
@@ -82,6 +83,7 @@ def test_idle_times_at_equal_costs_match_the_paper(p: int, more: int) -> None:
     assert idle("v-min", p, m) <= (4 * p - 5) / 2
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("p", [*range(2, 13), 17, 18])
 def test_idle_times_at_equal_costs_are_bounded_for_any_number_of_ranks(p: int) -> None:
     for m in (p, 2 * p + 1):

@@ -63,6 +63,7 @@ def spans(streams: Streams, microbatches: int, costs: Costs) -> tuple[float, flo
     return max(rank[-1][1] - rank[0][0] for rank in times), max(rank[-1][1] for rank in times)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("ranks", "microbatches", "f", "b", "w", "transfer", "rate_1p", "rate_2p"), PUBLISHED)
 def test_bubble_rates_are_no_higher_than_published(
     ranks: int, microbatches: int, f: float, b: float, w: float, transfer: float, rate_1p: float, rate_2p: float

@@ -64,6 +64,7 @@ def most_gathered(program: Program) -> int:
     return most
 
 
+@pytest.mark.sampled(54)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize(("name", "p", "m"), cases(SIZES))
@@ -165,6 +166,7 @@ def most_resident(program: Program) -> float:
     return most / (program.chunks * program.slices)
 
 
+@pytest.mark.sampled(35)
 @pytest.mark.parametrize("limit", [2.0, 2.5, 4.0])
 @pytest.mark.parametrize(("name", "p", "m"), cases([size for size in SIZES if size[0] != "dualpipe"]))
 def test_no_more_activations_are_resident_than_allowed(name, p, m, limit):

@@ -90,6 +90,7 @@ def test_there_are_as_many_slots_as_tensors_held_at_once(name: str, ranks: int, 
 SECONDS = st.floats(0.5, 2)
 
 
+@pytest.mark.sampled(10)
 @of_all
 @given(data=st.data())
 @settings(max_examples=8)

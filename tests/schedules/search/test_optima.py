@@ -54,6 +54,7 @@ def random_costs(seed: int, stages: int) -> Costs:
     return Costs(f, b, w, float(rng.randint(0, 2)))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "limit", "objective", "seed", "optimum"), PROVEN)
 def test_the_search_finds_the_optimum_and_nothing_beats_it(
     name: str, ranks: int, microbatches: int, limit: float | None, objective: Objective, seed: int, optimum: float

@@ -45,6 +45,7 @@ def costs_of(draw: st.DrawFn, stages: int) -> Costs:
     return Costs(draw(each), draw(each), draw(each), transfer, norm, step, launch, reduce=draw(each))
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 @given(data=st.data())
 @settings(max_examples=6)
@@ -77,6 +78,7 @@ def test_every_instruction_runs_once_in_the_order_of_lanes_waits_and_rendezvous(
                     )
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 @given(data=st.data())
 @settings(max_examples=3)
@@ -110,6 +112,7 @@ def plain_simulation(program: Program, costs: Costs, *, step: int) -> Timeline:
     return Timeline("simulated", tuple(spans))
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 @given(data=st.data())
 @settings(max_examples=3)
@@ -135,6 +138,7 @@ def _times(span: Span) -> tuple[float, float]:
     return span.start, span.end
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 @given(gated=st.booleans(), data=st.data())
 @settings(max_examples=6)

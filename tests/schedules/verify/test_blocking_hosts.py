@@ -47,6 +47,7 @@ def blocked_forever(streams: Sequence[Stream], free: frozenset[Op] = COLLECTIVES
 COST = st.floats(0.05, 20)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 @given(st.data())
 def test_hosts_that_block_at_compute_reach_the_end(name: str, data: st.DataObject) -> None:

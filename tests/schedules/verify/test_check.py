@@ -44,6 +44,7 @@ def allowed(name: str, ranks: int) -> list[int]:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", CATALOGUE)
 @pytest.mark.parametrize("gated", [False, True], ids=["posted", "gated"])
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=SLOW), 2])
@@ -74,6 +75,7 @@ DAMAGED = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "gated"), DAMAGED)
 def test_every_mutant_is_refused_and_its_culprit_named(name: str, ranks: int, microbatches: int, gated: bool) -> None:
     program = compiled(name, ranks, microbatches, gated=gated, replicas=2)

@@ -170,6 +170,7 @@ def test_contents_are_synced_before_names_and_the_manifest_comes_last(disk: Disk
     ]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("call", ["fsync", "replace", "link", "open"])
 @pytest.mark.parametrize("at", range(9))
 def test_a_storage_failure_at_any_call_leaves_a_valid_checkpoint_and_no_partial_file(

@@ -61,6 +61,7 @@ def test_a_job_contains_the_model_file(tmp_path: Path) -> None:
     assert str(tmp_path) not in text
 
 
+@pytest.mark.slow
 def test_a_shrunk_mesh_keeps_the_model_when_its_file_changes(tmp_path: Path) -> None:
     file = tmp_path / "my.py"
     file.write_text(GPT)
@@ -112,6 +113,7 @@ def test_layers_are_split_by_cost(costs, placement, expected) -> None:
     assert tuple(each[:2] for each in layers) == expected
 
 
+@pytest.mark.slow
 def test_dropout_does_not_depend_on_what_was_drawn_before(tmp_path: Path, corpus: str, fleet: Fleet) -> None:
     model = custom_model(tmp_path, "gpt_dropout")
     torch.manual_seed(1)

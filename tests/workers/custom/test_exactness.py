@@ -60,11 +60,13 @@ def check_equals_one_process(fleet: Fleet, plan: Plan) -> None:
         assert is_close(found[name], weight), f"weights of {name}"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "name", "dp", "pp", "microbatches"), all_cases())
 def test_any_schedule_equals_one_process(fleet, corpus, models, model, name, dp, pp, microbatches) -> None:
     check_equals_one_process(fleet, plan_of(name, dp, pp, microbatches, corpus, model=models[model]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
 @pytest.mark.parametrize(
     ("name", "dp", "pp", "microbatches"),
@@ -78,6 +80,7 @@ def test_zero_equals_one_process(fleet, corpus, models, model, name, dp, pp, mic
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("recompute", "max_resident"), [("full", None), ("none", 3.0)])
 def test_recomputation_and_offload_equal_one_process(fleet, corpus, models, recompute, max_resident) -> None:
     model = models["gpt_dropout"]

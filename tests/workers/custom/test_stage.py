@@ -51,6 +51,7 @@ def random_stream(plan: Plan) -> torch.Tensor:
     return torch.randn(plan.slice_tokens, plan.model.hidden, dtype=torch.float64)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_and_deferred_bytes_are_those_of_the_planner(tmp_path: Path, corpus: str, name: str, index: int) -> None:

@@ -78,6 +78,7 @@ def reference(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -161,6 +162,7 @@ def test_every_character_is_of_the_same_kind(name: str, kind: str) -> None:
         assert not [each for each, ids, other in zip(some, found, expected, strict=True) if ids != other]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_chunks_do_not_change_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_module, "_AT_ONCE", 7)

@@ -77,6 +77,7 @@ def expected(plan: Plan, step: int) -> TRAINED:
     return counts
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("packing", ["windows", "documents"])
 @pytest.mark.parametrize("sizes", MESHES)
 def test_every_token_is_trained_once_on_any_mesh(folder: Path, sizes: dict[str, Any], packing: Packing) -> None:

@@ -102,6 +102,7 @@ def test_mtp_layers_give_the_logits_of_transformers(case: Callable[[str], Case])
             assert relative_error(logits, it.reference.lm_head(hidden)) < 1e-5
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", hf_models.CASES)
 def test_imported_and_exported_files_are_the_same(case: Callable[[str], Case], name: str, tmp_path: Path) -> None:
     it, (tokens, _) = case(name), batch()

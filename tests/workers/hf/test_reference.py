@@ -93,6 +93,7 @@ def test_the_mtp_loss_is_averaged_over_all_tokens(tmp_path: Path) -> None:
     assert float(found.mtp) == pytest.approx(0.3 / 2 * expected / TOKENS.numel(), rel=1e-12)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", hf_models.CASES)
 def test_every_weight_has_a_gradient_and_expert_biases_have_none(name: str, tmp_path: Path) -> None:
     _, tensors = differentiated(name, tmp_path, aux_loss_coef=0.01)

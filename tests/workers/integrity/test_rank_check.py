@@ -52,6 +52,7 @@ def test_ranks_without_a_fault_agree_and_a_check_changes_no_bit(workers, corpus,
     assert_a_check_changes_nothing(workers, plan_for(case, corpus), STEPS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "rank", "where", "expected"),
     [

@@ -24,6 +24,7 @@ def ranks() -> Iterator[Ranks]:
     pool.stop()
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("size", "mode"), [(1, "all_to_all"), *product((2, 4), ("all_to_all", "all_gather"))])
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])

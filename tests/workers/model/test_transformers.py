@@ -80,6 +80,7 @@ def plan_on(data: str, model: ModelSpec, sizes: dict[str, Any]) -> Plan:
     return plan_of(name, 1, sizes.get("pp", 1), microbatches, data, "float32", model=model, **axes)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(corpus, theirs, name):
     expected = theirs(name)
@@ -96,6 +97,7 @@ def test_logits_are_those_of_transformers(corpus, theirs, name):
         assert is_close(logits, expected.logits[rows], TOLERANCE)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items()) or "one")
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_and_gradients_are_those_of_transformers(fleet, corpus, theirs, name, sizes):

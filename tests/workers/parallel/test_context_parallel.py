@@ -60,6 +60,7 @@ def assert_equals_plain_attention(ranks: Ranks, case: Case, bound: float) -> Non
     assert all(answer.buffers <= 2 for answer in answers)  # of keys, besides the rank's own
 
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("cp", "method"), list(product((2, 4), METHODS)))

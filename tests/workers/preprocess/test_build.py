@@ -171,6 +171,7 @@ class KilledError(BaseException):
     """Stands for the end of the process: nothing cleans up after it."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_build_that_is_killed_at_any_moment_continues_to_the_same_bytes(
     many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: bool

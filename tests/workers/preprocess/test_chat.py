@@ -176,6 +176,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("table", [False, True])
 def test_every_form_of_a_row_is_the_same_conversation(tmp_path: Path, form: str, table: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,8 @@ def say(server: CopyServer, *parts: bytes) -> bytes:
     host, _, port = server.address.rpartition(":")
     with socket.create_connection((host, int(port)), 10) as peer:
         peer.sendall(b"".join(parts))
-        peer.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # the server may be the first to end it
+            peer.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: peer.recv(4096), b""))
 
 

@@ -39,6 +39,7 @@ def make_plan(name: str, corpus: str, axes: dict[str, Any]) -> Plan:
     return with_slots(replace(plan, optimizer=replace(plan.optimizer, name=optimizer)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
@@ -80,6 +81,7 @@ def test_a_call_queued_behind_a_failed_one_does_nothing(workers, corpus, name, a
         assert same_bits(found, state)
 
 
+@pytest.mark.slow
 def test_a_lost_zero_shard_comes_back_from_a_checkpoint(workers, corpus, tmp_path):
     """The survivors keep their processes, but their shards are not enough."""
     plan = plan_of("1f1b", 2, 2, 4, corpus, "float32", memory_options=MemoryOptions(zero=3))
@@ -155,6 +157,7 @@ def test_a_blank_rank_that_has_received_nothing_is_not_ready(corpus, tmp_path):
     assert (snapshot.version, snapshot.ready) == (-1, False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_step_aborted_at_its_norm_can_still_be_committed(corpus, tmp_path, optimizer):
     """A GPU behind its host still runs NORM, STEP and a forward of the next step after the generation has ended. Its
@@ -221,6 +224,7 @@ SHARED_LAYERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "axes"), SHARED_LAYERS)
 def test_tensor_context_and_expert_ranks_recover(workers, corpus, name, axes):
     check_recovery(workers, make_plan(name, corpus, axes), STEPS, signal.SIGKILL)

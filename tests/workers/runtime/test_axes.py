@@ -88,6 +88,7 @@ def test_tensor_parallelism(fleet, corpus, name, sizes):
     assert_equals_one_process(fleet, shallow_plan(corpus, name, sizes))
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_with_zero(fleet, corpus):
     options = MemoryOptions(zero=3)
     assert_equals_one_process(fleet, shallow_plan(corpus, "1f1b", {"tp": 2, "dp": 2}, memory_options=options))
@@ -100,6 +101,7 @@ def test_tensor_parallelism_with_recomputation(fleet, corpus, recompute):
     assert_equals_one_process(fleet, shallow_plan(corpus, "zb-h2", {"tp": 2, "pp": 2}, recompute=recompute))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("document_mask", [True, pytest.param(False, marks=slow)])
 @pytest.mark.parametrize(("name", "sizes", "method"), CONTEXT)
 def test_context_parallelism(fleet, corpus, name, sizes, method, document_mask):
@@ -107,17 +109,20 @@ def test_context_parallelism(fleet, corpus, name, sizes, method, document_mask):
     assert_equals_one_process(fleet, plan)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "sizes", "zero"), EXPERT)
 def test_expert_parallelism(fleet, corpus, name, sizes, zero):
     plan = shallow_plan(corpus, name, sizes, model=MOE, memory_options=MemoryOptions(zero=zero))
     assert_equals_one_process(fleet, plan)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("family", "name", "sizes"), FAMILY)
 def test_model_families(fleet, corpus, family, name, sizes):
     assert_equals_one_process(fleet, shallow_plan(corpus, name, sizes, model=FAMILIES[family]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "sizes", "zero"), TIED)
 def test_tied_embeddings(fleet, corpus, name, sizes, zero):
     tied = replace(MODEL, tie_word_embeddings=True)
@@ -125,6 +130,7 @@ def test_tied_embeddings(fleet, corpus, name, sizes, zero):
     assert_equals_one_process(fleet, plan)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "sizes", "tied"), MULTI_TOKEN)
 def test_multi_token_prediction(fleet, corpus, name, sizes, tied):
     model = replace(FAMILIES["deepseek-v3"], mtp_layers=2, tie_word_embeddings=tied)

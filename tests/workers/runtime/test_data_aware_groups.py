@@ -51,6 +51,7 @@ PLANNED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PLANNED)
 def test_planned_groups_train_like_one_process(fleet: Fleet, tmp_path: Path, case: dict[str, Any]) -> None:
     plan = grouped_plan(tmp_path, **case)
@@ -91,6 +92,7 @@ RANDOM = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", RANDOM)
 def test_any_groups_train_like_one_process(random_fleet: Fleet, tmp_path: Path, case: dict[str, Any]) -> None:
     plan = grouped_plan(tmp_path, **case)

@@ -34,6 +34,7 @@ def test_repeated_and_resumed_runs_are_bit_identical(fleet, corpus, tmp_path, na
     assert_repeatable(fleet, plan_of(name, dp, pp, microbatches, corpus, dtype="float32"), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dp", "pp", "microbatches", "zero"), ZERO)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=slow)])
 def test_runs_under_zero_repeat_and_resume_bit_identically(

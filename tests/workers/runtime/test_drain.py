@@ -34,6 +34,7 @@ def step(*computed: float, sent: float = 0.0) -> Any:
     return SimpleNamespace(spans=[SimpleNamespace(lane=lane, start=1.0, end=1.0 + size) for lane, size in spans])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ends", "longest", "at_least"),
     [

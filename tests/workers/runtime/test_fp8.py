@@ -58,6 +58,7 @@ def fp8_plan(spec: Fp8Spec, name: str, sizes: dict[str, Any], corpus: str) -> Pl
     return replace(plan, fp8=spec, batch=replace(plan.batch, sequence_length=length))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("spec", "name", "sizes"), [pytest.param(*case, marks=[pytest.mark.slow] * (i > 1)) for i, case in enumerate(CASES)]
 )

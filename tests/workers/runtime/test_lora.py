@@ -130,6 +130,7 @@ def adapted(corpus: str, family: str, name: str, sizes: dict[str, int], zero: in
     return plan_with(corpus, lora, name, sizes, model=model, memory_options=MemoryOptions(zero=zero), **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "zero"),
     [

@@ -52,6 +52,7 @@ def offloading(
     return plan_of(name, 2, 2, 4, corpus, memory_options=MemoryOptions(zero=zero), **given, **SCHEDULES[name])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "zero", "mode", "units", "alpha", "model"), CASES)
 def test_offloaded_units_equal_one_process(fleet, corpus, name, zero, mode, units, alpha, model) -> None:
     plan = offloading(corpus, name, zero, mode, units, alpha, model)
@@ -61,6 +62,7 @@ def test_offloaded_units_equal_one_process(fleet, corpus, name, zero, mode, unit
     assert_equals_one_process(fleet, plan)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "zero", "rows", "units", "alpha", "model"), ROW_CASES)
 def test_units_that_recompute_some_rows_equal_one_process(fleet, corpus, name, zero, rows, units, alpha, model) -> None:
     """The others are saved, on the device or the host."""

@@ -42,6 +42,7 @@ def steps_by_rank(results) -> list[list[int]]:
     return [[result.step for result in of_rank] for of_rank in results]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "dp", "pp", "m", "post_validation"), CASES)
 def test_split_calls_equal_one_call(fleet, corpus, name, dp, pp, m, post_validation):
     plan = plan_of(name, dp, pp, m, corpus, "float32", post_validation=post_validation)
@@ -50,6 +51,7 @@ def test_split_calls_equal_one_call(fleet, corpus, name, dp, pp, m, post_validat
         assert_same_runs(fleet.run(plan, calls), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("post_validation", [True, pytest.param(False, marks=slow)])
 def test_a_call_returns_the_steps_that_are_complete(workers, corpus, post_validation):
     start_run(workers, plan_for("zb-h2", corpus, post_validation=post_validation))
@@ -59,6 +61,7 @@ def test_a_call_returns_the_steps_that_are_complete(workers, corpus, post_valida
     assert returned == [[], [0], [1, 2, 3], [], [4, 5, 6], [], [7]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("post_validation", [True, pytest.param(False, marks=slow)])
 def test_saving_completes_the_open_step(workers, corpus, tmp_path, post_validation):
     plan = plan_for("zb-h2", corpus, post_validation=post_validation)

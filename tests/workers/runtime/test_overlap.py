@@ -90,6 +90,7 @@ def run_sequentially(*tasks: Task[None]) -> None:
         run_to_completion(task)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("with_weights", [False, True], ids=["B", "BW"])
 @pytest.mark.parametrize(("sizes", "mode", "model", "method"), CASES, ids=str)
 def test_one_half_computes_while_the_other_communicates(corpus, sizes, mode, model, method, with_weights) -> None:

@@ -58,6 +58,7 @@ def run_both(fleet: Fleet, calls: list, bad_gradient: BadGradient | None = None,
         yield fleet.run(made, calls, bad_gradient=bad_gradient)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "dp", "pp", "m", "zero", "clip"), cases())
 def test_an_optimistic_step_has_the_bits_of_one_with_a_barrier(fleet, corpus, name, dp, pp, m, zero, clip):
     plan = {"dp": dp, "pp": pp, "microbatches": m, "data": corpus, "memory_options": MemoryOptions(zero=zero)}
@@ -79,6 +80,7 @@ SHARED_LAYERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [pytest.param("never clipped", marks=slow), "sometimes"])
 @pytest.mark.parametrize(("name", "axes"), SHARED_LAYERS)
 def test_optimistic_steps_on_meshes_with_shared_layers(fleet, corpus, name, axes, clip):
@@ -86,6 +88,7 @@ def test_optimistic_steps_on_meshes_with_shared_layers(fleet, corpus, name, axes
     assert_same_runs(*run_both(fleet, [(0, 4), (4, 1)], name=name, clip=CLIPS[clip], **plan))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("value", [math.inf, pytest.param(math.nan, marks=slow), 1e3])
 @pytest.mark.parametrize(
     ("name", "dp", "pp", "m"),
@@ -99,6 +102,7 @@ def test_a_step_with_a_bad_norm_is_rolled_back_and_repeated(fleet, corpus, name,
     assert not optimistic[0].results[1].grad_norm <= 50
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_a_stream_before_validation_can_be_repeated(name, gated):

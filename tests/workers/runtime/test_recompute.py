@@ -48,6 +48,7 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "pp", "m", "slices", "recompute", "max_resident"), cases())
 def test_saving_memory_changes_no_bit(fleet, corpus, name, pp, m, slices, recompute, max_resident):
     plan = plan_of(name, 1, pp, m, corpus, slices=slices, recompute=recompute, max_resident=max_resident)

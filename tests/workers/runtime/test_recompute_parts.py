@@ -52,6 +52,7 @@ ALWAYS = [("dense tp2", 4), ("zb-v", 5), ("ulysses", 1)]  # with so many parts a
 PAIRS = [(case, 2) for case in ("dense tp2", "experts tp2")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "count"),
     [

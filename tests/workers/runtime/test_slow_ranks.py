@@ -28,12 +28,14 @@ SLOW, LAST = 2, 3  # of four ranks; those in the middle of a pipeline load nothi
 WITHIN, BUSY_STEPS = 10, 100
 MESHES = {"dp2pp2": {"dp": 2, "pp": 2}, "pp4": {"pp": 4}, "tp2dp2": {"tp": 2, "dp": 2}, "cp2pp2": {"cp": 2, "pp": 2}}
 KINDS = ["compute", "loader", "link", "pauses"]
-DEFAULT = ("dp2pp2", "compute")
 CELLS = [
-    pytest.param(mesh, kind, marks=[] if (mesh, kind) == DEFAULT else slow)
-    for mesh in MESHES
-    for kind in KINDS
-    if kind != "link" or "pp" in MESHES[mesh]
+    pytest.param("dp2pp2", "doubled compute"),
+    *(
+        pytest.param(mesh, kind, marks=[slow, pytest.mark.quiet])
+        for mesh in MESHES
+        for kind in KINDS
+        if kind != "link" or "pp" in MESHES[mesh]
+    ),
 ]
 
 
@@ -52,7 +54,7 @@ def test_what_is_slow_on_a_real_rank_is_named_within_ten_steps(
         with injected(ranks[slow_rank], kind):
             named = first_named(ranks, watch, history, quiet)
         call_all(ranks, "close")
-    expected = {"loader": "data", "pauses": "compute"}.get(kind, kind)
+    expected = {"loader": "data", "link": "link"}.get(kind, "compute")
     assert named is not None and named.kind == expected
     assert named.ranks == ((slow_rank, slow_rank + plan.mesh.size // plan.mesh.pp) if kind == "link" else (slow_rank,))
     assert not named.over and named.step < quiet + WITHIN
@@ -114,6 +116,7 @@ def first_named(ranks: list[WorkerProcess], watch: SlowRanks, history: History, 
 def injected(rank: WorkerProcess, kind: str) -> Iterator[None]:
     arguments: dict[str, tuple[Any, ...]] = {
         "compute": ("slow_compute", 1.15),
+        "doubled compute": ("slow_compute", 2.0),
         "loader": ("slow_loader", 0.05),
         "link": ("slow_link", "SEND_F", 0.03),
     }

@@ -55,12 +55,14 @@ def plan_for(case: str, corpus: str) -> Plan:
     return plan_of(name, dp, pp, m, corpus, "float32", **more)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=slow) for case in SLOW)])
 def test_a_checkpoint_saved_while_the_next_steps_run_has_the_bits_of_its_step(workers, corpus, tmp_path, case):
     plan = plan_for(case, corpus)
     assert_saved_beside_training(workers[: plan.mesh.size], plan, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_snapshot_has_the_window_of_spikes_of_its_step(workers, corpus, tmp_path):
     plan = replace(plan_for("zb-h2, no update taken back", corpus), spikes=SPIKES)
     saved_at_rest(workers, plan, tmp_path / "rest", 3)

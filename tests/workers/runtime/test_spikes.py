@@ -65,6 +65,7 @@ def test_without_a_spike_the_bits_are_those_without_the_policy(fleet: Fleet, cor
     assert_same(bits(with_policy), bits(without))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "axes"), CASES)
 def test_a_spike_has_the_bits_of_a_step_that_never_counted(
     fleet: Fleet, corpus: str, tmp_path: Path, name, axes

@@ -44,6 +44,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "axes", "unit_layers", "memory_options", "more"), CASES)
 def test_units_equal_one_process(fleet, corpus, name, axes, unit_layers, memory_options, more) -> None:
     given = {"dp": 1, "pp": 1, "microbatches": 4, "data": corpus, "memory_options": memory_options, **axes, **more}

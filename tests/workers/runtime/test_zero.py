@@ -26,12 +26,14 @@ def chunked_cases() -> list:
     return [pytest.param(*case, marks=[slow] if index > 1 else []) for index, case in enumerate(found)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "dp", "pp", "m", "zero"), cases())
 def test_zero_equals_one_process(fleet, corpus, name, dp, pp, m, zero):
     plan = plan_of(name, dp, pp, m, corpus, memory_options=MemoryOptions(zero=zero))
     assert_equals_one_process(fleet, plan, check_bytes=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "dp", "pp", "m", "chunks", "max_gathered", "zero"), chunked_cases())
 def test_stages_that_share_buffers_equal_one_process(fleet, corpus, name, dp, pp, m, chunks, max_gathered, zero):
     options = MemoryOptions(zero=zero, max_gathered=max_gathered if zero == 3 else None)

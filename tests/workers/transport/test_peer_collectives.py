@@ -213,6 +213,7 @@ def run(plan: Plan, seed: int, ignored: str = "") -> list[torch.Tensor]:
     return [values for each in ranks for values in each.sums]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "zero"),
     [
@@ -228,6 +229,7 @@ def test_every_order_gives_the_weights_and_sums_of_the_step(case: Case, zero: in
         assert all(map(torch.equal, first, other)), "a sum depends on the order"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("event", "case", "zero"),
     [

@@ -93,6 +93,7 @@ def check(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("seed", range(20))
 def test_in_every_order_ranks_get_what_their_peers_shared(count: int, seed: int) -> None:
