@@ -51,7 +51,7 @@ def attention(
     backend = sdpa_kernel(SDPBackend.MATH) if q.is_cuda and deterministic else nullcontext()
     with torch.enable_grad(), backend:
         # torch's `is_causal` aligns the mask at the first key.
-        mask = None if square else _lower_right_mask(q.shape[2], k.shape[2])
+        mask = None if square else _lower_right_mask(q, k.shape[2])
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=square, scale=scale, enable_gqa=grouped)
     return out.detach(), SavedAttention(out, None, (q, k, v), options)
 
@@ -61,9 +61,12 @@ def causal_options(q: Tensor, deterministic: bool, scale: float | None) -> Atten
     return AttentionOptions(True, softmax_scale(q, scale), deterministic)
 
 
-def _lower_right_mask(queries: int, keys: int) -> Tensor:
-    """The causal mask of the last `queries` of `keys` positions."""
-    from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: a second of every rank's start-up
+def _lower_right_mask(q: Tensor, keys: int) -> Tensor:
+    """The causal mask of queries q at the last of `keys` positions."""
+    queries = q.shape[2]
+    if not q.is_cuda:
+        return torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: seconds of every rank's start-up
 
     return causal_lower_right(queries, keys)
 

@@ -73,6 +73,7 @@ class TestInterpreted:
             return  # keys behind the last query's are outside of what the window means
         assert max(errors(inputs(shape, "cpu", torch.float32), options)) < 1e-5
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("window", [None, pytest.param(10, marks=pytest.mark.slow)])
     def test_segments_do_not_see_each_other(self, window: int | None) -> None:
         options = packed([5, 25, 18, 1, 47], "cpu", True, window)

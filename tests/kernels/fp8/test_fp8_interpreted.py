@@ -65,6 +65,7 @@ def test_glu(recipe: Recipe) -> None:
         assert_nearly_equal(a, b)
 
 
+@pytest.mark.slow
 def test_maxima() -> None:
     x, residual, dy = torch.randn(3, 256, 384)
     weight, gate_up = torch.randn(384), torch.cat((x, residual), 1)

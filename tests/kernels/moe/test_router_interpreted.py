@@ -24,6 +24,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pentad.kernels.moe.moe_permute_triton.VALUES", 16)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("num_experts", "gate", "biased"), GATES)
 def test_experts_are_chosen_as_by_torch(num_experts: int, gate: Gate, biased: bool) -> None:

@@ -81,6 +81,7 @@ def test_the_model_of_a_folder_is_that_of_its_config(pentad: Pentad) -> None:
     assert facts["file"] is None and RunConfig.model_validate(facts["config"]).mesh.size == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -126,6 +127,7 @@ def test_every_key_is_explained_in_the_words_of_the_reference() -> None:
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.slow
 def test_more_memory_or_fewer_gpus_never_change_the_batch() -> None:
     configs = [
         starting_config("llama-1b", gpus, device_memory("cuda", gib), data="d", length=2048, sequences=64).config

@@ -124,6 +124,7 @@ def test_a_damaged_corpus_is_reported(damage, refused, corpus, tmp_path):
     assert ("corpus" if damage == "empty" else "tokens-00000.arrow") in sentence
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("key", ["cluster.dashboard_port", "metrics.port", "metrics.control_port", "metrics.page_port"])
 def test_a_taken_port_is_reported_with_its_owner(key, refused, corpus, tmp_path):
     files = copied(corpus, tmp_path)

@@ -133,6 +133,7 @@ def test_bad_input_is_one_sentence(run: Path, pentad: Pentad, words: tuple[str, 
     assert sorted(run.rglob("*")) == before
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 9, b"[" * 10_000])
 def test_a_manifest_that_is_none_is_damage(run: Path, pentad: Pentad, content: bytes) -> None:
     (run / "checkpoints" / "step-00000020" / MANIFEST).write_bytes(content)

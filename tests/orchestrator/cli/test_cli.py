@@ -38,6 +38,7 @@ def uniform(name: str, *costs: float) -> Costs:
     return Costs.uniform(program.stages, *costs, chunks=program.chunks, slices=program.slices)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_schedule_json_is_one_object_with_the_agreed_keys(pentad: Pentad, name: str) -> None:
     status, out, err = pentad("schedule", name, *SIZES, "--json")
@@ -127,6 +128,7 @@ def test_a_foreign_arrow_file_is_reported_in_one_sentence(
     assert message in err and err.count("\n") == 1
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [name for name, entry in CATALOGUE.items() if entry.slices == 1])
 def test_torch_reads_the_csv(pentad: Pentad, name: str) -> None:
     from torch.distributed.pipelining import schedules as torch_schedules
@@ -150,6 +152,7 @@ def test_torch_reads_the_csv(pentad: Pentad, name: str) -> None:
         torch_schedules._validate_schedule(dict(enumerate(rows)), 4, program.stages, 8)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -51,6 +51,7 @@ def test_an_imported_model_gets_one_rank_and_the_length_it_was_trained_on(pentad
     assert config.data_sets == ["pydoc"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

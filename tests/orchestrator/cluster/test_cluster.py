@@ -54,6 +54,7 @@ def test_it_listens_on_the_loopback_interface_only(running: clusters.Cluster) ->
     assert hosts
 
 
+@pytest.mark.slow
 def test_its_dashboard_requires_a_token_readable_only_by_its_owner(running: clusters.Cluster) -> None:
     address = f"{running.dashboard}/api/v0/actors"
     with pytest.raises(urllib.error.HTTPError, match="401"):

@@ -183,6 +183,7 @@ def test_a_request_that_takes_too_long_is_reported_in_one_sentence(pentad: Penta
     assert err == f"pentad: --timeout is 0.2 s, {message}\n"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("events", "state", "verdict"),
     [

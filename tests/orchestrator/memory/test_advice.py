@@ -48,6 +48,7 @@ def test_the_advised_change_fits_and_costs_least_of_those_with_less(dp: int, sha
             assert seconds(other) >= seconds(changed) or not fit_of(other, device).ok
 
 
+@pytest.mark.slow
 def test_a_run_that_no_change_makes_fit_is_told_the_least_it_needs() -> None:
     config = config_of("mesh.dp=2")
     plan = make_plan(config, "cuda")

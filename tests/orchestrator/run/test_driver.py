@@ -293,6 +293,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Started]]:
             run.process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_and_sigterm_stop_with_a_checkpoint_and_leave_nothing(
     started: Callable[..., Started], number: signal.Signals

@@ -221,6 +221,7 @@ def test_the_command_prints_ten_lines_and_commands_that_plan_what_they_say(penta
     assert sum(best["shares"].values()) == pytest.approx(best["step_seconds"])
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_it_says_with_how_much_more_it_would(pentad: Pentad) -> None:
     sizes = [f"model.{each}" for each in (*EIGHT, "layers=4")]
     words = (*sizes, "mesh.dp=2", "schedule.name=1f1b", "--gpus", "2", "--memory", "4")

@@ -80,6 +80,7 @@ def test_interleaved_schedules_are_torch_s(name: str, theirs: str) -> None:
         assert ours(name, ranks, microbatches, chunks=chunks, group=group) == [*map(compute_of, order)]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("chunks", [2, 3])
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
 def test_looped_bfs_is_torch_s_except_that_backwards_come_in_microbatch_order(ranks, microbatches, chunks):

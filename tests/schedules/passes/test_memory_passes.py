@@ -79,6 +79,7 @@ def test_every_holder_gathers_a_stage_once_a_step_and_scatters_its_gradients(nam
             assert not count[Op.ALL_REDUCE, stage]
 
 
+@pytest.mark.sampled(26)
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize(("name", "p", "m", "chunks"), cases([*((*size, None) for size in SIZES), *CHUNKED]))
 def test_gradients_are_reduced_as_soon_as_all_holders_of_a_stage_are_done(name, p, m, chunks, zero):

@@ -30,6 +30,7 @@ def parts_of(program: Program, rank: int) -> list[Instruction]:
     return [part for action in program.streams[rank] for part in action.parts]
 
 
+@pytest.mark.sampled(20)
 @of_all
 @both_ways
 def test_every_send_meets_its_receive(name: str, ranks: int, microbatches: int, gated: bool) -> None:

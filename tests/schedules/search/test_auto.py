@@ -102,7 +102,7 @@ def test_bounds_depend_on_memory(limit):
     assert "has room for" in lower_bound(program, costs, limit).why
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("objective", ["makespan", "longest"])
 @pytest.mark.parametrize("limit", [4.0, 5.0, 2.5])
 def test_with_uneven_costs_the_search_beats_the_catalogue(objective, limit):
@@ -114,7 +114,7 @@ def test_with_uneven_costs_the_search_beats_the_catalogue(objective, limit):
     assert choice.least_bound.time <= choice.bound.time <= getattr(best, objective) * (1 + 1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("limit", [None, 2.0, 3.0])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_searched_order_compiles_and_is_saved_like_any_other(limit, gated):
@@ -130,7 +130,7 @@ def test_the_same_question_has_the_same_answer():
     assert first.program.hash == then.program.hash
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_realistic_cases_gain_where_they_should(case: Case):
     found = row(case, effort=4 * LITTLE)

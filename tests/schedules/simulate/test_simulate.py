@@ -249,6 +249,7 @@ PUBLISHED = [
 ]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("column", range(3), ids=["1f1b", "zb-h1", "zb-h2"])
 @pytest.mark.parametrize("row", PUBLISHED, ids=[f"p{row[0]}-m{row[1]}-F{row[2]}" for row in PUBLISHED])
 def test_published_bubble_rates_come_out_to_four_decimals(row: tuple[float, ...], column: int) -> None:

@@ -80,6 +80,7 @@ def test_zero_equals_one_process(fleet, corpus, models, model, name, dp, pp, mic
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("recompute", "max_resident"), [("full", None), ("none", 3.0)])
 def test_recomputation_and_offload_equal_one_process(fleet, corpus, models, recompute, max_resident) -> None:

@@ -121,6 +121,7 @@ def test_without_marks_the_same_tokens_are_trained(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("template", "name", "expected"),
     [

@@ -134,6 +134,7 @@ MISTAKES: dict[str, tuple[str, bytes, str]] = {
 }
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("given_tokenizer", [False, True])
 def test_a_bad_source_is_named_and_leaves_nothing(tmp_path: Path, mistake: str, given_tokenizer: bool) -> None:

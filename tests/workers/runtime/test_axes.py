@@ -83,6 +83,7 @@ def shallow_plan(corpus: str, name: str, sizes: dict[str, int], model: ModelSpec
     return plan_on_mesh(corpus, name, sizes, model=replace(model, layers=4), **more)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "sizes"), TENSOR)
 def test_tensor_parallelism(fleet, corpus, name, sizes):
     assert_equals_one_process(fleet, shallow_plan(corpus, name, sizes))
@@ -94,6 +95,7 @@ def test_tensor_parallelism_with_zero(fleet, corpus):
     assert_equals_one_process(fleet, shallow_plan(corpus, "1f1b", {"tp": 2, "dp": 2}, memory_options=options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recompute", ["attention", *(pytest.param(each, marks=slow) for each in ("selective", "full"))]
 )

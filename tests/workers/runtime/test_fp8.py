@@ -92,6 +92,7 @@ def test_losses_in_8_bits_stay_close_to_those_of_the_compute_dtype(fleet, corpus
         assert losses == pytest.approx(want, rel=3e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "name", "sizes"),
     [

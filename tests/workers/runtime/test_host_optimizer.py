@@ -35,6 +35,7 @@ def test_state_on_the_host_equals_one_process(fleet, corpus, name, zero, more) -
     assert_equals_one_process(fleet, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "dtype"), [(1, "bfloat16"), *(pytest.param(z, "float32", marks=slow) for z in range(4))]
 )

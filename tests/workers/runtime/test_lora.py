@@ -90,6 +90,7 @@ LATENT_CASES: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name", "sizes", "zero"), LATENT_CASES)
 def test_latent_attention_and_experts_have_adapters(fleet, corpus, family, name, sizes, zero):
     assert_equals_one_process(fleet, adapted(corpus, family, name, sizes, zero), check_bytes=True)
@@ -107,6 +108,7 @@ EXPERT_CASES: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name", "sizes", "zero"), EXPERT_CASES)
 def test_experts_have_adapters(fleet, corpus, family, name, sizes, zero):
     assert_equals_one_process(fleet, adapted(corpus, family, name, sizes, zero), check_bytes=True)

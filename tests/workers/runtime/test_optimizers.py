@@ -72,6 +72,7 @@ EXPERTS: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "name", "sizes", "zero"), EXPERTS)
 def test_muon_on_experts(fleet, corpus, family, name, sizes, zero):
     model = replace(MOE, layers=4) if family == "moe" else FAMILIES[family]
@@ -229,6 +230,7 @@ Z_LOSS: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sizes", "more"), Z_LOSS)
 def test_the_z_loss_trains_and_is_no_part_of_the_loss(fleet, corpus, name, sizes, more):
     plan = plan_with(corpus, replace(ADAMW, z_loss=0.1), name, sizes, model=replace(HEADS, layers=4), **more)

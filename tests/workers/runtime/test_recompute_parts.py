@@ -79,6 +79,7 @@ def test_recomputed_parts_change_no_bit(fleet, corpus, case, count) -> None:
             assert all(same_bits(*pair) for pair in zip(one.gradients, other.gradients, strict=True)), parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "fraction"), [*ROWS, *(pytest.param(*each, marks=slow) for each in ROWS_SLOW)])
 def test_recomputed_rows_change_no_bit(fleet, corpus, case, fraction) -> None:
     """The first rows are saved. Every combination of parts that work on rows, and all parts."""

@@ -77,6 +77,7 @@ def test_a_snapshot_has_the_window_of_spikes_of_its_step(workers, corpus, tmp_pa
     assert same_bits(found, rest)
 
 
+@pytest.mark.slow
 def test_after_a_fence_no_file_appears_and_the_next_generation_saves(workers, corpus, tmp_path):
     """Rank 1 dies before its part of the snapshot is complete: no other rank's part may appear later."""
     plan, folder = plan_for("zb-h2, no update taken back", corpus), checkpoint.folder_of(tmp_path, 3)

@@ -109,6 +109,7 @@ def test_zero_divides_all_but_a_few_units(zero: int, pp: int, dp: int) -> None:
         assert (0 <= gathered - sum(largest[:2]) <= sum(largest[-2:])) if zero == 3 else gathered == total
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_with_other_units(fleet, corpus, tmp_path: Path) -> None:
     """Bit-identical: the sum of two ranks has one order only."""
     ends, options = [], MemoryOptions(zero=3)
