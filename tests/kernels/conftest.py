@@ -11,10 +11,11 @@ import torch
 
 @pytest.fixture
 def fresh_memory_holds_nan() -> Iterator[None]:
-    """Torch fills uninitialized memory with NaN in its deterministic mode, which exposes reads of it."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Torch fills uninitialized memory with NaN in its deterministic mode, which exposes reads of it. Its own setter
+    imports torch._inductor, which takes three seconds."""
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch._C._set_deterministic_algorithms(False)
 
 
 @pytest.fixture
