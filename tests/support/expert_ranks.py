@@ -190,7 +190,7 @@ def _serve(end: Connection, rank: int, size: int, device: str, folder: str) -> N
         backend, device = "nccl", f"cuda:{gpu_of(rank)}"
         torch.cuda.set_device(device)
     else:
-        # Also fills fresh memory with NaN, which must not matter. torch's own setter imports torch._inductor: 3 seconds.
+        # Also fills fresh memory with NaN, which must not matter. torch's own setter imports torch._inductor.
         torch._C._set_deterministic_algorithms(True)
     store, timeout = f"file://{Path(folder, 'store')}", timedelta(seconds=80)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timeout)
