@@ -13,7 +13,7 @@ from chaos_scenario import CELLS, FAULTS, MESHES, POINTS, SCHEDULES, scenario
 
 from pentad.orchestrator.recovery import recovery
 
-DEFAULT, SLOW, AT_ONCE = 40, 10_000, 250
+DEFAULT, SLOW, AT_ONCE = 30, 10_000, 250
 
 
 def play_all(seeds: Iterable[int], memory: Path, current: list[Simulation], steps: int = 8) -> list[Simulation]:

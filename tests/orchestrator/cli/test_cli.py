@@ -230,6 +230,7 @@ def test_plan_json_is_one_object(pentad: Pentad) -> None:
     assert facts["fits"]["ok"] is True
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_says_so(pentad: Pentad) -> None:
     sizes = ("--device", "cuda", "model.hidden=32768", "model.ffn=131072")
     status, out, _ = pentad("plan", *sizes, "--json")

@@ -65,10 +65,12 @@ def test_its_dashboard_requires_a_token_readable_only_by_its_owner(running: clus
     assert urllib.request.urlopen(request, timeout=20).status == 200
 
 
+@pytest.mark.slow
 def test_the_users_home_gets_no_token_file(running: clusters.Cluster) -> None:
     assert not (Path.home() / ".ray" / "auth_token").exists()
 
 
+@pytest.mark.slow
 def test_the_driver_keeps_its_sigterm_handler(running: clusters.Cluster) -> None:
     assert signal.getsignal(signal.SIGTERM) == SIGTERM_BEFORE
 

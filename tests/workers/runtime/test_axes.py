@@ -103,7 +103,7 @@ def test_tensor_parallelism_with_recomputation(fleet, corpus, recompute):
     assert_equals_one_process(fleet, shallow_plan(corpus, "zb-h2", {"tp": 2, "pp": 2}, recompute=recompute))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("document_mask", [True, pytest.param(False, marks=slow)])
 @pytest.mark.parametrize(("name", "sizes", "method"), CONTEXT)
 def test_context_parallelism(fleet, corpus, name, sizes, method, document_mask):
@@ -111,7 +111,7 @@ def test_context_parallelism(fleet, corpus, name, sizes, method, document_mask):
     assert_equals_one_process(fleet, plan)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "sizes", "zero"), EXPERT)
 def test_expert_parallelism(fleet, corpus, name, sizes, zero):
     plan = shallow_plan(corpus, name, sizes, model=MOE, memory_options=MemoryOptions(zero=zero))

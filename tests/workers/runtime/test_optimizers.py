@@ -158,6 +158,7 @@ def narrow_plan(corpus: str, zero: int, sizes: dict[str, int], optimizer: Optimi
     return plan_with(corpus, optimizer, "1f1b", sizes, model=model, dtype="float32", memory_options=options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "optimizer"),
     [
