@@ -19,8 +19,8 @@ from pentad.orchestrator.config.config import dump
 from pentad.orchestrator.monitoring.runfolder import CONFIG, METRICS
 from pentad.orchestrator.planning.formatting import format_duration
 from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.sweep.free_devices import FreeDevices
 from pentad.orchestrator.sweep.results import Outcome, Row, writable
-from pentad.orchestrator.sweep.room import Room
 from pentad.orchestrator.sweep.trials import Trial
 from pentad.schedules.ir.errors import PentadError
 
@@ -39,7 +39,7 @@ _KINDS: tuple[tuple[Outcome, str], ...] = (
 class RunningTrial:
     """`runs` is the folder of all trials' runs, `logs` that of their configurations and of what they print."""
 
-    def __init__(self, trial: Trial, room: Room, devices: tuple[str, ...], deadline: float, logs: Path) -> None:
+    def __init__(self, trial: Trial, free: FreeDevices, devices: tuple[str, ...], deadline: float, logs: Path) -> None:
         assert trial.config is not None
         self.trial, self.devices, self.deadline = trial, devices, deadline
         self.folder = Path(trial.config.run.folder) / trial.name
@@ -56,7 +56,7 @@ class RunningTrial:
                     stdin=subprocess.DEVNULL,
                     stdout=answer,
                     stderr=log,
-                    env={**os.environ, **room.variables(devices)},
+                    env={**os.environ, **free.variables(devices)},
                     start_new_session=True,
                 )
         self.sessions = {self.process.pid}

@@ -18,9 +18,9 @@ from paths import TESTS
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.sweep import running
+from pentad.orchestrator.sweep.free_devices import FreeDevices, find_free_devices
 from pentad.orchestrator.sweep.grid import grid
 from pentad.orchestrator.sweep.results import ARROW, CSV, SCHEMA, Row, read_rows, write_rows
-from pentad.orchestrator.sweep.room import Room, find_room
 from pentad.orchestrator.sweep.running import RunningTrial, kind_of, members_of, processes, standing_text
 from pentad.orchestrator.sweep.sweep import LOGS, PAGE, Progress, run_trials, sweep
 from pentad.orchestrator.sweep.trials import Request, Trial, trials_of
@@ -43,7 +43,7 @@ class StubTrials:
         self.polls, self.at, self.outcome = polls, at, outcome
         self.started, self.ended, self.live, self.most = list[str](), list[str](), dict[str, int](), 0
 
-    def __call__(self, trial: Trial, room: Room, devices: tuple[str, ...]) -> StubTrial:
+    def __call__(self, trial: Trial, free: FreeDevices, devices: tuple[str, ...]) -> StubTrial:
         if trial.name == self.at:
             raise KeyboardInterrupt
         self.started.append(trial.name)
@@ -74,8 +74,8 @@ def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pentad.orchestrator.sweep.sweep.POLL_SECONDS", 0.0)
 
 
-def cpus(count: int) -> Room:
-    return Room("cpu", list(map(str, range(count))), 2**16)
+def cpus(count: int) -> FreeDevices:
+    return FreeDevices("cpu", list(map(str, range(count))), 2**16)
 
 
 def swept(folder: Path, stub: StubTrials, count: int = 6, *, retry: bool = False) -> list[Row]:
@@ -99,13 +99,13 @@ def test_each_trial_runs_once_and_never_are_more_devices_in_use_than_there_are(
 
 def test_gpus_of_this_machine_are_named_and_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
-    monkeypatch.setattr("pentad.orchestrator.sweep.room.local_gpus", lambda: 3)
-    room = find_room(load(None, ["cluster.device=cuda"]).cluster)
-    first, second = room.take(2), room.take(1)
-    assert first is not None and second is not None and room.take(1) is None
-    assert [room.variables(each)["CUDA_VISIBLE_DEVICES"] for each in (first, second)] == ["3,5", "7"]
-    room.give_back(first)
-    assert room.take(2) == first and room.most == 3
+    monkeypatch.setattr("pentad.orchestrator.sweep.free_devices.local_gpus", lambda: 3)
+    free = find_free_devices(load(None, ["cluster.device=cuda"]).cluster)
+    first, second = free.take(2), free.take(1)
+    assert first is not None and second is not None and free.take(1) is None
+    assert [free.variables(each)["CUDA_VISIBLE_DEVICES"] for each in (first, second)] == ["3,5", "7"]
+    free.give_back(first)
+    assert free.take(2) == first and free.most == 3
 
 
 def test_an_interrupted_sweep_leaves_no_trial_and_runs_only_what_is_missing(tmp_path: Path) -> None:
