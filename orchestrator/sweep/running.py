@@ -77,17 +77,16 @@ class RunningTrial:
 
     def end(self) -> None:
         """Kills the trial with all that it has started."""
+        from pentad.orchestrator.cluster.ray_head import kill_sessions, members_of  # imports ray
+
         self.sessions |= sessions_below(self.process.pid)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for number, seconds in ((0, HEAD_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
-            until = time.monotonic() + seconds
-            while (left := members_of(self.sessions)) and time.monotonic() < until:
-                for process in left if number else ():
-                    with suppress(ProcessLookupError):
-                        os.kill(process, number)
-                time.sleep(0.05)
+        until = time.monotonic() + HEAD_SECONDS
+        while members_of(self.sessions) and time.monotonic() < until:
+            time.sleep(0.05)
+        kill_sessions(self.sessions, KILL_SECONDS)
 
     def _error(self, status: int) -> str:
         """Why it failed, '' if it did not."""
@@ -163,24 +162,11 @@ def standing_text(ranks: list[dict[str, Any]]) -> str:
 
 def sessions_below(process: int) -> set[int]:
     """The sessions of a process and of all that it has started, as far as it is still known."""
-    found = processes()
-    known = {process}
-    while more := {pid for pid, (parent, _) in found.items() if parent in known} - known:
-        known |= more
-    return {found[pid][1] for pid in known if pid in found}
+    from pentad.orchestrator.cluster.ray_head import psutil  # imports ray
 
-
-def members_of(sessions: set[int]) -> list[int]:
-    """Processes of these sessions."""
-    return [pid for pid, (_, session) in processes().items() if session in sessions]
-
-
-def processes() -> dict[int, tuple[int, int]]:
-    """(parent, session) of all processes but zombies, which only wait to be reaped."""
-    found = dict[int, tuple[int, int]]()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError, IndexError):
-            state, parent, _, session, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
-            if state != "Z":
-                found[int(stat.parent.name)] = int(parent), int(session)
+    found = set[int]()
+    with suppress(psutil.Error):
+        for each in [psutil.Process(process), *psutil.Process(process).children(recursive=True)]:
+            with suppress(OSError):
+                found.add(os.getsid(each.pid))
     return found
