@@ -29,11 +29,7 @@ HEAD_SECONDS = 5.0  # for a Ray head whose driver is gone to end what it has sta
 KILL_SECONDS = 10.0  # for killed processes to be gone, on a busy machine
 STATUS_SECONDS = 3.0
 MOST_RANKS = 4  # that a sentence names
-# What the sentence of an error says of its kind.
-_KINDS: tuple[tuple[Outcome, str], ...] = (
-    ("memory", r"out of memory|outofmemory|low on memory|memoryerror|alloc_failed"),
-    ("hang", r"no rank made progress"),
-)
+FAULTS: dict[str, Outcome] = {"memory": "memory", "hang": "hang"}  # of a WorkerError
 
 
 class RunningTrial:
@@ -72,8 +68,8 @@ class RunningTrial:
             self.end()
             return self._row("deadline", cause)
         self.end()
-        error = self._error(status)
-        return self._row(kind_of(error), error) if error else self._measured()
+        error, fault = self._error(status)
+        return self._row(FAULTS.get(fault, "failed"), error) if error else self._measured()
 
     def end(self) -> None:
         """Kills the trial with all that it has started."""
@@ -88,15 +84,15 @@ class RunningTrial:
             time.sleep(0.05)
         kill_sessions(self.sessions, KILL_SECONDS)
 
-    def _error(self, status: int) -> str:
-        """Why it failed, '' if it did not."""
+    def _error(self, status: int) -> tuple[str, str]:
+        """Why it failed, '' if it did not, and the kind of a rank's fault."""
         with suppress(ValueError, OSError):
             answer = json.loads(self.answer.read_text(encoding="utf-8"))
-            return re.sub(r" \(more in [^)]*\)$", "", answer.get("error", ""))
+            return re.sub(r" \(more in [^)]*\)$", "", answer.get("error", "")), answer.get("fault", "")
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         if status < 0:
-            return f"its process was killed ({signal.Signals(-status).name})"
-        return f"its process ended with status {status}: {lines[-1] if lines else 'it said nothing'}"
+            return f"its process was killed ({signal.Signals(-status).name})", ""
+        return f"its process ended with status {status}: {lines[-1] if lines else 'it said nothing'}", ""
 
     def _standing(self) -> str:
         """What its ranks were doing."""
@@ -144,10 +140,6 @@ class RunningTrial:
             bubble=typical("bubble_measured"),
             peak_bytes=max(row.get("peak_bytes") or 0 for row in rows) or None,
         )
-
-
-def kind_of(error: str) -> Outcome:
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, error, re.IGNORECASE)), "failed")
 
 
 def standing_text(ranks: list[dict[str, Any]]) -> str:

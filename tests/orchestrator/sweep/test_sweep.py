@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from pentad.orchestrator.sweep import running
 from pentad.orchestrator.sweep.free_devices import FreeDevices, find_free_devices
 from pentad.orchestrator.sweep.grid import grid
 from pentad.orchestrator.sweep.results import ARROW, CSV, SCHEMA, Row, read_rows, write_rows
-from pentad.orchestrator.sweep.running import RunningTrial, kind_of, standing_text
+from pentad.orchestrator.sweep.running import RunningTrial, standing_text
 from pentad.orchestrator.sweep.sweep import LOGS, PAGE, Progress, run_trials, sweep
 from pentad.orchestrator.sweep.trials import Request, Trial, trials_of
 from pentad.schedules.ir.errors import PentadError
@@ -225,17 +226,19 @@ def test_a_trial_ends_when_the_sweep_is_killed() -> None:
     assert subprocess.run(orphan, check=False).returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        ("rank 3 failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "memory"),
-        ("rank 0 failed: Task was killed due to the node running low on memory.", "memory"),
-        ("no rank made progress for 12 s: rank 1 does not answer", "hang"),
-        ("rank 1 failed: its process was killed or crashed", "failed"),
-    ],
-)
-def test_the_kind_of_a_failure_is_that_of_its_sentence(error: str, kind: str) -> None:
-    assert kind_of(error) == kind
+@pytest.mark.parametrize(("fault", "outcome"), [("memory", "memory"), ("hang", "hang"), ("killed", "failed")])
+def test_a_trial_fails_of_the_fault_that_its_process_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, outcome: str
+) -> None:
+    answer = {"error": "rank 1 failed (more in failure.txt)", "fault": fault}
+    (tmp_path / "failed_trial.py").write_text(f"print({json.dumps(answer)!r}); raise SystemExit(1)")
+    (tmp_path / LOGS).mkdir()
+    monkeypatch.setattr(running, "PROCESS", "failed_trial")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    failed, row = RunningTrial(trial(0), cpus(1), ("0",), 30.0, tmp_path / LOGS), None
+    while row is None:
+        row = failed.poll()
+    assert (row.outcome, row.cause) == (outcome, "rank 1 failed")
 
 
 def test_the_ranks_that_are_silent_for_longest_are_named() -> None:
