@@ -101,7 +101,7 @@ def train(
     if note := check_store(config):
         display.note(note)
     saved = resumed_config(config)
-    moved = with_rebalanced_layers(config, read_lines(path_of(config) / runfolder.JOURNAL, ["event"]))
+    moved = with_rebalanced_layers(config, lambda: read_lines(path_of(config) / runfolder.JOURNAL, ["event"]))
     if moved is not config:
         config, plan = moved, with_inputs_of(first_plan(moved), plan)
     if _is_finished(config, plan):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -57,13 +57,13 @@ def facts_of(config: RunConfig) -> dict[str, Any]:
     return {"pipeline": pipeline, "configured": config.schedule.layers_per_stage}
 
 
-def with_rebalanced_layers(config: RunConfig, journal: Sequence[Mapping[str, Any]]) -> RunConfig:
+def with_rebalanced_layers(config: RunConfig, journal: Callable[[], Sequence[Mapping[str, Any]]]) -> RunConfig:
     """The configuration of a run that resumes, with the layers per stage that its journal has last, unless its pipeline
     or its layers were changed since."""
-    events = [row for row in journal if row["event"] == "rebalanced"]
+    if config.elastic.slow_rank != "rebalance":
+        return config
+    events = [row for row in journal() if row["event"] == "rebalanced"]
     facts = facts_of(config)
     known = [layers for row in events for layers in (row["configured"], row["layers"])]
     is_same = facts["configured"] in known and events[-1]["pipeline"] == facts["pipeline"]
-    if config.elastic.slow_rank != "rebalance" or not is_same:
-        return config
-    return with_layers(config, events[-1]["layers"])
+    return with_layers(config, events[-1]["layers"]) if is_same else config

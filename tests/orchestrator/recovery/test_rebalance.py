@@ -169,13 +169,15 @@ def test_a_run_resumes_with_the_layers_that_moved_last(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     first = {"event": "rebalanced", "pipeline": [2, "1f1b", None], "configured": None, "layers": [3, 2]}
     second = {**first, "configured": [3, 2], "layers": [4, 1]}
-    assert with_rebalanced_layers(config, [{"event": "start"}]) is config
-    assert with_rebalanced_layers(config, [first]).schedule.layers_per_stage == [3, 2]
+    assert with_rebalanced_layers(config, lambda: [{"event": "start"}]) is config
+    assert with_rebalanced_layers(config, lambda: [first]).schedule.layers_per_stage == [3, 2]
     for given in (config, with_layers(config, [3, 2])):
-        assert with_rebalanced_layers(given, [first, second]).schedule.layers_per_stage == [4, 1]
-    for changed in ("elastic.slow_rank=report", "schedule.layers_per_stage=[1, 4]", "schedule.name=zb-h1"):
+        assert with_rebalanced_layers(given, lambda: [first, second]).schedule.layers_per_stage == [4, 1]
+    for changed in ("schedule.layers_per_stage=[1, 4]", "schedule.name=zb-h1"):
         other = config_of(tmp_path, changed)
-        assert with_rebalanced_layers(other, [first, second]) is other
+        assert with_rebalanced_layers(other, lambda: [first, second]) is other
+    other = config_of(tmp_path, "elastic.slow_rank=report")
+    assert with_rebalanced_layers(other, lambda: pytest.fail("the journal was read")) is other
 
 
 @pytest.mark.parametrize("given", ["[3, 3]", "[5]", "[2, 2, 1]", "[5, 0]"])
