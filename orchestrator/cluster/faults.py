@@ -13,14 +13,16 @@ from pentad.schedules.ir.errors import PentadError
 GRACE, GRACE_OF_VICTIM = 0.5, 0.3
 LOG_CHARACTERS = 10_000
 VICTIM = ("connection closed", "connection reset", "connection refused", "socket closed", "broken pipe", "nccl", "gloo")
+# Ray, CUDA and cuBLAS say in words alone that memory was not enough.
+MEMORY = ("out of memory", "outofmemory", "low on memory", "memoryerror", "alloc_failed")
 
 
 class WorkerError(PentadError):
     """Rank `rank` failed. `detail` is the full account: a traceback, or what Ray knows of a death.
 
-    `lost` are the ranks that are dead or must be given up. `fault` is 'killed', 'error', 'hang', 'node', 'drain',
-    'terminated', 'slow' or 'corrupt', and `detector` 'ray', 'peer', 'heartbeat', 'deadline', 'notice', 'times' or
-    'check', as in the journal; `stalled_seconds` passed without progress before the fault was detected, as far as
+    `lost` are the ranks that are dead or must be given up. `fault` is 'killed', 'memory', 'error', 'hang', 'node',
+    'drain', 'terminated', 'slow' or 'corrupt', and `detector` 'ray', 'peer', 'heartbeat', 'deadline', 'notice', 'times'
+    or 'check', as in the journal; `stalled_seconds` passed without progress before the fault was detected, as far as
     known.
     """
 
@@ -63,6 +65,13 @@ class Failure:
     def is_victim(self) -> bool:
         """Whether the error only says that another rank is gone."""
         return not self.died and any(sign in str(self.error).lower() for sign in VICTIM)
+
+    @property
+    def fault(self) -> str:
+        """Its kind, as in a WorkerError."""
+        if any(sign in self.cause.lower() for sign in MEMORY):
+            return "memory"
+        return "killed" if self.died else "peer" if self.is_victim else "error"
 
     @property
     def cause(self) -> str:

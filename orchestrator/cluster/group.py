@@ -361,8 +361,8 @@ class WorkerGroup:
         at = self.places[culprit.rank] if self.places else None
         detail = f"{culprit.error}\n{output_of(at.pid, at.progress_file) if at else ''}"
         lost = tuple(failure.rank for failure in failures if not failure.is_victim)
-        how = ("killed", "ray") if culprit.died else ("peer", "peer") if culprit.is_victim else ("error", "ray")
-        return WorkerError(message, culprit.rank, detail, lost, *how)
+        detector = "peer" if culprit.is_victim else "ray"
+        return WorkerError(message, culprit.rank, detail, lost, culprit.fault, detector)
 
     def _unresponsive_error(self, ranks: tuple[int, ...]) -> WorkerError:
         self._failed = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -61,9 +62,10 @@ class LocalHead:
 
     def kill(self) -> None:
         """Kills whatever is left of the cluster and removes its folder."""
-        from pentad.orchestrator.cluster.ray_head import kill_session  # imports ray
+        from pentad.orchestrator.cluster.ray_head import kill_sessions  # imports ray
 
-        kill_session(self.process.pid, self.folder)
+        kill_sessions({self.process.pid})
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
         assert self.process.stdin is not None

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -67,33 +68,34 @@ def main() -> None:
     threading.Event().wait()
 
 
-def kill_session(session: int, folder: Path, seconds: float = 5.0) -> None:
-    """Kills every process of a session but this one, waits until they are gone, and deletes the folder."""
+def kill_sessions(sessions: Container[int], seconds: float = 5.0) -> None:
+    """Kills every process of these sessions but this one, and waits until they are gone."""
     deadline = time.monotonic() + seconds
-    while (left := _members(session)) and time.monotonic() < deadline:
+    while (left := members_of(sessions)) and time.monotonic() < deadline:
         for process in left:
             with suppress(psutil.Error):
                 process.kill()
         time.sleep(0.02)
-    shutil.rmtree(folder, ignore_errors=True)
+
+
+def members_of(sessions: Container[int]) -> list[Any]:
+    """The processes of these sessions but this one."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            # A zombie is dead; its parent has yet to reap it.
+            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return [process for process in found if process.pid != os.getpid()]
 
 
 def _obey_driver(folder: Path, wants_dashboard: threading.Event) -> None:
     for line in sys.stdin:
         if line == "dashboard\n":
             wants_dashboard.set()
-    kill_session(os.getsid(0), folder)
+    kill_sessions({os.getsid(0)})
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
-
-
-def _members(session: int) -> list[Any]:
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            # A zombie is dead; its parent has yet to reap it.
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return [process for process in found if process.pid != os.getpid()]
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ RANK: Labels = ("rank", "dp", "pp", "cp", "tp", "ep", "node")
 COARSE = tuple(float(f"{10 ** (k / 3 - 4):.1g}") for k in range(19))
 FINE = tuple(float(f"{10 ** (k / 10 - 4):.2g}") for k in range(61))
 # Exported as zero from the start: Prometheus sees no increase in a counter that first appears as 1.
-FAULTS = ("killed", "hang", "node", "error", "drain", "slow", "corrupt")
+FAULTS = ("killed", "memory", "hang", "node", "error", "drain", "slow", "corrupt")
 DETECTORS = ("ray", "heartbeat", "deadline", "peer", "notice", "times", "check")
 CHECKPOINT_STAGES = {"snapshot": "snapshot_seconds", "wait": "waited_seconds", "disk": "seconds"}  # keys of the event
 PHASES = ("detect", "fence", "place", "connect", "state")

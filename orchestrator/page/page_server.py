@@ -143,12 +143,14 @@ def _json(value: dict[str, Any]) -> str:
 
 
 def _asset(name: str) -> bytes:
-    return (files(ASSETS[name]) / "assets" / name).read_bytes()
+    """A page is its own body below the head of all."""
+    head = _asset("head.html") if name in ("page.html", "token.html") else b""
+    return head + (files(ASSETS[name]) / "assets" / name).read_bytes()
 
 
 _OWN, _DRAWINGS = "pentad.orchestrator.page", "pentad.schedules.draw"
 ASSETS = {
-    **dict.fromkeys(("page.html", "token.html", "run.css", "mesh.css"), _OWN),
+    **dict.fromkeys(("head.html", "page.html", "token.html", "run.css", "mesh.css"), _OWN),
     **dict.fromkeys(("main.js", "mesh.js", "panel.js", "charts.js", "experts.js", "dom.js"), _OWN),
     "page.css": _DRAWINGS,
 }

@@ -12,7 +12,7 @@ from pentad.orchestrator.gpus.table import ASSUMED_GPU
 from pentad.orchestrator.planning.estimate import ON_HOST, memories, memory
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.orchestrator.planning.hardware import NODE_GPUS, figures_of, gpu_name, gpu_of, local_device, local_gpus
-from pentad.orchestrator.planning.machine_memory import container_bytes, installed_bytes
+from pentad.orchestrator.planning.host_ram import container_bytes, installed_bytes
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 

@@ -12,7 +12,13 @@ from pentad.orchestrator.diagnosis.slow_ranks import sentence
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.planning.fit import device_memory, fit_of
 from pentad.orchestrator.planning.formatting import format_percent
-from pentad.orchestrator.search.moved_layers import facts_of, find_moves, layers_per_stage, moved_plan, with_layers
+from pentad.orchestrator.search.rebalanced_plan import (
+    facts_of,
+    find_moves,
+    layers_per_stage,
+    rebalanced_plan,
+    with_layers,
+)
 from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.diagnosis.slow_ranks import SlowRank
 from pentad.schedules.ir.errors import PentadError
@@ -111,7 +117,7 @@ def _found(
         )
     changed = with_layers(config, moves.layers)
     try:
-        moved = moved_plan(changed, plan)
+        moved = rebalanced_plan(changed, plan)
     except PentadError as error:
         return str(error)
     memory = device_memory(plan.device, gpu=plan.gpu)

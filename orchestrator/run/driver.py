@@ -322,7 +322,7 @@ def _failures_recorded(bus: EventBus) -> Iterator[None]:
             path.write_text(f"{error}\n\n{error.detail}\n", encoding="utf-8")
         except OSError:
             raise error from None
-        raise WorkerError(f"{error} (more in {path})", error.rank, error.detail) from None
+        raise WorkerError(f"{error} (more in {path})", error.rank, error.detail, fault=error.fault) from None
     except Superseded:
         raise
     except BaseException as error:

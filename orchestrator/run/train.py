@@ -28,7 +28,7 @@ from pentad.orchestrator.run.init_from import origin_of, with_base
 from pentad.orchestrator.run.interrupts import Interrupts, OnStep, StepCallback
 from pentad.orchestrator.run.measure import typical_pace
 from pentad.orchestrator.run.resumed_optimizer import with_decay_steps
-from pentad.orchestrator.search.moved_layers import with_moved_layers
+from pentad.orchestrator.search.rebalanced_plan import with_rebalanced_layers
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import LoraBase, lora_of
 from pentad.schedules.spec.plan import Plan
@@ -101,7 +101,7 @@ def train(
     if note := check_store(config):
         display.note(note)
     saved = resumed_config(config)
-    moved = with_moved_layers(config, read_lines(path_of(config) / runfolder.JOURNAL, ["event"]))
+    moved = with_rebalanced_layers(config, lambda: read_lines(path_of(config) / runfolder.JOURNAL, ["event"]))
     if moved is not config:
         config, plan = moved, with_inputs_of(first_plan(moved), plan)
     if _is_finished(config, plan):

@@ -19,8 +19,8 @@ from pentad.orchestrator.config.config import dump
 from pentad.orchestrator.monitoring.runfolder import CONFIG, METRICS
 from pentad.orchestrator.planning.formatting import format_duration
 from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.sweep.free_devices import FreeDevices
 from pentad.orchestrator.sweep.results import Outcome, Row, writable
-from pentad.orchestrator.sweep.room import Room
 from pentad.orchestrator.sweep.trials import Trial
 from pentad.schedules.ir.errors import PentadError
 
@@ -29,17 +29,13 @@ HEAD_SECONDS = 5.0  # for a Ray head whose driver is gone to end what it has sta
 KILL_SECONDS = 10.0  # for killed processes to be gone, on a busy machine
 STATUS_SECONDS = 3.0
 MOST_RANKS = 4  # that a sentence names
-# What the sentence of an error says of its kind.
-_KINDS: tuple[tuple[Outcome, str], ...] = (
-    ("memory", r"out of memory|outofmemory|low on memory|memoryerror|alloc_failed"),
-    ("hang", r"no rank made progress"),
-)
+FAULTS: dict[str, Outcome] = {"memory": "memory", "hang": "hang"}  # of a WorkerError
 
 
 class RunningTrial:
     """`runs` is the folder of all trials' runs, `logs` that of their configurations and of what they print."""
 
-    def __init__(self, trial: Trial, room: Room, devices: tuple[str, ...], deadline: float, logs: Path) -> None:
+    def __init__(self, trial: Trial, free: FreeDevices, devices: tuple[str, ...], deadline: float, logs: Path) -> None:
         assert trial.config is not None
         self.trial, self.devices, self.deadline = trial, devices, deadline
         self.folder = Path(trial.config.run.folder) / trial.name
@@ -56,7 +52,7 @@ class RunningTrial:
                     stdin=subprocess.DEVNULL,
                     stdout=answer,
                     stderr=log,
-                    env={**os.environ, **room.variables(devices)},
+                    env={**os.environ, **free.variables(devices)},
                     start_new_session=True,
                 )
         self.sessions = {self.process.pid}
@@ -72,32 +68,31 @@ class RunningTrial:
             self.end()
             return self._row("deadline", cause)
         self.end()
-        error = self._error(status)
-        return self._row(kind_of(error), error) if error else self._measured()
+        error, fault = self._error(status)
+        return self._row(FAULTS.get(fault, "failed"), error) if error else self._measured()
 
     def end(self) -> None:
         """Kills the trial with all that it has started."""
+        from pentad.orchestrator.cluster.ray_head import kill_sessions, members_of  # imports ray
+
         self.sessions |= sessions_below(self.process.pid)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for number, seconds in ((0, HEAD_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
-            until = time.monotonic() + seconds
-            while (left := members_of(self.sessions)) and time.monotonic() < until:
-                for process in left if number else ():
-                    with suppress(ProcessLookupError):
-                        os.kill(process, number)
-                time.sleep(0.05)
+        until = time.monotonic() + HEAD_SECONDS
+        while members_of(self.sessions) and time.monotonic() < until:
+            time.sleep(0.05)
+        kill_sessions(self.sessions, KILL_SECONDS)
 
-    def _error(self, status: int) -> str:
-        """Why it failed, '' if it did not."""
+    def _error(self, status: int) -> tuple[str, str]:
+        """Why it failed, '' if it did not, and the kind of a rank's fault."""
         with suppress(ValueError, OSError):
             answer = json.loads(self.answer.read_text(encoding="utf-8"))
-            return re.sub(r" \(more in [^)]*\)$", "", answer.get("error", ""))
+            return re.sub(r" \(more in [^)]*\)$", "", answer.get("error", "")), answer.get("fault", "")
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         if status < 0:
-            return f"its process was killed ({signal.Signals(-status).name})"
-        return f"its process ended with status {status}: {lines[-1] if lines else 'it said nothing'}"
+            return f"its process was killed ({signal.Signals(-status).name})", ""
+        return f"its process ended with status {status}: {lines[-1] if lines else 'it said nothing'}", ""
 
     def _standing(self) -> str:
         """What its ranks were doing."""
@@ -147,10 +142,6 @@ class RunningTrial:
         )
 
 
-def kind_of(error: str) -> Outcome:
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, error, re.IGNORECASE)), "failed")
-
-
 def standing_text(ranks: list[dict[str, Any]]) -> str:
     """'rank 1 stood at 1F0 of step 3 (hung)', of those that have not been heard of for longest."""
     late = sorted(ranks, key=lambda rank: -(rank["heartbeat_age_seconds"] or 0.0))
@@ -163,24 +154,11 @@ def standing_text(ranks: list[dict[str, Any]]) -> str:
 
 def sessions_below(process: int) -> set[int]:
     """The sessions of a process and of all that it has started, as far as it is still known."""
-    found = processes()
-    known = {process}
-    while more := {pid for pid, (parent, _) in found.items() if parent in known} - known:
-        known |= more
-    return {found[pid][1] for pid in known if pid in found}
+    from pentad.orchestrator.cluster.ray_head import psutil  # imports ray
 
-
-def members_of(sessions: set[int]) -> list[int]:
-    """Processes of these sessions."""
-    return [pid for pid, (_, session) in processes().items() if session in sessions]
-
-
-def processes() -> dict[int, tuple[int, int]]:
-    """(parent, session) of all processes but zombies, which only wait to be reaped."""
-    found = dict[int, tuple[int, int]]()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError, IndexError):
-            state, parent, _, session, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
-            if state != "Z":
-                found[int(stat.parent.name)] = int(parent), int(session)
+    found = set[int]()
+    with suppress(psutil.Error):
+        for each in [psutil.Process(process), *psutil.Process(process).children(recursive=True)]:
+            with suppress(OSError):
+                found.add(os.getsid(each.pid))
     return found

@@ -1,4 +1,4 @@
-"""`pentad sweep`: runs trials beside each other as far as there is room, and keeps a row of each in the sweep's folder.
+"""`pentad sweep`: runs trials beside each other on free devices, and keeps a row of each in the folder of the sweep.
 
 What is in the folder already is not run again, so that the same command resumes a sweep.
 """
@@ -14,9 +14,9 @@ from typing import Protocol
 from pentad.orchestrator.monitoring.runfolder import locked
 from pentad.orchestrator.records.run_files import replace_file
 from pentad.orchestrator.run.interrupts import Interrupts
+from pentad.orchestrator.sweep.free_devices import FreeDevices
 from pentad.orchestrator.sweep.page import page_of
 from pentad.orchestrator.sweep.results import Row, merged, read_rows, writable, write_rows
-from pentad.orchestrator.sweep.room import Room
 from pentad.orchestrator.sweep.running import RunningTrial
 from pentad.orchestrator.sweep.trials import Trial
 
@@ -33,7 +33,7 @@ class Running(Protocol):
     def end(self) -> None: ...
 
 
-Start = Callable[[Trial, Room, tuple[str, ...]], Running]
+Start = Callable[[Trial, FreeDevices, tuple[str, ...]], Running]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Sweep:
 
 def sweep(
     trials: Sequence[Trial],
-    room: Room,
+    free: FreeDevices,
     folder: Path,
     title: str,
     deadline: float,
@@ -94,30 +94,36 @@ def sweep(
 
         record(*(trial.row for trial in trials if trial.config is None))
         waiting = [trial for trial in trials if trial.config is not None and trial.name not in settled]
-        begin = start or (lambda trial, room, devices: RunningTrial(trial, room, devices, deadline, logs))
+        begin = start or (lambda trial, free, devices: RunningTrial(trial, free, devices, deadline, logs))
         ran = len(waiting)
-        run_trials(waiting, room, begin, record, report, done=len(trials) - ran)
+        run_trials(waiting, free, begin, record, report, done=len(trials) - ran)
         by_trial = {row.trial: row for row in rows}
         return Sweep(folder, [by_trial[trial.name] for trial in trials], ran)
 
 
 def run_trials(
-    trials: Sequence[Trial], room: Room, start: Start, record: Callable[[Row], object], report: Report, *, done: int = 0
+    trials: Sequence[Trial],
+    free: FreeDevices,
+    start: Start,
+    record: Callable[[Row], object],
+    report: Report,
+    *,
+    done: int = 0,
 ) -> None:
-    """Starts each trial, in order, as soon as there is room for it. None is left, whatever is raised."""
+    """Starts each trial, in order, as soon as enough devices are free. None is left, whatever is raised."""
     waiting, running = list(trials), list[Running]()
     try:
         while waiting or running:
             for trial in list(waiting):
-                if (devices := room.take(trial.row.ranks or 1)) is not None:
+                if (devices := free.take(trial.row.ranks or 1)) is not None:
                     waiting.remove(trial)
-                    running.append(start(trial, room, devices))
+                    running.append(start(trial, free, devices))
             report(Progress(done, len(running), len(waiting)))
             time.sleep(POLL_SECONDS)
             for each in list(running):
                 if (row := each.poll()) is not None:
                     running.remove(each)
-                    room.give_back(each.devices)
+                    free.give_back(each.devices)
                     record(row)
                     done += 1
                     report(Progress(done, len(running), len(waiting), row))

@@ -1,5 +1,5 @@
 """The process of a trial: `python -m pentad.orchestrator.sweep.trial_process CONFIG PARENT` trains, and prints one line
-of JSON: {} or the error. It ends with the process PARENT, which has started it."""
+of JSON: {} or the error and its fault. It ends with the process PARENT, which has started it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main() -> int:
     try:
         run_displayed(load(file), Console(file=sys.stderr))
     except (PentadError, ScheduleError) as error:
-        print(json.dumps({"error": str(error).partition("\n")[0]}))
+        print(json.dumps({"error": str(error).partition("\n")[0], "fault": getattr(error, "fault", "")}))
         return 1
     print("{}")
     return 0

@@ -18,9 +18,9 @@ from pentad.orchestrator.planning.hardware import gpu_of
 from pentad.orchestrator.search.planned import without_evaluation
 from pentad.orchestrator.search.search import search
 from pentad.orchestrator.search.space import overrides
+from pentad.orchestrator.sweep.free_devices import FreeDevices
 from pentad.orchestrator.sweep.grid import MOST_TRIALS, Point
 from pentad.orchestrator.sweep.results import Row
-from pentad.orchestrator.sweep.room import Room
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.passes.recompute import config_text
 from pentad.schedules.spec.tensors import num_parameters
@@ -52,13 +52,13 @@ class Request:
     gpus: Sequence[int] = ()
 
 
-def trials_of(request: Request, room: Room, folder: Path) -> list[Trial]:
+def trials_of(request: Request, free: FreeDevices, folder: Path) -> list[Trial]:
     """In the order of the points, each configuration once; runs are in `folder`. Raises PentadError if there are too
     many."""
     found = dict[str, Trial]()
     for point in request.points:
         for candidate in _candidates(request, point) if request.search else [point]:
-            trial = candidate if isinstance(candidate, Trial) else plan_trial(request, candidate, room, folder)
+            trial = candidate if isinstance(candidate, Trial) else plan_trial(request, candidate, free, folder)
             found.setdefault(trial.name, trial)
     if len(found) > MOST_TRIALS:
         raise PentadError(f"the sweep has {len(found):,} trials: expected at most {MOST_TRIALS:,}")
@@ -98,13 +98,13 @@ def _candidates(request: Request, point: Point) -> Iterator[Point | Trial]:
             yield _pruned(request, point, f"nothing fits on {gpus} GPUs{reason}", gpus)
 
 
-def plan_trial(request: Request, point: Point, room: Room, folder: Path) -> Trial:
+def plan_trial(request: Request, point: Point, free: FreeDevices, folder: Path) -> Trial:
     """Pruned if the configuration is not valid, does not fit, or needs more devices than there are."""
     try:
-        config = trial_config(load(request.file, point.words), request.steps, room.device)
-        if config.mesh.size > room.most:
-            raise PentadError(f"mesh is {config.mesh.mesh}, which has {config.mesh.size} ranks: {room.sentence}")
-        found = planned(config, room.device)
+        config = trial_config(load(request.file, point.words), request.steps, free.device)
+        if config.mesh.size > free.most:
+            raise PentadError(f"mesh is {config.mesh.mesh}, which has {config.mesh.size} ranks: {free.sentence}")
+        found = planned(config, free.device)
     except (PentadError, ScheduleError) as error:
         return _pruned(request, point, str(error).partition("\n")[0])
     name = _digest(dump(config))

@@ -31,8 +31,8 @@ def sweep(
     Each ends by its deadline, and is a row in results.arrow and results.csv, with its cause if it failed. The same
     command resumes a sweep that was interrupted.
     """
+    from pentad.orchestrator.sweep.free_devices import find_free_devices
     from pentad.orchestrator.sweep.grid import grid
-    from pentad.orchestrator.sweep.room import find_room
     from pentad.orchestrator.sweep.sweep import PAGE, RUNS
     from pentad.orchestrator.sweep.sweep import sweep as run
     from pentad.orchestrator.sweep.trials import Request, first_valid, trials_of
@@ -45,12 +45,12 @@ def sweep(
     points = grid(overrides)
     config = first_valid(file, points)
     folder = out or Path("sweeps") / config.run.name
-    room = find_room(config.cluster)
+    free = find_free_devices(config.cluster)
     with Console(stderr=True).status("planning"):
-        trials = trials_of(Request(file, points, steps, search, gpus or ()), room, folder / RUNS)
+        trials = trials_of(Request(file, points, steps, search, gpus or ()), free, folder / RUNS)
     title = f"Sweep of {config.run.name}"
     with progress(len(trials)) as report:
-        found = run(trials, room, folder, title, deadline, report, retry=retry)
+        found = run(trials, free, folder, title, deadline, report, retry=retry)
     if as_json:
         rows = [row._asdict() for row in found.rows]
         print(json.dumps({"folder": str(folder), "ran": found.ran, "page": str(folder / PAGE), "trials": rows}))

@@ -27,11 +27,8 @@ function paint(context, load) {
   const style = getComputedStyle(document.documentElement);
   load.forEach((value, at) => {
     const share = Math.max(-1, Math.min(1, (value - 1) / FULL));
-    context.fillStyle = style.getPropertyValue("--idle");
-    context.fillRect(at, 0, 1, 1);
     context.globalAlpha = Math.abs(share);
     context.fillStyle = style.getPropertyValue(share > 0 ? "--above" : "--below");
     context.fillRect(at, 0, 1, 1);
-    context.globalAlpha = 1;
   });
 }

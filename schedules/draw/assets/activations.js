@@ -32,7 +32,7 @@ function savedAt(curve, time) {
 }
 
 function rankColour(index, count) {
-  const [low, high] = [channels(theme.low), channels(theme.high)];
+  const [low, high] = [theme.low, theme.high].map((rgb) => rgb.match(/\d+/g).map(Number));
   const share = count > 1 ? index / (count - 1) : 0;
   return `rgb(${low.map((v, i) => Math.round(v + (high[i] - v) * share)).join(" ")})`;
 }

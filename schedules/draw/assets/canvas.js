@@ -93,9 +93,11 @@ function draw(moved = true) {
 }
 
 function readTheme() {
-  const style = getComputedStyle(document.documentElement);
+  const probe = byId("tip"); // a variable's text may depend on the theme, a colour does not
+  const colour = (name) => ((probe.style.color = `var(--${name})`), getComputedStyle(probe).color);
   const names = ["card", "text", "soft", "idle", "grid", "accent", "low", "high"];
-  theme = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+  theme = Object.fromEntries(names.map((name) => [name, colour(name)]));
+  probe.style.color = "";
   theme.font = getComputedStyle(document.body).fontFamily;
   theme.fill = FILLS.map(fillOf);
   theme.textOn = FILLS.map(textColourOf);

@@ -22,7 +22,7 @@ const fillOf = ([op, chunk]) => looks[op][dark.matches ? "dark" : "light"][chunk
 const textColourOf = ([op, chunk]) => looks[op][dark.matches ? "darkText" : "lightText"][chunk];
 
 function swatch(fill) {
-  const box = make("i");
+  const box = make("i", "", "swatch");
   box.style.background = fillOf(fill);
   return box;
 }

@@ -16,7 +16,7 @@ from pentad.orchestrator.doctor.host import judge_memory as judge_host_memory
 from pentad.orchestrator.doctor.links import judge_links, usual_bandwidth
 from pentad.orchestrator.doctor.nccl import judge_variables
 from pentad.orchestrator.doctor.versions import WANTED, judge_driver, judge_versions
-from pentad.orchestrator.planning import machine_memory
+from pentad.orchestrator.planning import host_ram
 from pentad.workers.health.gpu_facts import Driver, GpuFacts
 from pentad.workers.health.results import Burned, Link
 
@@ -141,14 +141,14 @@ def test_a_finding_has_its_verdict_and_names_its_cause(case: str) -> None:
 
 
 def test_a_cache_does_not_count_as_used_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_memory, "CGROUP", tmp_path)
-    assert machine_memory.container_bytes() is None
+    monkeypatch.setattr(host_ram, "CGROUP", tmp_path)
+    assert host_ram.container_bytes() is None
     (tmp_path / "memory.max").write_text("8000\n")
     (tmp_path / "memory.current").write_text("7900\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 7000\n")
-    assert machine_memory.container_bytes() == (8000, 900)
+    assert host_ram.container_bytes() == (8000, 900)
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine_memory.container_bytes() is None
+    assert host_ram.container_bytes() is None
 
 
 def test_the_verdict_of_all_is_the_worst() -> None:

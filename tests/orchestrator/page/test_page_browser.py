@@ -138,7 +138,7 @@ def test_names_of_the_run_stay_text(tab: Browser, run: PageRun) -> None:
 def test_it_fits_and_is_legible(tab: Browser, run: PageRun, width: int, dark: bool) -> None:
     opened(tab, run, width, dark=dark)
     tab.value("document.getElementById('memory-button').click()")
-    tab.until("document.getElementById('memory').contentDocument?.querySelectorAll('.rank').length")
+    tab.until("document.getElementById('memory').contentDocument?.querySelectorAll('#ranks section').length")
     for chosen in ("null", "3"):
         tab.value(f"document.querySelector('[data-rank=\"{chosen}\"]')?.click()")
         assert tab.value("document.documentElement.scrollWidth - innerWidth") <= 0

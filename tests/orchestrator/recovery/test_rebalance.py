@@ -14,7 +14,7 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.recovery.rebalance import AGAIN
 from pentad.orchestrator.recovery.recovery import CHECK_SECONDS
 from pentad.orchestrator.run import driver
-from pentad.orchestrator.search.moved_layers import layers_per_stage, stage_work, with_layers, with_moved_layers
+from pentad.orchestrator.search.rebalanced_plan import layers_per_stage, stage_work, with_layers, with_rebalanced_layers
 from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.diagnosis.slow_ranks import SlowRank
 from pentad.schedules.ir.errors import PentadError
@@ -169,13 +169,15 @@ def test_a_run_resumes_with_the_layers_that_moved_last(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     first = {"event": "rebalanced", "pipeline": [2, "1f1b", None], "configured": None, "layers": [3, 2]}
     second = {**first, "configured": [3, 2], "layers": [4, 1]}
-    assert with_moved_layers(config, [{"event": "start"}]) is config
-    assert with_moved_layers(config, [first]).schedule.layers_per_stage == [3, 2]
+    assert with_rebalanced_layers(config, lambda: [{"event": "start"}]) is config
+    assert with_rebalanced_layers(config, lambda: [first]).schedule.layers_per_stage == [3, 2]
     for given in (config, with_layers(config, [3, 2])):
-        assert with_moved_layers(given, [first, second]).schedule.layers_per_stage == [4, 1]
-    for changed in ("elastic.slow_rank=report", "schedule.layers_per_stage=[1, 4]", "schedule.name=zb-h1"):
+        assert with_rebalanced_layers(given, lambda: [first, second]).schedule.layers_per_stage == [4, 1]
+    for changed in ("schedule.layers_per_stage=[1, 4]", "schedule.name=zb-h1"):
         other = config_of(tmp_path, changed)
-        assert with_moved_layers(other, [first, second]) is other
+        assert with_rebalanced_layers(other, lambda: [first, second]) is other
+    other = config_of(tmp_path, "elastic.slow_rank=report")
+    assert with_rebalanced_layers(other, lambda: pytest.fail("the journal was read")) is other
 
 
 @pytest.mark.parametrize("given", ["[3, 3]", "[5]", "[2, 2, 1]", "[5, 0]"])

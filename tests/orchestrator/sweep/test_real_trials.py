@@ -14,9 +14,9 @@ from footprint import Footprint
 from multinode import multinode_cluster
 
 from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.sweep.free_devices import FreeDevices, find_free_devices
 from pentad.orchestrator.sweep.grid import grid
 from pentad.orchestrator.sweep.results import Row, read_rows
-from pentad.orchestrator.sweep.room import Room, find_room
 from pentad.orchestrator.sweep.running import RunningTrial
 from pentad.orchestrator.sweep.sweep import LOGS, PAGE, Progress, sweep
 from pentad.orchestrator.sweep.trials import Request, Trial, first_valid, trials_of
@@ -50,13 +50,13 @@ def test_a_sweep_of_eight_trials_with_a_hang_and_a_crash_ends_by_itself_with_eig
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (*TINY, "schedule.name=1f1b,zb-h1", "schedule.microbatches=2,4", "memory.recompute=none,full")
-    trials = trials_of(Request(None, grid(words), 12), Room("cpu", list("012345"), 6), tmp_path / "runs")
+    trials = trials_of(Request(None, grid(words), 12), FreeDevices("cpu", list("012345"), 6), tmp_path / "runs")
     faults = {trials[1].name: signal.SIGSTOP, trials[4].name: signal.SIGKILL}
     found, seen = Footprint(), list[Progress]()
     monkeypatch.setenv("FOOTPRINT", found.mark)
 
-    def start(trial: Trial, room: Room, devices: tuple[str, ...]) -> Fault:
-        made = Fault(trial, room, devices, 400.0, tmp_path / LOGS)
+    def start(trial: Trial, free: FreeDevices, devices: tuple[str, ...]) -> Fault:
+        made = Fault(trial, free, devices, 400.0, tmp_path / LOGS)
         made.number = faults.get(made.trial.name, 0)
         return made
 
@@ -65,7 +65,7 @@ def test_a_sweep_of_eight_trials_with_a_hang_and_a_crash_ends_by_itself_with_eig
         with suppress(AssertionError):  # no trial has a file yet
             found.record()
 
-    rows = sweep(trials, Room("cpu", list("012345"), 6), tmp_path, "Sweep", 400.0, report, start=start).rows
+    rows = sweep(trials, FreeDevices("cpu", list("012345"), 6), tmp_path, "Sweep", 400.0, report, start=start).rows
     assert found.files
     found.assert_gone()
     assert len(rows) == len(read_rows(tmp_path)) == 8
@@ -86,17 +86,17 @@ def test_trials_on_a_cluster_run_beside_each_other_and_give_back_what_they_had(t
         nodes.resize(2, 2)
         words = (*TINY, f"cluster.address={nodes.address}", "schedule.name=1f1b,zb-h1,gpipe")
         points = grid(words)
-        room = find_room(first_valid(None, points).cluster)
-        assert (room.device, room.most) == ("cpu", 4)
-        trials, seen = trials_of(Request(None, points, 12), room, tmp_path / "runs"), list[Progress]()
+        free = find_free_devices(first_valid(None, points).cluster)
+        assert (free.device, free.most) == ("cpu", 4)
+        trials, seen = trials_of(Request(None, points, 12), free, tmp_path / "runs"), list[Progress]()
 
-        def start(trial: Trial, room: Room, devices: tuple[str, ...]) -> Fault:
-            made = Fault(trial, room, devices, 300.0, tmp_path / LOGS)
+        def start(trial: Trial, free: FreeDevices, devices: tuple[str, ...]) -> Fault:
+            made = Fault(trial, free, devices, 300.0, tmp_path / LOGS)
             made.of_driver = made.trial is trials[1]
             made.number = 0 if made.trial is trials[2] else signal.SIGSTOP
             return made
 
-        rows = sweep(trials, room, tmp_path, "Sweep", 300.0, seen.append, start=start).rows
+        rows = sweep(trials, free, tmp_path, "Sweep", 300.0, seen.append, start=start).rows
         assert [row.outcome for row in rows] == ["hang", "deadline", "measured"], rows
         assert "rank 1" in rows[0].cause and "its driver did not answer" in rows[1].cause
         assert max(progress.running for progress in seen) == 2

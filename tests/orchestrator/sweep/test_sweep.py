@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -16,12 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paths import TESTS
 
+from pentad.orchestrator.cluster.ray_head import members_of, psutil
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.sweep import running
+from pentad.orchestrator.sweep.free_devices import FreeDevices, find_free_devices
 from pentad.orchestrator.sweep.grid import grid
 from pentad.orchestrator.sweep.results import ARROW, CSV, SCHEMA, Row, read_rows, write_rows
-from pentad.orchestrator.sweep.room import Room, find_room
-from pentad.orchestrator.sweep.running import RunningTrial, kind_of, members_of, processes, standing_text
+from pentad.orchestrator.sweep.running import RunningTrial, standing_text
 from pentad.orchestrator.sweep.sweep import LOGS, PAGE, Progress, run_trials, sweep
 from pentad.orchestrator.sweep.trials import Request, Trial, trials_of
 from pentad.schedules.ir.errors import PentadError
@@ -43,7 +45,7 @@ class StubTrials:
         self.polls, self.at, self.outcome = polls, at, outcome
         self.started, self.ended, self.live, self.most = list[str](), list[str](), dict[str, int](), 0
 
-    def __call__(self, trial: Trial, room: Room, devices: tuple[str, ...]) -> StubTrial:
+    def __call__(self, trial: Trial, free: FreeDevices, devices: tuple[str, ...]) -> StubTrial:
         if trial.name == self.at:
             raise KeyboardInterrupt
         self.started.append(trial.name)
@@ -74,8 +76,8 @@ def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pentad.orchestrator.sweep.sweep.POLL_SECONDS", 0.0)
 
 
-def cpus(count: int) -> Room:
-    return Room("cpu", list(map(str, range(count))), 2**16)
+def cpus(count: int) -> FreeDevices:
+    return FreeDevices("cpu", list(map(str, range(count))), 2**16)
 
 
 def swept(folder: Path, stub: StubTrials, count: int = 6, *, retry: bool = False) -> list[Row]:
@@ -99,13 +101,13 @@ def test_each_trial_runs_once_and_never_are_more_devices_in_use_than_there_are(
 
 def test_gpus_of_this_machine_are_named_and_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
-    monkeypatch.setattr("pentad.orchestrator.sweep.room.local_gpus", lambda: 3)
-    room = find_room(load(None, ["cluster.device=cuda"]).cluster)
-    first, second = room.take(2), room.take(1)
-    assert first is not None and second is not None and room.take(1) is None
-    assert [room.variables(each)["CUDA_VISIBLE_DEVICES"] for each in (first, second)] == ["3,5", "7"]
-    room.give_back(first)
-    assert room.take(2) == first and room.most == 3
+    monkeypatch.setattr("pentad.orchestrator.sweep.free_devices.local_gpus", lambda: 3)
+    free = find_free_devices(load(None, ["cluster.device=cuda"]).cluster)
+    first, second = free.take(2), free.take(1)
+    assert first is not None and second is not None and free.take(1) is None
+    assert [free.variables(each)["CUDA_VISIBLE_DEVICES"] for each in (first, second)] == ["3,5", "7"]
+    free.give_back(first)
+    assert free.take(2) == first and free.most == 3
 
 
 def test_an_interrupted_sweep_leaves_no_trial_and_runs_only_what_is_missing(tmp_path: Path) -> None:
@@ -187,12 +189,19 @@ def test_a_trial_that_is_stuck_ends_at_its_deadline_with_all_that_it_started(
     child = tmp_path / LOGS / f"{trials[0].name}.child"
     while not child.exists() or not child.read_text():
         assert stuck.poll() is None
-    (session,) = members_of({int(child.read_text())})
+    (leader,) = members_of({int(child.read_text())})
     stuck.deadline = 0.0
     row = stuck.poll()
     assert row is not None and row.outcome == "deadline"
     assert row.cause == "over its deadline of 0 us: it was still starting"
-    assert not members_of({session, stuck.process.pid})
+    assert not members_of({leader.pid, stuck.process.pid})
+
+
+def is_alive(number: int) -> bool:
+    try:
+        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 ORPHAN = """
@@ -210,24 +219,26 @@ os._exit(0)
 def test_a_trial_ends_when_the_sweep_is_killed() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", ORPHAN], capture_output=True, text=True, check=True)
     until = time.monotonic() + 20
-    while int(done.stdout) in processes() and time.monotonic() < until:
+    while (is_left := is_alive(int(done.stdout))) and time.monotonic() < until:
         time.sleep(0.05)
-    assert done.stdout and int(done.stdout) not in processes()
+    assert not is_left
     orphan = [sys.executable, "-P", "-m", running.PROCESS, "none.yaml", "1"]
     assert subprocess.run(orphan, check=False).returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        ("rank 3 failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "memory"),
-        ("rank 0 failed: Task was killed due to the node running low on memory.", "memory"),
-        ("no rank made progress for 12 s: rank 1 does not answer", "hang"),
-        ("rank 1 failed: its process was killed or crashed", "failed"),
-    ],
-)
-def test_the_kind_of_a_failure_is_that_of_its_sentence(error: str, kind: str) -> None:
-    assert kind_of(error) == kind
+@pytest.mark.parametrize(("fault", "outcome"), [("memory", "memory"), ("hang", "hang"), ("killed", "failed")])
+def test_a_trial_fails_of_the_fault_that_its_process_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, outcome: str
+) -> None:
+    answer = {"error": "rank 1 failed (more in failure.txt)", "fault": fault}
+    (tmp_path / "failed_trial.py").write_text(f"print({json.dumps(answer)!r}); raise SystemExit(1)")
+    (tmp_path / LOGS).mkdir()
+    monkeypatch.setattr(running, "PROCESS", "failed_trial")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    failed, row = RunningTrial(trial(0), cpus(1), ("0",), 30.0, tmp_path / LOGS), None
+    while row is None:
+        row = failed.poll()
+    assert (row.outcome, row.cause) == (outcome, "rank 1 failed")
 
 
 def test_the_ranks_that_are_silent_for_longest_are_named() -> None:

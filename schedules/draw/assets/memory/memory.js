@@ -107,7 +107,7 @@ function draw(rank) {
   const peak = element("b", { className: rank.peak > limit ? "over" : "" }, bytes(rank.peak));
   const heading = element("header", {}, element("h2", {}, `Rank ${rank.rank}`), element("span", {}, "at most ", peak));
   const axis = element("div", { className: "time" }, ...[0, 0.5, 1].map((part) => element("span", {}, duration(part * (last - first)))));
-  return element("section", { className: "rank" }, heading, element("div", { className: "plot" }, labels, svg, axis));
+  return element("section", {}, heading, element("div", { className: "plot" }, labels, svg, axis));
 }
 
 function hide(cursor) {
@@ -122,7 +122,7 @@ function tip(rank, layers, index, total, place) {
   const rest = units.slice(MOST_UNITS).reduce((sum, { size }) => sum + size, 0);
   const shown = held.filter((layer) => !layer.unit || units.indexOf(layer) < MOST_UNITS).reverse();
   const row = (name, size, pair) => {
-    const mark = element("i");
+    const mark = element("i", { className: "swatch" });
     mark.style.background = pair ? fill(pair) : "transparent";
     return element("tr", {}, element("td", {}, mark, ` ${name}`), element("td", {}, bytes(size)));
   };
@@ -140,7 +140,7 @@ function legend() {
   const items = new Map();
   for (const rank of ranks) for (const { name, pair, unit } of layersOf(rank)) items.set(unit ? "activations, by unit" : name, pair);
   return [...items].map(([name, pair]) => {
-    const mark = element("i");
+    const mark = element("i", { className: "swatch" });
     mark.style.background = fill(pair);
     return element("li", {}, mark, name);
   });

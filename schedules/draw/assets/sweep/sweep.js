@@ -274,7 +274,7 @@ function table() {
   byId("count").textContent = chosen.length < trials.length ? `${chosen.length} of ${trials.length}` : "";
   const number = (text, name) => element("td", { className: "number", dataset: text ? { name } : {} }, text);
   const body = rows.map((trial) => {
-    const mark = element("i");
+    const mark = element("i", { className: "swatch" });
     mark.style.background = trial.tokens_per_second ? lineColour(trial) : `var(--${kind(trial)})`;
     const name = element("td", {}, mark, trial.layout || trial.settings || trial.command);
     const isMeasured = trial.outcome === "measured";
@@ -301,7 +301,7 @@ function table() {
 function legend() {
   const item = (mark, text) => element("li", {}, mark, text);
   const mark = (background, className = "") => {
-    const made = element("i", { className });
+    const made = element("i", { className: `swatch ${className}` });
     made.style.background = background;
     return made;
   };

@@ -1,4 +1,4 @@
-"""Memory of this machine, and of the container that this process is in."""
+"""RAM of this host, and of the container that this process is in."""
 
 from __future__ import annotations
 

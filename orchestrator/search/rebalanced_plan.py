@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -45,7 +45,7 @@ def with_layers(config: RunConfig, layers: Sequence[int]) -> RunConfig:
     return config.model_copy(update={"schedule": schedule})
 
 
-def moved_plan(config: RunConfig, plan: Plan) -> Plan:
+def rebalanced_plan(config: RunConfig, plan: Plan) -> Plan:
     """The plan of the same ranks with the layers per stage of `config`. Raises PentadError if there is none."""
     hosts = 1 if plan.transport == "peer" else 2
     return with_inputs_of(make_plan(config, plan.device, hosts=hosts, model=plan.model), plan)
@@ -57,13 +57,13 @@ def facts_of(config: RunConfig) -> dict[str, Any]:
     return {"pipeline": pipeline, "configured": config.schedule.layers_per_stage}
 
 
-def with_moved_layers(config: RunConfig, journal: Sequence[Mapping[str, Any]]) -> RunConfig:
+def with_rebalanced_layers(config: RunConfig, journal: Callable[[], Sequence[Mapping[str, Any]]]) -> RunConfig:
     """The configuration of a run that resumes, with the layers per stage that its journal has last, unless its pipeline
     or its layers were changed since."""
-    events = [row for row in journal if row["event"] == "rebalanced"]
+    if config.elastic.slow_rank != "rebalance":
+        return config
+    events = [row for row in journal() if row["event"] == "rebalanced"]
     facts = facts_of(config)
     known = [layers for row in events for layers in (row["configured"], row["layers"])]
     is_same = facts["configured"] in known and events[-1]["pipeline"] == facts["pipeline"]
-    if config.elastic.slow_rank != "rebalance" or not is_same:
-        return config
-    return with_layers(config, events[-1]["layers"])
+    return with_layers(config, events[-1]["layers"]) if is_same else config

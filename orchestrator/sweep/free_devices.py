@@ -16,7 +16,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass
-class Room:
+class FreeDevices:
     """Free `devices`, each of one rank; `most` is the most ranks of a trial. CPU ranks of this machine share its cores
     where they are more than these, and such a trial then runs alone. GPUs of this machine have names (`named`), those
     of a cluster are chosen by Ray."""
@@ -51,20 +51,20 @@ class Room:
         return {VISIBLE: ",".join(devices)} if self.named else {}
 
 
-def find_room(section: ClusterSection, most_ranks: int = 2**16) -> Room:
+def find_free_devices(section: ClusterSection, most_ranks: int = 2**16) -> FreeDevices:
     """Of the machine or the cluster that a run would be on. Raises PentadError without a device."""
     if section.address != "local":
         return _on_cluster(section)
     if local_device(section, 1)[0] == "cpu":
-        return Room("cpu", list(map(str, range(os.cpu_count() or 1))), most_ranks)
+        return FreeDevices("cpu", list(map(str, range(os.cpu_count() or 1))), most_ranks)
     visible = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
     names = visible[: local_gpus()] or list(map(str, range(local_gpus())))
     if not names:
         raise PentadError("cluster.device is cuda: expected a GPU on this machine")
-    return Room("cuda", names, len(names), named=True)
+    return FreeDevices("cuda", names, len(names), named=True)
 
 
-def _on_cluster(section: ClusterSection) -> Room:
+def _on_cluster(section: ClusterSection) -> FreeDevices:
     import ray
 
     from pentad.orchestrator.cluster.cluster import join
@@ -75,4 +75,4 @@ def _on_cluster(section: ClusterSection) -> Room:
     if not free:
         kind = "GPU" if device == "cuda" else "CPU"
         raise PentadError(f"cluster.address is {section.address}: expected a Ray cluster with a free {kind}")
-    return Room(device, list(map(str, range(free))), free)
+    return FreeDevices(device, list(map(str, range(free))), free)
