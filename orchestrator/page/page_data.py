@@ -128,14 +128,15 @@ class PageData(Watcher):
             "events": events,
             "kept": kept,
             "has_times": has_times,
-            "has_experts": bool(self.bus.expert_load),
+            "has_experts": bool(self.bus.expert_load.layers),
             "dashboard": view.endpoints.get("dashboard", ""),
         }
 
     def experts(self) -> dict[str, Any]:
-        """The load of each expert in the newest step, by layer, as multiples of the mean of its layer."""
-        layers = sorted(self.bus.expert_load.items())
-        return {"layers": [{"layer": layer, "load": _relative(load)} for layer, load in layers]}
+        """The load of each expert in the newest step that ranks reported, as multiples of the mean of its layer."""
+        step, loads = self.bus.expert_load
+        layers = sorted(loads.items())
+        return {"step": step, "layers": [{"layer": layer, "load": _relative(load)} for layer, load in layers]}
 
     def timeline_html(self) -> str:
         """The kept steps, measured above simulated. Raises PentadError if there is none."""

@@ -17,7 +17,7 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.runtime.results import Evaluation, LossSum, StepResult
+from pentad.workers.runtime.results import Evaluation, LossSum, StepResult, total_load
 
 COST_STEPS = 10  # steps whose spans costs are measured from
 
@@ -131,7 +131,7 @@ class History:
             "host_seconds": max(result.host_seconds for result in step),
             "data_wait_seconds": max(result.data_wait_seconds for result in step),
             "rank_times": self._rank_times(step, spans),
-            "expert_load": {layer: load for result in step for layer, load in result.expert_load.items()},
+            "expert_load": total_load(result.expert_load for result in step),
             **self._sources(step),
             **fp8_row(sample for result in step for sample in result.fp8),
         }

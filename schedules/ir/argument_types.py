@@ -17,7 +17,8 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from pentad.schedules.ir.errors import PentadError
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 _WORDS = {
     bool: "True or False",
     int: "a whole number",

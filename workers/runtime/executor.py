@@ -20,6 +20,7 @@ from pentad.workers.linear.fp8_samples import PendingSamples
 from pentad.workers.model.base_stage import BaseStage, StageInputs
 from pentad.workers.parallel.async_ops import Task, host_waits, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.process_groups import ProcessGroups
+from pentad.workers.params.router_bias import PendingLoad, reports_load
 from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.optimizer_step import OptimizerStep
 from pentad.workers.runtime.progress_file import ProgressFile
@@ -93,6 +94,7 @@ class Executor:
         self.valid, self.restart, self.target_tokens = True, False, 0
         self.issued = dict[int, IssuedStep]()
         self.fp8_samples = dict[int, list[PendingSamples]]()  # by step, of its stages
+        self.expert_loads = dict[int, list[PendingLoad]]()  # likewise
 
     def run(self, program: RankProgram, step: int, batch: Batch) -> None:
         """Issues one step. Raises Aborted if the generation ends."""
@@ -197,6 +199,12 @@ class Executor:
                     stage.complete_gradients()
                     if stage.casts is not None and (samples := stage.casts.take_samples()) is not None:
                         self.fp8_samples.setdefault(self.step, []).append(samples)
+                    if (
+                        stage.expert_load is not None
+                        and self.optimizer_step.totals.at.tp == 0
+                        and reports_load(self.step)
+                    ):
+                        self.expert_loads.setdefault(self.step, []).append(stage.expert_load.copy())
                 self.optimizer_step.reduce_norm(self.step, self.check)
             case Op.STEP:
                 self.optimizer_step.step(self.step)
