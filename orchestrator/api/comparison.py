@@ -21,12 +21,12 @@ from pentad.orchestrator.monitoring.runfolder import (
     saved_config,
 )
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
-from pentad.orchestrator.planning.estimate import read_costs
 from pentad.orchestrator.planning.formatting import format_duration
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.argument_types import checks_types
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.read_costs import read_costs
 from pentad.schedules.simulate.timeline import Timeline
 
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.memory.curve import memory_curves
-from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import METRICS, TIMED_STEPS
 from pentad.orchestrator.page.data_flow import data_flow
+from pentad.orchestrator.page.drawing import timeline_html
 from pentad.orchestrator.page.step_curves import StepCurves
-from pentad.orchestrator.planning.estimate import costs_of, read_costs
+from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.fit import device_memory
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.hang_detection import SILENT_SECONDS, positions_in_program
@@ -29,6 +29,7 @@ from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.draw.memory import memory_page
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
+from pentad.schedules.simulate.read_costs import read_costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.plan import Plan
@@ -143,12 +144,7 @@ class PageData(Watcher):
         plan, measured = self._measured()
         if not measured.spans:
             raise PentadError("no step has been measured yet: expected one (metrics.timeline_steps)")
-
-        def draw() -> str:
-            costs = read_costs(plan.program, measured) or costs_of(plan)
-            return comparison_page(DrawnRun.of_plan(plan), measured, simulate_steps(plan, measured, costs))
-
-        return self._once("timeline", (plan, measured.steps), draw)
+        return self._once("timeline", (plan, measured.steps), lambda: timeline_html(plan, measured, costs_of(plan)))
 
     def memory_html(self) -> str:
         """What every pipeline rank holds over a step, by kind and by unit, as planned, at the newest measured costs."""

@@ -10,10 +10,11 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from pentad.orchestrator.planning.estimate import costs_of, mfu, read_costs
+from pentad.orchestrator.planning.estimate import costs_of, mfu
 from pentad.orchestrator.records.fp8_health import fp8_row
 from pentad.schedules.diagnosis.rank_times import RankTime, RankWaits, times_of_step
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.read_costs import read_costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.plan import Plan
