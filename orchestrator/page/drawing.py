@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps
 from pentad.schedules.ir.errors import PentadError
@@ -59,8 +60,14 @@ def _draw(folder: Path) -> str:
     program, measured = Program.load(folder / PROGRAM), Timeline.load(folder / MEASURED)
     batch = BatchSpec(**dict(zip(_SIZES, facts["batch"], strict=True)))
     run = DrawnRun(facts["name"], Mesh(**facts["mesh"]), program, batch, facts["model"])
-    costs = Costs(**{name: tuple(each) if isinstance(each, list) else each for name, each in facts["costs"].items()})
-    return comparison_page(run, measured, simulate_steps(run, measured, costs))
+    costs: dict[str, Any] = {
+        name: tuple(map(_tuple, each)) if isinstance(each, list) else each for name, each in facts["costs"].items()
+    }
+    return comparison_page(run, measured, simulate_steps(run, measured, Costs(**costs)))
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pentad.workers.params.router_bias import PendingLoad, reports_load
 from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.optimizer_step import OptimizerStep
 from pentad.workers.runtime.progress_file import ProgressFile
+from pentad.workers.runtime.results import total_load
 from pentad.workers.runtime.streams import Check, HostStreams, Lanes
 from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport.p2p import P2PTransport
@@ -215,6 +216,10 @@ class Executor:
                 self.restart = not self.valid
             case _:
                 assert_never(part.op)
+
+    def take_expert_load(self, step: int) -> dict[int, tuple[int, ...]]:
+        """That of a step whose results are read, in a StepResult's form."""
+        return total_load(each.read() for each in self.expert_loads.pop(step, ()))
 
     def _forward(self, part: Instruction) -> Task[None]:
         stage, tokens = self.stages[part.stage], self.tokens.get(part.microbatch)

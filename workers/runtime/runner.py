@@ -43,7 +43,6 @@ from pentad.workers.runtime.results import (
     WrittenShards,
     longest_instruction,
     sums_by_source,
-    total_load,
 )
 from pentad.workers.runtime.streams import CudaStreams
 from pentad.workers.runtime.zero import ZeroShards
@@ -393,7 +392,7 @@ class Runner:
             skipped=not math.isfinite(float(committed.taken)),
             spans=spans_of(self.plan, self.rank, committed.step, times),
             layer_waits=self._connected.lanes.take_layer_waits(),
-            expert_load=total_load(each.read() for each in self._connected.expert_loads.pop(committed.step, ())),
+            expert_load=self._connected.take_expert_load(committed.step),
             data_wait_seconds=self.data_wait_seconds.pop(committed.step, 0.0),
             host_seconds=self._connected.host_seconds.pop(committed.step, 0.0),
             instructions=len(times),
