@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pentad.orchestrator.api.runs import Run
 from pentad.orchestrator.monitoring.runfolder import find_checkpoint
+from pentad.schedules.ir.argument_types import checks_types
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Checkpoint
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from pentad.workers.hf.exporter import Dtype
 
 Source = Run | str | os.PathLike[str]
-FORMS, DTYPES = ("pentad", "hf", "transformers"), ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")
 
 
 def checkpoint_of(source: Source) -> Checkpoint:
@@ -31,6 +32,7 @@ def load_checkpoint(
 ) -> dict[str, torch.Tensor]: ...
 @overload
 def load_checkpoint(source: Source, form: Literal["transformers"], *, dtype: Dtype = "float32") -> Any: ...
+@checks_types
 def load_checkpoint(
     source: Source, form: Literal["pentad", "hf", "transformers"] = "pentad", *, dtype: Dtype = "float32"
 ) -> dict[str, torch.Tensor] | Any:
@@ -43,9 +45,8 @@ def load_checkpoint(
     Raises PentadError if there is no intact checkpoint, for a custom model, and for a family that the form cannot
     express.
     """
-    for name, given, known in (("form", form, FORMS), ("dtype", dtype, DTYPES)):
-        if given not in known:
-            raise PentadError(f"{name} is {given!r}: expected one of {', '.join(known)}")
+    if dtype not in DTYPES:
+        raise PentadError(f"dtype is {dtype!r}: expected one of {', '.join(DTYPES)}")
     import torch
 
     from pentad.orchestrator.api.exports import export_request

@@ -21,11 +21,12 @@ from pentad.orchestrator.monitoring.runfolder import (
     saved_config,
 )
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
-from pentad.orchestrator.planning.estimate import read_costs
 from pentad.orchestrator.planning.formatting import format_duration
 from pentad.schedules.draw.trace import write_trace
+from pentad.schedules.ir.argument_types import checks_types
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.read_costs import read_costs
 from pentad.schedules.simulate.timeline import Timeline
 
 
@@ -65,6 +66,7 @@ class Comparison:
         """A figure of the step."""
         return comparison_svg(self.run, self.measured, self.simulated)
 
+    @checks_types
     def write_trace(self, path: Path) -> None:
         """Writes a trace that opens in Perfetto (.json.gz)."""
         write_trace(path, [self.all_measured, self.simulated], process_names=process_names(self.run))

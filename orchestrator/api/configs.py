@@ -9,12 +9,16 @@ from types import MappingProxyType
 from typing import Any
 
 from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.config.errors import has_control_characters, shown
 from pentad.orchestrator.planning import hardware
+from pentad.schedules.ir.argument_types import checks_types
+from pentad.schedules.ir.errors import PentadError
 
 Config = RunConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
+@checks_types
 def load_config(config: Config = None, **sections: Any) -> RunConfig:
     """A configuration from a YAML file's path, a mapping of sections, or another configuration (None: the quickstart),
     with `sections` such as `mesh={"pp": 2}` merged into it. Raises PentadError with all mistakes."""
@@ -39,4 +43,8 @@ def config_to_train(
 
 
 def _source(config: Config) -> RunConfig | Mapping[str, Any] | Path | None:
-    return Path(config) if isinstance(config, str | os.PathLike) else config
+    if not isinstance(config, str | os.PathLike):
+        return config
+    if has_control_characters(path := os.fsdecode(config)):
+        raise PentadError(f"config is {shown(path)}: expected a path without control characters")
+    return Path(path)

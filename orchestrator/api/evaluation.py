@@ -9,8 +9,10 @@ from pentad.orchestrator.api.checkpoints import Source, checkpoint_of
 from pentad.orchestrator.api.configs import load_config
 from pentad.orchestrator.api.rendering import log_console
 from pentad.orchestrator.monitoring.display import Display
+from pentad.schedules.ir.argument_types import checks_types
 
 
+@checks_types
 def evaluate(
     source: Source,
     *,

@@ -15,7 +15,6 @@ from pentad.orchestrator.api.rendering import as_text, line
 from pentad.orchestrator.diagnosis.remedies import Remedy, better_schedule, left_of_parts, place_names, remedy_of
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, RANK_TIMES, saved_config
 from pentad.orchestrator.monitoring.tables import fitted_table
-from pentad.orchestrator.planning.estimate import read_costs
 from pentad.orchestrator.planning.formatting import format_duration, format_percent
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.schedules.diagnosis.attribution import PARTS, Measured, RankStep, attribute, mean_parts
@@ -24,6 +23,7 @@ from pentad.schedules.diagnosis.rank_times import load, measured_of
 from pentad.schedules.diagnosis.replay import Replay
 from pentad.schedules.diagnosis.step_view import StepView
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.read_costs import read_costs
 
 MOST_CAUSES = 5
 MOST_COLUMNS = 8  # ranks that get a column each

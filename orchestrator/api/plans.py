@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -31,6 +32,7 @@ from pentad.orchestrator.planning.hardware import gpu_of, local_device, require_
 from pentad.orchestrator.planning.planning import make_plan, require_shards
 from pentad.schedules.draw.memory import memory_page
 from pentad.schedules.draw.svg import svg_grid
+from pentad.schedules.ir.argument_types import checks_types
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.passes.recompute import config_text
 from pentad.schedules.simulate.costs import Costs
@@ -201,6 +203,7 @@ class PlannedRun:
         return svg_grid(self.timeline, title=title, timed=True)
 
 
+@checks_types
 def plan(
     config: Config = None, *, device: Device | None = None, device_gib: float | None = None, **sections: Any
 ) -> PlannedRun:
@@ -210,6 +213,8 @@ def plan(
     memory (None: that of cluster.gpu, else as here, else an H200's). Raises PentadError for a mistake in the
     configuration.
     """
+    if device_gib is not None and not 0 < device_gib < math.inf:
+        raise PentadError(f"device_gib is {device_gib:g}: expected a finite number greater than 0")
     return planned(load_config(config, **sections), device, device_gib)
 
 

@@ -13,6 +13,7 @@ from pentad.orchestrator.monitoring.runfolder import resolve_run, saved_config
 from pentad.orchestrator.planning.formatting import format_number
 from pentad.orchestrator.records.checkpoint_places import checkpoints_in
 from pentad.orchestrator.records.json_lines import read_lines
+from pentad.schedules.ir.argument_types import checks_types
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import committed
 from pentad.workers.checkpoint.location import Location
@@ -33,6 +34,7 @@ class Run:
     Raises PentadError if there is no such run.
     """
 
+    @checks_types
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self.folder = resolve_run(os.fspath(run)).absolute()
 
@@ -45,6 +47,7 @@ class Run:
         """As of the last start."""
         return saved_config(self.folder)
 
+    @checks_types
     def status(self, timeout_seconds: float = 5.0) -> dict[str, Any]:
         """What `pentad status --json` prints: state, step (the number of steps done), loss, mesh and so on; of a live
         run also what its ranks do. Raises PentadError if a live run does not answer in this time."""
@@ -75,6 +78,7 @@ class Run:
 
         return Program.load(self.folder / runfolder.PROGRAM)
 
+    @checks_types
     def timeline(self, *, evaluation: bool = False) -> Timeline:
         """When every instruction of the last steps ran, or of the last round of each of the last evaluations;
         `.to_arrow()` makes a table of it. Raises PentadError if the run has measured none or has not ended."""
@@ -82,6 +86,7 @@ class Run:
 
         return measured_timeline(self.folder, evaluation=evaluation)
 
+    @checks_types
     def compare(self, step: int | None = None, *, evaluation: bool = False) -> Comparison:
         """A measured step (None: the last), or the last round of an evaluation after so many steps, beside its
         simulation, as `pentad timeline` shows it."""
@@ -89,6 +94,7 @@ class Run:
 
         return compare(self.folder, step, evaluation=evaluation)
 
+    @checks_types
     def explain(self, step: int | None = None) -> Explanation:
         """What a measured step's time (None: the last) went into, by rank, and what would shorten it, as
         `pentad timeline --explain` shows it."""

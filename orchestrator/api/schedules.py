@@ -19,6 +19,7 @@ from pentad.schedules.draw.grid import time_cells, time_grid
 from pentad.schedules.draw.html import SimulatedProgram, schedule_page
 from pentad.schedules.draw.svg import svg_grid
 from pentad.schedules.generators.torch_csv import torch_csv
+from pentad.schedules.ir.argument_types import checks_types
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.search.auto import AUTO, choose, describe
@@ -79,6 +80,7 @@ class Schedule:
         """Width of the time grid."""
         return round(self.makespan / min(*self.costs.forward, *self.costs.backward, *self.costs.weight))
 
+    @checks_types
     def facts(self, *, with_streams: bool = True) -> dict[str, Any]:
         """What `pentad schedule --json` prints; with or without every instruction as text."""
         return summary(self.program, self.costs, with_streams=True) if with_streams else dict(self._facts)
@@ -96,6 +98,7 @@ class Schedule:
         """A figure of a step."""
         return svg_grid(self.timeline, title=f"{self.program.name}, {self.title}", timed=False)
 
+    @checks_types
     def html(self, *others: Schedule, facts: dict[str, str] | None = None, limit: float | None = None) -> str:
         """An interactive page of a step, with `others` below it; `facts` are shown beside the title and `limit` in the
         curves of activations."""
@@ -144,6 +147,7 @@ class Schedule:
     _repr_svg_ = svg
 
 
+@checks_types
 def schedule(
     name: str,
     ranks: int,

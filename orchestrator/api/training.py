@@ -12,12 +12,14 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.choice import with_choices
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.planning.fit import device_of
+from pentad.orchestrator.run.interrupts import OnStep
+from pentad.schedules.ir.argument_types import checks_types
 
 if TYPE_CHECKING:
     from pentad.orchestrator.api.runs import Run
-    from pentad.orchestrator.run.interrupts import OnStep
 
 
+@checks_types
 def train(config: Config = None, *, on_step: OnStep | None = None, quiet: bool = False, **sections: Any) -> Run:
     """Runs the steps that a run still lacks, and returns it.
 

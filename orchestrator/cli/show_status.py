@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import secrets
+import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +50,29 @@ def show_status(run: Path, console: Console, *, watch: bool, as_json: bool, time
 
 
 def show_page(run: Path, *, as_json: bool, timeout_seconds: float) -> None:
-    """Prints the address of a live run's page with the token that it asks for."""
-    with connect(run) as client:
-        url = client.status(timeout_seconds)["endpoints"].get("page")
-        if url is None:
-            raise PentadError(f"run {run.name} has no page yet: expected one that has started")
-        address = f"{url}?token={client.token}"
-    print(json.dumps({"run": run.name, "page": address}) if as_json else address)
+    """Prints the address of a run's page with the token that it asks for. The page of a run that is not live is served
+    here, from its folder, until Ctrl-C."""
+    try:
+        with connect(run) as client:
+            url = client.status(timeout_seconds)["endpoints"].get("page")
+            if url is None:
+                raise PentadError(f"run {run.name} has no page yet: expected one that has started")
+            _print_page(run, f"{url}?token={client.token}", as_json)
+    except NotLive as error:
+        from pentad.orchestrator.page.ended_run import EndedRun
+        from pentad.orchestrator.page.page_server import PageServer
+
+        token = secrets.token_urlsafe(16)
+        with closing(PageServer(EndedRun(run), "127.0.0.1", 0, token, None)) as server:
+            _print_page(run, f"{server.url}?token={token}", as_json)
+            state = f"run {run.name} is {error.last['state']}: this command serves its page until Ctrl-C"
+            Console(stderr=True).print(Text(state, "dim"), soft_wrap=True)
+            with suppress(KeyboardInterrupt):
+                threading.Event().wait()
+
+
+def _print_page(run: Path, address: str, as_json: bool) -> None:
+    print(json.dumps({"run": run.name, "page": address}) if as_json else address, flush=True)
 
 
 def show_request(run: Path, verb: str, console: Console, *, as_json: bool, timeout_seconds: float) -> None:

@@ -133,12 +133,18 @@ def gone(folder: Path, address: str) -> NotLive:
 
 def ended(folder: Path) -> dict[str, Any]:
     """The last status of a run that is not live, from its folder; `step` is the number of steps done."""
+    view = last_view(folder)
+    return {**view._asdict(), "evaluations": [each._asdict() for each in view.evaluations]}
+
+
+def last_view(folder: Path) -> RunView:
+    """The same, without ranks."""
     config = saved_config(folder)
     rows, events = read_lines(folder / METRICS, ["step", "generation"]), read_lines(folder / JOURNAL, ["event"])
     row = rows[-1] if rows else {"step": -1, "generation": 0}
     states = [event for event in events if event["event"] in ("start", *_ENDINGS)]
     state = _ENDINGS.get(states[-1]["event"], "failed") if states else "stopped"
-    view = RunView(
+    return RunView(
         run=config.run.name,
         folder=str(folder),
         state=state,
@@ -153,7 +159,6 @@ def ended(folder: Path) -> dict[str, Any]:
         verdict=_failure(states),
         **evaluation_state(config, read_lines(folder / EVALUATIONS, EVAL_KEYS), row["step"] + 1),
     )
-    return {**view._asdict(), "evaluations": [each._asdict() for each in view.evaluations]}
 
 
 def _failure(states: list[dict[str, Any]]) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.estimate import read_costs
-from pentad.orchestrator.planning.layout import batch_spec
 from pentad.schedules.draw.html import timeline_page
 from pentad.schedules.draw.svg import svg_comparison
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.read_costs import read_costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.batch import BatchSpec
@@ -18,6 +16,9 @@ from pentad.schedules.spec.mesh import Mesh, to_mesh_ranks
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import num_parameters
+
+if TYPE_CHECKING:
+    from pentad.orchestrator.config.config import RunConfig  # slow to import, for a process that draws
 
 
 class DrawnRun(NamedTuple):
@@ -36,6 +37,8 @@ class DrawnRun(NamedTuple):
     @staticmethod
     def of_config(config: RunConfig, program: Program) -> DrawnRun:
         """Of a run with this program. A custom model is only named: to measure it would execute the user's file."""
+        from pentad.orchestrator.planning.layout import batch_spec
+
         batch, custom = batch_spec(config), config.model.custom
         if program.microbatches in batch.rampup_microbatches:
             batch = batch.with_microbatches(program.microbatches)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.worker import Status
@@ -17,6 +18,13 @@ from pentad.orchestrator.records.fp8_health import Fp8Health
 from pentad.schedules.diagnosis.slow_ranks import SlowRank
 from pentad.schedules.simulate.timeline import Span
 from pentad.workers.runtime.telemetry import GpuState
+
+
+class ExpertLoads(NamedTuple):
+    """The tokens that each expert got in the newest `step` whose load ranks reported, by layer."""
+
+    step: int = -1
+    layers: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
 
 class EventBus:
@@ -33,7 +41,7 @@ class EventBus:
         self.lasting_slow_ranks: tuple[SlowRank, ...] = ()  # those of them that elastic.slow_rank acts upon
         self.flipped_bits = ""  # what the last search that found some said
         self.gpus = dict[int, GpuState]()  # the ranks' GPUs, as last read
-        self.expert_load = dict[int, tuple[int, ...]]()  # tokens of each expert in the last step, by layer, if counted
+        self.expert_load = ExpertLoads()
         self.statuses = dict[int, Status]()  # of the ranks of this generation, as last heard
         self.on_first_step: Callable[[], None] = lambda: None
         plan = folder.plan
@@ -97,7 +105,8 @@ class EventBus:
     def steps_done(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         """Records completed steps: their rows of metrics.jsonl, and the spans of each."""
         times = [row.pop("rank_times", ()) for row in rows]
-        self.expert_load = [row.pop("expert_load", {}) for row in rows][-1]
+        loads = [ExpertLoads(row["step"], row.pop("expert_load", {})) for row in rows]
+        self.expert_load = next((each for each in reversed(loads) if each.layers), self.expert_load)
         self.folder.rank_times.extend(times)
         rows = [self.folder.metrics(row) for row in rows]
         for row in rows:

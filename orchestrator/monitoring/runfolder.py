@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ from pentad.workers.hf.names import MODEL_FILE
 PROGRAM, METRICS, JOURNAL = "program.arrow", "metrics.jsonl", "journal.jsonl"
 EVALUATIONS, EVAL_PROGRAM, EVAL_TIMELINE = "eval.jsonl", "eval-program.arrow", "eval-timeline.arrow"
 TIMELINE, RANK_TIMES, TRACE, PAGE = "timeline.arrow", "rank-times.arrow", "trace.json.gz", "timeline.html"
-RANK_TIMES_SVG = "rank-times.svg"
+RANK_TIMES_SVG, EXPERT_LOAD = "rank-times.svg", "expert-load.json"
 _GENERATION_AT = 20  # bytes, in the file of the lock
 TIMED_STEPS = 200  # whose times by rank are kept
 # Keys of every line of metrics.jsonl; bubbles are shares of the makespan, null where a step was not measured.
@@ -211,6 +211,10 @@ class RunFolder:
         drawing = self._rank_times(plan)
         page = comparison_page(DrawnRun.of_plan(plan), measured, simulated, drawing)
         replace_file(self.path / PAGE, page.encode())
+
+    def save_expert_load(self, step: int, layers: Mapping[int, Sequence[int]]) -> None:
+        """Writes expert-load.json: the tokens that each expert of a layer got in this step."""
+        self.files.replace(self.path / EXPERT_LOAD, json.dumps({"step": step, "layers": dict(layers)}).encode())
 
     def _rank_times(self, plan: Plan) -> str:
         """Writes rank-times.arrow and, of what the ranks of this mesh did, rank-times.svg, which is returned."""

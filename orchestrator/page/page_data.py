@@ -10,17 +10,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.memory.curve import memory_curves
-from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps
-from pentad.orchestrator.monitoring.event_bus import EventBus
+from pentad.orchestrator.monitoring.event_bus import ExpertLoads
 from pentad.orchestrator.monitoring.run_state import RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import METRICS, TIMED_STEPS
 from pentad.orchestrator.page.data_flow import data_flow
+from pentad.orchestrator.page.drawing import timeline_html
 from pentad.orchestrator.page.step_curves import StepCurves
-from pentad.orchestrator.planning.estimate import costs_of, read_costs
+from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.fit import device_memory
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.hang_detection import SILENT_SECONDS, positions_in_program
@@ -29,14 +30,41 @@ from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.draw.memory import memory_page
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
+from pentad.schedules.simulate.read_costs import read_costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.verify.hang_diagnosis import GROUP_AXES, INNER_AXES, find_cause
+from pentad.workers.runtime.telemetry import GpuState
 
 MOST_EVENTS = 200
 QUIET = ("evaluation", "checkpoint", "best", "copies")  # events that a run of any length has many of
 T = TypeVar("T")
+
+
+class Folder(Protocol):
+    """A run's folder."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def plan(self) -> Plan: ...
+    def journal(self) -> list[dict[str, Any]]: ...
+
+
+class Source(Protocol):
+    """What the page reads of a run's EventBus, or of what is left of a run."""
+
+    @property
+    def view(self) -> RunView: ...
+    @property
+    def folder(self) -> Folder: ...
+    @property
+    def expert_load(self) -> ExpertLoads: ...
+    @property
+    def statuses(self) -> dict[int, Status]: ...
+    @property
+    def gpus(self) -> dict[int, GpuState]: ...
 
 
 class Moment(NamedTuple):
@@ -50,7 +78,7 @@ class Moment(NamedTuple):
 class PageData(Watcher):
     """Of one run, over all its generations."""
 
-    def __init__(self, bus: EventBus, timeline_steps: int) -> None:
+    def __init__(self, bus: Source, timeline_steps: int) -> None:
         self.bus, self.lock = bus, threading.Lock()  # held for moments, while the driver adds or a reader copies
         self.plan = bus.folder.plan
         self.now = Moment(bus.view, self.plan, {})
@@ -128,26 +156,22 @@ class PageData(Watcher):
             "events": events,
             "kept": kept,
             "has_times": has_times,
-            "has_experts": bool(self.bus.expert_load),
+            "has_experts": bool(self.bus.expert_load.layers),
             "dashboard": view.endpoints.get("dashboard", ""),
         }
 
     def experts(self) -> dict[str, Any]:
-        """The load of each expert in the newest step, by layer, as multiples of the mean of its layer."""
-        layers = sorted(self.bus.expert_load.items())
-        return {"layers": [{"layer": layer, "load": _relative(load)} for layer, load in layers]}
+        """The load of each expert in the newest step that ranks reported, as multiples of the mean of its layer."""
+        step, loads = self.bus.expert_load
+        layers = sorted(loads.items())
+        return {"step": step, "layers": [{"layer": layer, "load": _relative(load)} for layer, load in layers]}
 
     def timeline_html(self) -> str:
         """The kept steps, measured above simulated. Raises PentadError if there is none."""
         plan, measured = self._measured()
         if not measured.spans:
             raise PentadError("no step has been measured yet: expected one (metrics.timeline_steps)")
-
-        def draw() -> str:
-            costs = read_costs(plan.program, measured) or costs_of(plan)
-            return comparison_page(DrawnRun.of_plan(plan), measured, simulate_steps(plan, measured, costs))
-
-        return self._once("timeline", (plan, measured.steps), draw)
+        return self._once("timeline", (plan, measured.steps), lambda: timeline_html(plan, measured, costs_of(plan)))
 
     def memory_html(self) -> str:
         """What every pipeline rank holds over a step, by kind and by unit, as planned, at the newest measured costs."""

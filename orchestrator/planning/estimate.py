@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from functools import cache
 from operator import mul
-from statistics import median
 
 from pentad.orchestrator.activations.activation_memory import cuts_of
 from pentad.orchestrator.activations.activation_peaks import activation_peaks, activations_of
@@ -15,7 +14,6 @@ from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning.comm_volume import padded_elements, param_shards_at
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.hardware import rates_of
-from pentad.schedules.ir.instruction import RECEIVES, Op
 from pentad.schedules.ir.lookup import IS_RECEIVE
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.post_validation import has_post_validation
@@ -25,7 +23,7 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.simulate.simulate import event_times
-from pentad.schedules.simulate.timeline import Timeline, attributed_seconds
+from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.batch import DocumentCosts
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import PIECE_ELEMENTS, PIECES, ROUND_ELEMENTS
@@ -59,49 +57,6 @@ def simulated_seconds(plan: Plan, events: Events | None = None, rates: Rates | N
     they are known already; `rates` are others than the plan's."""
     times = event_times(plan.program, events or acyclic_events(plan.program), costs_of(plan, rates))
     return float(times.ends.max() - times.starts.min())
-
-
-def read_costs(program: Program, timeline: Timeline) -> Costs | None:
-    """Measured costs: medians over the spans of an op on a stage, or None if a stage lacks an op of the program.
-
-    BW counts half for each of B and W, and `attributed_seconds` divides the time of overlapped pairs. Transfers and
-    collectives count their shortest span, since the others contain waiting.
-    """
-    seconds: dict[tuple[str, int], list[float]] = {}
-    for span, took in attributed_seconds(timeline.spans):
-        seconds.setdefault((span.op, span.stage), []).append(max(took, 1e-9))
-
-    def of(op: Op, stage: int) -> float:
-        if (op, stage) in seconds:
-            return median(seconds[op, stage])
-        return median(seconds.get((Op.BW, stage), [0.0])) / 2
-
-    def shortest(*ops: Op) -> float:
-        return min((min(times) for (op, _), times in seconds.items() if op in ops), default=0.0)
-
-    def shortest_by_stage(op: Op) -> tuple[float, ...]:
-        found = tuple(min(seconds.get((op, stage), [0.0])) for stage in range(program.stages))
-        return found if any(found) else ()
-
-    stages = range(program.stages)
-    forward, backward, weight = (tuple(of(op, s) for s in stages) for op in (Op.F, Op.B, Op.W))
-    if not all(forward if program.forward_only else (*forward, *backward, *weight)):
-        return None
-    recompute, offload = (
-        tuple(of(op, s) if (op, s) in seconds else 0.0 for s in stages) for op in (Op.RECOMPUTE, Op.OFFLOAD)
-    )
-    return Costs(
-        forward,
-        backward,
-        weight,
-        transfer=shortest(*RECEIVES),
-        norm=shortest(Op.NORM, Op.LOSS),
-        step=shortest(Op.STEP),
-        recompute=recompute if any(recompute) else (),
-        offload=offload if any(offload) else (),
-        reduce=shortest_by_stage(Op.ALL_REDUCE) or tuple(2 * each for each in shortest_by_stage(Op.REDUCE_SCATTER)),
-        gather=shortest_by_stage(Op.ALL_GATHER),
-    )
 
 
 def flops_per_token(model: ModelSpec, length: int, *, causal: bool = True, frozen: bool = False) -> float:

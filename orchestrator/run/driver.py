@@ -223,6 +223,8 @@ def _write_timelines(bus: EventBus, history: History) -> None:
     try:
         bus.folder.timelines(history.timeline, history.costs, history.program)
         bus.folder.eval_timeline(history.eval_timeline)
+        if bus.expert_load.layers:
+            bus.folder.save_expert_load(*bus.expert_load)
     except PentadError as error:
         bus.display.note(f"no timeline: {error}")
 

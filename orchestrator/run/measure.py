@@ -10,14 +10,15 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from pentad.orchestrator.planning.estimate import costs_of, mfu, read_costs
+from pentad.orchestrator.planning.estimate import costs_of, mfu
 from pentad.orchestrator.records.fp8_health import fp8_row
 from pentad.schedules.diagnosis.rank_times import RankTime, RankWaits, times_of_step
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.read_costs import read_costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.runtime.results import Evaluation, LossSum, StepResult
+from pentad.workers.runtime.results import Evaluation, LossSum, StepResult, total_load
 
 COST_STEPS = 10  # steps whose spans costs are measured from
 
@@ -131,7 +132,7 @@ class History:
             "host_seconds": max(result.host_seconds for result in step),
             "data_wait_seconds": max(result.data_wait_seconds for result in step),
             "rank_times": self._rank_times(step, spans),
-            "expert_load": {layer: load for result in step for layer, load in result.expert_load.items()},
+            "expert_load": total_load(result.expert_load for result in step),
             **self._sources(step),
             **fp8_row(sample for result in step for sample in result.fp8),
         }

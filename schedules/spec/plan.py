@@ -144,14 +144,15 @@ class Plan:
         return (self.model.tie_word_embeddings or self.model.mtp_layers > 0) and self.program.stages > 1
 
     def has_experts(self, stage: int) -> bool:
-        return len(self._expert_layers(stage)) > 0
+        return len(self.expert_layers(stage)) > 0
 
     def router_bias_layers(self, stage: int) -> tuple[int, ...]:
         """Layers of a stage whose experts have biases; multi-token prediction layers come last."""
         experts = self.model.experts
-        return tuple(self._expert_layers(stage)) if experts is not None and experts.has_bias else ()
+        return tuple(self.expert_layers(stage)) if experts is not None and experts.has_bias else ()
 
-    def _expert_layers(self, stage: int) -> range:
+    def expert_layers(self, stage: int) -> range:
+        """Layers of a stage that have experts; multi-token prediction layers come last."""
         experts, layers = self.model.experts, self.layers[stage]
         if experts is None:
             return range(0)

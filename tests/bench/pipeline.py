@@ -16,10 +16,10 @@ from typing import Any
 from ranks import Ranks, connected
 from record import write
 
-from pentad.orchestrator.planning.estimate import read_costs
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Instruction
+from pentad.schedules.simulate.read_costs import read_costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.batch import BatchSpec

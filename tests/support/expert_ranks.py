@@ -97,14 +97,13 @@ def bind(state: State) -> MoE:
     """The sublayer with these weights and zeroed main gradients."""
     wide = torch.float64 if state["router"].dtype == torch.float64 else torch.float32
     params = {
-        name: Param(each.detach(), torch.zeros_like(each, dtype=torch.int64 if name == "bias" else wide))
-        for name, each in state.items()
+        name: Param(each.detach(), torch.zeros_like(each, dtype=wide)) for name, each in state.items() if name != "bias"
     }
     shared = None
     if "shared_down" in params:
         shared = MLP(Linear(params["shared_gate_up"]), Linear(params["shared_down"]), "silu")
     gate_up, down = GroupedLinear(params["gate_up"]), GroupedLinear(params["down"])
-    return MoE(params["router"], gate_up, down, shared, "silu", None, params.get("bias"))
+    return MoE(params["router"], gate_up, down, shared, "silu", None, state.get("bias"))
 
 
 def gradients_of(sublayer: MoE) -> State:

@@ -30,6 +30,7 @@ from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.mesh import to_mesh_ranks
 
 TOKEN = "secret-of-the-run"
+LOADS = ((1, (300, 100, 0, 0)), (2, (100,) * 4))  # of experts, by layer
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
 
@@ -46,7 +47,7 @@ class PageRun:
         group = SimpleNamespace(plan=self.plan, generation=generation, places=places)
         self.bus.ranks_placed(cast(WorkerGroup, group))
 
-    def run(self, *steps: int, generation: int = 1, together: bool = False) -> None:
+    def run(self, *steps: int, generation: int = 1, together: bool = False, loads: Any = LOADS) -> None:
         """Measured steps, each as simulated; `together`, in one call, of which only the last ones are measured."""
         rows, measured = list[dict[str, Any]](), list[tuple[Span, ...]]()
         for step in steps:
@@ -58,7 +59,7 @@ class PageRun:
                 "skipped": False,
                 "loss": 2 + math.exp(-step / 4),
             }
-            facts |= {"tokens": 4096, "rank_times": times, "expert_load": {1: (300, 100, 0, 0), 2: (100,) * 4}}
+            facts |= {"tokens": 4096, "rank_times": times, "expert_load": dict(loads)}
             rows.append(dict.fromkeys(METRIC_KEYS, 1.0) | facts)
             measured.append(spans)
         for first in [0] if together else range(len(steps)):

@@ -27,7 +27,7 @@ from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.context_share import ContextShare
 from pentad.workers.parallel.process_groups import LayerGroups
 from pentad.workers.params.param_buffers import BoundBuffers, NamedBuffer, ParamBuffers, WeightBuffer
-from pentad.workers.params.router_bias import LoadBalancer
+from pentad.workers.params.router_bias import ExpertLoad, LoadBalancer, reports_load
 from pentad.workers.params.unwritten import Unwritten
 
 Activation = Tensor | tuple[Tensor, Tensor]  # [T, H]; between units of a stage the two terms of the residual stream
@@ -59,6 +59,7 @@ class BaseStage(ABC):
     """
 
     load_balancer: LoadBalancer | None = None
+    expert_load: ExpertLoad | None = None  # of the current step, where it is counted
     casts: Casts | None = None  # of products in 8 bits
     bound: Any
 
@@ -132,8 +133,13 @@ class BaseStage(ABC):
         self.loss_sums = self.loss_sum_buffers[step % 2].zero_()
         self.squared_lse = self.squared_lse_buffers[step % 2].zero_()
         self.layer_context = self.layer_context._replace(
-            loss_scale=scale, aux_loss_scale=1.0 / tokens, router_squared_lse=self.squared_lse[1]
+            loss_scale=scale,
+            aux_loss_scale=1.0 / tokens,
+            router_squared_lse=self.squared_lse[1],
+            count_load=reports_load(step) or (self.load_balancer is not None and self.load_balancer.rate > 0),
         )
+        if self.expert_load is not None and self.layer_context.count_load:
+            self.expert_load.counts.zero_()
         for buffers in self.param_buffers:
             buffers.begin_step()
         if self.casts is not None and self.plan.fp8 is not None:
@@ -154,8 +160,6 @@ class BaseStage(ABC):
         if self.casts is not None:
             self.casts.samples = None
         yield
-        if self.load_balancer is not None:
-            self.load_balancer.load.zero_()
 
     @abstractmethod
     def forward(self, slice_index: int, inputs: StageInputs) -> Task[Activation | None]:

@@ -37,7 +37,8 @@ class LayerContext(NamedTuple):
     pool: dist.ProcessGroup | None = None  # of data-aware groups
     lora_scale: float = 0.0  # alpha / rank
     router_squared_lse: Tensor | None = None  # a float64 scalar: what routers add to in F, for their z-loss
-    count_load: bool = True  # False while RECOMPUTE runs a forward again: its tokens are in the experts' load already
+    first_pass: bool = True  # False while RECOMPUTE runs a forward again, whose tokens are in all sums already
+    count_load: bool = False  # whether routers count the visits to each expert in this step
 
     @property
     def axes(self) -> Axes:

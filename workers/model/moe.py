@@ -72,7 +72,8 @@ class MoE(NamedTuple):
     shared: MLP | None  # of intermediate size Is
     act: Activation
     biases: ExpertBiases | None
-    bias: Param | None = None  # [E], added to the scores for the choice of experts; its "gradient" counts visits, int64
+    bias: Tensor | None = None  # [E], added to the scores for the choice of experts
+    load: Tensor | None = None  # [E] int64, the visits in a step that counts them
     gate_up_adapter: ExpertAdapter | None = None
     down_adapter: ExpertAdapter | None = None
 
@@ -84,8 +85,10 @@ class MoE(NamedTuple):
         shared = MLP.bind(params, f"{prefix}.shared", model) if f"{prefix}.shared.down" in params else None
         biases = ExpertBiases.bind(params, prefix)
         adapters = (ExpertAdapter.bind(params, f"{prefix}.experts.{name}_proj") for name in ("gate_up", "down"))
-        bias = params.get(f"{prefix}.experts.bias")
-        return cls(router, gate_up, down, shared, model.hidden_act, biases, bias, *adapters)
+        bias, load = (
+            param and param.weight for param in map(params.get, (f"{prefix}.experts.bias", f"{prefix}.experts.load"))
+        )
+        return cls(router, gate_up, down, shared, model.hidden_act, biases, bias, load, *adapters)
 
     @property
     def input_casts(self) -> None:
@@ -95,9 +98,8 @@ class MoE(NamedTuple):
         self, context: LayerContext, sequence: SequenceContext, x: Tensor
     ) -> Task[tuple[Tensor, MoESaved, MoERecomputable]]:
         full = yield from context.tp.all_gather(x)
-        bias, local = self.bias and self.bias.weight, self.gate_up.weight.shape[0]
-        router_bias = self.biases and self.biases.router.weight
-        routing = router.route(full, self.router.weight, bias, _shape(context), router_bias)
+        local, router_bias = self.gate_up.weight.shape[0], self.biases and self.biases.router.weight
+        routing = router.route(full, self.router.weight, self.bias, _shape(context), router_bias)
         dispatcher = yield from make_dispatcher(routing.experts, local, context.ep.group, context.ep.mode)
         in_flight = self._dispatch(full, routing, dispatcher, context.ep)
         shared_gate_up, shared = self._shared_gate_up(full), None
@@ -107,11 +109,10 @@ class MoE(NamedTuple):
         partial, gate_up = self._compute_experts(context, full, saved)
         out = yield from dispatcher.combine(partial)
         out = out if shared is None else out + shared
-        if context.count_load and routing.logits is not None and context.router_squared_lse is not None:
+        if context.first_pass and routing.logits is not None and context.router_squared_lse is not None:
             context.router_squared_lse.add_(routing.logits.logsumexp(1).double().square().sum())
-        if context.count_load and self.bias is not None and _shape(context).bias_update_rate:
-            assert self.bias.gradient is not None
-            self.bias.gradient.add_(routing.load)
+        if context.first_pass and context.count_load and self.load is not None:
+            self.load.add_(routing.load)
         y, load = yield from gather2(context.tp.reduce_scatter(out), _microbatch_load(context, routing))
         return y, saved._replace(load=load), MoERecomputable(gate_up, shared_gate_up)
 

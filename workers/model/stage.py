@@ -33,7 +33,7 @@ from pentad.workers.parallel.row_split import RowSplit
 from pentad.workers.parallel.sliced_kv_cache import SlicedKVCache
 from pentad.workers.params.param_buffers import ParamBuffers, WeightBuffer
 from pentad.workers.params.parameters import DTYPES
-from pentad.workers.params.router_bias import LoadBalancer
+from pentad.workers.params.router_bias import ExpertLoad, LoadBalancer
 
 
 class SliceContext(NamedTuple):
@@ -107,8 +107,10 @@ class Stage(BaseStage):
             for kind in dict.fromkeys(self.layer_kinds.values())
         }
         router_bias = (frozen[0].shard if frozen else parameters).router_bias
-        if experts is not None and router_bias.layers:
-            self.load_balancer = LoadBalancer(router_bias, experts.bias_update_rate)
+        if experts is not None:
+            self.expert_load = ExpertLoad(plan.expert_layers(index), experts.num_experts, self.device)
+            if router_bias.layers:
+                self.load_balancer = LoadBalancer(router_bias, experts.bias_update_rate, self.expert_load)
         self.embedding_scale = 1.0
         if plan.model.scale_embedding:
             self.embedding_scale = torch.tensor(plan.model.hidden**0.5, dtype=DTYPES[plan.dtype]).item()
@@ -127,8 +129,9 @@ class Stage(BaseStage):
     def _bind(self, params: Params) -> BoundParams:
         if not params:
             return BoundParams({}, [], None, [])
-        biases = self.load_balancer.bias_and_load if self.load_balancer else {}
-        params |= {name: Param(*tensors) for name, tensors in biases.items()}
+        biases = self.load_balancer.by_name if self.load_balancer else {}
+        loads = self.expert_load.by_name if self.expert_load else {}
+        params |= {name: Param(tensor, None) for name, tensor in (biases | loads).items()}
         mtp_layers = range(self.model.mtp_layers if self.last else 0)
         ends = self.embedding_name, self.head_name
         return BoundParams(
@@ -153,7 +156,7 @@ class Stage(BaseStage):
 
     def evaluate(self, slice_index: int, inputs: StageInputs) -> Task[Activation | None]:
         inputs = inputs._replace(mtp_targets=None, mtp_inputs=None)
-        result, _ = yield from self._forward(slice_index, inputs, "full", self.layer_context._replace(count_load=False))
+        result, _ = yield from self._forward(slice_index, inputs, "full", self.layer_context._replace(first_pass=False))
         if (slice_index + 1) % self.slices == 0:
             del self.kv_caches[slice_index // self.slices]
         del self.slice_contexts[slice_index]
@@ -186,7 +189,7 @@ class Stage(BaseStage):
     def recompute(self, slice_index: int) -> None:
         saved = self.saved[slice_index]
         if self.recompute_mode == "full":
-            context = self.layer_context._replace(count_load=False)
+            context = self.layer_context._replace(first_pass=False)
             task = self._run_layers(slice_index, saved.inputs, "none", context)
             self.saved[slice_index] = run_to_completion(task)[2]
             return

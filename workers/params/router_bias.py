@@ -1,13 +1,22 @@
-"""Auxiliary-loss-free load balancing: a bias for each expert, moved towards an even load (arXiv 2408.15664)."""
+"""The load of experts, and auxiliary-loss-free balancing: a bias for each, moved towards an even load (arXiv
+2408.15664)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from pentad.schedules.spec.plan import ParamShard, Plan
+
+LOAD_EVERY = 10  # steps between two whose load ranks report
+
+
+def reports_load(step: int) -> bool:
+    """Whether ranks report the load of this step."""
+    return step % LOAD_EVERY == 0
 
 
 def updated_bias(bias: torch.Tensor, load: torch.Tensor, rate: float) -> torch.Tensor:
@@ -39,24 +48,47 @@ def router_biases(plan: Plan, shard: ParamShard, dtype: torch.dtype, device: tor
     )
 
 
-class LoadBalancer:
-    """Moves a stage's biases by `rate` a step; 0: they stay, and no load is counted.
+class ExpertLoad:
+    """The visits of this rank's tokens to the experts of a stage's `layers`: `counts` [layers, E] int64, to which
+    layers add by name."""
 
-    Layers read the bias and count into the load of `bias_and_load`, by name; `total_load` [layers, E] is that of all
-    ranks in the last step.
+    def __init__(self, layers: Iterable[int], experts: int, device: torch.device) -> None:
+        self.layers = tuple(layers)
+        self.counts = torch.zeros((len(self.layers), experts), dtype=torch.int64, device=device)
+        self.by_name = {
+            f"layers.{layer}.experts.load": row for layer, row in zip(self.layers, self.counts, strict=True)
+        }
+
+    def copy(self) -> PendingLoad:
+        """On the host."""
+        host = torch.empty(self.counts.shape, dtype=torch.int64, pin_memory=self.counts.is_cuda)
+        return PendingLoad(self.layers, host.copy_(self.counts, non_blocking=True))
+
+
+class PendingLoad(NamedTuple):
+    """Valid once the stream that was current at `copy` has reached that point."""
+
+    layers: tuple[int, ...]
+    counts: torch.Tensor
+
+    def read(self) -> dict[int, tuple[int, ...]]:
+        """By layer."""
+        return dict(zip(self.layers, map(tuple, self.counts.tolist()), strict=True))
+
+
+class LoadBalancer:
+    """Moves a stage's biases by `rate` a step; 0: they stay.
+
+    Layers read the biases of `by_name`; `total_load` [layers, E] is what all ranks have counted in the last step.
     """
 
-    def __init__(self, bias: RouterBias, rate: float) -> None:
-        self.bias, self.layers, self.rate = bias.values, bias.layers, rate
-        self.load = torch.zeros(self.bias.shape, dtype=torch.int64, device=self.bias.device)
+    def __init__(self, bias: RouterBias, rate: float, load: ExpertLoad) -> None:
+        self.bias, self.by_name, self.rate, self.load = bias.values, bias.by_name, rate, load.counts
         self.total_load = torch.zeros_like(self.load)
-        named = zip(bias.by_name.items(), self.load, strict=True)
-        self.bias_and_load = {name: (bias, load) for (name, bias), load in named}
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Sums the load over all ranks that hold the stage, and resets the counts."""
+        """Sums the load over all ranks that hold the stage."""
         self.total_load.copy_(self.load)
-        self.load.zero_()
         if group is not None:
             dist.all_reduce(self.total_load, group=group)
 

@@ -20,9 +20,11 @@ from pentad.workers.linear.fp8_samples import PendingSamples
 from pentad.workers.model.base_stage import BaseStage, StageInputs
 from pentad.workers.parallel.async_ops import Task, host_waits, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.process_groups import ProcessGroups
+from pentad.workers.params.router_bias import PendingLoad, reports_load
 from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.optimizer_step import OptimizerStep
 from pentad.workers.runtime.progress_file import ProgressFile
+from pentad.workers.runtime.results import total_load
 from pentad.workers.runtime.streams import Check, HostStreams, Lanes
 from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport.p2p import P2PTransport
@@ -93,6 +95,7 @@ class Executor:
         self.valid, self.restart, self.target_tokens = True, False, 0
         self.issued = dict[int, IssuedStep]()
         self.fp8_samples = dict[int, list[PendingSamples]]()  # by step, of its stages
+        self.expert_loads = dict[int, list[PendingLoad]]()  # likewise
 
     def run(self, program: RankProgram, step: int, batch: Batch) -> None:
         """Issues one step. Raises Aborted if the generation ends."""
@@ -197,6 +200,12 @@ class Executor:
                     stage.complete_gradients()
                     if stage.casts is not None and (samples := stage.casts.take_samples()) is not None:
                         self.fp8_samples.setdefault(self.step, []).append(samples)
+                    if (
+                        stage.expert_load is not None
+                        and self.optimizer_step.totals.at.tp == 0
+                        and reports_load(self.step)
+                    ):
+                        self.expert_loads.setdefault(self.step, []).append(stage.expert_load.copy())
                 self.optimizer_step.reduce_norm(self.step, self.check)
             case Op.STEP:
                 self.optimizer_step.step(self.step)
@@ -207,6 +216,10 @@ class Executor:
                 self.restart = not self.valid
             case _:
                 assert_never(part.op)
+
+    def take_expert_load(self, step: int) -> dict[int, tuple[int, ...]]:
+        """That of a step whose results are read, in a StepResult's form."""
+        return total_load(each.read() for each in self.expert_loads.pop(step, ()))
 
     def _forward(self, part: Instruction) -> Task[None]:
         stage, tokens = self.stages[part.stage], self.tokens.get(part.microbatch)

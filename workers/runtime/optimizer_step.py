@@ -7,9 +7,7 @@ checks the norm in the next step (schedules/passes/post_validation.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import chain
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,8 +36,7 @@ class CommittedStep(NamedTuple):
     samples, added up over ranks; `squared_lse` [2] are the sums
     of squared log-sum-exps for z-losses, of the model's logits and of those of all routers. `norm` is the global
     gradient norm before clipping, a scalar; `taken` is the same, or nan if the update was skipped. All are float64 on
-    the host, valid once the step has ended, as is `expert_load`: by layer, the tokens that each expert got from all
-    ranks, where routers have biases that balance it, on one of the ranks that have the layer.
+    the host, valid once the step has ended.
     """
 
     step: int
@@ -47,7 +44,6 @@ class CommittedStep(NamedTuple):
     norm: torch.Tensor
     taken: torch.Tensor
     squared_lse: torch.Tensor
-    expert_load: Mapping[int, torch.Tensor] = MappingProxyType({})
 
 
 class LocalUpdate(NamedTuple):
@@ -160,8 +156,6 @@ class BarrierStep(_StepBase):
         # Sorted, because DualPipe's mirror ranks hold the same stages in another order.
         balances = [(stage.load_balancer, groups.gradients[index][0]) for index, stage in sorted(stages.items())]
         self.balances = [(balance, group) for balance, group in balances if balance is not None and balance.rate]
-        reports = groups.rank == plan.mesh.move(groups.rank, dp=0, cp=0, tp=0, ep=0)  # one for all with these layers
-        self.reported = [balance for balance, _ in self.balances if reports]
         self.update: LocalUpdate | None = None
         self.global_norm: GlobalNorm | None = None
 
@@ -204,9 +198,7 @@ class BarrierStep(_StepBase):
             taken = self._update(result)
         losses, norm = _to_host(result.losses), _to_host(result.norm)
         taken = norm if self.spikes is None else _to_host(taken)
-        loads = [zip(each.layers, _to_host(each.total_load), strict=True) for each in self.reported]
-        load = dict(chain.from_iterable(loads))
-        self.committed.append(CommittedStep(result.step, losses, norm, taken, _to_host(result.squared_lse), load))
+        self.committed.append(CommittedStep(result.step, losses, norm, taken, _to_host(result.squared_lse)))
 
     def _update(self, result: GlobalNorm) -> torch.Tensor:
         """Changes the state; returns the norm, or nan if the step is skipped."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,8 +31,8 @@ class StepResult:
     monotonic clock, their ranks and peers are ranks of the mesh. The host waited for the step's data for
     `data_wait_seconds` and issued `instructions` in `host_seconds`; `peak_bytes` is the largest GPU memory allocated so
     far, 0 on a CPU. `fp8` are the operands in 8 bits of a step that was sampled. On a CPU `layer_waits` are the
-    seconds, by op and stage, that the host waited for communication inside layers. `expert_load` is that of
-    CommittedStep.
+    seconds, by op and stage, that the host waited for communication inside layers. `expert_load` has, by layer and in
+    some steps, the visits of this rank's tokens to each expert (see LOAD_EVERY); of tensor ranks the first has them.
     """
 
     step: int
@@ -104,6 +104,14 @@ def sums_by_source(losses: np.ndarray, row_sources: np.ndarray, target_tokens: I
     tokens = list(map(int, target_tokens))
     sums = np.bincount(row_sources, losses, minlength=len(tokens))
     return tuple(LossSum(*each) for each in zip(sums.tolist(), tokens, strict=True))
+
+
+def total_load(loads: Iterable[Mapping[int, tuple[int, ...]]]) -> dict[int, tuple[int, ...]]:
+    """The visits to each expert, by layer, added up over what was counted."""
+    found: dict[int, tuple[int, ...]] = {}
+    for layer, load in (item for each in loads for item in each.items()):
+        found[layer] = tuple(map(sum, zip(found[layer], load, strict=True))) if layer in found else load
+    return dict(sorted(found.items()))
 
 
 def longest_instruction(calls: Iterable[Sequence[StepResult]]) -> float:

@@ -392,7 +392,7 @@ class Runner:
             skipped=not math.isfinite(float(committed.taken)),
             spans=spans_of(self.plan, self.rank, committed.step, times),
             layer_waits=self._connected.lanes.take_layer_waits(),
-            expert_load={layer: tuple(load.tolist()) for layer, load in committed.expert_load.items()},
+            expert_load=self._connected.take_expert_load(committed.step),
             data_wait_seconds=self.data_wait_seconds.pop(committed.step, 0.0),
             host_seconds=self._connected.host_seconds.pop(committed.step, 0.0),
             instructions=len(times),

@@ -45,7 +45,8 @@ def curves(
 
 
 def page(run: Run, address: Address = None, timeout: Timeout = 5.0, as_json: Json = False) -> None:
-    """Print the address of a live run's page, with its token: for one browser, not for others to see."""
+    """Print the address of a run's page, with its token: for one browser, not for others to see. That of a run that has
+    ended is served from its folder, until Ctrl-C."""
     from pentad.orchestrator.cli.resolve import folder_of
     from pentad.orchestrator.cli.show_status import show_page
 

@@ -1,11 +1,12 @@
 // ---- the load of experts: a row a layer, a cell an expert, beside the mean of its layer ----
 
-import { byId, make, number } from "./dom.js";
+import { byId, make, number, say } from "./dom.js";
 
 const FULL = 1; // above or below the mean, in multiples of it, at the ends of the scale
 
-export function showExperts({ layers }) {
+export function showExperts({ step, layers }) {
   byId("experts").hidden = !layers.length;
+  say(byId("experts-step"), `tokens in step ${step}, in multiples of the layer's mean`);
   const rows = layers.map(({ layer, load }) => {
     const row = make("tr");
     const strip = make("canvas");

@@ -3,11 +3,10 @@
 import { showCurves } from "./charts.js";
 import { byId, make, number, say } from "./dom.js";
 import { showExperts } from "./experts.js";
-import { onChoose, onMeshKey, showMesh, STATES } from "./mesh.js";
+import { onChoose, onMeshKey, OVER, showMesh, STATES } from "./mesh.js";
 import { showPanel } from "./panel.js";
 
 const [POLL, TIMES, EXPERTS] = [1000, 10_000, 3000]; // milliseconds between two answers of the same kind
-const OVER = ["finished", "stopped", "failed"];
 const PLAIN = { lost: 1, failure: 1, "slow rank": 1, "flipped bits": 1 };
 let state = null;
 let shownSteps = "";
@@ -29,7 +28,7 @@ async function ask() {
     const ended = state && OVER.includes(state.state);
     say(byId("connection"), ended ? "" : "the run's driver does not answer; what you see is the last it said");
   }
-  setTimeout(ask, document.hidden ? 5 * POLL : POLL);
+  if (!OVER.includes(state?.state)) setTimeout(ask, document.hidden ? 5 * POLL : POLL);
 }
 
 export function show(found) {

@@ -11,6 +11,7 @@ export const STATES = {
   hung: ["!", "hung"],
   lost: ["✕", "lost"],
 };
+export const OVER = ["finished", "stopped", "failed"]; // states of a run
 let shape = "";
 let tiles = [];
 let current = null; // the state that is shown
@@ -28,6 +29,11 @@ export function choose(rank, focus = false) {
   if (focus && rank !== null) tiles[rank].focus();
   showGroups();
   onChoice();
+}
+
+/** The state of a rank in words. */
+export function wordsOf(rank) {
+  return OVER.includes(current.state) ? "ended" : STATES[rank.state]?.[1] ?? rank.state;
 }
 
 /** The ranks that differ from one along an axis alone, itself included. */
@@ -91,13 +97,13 @@ function tileOf(rank, at) {
 }
 
 function fill(tile, rank) {
-  const [sign, words] = STATES[rank.state] ?? ["?", rank.state];
+  const sign = STATES[rank.state]?.[0] ?? "?";
   const [, glyph, doing] = tile.children;
   glyph.textContent = sign;
   doing.textContent = rank.instruction;
   tile.dataset.state = rank.state;
   const waits = rank.waits ? `, waits for rank ${rank.waits.for.join(", ")}` : "";
-  const label = `rank ${rank.rank}, ${place(rank)}: ${words}${rank.instruction && ` at ${rank.instruction}`}${waits}`;
+  const label = `rank ${rank.rank}, ${place(rank)}: ${wordsOf(rank)}${rank.instruction && ` at ${rank.instruction}`}${waits}`;
   if (tile.title !== label) {
     tile.title = label;
     tile.setAttribute("aria-label", label);

@@ -1,7 +1,7 @@
 // ---- what is known of the chosen rank: its state, its groups, what it sends and receives ----
 
 import { byId, bytes, make, seconds } from "./dom.js";
-import { along, AXES, choose, chosen, groupOf, place, STATES } from "./mesh.js";
+import { along, AXES, choose, chosen, groupOf, OVER, place, wordsOf } from "./mesh.js";
 
 const GROUPS = {
   pp: "the stages of one replica",
@@ -33,11 +33,11 @@ function hint(state) {
 function about(state, rank) {
   const facts = make("dl");
   const row = (name, value) => facts.append(make("dt", name), make("dd", value));
-  row("state", STATES[rank.state]?.[1] ?? rank.state);
+  row("state", wordsOf(rank));
   if (rank.instruction) row("instruction", rank.instruction);
   row("step", rank.step < 0 ? "–" : String(rank.step));
-  row("device", `${rank.gpu < 0 ? "CPU" : `GPU ${rank.gpu}`} of ${rank.node}`);
-  row("last answer", `${seconds(rank.age)} ago`);
+  row("device", `${rank.gpu < 0 ? "CPU" : `GPU ${rank.gpu}`}${rank.node && ` of ${rank.node}`}`);
+  if (!OVER.includes(state.state)) row("last answer", `${seconds(rank.age)} ago`);
   const found = [make("h3", `Rank ${rank.rank}, ${place(rank)}`), facts];
   if (rank.waits) {
     const list = make("ul", "", "flows");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 from html_pages import payload
 from page_run import HOSTILE, PageRun, page_run
 
+from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps
 from pentad.orchestrator.page.step_curves import MOST_POINTS, StepCurves
 from pentad.orchestrator.planning.comm_volume import CommKind, comm_volume
+from pentad.orchestrator.planning.estimate import costs_of
 from pentad.schedules.ir.errors import PentadError
 
 
@@ -118,4 +121,18 @@ def test_the_load_of_experts_is_relative_to_its_layer(run: PageRun) -> None:
     run.run(0)
     assert run.data.state()["has_experts"]
     layers = [{"layer": 1, "load": [3.0, 1.0, 0.0, 0.0]}, {"layer": 2, "load": [1.0] * 4}]
-    assert run.data.experts() == {"layers": layers}
+    assert run.data.experts() == {"step": 0, "layers": layers}
+    run.run(1, 2, loads=())
+    assert run.data.experts()["step"] == 0  # until ranks report another
+
+
+def test_a_timeline_is_drawn_in_another_process(tmp_path: Path) -> None:
+    """This one, whose interpreter keeps the ranks busy, takes a tenth of the time of drawing it here."""
+    with page_run(tmp_path, "mesh.pp=4", "schedule.microbatches=8") as run:
+        run.run(*range(5))
+        plan, measured = run.data._measured()
+        began = time.process_time()
+        here = comparison_page(DrawnRun.of_plan(plan), measured, simulate_steps(plan, measured, costs_of(plan)))
+        drawn = time.process_time()
+        assert run.data.timeline_html() == here
+        assert time.process_time() - drawn < 0.05 + 0.1 * (drawn - began)

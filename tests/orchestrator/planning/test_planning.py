@@ -18,7 +18,6 @@ from pentad.orchestrator.planning.estimate import (
     memory,
     mfu,
     peak_flops,
-    read_costs,
 )
 from pentad.orchestrator.planning.planning import first_plan, make_plan, plan_on, shrunk_plan
 from pentad.schedules import compiler
@@ -26,6 +25,7 @@ from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.simulate.memory import peak_activations
+from pentad.schedules.simulate.read_costs import read_costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.mesh import Mesh, to_mesh_ranks
 from pentad.schedules.spec.model import ModelSpec

@@ -41,7 +41,7 @@ def account(rank: int, step: int, start: float, norm: float = 1.0) -> StepResult
         host_seconds=0.1 * rank,
         instructions=1,
         peak_bytes=rank,
-        expert_load={at.pp: (rank, 4)} if at.dp == 0 else {},
+        expert_load={at.pp: (rank, 4)},
     )
 
 
@@ -74,7 +74,7 @@ def test_a_row_has_every_metric() -> None:
     assert row["tokens_per_second"] == pytest.approx(PLAN.batch.tokens / SECONDS)
     assert row["bubble_measured"] == pytest.approx(STEP.bubble().makespan)
     assert (row["peak_bytes"], row["host_seconds"]) == (3, pytest.approx(0.3))
-    assert row["expert_load"] == {0: (0, 4), 1: (2, 4)}  # by layer, of all ranks
+    assert row["expert_load"] == {0: (1, 8), 1: (5, 8)}  # by layer, of all ranks
 
 
 def test_a_row_has_the_unix_time_at_which_its_step_ended() -> None:

@@ -3,6 +3,7 @@ with the bits of one that resumes with these layers in its configuration."""
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from statistics import median
@@ -18,7 +19,7 @@ from pentad.orchestrator.records.verify import verify
 from pentad.workers.checkpoint.checkpoint import newest
 from pentad.workers.checkpoint.shards import read
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.quiet, pytest.mark.timeout(600)]
 STEPS, MORE = 104, 107
 COMMON = ("schedule.name=1f1b", "eval.every=0", "checkpoint.keep=9", "elastic.slow_rank=rebalance")
 
@@ -34,26 +35,48 @@ def seconds(run: Run, first: int, end: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("pp", "before", "slow", "after"), [(2, [2, 3], 1, [[3, 2]]), (4, [2, 2, 3, 3], 3, [[2, 3, 3, 2], [3, 2, 3, 2]])]
+    ("sizes", "before", "slow", "after"),
+    [
+        ({"pp": 2}, [2, 3], 1, [[3, 2]]),
+        ({"pp": 4}, [2, 2, 3, 3], 3, [[2, 3, 3, 2], [3, 2, 3, 2]]),
+        ({"dp": 2, "pp": 2}, [2, 3], 3, [[3, 2]]),
+        ({"tp": 2, "pp": 2}, [2, 3], 3, [[3, 2]]),
+        ({"pp": 3}, [2, 2, 3], 2, [[2, 3, 2], [3, 2, 2]]),
+    ],
 )
 def test_half_of_what_a_slow_rank_costs_is_recovered(
-    nodes: Cluster, start_run: Start, tmp_path: Path, pp: int, before: list[int], slow: int, after: list[list[int]]
+    nodes: Cluster,
+    start_run: Start,
+    tmp_path: Path,
+    sizes: dict[str, int],
+    before: list[int],
+    slow: int,
+    after: list[list[int]],
 ) -> None:
-    nodes.resize(pp)
-    mesh = (f"mesh.pp={pp}", "schedule.microbatches=8", f"model.layers={sum(before)}", *COMMON)
+    nodes.resize(math.prod(sizes.values()))
+    mesh = (
+        *(f"mesh.{axis}={size}" for axis, size in sizes.items()),
+        f"schedule.microbatches={8 // sizes.get('dp', 1)}",
+        f"model.layers={sum(before)}",
+        *COMMON,
+    )
     given, resumed = f"schedule.layers_per_stage={before}", command(slow)
     run = start_run(*mesh, given, f"run.steps={STEPS}", name="moved", command=resumed)
     assert run.end() == 0, run.describe()
-    (event,) = run.events("rebalanced")
+    moved = run.events("rebalanced")
+    assert len(moved) == 1, [*run.events("slow rank"), *run.events("not rebalanced"), run.describe()]
+    event = moved[0]
     assert event["ranks"] == [slow] and event["layers"] in after, run.describe()
     (recovered,) = run.events("recovered")
     assert (recovered["how"], recovered["steps_replayed"]) == ("rebalance", 0)
     step, rows = event["step"], run.rows()
     assert [row["step"] for row in rows] == list(range(STEPS)) and verify(run.folder, rows, data=True).steps == STEPS
-    even, late, moved = seconds(run, 5, BEGINS - 2), seconds(run, BEGINS + 2, step), seconds(run, step + 3, STEPS)
-    print(f"pp{pp}: {before} -> {event['layers']}: {even:.4f} s, {late:.4f} s slow, {moved:.4f} s after step {step}")
-    print(f"recovered {(late - moved) / (late - even):.0%}, predicted {event['predicted_seconds']}")
-    assert late - moved >= 0.5 * (late - even) > 0, run.describe()
+    even, late, after_move = seconds(run, 5, BEGINS - 2), seconds(run, BEGINS + 2, step), seconds(run, step + 3, STEPS)
+    print(
+        f"{sizes}: {before} -> {event['layers']}: {even:.4f} s, {late:.4f} s slow, {after_move:.4f} s after step {step}"
+    )
+    print(f"recovered {(late - after_move) / (late - even):.0%}, predicted {event['predicted_seconds']}")
+    assert late - after_move >= 0.5 * (late - even) > 0, run.describe()
 
     shutil.copytree(run.folder / f"checkpoints/step-{step:08d}", tmp_path / f"same/run/checkpoints/step-{step:08d}")
     same = start_run(

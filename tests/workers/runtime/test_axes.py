@@ -18,6 +18,8 @@ from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.shards import read
+from pentad.workers.params.router_bias import LOAD_EVERY
+from pentad.workers.runtime.results import total_load
 
 slow = pytest.mark.slow
 TENSOR = [
@@ -201,16 +203,20 @@ def test_router_biases_that_do_not_move_stay_and_count(fleet, corpus, tmp_path, 
 
 
 @slow
-@pytest.mark.parametrize(("name", "sizes"), [("zb-h2", {"tp": 2, "pp": 2}), ("dualpipe", {"ep": 2, "pp": 2})])
-def test_the_reported_load_of_experts_is_that_of_one_process(fleet, corpus, name, sizes):
-    """Every token of the step is at its experts once, whichever ranks have them."""
-    model = FAMILIES["deepseek-v3"]
+@pytest.mark.parametrize("family", ["deepseek-v3", "mixtral"])  # with biases that balance the load, and without
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("zb-h2", {"tp": 2, "pp": 2}), ("dualpipe", {"ep": 2, "pp": 2}), ("1f1b", {"dp": 2, "cp": 2})],
+)
+def test_the_reported_load_of_experts_is_that_of_one_process(fleet, corpus, family, name, sizes):
+    """Every token of the step is at its experts once, whichever ranks have them. Of ten steps one is reported."""
+    model = FAMILIES[family]
     assert model.experts is not None
     plan = shallow_plan(corpus, name, sizes, model=model)
-    alone = plan_of("gpipe", 1, 1, plan.batch.global_batch_size // 2, corpus, model=model)
+    alone = plan_of("gpipe", 1, 1, plan.batch.global_batch_size // 2, corpus, model=plan.model)
     found = []
-    for outcomes in (fleet.run(plan, [(0, 1)]), fleet.run(alone, [(0, 1)])):
-        loads = [outcome.results[0].expert_load for outcome in outcomes]
-        found.append({layer: load for each in loads for layer, load in each.items()})
-    assert found[0] == found[1] and sorted(found[0]) == [1, 2, 3]
+    for outcomes in (fleet.run(plan, [(0, 11)]), fleet.run(alone, [(0, 11)])):
+        assert {each.step for outcome in outcomes for each in outcome.results if each.expert_load} == {0, LOAD_EVERY}
+        found.append(total_load(outcome.results[0].expert_load for outcome in outcomes))
+    assert found[0] == found[1] and list(found[0]) == list(range(model.experts.first_k_dense, plan.model.layers))
     assert {sum(load) for load in found[0].values()} == {plan.batch.tokens * model.experts.top_k}

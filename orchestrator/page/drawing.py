@@ -1,0 +1,74 @@
+"""Draws timelines in a process of its own: the driver's would hold its interpreter's lock, which keeps the ranks busy.
+
+`python -m pentad.orchestrator.page.drawing FOLDER` writes PAGE there, from what `timeline_html` has put beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.spec.batch import BatchSpec
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.plan import Plan
+
+SECONDS = 300.0  # the longest that a drawing may take, on a busy machine
+MODULE = "pentad.orchestrator.page.drawing"
+PROGRAM, MEASURED, FACTS, PAGE = "program.arrow", "measured.arrow", "facts.json", "page.html"
+_SIZES = ("global_batch_size", "sequence_length", "microbatches", "replicas")  # of a batch, which pages show
+
+
+def timeline_html(plan: Plan, measured: Timeline, costs: Costs) -> str:
+    """The page of these steps, measured above simulated; `costs` are for steps whose own cannot be read. Raises
+    PentadError if it cannot be drawn."""
+    run = DrawnRun.of_plan(plan)
+    facts = {
+        "name": run.name,
+        "mesh": asdict(run.mesh),
+        "batch": [getattr(run.batch, size) for size in _SIZES],
+        "model": run.model,
+        "costs": asdict(costs),
+    }
+    with TemporaryDirectory(prefix="pentad-") as name:
+        folder = Path(name)
+        run.program.save(folder / PROGRAM)
+        measured.save(folder / MEASURED)
+        (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+        command = [sys.executable, "-P", "-m", MODULE, name]
+        try:
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=True)
+            return (folder / PAGE).read_text(encoding="utf-8")
+        except subprocess.TimeoutExpired:
+            raise PentadError(f"the timeline was not drawn within {SECONDS:.0f} s: expected fewer steps") from None
+        except (subprocess.CalledProcessError, OSError) as error:
+            lines = getattr(error, "stderr", b"").decode(errors="replace").splitlines()
+            raise PentadError(f"the timeline could not be drawn: {(lines or [str(error)])[-1]}") from None
+
+
+def _draw(folder: Path) -> str:
+    facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    program, measured = Program.load(folder / PROGRAM), Timeline.load(folder / MEASURED)
+    batch = BatchSpec(**dict(zip(_SIZES, facts["batch"], strict=True)))
+    run = DrawnRun(facts["name"], Mesh(**facts["mesh"]), program, batch, facts["model"])
+    costs: dict[str, Any] = {
+        name: tuple(map(_tuple, each)) if isinstance(each, list) else each for name, each in facts["costs"].items()
+    }
+    return comparison_page(run, measured, simulate_steps(run, measured, Costs(**costs)))
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+if __name__ == "__main__":
+    (Path(sys.argv[1]) / PAGE).write_text(_draw(Path(sys.argv[1])), encoding="utf-8")

@@ -1,0 +1,123 @@
+"""The page of a run that has ended, or whose driver is gone, from the files in its folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from pentad.orchestrator.cluster.worker import Status
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.control.control_client import last_view
+from pentad.orchestrator.monitoring.event_bus import ExpertLoads
+from pentad.orchestrator.monitoring.run_state import RankView, RunView
+from pentad.orchestrator.monitoring.runfolder import EXPERT_LOAD, JOURNAL, PAGE, RANK_TIMES, TIMELINE
+from pentad.orchestrator.page.page_data import PageData
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.records.checkpoint_places import saved_config
+from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.search.moved_layers import with_moved_layers
+from pentad.schedules.diagnosis import rank_times
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.timeline import Span, Timeline
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.runtime.telemetry import GpuState
+
+S = TypeVar("S", Span, rank_times.RankTime)
+_STEP = attrgetter("step")
+
+
+class EndedFolder(NamedTuple):
+    path: Path
+    plan: Plan
+
+    def journal(self) -> list[dict[str, Any]]:
+        return read_lines(self.path / JOURNAL, ["event"])
+
+
+class EndedState(NamedTuple):
+    """What is left of the state that a live run's EventBus has."""
+
+    view: RunView
+    folder: EndedFolder
+    expert_load: ExpertLoads
+    statuses: dict[int, Status]
+    gpus: dict[int, GpuState]
+
+
+class EndedRun(PageData):
+    """Its plan is compiled again, so a custom model's file is read as it is now. Raises PentadError for files that
+    cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        view, journal = last_view(folder), read_lines(folder / JOURNAL, ["event"])
+        config, placed = _config(folder, journal), _places(journal)
+        is_cuda = any(place["gpu"] >= 0 for place in placed)
+        plan = make_plan(config, "cuda" if is_cuda else "cpu", proved=False)
+        view = view._replace(mesh=str(plan.mesh), ranks=_ranks(plan, placed, view.step))
+        state = EndedState(view, EndedFolder(folder, plan), _expert_load(folder), {}, {})
+        spans = Timeline.load(folder / TIMELINE).spans if (folder / TIMELINE).is_file() else ()
+        times = rank_times.load(folder / RANK_TIMES) if (folder / RANK_TIMES).is_file() else ()
+        super().__init__(state, config.metrics.timeline_steps)
+        self.steps.extend(_by_step(spans))
+        self.times.extend(each for _, each in _by_step(times))
+
+    def timeline_html(self) -> str:
+        """As the run has drawn it, of the program that it has run."""
+        path = self.bus.folder.path / PAGE
+        if not path.is_file():
+            raise PentadError("no step has been measured: expected one (metrics.timeline_steps)")
+        return path.read_text(encoding="utf-8")
+
+
+def _config(folder: Path, journal: Sequence[dict[str, Any]]) -> RunConfig:
+    """With the mesh and the layers per stage that the run had last."""
+    config = saved_config(folder)
+    starts = [number for number, row in enumerate(journal) if row["event"] == "start"]
+    rows = journal[starts[-1] :] if starts else ()
+    meshes = [row["mesh"] for row in rows if row["event"] == "recovered" and "mesh" in row]
+    if meshes and meshes[-1] != str(config.mesh.mesh):
+        sizes = dict.fromkeys(asdict(Mesh()), 1) | {a: int(n) for a, n in re.findall(r"([a-z]+)(\d+)", meshes[-1])}
+        config = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
+    return with_moved_layers(config, journal)
+
+
+def _places(journal: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rank, node and GPU of every rank when the run was last started."""
+    placed = [row for row in journal if row["event"] == "place"]
+    return placed[-1].get("ranks", []) if placed else []
+
+
+def _ranks(plan: Plan, placed: Sequence[dict[str, Any]], step: int) -> tuple[RankView, ...]:
+    """Where they were, unless the mesh has changed since."""
+    known, nowhere = {each["rank"]: each for each in placed}, {"node": "", "gpu": -1, "pid": 0}
+    found = known if len(known) == plan.mesh.size else {}
+    now = time.monotonic()
+    views = []
+    for rank in range(plan.mesh.size):
+        at = found.get(rank, nowhere)
+        where = plan.mesh.coordinates(rank), at["node"], at["pid"], at["gpu"]
+        views.append(RankView(rank, *where, "idle", step - 1, "", now))
+    return tuple(views)
+
+
+def _by_step(rows: Iterable[S]) -> Iterator[tuple[int, tuple[S, ...]]]:
+    for step, found in groupby(sorted(rows, key=_STEP), _STEP):
+        yield step, tuple(found)
+
+
+def _expert_load(folder: Path) -> ExpertLoads:
+    try:
+        found = json.loads((folder / EXPERT_LOAD).read_text(encoding="utf-8"))
+        return ExpertLoads(found["step"], {int(layer): tuple(load) for layer, load in found["layers"].items()})
+    except FileNotFoundError:
+        return ExpertLoads()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise PentadError(f"{folder / EXPERT_LOAD} is damaged: expected step and layers") from None

@@ -1,0 +1,53 @@
+"""Costs as measured, from the timeline of a run."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from pentad.schedules.ir.instruction import RECEIVES, Op
+from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.timeline import Timeline, attributed_seconds
+
+
+def read_costs(program: Program, timeline: Timeline) -> Costs | None:
+    """Measured costs: medians over the spans of an op on a stage, or None if a stage lacks an op of the program.
+
+    BW counts half for each of B and W, and `attributed_seconds` divides the time of overlapped pairs. Transfers and
+    collectives count their shortest span, since the others contain waiting.
+    """
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for span, took in attributed_seconds(timeline.spans):
+        seconds.setdefault((span.op, span.stage), []).append(max(took, 1e-9))
+
+    def of(op: Op, stage: int) -> float:
+        if (op, stage) in seconds:
+            return median(seconds[op, stage])
+        return median(seconds.get((Op.BW, stage), [0.0])) / 2
+
+    def shortest(*ops: Op) -> float:
+        return min((min(times) for (op, _), times in seconds.items() if op in ops), default=0.0)
+
+    def shortest_by_stage(op: Op) -> tuple[float, ...]:
+        found = tuple(min(seconds.get((op, stage), [0.0])) for stage in range(program.stages))
+        return found if any(found) else ()
+
+    stages = range(program.stages)
+    forward, backward, weight = (tuple(of(op, s) for s in stages) for op in (Op.F, Op.B, Op.W))
+    if not all(forward if program.forward_only else (*forward, *backward, *weight)):
+        return None
+    recompute, offload = (
+        tuple(of(op, s) if (op, s) in seconds else 0.0 for s in stages) for op in (Op.RECOMPUTE, Op.OFFLOAD)
+    )
+    return Costs(
+        forward,
+        backward,
+        weight,
+        transfer=shortest(*RECEIVES),
+        norm=shortest(Op.NORM, Op.LOSS),
+        step=shortest(Op.STEP),
+        recompute=recompute if any(recompute) else (),
+        offload=offload if any(offload) else (),
+        reduce=shortest_by_stage(Op.ALL_REDUCE) or tuple(2 * each for each in shortest_by_stage(Op.REDUCE_SCATTER)),
+        gather=shortest_by_stage(Op.ALL_GATHER),
+    )
