@@ -158,14 +158,6 @@ class ScheduleSection(Section):
         changed._order = order
         return changed
 
-    @property
-    def replans(self) -> bool:
-        return self.name == AUTO and self.replan is not False
-
-    def rules(self) -> Iterator[Broken | str]:
-        if self.replan and self.name != AUTO:
-            yield Broken("replan", f"null or false for schedule.name = {self.name}, whose order is fixed")
-
     def layer_rules(self, pp: int, stages: int, layers: int) -> Iterator[str]:
         """`stages` are those of the schedule; how many auto has, only its program tells."""
         sizes = self.layers_per_stage

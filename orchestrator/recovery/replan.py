@@ -11,7 +11,7 @@ from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.planning.formatting import format_duration, format_percent
-from pentad.orchestrator.search.reordered import Reordered, facts_of, find_order
+from pentad.orchestrator.search.reordered import Reordered, facts_of, find_order, replans
 from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.diagnosis.slow_ranks import WARM_UP
 from pentad.schedules.spec.plan import Plan
@@ -34,8 +34,7 @@ class Replan:
     def __init__(self, config: RunConfig, group: WorkerGroup, bus: EventBus) -> None:
         self.group, self.bus, self.steps = group, bus, config.run.steps
         self.ramp = sum(stage.steps for stage in config.batch.rampup or ())
-        schedule = config.schedule
-        self.over = not schedule.replans or schedule.order is not None or config.mesh.pp == 1
+        self.over = not replans(config) or config.schedule.order is not None or config.mesh.pp == 1
         self.generation, self.first = -1, 0  # and its first step of the full batch
         self.searched: Plan | None = None
         self.search: Found | None = None

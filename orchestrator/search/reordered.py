@@ -19,6 +19,7 @@ from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
+from pentad.schedules.search.auto import AUTO
 from pentad.schedules.search.reorder import adds_alike, reorder
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate_step_time
@@ -106,6 +107,10 @@ def measured_costs(plan: Plan, steps: Iterable[Sequence[RankTime]]) -> Costs | N
     return replace(guess, **measured, slowdown=found.slowdown, recompute=found.recompute)
 
 
+def replans(config: RunConfig) -> bool:
+    return config.schedule.name == AUTO and config.schedule.replan is not False
+
+
 def facts_of(config: RunConfig) -> dict[str, Any]:
     """What the journal says of the configuration whose order changes."""
     schedule = config.schedule
@@ -116,7 +121,7 @@ def with_reordered(config: RunConfig, journal: Sequence[Mapping[str, Any]], file
     """The configuration of a run that resumes, with the order, from its `file`, that its journal has last, unless its
     pipeline was changed since. Raises PentadError if the file has another one."""
     events = [row for row in journal if row["event"] == EVENT]
-    if not config.schedule.replans or not events or events[-1]["pipeline"] != facts_of(config)["pipeline"]:
+    if not replans(config) or not events or events[-1]["pipeline"] != facts_of(config)["pipeline"]:
         return config
     order, layers = Program.load(file), config.schedule.layers_per_stage
     if order.hash != events[-1]["order"]:
