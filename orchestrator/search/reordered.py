@@ -102,9 +102,17 @@ def measured_costs(plan: Plan, steps: Iterable[Sequence[RankTime]]) -> Costs | N
         both, share = backward[unit] + weight[unit], guess.backward[unit] / (guess.backward[unit] + guess.weight[unit])
         backward[unit], weight[unit] = share * both, (1 - share) * both
     updates = [max((each.seconds for each in step if each.op == Op.STEP.value), default=0.0) for step in steps]
-    measured = {"backward": tuple(backward), "weight": tuple(weight), "forward": found.forward, "launch": 0.0}
-    measured |= {"transfer": found.transfer or guess.transfer, "links": (), "step": median(updates) or guess.step}
-    return replace(guess, **measured, slowdown=found.slowdown, recompute=found.recompute)
+    return replace(
+        guess,
+        forward=found.forward,
+        backward=tuple(backward),
+        weight=tuple(weight),
+        transfer=found.transfer or guess.transfer,
+        step=median(updates) or guess.step,
+        launch=0.0,  # which measured times contain
+        slowdown=found.slowdown,
+        recompute=found.recompute,
+    )
 
 
 def replans(config: RunConfig) -> bool:

@@ -52,7 +52,7 @@ def test_steps_are_shorter_after_the_order_has_changed(nodes: Cluster, start_run
     actual, expected = state_of(run, STEPS), state_of(same, STEPS)
     assert actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
 
-    again = start_run(*LINE, f"run.steps={MORE}", name="changed")
+    again = start_run(*LINE, f"run.steps={MORE}", name="changed", command=command("LongFirst"))
     assert again.end() == 0, again.describe()
     assert again.events("start")[-1]["program"] == event["program"] and len(again.events("replanned")) == 1
     assert len(again.rows()) == MORE and compare(run.folder).run.program.hash == event["program"]
