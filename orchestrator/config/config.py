@@ -147,6 +147,8 @@ class RunConfig(sections.Section):
         if self.elastic.replicate_every and self.memory.optimizer == "host":
             yield Broken("elastic.replicate_every", "0 with memory.optimizer = host")
         yield from self._bit_check_rules()
+        if self.schedule.replan and (name := self.schedule.name) != AUTO:
+            yield Broken("schedule.replan", f"null or false for schedule.name = {name}, whose order is fixed")
         if self.schedule.name == AUTO and self.memory.recompute_stages:
             found = f"{self.memory.recompute_stages}, but schedule.name auto places them"
             yield Broken("memory.recompute_stages", "null", found)

@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     NonNegativeInt,
     PositiveFloat,
+    PrivateAttr,
     model_validator,
 )
 
@@ -26,6 +27,7 @@ from pentad.orchestrator.config.errors import (
     shown,
     without_control_characters,
 )
+from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.recompute import ROW_WISE, Part, config_text, mode_of, recomputed_parts
 from pentad.schedules.search.auto import AUTO
 from pentad.schedules.spec.batch import BatchSizes, RampupStage
@@ -137,10 +139,24 @@ class ScheduleSection(Section):
     post_validation: bool = False
     """start the next step before the global gradient norm is known, and redo the optimizer step if the norm exceeds
     optimizer.clip_norm or is not finite"""
+    replan: bool | None = None
+    """search the order of auto once more with the costs measured in the first steps, and change to a faster one with
+    the same bits (docs/auto.md); null: true for auto, which alone has a choice"""
+    _order: Program | None = PrivateAttr(None)  # that a run has been re-planned to; no file has it
 
     @property
     def options(self) -> ScheduleOptions:
         return ScheduleOptions(self.chunks, self.group, self.memory_limit, self.slices)
+
+    @property
+    def order(self) -> Program | None:
+        """The compute order of auto that the run has been re-planned to, if it has."""
+        return self._order
+
+    def with_order(self, order: Program) -> ScheduleSection:
+        changed = self.model_copy()
+        changed._order = order
+        return changed
 
     def layer_rules(self, pp: int, stages: int, layers: int) -> Iterator[str]:
         """`stages` are those of the schedule; how many auto has, only its program tells."""

@@ -35,6 +35,7 @@ from pentad.schedules.diagnosis.rank_rows import svg_rank_times
 from pentad.schedules.diagnosis.rank_times import RankTime, save
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.plan import Plan
@@ -55,6 +56,7 @@ PROGRAM, METRICS, JOURNAL = "program.arrow", "metrics.jsonl", "journal.jsonl"
 EVALUATIONS, EVAL_PROGRAM, EVAL_TIMELINE = "eval.jsonl", "eval-program.arrow", "eval-timeline.arrow"
 TIMELINE, RANK_TIMES, TRACE, PAGE = "timeline.arrow", "rank-times.arrow", "trace.json.gz", "timeline.html"
 RANK_TIMES_SVG, EXPERT_LOAD = "rank-times.svg", "expert-load.json"
+ORDER = "order.arrow"  # the compute order that the run has been re-planned to
 _GENERATION_AT = 20  # bytes, in the file of the lock
 TIMED_STEPS = 200  # whose times by rank are kept
 # Keys of every line of metrics.jsonl; bubbles are shares of the makespan, null where a step was not measured.
@@ -175,6 +177,10 @@ class RunFolder:
         self.files.replace(self.path / PROGRAM, plan.program.to_bytes())
         if plan.eval is not None:
             self.files.replace(self.path / EVAL_PROGRAM, plan.eval.program.to_bytes())
+
+    def save_order(self, order: Program) -> None:
+        """Writes the compute order that the run is re-planned to."""
+        self.files.replace(self.path / ORDER, order.to_bytes())
 
     def rewind(self, step: int) -> None:
         """Drops the metrics of `step` and later, which the run will replay, and what was evaluated after more steps."""

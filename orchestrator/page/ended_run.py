@@ -17,12 +17,13 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.control.control_client import last_view
 from pentad.orchestrator.monitoring.event_bus import ExpertLoads
 from pentad.orchestrator.monitoring.run_state import RankView, RunView
-from pentad.orchestrator.monitoring.runfolder import EXPERT_LOAD, JOURNAL, PAGE, RANK_TIMES, TIMELINE
+from pentad.orchestrator.monitoring.runfolder import EXPERT_LOAD, JOURNAL, ORDER, PAGE, RANK_TIMES, TIMELINE
 from pentad.orchestrator.page.page_data import PageData
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.records.checkpoint_places import saved_config
 from pentad.orchestrator.records.json_lines import read_lines
-from pentad.orchestrator.search.moved_layers import with_moved_layers
+from pentad.orchestrator.search.rebalanced_plan import with_rebalanced_layers
+from pentad.orchestrator.search.reordered import with_reordered
 from pentad.schedules.diagnosis import rank_times
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span, Timeline
@@ -78,7 +79,7 @@ class EndedRun(PageData):
 
 
 def _config(folder: Path, journal: Sequence[dict[str, Any]]) -> RunConfig:
-    """With the mesh and the layers per stage that the run had last."""
+    """With the mesh, the layers per stage and the order that the run had last."""
     config = saved_config(folder)
     starts = [number for number, row in enumerate(journal) if row["event"] == "start"]
     rows = journal[starts[-1] :] if starts else ()
@@ -86,7 +87,8 @@ def _config(folder: Path, journal: Sequence[dict[str, Any]]) -> RunConfig:
     if meshes and meshes[-1] != str(config.mesh.mesh):
         sizes = dict.fromkeys(asdict(Mesh()), 1) | {a: int(n) for a, n in re.findall(r"([a-z]+)(\d+)", meshes[-1])}
         config = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
-    return with_moved_layers(config, journal)
+    moved = with_rebalanced_layers(config, lambda: journal)
+    return with_reordered(moved, lambda: journal, folder / ORDER)
 
 
 def _places(journal: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

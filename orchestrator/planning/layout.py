@@ -80,13 +80,16 @@ def compute_order(config: RunConfig, model: ModelSpec, device: str, microbatches
     tells.
 
     'auto' takes the order with the least makespan at guessed costs, or the one whose busiest rank ends first if there
-    is no barrier at the end of a step. None for a schedule of the catalogue.
+    is no barrier at the end of a step; or the one that the run has been re-planned to. None for a schedule of the
+    catalogue.
     """
     section, ranks = config.schedule, config.mesh.pp
     if section.name in CATALOGUE:
         return None
     if section.name != AUTO:
         return generate(section.name, ranks, microbatches, config.options)
+    if section.order is not None and section.order.microbatches == microbatches:
+        return section.order
 
     rates = rates_for(config.cluster, device)
 
@@ -98,8 +101,12 @@ def compute_order(config: RunConfig, model: ModelSpec, device: str, microbatches
         piece = first_piece(config, device, placed.slices, fp8_spec(config, model))._replace(cp_method="ring")
         return guess_costs(model, layers, placed.placement, piece, rates, lora=config.lora_spec)
 
-    objective: Objective = "longest" if section.post_validation else "makespan"
-    return choose(ranks, microbatches, costs_of, section.options, objective).best.program
+    return choose(ranks, microbatches, costs_of, section.options, objective_of(config)).best.program
+
+
+def objective_of(config: RunConfig) -> Objective:
+    """What 'auto' minimizes."""
+    return "longest" if config.schedule.post_validation else "makespan"
 
 
 def split(

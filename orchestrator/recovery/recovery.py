@@ -17,6 +17,7 @@ from pentad.orchestrator.recovery.evictions import Evictions
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, fence, is_recordable
 from pentad.orchestrator.recovery.rebalance import Rebalance
 from pentad.orchestrator.recovery.regroup import Regroup
+from pentad.orchestrator.recovery.replan import Replan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import Start
@@ -34,6 +35,7 @@ DONE = {
     "shrink": "shrunk",
     "grow": "grown back",
     "rebalance": "rebalanced",
+    "replan": "re-planned",
     "adopt": "adopted",
 }
 
@@ -56,6 +58,7 @@ class Recovery:
         self.elastic, self.group, self.bus = config.elastic, group, bus
         self.ranks = Regroup(config, group, bus, requests, start, copies, full or group.plan)
         self.evictions, self.rebalance = Evictions(config.elastic, group, bus), Rebalance(config, group, bus)
+        self.replan = Replan(config, group, bus)
         self.faults = self.faults_without_progress = 0
         self.furthest, self.checked = -1, time.monotonic()
         self.leaving: tuple[int, ...] = ()  # ranks that are about to end, or to move
@@ -89,7 +92,7 @@ class Recovery:
 
     def regroup(self, done: int) -> RecoveryState:
         """At a step boundary, of which there is a checkpoint or a copy in memory: replaces ranks that are about to end
-        or to move, gives ranks other layers, or grows back to the full mesh."""
+        or to move, gives ranks other layers or another order, or grows back to the full mesh."""
         if not self.leaving:
             return self._attempt(None, done)
         text = f"{', '.join(map(self.group.label, self.leaving))} {self.reason}"
@@ -109,8 +112,8 @@ class Recovery:
 
     def should_regroup(self, statuses: Mapping[int, Status]) -> tuple[int, ...] | None:
         """The ranks that are about to end, by their status or because their node is draining, or that move because they
-        are slow; none of them if a shrunk mesh has room to grow back, or layers are to move; None if all may stay as it
-        is."""
+        are slow; none of them if a shrunk mesh has room to grow back, or layers or the order are to change; None if all
+        may stay as it is."""
         now = time.monotonic()
         if told := [rank for rank, status in statuses.items() if status.leaving]:
             self.leaving, self.drain_seconds = tuple(told), 0.0
@@ -132,7 +135,11 @@ class Recovery:
             self.leaving, self.fault, self.reason = moving, "slow", f"to be moved: {self.evictions.reason}"
         if self.leaving or self.ranks.can_grow():
             return self.leaving
-        return () if self.ranks.is_full and self.rebalance.due(self.group.plan) else None
+        return () if self.ranks.is_full and self._plan_changes() else None
+
+    def _plan_changes(self) -> bool:
+        plan = self.group.plan
+        return bool(self.replan.due(plan, self.ranks.config) or self.rebalance.due(plan))
 
     def _drain_announced(self, statuses: Mapping[int, Status]) -> None:
         """Drains nodes whose end elastic.notice announces, once each."""
@@ -166,8 +173,7 @@ class Recovery:
                 if adopts:
                     how = self._repair_adopted(state, done)
                 elif fault is None and not state.lost:
-                    change = self.rebalance.take()
-                    how = self.ranks.move_layers(state, change) if change else self.ranks.grow(state)
+                    how = self._change(state)
                 else:
                     wait, self.drain_seconds = self.elastic.wait_seconds + self.drain_seconds, 0.0
                     how = self.ranks.repair(state, wait)
@@ -195,6 +201,16 @@ class Recovery:
         seconds = self.checked - began
         self.bus.display.note(f"{DONE[how]} after {seconds:.1f} s on {mesh}: continuing from step {state.version}")
         return state
+
+    def _change(self, state: RecoveryState) -> str:
+        """What `regroup` does without a fault; returns what that was, as the journal has it."""
+        if (order := self.replan.take(self.group.plan)) is not None:
+            self.rebalance.cancel()
+            self.rebalance.config = order.found.config
+            return self.ranks.change_order(state, order)
+        if (layers := self.rebalance.take()) is not None:
+            return self.ranks.move_layers(state, layers)
+        return self.ranks.grow(state)
 
     def _repair_adopted(self, state: RecoveryState, done: int) -> str:
         if not is_recordable(state, done):  # the folder is not as the former driver has left it

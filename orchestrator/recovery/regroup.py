@@ -19,8 +19,10 @@ from pentad.orchestrator.planning.planning import shrunk_plan
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, end_processes, is_complete, sources
 from pentad.orchestrator.recovery.hang_detection import check_answers
 from pentad.orchestrator.recovery.rebalance import LayerChange
+from pentad.orchestrator.recovery.replan import OrderChange
 from pentad.orchestrator.recovery.retention import newest_recorded, pinned_checkpoints
 from pentad.orchestrator.recovery.spares import Spares
+from pentad.orchestrator.search.reordered import EVENT
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import (
     Checkpoint,
@@ -99,15 +101,30 @@ class Regroup:
 
     def move_layers(self, state: RecoveryState, change: LayerChange) -> str:
         """The same ranks with other layers, from the checkpoint, or the copy, of this step boundary."""
+        self._change_plan(state, "rebalanced", change.config, change.plan, change.facts, keep=False)
+        return "rebalance"
+
+    def change_order(self, state: RecoveryState, change: OrderChange) -> str:
+        """The same ranks, which keep what they hold, with another compute order."""
+        self.bus.folder.save_order(change.found.order)
+        given = change.found.config, change.found.plan, change.facts
+        self._change_plan(state, EVENT, *given, keep=is_complete(self.group.plan, state))
+        return "replan"
+
+    def _change_plan(
+        self, state: RecoveryState, event: str, config: RunConfig, plan: Plan, facts: dict[str, Any], *, keep: bool
+    ) -> None:
         group = self.group
         members = list(zip(group.actors, group.places, strict=True))
-        copy = self._find_copy(state)
-        self.config, self.full = change.config, change.plan
-        self.bus.record("rebalanced", step=state.version, **change.facts)
-        self.bus.display.note(change.facts["sentence"])
-        self._start(change.plan, group.bundles, members, state, keep=False)
-        self._restore(state, copy)
-        return "rebalance"
+        copy = None if keep else self._find_copy(state)
+        self.config, self.full = config, plan
+        self.bus.record(event, step=state.version, **facts)
+        self.bus.display.note(facts["sentence"])
+        self._start(plan, group.bundles, members, state, keep=keep)
+        if keep:
+            self._receive(state)
+        else:
+            self._restore(state, copy)
 
     def _shrink(self, state: RecoveryState, complete: bool, copy: CopySource | None) -> None:
         """Lays a smaller mesh on the living ranks, from a checkpoint of the newest state if they hold all of it."""

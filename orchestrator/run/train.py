@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from pentad.orchestrator.run.interrupts import Interrupts, OnStep, StepCallback
 from pentad.orchestrator.run.measure import typical_pace
 from pentad.orchestrator.run.resumed_optimizer import with_decay_steps
 from pentad.orchestrator.search.rebalanced_plan import with_rebalanced_layers
+from pentad.orchestrator.search.reordered import with_reordered
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import LoraBase, lora_of
 from pentad.schedules.spec.plan import Plan
@@ -101,9 +103,11 @@ def train(
     if note := check_store(config):
         display.note(note)
     saved = resumed_config(config)
-    moved = with_rebalanced_layers(config, lambda: read_lines(path_of(config) / runfolder.JOURNAL, ["event"]))
-    if moved is not config:
-        config, plan = moved, with_inputs_of(first_plan(moved), plan)
+    folder = path_of(config)
+    journal = partial(read_lines, folder / runfolder.JOURNAL, ["event"])
+    changed = with_reordered(with_rebalanced_layers(config, journal), journal, folder / runfolder.ORDER)
+    if changed is not config:
+        config, plan = changed, with_inputs_of(first_plan(changed), plan)
     if _is_finished(config, plan):
         display.note(f"the run has all of its run.steps = {config.run.steps} already")
         return summary(config, config.run.steps)

@@ -78,12 +78,13 @@ def choose(
     objective: Objective = "makespan",
     effort: int = EFFORT,
     two_copies: bool | None = None,
+    placement: Placement | None = None,
 ) -> Choice:
     """Tries every schedule, number of chunks and group, then searches; the least time wins, then the least memory.
 
     The result is never slower than the catalogue. `effort` 0 skips the search. The limit is one of activations:
-    schedules that hold all parameters twice (dualpipe) are tried if `two_copies` (None: if there is no limit). Raises
-    PentadError if nothing fits, and for options that it chooses itself.
+    schedules that hold all parameters twice (dualpipe) are tried if `two_copies` (None: if there is no limit). With a
+    `placement` only orders of that one. Raises PentadError if nothing fits, and for options that it chooses itself.
     """
     check_auto_options(options)
     limit = options.memory_limit
@@ -95,6 +96,8 @@ def choose(
             continue
         order = generate(name, ranks, microbatches, tried)
         key = order.placement
+        if placement not in (None, key):
+            continue
         if key not in placed:
             costs = costs_of(order)
             if costs is None:

@@ -1,5 +1,6 @@
 """`pentad train` whose layers take the same time on all ranks, but 15 % longer on rank 1, 2 or 3 after BEGINS steps:
-`python -m padded_runner Slow1 OVERRIDES`"""
+`python -m padded_runner Slow1 OVERRIDES`; or whose stages take the same, but that of rank 0 half as much again:
+`python -m padded_runner LongFirst OVERRIDES`"""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from pentad.workers.parallel.async_ops import Task
 from pentad.workers.runtime.runner import Runner
 
 LAYER_SECONDS = {"F": 0.006, "BW": 0.012}  # most of it is sleep
+STAGE_SECONDS = {"F": 0.03, "B": 0.03, "W": 0.03, "BW": 0.06}
 FACTOR = 1.15
 BEGINS = 40  # ranks without peers are compared with what they did in their first 34 steps
 
@@ -54,8 +56,16 @@ class Slow3(PaddedRunner):
     slow_rank = 3
 
 
-def command(rank: int) -> tuple[str, ...]:
-    return (sys.executable, "-P", "-m", "padded_runner", f"Slow{rank}")
+class LongFirst(Runner):
+    def connect(self, address: str, timeout_seconds: float) -> None:
+        super().connect(address, timeout_seconds)
+        factor = 1.5 if self.rank == 0 else 1.0
+        pad_compute(self, {op: factor * seconds for op, seconds in STAGE_SECONDS.items()})
+
+
+def command(name: str | int) -> tuple[str, ...]:
+    """Of a class; of Slow1 or Slow3 the rank will do."""
+    return (sys.executable, "-P", "-m", "padded_runner", name if isinstance(name, str) else f"Slow{name}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+"""Plans with another compute order, for the costs that a run has measured (schedule.replan)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.planning.estimate import costs_of
+from pentad.orchestrator.planning.fit import device_memory, fit_of, require_host
+from pentad.orchestrator.planning.formatting import format_percent
+from pentad.orchestrator.planning.layout import objective_of
+from pentad.orchestrator.planning.planning import make_plan, with_inputs_of
+from pentad.schedules.diagnosis.rank_costs import costs_of_ranks
+from pentad.schedules.diagnosis.rank_times import RankTime
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import Op
+from pentad.schedules.ir.program import Program
+from pentad.schedules.search.auto import AUTO
+from pentad.schedules.search.reorder import adds_alike, reorder
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.simulate import simulate_step_time
+from pentad.schedules.spec.plan import Plan
+
+LEAST_GAIN = 0.02  # of a step's time by simulation, from which the order changes
+PAUSE_SECONDS = 5.0  # that an exchange takes: what the steps that are left gain must exceed it
+EVENT = "replanned"
+
+
+class Reordered(NamedTuple):
+    """The configuration and the plan with another `order`; simulated seconds of a step with the present one and with
+    this one."""
+
+    config: RunConfig
+    plan: Plan
+    order: Program
+    before: float
+    after: float
+
+    @property
+    def gain(self) -> float:
+        """Share of a step's time that is saved."""
+        return 1 - self.after / self.before
+
+
+def find_order(config: RunConfig, plan: Plan, steps: Sequence[Sequence[RankTime]], left: int) -> Reordered | str:
+    """A faster order at the costs that these steps had, for a run with so many steps `left`; or why it keeps its
+    own."""
+    costs = measured_costs(plan, steps)
+    if costs is None:
+        return f"the times of the first {len(steps)} steps are not complete"
+    try:
+        order = reorder(plan.program, costs, config.schedule.options, objective_of(config))
+        order = replace(order, name=f"{order.name}, re-planned")
+        found = reordered(config, plan, order, costs)
+        require_host(config, found.plan)
+    except PentadError as error:
+        return str(error)
+    return _refusal(plan, found, left) or found
+
+
+def reordered(config: RunConfig, plan: Plan, order: Program, costs: Costs) -> Reordered:
+    """The plan of the same ranks with this order. Raises PentadError if there is none."""
+    changed = config.model_copy(update={"schedule": config.schedule.with_order(order)})
+    hosts, units = 1 if plan.transport == "peer" else 2, plan.program.units or (1,) * plan.program.stages
+    made = with_inputs_of(make_plan(changed, plan.device, hosts=hosts, model=plan.model, units=units), plan)
+    times = (simulate_step_time(each.program, costs) for each in (plan, made))
+    before, after = (getattr(each, objective_of(config)) for each in times)
+    return Reordered(changed, made, order, before, after)
+
+
+def _refusal(plan: Plan, found: Reordered, left: int) -> str:
+    """Why a run with so many steps `left` keeps its order; '' if it should not."""
+    if found.gain < LEAST_GAIN:
+        return f"by simulation no order takes {format_percent(LEAST_GAIN)} off a step"
+    if (saved := left * (found.before - found.after)) < PAUSE_SECONDS:
+        return f"the {left} steps that are left would gain {saved:.3g} s, and the exchange takes {PAUSE_SECONDS:g} s"
+    programs = zip(plan.trained_programs, found.plan.trained_programs, strict=True)
+    if found.plan.layers != plan.layers or not all(adds_alike(*each) for each in programs):
+        return "the faster order adds up gradients in another order, and so would change bits"
+    memory = device_memory(plan.device, gpu=plan.gpu)
+    fit = fit_of(found.plan, memory)
+    return fit.sentence if not fit.ok and fit_of(plan, memory).ok else ""
+
+
+def measured_costs(plan: Plan, steps: Iterable[Sequence[RankTime]]) -> Costs | None:
+    """What instructions cost by unit, by the medians of these steps; what no rank has measured as it was estimated.
+    None without the times of all compute.
+
+    Where B and W of a unit ran as BW, they share its time as estimated.
+    """
+    steps, guess = list(steps), costs_of(plan)
+    found = costs_of_ranks(plan.program, plan.mesh, steps)
+    if found is None:
+        return None
+    alone = {part.stage for stream in plan.program.streams for each in stream for part in each.parts if part.op is Op.B}
+    backward, weight = list(found.backward), list(found.weight)
+    for unit in set(range(plan.program.stages)) - alone:
+        both, share = backward[unit] + weight[unit], guess.backward[unit] / (guess.backward[unit] + guess.weight[unit])
+        backward[unit], weight[unit] = share * both, (1 - share) * both
+    updates = [max((each.seconds for each in step if each.op == Op.STEP.value), default=0.0) for step in steps]
+    return replace(
+        guess,
+        forward=found.forward,
+        backward=tuple(backward),
+        weight=tuple(weight),
+        transfer=found.transfer or guess.transfer,
+        step=median(updates) or guess.step,
+        launch=0.0,  # which measured times contain
+        slowdown=found.slowdown,
+        recompute=found.recompute,
+    )
+
+
+def replans(config: RunConfig) -> bool:
+    return config.schedule.name == AUTO and config.schedule.replan is not False
+
+
+def facts_of(config: RunConfig) -> dict[str, Any]:
+    """What the journal says of the configuration whose order changes."""
+    schedule = config.schedule
+    return {"pipeline": [config.mesh.pp, schedule.microbatches, schedule.memory_limit, schedule.post_validation]}
+
+
+def with_reordered(config: RunConfig, journal: Callable[[], Sequence[Mapping[str, Any]]], file: Path) -> RunConfig:
+    """The configuration of a run that resumes, with the order, from its `file`, that its journal has last, unless its
+    pipeline was changed since. Raises PentadError if the file has another one."""
+    if not replans(config):
+        return config
+    events = [row for row in journal() if row["event"] == EVENT]
+    if not events or events[-1]["pipeline"] != facts_of(config)["pipeline"]:
+        return config
+    order, layers = Program.load(file), config.schedule.layers_per_stage
+    if order.hash != events[-1]["order"]:
+        expected = f"{events[-1]['order'][:12]}, as the run's journal has it: schedule.replan=false does without"
+        raise PentadError(f"{file} has the order {order.hash[:12]}: expected {expected}")
+    if layers is not None and len(layers) != order.stages:
+        return config
+    return config.model_copy(update={"schedule": config.schedule.with_order(order)})
