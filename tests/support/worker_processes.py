@@ -37,7 +37,9 @@ class WorkerProcess:
     def __init__(self) -> None:
         context = process_context()
         self.end, remote_end = context.Pipe()
-        self.process = context.Process(target=_serve, args=(remote_end,), daemon=True)
+        self.stacks = Path(tempfile.mkdtemp(), "stacks")  # of its threads, should it hang
+        self.stacks.touch()
+        self.process = context.Process(target=_serve, args=(remote_end, self.stacks), daemon=True)
         self.process.start()
         remote_end.close()
         self.num_calls, self.answers = 0, dict[int, Any]()
@@ -55,7 +57,7 @@ class WorkerProcess:
     def answer(self, number: int, seconds: float = TIMEOUT) -> Any:
         """The result of a call; raises what the method raised."""
         while number not in self.answers:
-            assert self.end.poll(seconds), f"no answer in {seconds} s"
+            assert self.end.poll(seconds), f"no answer in {seconds} s\n{self.stacks.read_text()}"
             self.receive()
         value = self.answers.pop(number)
         if isinstance(value, Exception):
@@ -93,7 +95,8 @@ def call_all(workers: list[WorkerProcess], method: str, *arguments: Any, seconds
     deadline = time.monotonic() + seconds
     while missing := [worker for worker, number in asked if number not in worker.answers]:
         ready = wait([worker.end for worker in missing], max(0.0, deadline - time.monotonic()))
-        assert ready, f"{method}: no answer of {list(map(workers.index, missing))} in {seconds} s"
+        stacks = "" if ready else "\n".join(worker.stacks.read_text() for worker in missing)
+        assert ready, f"{method}: no answer of {list(map(workers.index, missing))} in {seconds} s\n{stacks}"
         for worker, number in asked:
             if worker.end in ready:
                 worker.receive()
@@ -232,8 +235,9 @@ def _check_recovery(workers: list[WorkerProcess], plan: Plan, steps: int, fault:
     assert all(torch.equal(state[key], value) for key, value in expected[1].items())
 
 
-def _serve(end: Any) -> None:
+def _serve(end: Any, stacks: Path) -> None:
     torch.set_num_threads(1)
+    file = os.open(stacks, os.O_WRONLY)
     from pentad.workers.replication.parts import HostCopies
     from pentad.workers.replication.transfer import CopyServer
     from pentad.workers.runtime.runner import Runner
@@ -274,23 +278,24 @@ def _serve(end: Any) -> None:
             except (EOFError, OSError):
                 os._exit(0)
             if how == "now":
-                faulthandler.dump_traceback_later(30)
+                faulthandler.dump_traceback_later(30, file=file)
                 execute(number, *order)
-                faulthandler.cancel_dump_traceback_later()
+                if order[0] != "fence":  # after which the train thread has to come free
+                    faulthandler.cancel_dump_traceback_later()
             elif how == "beside":
                 threading.Thread(target=execute, args=(number, *order), daemon=True).start()
             else:
                 orders.put((number, *order))
 
     threading.Thread(target=listen, daemon=True).start()
-    _execute_orders(orders, execute)
+    _execute_orders(orders, execute, file)
 
 
-def _execute_orders(orders: queue.Queue, execute: Callable[..., None]) -> None:
+def _execute_orders(orders: queue.Queue, execute: Callable[..., None], stacks: int) -> None:
     while True:
         order = orders.get()
         if order[1] in ("leave", "serve", "connect", "receive"):
-            faulthandler.dump_traceback_later(30)
+            faulthandler.dump_traceback_later(30, file=stacks)
         execute(*order)
         faulthandler.cancel_dump_traceback_later()
 
