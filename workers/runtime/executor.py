@@ -23,7 +23,7 @@ from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.optimizer_step import OptimizerStep
 from pentad.workers.runtime.progress_file import ProgressFile
-from pentad.workers.runtime.streams import Check, HostStreams, Lanes
+from pentad.workers.runtime.streams import Check, CudaStreams, HostStreams, Lanes
 from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
@@ -131,6 +131,27 @@ class Executor:
             self.progress.write(step, counter, program.number)
             self._run_action(action)
         self.transport.finish_sends()
+
+    def position(self) -> tuple[int, int, int] | None:
+        """Step and counter of the instruction that the GPU has reached, and the number of its program; None on a CPU.
+        From any thread."""
+        program, number = self.running, self.round
+        found = self.lanes.position() if isinstance(self.lanes, CudaStreams) else None
+        if program is None or found is None:
+            return None
+        (behind, part), step = found, self.step
+        if not program.forward_only and (issued := self.issued.get(step - behind)) is not None:
+            program = issued.program
+        counter = next((i for i, action in enumerate(program.stream) if part in action.parts), None)
+        if counter is None:  # another program has begun meanwhile
+            return None
+        if program.forward_only:
+            return step, counter + max(0, number - behind) * len(program.stream), program.number
+        return step - behind, counter, program.number
+
+    def close(self) -> None:
+        for each in (self.activations, self.optimizer_step, self.collectives, self.groups.layers.tp, self.transport):
+            each.close()
 
     def validate(self) -> bool:
         """VALIDATE: commits the previous step. False if its weights have changed since."""
