@@ -23,7 +23,7 @@ from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.optimizer_step import OptimizerStep
 from pentad.workers.runtime.progress_file import ProgressFile
-from pentad.workers.runtime.streams import Check, CudaStreams, HostStreams, Lanes
+from pentad.workers.runtime.streams import Check, HostStreams, Lanes
 from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
@@ -135,8 +135,7 @@ class Executor:
     def position(self) -> tuple[int, int, int] | None:
         """Step and counter of the instruction that the GPU has reached, and the number of its program; None on a CPU.
         From any thread."""
-        program, number = self.running, self.round
-        found = self.lanes.position() if isinstance(self.lanes, CudaStreams) else None
+        program, number, found = self.running, self.round, self.lanes.position()
         if program is None or found is None:
             return None
         (behind, part), step = found, self.step
