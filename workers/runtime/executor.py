@@ -135,6 +135,26 @@ class Executor:
             self._run_action(action)
         self.transport.finish_sends()
 
+    def position(self) -> tuple[int, int, int] | None:
+        """Step and counter of the instruction that the GPU has reached, and the number of its program; None on a CPU.
+        From any thread."""
+        program, number, found = self.running, self.round, self.lanes.position()
+        if program is None or found is None:
+            return None
+        (behind, part), step = found, self.step
+        if not program.forward_only and (issued := self.issued.get(step - behind)) is not None:
+            program = issued.program
+        counter = next((i for i, action in enumerate(program.stream) if part in action.parts), None)
+        if counter is None:  # another program has begun meanwhile
+            return None
+        if program.forward_only:
+            return step, counter + max(0, number - behind) * len(program.stream), program.number
+        return step - behind, counter, program.number
+
+    def close(self) -> None:
+        for each in (self.activations, self.optimizer_step, self.collectives, self.groups.layers.tp, self.transport):
+            each.close()
+
     def validate(self) -> bool:
         """VALIDATE: commits the previous step. False if its weights have changed since."""
         valid = self.optimizer_step.validate(self.check)

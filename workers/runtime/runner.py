@@ -265,23 +265,13 @@ class Runner:
     def position(self) -> Progress | None:
         """The instruction that the GPU has reached; None on a CPU, where the progress file says it. From any thread."""
         executor = self.executor
-        if executor is None or self.fence_flag.is_set or not isinstance(executor.lanes, CudaStreams):
+        found = None if executor is None or self.fence_flag.is_set else executor.position()
+        if found is None:
             return None
-        program, number, found = executor.running, executor.round, executor.lanes.position()
-        if program is None or found is None:
-            return None
-        behind, part = found
-        if not program.forward_only and (issued := executor.issued.get(executor.step - behind)) is not None:
-            program = issued.program
-        counter = next((i for i, action in enumerate(program.stream) if part in action.parts), None)
-        if counter is None:  # another program has begun meanwhile
-            return None
-        step = executor.step - behind
-        if program.forward_only:
-            step, counter = executor.step, counter + max(0, number - behind) * len(program.stream)
+        step, counter, program = found
         if (step, counter) != self.last_position[:2]:
             self.last_position = (step, counter, time.monotonic())
-        return Progress(self.generation, step, counter, self.last_position[2], program.number)
+        return Progress(self.generation, step, counter, self.last_position[2], program)
 
     def abort(self) -> None:
         """Aborts the collectives of a fenced GPU, once all ranks are fenced."""
@@ -315,11 +305,7 @@ class Runner:
         if dist.is_initialized():
             dist.destroy_process_group()
         if self.executor is not None:
-            self.executor.activations.close()
-            self.executor.optimizer_step.close()
-            self.executor.collectives.close()
-            self.executor.groups.layers.tp.close()
-            self.executor.transport.close()
+            self.executor.close()
 
     @property
     def _connected(self) -> Executor:

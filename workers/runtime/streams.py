@@ -86,6 +86,10 @@ class HostStreams:
         """Of the oldest of the steps read last that has not been taken yet."""
         return tuple((op, stage, seconds) for (op, stage), seconds in self.read_waits.pop(0).items())
 
+    def position(self) -> tuple[int, Instruction] | None:
+        """None: the progress file says it."""
+        return None
+
     def _wait_for(self, key: Key) -> None:
         if key not in self.running:
             return
