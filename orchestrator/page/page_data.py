@@ -150,7 +150,7 @@ class PageData(Watcher):
             **{name: getattr(view, name) for name in (*names, "loss", "tokens_per_second", "verdict")},
             "axes": asdict(plan.mesh),
             "ranks": ranks,
-            "flow": self._once("flow", plan, lambda: data_flow(plan)),
+            "flow": self._once("flow", plan, lambda: self.flow(plan)),
             "curves": self._curves(),
             "evaluations": [each._asdict() for each in view.evaluations],
             "events": events,
@@ -159,6 +159,10 @@ class PageData(Watcher):
             "has_experts": bool(self.bus.expert_load.layers),
             "dashboard": view.endpoints.get("dashboard", ""),
         }
+
+    def flow(self, plan: Plan) -> dict[str, Any]:
+        """What ranks send each other in a step."""
+        return data_flow(plan)
 
     def experts(self) -> dict[str, Any]:
         """The load of each expert in the newest step that ranks reported, as multiples of the mean of its layer."""

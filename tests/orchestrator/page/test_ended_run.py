@@ -12,6 +12,7 @@ from http.cookiejar import CookieJar
 from pathlib import Path
 
 import pytest
+import yaml
 from page_run import ended_run
 
 from pentad.orchestrator.page.ended_run import EndedRun
@@ -58,6 +59,19 @@ def test_a_mesh_that_shrank_is_the_one_that_is_shown(tmp_path: Path) -> None:
         file.write(f"{line}\n")
     state = EndedRun(folder).state()
     assert state["mesh"] == "pp2" and [rank["node"] for rank in state["ranks"]] == ["", ""]
+
+
+def test_a_custom_model_is_not_executed(tmp_path: Path) -> None:
+    folder, *_ = ended_run(tmp_path)
+    (tmp_path / "own.py").write_text("raise SystemExit")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["model"] = {"custom": f"{tmp_path}/own.py:model", "vocab": 300, "hidden": 32}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    page = EndedRun(folder)
+    state = page.state()
+    assert len(state["ranks"]) == 4 and state["flow"]["sends"] == [] and len(state["kept"]) == 5
+    with pytest.raises(PentadError, match="what a custom model holds is known while its run is live"):
+        page.memory_html()
 
 
 @pytest.mark.slow
