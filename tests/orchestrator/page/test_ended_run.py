@@ -38,6 +38,7 @@ def test_it_shows_what_the_live_page_showed(tmp_path: Path) -> None:
     assert "at the costs of step 6" in page.memory_html() and "rank 3 (dp1 pp1)" in page.rank_times_svg()
 
 
+@pytest.mark.slow
 def test_what_is_not_there_costs_a_sentence_or_nothing(tmp_path: Path) -> None:
     folder, *_ = ended_run(tmp_path)
     for name in ("timeline.html", "timeline.arrow", "rank-times.arrow", "expert-load.json", "metrics.jsonl"):
@@ -52,6 +53,7 @@ def test_what_is_not_there_costs_a_sentence_or_nothing(tmp_path: Path) -> None:
         EndedRun(folder)
 
 
+@pytest.mark.slow
 def test_a_mesh_that_shrank_is_the_one_that_is_shown(tmp_path: Path) -> None:
     folder, *_ = ended_run(tmp_path)
     line = json.dumps({"time": 1.0, "event": "recovered", "how": "shrink", "mesh": "pp2"})
