@@ -199,7 +199,7 @@ class PageData(Watcher):
         newest = times[-1][0].step if times and times[-1] else None
         title = f"{plan.name}: ranks beside their peers"
         rows = [each for step in times for each in step]
-        drawn = rows and self._once("times", newest, lambda: rank_times_svg(rows, plan.mesh, title))
+        drawn = self._once("times", newest, lambda: rank_times_svg(rows, plan.mesh, title)) if rows else ""
         if not drawn:
             raise PentadError("no rank has peers with measured times: expected dp, cp, tp or ep of at least 2")
         return drawn
