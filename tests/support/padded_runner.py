@@ -1,4 +1,4 @@
-"""`pentad train` whose layers take the same time on all ranks, but 15 % longer on rank 1, 2 or 3 after BEGINS steps:
+"""`pentad train` whose layers take the same time on all ranks, but 15 % longer on rank 1 or 3 after BEGINS steps:
 `python -m padded_runner Slow1 OVERRIDES`"""
 
 from __future__ import annotations
@@ -44,10 +44,6 @@ class PaddedRunner(Runner):
 
 class Slow1(PaddedRunner):
     slow_rank = 1
-
-
-class Slow2(PaddedRunner):
-    slow_rank = 2
 
 
 class Slow3(PaddedRunner):
