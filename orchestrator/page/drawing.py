@@ -1,6 +1,6 @@
-"""Draws timelines in a process of its own: the driver's would hold its interpreter's lock, which keeps the ranks busy.
+"""Draws figures of many spans in a process of its own: the driver's interpreter has a lock, and ranks to keep busy.
 
-`python -m pentad.orchestrator.page.drawing FOLDER` writes PAGE there, from what `timeline_html` has put beside it.
+`python -m pentad.orchestrator.page.drawing FOLDER` writes DRAWN there, from what a function here has put beside it.
 """
 
 from __future__ import annotations
@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps
+from pentad.schedules.diagnosis import rank_times
+from pentad.schedules.diagnosis.rank_rows import svg_rank_times
+from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
@@ -24,7 +28,7 @@ from pentad.schedules.spec.plan import Plan
 
 SECONDS = 300.0  # the longest that a drawing may take, on a busy machine
 MODULE = "pentad.orchestrator.page.drawing"
-PROGRAM, MEASURED, FACTS, PAGE = "program.arrow", "measured.arrow", "facts.json", "page.html"
+PROGRAM, MEASURED, TIMES, FACTS, DRAWN = "program.arrow", "measured.arrow", "times.arrow", "facts.json", "drawn"
 _SIZES = ("global_batch_size", "sequence_length", "microbatches", "replicas")  # of a batch, which pages show
 
 
@@ -40,23 +44,35 @@ def timeline_html(plan: Plan, measured: Timeline, costs: Costs) -> str:
         "costs": asdict(costs),
     }
     with TemporaryDirectory(prefix="pentad-") as name:
-        folder = Path(name)
-        run.program.save(folder / PROGRAM)
-        measured.save(folder / MEASURED)
-        (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
-        command = [sys.executable, "-P", "-m", MODULE, name]
-        try:
-            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=True)
-            return (folder / PAGE).read_text(encoding="utf-8")
-        except subprocess.TimeoutExpired:
-            raise PentadError(f"the timeline was not drawn within {SECONDS:.0f} s: expected fewer steps") from None
-        except (subprocess.CalledProcessError, OSError) as error:
-            lines = getattr(error, "stderr", b"").decode(errors="replace").splitlines()
-            raise PentadError(f"the timeline could not be drawn: {(lines or [str(error)])[-1]}") from None
+        run.program.save(Path(name) / PROGRAM)
+        measured.save(Path(name) / MEASURED)
+        return _drawn(Path(name), facts)
+
+
+def rank_times_svg(times: Iterable[RankTime], mesh: Mesh, title: str) -> str:
+    """Every rank beside its peers by step and op; '' if none has any. Raises PentadError if it cannot be drawn."""
+    with TemporaryDirectory(prefix="pentad-") as name:
+        rank_times.save(times, Path(name) / TIMES)
+        return _drawn(Path(name), {"mesh": asdict(mesh), "title": title})
+
+
+def _drawn(folder: Path, facts: dict[str, Any]) -> str:
+    (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+    command = [sys.executable, "-P", "-m", MODULE, str(folder)]
+    try:
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=True)
+        return (folder / DRAWN).read_text(encoding="utf-8")
+    except subprocess.TimeoutExpired:
+        raise PentadError(f"the figure was not drawn within {SECONDS:.0f} s: expected fewer steps") from None
+    except (subprocess.CalledProcessError, OSError) as error:
+        lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()
+        raise PentadError(f"the figure could not be drawn: {(lines or [str(error)])[-1]}") from None
 
 
 def _draw(folder: Path) -> str:
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    if (folder / TIMES).exists():
+        return svg_rank_times(rank_times.load(folder / TIMES), Mesh(**facts["mesh"]), title=facts["title"])
     program, measured = Program.load(folder / PROGRAM), Timeline.load(folder / MEASURED)
     batch = BatchSpec(**dict(zip(_SIZES, facts["batch"], strict=True)))
     run = DrawnRun(facts["name"], Mesh(**facts["mesh"]), program, batch, facts["model"])
@@ -71,4 +87,4 @@ def _tuple(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    (Path(sys.argv[1]) / PAGE).write_text(_draw(Path(sys.argv[1])), encoding="utf-8")
+    (Path(sys.argv[1]) / DRAWN).write_text(_draw(Path(sys.argv[1])), encoding="utf-8")

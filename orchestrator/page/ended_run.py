@@ -17,7 +17,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.control.control_client import last_view
 from pentad.orchestrator.monitoring.event_bus import ExpertLoads
 from pentad.orchestrator.monitoring.run_state import RankView, RunView
-from pentad.orchestrator.monitoring.runfolder import EXPERT_LOAD, JOURNAL, ORDER, PAGE, RANK_TIMES, TIMELINE
+from pentad.orchestrator.monitoring.runfolder import EXPERT_LOAD, JOURNAL, ORDER, PAGE, PROGRAM, RANK_TIMES, TIMELINE
 from pentad.orchestrator.page.page_data import PageData
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.records.checkpoint_places import saved_config
@@ -26,8 +26,10 @@ from pentad.orchestrator.search.rebalanced_plan import with_rebalanced_layers
 from pentad.orchestrator.search.reordered import with_reordered
 from pentad.schedules.diagnosis import rank_times
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.telemetry import GpuState
 
@@ -54,14 +56,16 @@ class EndedState(NamedTuple):
 
 
 class EndedRun(PageData):
-    """Its plan is compiled again, so a custom model's file is read as it is now. Raises PentadError for files that
-    cannot be read."""
+    """Its plan is compiled again, without the sizes of a custom model: to measure them would execute the user's file.
+    Raises PentadError for files that cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         view, journal = last_view(folder), read_lines(folder / JOURNAL, ["event"])
         config, placed = _config(folder, journal), _places(journal)
         is_cuda = any(place["gpu"] >= 0 for place in placed)
-        plan = make_plan(config, "cuda" if is_cuda else "cpu", proved=False)
+        self.is_custom = config.model.custom is not None
+        model = _stand_in(config, folder) if self.is_custom else None
+        plan = make_plan(config, "cuda" if is_cuda else "cpu", model=model, proved=False)
         view = view._replace(mesh=str(plan.mesh), ranks=_ranks(plan, placed, view.step))
         state = EndedState(view, EndedFolder(folder, plan), _expert_load(folder), {}, {})
         spans = Timeline.load(folder / TIMELINE).spans if (folder / TIMELINE).is_file() else ()
@@ -70,12 +74,26 @@ class EndedRun(PageData):
         self.steps.extend(_by_step(spans))
         self.times.extend(each for _, each in _by_step(times))
 
+    def flow(self, plan: Plan) -> dict[str, Any]:
+        return {"sends": [], "collectives": []} if self.is_custom else super().flow(plan)
+
+    def memory_html(self) -> str:
+        if self.is_custom:
+            raise PentadError("what a custom model holds is known while its run is live: expected another model")
+        return super().memory_html()
+
     def timeline_html(self) -> str:
         """As the run has drawn it, of the program that it has run."""
         path = self.bus.folder.path / PAGE
         if not path.is_file():
             raise PentadError("no step has been measured: expected one (metrics.timeline_steps)")
         return path.read_text(encoding="utf-8")
+
+
+def _stand_in(config: RunConfig, folder: Path) -> ModelSpec:
+    """As many layers as a custom model's stages need."""
+    layers = sum(config.schedule.layers_per_stage or ()) or Program.load(folder / PROGRAM).stages
+    return ModelSpec(layers, config.model.hidden, 1, 1, 1, config.model.vocab)
 
 
 def _config(folder: Path, journal: Sequence[dict[str, Any]]) -> RunConfig:

@@ -19,13 +19,12 @@ from pentad.orchestrator.monitoring.event_bus import ExpertLoads
 from pentad.orchestrator.monitoring.run_state import RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import METRICS, TIMED_STEPS
 from pentad.orchestrator.page.data_flow import data_flow
-from pentad.orchestrator.page.drawing import timeline_html
+from pentad.orchestrator.page.drawing import rank_times_svg, timeline_html
 from pentad.orchestrator.page.step_curves import StepCurves
 from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.fit import device_memory
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.hang_detection import SILENT_SECONDS, positions_in_program
-from pentad.schedules.diagnosis.rank_rows import svg_rank_times
 from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.draw.memory import memory_page
 from pentad.schedules.ir.errors import PentadError
@@ -150,7 +149,7 @@ class PageData(Watcher):
             **{name: getattr(view, name) for name in (*names, "loss", "tokens_per_second", "verdict")},
             "axes": asdict(plan.mesh),
             "ranks": ranks,
-            "flow": self._once("flow", plan, lambda: data_flow(plan)),
+            "flow": self._once("flow", plan, lambda: self.flow(plan)),
             "curves": self._curves(),
             "evaluations": [each._asdict() for each in view.evaluations],
             "events": events,
@@ -159,6 +158,10 @@ class PageData(Watcher):
             "has_experts": bool(self.bus.expert_load.layers),
             "dashboard": view.endpoints.get("dashboard", ""),
         }
+
+    def flow(self, plan: Plan) -> dict[str, Any]:
+        """What ranks send each other in a step."""
+        return data_flow(plan)
 
     def experts(self) -> dict[str, Any]:
         """The load of each expert in the newest step that ranks reported, as multiples of the mean of its layer."""
@@ -195,9 +198,8 @@ class PageData(Watcher):
             plan, times = self.plan, list(self.times)
         newest = times[-1][0].step if times and times[-1] else None
         title = f"{plan.name}: ranks beside their peers"
-        drawn = self._once(
-            "times", newest, lambda: svg_rank_times([t for each in times for t in each], plan.mesh, title=title)
-        )
+        rows = [each for step in times for each in step]
+        drawn = self._once("times", newest, lambda: rank_times_svg(rows, plan.mesh, title)) if rows else ""
         if not drawn:
             raise PentadError("no rank has peers with measured times: expected dp, cp, tp or ep of at least 2")
         return drawn

@@ -96,9 +96,8 @@ def run_rank(case: Case, rank: int, ranks: int, group: dist.ProcessGroup | None)
 def bind(state: State) -> MoE:
     """The sublayer with these weights and zeroed main gradients."""
     wide = torch.float64 if state["router"].dtype == torch.float64 else torch.float32
-    params = {
-        name: Param(each.detach(), torch.zeros_like(each, dtype=wide)) for name, each in state.items() if name != "bias"
-    }
+    state = {name: each.detach() for name, each in state.items()}
+    params = {name: Param(each, torch.zeros_like(each, dtype=wide)) for name, each in state.items() if name != "bias"}
     shared = None
     if "shared_down" in params:
         shared = MLP(Linear(params["shared_gate_up"]), Linear(params["shared_down"]), "silu")

@@ -48,10 +48,6 @@ class Slow1(PaddedRunner):
     slow_rank = 1
 
 
-class Slow2(PaddedRunner):
-    slow_rank = 2
-
-
 class Slow3(PaddedRunner):
     slow_rank = 3
 

@@ -26,7 +26,7 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.simulate.timeline import Span
+from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.mesh import to_mesh_ranks
 
 TOKEN = "secret-of-the-run"
@@ -100,3 +100,20 @@ def page_run(folder: Path, *words: str, first: int = 0) -> Iterator[PageRun]:
             yield made
         finally:
             served.close()
+
+
+def ended_run(folder: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """A run that has ended: its folder, and what its page showed last."""
+    with page_run(folder, "run.steps=7") as run:
+        where = {"node": "10.0.0.1", "gpu": -1, "pid": 1}
+        ranks = [{"rank": rank, "coordinates": {}, **where} for rank in range(run.plan.mesh.size)]
+        run.bus.record("start")
+        run.bus.record("place", generation=1, ranks=ranks)
+        run.bus.record("lost", rank=1, fault="killed")
+        run.run(*range(7))
+        _, measured = run.data._measured()
+        run.bus.folder.timelines(Timeline("measured", measured.spans), costs_of(run.plan))
+        run.bus.folder.save_expert_load(*run.bus.expert_load)
+        run.bus.record("end")
+        run.bus.folder.files.flush()
+        return run.bus.folder.path, run.data.state(), run.data.experts()

@@ -104,10 +104,7 @@ function fill(tile, rank) {
   tile.dataset.state = rank.state;
   const waits = rank.waits ? `, waits for rank ${rank.waits.for.join(", ")}` : "";
   const label = `rank ${rank.rank}, ${place(rank)}: ${wordsOf(rank)}${rank.instruction && ` at ${rank.instruction}`}${waits}`;
-  if (tile.title !== label) {
-    tile.title = label;
-    tile.setAttribute("aria-label", label);
-  }
+  if (tile.title !== label) tile.title = label;
 }
 
 /** Marks the groups of the chosen rank, and draws what it sends and receives; of no rank, who waits for whom. */
@@ -120,6 +117,8 @@ function showGroups() {
     const shared = rank ? AXES.filter((axis) => isAlong(current.ranks[number], rank, axis)) : [];
     tile.children[3].textContent = shared.join(" ");
     tile.dataset.axis = shared[0] ?? "";
+    const groups = shared.length ? `, in the ${shared.join(", ")} group of rank ${chosen}` : "";
+    if (tile.ariaLabel !== tile.title + groups) tile.ariaLabel = tile.title + groups;
     tile.setAttribute("aria-pressed", String(number === chosen));
   }
   byId("mesh").classList.toggle("chosen", rank !== null);

@@ -10,13 +10,19 @@ const GROUPS = {
   cp: "one sequence, split by tokens",
   ep: "other samples and other experts",
 };
+const [FRESH, LATE] = [3, 10]; // seconds since the last answer: of ranks that answer, and of those that are late
+let shown = "";
 const SENT = { SEND_F: "activations", SEND_B: "gradients" };
 
 export function showPanel(state) {
   const panel = byId("panel");
   const rank = chosen === null ? null : state.ranks[chosen];
+  const parts = rank ? about(state, rank) : hint(state);
+  const content = parts.map((part) => part.outerHTML).join("");
+  if (content === shown) return; // a screen reader may be in the middle of it
+  shown = content;
   const focused = panel.contains(document.activeElement) ? document.activeElement.dataset.rank : undefined;
-  panel.replaceChildren(...(rank ? about(state, rank) : hint(state)));
+  panel.replaceChildren(...parts);
   if (focused) panel.querySelector(`[data-rank="${focused}"]`)?.focus();
 }
 
@@ -37,7 +43,7 @@ function about(state, rank) {
   if (rank.instruction) row("instruction", rank.instruction);
   row("step", rank.step < 0 ? "–" : String(rank.step));
   row("device", `${rank.gpu < 0 ? "CPU" : `GPU ${rank.gpu}`}${rank.node && ` of ${rank.node}`}`);
-  if (!OVER.includes(state.state)) row("last answer", `${seconds(rank.age)} ago`);
+  if (!OVER.includes(state.state)) row("last answer", ageOf(rank));
   const found = [make("h3", `Rank ${rank.rank}, ${place(rank)}`), facts];
   if (rank.waits) {
     const list = make("ul", "", "flows");
@@ -45,6 +51,11 @@ function about(state, rank) {
     found.push(list);
   }
   return [...found, ...groups(state, rank), ...flows(state, rank)];
+}
+
+/** Ranks answer twice a second: the text of those that do stays as it is. */
+function ageOf({ age }) {
+  return age < FRESH ? "now" : age < LATE ? "some seconds ago" : `${seconds(age)} ago`;
 }
 
 function waitLine(rank, who) {

@@ -89,7 +89,8 @@ def test_the_sentence(call: Callable[[], Any], sentence: str) -> None:
 
 def test_values_that_act_as_numbers_and_lists_are_taken() -> None:
     np = pytest.importorskip("numpy")
-    found = pentad.schedule("1f1b", np.int64(2), np.int32(4), costs=[np.float32(1), 2, 1], recompute=iter([0]))
+    costs: Any = [np.float32(1), 2, 1]
+    found = pentad.schedule("1f1b", np.int64(2), np.int32(4), costs=costs, recompute=iter([0]))
     assert found.program.microbatches == 4
 
 

@@ -12,35 +12,17 @@ from http.cookiejar import CookieJar
 from pathlib import Path
 
 import pytest
-from page_run import page_run
+import yaml
+from page_run import ended_run
 
 from pentad.orchestrator.page.ended_run import EndedRun
-from pentad.orchestrator.planning.estimate import costs_of
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.simulate.timeline import Timeline
 
 SAME = ("run", "step", "steps", "mesh", "axes", "schedule", "program", "flow", "curves", "evaluations", "kept", "loss")
 
 
-def ended(folder: Path) -> tuple[Path, dict[str, object], dict[str, object]]:
-    """A run that has ended: its folder, and what its page showed last."""
-    with page_run(folder, "run.steps=7") as run:
-        where = {"node": "10.0.0.1", "gpu": -1, "pid": 1}
-        ranks = [{"rank": rank, "coordinates": {}, **where} for rank in range(run.plan.mesh.size)]
-        run.bus.record("start")
-        run.bus.record("place", generation=1, ranks=ranks)
-        run.bus.record("lost", rank=1, fault="killed")
-        run.run(*range(7))
-        _, measured = run.data._measured()
-        run.bus.folder.timelines(Timeline("measured", measured.spans), costs_of(run.plan))
-        run.bus.folder.save_expert_load(*run.bus.expert_load)
-        run.bus.record("end")
-        run.bus.folder.files.flush()
-        return run.bus.folder.path, run.data.state(), run.data.experts()
-
-
 def test_it_shows_what_the_live_page_showed(tmp_path: Path) -> None:
-    folder, before, experts = ended(tmp_path)
+    folder, before, experts = ended_run(tmp_path)
     page = EndedRun(folder)
     state = page.state()
     assert state["state"] == "finished" and {key: state[key] for key in SAME} == {key: before[key] for key in SAME}
@@ -56,8 +38,9 @@ def test_it_shows_what_the_live_page_showed(tmp_path: Path) -> None:
     assert "at the costs of step 6" in page.memory_html() and "rank 3 (dp1 pp1)" in page.rank_times_svg()
 
 
+@pytest.mark.slow
 def test_what_is_not_there_costs_a_sentence_or_nothing(tmp_path: Path) -> None:
-    folder, *_ = ended(tmp_path)
+    folder, *_ = ended_run(tmp_path)
     for name in ("timeline.html", "timeline.arrow", "rank-times.arrow", "expert-load.json", "metrics.jsonl"):
         (folder / name).unlink()
     page = EndedRun(folder)
@@ -70,8 +53,9 @@ def test_what_is_not_there_costs_a_sentence_or_nothing(tmp_path: Path) -> None:
         EndedRun(folder)
 
 
+@pytest.mark.slow
 def test_a_mesh_that_shrank_is_the_one_that_is_shown(tmp_path: Path) -> None:
-    folder, *_ = ended(tmp_path)
+    folder, *_ = ended_run(tmp_path)
     line = json.dumps({"time": 1.0, "event": "recovered", "how": "shrink", "mesh": "pp2"})
     with (folder / "journal.jsonl").open("a") as file:
         file.write(f"{line}\n")
@@ -79,9 +63,22 @@ def test_a_mesh_that_shrank_is_the_one_that_is_shown(tmp_path: Path) -> None:
     assert state["mesh"] == "pp2" and [rank["node"] for rank in state["ranks"]] == ["", ""]
 
 
+def test_a_custom_model_is_not_executed(tmp_path: Path) -> None:
+    folder, *_ = ended_run(tmp_path)
+    (tmp_path / "own.py").write_text("raise SystemExit")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["model"] = {"custom": f"{tmp_path}/own.py:model", "vocab": 300, "hidden": 32}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    page = EndedRun(folder)
+    state = page.state()
+    assert len(state["ranks"]) == 4 and state["flow"]["sends"] == [] and len(state["kept"]) == 5
+    with pytest.raises(PentadError, match="what a custom model holds is known while its run is live"):
+        page.memory_html()
+
+
 @pytest.mark.slow
 def test_the_command_serves_it_until_it_is_interrupted(tmp_path: Path) -> None:
-    folder, *_ = ended(tmp_path)
+    folder, *_ = ended_run(tmp_path)
     command = [sys.executable, "-P", "-m", "pentad.orchestrator.cli.cli", "page", str(folder), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from browser import CHROME, Browser, browser
-from page_run import HOSTILE, TOKEN, PageRun, page_run
+from page_run import HOSTILE, TOKEN, PageRun, ended_run, page_run
+
+from pentad.orchestrator.page.ended_run import EndedRun
+from pentad.orchestrator.page.page_server import PageServer
 
 pytestmark = [pytest.mark.skipif(not CHROME, reason="wants: chromium"), pytest.mark.slow]
 CONTRAST = """
@@ -88,6 +92,8 @@ def test_keys_choose_a_rank_and_show_its_groups_and_what_flows(tab: Browser, run
     assert tab.value(axes) == {"0": "", "1": "pp", "2": "dp", "3": ""}
     kinds = "[...document.querySelectorAll('#mesh svg > path')].map((p) => p.getAttribute('class'))"
     assert sorted(tab.value(kinds)) == ["flow backward", "flow forward", "link dp"]
+    name = "document.querySelector('.tile[data-rank=\"2\"]').getAttribute('aria-label')"
+    assert tab.value(name).startswith("rank 2, pp1 dp0: ") and tab.value(name).endswith(", in the dp group of rank 3")
     tab.press("ArrowLeft")
     assert "waits for 3: 0RECV_B0" in " ".join(tab.value(panel).split())
     tab.value("document.querySelector('#panel button').click()")  # whom it waits for
@@ -133,6 +139,33 @@ def test_names_of_the_run_stay_text(tab: Browser, run: PageRun) -> None:
     assert tab.errors == []
 
 
+def test_what_is_read_stays_while_nothing_changes(tab: Browser, run: PageRun) -> None:
+    """A screen reader in the panel does not lose its place with every answer of the driver."""
+    opened(tab, run)
+    tab.value("document.querySelector('.tile[data-rank=\"0\"]').click()")
+    tab.until("document.querySelector('#panel h3').textContent.startsWith('Rank 0')")
+    tab.value("document.querySelector('#panel h3').dataset.read = 'here'")
+    tab.value("globalThis.answers = 0; globalThis.ask = fetch; fetch = (...all) => (answers++, ask(...all))")
+    tab.until("answers >= 3")
+    assert tab.value("document.querySelector('#panel h3').dataset.read") == "here"
+
+
+def test_groups_of_four_axes_are_chosen_on_a_phone(tab: Browser, tmp_path: Path) -> None:
+    with page_run(tmp_path, "mesh.cp=2", "mesh.tp=2") as wide:
+        tab.look(390, mobile=True)
+        tab.open(f"{wide.served.url}?token={TOKEN}")
+        tab.until("document.querySelectorAll('.tile').length === 16")
+        tab.value("document.querySelector('.tile[data-rank=\"10\"]').click()")
+        groups = "[...document.querySelectorAll('#panel .groups li')].map((line) => line.innerText.split(/\\s+/))"
+        assert [found[:2] for found in tab.value(groups)] == [["pp", "2"], ["dp", "14"], ["tp", "11"], ["cp", "8"]]
+        small = "[...document.querySelectorAll('.tile, #panel button')].map((b) => b.getBoundingClientRect())"
+        assert tab.value(f"{small}.every((box) => box.width >= 24 && box.height >= 24)")
+        assert tab.value("document.documentElement.scrollWidth - innerWidth") <= 0
+        tab.value("document.querySelector('#panel .groups button[data-rank=\"14\"]').click()")
+        assert tab.value("document.activeElement.dataset.rank") == "14"
+        assert "Rank 14, pp1 dp1 tp0 cp1" in tab.value("document.getElementById('panel').innerText")
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1300])
 def test_it_fits_and_is_legible(tab: Browser, run: PageRun, width: int, dark: bool) -> None:
@@ -154,3 +187,20 @@ def test_it_says_so_when_the_driver_is_gone(tab: Browser, tmp_path: Path) -> Non
         opened(tab, gone)
         tab.until("document.getElementById('connection').textContent === 'live'")
     tab.until("document.getElementById('connection').textContent.startsWith('the run\\'s driver does not answer')")
+
+
+def test_a_run_that_has_ended_is_shown_from_its_files(tab: Browser, tmp_path: Path) -> None:
+    page = EndedRun(ended_run(tmp_path)[0])
+    with closing(PageServer(page, "127.0.0.1", 0, TOKEN, None)) as served:
+        tab.look(1300)
+        tab.open(f"{served.url}?token={TOKEN}")
+        tab.errors.clear()  # of the page before, whose driver is gone
+        tab.until("document.getElementById('state')?.textContent === 'finished'")
+        tab.value("document.querySelector('.tile[data-rank=\"3\"]').click()")
+        text = " ".join(tab.value("document.getElementById('panel').innerText").split())
+        assert "state ended" in text and "CPU of 10.0.0.1" in text and "last answer" not in text
+        shown = "document.getElementById('timeline').contentDocument?.querySelector('section h2')?.textContent"
+        assert tab.until(shown) == "Measuredstep 6"
+        assert tab.until("document.getElementById('loads').innerText").split()[:2] == ["layer", "1"]
+        tab.until("!document.getElementById('slow').hidden")
+    assert tab.value("document.getElementById('connection').textContent") == "" and tab.errors == []

@@ -100,7 +100,7 @@ def test_a_sentence_says_what_is_not_there_yet(tmp_path: Path) -> None:
 def test_many_readers_at_once_see_the_same(run: PageRun) -> None:
     with ThreadPoolExecutor(8) as readers:
         asked = [readers.submit(Answer, run, "/timeline.html", Authorization=f"Bearer {TOKEN}") for _ in range(8)]
-        bodies = {(answer.status, answer.body) for answer in (each.result(20) for each in asked)}
+        bodies = {(answer.status, answer.body) for answer in (each.result(60) for each in asked)}
     assert len(bodies) == 1 and bodies.pop()[0] == 200
 
 

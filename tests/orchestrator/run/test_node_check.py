@@ -17,6 +17,10 @@ from pentad.schedules.ir.errors import PentadError
 
 BAD = Finding("failure", "GPU 1 is 9% slower than its peers", "look")
 WARNING = Finding("warning", "slow for checkpoints", "mend")
+CAUSES = {
+    "SlowNode": "network: at most 1 GB/s from any other node: 10 GB/s is usual",
+    "WrongNode": "burn: GPU 1 computes wrong: other bits than 3 of 4",
+}
 NAMES = {"id-a": "a", "id-b": "b", "id-c": "c", "id-d": "d"}
 
 
@@ -66,15 +70,16 @@ def test_all_that_is_wrong_with_a_node_is_said() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_run_is_placed_beside_a_slow_node(nodes: Cluster, start_run: Start) -> None:
+@pytest.mark.parametrize(("kind", "cause"), CAUSES.items())
+def test_a_run_is_placed_beside_a_slow_or_wrong_node(nodes: Cluster, start_run: Start, kind: str, cause: str) -> None:
     nodes.resize(1, 1, 1)
-    command = (sys.executable, "-P", "-m", "slow_node")
+    command = (sys.executable, "-P", "-m", "bad_node", kind)
     run = start_run(*SMALL, "mesh.pp=2", "run.steps=4", "cluster.check=true", command=command)
     assert run.end() == 0, run.describe()
     (check,) = run.events("check")
     ((node, finding),) = check["left_out"].items()
-    assert finding == "network: at most 1 GB/s from any other node: 10 GB/s is usual" and check["nodes"] == 3
-    assert f"node {node} is left out: network: at most 1 GB/s" in " ".join(run.printed.read_text().split())
+    assert finding == cause and check["nodes"] == 3
+    assert f"node {node} is left out: {cause}" in " ".join(run.printed.read_text().split())
     assert [row["step"] for row in run.rows()] == list(range(4)) and nodes.free_cpus() == 3
     nodes.resize(1, 1)
     run = start_run(*SMALL, "mesh.pp=2", "run.steps=4", "cluster.check=true", command=command)
