@@ -120,6 +120,7 @@ def test_ranks_keep_their_state_and_take_another_order_at_a_step_boundary(start:
     predicted = [simulate_step_time(plan.program, costs_measured(before)).makespan for plan in (before, after)]
     assert event["predicted_seconds"] == predicted and predicted[1] <= (1 - LEAST_GAIN) * predicted[0]
     assert run.events("recovered")[0]["how"] == "replan" and not run.events("lost")
+    assert not run.recovery.keeps_state()  # when layers move later
     assert run.folder.plan is after and after.program.name.endswith("re-planned")
     assert asked(run, EVEN) is None and asked(run, SLOW) is None  # once
 
