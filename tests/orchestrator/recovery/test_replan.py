@@ -24,6 +24,7 @@ from pentad.orchestrator.recovery.recovery import CHECK_SECONDS
 from pentad.orchestrator.recovery.replan import STEPS
 from pentad.orchestrator.run import driver, measure
 from pentad.orchestrator.search import reordered
+from pentad.orchestrator.search.moved_layers import with_moved_layers
 from pentad.orchestrator.search.reordered import (
     LEAST_GAIN,
     PAUSE_SECONDS,
@@ -35,7 +36,7 @@ from pentad.orchestrator.search.reordered import (
 )
 from pentad.schedules.catalogue import generate
 from pentad.schedules.diagnosis.rank_times import RankTime
-from pentad.schedules.diagnosis.slow_ranks import WARM_UP
+from pentad.schedules.diagnosis.slow_ranks import WARM_UP, SlowRank
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import COMPUTE
 from pentad.schedules.ir.program import Program
@@ -54,8 +55,15 @@ LINE = (
     *("model.vocab=300", "model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.ffn=256", "model.layers=4"),
     *("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=4", "schedule.memory_limit=3", "schedule.name=auto"),
 )
-EVEN = Costs((1.0,) * 4, (1.0,) * 4, (1.0,) * 4)
-SLOW = Costs((1.0, 1.0, 1.0, 1.5), (1.0, 1.0, 1.0, 1.5), (1.0, 1.0, 1.0, 1.5))  # stage 3 takes 1.5 times as long
+
+
+def longer(stage: int, factor: float) -> Costs:
+    """One stage takes so many times as long as the others."""
+    seconds = tuple(factor if each == stage else 1.0 for each in range(4))
+    return Costs(seconds, seconds, seconds)
+
+
+EVEN, SLOW = longer(0, 1.0), longer(3, 1.5)
 
 
 def config_of(folder: Path, *overrides: str) -> RunConfig:
@@ -225,6 +233,24 @@ def test_a_run_resumes_with_the_order_that_it_changed_to(start: StartRun, tmp_pa
 
 def start_over(run: FakeRun, config: RunConfig) -> replan.Replan:
     return replan.Replan(config, run.group, run.bus)
+
+
+@pytest.mark.slow
+def test_layers_that_move_later_keep_the_order(start: StartRun, tmp_path: Path) -> None:
+    given = "model.layers=6", "schedule.layers_per_stage=[1, 2, 1, 2]", "elastic.slow_rank=rebalance"
+    run = start(*LINE, *given)
+    assert asked(run, longer(1, 1.5)) == () and run.recovery.regroup(7).version == 7
+    run.bus.folder.rank_times.extend(steps_of(run.group.plan, longer(3, 3.0)))
+    run.bus.lasting_slow_ranks = (SlowRank("compute", (3,), 7, 3, 0.5),)
+    run.fake.now += CHECK_SECONDS
+    assert run.recovery.should_regroup({}) == () and not run.recovery.keeps_state()
+    run.save(7)
+    assert run.recovery.regroup(7).version == 7
+    assert len(run.events("rebalanced")) == len(run.events("replanned")) == 1
+    assert run.group.plan.program.name.endswith("re-planned") and len(run.group.plan.layers[3].numbers) == 1
+    journal = run.folder.journal()
+    moved = with_moved_layers(config_of(tmp_path, *given), journal)
+    assert make_plan(with_reordered(moved, journal, run.folder.path / "order.arrow"), "cpu") == run.group.plan
 
 
 FACTORS = st.lists(st.floats(0.6, 1.6), min_size=12, max_size=12)
