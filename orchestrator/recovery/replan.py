@@ -61,8 +61,8 @@ class Replan:
         """The change of this plan, if there is one, which is now made: no other one follows."""
         if self.change is None or self.searched is not plan:
             return None
-        self.over = True
-        return self.change
+        change, self.change, self.over = self.change, None, True
+        return change
 
     def _quiet_steps(self) -> list[tuple[RankTime, ...]]:
         first = self.first + WARM_UP

@@ -137,6 +137,7 @@ def _run_generations(
     until all are done or the run is stopped; returns how many are done."""
     copies = GroupCopies(group, parked.token if parked else None)
     recovery = Recovery(config, group, bus, requests, start, copies, full=parked and parked.full)
+    asked = recovery.should_regroup, recovery.keeps_state
     first = saved = bus.view.step if parked else start.step
     if parked is not None:
         saved = max((step for step in _saved(bus) if step <= first), default=-1)
@@ -146,9 +147,9 @@ def _run_generations(
     while True:
         if parked is not None:
             state, parked = recovery.adopt(parked.lost, first), None
-            steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup)
+            steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, *asked)
         else:
-            steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup)
+            steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, *asked)
             bus.ranks_placed(group)
             if group.plan is not shown:
                 shown = group.plan
