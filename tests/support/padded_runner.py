@@ -1,4 +1,4 @@
-"""`pentad train` whose layers take the same time on all ranks, but 15 % longer on rank 1, 2 or 3 after BEGINS steps:
+"""`pentad train` whose layers take the same time on all ranks, but 15 % longer on rank 1 or 3 after BEGINS steps:
 `python -m padded_runner Slow1 OVERRIDES`; or whose stages take the same, but that of rank 0 half as much again:
 `python -m padded_runner LongFirst OVERRIDES`"""
 

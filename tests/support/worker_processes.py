@@ -278,10 +278,9 @@ def _serve(end: Any, stacks: Path) -> None:
             except (EOFError, OSError):
                 os._exit(0)
             if how == "now":
-                faulthandler.dump_traceback_later(30, file=file)
+                if order[0] == "fence":  # after which the train thread has to come free
+                    faulthandler.dump_traceback_later(30, file=file)
                 execute(number, *order)
-                if order[0] != "fence":  # after which the train thread has to come free
-                    faulthandler.cancel_dump_traceback_later()
             elif how == "beside":
                 threading.Thread(target=execute, args=(number, *order), daemon=True).start()
             else:

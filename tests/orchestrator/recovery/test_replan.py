@@ -24,7 +24,7 @@ from pentad.orchestrator.recovery.recovery import CHECK_SECONDS
 from pentad.orchestrator.recovery.replan import STEPS
 from pentad.orchestrator.run import driver, measure
 from pentad.orchestrator.search import reordered
-from pentad.orchestrator.search.moved_layers import with_moved_layers
+from pentad.orchestrator.search.rebalanced_plan import with_rebalanced_layers
 from pentad.orchestrator.search.reordered import (
     LEAST_GAIN,
     PAUSE_SECONDS,
@@ -248,8 +248,8 @@ def test_layers_that_move_later_keep_the_order(start: StartRun, tmp_path: Path) 
     assert run.recovery.regroup(7).version == 7
     assert len(run.events("rebalanced")) == len(run.events("replanned")) == 1
     assert run.group.plan.program.name.endswith("re-planned") and len(run.group.plan.layers[3].numbers) == 1
-    journal = run.folder.journal()
-    moved = with_moved_layers(config_of(tmp_path, *given), journal)
+    journal = run.folder.journal
+    moved = with_rebalanced_layers(config_of(tmp_path, *given), journal)
     assert make_plan(with_reordered(moved, journal, run.folder.path / "order.arrow"), "cpu") == run.group.plan
 
 
