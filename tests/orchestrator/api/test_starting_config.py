@@ -67,6 +67,7 @@ def test_a_starting_configuration_loads_and_fits(pentad: Pentad, model: str, gpu
     assert config.batch.global_batch_size * config.batch.sequence_length >= 2**20
 
 
+@pytest.mark.slow
 def test_the_model_of_a_folder_is_that_of_its_config(pentad: Pentad) -> None:
     spec = spec_of("qwen3-0.6b")
     Path("My model (v2)").mkdir()

@@ -221,6 +221,7 @@ def test_variables_of_the_job_itself_are_not_passed_on(monkeypatch: pytest.Monke
     assert set(passed) - set(clusters._passed_on()) == {"NCCL_DEBUG", "PYTHONPATH"}
 
 
+@pytest.mark.slow
 def test_an_existing_cluster_is_joined_and_left_running(
     running: clusters.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

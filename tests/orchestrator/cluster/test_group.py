@@ -70,6 +70,7 @@ def assert_all_free(seconds: float = 10) -> None:
     assert free == 4
 
 
+@pytest.mark.slow
 def test_every_rank_runs_every_step_and_reports_its_place(cluster: clusters.Cluster) -> None:
     plan = plan_of("fake:", "mesh.pp=2", "mesh.dp=2")
     with start(plan) as group:
@@ -163,6 +164,7 @@ def third_instruction(plan: Plan, rank: int) -> str:
     return str(plan.program.streams[rank][2]).partition(" after ")[0]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_within_seconds_and_the_others_are_stopped(cluster: clusters.Cluster) -> None:
     plan = plan_of("fake:rank=1,step=3,how=die", "mesh.pp=2")
     error, pids, seconds = run_until_it_fails(plan)
@@ -177,6 +179,7 @@ def test_a_killed_rank_is_named_within_seconds_and_the_others_are_stopped(cluste
     assert_all_free()
 
 
+@pytest.mark.slow
 def test_an_exception_of_a_rank_is_reported_with_its_instruction(cluster: clusters.Cluster) -> None:
     plan = plan_of("fake:rank=0,step=1,how=raise", *ONE)
     error, pids, seconds = run_until_it_fails(plan)
@@ -217,6 +220,7 @@ def test_a_folder_missing_on_a_node_is_reported(cluster: clusters.Cluster, tmp_p
             group.check_folder(tmp_path / "elsewhere", "run.folder")
 
 
+@pytest.mark.slow
 def test_a_mesh_too_large_for_the_cluster_is_refused_at_once(cluster: clusters.Cluster) -> None:
     began = time.monotonic()
     with pytest.raises(PentadError) as caught:
@@ -229,6 +233,7 @@ def test_a_mesh_too_large_for_the_cluster_is_refused_at_once(cluster: clusters.C
         reserve(Mesh(pp=6), "cuda", 60, fixed=True)
 
 
+@pytest.mark.slow
 def test_a_placement_timeout_is_reported_and_releases_the_placement(cluster: clusters.Cluster) -> None:
     held = reserve(Mesh(pp=3), "cpu", 10, fixed=True)
     try:
@@ -243,6 +248,7 @@ def test_a_placement_timeout_is_reported_and_releases_the_placement(cluster: clu
     assert_all_free()
 
 
+@pytest.mark.slow
 def test_room_elsewhere_is_found_again_by_its_name(cluster: clusters.Cluster) -> None:
     name = "pentad/test/room"
     room = reserve(Mesh(pp=2), "cpu", 10, fixed=True, detached=name)
@@ -264,6 +270,7 @@ def test_room_elsewhere_is_found_again_by_its_name(cluster: clusters.Cluster) ->
     assert_all_free()
 
 
+@pytest.mark.slow
 def test_nodes_that_are_left_out_have_no_room(cluster: clusters.Cluster) -> None:
     nodes = [node["NodeID"] for node in ray.nodes()]
     with pytest.raises(PentadError, match=r"needs 2 CPUs, but the cluster has only 0 CPUs on 0 nodes$"):

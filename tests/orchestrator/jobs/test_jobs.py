@@ -287,6 +287,7 @@ def test_jobs_are_listed_with_the_endpoints_of_their_drivers(
     assert pentad("stop", "short", *at)[2] == f"pentad: ID is 'short', {ended}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["nobody", "../version", ""])
 def test_an_unknown_job_is_reported_in_one_sentence(cluster: clusters.Cluster, pentad: Pentad, job: str) -> None:
     for verb in ("logs", "stop"):
@@ -297,6 +298,7 @@ def test_an_unknown_job_is_reported_in_one_sentence(cluster: clusters.Cluster, p
         )
 
 
+@pytest.mark.slow
 def test_a_job_name_with_other_characters_is_refused(cluster: clusters.Cluster, pentad: Pentad) -> None:
     err = pentad("submit", "--name", "a/b", "--address", str(cluster.dashboard))[2]
     assert err == "pentad: --name is 'a/b': expected letters, digits, '_', '-' and '.', not starting with '-' or '.'\n"
@@ -317,6 +319,7 @@ def test_a_driver_error_reaches_the_user(cluster: clusters.Cluster, pentad: Pent
     assert out.count("\npentad: mesh dp4 x pp2 has 8 ranks") == 1
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_refused_by_a_real_cluster(
     cluster: clusters.Cluster, pentad: Pentad, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,7 @@ def test_saving_completes_the_open_step(workers, corpus, tmp_path, post_validati
     assert all(torch.equal(saved[key], value) for key, value in after.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("post_validation", [True, pytest.param(False, marks=slow)])
 def test_an_open_step_counts_after_an_abort_if_it_was_committed(workers, corpus, post_validation):
     plan = plan_for("zb-h2", corpus, post_validation=post_validation)
