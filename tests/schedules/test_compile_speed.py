@@ -25,11 +25,13 @@ def seconds_per_instruction(name: str, ranks: int) -> float:
     return min(times)
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize("name", ["interleaved", "zb-v"])
 def test_an_instruction_of_a_larger_program_compiles_as_fast(name: str) -> None:
     assert seconds_per_instruction(name, 32) < 1.5 * seconds_per_instruction(name, 8)
 
 
+@pytest.mark.quiet
 @pytest.mark.slow
 def test_units_and_zero_make_an_instruction_at_most_two_and_a_half_times_as_slow() -> None:
     """The first figure is that of 1f1b by stages; the second one counts gathers, frees and reductions as well."""

@@ -13,6 +13,7 @@ from pentad.orchestrator.cli.arguments import ScheduleArguments
 from pentad.orchestrator.cli.show_schedule import MOST_CELLS, show_schedule
 
 
+@pytest.mark.quiet
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "chunks"), [("zb-v", None), ("interleaved", 2), ("dualpipe", None)])
 def test_64_ranks_and_256_microbatches_take_little_longer_than_compiling(name: str, chunks: int | None) -> None:

@@ -281,6 +281,7 @@ def test_a_scrape_is_atomic(exporter: Exporter) -> None:
         updater.join()
 
 
+@pytest.mark.quiet
 def test_an_update_of_64_ranks_takes_under_a_millisecond(exporter: Exporter) -> None:
     """Measured in CPU time of this process, which is both client and server: wall-clock time includes other
     programs."""

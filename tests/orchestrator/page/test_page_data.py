@@ -129,6 +129,7 @@ def test_the_load_of_experts_is_relative_to_its_layer(run: PageRun) -> None:
     assert run.data.experts()["step"] == 0  # until ranks report another
 
 
+@pytest.mark.quiet
 def test_figures_of_many_spans_are_drawn_in_another_process(tmp_path: Path) -> None:
     """This one, whose interpreter keeps the ranks busy, takes a fraction of the time of drawing them here."""
     with page_run(tmp_path, "mesh.pp=4", "schedule.microbatches=32", "batch.global_batch_size=64") as run:

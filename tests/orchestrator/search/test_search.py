@@ -188,6 +188,7 @@ def test_tp_ranks_share_a_node_unless_allowed_to_span_several() -> None:
     assert not inside.choices and across.choices
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize(
     ("model", "sequences", "gpus", "gib", "most"),
     [

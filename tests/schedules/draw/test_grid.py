@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.draw.grid import time_grid
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 
 
+@pytest.mark.quiet
 def test_a_large_grid_is_drawn_in_linear_time() -> None:
     program, costs = compile_program("zb-h1", 32, 128), Costs.uniform(32)
     timeline = simulate(program, costs)

@@ -160,6 +160,7 @@ def test_generation_is_deterministic(name: str) -> None:
     assert program_of(name, 5, 9, uniform(5, *UNEQUAL)).hash == program_of(name, 5, 9, uniform(5, *UNEQUAL)).hash
 
 
+@pytest.mark.quiet
 @names
 def test_16_ranks_and_64_microbatches_take_less_than_a_second(name: str) -> None:
     begin = process_time()

@@ -156,6 +156,7 @@ def test_a_limit_below_one_microbatch_is_refused(limit: float) -> None:
         generate("zb-2p", 4, 8, ScheduleOptions(memory_limit=limit))
 
 
+@pytest.mark.quiet
 @pytest.mark.parametrize(("ranks", "microbatches", "seconds"), [(8, 32, 0.15), (32, 128, 3)])
 def test_planning_is_quick(ranks: int, microbatches: int, seconds: float) -> None:
     def took() -> float:

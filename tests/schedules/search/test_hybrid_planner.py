@@ -124,6 +124,7 @@ def numbers(places: Sequence[tuple[int, tuple[int, ...]]], microbatch: int, rank
     return tuple(number for number, place in enumerate(places) if place == (microbatch, ranks))
 
 
+@pytest.mark.quiet
 def test_256_documents_are_dealt_to_64_ranks_in_50_ms_of_cpu() -> None:
     random = np.random.default_rng(0)
     rows = [np.clip(random.lognormal(8.5, 1.3, 4), 1, 2**14).astype(np.int64) for _ in range(64)]

@@ -281,6 +281,7 @@ def test_a_cycle_of_waits_is_reported() -> None:
     assert "waiting for 0RECV_B0 from rank 1" in diagnosis.sentence
 
 
+@pytest.mark.quiet
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "dp", "pp"), [("zb-h2", 1, 64), ("1f1b", 8, 8), ("gpipe", 64, 1), ("dualpipe", 2, 32)]

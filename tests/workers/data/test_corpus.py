@@ -117,6 +117,7 @@ def test_without_loss_masks_every_token_counts(folder: Path) -> None:
     assert not corpus.has_loss_mask and corpus.loss_mask(3, 300).tolist() == [True] * 300
 
 
+@pytest.mark.quiet
 @pytest.mark.slow
 def test_a_terabyte_opens_within_two_seconds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """5e11 tokens in 7,450 shards of 16 record batches each."""

@@ -80,6 +80,7 @@ def test_shares_without_a_common_denominator_are_rounded() -> None:
         shares_of((1e-7, 0.3, 0.6))
 
 
+@pytest.mark.quiet
 def test_the_longest_period_takes_less_than_a_second() -> None:
     began = time.process_time()
     found = balanced_sequence((1, 30_000, 30_000, LONGEST_PERIOD - 60_001))

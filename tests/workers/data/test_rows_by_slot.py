@@ -80,6 +80,7 @@ def test_slots_hold_the_rows_that_balance_the_work(folder: Path) -> None:
     assert np.array_equal(rows_by_slot(dataset, replace(plan.batch, document_costs=None), 0), np.arange(32))
 
 
+@pytest.mark.quiet
 def test_256_sequences_of_8192_tokens_are_dealt_in_50_ms_of_cpu(tmp_path: Path) -> None:
     path = random_corpus(tmp_path / "corpus", 0, 2000, 2500)
     plan = plan_on_mesh(data_of(path, document_mask=True, packing="documents", cache=str(tmp_path)), "1f1b", {"dp": 4})
