@@ -23,7 +23,7 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.records.checkpoint_places import saved_config
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.search.rebalanced_plan import with_rebalanced_layers
-from pentad.orchestrator.search.reordered import with_reordered
+from pentad.orchestrator.search.replanned_order import with_replanned_order
 from pentad.schedules.diagnosis import rank_times
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
@@ -106,7 +106,7 @@ def _config(folder: Path, journal: Sequence[dict[str, Any]]) -> RunConfig:
         sizes = dict.fromkeys(asdict(Mesh()), 1) | {a: int(n) for a, n in re.findall(r"([a-z]+)(\d+)", meshes[-1])}
         config = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
     moved = with_rebalanced_layers(config, lambda: journal)
-    return with_reordered(moved, lambda: journal, folder / ORDER)
+    return with_replanned_order(moved, lambda: journal, folder / ORDER)
 
 
 def _places(journal: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

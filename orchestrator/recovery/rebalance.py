@@ -13,8 +13,8 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.planning.fit import device_memory, fit_of
 from pentad.orchestrator.planning.formatting import format_percent
 from pentad.orchestrator.search.rebalanced_plan import (
-    facts_of,
     find_moves,
+    layer_facts,
     layers_per_stage,
     rebalanced_plan,
     with_layers,
@@ -92,7 +92,7 @@ class Rebalance:
             text = f"{cause}: layers per stage {_text(before)} become {_text(after)}, by simulation "
             text += f"{format_percent(moves.gain)} off a step"
             facts |= {"before": before, "layers": after, "predicted_seconds": [moves.before, moves.after]}
-            return LayerChange(config, plan, {**facts, **facts_of(self.config), "sentence": text})
+            return LayerChange(config, plan, {**facts, **layer_facts(self.config), "sentence": text})
         if slow and found not in self.said:
             self.said.add(found)
             text = f"{cause}; layers stay where they are: {found}"

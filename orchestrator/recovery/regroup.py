@@ -22,7 +22,7 @@ from pentad.orchestrator.recovery.rebalance import LayerChange
 from pentad.orchestrator.recovery.replan import OrderChange
 from pentad.orchestrator.recovery.retention import newest_recorded, pinned_checkpoints
 from pentad.orchestrator.recovery.spares import Spares
-from pentad.orchestrator.search.reordered import EVENT
+from pentad.orchestrator.search.replanned_order import EVENT
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import (
     Checkpoint,

@@ -11,19 +11,19 @@ from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.planning.formatting import format_duration, format_percent
-from pentad.orchestrator.search.reordered import Reordered, facts_of, find_order, replans
+from pentad.orchestrator.search.replanned_order import ReplannedOrder, find_order, order_facts, replans
 from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.diagnosis.slow_ranks import WARM_UP
 from pentad.schedules.spec.plan import Plan
 
 STEPS = 8  # whose medians are the costs: three of them may be disturbed
-Found = Future[Reordered | str]
+Found = Future[ReplannedOrder | str]
 
 
 class OrderChange(NamedTuple):
     """A configuration, plan and order that ranks change to, and what the journal says of it."""
 
-    found: Reordered
+    found: ReplannedOrder
     facts: dict[str, Any]
 
 
@@ -68,7 +68,7 @@ class Replan:
         first = self.first + WARM_UP
         return [times for times in self.bus.folder.rank_times if times and times[0].step >= first][:STEPS]
 
-    def _conclude(self, config: RunConfig, found: Reordered | str) -> None:
+    def _conclude(self, config: RunConfig, found: ReplannedOrder | str) -> None:
         facts: dict[str, Any] = {"generation": self.group.generation}
         if isinstance(found, str):
             self.over, text = True, f"the order of instructions stays as it was planned: {found}"
@@ -79,7 +79,7 @@ class Replan:
         text = f"re-planned with the measured costs of {STEPS} steps: by simulation a step takes {after} instead of "
         text += f"{before}, {format_percent(found.gain)} less, with the same bits"
         facts |= {"before": self.group.plan.program.hash, "program": found.plan.program.hash, "order": found.order.hash}
-        facts |= {"predicted_seconds": [found.before, found.after], **facts_of(config), "sentence": text}
+        facts |= {"predicted_seconds": [found.before, found.after], **order_facts(config), "sentence": text}
         self.change = OrderChange(found, facts)
 
 

@@ -137,7 +137,6 @@ def _run_generations(
     until all are done or the run is stopped; returns how many are done."""
     copies = GroupCopies(group, parked.token if parked else None)
     recovery = Recovery(config, group, bus, requests, start, copies, full=parked and parked.full)
-    asked = recovery.should_regroup, recovery.keeps_state
     first = saved = bus.view.step if parked else start.step
     if parked is not None:
         saved = max((step for step in _saved(bus) if step <= first), default=-1)
@@ -145,20 +144,19 @@ def _run_generations(
         saved = -1  # the initial weights are something to go back to as well
     saved_at, shown = time.monotonic(), None
     while True:
+        state, asked = None, (recovery.should_regroup, recovery.keeps_state)
         if parked is not None:
             state, parked = recovery.adopt(parked.lost, first), None
-            steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, *asked)
-        else:
-            steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, *asked)
+        steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, *asked)
+        if state is None:
             bus.ranks_placed(group)
             if group.plan is not shown:
                 shown = group.plan
                 print_plan(bus.display.console, shown, steps.history.costs, bus.view.ranks)
                 bus.display.phase("first step")
-            after = _run(steps, recovery, bus)
-            if after is None:
-                return steps.done
-            state = after
+            state = _run(steps, recovery, bus)
+        if state is None:
+            return steps.done
         _record_surviving(steps, state)
         if (spike := steps.spikes.spike) is not None and spike < state.version:
             copies.forget()

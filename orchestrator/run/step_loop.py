@@ -78,7 +78,7 @@ class StepLoop:
         saved_at: float,
         copies: GroupCopies,
         should_regroup: Callable[[dict[int, Status]], tuple[int, ...] | None],
-        keeps_state: Callable[[], bool] = lambda: False,
+        keeps_state: Callable[[], bool],
     ) -> None:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
         self.should_regroup, self.keeps_state = should_regroup, keeps_state

@@ -30,7 +30,7 @@ from pentad.orchestrator.run.interrupts import Interrupts, OnStep, StepCallback
 from pentad.orchestrator.run.measure import typical_pace
 from pentad.orchestrator.run.resumed_optimizer import with_decay_steps
 from pentad.orchestrator.search.rebalanced_plan import with_rebalanced_layers
-from pentad.orchestrator.search.reordered import with_reordered
+from pentad.orchestrator.search.replanned_order import with_replanned_order
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import LoraBase, lora_of
 from pentad.schedules.spec.plan import Plan
@@ -105,7 +105,7 @@ def train(
     saved = resumed_config(config)
     folder = path_of(config)
     journal = partial(read_lines, folder / runfolder.JOURNAL, ["event"])
-    changed = with_reordered(with_rebalanced_layers(config, journal), journal, folder / runfolder.ORDER)
+    changed = with_replanned_order(with_rebalanced_layers(config, journal), journal, folder / runfolder.ORDER)
     if changed is not config:
         config, plan = changed, with_inputs_of(first_plan(changed), plan)
     if _is_finished(config, plan):

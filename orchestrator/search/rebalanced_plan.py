@@ -51,7 +51,7 @@ def rebalanced_plan(config: RunConfig, plan: Plan) -> Plan:
     return with_inputs_of(make_plan(config, plan.device, hosts=hosts, model=plan.model), plan)
 
 
-def facts_of(config: RunConfig) -> dict[str, Any]:
+def layer_facts(config: RunConfig) -> dict[str, Any]:
     """What the journal says of the configuration whose layers move."""
     pipeline = [config.mesh.pp, config.schedule.name, config.schedule.chunks]
     return {"pipeline": pipeline, "configured": config.schedule.layers_per_stage}
@@ -63,7 +63,7 @@ def with_rebalanced_layers(config: RunConfig, journal: Callable[[], Sequence[Map
     if config.elastic.slow_rank != "rebalance":
         return config
     events = [row for row in journal() if row["event"] == "rebalanced"]
-    facts = facts_of(config)
+    facts = layer_facts(config)
     known = [layers for row in events for layers in (row["configured"], row["layers"])]
     is_same = facts["configured"] in known and events[-1]["pipeline"] == facts["pipeline"]
     return with_layers(config, events[-1]["layers"]) if is_same else config

@@ -23,16 +23,16 @@ from pentad.orchestrator.recovery import replan
 from pentad.orchestrator.recovery.recovery import CHECK_SECONDS
 from pentad.orchestrator.recovery.replan import STEPS
 from pentad.orchestrator.run import driver, measure
-from pentad.orchestrator.search import reordered
+from pentad.orchestrator.search import replanned_order
 from pentad.orchestrator.search.rebalanced_plan import with_rebalanced_layers
-from pentad.orchestrator.search.reordered import (
+from pentad.orchestrator.search.replanned_order import (
     LEAST_GAIN,
     PAUSE_SECONDS,
-    Reordered,
-    facts_of,
+    ReplannedOrder,
     find_order,
     measured_costs,
-    with_reordered,
+    order_facts,
+    with_replanned_order,
 )
 from pentad.schedules.catalogue import generate
 from pentad.schedules.diagnosis.rank_times import RankTime
@@ -81,7 +81,7 @@ def choose_once(ranks: int, microbatches: int, costs_of: CostsOf, options: Sched
 @pytest.fixture(autouse=True)
 def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "choose", choose_once)
-    monkeypatch.setattr(reordered, "reorder", partial(reorder, effort=LITTLE))
+    monkeypatch.setattr(replanned_order, "reorder", partial(reorder, effort=LITTLE))
 
 
 def times(program: Program, step: int, costs: Costs) -> tuple[RankTime, ...]:
@@ -218,17 +218,17 @@ def test_a_run_resumes_with_the_order_that_it_changed_to(start: StartRun, tmp_pa
     assert asked(run) == ()
     run.recovery.regroup(7)
     file, journal = run.folder.path / "order.arrow", run.folder.journal
-    resumed = with_reordered(config_of(tmp_path), journal, file)
+    resumed = with_replanned_order(config_of(tmp_path), journal, file)
     assert make_plan(resumed, "cpu") == run.group.plan
     assert start_over(run, resumed).over
     for changed in ("schedule.replan=false", "schedule.memory_limit=2", "schedule.name=1f1b"):
         overrides = (changed, "schedule.memory_limit=null") if "1f1b" in changed else (changed,)
         other = config_of(tmp_path, *overrides)
-        assert with_reordered(other, journal, file) is other
-    assert with_reordered(config := config_of(tmp_path), list, file) is config
+        assert with_replanned_order(other, journal, file) is other
+    assert with_replanned_order(config := config_of(tmp_path), list, file) is config
     generate("1f1b", 4, 4).save(file)
     with pytest.raises(PentadError, match=r"order\.arrow has the order .*: expected .* as the run's journal has it"):
-        with_reordered(config_of(tmp_path), journal, file)
+        with_replanned_order(config_of(tmp_path), journal, file)
 
 
 def start_over(run: FakeRun, config: RunConfig) -> replan.Replan:
@@ -250,7 +250,7 @@ def test_layers_that_move_later_keep_the_order(start: StartRun, tmp_path: Path) 
     assert run.group.plan.program.name.endswith("re-planned") and len(run.group.plan.layers[3].numbers) == 1
     journal = run.folder.journal
     moved = with_rebalanced_layers(config_of(tmp_path, *given), journal)
-    assert make_plan(with_reordered(moved, journal, run.folder.path / "order.arrow"), "cpu") == run.group.plan
+    assert make_plan(with_replanned_order(moved, journal, run.folder.path / "order.arrow"), "cpu") == run.group.plan
 
 
 FACTORS = st.lists(st.floats(0.6, 1.6), min_size=12, max_size=12)
@@ -289,10 +289,10 @@ def test_an_order_stays_at_the_costs_that_it_was_searched_with(planned: tuple[Ru
 def test_a_stage_that_takes_longer_than_estimated_changes_the_order(planned: tuple[RunConfig, Plan]) -> None:
     config, plan = planned
     found = find_order(config, plan, steps_of(plan, SLOW), 40)
-    assert isinstance(found, Reordered) and found.gain >= 0.04
+    assert isinstance(found, ReplannedOrder) and found.gain >= 0.04
     few = find_order(config, plan, steps_of(plan, SLOW), 1)
     assert isinstance(few, str) and "the 1 steps that are left would gain" in few
-    assert facts_of(found.config) == facts_of(config)
+    assert order_facts(found.config) == order_facts(config)
 
 
 def test_times_that_are_not_complete_change_nothing(planned: tuple[RunConfig, Plan]) -> None:

@@ -30,7 +30,7 @@ PAUSE_SECONDS = 5.0  # that an exchange takes: what the steps that are left gain
 EVENT = "replanned"
 
 
-class Reordered(NamedTuple):
+class ReplannedOrder(NamedTuple):
     """The configuration and the plan with another `order`; simulated seconds of a step with the present one and with
     this one."""
 
@@ -46,7 +46,7 @@ class Reordered(NamedTuple):
         return 1 - self.after / self.before
 
 
-def find_order(config: RunConfig, plan: Plan, steps: Sequence[Sequence[RankTime]], left: int) -> Reordered | str:
+def find_order(config: RunConfig, plan: Plan, steps: Sequence[Sequence[RankTime]], left: int) -> ReplannedOrder | str:
     """A faster order at the costs that these steps had, for a run with so many steps `left`; or why it keeps its
     own."""
     costs = measured_costs(plan, steps)
@@ -55,24 +55,24 @@ def find_order(config: RunConfig, plan: Plan, steps: Sequence[Sequence[RankTime]
     try:
         order = reorder(plan.program, costs, config.schedule.options, objective_of(config))
         order = replace(order, name=f"{order.name}, re-planned")
-        found = reordered(config, plan, order, costs)
+        found = replanned(config, plan, order, costs)
         require_host(config, found.plan)
     except PentadError as error:
         return str(error)
     return _refusal(plan, found, left) or found
 
 
-def reordered(config: RunConfig, plan: Plan, order: Program, costs: Costs) -> Reordered:
+def replanned(config: RunConfig, plan: Plan, order: Program, costs: Costs) -> ReplannedOrder:
     """The plan of the same ranks with this order. Raises PentadError if there is none."""
     changed = config.model_copy(update={"schedule": config.schedule.with_order(order)})
     hosts, units = 1 if plan.transport == "peer" else 2, plan.program.units or (1,) * plan.program.stages
     made = with_inputs_of(make_plan(changed, plan.device, hosts=hosts, model=plan.model, units=units), plan)
     times = (simulate_step_time(each.program, costs) for each in (plan, made))
     before, after = (getattr(each, objective_of(config)) for each in times)
-    return Reordered(changed, made, order, before, after)
+    return ReplannedOrder(changed, made, order, before, after)
 
 
-def _refusal(plan: Plan, found: Reordered, left: int) -> str:
+def _refusal(plan: Plan, found: ReplannedOrder, left: int) -> str:
     """Why a run with so many steps `left` keeps its order; '' if it should not."""
     if found.gain < LEAST_GAIN:
         return f"by simulation no order takes {format_percent(LEAST_GAIN)} off a step"
@@ -119,19 +119,21 @@ def replans(config: RunConfig) -> bool:
     return config.schedule.name == AUTO and config.schedule.replan is not False
 
 
-def facts_of(config: RunConfig) -> dict[str, Any]:
+def order_facts(config: RunConfig) -> dict[str, Any]:
     """What the journal says of the configuration whose order changes."""
     schedule = config.schedule
     return {"pipeline": [config.mesh.pp, schedule.microbatches, schedule.memory_limit, schedule.post_validation]}
 
 
-def with_reordered(config: RunConfig, journal: Callable[[], Sequence[Mapping[str, Any]]], file: Path) -> RunConfig:
+def with_replanned_order(
+    config: RunConfig, journal: Callable[[], Sequence[Mapping[str, Any]]], file: Path
+) -> RunConfig:
     """The configuration of a run that resumes, with the order, from its `file`, that its journal has last, unless its
     pipeline was changed since. Raises PentadError if the file has another one."""
     if not replans(config):
         return config
     events = [row for row in journal() if row["event"] == EVENT]
-    if not events or events[-1]["pipeline"] != facts_of(config)["pipeline"]:
+    if not events or events[-1]["pipeline"] != order_facts(config)["pipeline"]:
         return config
     order, layers = Program.load(file), config.schedule.layers_per_stage
     if order.hash != events[-1]["order"]:
