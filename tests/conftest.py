@@ -24,7 +24,7 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 # Rates that this machine was once calibrated to are not those that tests expect.
 os.environ["PENTAD_CACHE"] = "/nonexistent"
 
-EXAMPLES = {"default": 25, "slow": 100}  # of each test of random data
+EXAMPLES = {"default": 16, "slow": 100}  # of each test of random data
 SLOW_SECONDS = 300  # after which a slow test hangs, also on a busy machine
 
 
@@ -148,9 +148,9 @@ def fleet():
     made.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def workers():
-    """Four rank processes that can be killed."""
+    """Four rank processes that can be killed, shared by all tests that kill some and replace them."""
     from worker_processes import WorkerProcess
 
     made = [WorkerProcess() for _ in range(4)]

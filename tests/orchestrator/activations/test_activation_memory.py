@@ -63,7 +63,7 @@ CONTEXT_PARALLEL: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("mode", "axes"), CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages(one_rank, corpus, family, mode, axes):

@@ -237,6 +237,7 @@ def test_an_address_where_no_cluster_answers_is_reported() -> None:
     assert answer.startswith("cluster.address is '127.0.0.1:1', where no Ray cluster answers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "mode", "message"),
     [
@@ -259,6 +260,7 @@ def test_a_wrong_token_is_reported_at_once(
     check_joinable(running.address, "token")
 
 
+@pytest.mark.slow
 def test_a_dashboard_is_not_a_cluster_address(running: clusters.Cluster) -> None:
     address = str(running.dashboard).removeprefix("http://")
     with pytest.raises(PentadError, match=f"^cluster.address is '{address}', where no Ray cluster answers .what list"):

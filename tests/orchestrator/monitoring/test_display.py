@@ -6,6 +6,7 @@ import io
 import math
 import re
 import time
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -213,6 +214,7 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CODES.sub("", shown(screen)).count("\n") == 1
 
 
+@cache
 def words_at(width: int, steps: int = 12) -> list[list[str]]:
     """The words of each line of a live table, without its bars, after `steps` steps with long figures."""
     mesh = ("mesh.dp=2", "mesh.cp=2", "mesh.tp=2", "batch.global_batch_size=32")

@@ -81,7 +81,7 @@ AXES = [
 ]
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("mode", "axes"),
     [

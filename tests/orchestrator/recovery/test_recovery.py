@@ -263,7 +263,7 @@ def hang(rank: Rank) -> None:
     rank.hangs = True
 
 
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("method", ["fence", "leave", "start", "connect", "receive"])
 @pytest.mark.parametrize("what", [die, hang])
@@ -372,7 +372,7 @@ def test_an_abort_ends_the_run_during_a_step(start: StartRun) -> None:
     assert not run.events("checkpoint")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("mesh", [SQUARE, LINE, (*LINE, "elastic.replicate_every=3")])
 def test_every_step_is_recorded_once_whatever_dies(start: StartRun, mesh: tuple[str, ...], seed: int) -> None:

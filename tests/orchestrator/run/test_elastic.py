@@ -46,7 +46,7 @@ def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, star
     steps = 33
     overrides = (*SQUARE, "schedule.name=1f1b", "model.layers=2", "checkpoint.every=10", f"run.steps={steps}")
     expected = without_a_driver(workers, make_plan(load(None, [*SMALL, *overrides]), "cpu"), steps)
-    nodes.resize(2, 2)
+    nodes.resize(4)
     run = start_run(*overrides)
     for number, (ranks, how) in enumerate([((1,), signal.SIGKILL), ((2,), signal.SIGSTOP), ((0, 3), signal.SIGKILL)]):
         run.wait_for_step(3 + 4 * number)

@@ -75,7 +75,7 @@ DAMAGED = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "gated"), DAMAGED)
 def test_every_mutant_is_refused_and_its_culprit_named(name: str, ranks: int, microbatches: int, gated: bool) -> None:
     program = compiled(name, ranks, microbatches, gated=gated, replicas=2)

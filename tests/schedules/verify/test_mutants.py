@@ -70,7 +70,7 @@ def test_at_least_ten_thousand_are_drawn() -> None:
     assert {damage.__name__ for damage in KINDS} > {"dropped", "doubled", "swapped", "other_peer", "other_microbatch"}
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "gated"),
     [
@@ -83,6 +83,7 @@ def test_a_mutant_is_refused_or_right(name: str, ranks: int, microbatches: int, 
     assert compare_verdicts(program, f"{name} {ranks} {microbatches} {gated}") == EACH
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "gated"), SLICED)
 def test_a_mutant_in_slices_is_refused_or_right(name: str, ranks: int, microbatches: int, gated: bool) -> None:
     options = ScheduleOptions(slices=2)
