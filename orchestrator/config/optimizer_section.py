@@ -125,7 +125,7 @@ class OptimizerSection(Section):
 
 class SpikesSection(Section):
     """Steps whose loss or gradient norm is not finite or a spike: far above that of the steps before
-    (docs/recovery.md)."""
+    (docs/spikes.md)."""
 
     policy: Literal["none", "skip", "rollback", "stop"] = "none"
     """skip: such a step changes no weight; stop: the run stops as well; rollback: the run goes back to the last

@@ -15,7 +15,7 @@ SHORTEST_LEASE = 5.0
 
 
 class CheckpointSection(Section):
-    """When checkpoints are saved, and where (docs/recovery.md)."""
+    """When checkpoints are saved, and where (docs/checkpoints.md)."""
 
     path: Text | None = None
     """folder, or URI of a store (s3://bucket/prefix, gs://, hdfs://, file://), that holds the checkpoints of runs under
@@ -54,8 +54,8 @@ class ElasticSection(Section):
     slow_rank: Literal["report", "rebalance", "evict"] = "report"
     """what happens once a rank is 6 to 8 % slower than those with the same stages. report: a line in the terminal, the
     status and the journal (docs/observability.md). If one computes 8 % longer for 16 more steps, rebalance: layers move
-    from its stage to others, if that helps; evict: it moves to another GPU or node, if there is room (docs/recovery.md)
-    """
+    from its stage to others, if that helps; evict: it moves to another GPU or node, if there is room
+    (docs/faulty-ranks.md)"""
     spares: NonNegativeInt = 0
     """processes that wait on the ranks' nodes, with everything imported, to take the place of a lost rank. Each takes
     host memory there, and no GPU"""

@@ -72,7 +72,7 @@ def test_half_of_what_a_slow_rank_costs_is_recovered_where_layers_allow_it(
 
 @pytest.mark.parametrize(("layers", "share"), [(6, 0.0), (8, 0.22), (16, 0.52), (24, 0.64)])
 def test_more_is_recovered_with_more_layers(layers: int, share: float) -> None:
-    """The figures of docs/recovery.md."""
+    """The figures of docs/faulty-ranks.md."""
     assert recovered(compiled("1f1b", 4, 16), (layers,) * 4, 1) == pytest.approx(share, abs=0.005)
 
 
@@ -93,7 +93,7 @@ def test_a_rank_of_one_layer_a_stage_keeps_it() -> None:
 
 @pytest.mark.parametrize(("layers", "slow"), [((2, 3), 1), ((2, 2, 3, 3), 3)])
 def test_beside_the_best_division_of_even_ranks_most_is_recovered(layers: tuple[int, ...], slow: int) -> None:
-    """A figure of docs/recovery.md."""
+    """A figure of docs/faulty-ranks.md."""
     program = compiled("1f1b", len(layers), 8)
     moves = moves_of(program, layers, slow)
     even = simulate_step_time(program, costs_of(program, moves.layers, slow, 1.0)).makespan
