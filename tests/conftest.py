@@ -149,14 +149,24 @@ def fleet():
 
 
 @pytest.fixture(scope="session")
-def workers():
-    """Four rank processes that can be killed, shared by all tests that kill some and replace them."""
+def rank_processes():
     from worker_processes import WorkerProcess
 
     made = [WorkerProcess() for _ in range(4)]
     yield made
     for worker in made:
         worker.stop()
+
+
+@pytest.fixture
+def workers(rank_processes, request):
+    """Four rank processes that can be killed, shared by all tests; new ones after a test that fails."""
+    failed = request.session.testsfailed
+    yield rank_processes
+    if request.session.testsfailed > failed:
+        for worker in rank_processes:
+            worker.stop()
+        rank_processes[:] = [type(worker)() for worker in rank_processes]
 
 
 @pytest.fixture(scope="session")

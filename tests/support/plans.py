@@ -33,6 +33,7 @@ from pentad.workers.data.sources import open_dataset
 STEPS = 3
 TILE = 8  # tokens, in rank processes: small, so that even small models have two tiles per matrix product
 MODEL = ModelSpec(layers=8, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=300)
+SHALLOW = replace(MODEL, layers=4)
 
 
 def plan_of(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bit_flips import flip_bit
-from plans import plan_of
+from plans import SHALLOW, plan_of
 from rank_checks import assert_a_check_changes_nothing, verdict_after
 from small_models import MOE
 
@@ -44,7 +44,7 @@ MORE: dict[str, Any] = {
 
 def plan_for(case: str, corpus: str) -> Plan:
     name, dp, pp, m, more = (PLANS | MORE)[case]
-    return plan_of(name, dp, pp, m, corpus, **{"dtype": "float32"} | more)
+    return plan_of(name, dp, pp, m, corpus, **{"dtype": "float32", "model": SHALLOW} | more)
 
 
 @pytest.mark.parametrize("case", [*PLANS, *(pytest.param(case, marks=slow) for case in MORE)])

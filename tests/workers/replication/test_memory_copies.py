@@ -11,7 +11,7 @@ import pytest
 import torch
 from fleet import assemble
 from memory_copies import Copies, assert_ends_the_same, assert_recovers_from_a_copy, lose, replaced
-from plans import plan_of
+from plans import SHALLOW, plan_of
 from small_models import MOE
 from worker_processes import call_all, ranks_of, start_generation, start_run, uninterrupted
 
@@ -41,7 +41,8 @@ DEFAULT = "ZeRO-3"
 
 def plan_for(case: str, corpus: str) -> Plan:
     name, dp, pp, m, more = CASES[case]
-    return replace(plan_of(name, dp, pp, m, corpus, "float32", **more), replicate_every=2)
+    plan = plan_of(name, dp, pp, m, corpus, "float32", **{"model": SHALLOW} | more)
+    return replace(plan, replicate_every=2)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case == DEFAULT else slow) for case in CASES])
@@ -106,7 +107,7 @@ def test_a_copy_has_the_window_of_spikes_and_moves_to_another_mesh(workers, corp
     parts = call_all(workers, "state")
     source = copies.newest(set())
     call_all(workers, "close")
-    smaller = replace(plan_of("1f1b", 1, 2, 8, corpus, "float32"), spikes=plan.spikes)
+    smaller = replace(plan_of("1f1b", 1, 2, 8, corpus, "float32", model=SHALLOW), spikes=plan.spikes)
     start_generation(workers[:2], smaller, 2)
     call_all(workers[:2], "restore_copy", source)
     state = dict(ChainMap(*call_all(workers[:2], "state")))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import plan_on_mesh
+from plans import SHALLOW, plan_on_mesh
 from small_models import MOE
 from worker_processes import WorkerProcess, call_all, ranks_of, start_run
 
@@ -52,7 +52,7 @@ CASES: list[Any] = [
 def test_a_hang_on_any_axis_names_the_rank_that_has_stopped(
     workers: list[WorkerProcess], corpus: str, where: str, axes: dict[str, int], more: dict[str, Any], how: str
 ) -> None:
-    plan = plan_on_mesh(corpus, "1f1b", axes, dtype="float32", **more)
+    plan = plan_on_mesh(corpus, "1f1b", axes, dtype="float32", **{"model": SHALLOW} | more)
     with ranks_of(workers, plan.mesh.size) as ranks:
         start_run(ranks, plan)
         call_all([ranks[STOPPED]], "hang_at", where, STEP, how)

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from bits import assert_same_runs
-from plans import plan_of
+from plans import SHALLOW, plan_of
 from resume import commit
 from worker_processes import call_all, losses_and_state, recover, start_run, uninterrupted
 
@@ -45,7 +45,7 @@ def steps_by_rank(results) -> list[list[int]]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "dp", "pp", "m", "post_validation"), CASES)
 def test_split_calls_equal_one_call(fleet, corpus, name, dp, pp, m, post_validation):
-    plan = plan_of(name, dp, pp, m, corpus, "float32", post_validation=post_validation)
+    plan = plan_of(name, dp, pp, m, corpus, "float32", post_validation=post_validation, model=SHALLOW)
     expected = fleet.run(plan, [(0, 6)])
     for calls in SPLITS.values():
         assert_same_runs(fleet.run(plan, calls), expected)

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 ROWS = [("zb-v", 0.5)]
 # Under tp, tiles of attn_proj are batched products, whose bits here are not those of the single one of the rest.
 ROWS_SLOW = [("dense tp2", 0.5), *((case, 0.4) for case in CASES if case != "experts tp2")]
-ALWAYS = [("dense tp2", 4), ("zb-v", 5), ("ulysses", 1)]  # with so many parts at once
+ALWAYS = [("zb-v", 5), ("dense tp2", 4), ("ulysses", 1)]  # with so many parts at once
 PAIRS = [(case, 2) for case in ("dense tp2", "experts tp2")]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from bits import same_bits
 from full_disk import largest_file
-from plans import plan_of
+from plans import SHALLOW, plan_of
 from saves import assert_saved_beside_training, committed, saved_at_rest, tensors_of, written
 from small_models import MOE
 from worker_processes import call_all, losses_and_state, recover, start_run
@@ -52,7 +52,7 @@ SLOW: dict[str, Any] = {
 
 def plan_for(case: str, corpus: str) -> Plan:
     name, dp, pp, m, more = (CASES | SLOW)[case]
-    return plan_of(name, dp, pp, m, corpus, "float32", **more)
+    return plan_of(name, dp, pp, m, corpus, "float32", **{"model": SHALLOW} | more)
 
 
 @pytest.mark.sampled(1)
