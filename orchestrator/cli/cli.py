@@ -116,6 +116,9 @@ def plan(
     memory: Annotated[
         float | None, Option(min=0.001, help="GiB per device (default: cluster.gpu's, this machine's, or an H200's).")
     ] = None,
+    pool: Annotated[
+        list[int] | None, Option(help="Simulate the balance of the data on so many dp x cp ranks, too; repeatable.")
+    ] = None,
     html: Annotated[Path | None, Option(help="Write a page with the memory of every rank over a step.")] = None,
     as_json: Json = False,
 ) -> int:
@@ -134,7 +137,7 @@ def plan(
     from pentad.orchestrator.api.plans import planned
     from pentad.orchestrator.cli.show_plan import show_plan
 
-    return show_plan(planned(config, device, memory), Console(), html=html, as_json=as_json)
+    return show_plan(planned(config, device, memory, pool or ()), Console(), html=html, as_json=as_json)
 
 
 @app.command()

@@ -140,7 +140,7 @@ def numbers(places: Sequence[tuple[int, tuple[int, ...]]], microbatch: int, rank
 
 
 def bimodal_step() -> tuple[list[np.ndarray], BatchSpec, int]:
-    """64 ranks, four microbatches: 40 % of the documents are near 40,000 tokens, of which one rank holds a part of them."""
+    """64 ranks, four microbatches; 40 % of the documents are near 40,000 tokens, and one rank holds some of these."""
     random = np.random.default_rng(0)
     lengths = np.where(random.random(256) < 0.6, 2048, 40_000) * random.lognormal(0, 0.25, 256)
     rows = np.array_split(lengths.astype(np.int64), 64)
