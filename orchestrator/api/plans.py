@@ -278,7 +278,7 @@ def _data(config: RunConfig, plan: Plan) -> tuple[list[int | None], str]:
 
 
 def _balance_sentences(found: DataBalance) -> Iterator[str]:
-    """'documents of the first 4 steps, sequences as they are drawn: the last rank ends at 1.32 times the mean ...'"""
+    """'documents of the first 4 steps, sequences as they are drawn: the last rank ends at 1.32 times the mean'"""
     steps = "the first step" if found.steps == 1 else f"the first {found.steps} steps"
     ways = {
         "fixed": ("sequences as they are drawn", found.fixed),
@@ -287,8 +287,8 @@ def _balance_sentences(found: DataBalance) -> Iterator[str]:
     }
     way, ratio = ways.pop(found.trained)
     others = ", ".join(f"{its:.2f} {other}" for other, its in ways.values())
-    gap = f"; ranks by document end within {format_percent(found.gap)} of the least possible"
-    yield f"documents of {steps}, {way}: the last rank ends at {ratio:.2f} times the mean (simulated: {others}{gap})"
+    yield f"documents of {steps}, {way}: the last rank ends at {ratio:.2f} times the mean"
+    yield f"simulated: {others}; ranks by document end within {format_percent(found.gap)} of the least possible"
     for pool in found.pools:
         each = f"{pool.fixed:.2f} sequences as they are drawn, {pool.packed:.2f} dealt by cost"
         yield f"simulated on {pool.ranks:,} ranks: {each}, {pool.dynamic:.2f} ranks by document"

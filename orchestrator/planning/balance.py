@@ -78,7 +78,7 @@ def require_pools(plan: Plan, pools: Sequence[int]) -> None:
     if pools and plan.batch.rampup:
         raise PentadError("batch.rampup is set: expected none for --pool")
     for ranks in pools:
-        if ranks < 1 or ranks % plan.mesh.cp:
+        if ranks % plan.mesh.cp:
             raise PentadError(f"--pool is {ranks}: expected a multiple of mesh.cp = {plan.mesh.cp}")
 
 
