@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.memory.useless_recompute import recompute_note
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
 from pentad.orchestrator.monitoring.tables import fitted_table
-from pentad.orchestrator.planning.balance import DataBalance, data_balance
+from pentad.orchestrator.planning.balance import DataBalance, data_balance, require_pools
 from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume
 from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage_memory, step_seconds
 from pentad.orchestrator.planning.eval_cost import EvalCost, eval_cost
@@ -153,7 +153,7 @@ class PlannedRun:
             "ranks": ranks,
             "fullest": {"rank": fit.rank, "stages": stage_memory(plan, fit.rank), "sends": sent},
             "cp_imbalance": _imbalance(plan),
-            "balance": None if self.balance is None else self.balance._asdict(),
+            "balance": None if self.balance is None else _balance_facts(self.balance),
             "predicted": {**figures(self.timeline), **pace},
             "evaluation": self._evaluation_facts(),
             "costs": asdict(self.costs),
@@ -185,7 +185,9 @@ class PlannedRun:
         if self.evaluation is not None:
             yield line(f" {_evaluation_sentence(self.evaluation, self.evaluation_share)}")
         if self.balance is not None:
-            yield line(f" {_balance_sentence(self.balance)}")
+            yield from (line(f" {sentence}") for sentence in _balance_sentences(self.balance))
+        elif self.plan.data.document_mask and not (self.plan.batch.rampup or self.data_error):
+            yield line(f" {UNREAD}")
         yield from _rank_view(self.plan, self.fit.rank, console.width)
         yield line(f" {self.fit.sentence}", style="green" if self.fit.ok else "bold red")
         if self.chosen:
@@ -203,6 +205,9 @@ class PlannedRun:
         return svg_grid(self.timeline, title=title, timed=True)
 
 
+UNREAD = "how documents divide over ranks is shown once a run has built or packed the corpus, on this machine"
+
+
 @checks_types
 def plan(
     config: Config = None, *, device: Device | None = None, device_gib: float | None = None, **sections: Any
@@ -218,8 +223,10 @@ def plan(
     return planned(load_config(config, **sections), device, device_gib)
 
 
-def planned(config: RunConfig, device: Device | None = None, device_gib: float | None = None) -> PlannedRun:
-    """`plan` of a configuration."""
+def planned(
+    config: RunConfig, device: Device | None = None, device_gib: float | None = None, pools: Sequence[int] = ()
+) -> PlannedRun:
+    """`plan` of a configuration. With the balance of `pools` of other numbers of dp x cp ranks."""
     place = device or local_device(config.cluster, config.mesh.size)[0]
     if place == "cuda":
         require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)
@@ -230,6 +237,7 @@ def planned(config: RunConfig, device: Device | None = None, device_gib: float |
     found = make_plan(config, place, memory=room) if choice is None else choice.plan
     require_shards(config, found)
     require_host(config, found)
+    require_pools(found, pools)
     costs, fit = costs_of(found), fit_of(found, room)
     sequences, data_error = _data(config, found)
     evaluation = eval_cost(config, found, costs, sequences)
@@ -237,18 +245,22 @@ def planned(config: RunConfig, device: Device | None = None, device_gib: float |
     note = recompute_note(config, found, fit) if fit.ok and choice is None else ""
     balance = None
     try:
-        balance = None if data_error else _balance(found, config.run.steps)
+        balance = None if data_error else _balance(found, config.run.steps, pools)
     except PentadError as error:  # a damaged shard, which is first read here
         data_error = str(error)
     return PlannedRun(found, costs, fit, evaluation, config.run.steps, data_error, remedy, note, chosen, balance)
 
 
-def _balance(plan: Plan, steps: int) -> DataBalance | None:
+def _balance_facts(found: DataBalance) -> dict[str, Any]:
+    return {**found._asdict(), "pools": [each._asdict() for each in found.pools]}
+
+
+def _balance(plan: Plan, steps: int, pools: Sequence[int]) -> DataBalance | None:
     """Of the first steps with a full batch size; without a document mask all sequences cost the same."""
     if not plan.data.document_mask or plan.batch.rampup:
         return None
     dataset = open_prepared(plan.data, plan.batch, plan.model.vocab, plan.seed)
-    return None if dataset is None else data_balance(plan, dataset, steps)
+    return None if dataset is None else data_balance(plan, dataset, steps, pools)
 
 
 def _data(config: RunConfig, plan: Plan) -> tuple[list[int | None], str]:
@@ -265,8 +277,8 @@ def _data(config: RunConfig, plan: Plan) -> tuple[list[int | None], str]:
     return found, ""
 
 
-def _balance_sentence(found: DataBalance) -> str:
-    """'work by document in the first 4 steps, sequences as they are drawn: the busiest rank has 1.32 times ...'"""
+def _balance_sentences(found: DataBalance) -> Iterator[str]:
+    """'documents of the first 4 steps, sequences as they are drawn: the last rank ends at 1.32 times the mean'"""
     steps = "the first step" if found.steps == 1 else f"the first {found.steps} steps"
     ways = {
         "fixed": ("sequences as they are drawn", found.fixed),
@@ -275,7 +287,11 @@ def _balance_sentence(found: DataBalance) -> str:
     }
     way, ratio = ways.pop(found.trained)
     others = ", ".join(f"{its:.2f} {other}" for other, its in ways.values())
-    return f"work by document in {steps}, {way}: the busiest rank has {ratio:.2f} times the mean (simulated: {others})"
+    yield f"documents of {steps}, {way}: the last rank ends at {ratio:.2f} times the mean"
+    yield f"simulated: {others}; ranks by document end within {format_percent(found.gap)} of the least possible"
+    for pool in found.pools:
+        each = f"{pool.fixed:.2f} sequences as they are drawn, {pool.packed:.2f} dealt by cost"
+        yield f"simulated on {pool.ranks:,} ranks: {each}, {pool.dynamic:.2f} ranks by document"
 
 
 def _evaluation_sentence(cost: EvalCost, share: float | None) -> str:

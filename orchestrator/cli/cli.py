@@ -116,6 +116,10 @@ def plan(
     memory: Annotated[
         float | None, Option(min=0.001, help="GiB per device (default: cluster.gpu's, this machine's, or an H200's).")
     ] = None,
+    pool: Annotated[
+        list[int] | None,
+        Option(min=1, help="Simulate the balance of the data on so many dp x cp ranks, too; repeatable."),
+    ] = None,
     html: Annotated[Path | None, Option(help="Write a page with the memory of every rank over a step.")] = None,
     as_json: Json = False,
 ) -> int:
@@ -125,6 +129,8 @@ def plan(
     file, overrides = split_words(words)
     config = load(file, overrides)
     if search or gpus is not None:
+        if pool:
+            raise PentadError(f"--pool is {pool[0]}: expected none with --search or --gpus")
         from pentad.orchestrator.cli.show_search import Command, show_search
         from pentad.orchestrator.planning.fit import device_memory
         from pentad.orchestrator.planning.hardware import gpu_of
@@ -134,7 +140,7 @@ def plan(
     from pentad.orchestrator.api.plans import planned
     from pentad.orchestrator.cli.show_plan import show_plan
 
-    return show_plan(planned(config, device, memory), Console(), html=html, as_json=as_json)
+    return show_plan(planned(config, device, memory, pool or ()), Console(), html=html, as_json=as_json)
 
 
 @app.command()

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, cycle, islice
 from statistics import fmean
 from typing import NamedTuple
 
-from pentad.orchestrator.planning.estimate import document_costs
+import numpy as np
+
 from pentad.orchestrator.planning.layout import grouped
-from pentad.schedules.search.batch_planner import Balance, balanced
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.search.batch_planner import balanced
 from pentad.schedules.search.hybrid_planner import hybrid
+from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
+from pentad.schedules.spec.cp_layout import StepGroups
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.verify.check_groups import check_rings, check_shares
 from pentad.workers.data.samples import Dataset
@@ -16,40 +23,80 @@ from pentad.workers.data.samples import Dataset
 STEPS = 4  # that are looked at
 
 
-class DataBalance(NamedTuple):
-    """Time of the busiest rank over that with all work divided equally, the mean of `steps` steps: of sequences as they
+class PoolBalance(NamedTuple):
+    """When the last of so many `ranks` ends, over the time of the documents' work divided equally: of sequences as they
     are drawn, of the same sequences dealt to replicas and microbatches by cost, and of documents on as many ranks as
-    each needs. The run does what `trained` says, 'fixed', 'packed' or 'dynamic'; the others are simulated. `groups` is
-    the share of tokens that are in groups of several ranks with 'dynamic'."""
+    each needs. `gap` is the share by which the latter is above a time that no plan is under."""
+
+    ranks: int
+    fixed: float
+    packed: float
+    dynamic: float
+    gap: float
+
+
+class DataBalance(NamedTuple):
+    """As PoolBalance, means of `steps` steps. The run does what `trained` says, 'fixed', 'packed' or 'dynamic'; the
+    others are simulated. `groups` is the share of tokens that are in groups of several ranks with 'dynamic'. `pools`
+    are simulations of one step of other pools."""
 
     steps: int
     trained: str
     fixed: float
     packed: float
     dynamic: float
+    gap: float
     groups: float
+    pools: tuple[PoolBalance, ...] = ()
 
 
-def data_balance(plan: Plan, dataset: Dataset, steps: int) -> DataBalance:
-    """Of the first STEPS of `steps` steps, at least 1. Context ranks share a sequence evenly; only groups count what
-    their rings cost. Proves that those of the run meet; raises PentadError if they do not."""
-    batch, costs = plan.batch, document_costs(plan.model, plan.batch.sequence_length)
-    pool, found = batch.replicas * plan.mesh.cp, list[tuple[float, float, float, float]]()
+def data_balance(plan: Plan, dataset: Dataset, steps: int, pools: Sequence[int] = ()) -> DataBalance:
+    """Of the first STEPS of `steps` steps, at least 1, and of other `pools`, each a number of dp x cp ranks, whose
+    sequences are those of the run's first steps, as many for each replica, and repeated where they are too few. Proves
+    that the rings of the run meet; raises PentadError if they do not."""
+    cp, batch = plan.mesh.cp, plan.batch if plan.batch.capacity else grouped(plan)
+    found, shares = list[PoolBalance](), list[float]()
     for step in range(min(STEPS, steps)):
-        rows = dataset.document_lengths(step)
-        seconds = costs.rows(rows, batch.sequence_length)
-        work = seconds.reshape(batch.replicas, -1).sum(1)
-        dealt = balanced(seconds, batch.micro_batch_size, batch.replicas).balance
-        drawn = Balance(work, float(work.max()), dealt.bound)
-        groups, its = hybrid(rows, batch if batch.capacity else grouped(plan), plan.mesh.cp)
-        if batch.capacity:
+        its, groups = _balance(dataset.document_lengths(step), batch, cp)
+        if plan.batch.capacity:
             check_shares(groups, batch.capacity)
             for stream in plan.program.streams:
                 check_rings(groups, stream)
-        lengths = groups.lengths(range(len(groups.documents)))
-        even = float(costs.alone(lengths).sum()) / pool
-        shared = {number for shares in groups.shares for share in shares for number in share.shared}
-        share = sum(groups.lengths([*shared])) / max(1, sum(lengths))
-        found.append((drawn.max_over_mean, dealt.max_over_mean, its.end / even if even else 1.0, share))
-    trained = "dynamic" if batch.capacity else "fixed" if batch.document_costs is None else "packed"
-    return DataBalance(len(found), trained, *(fmean(each) for each in zip(*found, strict=True)))
+        shared = {number for share in chain(*groups.shares) for number in share.shared}
+        shares.append(sum(groups.lengths([*shared])) / max(1, sum(each.length for each in groups.documents)))
+        found.append(its)
+    trained = "dynamic" if plan.batch.capacity else "fixed" if plan.batch.document_costs is None else "packed"
+    fixed, packed, dynamic, gap = (fmean(each) for each in list(zip(*found, strict=True))[1:])
+    others = tuple(_pool(dataset, batch, cp, steps, ranks) for ranks in pools)
+    return DataBalance(len(found), trained, fixed, packed, dynamic, gap, fmean(shares), others)
+
+
+def require_pools(plan: Plan, pools: Sequence[int]) -> None:
+    """Raises PentadError unless these can be simulated: dp x cp ranks, on which documents cost what they do alone."""
+    if pools and not plan.data.document_mask:
+        raise PentadError("data.document_mask is false: expected true for --pool")
+    if pools and plan.batch.rampup:
+        raise PentadError("batch.rampup is set: expected none for --pool")
+    for ranks in pools:
+        if ranks % plan.mesh.cp:
+            raise PentadError(f"--pool is {ranks}: expected a multiple of mesh.cp = {plan.mesh.cp}")
+
+
+def _pool(dataset: Dataset, batch: BatchSpec, cp: int, steps: int, ranks: int) -> PoolBalance:
+    size = batch.global_batch_size // batch.replicas * (ranks // cp)
+    read = range(min(steps, -(-size // batch.global_batch_size)))
+    rows = [*islice(cycle(chain(*map(dataset.document_lengths, read))), size)]
+    return _balance(rows, replace(batch, global_batch_size=size, replicas=ranks // cp), cp)[0]
+
+
+def _balance(rows: Sequence[np.ndarray], batch: BatchSpec, cp: int) -> tuple[PoolBalance, StepGroups]:
+    costs = batch.document_costs
+    assert costs is not None
+    shared = DocumentCosts(costs.quadratic / cp, (costs.linear + costs.ring * (cp - 1)) / cp)
+    seconds, ranks = shared.rows(rows, batch.sequence_length), batch.replicas * cp
+    drawn = float(seconds.reshape(batch.replicas, -1).sum(1).max())
+    dealt = balanced(seconds, batch.micro_batch_size, batch.replicas).balance.end
+    groups, its = hybrid(rows, batch, cp)
+    even = float(costs.alone([each.length for each in groups.documents]).sum()) / ranks
+    over = [end / even if even else 1.0 for end in (drawn, dealt, its.end)]
+    return PoolBalance(ranks, over[0], over[1], over[2], its.gap), groups

@@ -7,10 +7,12 @@ parallelism, ByteScale, arXiv 2502.21231). Pure functions of the documents' leng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
-from itertools import chain
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import chain, islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,9 @@ from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
 from pentad.schedules.spec.cp_layout import Document, Share, StepGroups, part_of
 
 # Longest times of a document, over the least time of the step: the first ones need the fewest ranks for it.
-TARGETS = (2.0, 1.5, 1.2, 1.0, 0.75, 0.5, 0.35, 0.25)
+TARGETS = (2.0, 1.5, 1.2, 1.0, 0.85, 0.75, 0.6, 0.5, 0.42, 0.35, 0.25)
+TRIES = 6  # of them at most, those that may end first
+NEAR = 0.005  # a plan that could end earlier by a smaller share is not tried
 
 
 def documents_of(rows: Sequence[NDArray[np.int64]]) -> tuple[Document, ...]:
@@ -33,12 +37,59 @@ def documents_of(rows: Sequence[NDArray[np.int64]]) -> tuple[Document, ...]:
     return tuple(found)
 
 
+@dataclass(eq=False)
+class _Group:
+    """The ranks of the pool that share `documents` of so many `tokens` in a microbatch. It cannot begin another before
+    `begin`, and its ranks have no more than `room` for it."""
+
+    microbatch: int
+    ranks: tuple[int, ...]
+    documents: list[int] = field(default_factory=list)
+    tokens: int = 0
+    begin: float = 0.0
+    room: int = 0
+
+    def added(self, tokens: int) -> int:
+        """Tokens that each rank gets of so many more."""
+        return part_of(self.tokens + tokens, len(self.ranks)) - part_of(self.tokens, len(self.ranks))
+
+
+class _Dealt(NamedTuple):
+    """Where all documents are, those of one rank as `local[rank][microbatch]`, and the seconds of `work` of each
+    rank."""
+
+    groups: list[_Group]
+    local: list[list[list[int]]]
+    work: list[float]
+
+    def shares(self) -> tuple[tuple[Share, ...], ...]:
+        """By microbatch and rank. Documents are in the order in which they were drawn."""
+        by_rank = [
+            [Share((rank,), (), tuple(sorted(own))) for own in microbatches]
+            for rank, microbatches in enumerate(self.local)
+        ]
+        for group in self.groups:
+            at, shared = group.microbatch, tuple(sorted(group.documents))
+            for rank in group.ranks:
+                by_rank[rank][at] = by_rank[rank][at]._replace(ranks=group.ranks, shared=shared)
+        return tuple(zip(*by_rank, strict=True))
+
+
+class _Widths(NamedTuple):
+    """Ranks of each document, `seconds` [documents] on them, and a time before which no plan with these ends."""
+
+    earliest: float
+    ranks: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+
+
 def hybrid(rows: Sequence[NDArray[np.int64]], batch: BatchSpec, cp: int) -> tuple[StepGroups, Balance]:
     """The documents of `rows` [rows of the step][documents] on the pool of batch.replicas x cp ranks.
 
     A rank holds at most `batch.capacity` tokens of a microbatch. Each document gets as many ranks as its tokens need,
-    and more where it would take long compared to the step. Of the plans for all TARGETS, and of the rows as they are on
-    the static mesh, which always have room, the one with the earliest end.
+    and more where it would take long compared to the step. Of the plans for TARGETS, and of the rows as they are on the
+    static mesh, which always have room, the one with the earliest end. The ranks of a group begin and end a microbatch
+    at once, because they pass keys and values around in every layer.
     """
     costs = batch.document_costs
     assert costs is not None and batch.capacity
@@ -50,13 +101,26 @@ def hybrid(rows: Sequence[NDArray[np.int64]], batch: BatchSpec, cp: int) -> tupl
     fastest = np.minimum(narrow, costs.shared(lengths, np.full_like(least, pool)))
     bound = max(float((least * narrow).sum()) / pool, float(fastest.max(initial=0.0)))
     best = _static(documents, rows, batch, cp, costs)
-    for share in TARGETS:
-        wide = np.clip(_ranks_for(share * bound, lengths, pool, costs), least, pool)
-        table = _Table(documents, microbatches, pool, batch.capacity)
-        if table.fill(wide, costs.shared(lengths, wide)) and max(table.work) < max(best.work) * (1 - 1e-9):
-            best = table
-    work = np.array(best.work)
-    return StepGroups(documents, best.shares()), Balance(work, float(work.max()), bound)
+    end = max(best.work)
+    for widths in _widths(lengths, least, pool, costs, bound)[:TRIES]:
+        for order in _orders(widths) if widths.earliest < end * (1 - NEAR) else ():
+            table = _Table(lengths.tolist(), microbatches, pool, batch.capacity, end * (1 - 1e-9))
+            if table.fill(order.tolist(), widths) and table.end() < table.limit:
+                best, end = table.dealt(), table.end()
+    return StepGroups(documents, best.shares()), Balance(np.array(best.work), end, bound)
+
+
+def _widths(
+    lengths: NDArray[np.int64], least: NDArray[np.int64], pool: int, costs: DocumentCosts, bound: float
+) -> list[_Widths]:
+    """For all TARGETS, those with which a plan may end first at the front."""
+    ranks = [np.clip(_ranks_for(share * bound, lengths, pool, costs), least, pool) for share in TARGETS]
+    found = list[_Widths]()
+    for each in {its.tobytes(): its for its in ranks}.values():
+        seconds = costs.shared(lengths, each)
+        earliest = max(float((each * seconds).sum()) / pool, float(seconds.max(initial=0.0)))
+        found.append(_Widths(earliest, each, seconds))
+    return sorted(found, key=lambda its: its.earliest)
 
 
 def _ranks_for(target: float, lengths: NDArray[np.int64], pool: int, costs: DocumentCosts) -> NDArray[np.int64]:
@@ -67,144 +131,156 @@ def _ranks_for(target: float, lengths: NDArray[np.int64], pool: int, costs: Docu
     return np.ceil(need).astype(np.int64)
 
 
-@dataclass(eq=False)
-class _Group:
-    """`tokens` are those of its `shared` documents."""
-
-    microbatch: int
-    ranks: tuple[int, ...]
-    shared: list[int] = field(default_factory=list)
-    tokens: int = 0
-
-    def added(self, tokens: int) -> int:
-        """Tokens that each rank gets of so many more."""
-        return part_of(self.tokens + tokens, len(self.ranks)) - part_of(self.tokens, len(self.ranks))
+def _orders(widths: _Widths) -> Iterable[NDArray[np.int64]]:
+    """Of dealing: longest-processing-time first, which balances best, then the widest first, which find most room."""
+    number = np.arange(len(widths.ranks))
+    longest = np.lexsort((number, -widths.ranks, -widths.seconds))
+    widest = np.lexsort((number, -widths.seconds, -widths.ranks))
+    return (longest,) if (longest == widest).all() else (longest, widest)
 
 
 class _Table:
-    """A plan in the making: seconds of `work` of each rank, tokens and seconds by rank and microbatch."""
+    """A plan in the making: seconds of `work` of each rank; by microbatch and rank, `room` for tokens, `seconds` and
+    whether it is in no group. It is of no use if it does not end before `limit`."""
 
-    def __init__(self, documents: Sequence[Document], microbatches: int, pool: int, capacity: int) -> None:
-        self.lengths, self.capacity = [each.length for each in documents], capacity
-        self.microbatches, self.pool, self.work = range(microbatches), range(pool), [0.0] * pool
-        self.tokens = [[0] * microbatches for _ in self.pool]
-        self.seconds = [[0.0] * microbatches for _ in self.pool]
+    def __init__(self, lengths: Sequence[int], microbatches: int, pool: int, capacity: int, limit: float) -> None:
+        self.lengths, self.limit, self.pool, self.microbatches = lengths, limit, range(pool), range(microbatches)
+        self.work = [0.0] * pool
+        self.idlest = [*self.pool]  # ranks in ascending order of work, until `_deal`
+        self.room = [[capacity] * pool for _ in self.microbatches]
+        self.seconds = [[0.0] * pool for _ in self.microbatches]
+        self.is_alone = [[True] * pool for _ in self.microbatches]
         self.local = [[list[int]() for _ in self.microbatches] for _ in self.pool]
-        self.groups = list[_Group]()
-        self.is_grouped = [[False] * microbatches for _ in self.pool]
+        self.groups = defaultdict[int, list[_Group]](list)  # by size
 
-    def fill(self, wide: NDArray[np.int64], seconds: NDArray[np.float64]) -> bool:
-        """Documents on `wide` [documents] ranks, in `seconds` [documents]: the widest first, then the longest. False if
-        one finds no room."""
-        order = np.lexsort((np.arange(len(wide)), -seconds, -wide)).tolist()
-        counts, times = wide.tolist(), seconds.tolist()
-        several = [document for document in order if counts[document] > 1]
-        if not all(self._share(document, counts[document], times[document]) for document in several):
-            return False
-        return self._deal(order[len(several) :], times)
+    def fill(self, order: Sequence[int], widths: _Widths) -> bool:
+        """With all documents. False if one finds no room, or the limit is reached."""
+        ranks, times = widths.ranks.tolist(), widths.seconds.tolist()
+        last = max((at for at, number in enumerate(order) if ranks[number] > 1), default=-1)
+        for number in order[: last + 1]:
+            count, seconds = ranks[number], times[number]
+            if not (self._share(number, count, seconds) if count > 1 else self._keep(number, seconds)):
+                return False
+        return self._deal(order[last + 1 :], times)
 
     def _share(self, document: int, count: int, seconds: float) -> bool:
-        """On the group of so many ranks, one that there is or a new one, that can be done with it first."""
-        found = [*self._groups_with_room(document, count), *self._new_groups(document, count)]
-        if not found:
+        """On the group of so many ranks, a new one or one that there is, that can begin it first."""
+        length, chosen = self.lengths[document], None
+        part, begin, work = part_of(length, count), self.limit - seconds, self.work
+        for at in self.microbatches:
+            if work[self.idlest[count - 1]] >= begin:  # no microbatch is earlier
+                break
+            room, is_alone = self.room[at], self.is_alone[at]
+            free = (rank for rank in self.idlest if is_alone[rank] and room[rank] >= part)
+            ranks = tuple(islice(free, count))
+            if len(ranks) == count and work[ranks[-1]] < begin:
+                begin, chosen = work[ranks[-1]], _Group(at, ranks)
+        for group in self.groups[count]:
+            if group.begin < begin and group.room >= part - 2:  # as when last seen: ends get later and room less
+                self._update(group)
+                if group.begin < begin and group.room >= group.added(length):
+                    begin, chosen = group.begin, group
+        if chosen is None:
             return False
-        group = min(found, key=lambda group: (max(self.work[rank] for rank in group.ranks), group.microbatch))
-        self.share(group, document, seconds)
+        self._add(chosen, document, seconds)
         return True
 
-    def _groups_with_room(self, document: int, count: int) -> list[_Group]:
-        return [
-            group
-            for group in self.groups
-            if len(group.ranks) == count
-            and group.added(self.lengths[document]) + max(self.tokens[rank][group.microbatch] for rank in group.ranks)
-            <= self.capacity
-        ]
-
-    def _new_groups(self, document: int, count: int) -> list[_Group]:
-        """Of the ranks with least work of those that have no group yet, in each microbatch."""
-        found, part = list[_Group](), part_of(self.lengths[document], count)
-        idlest = sorted(self.pool, key=lambda rank: (self.work[rank], rank))
-        for at in self.microbatches:
-            free = (r for r in idlest if not self.is_grouped[r][at] and self.tokens[r][at] + part <= self.capacity)
-            ranks = [rank for rank, _ in zip(free, range(count), strict=False)]
-            if len(ranks) == count:
-                found.append(_Group(at, tuple(sorted(ranks))))
-        return found
-
-    def share(self, group: _Group, document: int, seconds: float) -> None:
-        added, at = group.added(self.lengths[document]), group.microbatch
-        if not group.shared:
-            self.groups.append(group)
-        group.shared.append(document)
+    def _add(self, group: _Group, document: int, seconds: float) -> None:
+        at, added = group.microbatch, group.added(self.lengths[document])
+        if not group.documents:
+            group.ranks = tuple(sorted(group.ranks))
+            self.groups[len(group.ranks)].append(group)
+            for rank in group.ranks:
+                self.is_alone[at][rank] = False
+        group.documents.append(document)
         group.tokens += self.lengths[document]
         for rank in group.ranks:
-            self.is_grouped[rank][at] = True
-            self._add(rank, at, added, seconds)
+            self._work(rank, at, added, seconds)
+        self._update(group)
+        self.idlest.sort(key=self.work.__getitem__)
 
-    def _deal(self, documents: Sequence[int], seconds: Sequence[float]) -> bool:
-        """Each to the rank with least work that has room, in its microbatch with least work that has. False if none
-        has."""
-        idlest = [(work, rank) for rank, work in enumerate(self.work)]
-        heapify(idlest)
-        for document in documents:
-            length, full = self.lengths[document], list[tuple[float, int]]()
-            while idlest:
-                work, rank = heappop(idlest)
-                tokens = self.tokens[rank]
-                room = [at for at in self.microbatches if tokens[at] + length <= self.capacity]
-                if room:
-                    at = min(room, key=self.seconds[rank].__getitem__)
-                    self.keep(rank, at, document, seconds[document])
-                    full.append((work + seconds[document], rank))
-                    break
-                full.append((work, rank))
-            else:
-                return False
-            for each in full:
-                heappush(idlest, each)
+    def _update(self, group: _Group) -> None:
+        group.begin = max([self.work[rank] for rank in group.ranks])
+        group.room = min([self.room[group.microbatch][rank] for rank in group.ranks])
+
+    def _keep(self, document: int, seconds: float) -> bool:
+        """On the rank with least work that has room."""
+        length = self.lengths[document]
+        rank = next((rank for rank in self.idlest if any(room[rank] >= length for room in self.room)), None)
+        if rank is None or self.work[rank] + seconds >= self.limit:
+            return False
+        self._place(rank, document, seconds)
+        self.idlest.sort(key=self.work.__getitem__)
         return True
 
-    def keep(self, rank: int, microbatch: int, document: int, seconds: float) -> None:
-        self.local[rank][microbatch].append(document)
-        self._add(rank, microbatch, self.lengths[document], seconds)
+    def _place(self, rank: int, document: int, seconds: float) -> None:
+        """In its microbatch with least work of those with room."""
+        length = self.lengths[document]
+        has_room = [at for at in self.microbatches if self.room[at][rank] >= length]
+        at = min(has_room, key=lambda at: self.seconds[at][rank])
+        self.local[rank][at].append(document)
+        self._work(rank, at, length, seconds)
 
-    def _add(self, rank: int, microbatch: int, tokens: int, seconds: float) -> None:
-        self.tokens[rank][microbatch] += tokens
-        self.seconds[rank][microbatch] += seconds
+    def _work(self, rank: int, microbatch: int, tokens: int, seconds: float) -> None:
+        self.room[microbatch][rank] -= tokens
+        self.seconds[microbatch][rank] += seconds
         self.work[rank] += seconds
 
-    def shares(self) -> tuple[tuple[Share, ...], ...]:
-        """By microbatch and rank. Documents are in the order in which they were drawn."""
-        groups = {(group.microbatch, rank): group for group in self.groups for rank in group.ranks}
+    def _deal(self, documents: Sequence[int], times: Sequence[float]) -> bool:
+        """As `_keep` each of them, in descending order of length."""
+        idlest = [(work, rank) for rank, work in enumerate(self.work)]
+        heapify(idlest)
+        full = list[tuple[int, int]]()  # (room, rank) of those without room for the document, negative
+        for document in documents:
+            length, seconds = self.lengths[document], times[document]
+            while full and -full[0][0] >= length:
+                rank = heappop(full)[1]
+                heappush(idlest, (self.work[rank], rank))
+            while idlest and (most := max([room[idlest[0][1]] for room in self.room])) < length:
+                heappush(full, (-most, heappop(idlest)[1]))
+            if not idlest or idlest[0][0] + seconds >= self.limit:
+                return False
+            rank = idlest[0][1]
+            self._place(rank, document, seconds)
+            heapreplace(idlest, (self.work[rank], rank))
+        return True
 
-        def share(at: int, rank: int) -> Share:
-            group, local = groups.get((at, rank)), tuple(sorted(self.local[rank][at]))
-            return (
-                Share((rank,), (), local) if group is None else Share(group.ranks, tuple(sorted(group.shared)), local)
-            )
+    def end(self) -> float:
+        """When the last rank is done: those of a group wait for each other."""
+        ends, groups = [0.0] * len(self.pool), defaultdict[int, list[_Group]](list)
+        for group in chain(*self.groups.values()):
+            groups[group.microbatch].append(group)
+        for at, seconds in enumerate(self.seconds):
+            begins, ends = ends, [begin + each for begin, each in zip(ends, seconds, strict=True)]
+            for group in groups[at]:
+                end = max([begins[rank] for rank in group.ranks]) + max([seconds[rank] for rank in group.ranks])
+                for rank in group.ranks:
+                    ends[rank] = end
+        return max(ends)
 
-        return tuple(tuple(share(at, rank) for rank in self.pool) for at in self.microbatches)
+    def dealt(self) -> _Dealt:
+        return _Dealt([*chain(*self.groups.values())], self.local, self.work)
 
 
 def _static(
     documents: Sequence[Document], rows: Sequence[NDArray[np.int64]], batch: BatchSpec, cp: int, costs: DocumentCosts
-) -> _Table:
+) -> _Dealt:
     """Rows dealt to replicas and microbatches by cost; the cp ranks of a replica share every document."""
     work = costs.rows(rows, batch.sequence_length)
     dealt = balanced(work, batch.micro_batch_size, batch.replicas).replicas
-    table = _Table(documents, len(dealt[0]), batch.replicas * cp, batch.capacity)
     in_row: list[list[int]] = [[] for _ in rows]
     for number, document in enumerate(documents):
         in_row[document.row].append(number)
-    lengths = np.array(table.lengths, np.int64)
-    seconds = costs.shared(lengths, np.full_like(lengths, cp)).tolist()
+    lengths = np.array([each.length for each in documents], np.int64)
+    seconds = costs.shared(lengths, np.full_like(lengths, cp))
+    by_row = np.bincount([each.row for each in documents], seconds, len(rows))
+    groups, local = list[_Group](), [[list[int]() for _ in dealt[0]] for _ in range(batch.replicas * cp)]
     for replica, parts in enumerate(dealt):
         for at, part in enumerate(parts):
-            group = _Group(at, tuple(range(replica * cp, (replica + 1) * cp)))
-            for number in chain(*(in_row[row] for row in part)):
-                if cp == 1:
-                    table.keep(replica, at, number, seconds[number])
-                else:
-                    table.share(group, number, seconds[number])
-    return table
+            numbers = [*chain(*(in_row[row] for row in part))]
+            if cp == 1:
+                local[replica][at] = numbers
+            elif numbers:
+                groups.append(_Group(at, tuple(range(replica * cp, (replica + 1) * cp)), numbers))
+    of_replicas = [float(by_row[[*chain(*parts)]].sum()) for parts in dealt]
+    return _Dealt(groups, local, np.repeat(of_replicas, cp).tolist())

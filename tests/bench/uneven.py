@@ -1,16 +1,18 @@
-"""Simulates how evenly batches of documents of unequal lengths divide over pools of ranks, by method.
+"""Simulates how long a step on documents of unequal lengths takes on pools of ranks, by method.
 
 python tests/bench/uneven.py RESULTS.json
 
 Nothing is trained, and no cost is measured. A document of s tokens costs s + s^2 / 65,536 on one rank: attention is
 half of the work at 65,536 tokens; each token received in a ring costs 2 % of one that is computed. A step has two
-microbatches of 32,768 tokens for each rank. Sequences are as long as the longest document may be, and documents fill
-them as they are drawn, cut at their ends. `fixed`: cp ranks share every sequence, as many as give each 32,768 tokens,
-and sequences are dealt as they are drawn; `packed`: on the same mesh, dealt by cost; `dynamic`: ranks by document, each
-with room for 40,960 tokens of a microbatch (the planner of data.balance: dynamic). Lengths are those of two
-distributions, whose parameters the functions below state, and of real texts: a histogram
-(results/lengths-real-texts.json, with its commands), uniform within its bins. Times are of the busiest rank over the
-lower bound of all groups, means of 3 batches. No static mesh but this one was tried, and there are no pipelines.
+microbatches of 32,768 tokens for each rank. Sequences are as long as the longest document may be (the cap), and
+documents fill them as they are drawn, cut at their ends. `fixed`: cp ranks share every sequence, as many as give each
+32,768 tokens, and sequences are dealt as they are drawn; `packed`: on the same mesh, dealt by cost; `best_static`:
+dealt by cost on the best mesh of as many or more context ranks (fewer cannot hold a sequence); `dynamic`: ranks by
+document, each with room for 40,960 tokens of a microbatch (the planner of data.balance: dynamic), with the waits of the
+ranks of a group for each other. Lengths are those of two distributions, whose parameters the functions below state,
+and of real texts: a histogram (results/lengths-real-texts.json, with its commands), uniform within its bins. Times are
+those of the last rank over the lower bound of all groups, means of as many batches as stated; `speedup` is that of
+dynamic over fixed and over best_static. There are no pipelines.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from itertools import count, takewhile
 from pathlib import Path
 from statistics import fmean
 
@@ -28,11 +32,11 @@ from pentad.schedules.search.batch_planner import balanced
 from pentad.schedules.search.hybrid_planner import hybrid
 from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
 
-TOKENS, MICROBATCHES, BATCHES = 2**15, 2, 3
+TOKENS, MICROBATCHES = 2**15, 2
 CAPACITY = TOKENS * 5 // 4
 COSTS = DocumentCosts(1 / 65_536, 1.0, 0.02)
 TEXTS = json.loads((Path(__file__).parent / "results" / "lengths-real-texts.json").read_text())["lengths"]
-CAPS = {64: 2**18, 256: 2**18}
+POOLS = [(ranks, cap) for cap in (2**18, 2**21) for ranks in (64, 256, 512, 4096)]
 
 
 def lognormal_pareto(random: np.random.Generator, count: int) -> np.ndarray:
@@ -70,31 +74,42 @@ def rows_of(mix: str, cap: int, count: int, seed: int) -> list[np.ndarray]:
     return np.split(np.diff(cuts, prepend=0), np.searchsorted(cuts, ends[:-1], side="right"))
 
 
-def simulated(mix: str, ranks: int, seed: int) -> dict[str, float]:
+def simulated(mix: str, ranks: int, cap: int, seed: int) -> dict[str, float]:
     """The end of a step by method, over the lower bound of all groupings."""
-    cap = CAPS[ranks]
     cp = cap // TOKENS
-    replicas = ranks // cp
-    rows = rows_of(mix, cap, replicas * MICROBATCHES, seed)
-    batch = BatchSpec(len(rows), cap, MICROBATCHES, replicas, document_costs=COSTS, capacity=CAPACITY)
-    shared = DocumentCosts(COSTS.quadratic / cp, (COSTS.linear + COSTS.ring * (cp - 1)) / cp).rows(rows, cap)
+    rows = rows_of(mix, cap, ranks // cp * MICROBATCHES, seed)
+    batch = BatchSpec(len(rows), cap, MICROBATCHES, ranks // cp, document_costs=COSTS, capacity=CAPACITY)
     _, pool = hybrid(rows, batch, cp)
+    static = {width: _static(rows, cap, width) for width in takewhile(ranks.__ge__, _doubled(cp))}
     ends = {
-        "fixed": float(shared.reshape(replicas, -1).sum(1).max()),
-        "packed": balanced(shared, 1, replicas).balance.end,
+        "fixed": float(static[cp].reshape(ranks // cp, -1).sum(1).max()),
+        "packed": balanced(static[cp], 1, ranks // cp).balance.end,
+        "best_static": min(balanced(work, 1, ranks // width).balance.end for width, work in static.items()),
         "dynamic": pool.end,
     }
     return {**{method: end / pool.bound for method, end in ends.items()}, "documents": sum(map(len, rows))}
 
 
+def _static(rows: list[np.ndarray], cap: int, cp: int) -> np.ndarray:
+    """[rows] seconds of each on cp ranks."""
+    costs = DocumentCosts(COSTS.quadratic / cp, (COSTS.linear + COSTS.ring * (cp - 1)) / cp)
+    return costs.rows(rows, cap)
+
+
+def _doubled(cp: int) -> Iterator[int]:
+    return (cp * 2**power for power in count())
+
+
 def main(out: Path) -> None:
     rows = []
     for mix in MIXES:
-        for ranks, cap in CAPS.items():
-            found = [simulated(mix, ranks, seed) for seed in range(BATCHES)]
+        for ranks, cap in POOLS:
+            found = [simulated(mix, ranks, cap, seed) for seed in range(1 if ranks > 512 else 3)]
             means = {key: round(fmean(each[key] for each in found), 3) for key in found[0]}
-            rows.append({"mix": mix, "ranks": ranks, "cap": cap, "cp": cap // TOKENS, **means})
-            print(rows[-1])
+            gains = {f"over_{key}": round(means[key] / means["dynamic"], 2) for key in ("fixed", "best_static")}
+            sizes = {"ranks": ranks, "cap": cap, "cp": cap // TOKENS, "batches": len(found)}
+            rows.append({"mix": mix, **sizes, **means, "speedup": gains})
+            print(rows[-1], flush=True)
     machine = f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
     facts = {"kind": "simulation", "command": f"python tests/bench/uneven.py {out}", "machine": machine}
     facts |= {"date": datetime.now(UTC).date().isoformat(), "about": __doc__}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -137,13 +138,17 @@ def _windows(spans: list[Span]) -> tuple[list[Span], np.ndarray]:
     return windows, np.repeat(shifts, sizes) + np.arange(sizes.sum())
 
 
-def _clipped(spans: list[Span], first: int, length: int) -> Iterator[Span]:
-    """What positions `first` to `first + length` of these spans, joined, are."""
-    for span in spans:
-        begin, end = max(0, first), min(span.size, first + length)
-        if begin < end:
-            yield Span(span.start + begin, end - begin)
-        first -= span.size
+def _clipped(spans: list[Span], parts: Sequence[tuple[int, int]]) -> Iterator[Span]:
+    """What the parts at (first position, length) of these spans, joined, are."""
+    ends = [*accumulate(span.size for span in spans)]
+    for first, length in parts:
+        for at in range(bisect_right(ends, first), len(spans)):
+            start, size = spans[at]
+            before = ends[at] - size
+            begin, end = max(0, first - before), min(size, first + length - before)
+            if begin >= end:
+                break
+            yield Span(start + begin, end - begin)
 
 
 def _joined(read: Callable[[int, int], np.ndarray], windows: list[Span], dtype: type) -> np.ndarray:
@@ -244,7 +249,7 @@ class Dataset:
     def documents(self, source: int, index: int, parts: Sequence[tuple[int, int]]) -> list[Sample]:
         """The documents at (first position, length) of a sample."""
         spans, corpus = self._spans(source, index), self.sources[source].corpus
-        cut = [span for part in parts for span in _clipped(spans, *part)]
+        cut = [*_clipped(spans, parts)]
         ends = [*accumulate((length for _, length in parts), initial=0)]
         joined = sample_of(corpus, cut, ends[-1], self.data.eod_mask_loss)
         return [joined.part(*each) for each in pairwise(ends)]

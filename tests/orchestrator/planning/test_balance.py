@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,11 @@ import pytest
 from mixtures import mixed
 from plans import MODEL, plan_on_mesh
 
-from pentad.orchestrator.planning.balance import data_balance
+from pentad.orchestrator.planning.balance import data_balance, require_pools
 from pentad.orchestrator.planning.estimate import document_costs, flops_per_token
+from pentad.orchestrator.planning.layout import grouped
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.batch import DocumentCosts
 from pentad.schedules.spec.data import Packing
 from pentad.workers.data.sources import open_dataset, open_prepared
 
@@ -19,7 +23,6 @@ from pentad.workers.data.sources import open_dataset, open_prepared
 def test_balance_is_of_the_samples_that_steps_read(tmp_path: Path, packing: Packing) -> None:
     plan = plan_on_mesh(mixed(tmp_path, packing), "gpipe", {"dp": 2, "cp": 2})
     dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
-    costs = document_costs(MODEL, 8)
     work = []
     for source, index in zip(*(each.tolist() for each in dataset.rows(0)), strict=True):
         starts = dataset.sample(source, index).document_starts
@@ -27,11 +30,46 @@ def test_balance_is_of_the_samples_that_steps_read(tmp_path: Path, packing: Pack
         work.append(read)
     lengths = [row.tolist() for row in dataset.document_lengths(0)]
     assert all(read[: len(each)] == each and sum(each) <= 8 for read, each in zip(work, lengths, strict=True))
-    halves = [costs.alone([n for row in half for n in row]).sum() for half in (work[:8], work[8:])]
+    costs = document_costs(MODEL, 8)
+    ring = grouped(plan).document_costs or costs
+    halves = [sum(two_ranks(ring, n) for row in half for n in row) for half in (work[:8], work[8:])]
     found = data_balance(plan, dataset, 1)
-    assert found.steps == 1 and found.fixed == pytest.approx(max(halves) / np.mean(halves))
+    even = costs.alone([n for row in lengths for n in row]).sum() / 4
+    assert found.steps == 1 and found.fixed == pytest.approx(max(halves) / even)
     assert found.fixed >= found.packed - 1e-12
-    assert min(found.packed, found.dynamic) >= 1 - 1e-12
+    assert min(found.packed, found.dynamic) >= 1 - 1e-12 and found.gap >= -1e-12
+
+
+def two_ranks(costs: DocumentCosts, length: int) -> float:
+    return float(costs.shared([length], np.array([2]))[0])
+
+
+def test_another_pool_has_the_same_documents_for_each_replica(tmp_path: Path) -> None:
+    plan = plan_on_mesh(mixed(tmp_path, "documents"), "gpipe", {"dp": 2, "cp": 2})
+    dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
+    same, twice, many = data_balance(plan, dataset, 1, (4, 8, 64)).pools
+    alone = data_balance(plan, dataset, 1)
+    assert same == (4, alone.fixed, alone.packed, alone.dynamic, alone.gap)
+    assert twice.ranks == 8 and twice.fixed == pytest.approx(alone.fixed), "its one step, twice"
+    assert many.packed <= many.fixed and many.dynamic <= many.packed * (1 + 1e-9)
+    both = data_balance(plan, dataset, 2)
+    assert data_balance(plan, dataset, 2, (8,)).pools[0].fixed >= both.fixed - 1e-12, "the last of all steps"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "document_mask", "sentence"),
+    [
+        ({"dp": 2, "cp": 2}, True, "--pool is 3: expected a multiple of mesh.cp = 2"),
+        ({"dp": 2}, False, "data.document_mask is false: expected true for --pool"),
+    ],
+)
+def test_a_pool_that_cannot_be_is_one_sentence(
+    tmp_path: Path, mesh: dict[str, int], document_mask: bool, sentence: str
+) -> None:
+    plan = plan_on_mesh(replace(mixed(tmp_path, "documents"), document_mask=document_mask), "gpipe", mesh)
+    with pytest.raises(PentadError) as caught:
+        require_pools(plan, (3,))
+    assert str(caught.value) == sentence
 
 
 def test_costs_of_a_document_are_the_flops_of_training_on_it() -> None:

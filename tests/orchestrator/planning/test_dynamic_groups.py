@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from mixtures import random_corpus
 
+from pentad.orchestrator.api.plans import planned
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.balance import data_balance
 from pentad.orchestrator.planning.estimate import costs_of, memory
@@ -76,6 +77,19 @@ def test_the_balance_is_that_of_the_groups_of_the_run(tmp_path: Path, overrides:
     assert 1 - 1e-9 <= found.dynamic < 1.2
     other = data_balance(plan_of(tmp_path, "data.balance=none", *overrides), dataset, 3)
     assert other.trained == "fixed" and other[2:] == found[2:], "simulated as it would be trained"
+
+
+def test_plan_says_how_even_the_data_is_once_it_is_packed(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    config = load(tmp_path / "config.yaml", [f"data.path={tmp_path}/corpus", f"data.cache={tmp_path}"])
+    assert "is shown once a run has built or packed the corpus" in str(planned(config, "cpu", 1.0))
+    open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
+    found = planned(config, "cpu", 1.0, pools=[32])
+    assert found.balance is not None and [each.ranks for each in found.balance.pools] == [32]
+    text = str(found)
+    assert f"the last rank ends at {found.balance.dynamic:.2f} times the mean" in text
+    assert "of the least possible" in text and "simulated on 32 ranks: " in text
+    assert found.facts()["balance"]["pools"][0]["ranks"] == 32
 
 
 @pytest.mark.parametrize(

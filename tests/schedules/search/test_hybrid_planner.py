@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,17 +51,31 @@ def test_every_document_is_on_one_group_that_holds_it(step: tuple[list[np.ndarra
     }
     assert found == expected
     assert work_of(groups) == pytest.approx(balance.work.tolist())
-    assert balance.end == max(balance.work) >= balance.bound * (1 - 1e-9)
+    assert balance.end == pytest.approx(end_of(groups)) and balance.end >= balance.bound * (1 - 1e-9)
     assert groups == hybrid(*step)[0], "the same lengths, the same groups"
 
 
-def work_of(groups: StepGroups) -> list[float]:
-    work = np.zeros(len(groups.shares[0]))
-    for share, rank in ((share, rank) for shares in groups.shares for rank, share in enumerate(shares)):
-        work[rank] += COSTS.alone(groups.lengths(share.local)).sum()
+def seconds_of(shares: Sequence[Share], groups: StepGroups, costs: DocumentCosts = COSTS) -> np.ndarray:
+    """[pool] of a microbatch."""
+    found = np.zeros(len(shares))
+    for rank, share in enumerate(shares):
         lengths = groups.lengths(share.shared)
-        work[rank] += COSTS.shared(lengths, np.full(len(lengths), len(share.ranks))).sum()
-    return work.tolist()
+        shared = costs.shared(lengths, np.full(len(lengths), len(share.ranks)))
+        found[rank] = costs.alone(groups.lengths(share.local)).sum() + shared.sum()
+    return found
+
+
+def work_of(groups: StepGroups) -> list[float]:
+    return sum((seconds_of(shares, groups) for shares in groups.shares), np.zeros(len(groups.shares[0]))).tolist()
+
+
+def end_of(groups: StepGroups) -> float:
+    """Layer by layer, a rank waits for all of its group: so they begin and end a microbatch at once."""
+    ends = np.zeros(len(groups.shares[0]))
+    for shares in groups.shares:
+        begins, seconds = ends, seconds_of(shares, groups)
+        ends = np.array([begins[[*its.ranks]].max() + seconds[[*its.ranks]].max() for its in shares])
+    return float(ends.max())
 
 
 def batch_of(lengths: list[list[int]], length: int, microbatches: int, replicas: int, capacity: int) -> BatchSpec:
@@ -114,9 +129,9 @@ def test_no_bound_is_above_the_best_of_all_groups_and_no_end_far_above(lengths: 
         ]
         found = StepGroups(groups.documents, tuple(map(tuple, shares)))
         if all(found.tokens(share) <= batch.capacity for share in chain(*shares)):
-            best = min(best, max(work_of(found)))
+            best = min(best, end_of(found))
     assert balance.bound * (1 - 1e-9) <= best <= balance.end * (1 + 1e-9)
-    assert balance.end <= 1.5 * best
+    assert balance.end <= 1.34 * best
 
 
 def numbers(places: Sequence[tuple[int, tuple[int, ...]]], microbatch: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -124,16 +139,38 @@ def numbers(places: Sequence[tuple[int, tuple[int, ...]]], microbatch: int, rank
     return tuple(number for number, place in enumerate(places) if place == (microbatch, ranks))
 
 
-@pytest.mark.quiet
-def test_256_documents_are_dealt_to_64_ranks_in_50_ms_of_cpu() -> None:
+def bimodal_step() -> tuple[list[np.ndarray], BatchSpec, int]:
+    """64 ranks, four microbatches; 40 % of the documents are near 40,000 tokens, and one rank holds some of these."""
+    random = np.random.default_rng(0)
+    lengths = np.where(random.random(256) < 0.6, 2048, 40_000) * random.lognormal(0, 0.25, 256)
+    rows = np.array_split(lengths.astype(np.int64), 64)
+    longest = 8 * -(-max(int(row.sum()) for row in rows) // 8)
+    costs = DocumentCosts(2.0**-16, 1.0, 0.02)
+    return rows, BatchSpec(64, longest, 4, 16, document_costs=costs, capacity=longest // 16 * 5), 4
+
+
+def lognormal_step() -> tuple[list[np.ndarray], BatchSpec, int]:
     random = np.random.default_rng(0)
     rows = [np.clip(random.lognormal(8.5, 1.3, 4), 1, 2**14).astype(np.int64) for _ in range(64)]
-    batch = BatchSpec(64, 2**16, 4, 16, document_costs=DocumentCosts(2.0**-16, 1.0, 0.02), capacity=20_480)
+    costs = DocumentCosts(2.0**-16, 1.0, 0.02)
+    return rows, BatchSpec(64, 2**16, 4, 16, document_costs=costs, capacity=20_480), 4
+
+
+def test_long_documents_of_one_rank_are_dealt_before_shorter_ones_of_several() -> None:
+    """Else ranks that are busy already get them last: this step took 1.29 of the bound."""
+    _, balance = hybrid(*bimodal_step())
+    assert balance.gap < 0.08
+
+
+@pytest.mark.quiet
+@pytest.mark.parametrize("step", [lognormal_step, bimodal_step])
+def test_256_documents_are_dealt_to_64_ranks_in_50_ms_of_cpu(step: Callable[[], Any]) -> None:
+    rows, batch, cp = step()
     times = []
     for _ in range(10):
         since = time.process_time()
-        groups, balance = hybrid(rows, batch, 4)
+        groups, balance = hybrid(rows, batch, cp)
         check_shares(groups, batch.capacity)
         times.append(time.process_time() - since)
     assert min(times) < 0.05, times
-    assert balance.gap < 0.05
+    assert balance.gap < 0.08

@@ -10,16 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mixtures import mixed
-from plans import plan_on_mesh
+from mixtures import DTYPE, mixed
+from plans import data_of, plan_on_mesh
 
 from pentad.kernels.backend import IGNORE_INDEX
 from pentad.schedules.spec.batch import DocumentCosts
+from pentad.schedules.spec.cp_layout import document_positions
 from pentad.schedules.spec.data import Packing
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.batch_loader import Batch, BatchLoader
+from pentad.workers.data.corpus_writer import Document, write_index, write_shard
 from pentad.workers.data.samples import DIGEST_BITS
 from pentad.workers.data.sources import open_dataset
+from pentad.workers.data.tokenizer import train_tokenizer
 
 MESHES: list[dict[str, Any]] = [{}, {"dp": 2, "pp": 2}, {"cp": 4}, {"tp": 2, "cp": 2}, {"dp": 8}]
 TRAINED = Counter[tuple[int, ...]]  # (token, target, position in its document, slot of its row)
@@ -68,9 +71,8 @@ def expected(plan: Plan, step: int) -> TRAINED:
     dataset, counts = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed), TRAINED()
     for row, (source, index) in enumerate(zip(*(each.tolist() for each in dataset.rows(step)), strict=True)):
         sample = dataset.sample(source, index)
-        starts = np.array(sample.document_starts)
-        positions = np.arange(16) - starts[np.searchsorted(starts, np.arange(16), "right") - 1]
-        tokens = zip(sample.inputs, sample.following, positions, np.full(16, row), strict=True)
+        positions = document_positions(sample.document_starts, len(sample.inputs))
+        tokens = zip(sample.inputs, sample.following, positions, np.full(len(positions), row), strict=True)
         counts.update(
             tuple(map(int, each)) for each, is_target in zip(tokens, sample.is_target, strict=True) if is_target
         )
@@ -96,3 +98,21 @@ def test_the_same_groups_are_read_again(folder: Path) -> None:
         for a, b in zip(one.tokens.values(), other.tokens.values(), strict=True):
             assert a.share is not None and b.share is not None
             assert a.share[:2] == b.share[:2] and torch.equal(a.inputs, b.inputs)
+
+
+def test_ten_thousand_short_documents_beside_one_that_three_ranks_share(tmp_path: Path) -> None:
+    """Also an empty one, and rows whose last documents leave remainders for the parts of a sequence."""
+    sizes, random = [3] * 5000 + [10_000, 1] + [3] * 4999, np.random.default_rng(0)
+    documents = [Document(np.append(random.integers(1, 257, n - 1), 0).astype(DTYPE), None) for n in sizes]
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write_index(folder, train_tokenizer(["a"], 300), [write_shard(folder, 0, documents, DTYPE)])
+    data = data_of(str(folder), document_mask=True, packing="documents", cache=str(tmp_path))
+    plan = plan_on_mesh(data, "1f1b", {"cp": 3})
+    batch = replace(plan.batch, global_batch_size=4, sequence_length=7500, capacity=3126)
+    plan = replace(plan, batch=replace(batch, document_costs=DocumentCosts(0.001, 3.0, 2.0)))
+    found = batches(plan, 0)
+    shares = [tokens.share for batch in found for tokens in batch.tokens.values() if tokens.share is not None]
+    assert max(len(share.sequence.ranks) for share in shares) == 3 and sum(len(share.local) for share in shares) > 9000
+    counts = trained(plan, found)
+    assert counts == expected(plan, 0) and sum(counts.values()) == sum(sizes) - len(sizes)
