@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.base_stage import BaseStage
+from pentad.workers.rank_waits import rank_waits
 
 
 class LossTotals:
@@ -52,7 +53,8 @@ class LossTotals:
         if self.filled is not None:
             self.filled.record()
         if self.world is not None:
-            dist.all_reduce(self.values, group=self.world)
+            with rank_waits.abandonable():
+                dist.all_reduce(self.values, group=self.world)
         self.sums[self.data_set] += self.values.sum((0, 1, 2))
 
     def read(self) -> list[tuple[float, int]]:

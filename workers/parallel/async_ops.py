@@ -14,6 +14,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from pentad.workers.rank_waits import rank_waits
+
 S = TypeVar("S")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -57,11 +59,11 @@ class HostWaits:
         for work, group in works:
             if work is None:
                 continue
-            if self.log is None:
-                work.wait()
-            else:
+            if self.log is not None:
                 self.log.begin_wait(group.group_desc)
+            with rank_waits.abandonable():
                 work.wait()
+            if self.log is not None:
                 self.log.end_wait()
         self.seconds += time.monotonic() - began
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +23,7 @@ from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the driver detects lost ranks, much sooner
+RELEASE_SECONDS = 0.1
 Channel = tuple[Op, int, int]  # kind of send, source and target rank of the mesh
 GroupsByStage = dict[int, list[dist.ProcessGroup | None]]
 
@@ -129,6 +132,24 @@ def abort_nccl() -> None:
     for thread in threads:
         thread.join()
     dist.distributed_c10d._abort_process_group()
+
+
+def destroy_groups(*, beside: bool) -> None:
+    """Destroys every group of this process; `beside` this thread, once nothing else refers to the group.
+
+    The destructor of a gloo group joins gloo's threads, and after an abort one of those may wait for a lost rank until
+    the timeout of the group.
+    """
+    groups = list(dist.distributed_c10d._world.pg_map) if beside else ()
+    dist.destroy_process_group()
+    for group in groups:
+        threading.Thread(target=_give_up, args=([group],), daemon=True).start()
+
+
+def _give_up(held: list[dist.ProcessGroup]) -> None:
+    while sys.getrefcount(held[0]) > 2:  # the list and the argument
+        time.sleep(RELEASE_SECONDS)
+    held.clear()
 
 
 def _channels(

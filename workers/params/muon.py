@@ -20,6 +20,7 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.zero_layout import ZeroLayout, zero_layout
 from pentad.workers.params.local_tensor import LocalMatrix, local_matrices, local_tensors
 from pentad.workers.params.update_layout import spans
+from pentad.workers.rank_waits import rank_waits
 
 LARGEST_ROUND = 2**28  # elements; otherwise ROUND_ELEMENTS for each rank of the group
 
@@ -100,7 +101,8 @@ class MuonExchange:
         if self.group is not None:
             counts = [sum(part.numel() for part in parts) for parts in sent]
             outgoing, flat = flat, like.new_empty(sum(map(sum, sizes)))
-            dist.all_to_all_single(flat, outgoing, [sum(parts) for parts in sizes], counts, group=self.group)
+            with rank_waits.abandonable():
+                dist.all_to_all_single(flat, outgoing, [sum(parts) for parts in sizes], counts, group=self.group)
         return flat.split(list(chain(*sizes))) if flat.numel() else ()
 
     def _places(self) -> dict[int, list[slice]]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.workers.rank_waits import rank_waits
 
 LOAD_EVERY = 10  # steps between two whose load ranks report
 
@@ -90,7 +91,8 @@ class LoadBalancer:
         """Sums the load over all ranks that hold the stage."""
         self.total_load.copy_(self.load)
         if group is not None:
-            dist.all_reduce(self.total_load, group=group)
+            with rank_waits.abandonable():
+                dist.all_reduce(self.total_load, group=group)
 
     def update(self, valid: torch.Tensor) -> None:
         """Moves the biases if the step is `valid`, a scalar bool."""

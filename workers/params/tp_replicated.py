@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.params.local_tensor import LocalTensor
 from pentad.workers.params.parameters import Parameters
+from pentad.workers.rank_waits import rank_waits
 
 
 class ReplicatedSlice(NamedTuple):
@@ -52,7 +53,8 @@ class ReplicatedGradients:
         joined = gradient.new_zeros(self.size)
         for each in self.slices:
             joined[each.position] = gradient[each.local]
-        dist.all_reduce(joined, group=group)
+        with rank_waits.abandonable():
+            dist.all_reduce(joined, group=group)
         for each in self.slices:
             gradient[each.local] = joined[each.position]
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial, wraps
 from stat import S_ISSOCK
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pentad.workers.rank_waits import rank_waits
 
 if TYPE_CHECKING:  # the driver unpickles Aborted and does without torch
     import torch.distributed as dist
+
+T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
+POLL_SECONDS, PATIENCE_SECONDS = 0.1, 1.0
 
 
 class Aborted(Exception):
@@ -57,6 +66,85 @@ class Fence:
             raise
 
 
+class AbandonableThread:
+    """Runs calls of a rank one by one, and is left behind in a wait that the end of its generation does not end.
+
+    gloo, when it closes a connection, wakes those who wait for operations that have not begun. One that is partly
+    written or read, or whose write failed because the peer had closed first, it forgets: who waits for that wakes up at
+    the timeout of the group, and nothing interrupts him (torch 2.13). Of long messages one is nearly always under way.
+    """
+
+    def __init__(self, fence: Fence) -> None:
+        self.fence, self.calls = fence, queue.SimpleQueue[tuple[Callable[[], Any], futures.Future[Any]] | None]()
+        self.is_running = self.is_waiting = self.is_abandoned = False
+        self.changing = threading.Lock()
+
+    def run(self, function: Callable[[], T]) -> T:
+        """The result of a function. Raises Aborted if it waits PATIENCE_SECONDS after the generation has ended."""
+        self.fence.check()
+        rank_waits.abandonable = self.waiting
+        if not self.is_running:
+            self.is_running = True
+            threading.Thread(target=self._serve, name="pentad-train", daemon=True).start()
+        result, patience = futures.Future[T](), PATIENCE_SECONDS
+        self.calls.put((function, result))
+        while not futures.wait((result,), POLL_SECONDS).done:
+            patience -= POLL_SECONDS if self.fence.is_set else 0.0
+            if patience <= 0 and self._abandon():
+                raise Aborted("left behind in a wait for another rank")
+        try:
+            return result.result()
+        finally:
+            del result  # the traceback of its error refers to this frame
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A wait for other ranks. A thread that was left behind raises Aborted at its end: others use its state now."""
+        self.is_waiting = True
+        try:
+            yield
+        finally:
+            with self.changing:
+                self.is_waiting = False
+                if self.is_abandoned:
+                    raise Aborted
+
+    def close(self) -> None:
+        """Ends the thread, as soon as it is idle."""
+        if self.is_running:
+            self.is_running, rank_waits.abandonable = False, nullcontext
+            self.calls.put(None)
+
+    def _abandon(self) -> bool:
+        with self.changing:
+            self.is_abandoned = self.is_waiting
+            return self.is_abandoned
+
+    def _serve(self) -> None:
+        while (call := self.calls.get()) is not None:
+            _answer(*call)
+            del call  # and what it refers to
+
+
+def abandonable(method: Method) -> Method:
+    """A method that waits for other ranks runs on the `thread` of its object, an AbandonableThread, if it has one."""
+
+    @wraps(method)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        function = partial(method, self, *arguments, **options)
+        return self.thread.run(function) if self.thread is not None else function()
+
+    return call  # type: ignore[return-value]
+
+
+def _answer(function: Callable[[], T], result: futures.Future[T]) -> None:
+    try:
+        result.set_result(function())
+    except BaseException as error:
+        result.set_exception(error)
+        del result  # likewise
+
+
 def tcp_sockets() -> Iterator[socket.socket]:
     """Duplicates of this process's TCP sockets, each open until the next one is asked for."""
     for name in os.listdir("/dev/fd"):
@@ -80,8 +168,8 @@ class SocketRegistry:
     """The TCP connections of one generation (gloo's and the store's), which another thread can shut down.
 
     gloo cannot abort: a wait for a lost rank, or for a rank that itself waits, ends only when the connection does. It
-    is shut down for reading alone: gloo then closes it and wakes all who wait, whereas a send that fails meanwhile is
-    never woken (seen with torch 2.13 in alltoallv).
+    is shut down for reading alone, lest writes fail: gloo then closes it and wakes most of those who wait, see
+    `AbandonableThread`.
     """
 
     def __init__(self, store_port: int) -> None:

@@ -23,6 +23,7 @@ from pentad.workers.params import optimizer
 from pentad.workers.params.muon import MuonExchange
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.params.spike_filter import SpikeFilter
+from pentad.workers.rank_waits import rank_waits
 from pentad.workers.runtime.streams import Check
 from pentad.workers.runtime.tied import TiedEmbedding
 from pentad.workers.transport.norm_reducer import NormPartial, NormReducer
@@ -335,7 +336,8 @@ OptimizerStep = BarrierStep | PostValidatedStep
 def _sum(values: torch.Tensor, world: dist.ProcessGroup | None, check: Check) -> None:
     """Over all ranks, in place."""
     if world is not None:
-        dist.all_reduce(values, group=world)
+        with rank_waits.abandonable():
+            dist.all_reduce(values, group=world)
     check()
 
 

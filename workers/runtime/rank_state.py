@@ -23,6 +23,7 @@ from pentad.workers.params.parameters import Parameters, StatePart, create_param
 from pentad.workers.params.sharded_state import checkpoint_tensors, read_full, read_part, shard_file
 from pentad.workers.params.spike_filter import SpikeFilter
 from pentad.workers.params.weight_shard import WeightShard
+from pentad.workers.rank_waits import rank_waits
 
 READERS = 4  # threads that read a checkpoint
 
@@ -125,7 +126,8 @@ def _broadcast(tensor: torch.Tensor, device: torch.device, source: int, group: d
     """From a rank of the mesh; what is in host memory goes through the device, piece by piece."""
     for piece in [tensor] if tensor.device == device else tensor.split(PIECE_ELEMENTS):
         moved = piece.to(device)
-        dist.broadcast(moved, source, group=group)
+        with rank_waits.abandonable():
+            dist.broadcast(moved, source, group=group)
         if moved is not piece:
             piece.copy_(moved)
 

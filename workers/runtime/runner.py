@@ -23,12 +23,12 @@ from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.host_memory import HostMemory
 from pentad.workers.integrity.rank_check import check_rank
 from pentad.workers.integrity.result import RankCheck
-from pentad.workers.parallel.process_groups import abort_nccl, connect, join_store, start_store
+from pentad.workers.parallel.process_groups import abort_nccl, connect, destroy_groups, join_store, start_store
 from pentad.workers.replication.parts import CopyKey, HostCopies
 from pentad.workers.replication.replicator import Replicator, SentPart
 from pentad.workers.replication.source import CopySource, checkpoint_in_memory
 from pentad.workers.runtime import rank_setup
-from pentad.workers.runtime.abort import Fence, SocketRegistry
+from pentad.workers.runtime.abort import AbandonableThread, Fence, SocketRegistry, abandonable
 from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.executor import Executor, RankProgram
 from pentad.workers.runtime.gpu_timer import StepTimes, spans_of
@@ -96,6 +96,7 @@ class Runner:
         self.unreported: list[StepResult] = []  # of complete steps, for the next `run` to return
         self.last_position = (0, -1, 0.0)  # step, counter, and since when
         self.store: dist.TCPStore | None = None
+        self.thread = AbandonableThread(self.fence_flag) if self.device.type == "cpu" else None
         self.sockets: SocketRegistry | None = None
         self.executor: Executor | None = None
 
@@ -104,6 +105,7 @@ class Runner:
         self.store = start_store(host, self.plan.mesh.size, timeout_seconds)
         return f"{host}:{self.store.port}"
 
+    @abandonable
     def connect(self, address: str, timeout_seconds: float) -> None:
         """Connects to the other ranks through the store at 'HOST:PORT'."""
         if self.device.type == "cpu":
@@ -132,6 +134,7 @@ class Runner:
             given = self.stages, groups, transport, lanes, self.progress, end, losses, self.shards, collectives
             self.executor = Executor(*given, activations, check)
 
+    @abandonable
     def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> None:
         """Reads the state of `step` steps from a verified checkpoint, or only the weights without `optimizer`; without
         a checkpoint, starts from the initial values. All ranks must call it."""
@@ -139,11 +142,13 @@ class Runner:
             self._read(open_verified(location(folder)), optimizer=optimizer)
         self._set_version(step)
 
+    @abandonable
     def restore_copy(self, source: CopySource) -> None:
         """Reads the state from a copy in the memory of ranks, as from a checkpoint. All ranks must call it."""
         self._read(checkpoint_in_memory(source, self.copies, self.fence_flag.check))
         self._set_version(source.key.step)
 
+    @abandonable
     def receive(self, sources: Mapping[ParamShard, int], step: int) -> None:
         """Receives the state of `step` steps from other ranks: `sources[param_shard]` is the rank of the mesh that has
         it.
@@ -156,6 +161,7 @@ class Runner:
             self.state.receive(self._connected.groups, sources)
         self._set_version(step)
 
+    @abandonable
     def run(
         self, first_step: int, count: int, more: bool = False, skipped_batches: Sequence[tuple[int, int]] = ()
     ) -> list[StepResult]:
@@ -181,6 +187,7 @@ class Runner:
             self.recent_calls.append(results)
             return results
 
+    @abandonable
     def evaluate(self, step: int) -> Evaluation:
         """Evaluates the weights after `step` steps, none of which is open, on every data set of the plan. Changes
         nothing. Raises Aborted if the generation ends."""
@@ -197,6 +204,7 @@ class Runner:
             results = tuple(EvalResult(each.name, *sums, count) for each, sums, count in found)
             return Evaluation(results, spans_of(self.plan, self.rank, step, times[-1]))
 
+    @abandonable
     def check(self, step: int) -> RankCheck:
         """Digests of the state after `step` steps, none of which is open, and of what this rank computes. Changes no
         bit of the run. All ranks must call it; raises Aborted if the generation ends."""
@@ -244,8 +252,7 @@ class Runner:
         Returns the entries for the manifest.
         """
         if self._connected.lanes.has_unread_steps:
-            with self.fence_flag.guard():
-                self._finish_step()
+            self._finish_open_step()
         return [write_shard(location(folder), *each).plain() for each in self.state.files(param_shards).items()]
 
     def fence(self) -> None:
@@ -302,8 +309,10 @@ class Runner:
         self.load_batch.close()
         for each in self._snapshots:
             each.close()
+        if self.thread is not None:
+            self.thread.close()
         if dist.is_initialized():
-            dist.destroy_process_group()
+            destroy_groups(beside=self.thread is not None and self.fence_flag.is_set)
         if self.executor is not None:
             self.executor.close()
 
@@ -344,6 +353,11 @@ class Runner:
             if self.plan.replicate_every:
                 self.replicator.reserve(self.state.files())
             self.has_reserved = True
+
+    @abandonable
+    def _finish_open_step(self) -> None:
+        with self.fence_flag.guard():
+            self._finish_step()
 
     def _finish_step(self) -> None:
         """Completes the open step: validates it and waits for everything in flight."""

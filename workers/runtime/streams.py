@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import Instruction, Key
 from pentad.workers.parallel.async_ops import host_waits
+from pentad.workers.rank_waits import rank_waits
 from pentad.workers.runtime.gpu_progress import GpuProgress
 from pentad.workers.runtime.gpu_timer import GpuTimer, StepTimes
 
@@ -94,8 +95,9 @@ class HostStreams:
         if key not in self.running:
             return
         works, index = self.running.pop(key)
-        for work in works:
-            work.wait()
+        with rank_waits.abandonable():
+            for work in works:
+                work.wait()
         times = self.steps[-1]
         part, start, _ = times[index]
         times[index] = (part, start, time.monotonic())

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model.base_stage import BaseStage
+from pentad.workers.rank_waits import rank_waits
 
 
 class EmbeddingPart(NamedTuple):
@@ -50,6 +51,7 @@ class TiedEmbedding:
         for part in self.parts:
             if part.contributes:
                 total[part.span] += part.gradient[part.shard_index]
-        dist.all_reduce(total, group=self.group)
+        with rank_waits.abandonable():
+            dist.all_reduce(total, group=self.group)
         for part in self.parts:
             part.gradient[part.shard_index] = total[part.span]

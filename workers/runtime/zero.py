@@ -28,6 +28,7 @@ from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.async_ops import all_gather
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params.param_buffers import ParamBuffers, WeightBuffer
+from pentad.workers.rank_waits import rank_waits
 from pentad.workers.transport.group_collectives import GroupCollectives
 from pentad.workers.transport.peer_collectives import PeerCollectives, gradients_name, weights_name
 
@@ -133,7 +134,8 @@ class ZeroShards:
                 buffer.set_weights(full)
             # Peer copies have no groups for weights.
             group = groups.weights.get(shard) or groups.gradients[stage][shard.experts]
-            all_gather(full, held.compute, group=group)
+            with rank_waits.abandonable():
+                all_gather(full, held.compute, group=group)
         self.stages[stage].bind()
         yield
         for _, buffer in self._weights(stage):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, Op
 from pentad.schedules.spec.mesh import Mesh
 from pentad.workers.parallel.process_groups import ProcessGroups, channel_of
+from pentad.workers.rank_waits import rank_waits
 
 _KINDS = (Op.SEND_F, Op.SEND_B)
 
@@ -59,8 +60,9 @@ class P2PTransport:
 
     def finish_sends(self) -> None:
         """Waits for every send of the step."""
-        for work, _ in self.sends:
-            work.wait()
+        with rank_waits.abandonable():
+            for work, _ in self.sends:
+                work.wait()
         self.sends.clear()
 
     def release(self) -> None:

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from bits import same_bits
 from custom_models import custom_model
 from plans import plan_of
 from resume import commit
 from small_models import FAMILIES, MOE
-from worker_processes import WorkerProcess, call_all, check_recovery, start_generation, start_run
+from worker_processes import WorkerProcess, call_all, check_recovery, ranks_of, start_generation, start_run
 
 from pentad.orchestrator.activations.activation_memory import with_slots
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
-from pentad.workers.runtime.abort import Aborted, SocketRegistry, listening_ports
+from pentad.workers.rank_waits import rank_waits
+from pentad.workers.runtime import abort
+from pentad.workers.runtime.abort import AbandonableThread, Aborted, Fence, SocketRegistry, listening_ports
 from pentad.workers.runtime.runner import Runner
 
 pytestmark = pytest.mark.timeout(150)
@@ -30,6 +39,7 @@ SQUARE: dict[str, Any] = {"dp": 2, "pp": 2, "microbatches": 4}
 PIPELINE: dict[str, Any] = {"pp": 4, "microbatches": 8}
 ON_HOST: dict[str, Any] = {"host_optimizer": True, "unit_layers": 1, "offload": 0.5}
 STEPS = 16
+LONG = 2**28  # elements, of which a fraction of a second moves few
 
 
 def make_plan(name: str, corpus: str, axes: dict[str, Any]) -> Plan:
@@ -235,6 +245,133 @@ def test_tensor_context_and_expert_ranks_recover(workers, corpus, name, axes):
 def test_a_custom_model_recovers(workers, corpus, tmp_path, name, axes):
     model = custom_model(tmp_path, "gpt_dropout", layers=6)
     check_recovery(workers, make_plan(name, corpus, {**axes, "model": model}), STEPS, signal.SIGKILL)
+
+
+@pytest.fixture
+def thread(monkeypatch) -> AbandonableThread:
+    monkeypatch.setattr(abort, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(abort, "PATIENCE_SECONDS", 0.2)
+    return AbandonableThread(Fence())
+
+
+def soon(function: Callable[[], object]) -> None:
+    threading.Timer(0.05, function).start()
+
+
+def test_a_call_returns_and_raises_as_if_it_were_made_directly(thread):
+    assert thread.run(lambda: 1) == 1
+    with pytest.raises(TimeoutError, match="a reason"):
+        thread.run(lambda: exec('raise TimeoutError("a reason")'))
+    thread.close()
+    assert thread.run(lambda: 2) == 2
+    thread.close()
+
+
+def test_a_call_that_waits_after_the_fence_is_left_behind_and_does_nothing_more(thread):
+    released, done, ended = threading.Event(), list[str](), threading.Event()
+
+    def call() -> None:
+        try:
+            with thread.waiting():
+                released.wait(60)
+            done.append("on")
+        except Aborted:
+            done.append("aborted")
+        ended.set()
+
+    soon(thread.fence.set)
+    with pytest.raises(Aborted):
+        thread.run(call)
+    assert not done
+    with pytest.raises(Aborted):  # a queued call does not wait for that one
+        thread.run(call)
+    released.set()
+    assert ended.wait(60)
+    assert done == ["aborted"]
+
+
+def test_a_call_that_computes_after_the_fence_is_not_left_behind(thread):
+    """It changes what the caller would read."""
+
+    def call() -> str:
+        with thread.waiting():
+            pass
+        thread.fence.set()
+        time.sleep(3 * abort.PATIENCE_SECONDS)
+        return "done"
+
+    assert thread.run(call) == "done"
+
+
+def test_a_fence_leaves_a_wait_for_a_long_message_behind(thread):
+    """gloo does not wake who waits for a message that is partly written when the connection closes."""
+    store, groups, sockets = dist.HashStore(), dict[int, Any](), SocketRegistry(1)
+
+    def connect(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=8))
+
+    ranks = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+
+    def call() -> None:
+        works = [groups[1].recv([torch.empty(LONG)], 0, 0), groups[0].send([torch.empty(LONG)], 1, 0)]
+        assert sockets.shutdown() == 2
+        thread.fence.set()
+        for work in works:
+            with thread.waiting(), suppress(RuntimeError):
+                work.wait()
+
+    began = time.monotonic()
+    with pytest.raises(Aborted):
+        thread.run(call)
+    assert time.monotonic() - began < 4
+
+
+def test_a_rank_that_waits_for_ever_answers_after_the_fence(thread, corpus, tmp_path):
+    runner = Runner(make_plan("1f1b", corpus, {"microbatches": 2}), 0, tmp_path / "progress")
+    runner.connect(runner.serve("127.0.0.1", 30.0), 30.0)
+    runner.restore(None)
+    executor: Any = runner.executor
+    run, released = executor.run, threading.Event()
+
+    def run_and_wait(program: Any, step: int, batch: Any) -> None:
+        run(program, step, batch)
+        if step == 2:
+            soon(runner.fence)
+            with rank_waits.abandonable():
+                released.wait(60)
+
+    executor.run = run_and_wait
+    with pytest.raises(Aborted):
+        runner.run(0, 4, more=True)
+    assert runner.leave().version == 3
+    assert not dist.is_initialized()
+    released.set()
+
+
+@slow
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2, "microbatches": 2}, SQUARE])
+def test_ranks_answer_whenever_another_one_dies(workers, corpus, axes):
+    plan, times = make_plan("1f1b", corpus, axes), random.Random(1)
+    with ranks_of(workers, plan.mesh.size) as ranks:
+        for _ in range(10):
+            start_run(ranks, plan)
+            living, asked = (ranks[0], *ranks[2:]), [worker.call("run", 0, 80) for worker in ranks]
+            ranks[1].wait_for_step(0)
+            time.sleep(times.random())
+            ranks[1].signal(signal.SIGKILL)
+            for worker in living:
+                worker.answer(worker.call_now("fence"))
+            left = [(worker, worker.call("leave")) for worker in living]
+            assert all(worker.answer(number, 10).version >= 0 for worker, number in left)
+            for worker, number in zip(living, [asked[0], *asked[2:]], strict=True):
+                with pytest.raises((Aborted, RuntimeError)):
+                    worker.answer(number)
+            ranks[1].stop()
+            ranks[1] = WorkerProcess()
 
 
 def test_a_fence_ends_every_read_and_fails_no_write():
