@@ -107,7 +107,7 @@ class Simulation:
         self.keeper: SimKeeper | None = None  # of the ranks that outlive their driver
         self.lease: SimLease | None = None  # of the driver
         self.numbers = count()  # for names of drivers and of sets of ranks
-        self.adoptions, self.adopts, self.evictions = 0, False, 0
+        self.adoptions, self.adopts, self.evictions, self.spares_used = 0, False, 0, 0
         self.bus: Any = None
         self.requests: Any = None
         self.values = [INITIAL]  # of the state after so many steps
@@ -269,6 +269,7 @@ class Simulation:
         if entry["event"] in ("start", "recovered"):
             self.adopts = bool(entry.get("adopts"))
             self.adoptions += self.adopts
+            self.spares_used += len(entry.get("spares", ()))
 
     def on_ranks_placed(self, view: Any) -> None:
         """As the watch of slow ranks."""

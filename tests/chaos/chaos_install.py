@@ -22,7 +22,7 @@ from pentad.orchestrator.cluster.placement import Place
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import event_bus, run_state, runfolder
 from pentad.orchestrator.records import run_files
-from pentad.orchestrator.recovery import adoption, evictions, fence, hang_detection, recovery, regroup
+from pentad.orchestrator.recovery import adoption, evictions, fence, hang_detection, recovery, regroup, spares
 from pentad.orchestrator.run import driver, measure, placing, replication, step_loop
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import checkpoint as checkpoints
@@ -91,7 +91,7 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
         time=lambda: current().world.now,
         sleep=lambda seconds: current().world.wait(seconds),
     )
-    for module in (groups, copies, fence, regroup, workers, adoption):
+    for module in (groups, copies, fence, regroup, spares, workers, adoption):
         patch.setattr(module, "ray", fake)
     for module in CLOCKED:
         if hasattr(module, "time"):
