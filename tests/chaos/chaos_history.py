@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -291,8 +291,12 @@ class Simulation:
         if self.faults.idle() and not self.pauses:
             self.pauses = True
             self.world.at(0.2, self.faults.happen_idle)
-            self.world.at(self.world.random.choice((0.5, 6.0, 40.0)), self.requests.resume)
+            self.world.at(self.world.random.choice((0.5, 6.0, 40.0)), partial(self._resume, self.requests))
         self.world.wait(seconds, lambda: not self.requests.paused)
+
+    def _resume(self, requests: Any) -> None:
+        requests.resume()
+        self.pauses = self.pauses and requests is not self.requests
 
     # -- the history
 

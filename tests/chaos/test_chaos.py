@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from chaos_history import Simulation, play
-from chaos_scenario import CELLS, FAULTS, MESHES, POINTS, SCHEDULES, Scenario, scenario
+from chaos_scenario import CELLS, FAULTS, MESHES, POINTS, SCHEDULES, Fault, Scenario, scenario
 
 from pentad.orchestrator.recovery import recovery
 
@@ -70,6 +70,12 @@ def test_spares_take_the_places_of_lost_ranks_between_other_faults(
 def spared(early: Scenario) -> Scenario:
     faults = tuple(replace(fault, step=fault.step + 12) for fault in early.faults)
     return replace(early, steps=30, overrides=(*early.overrides, "elastic.spares=2"), faults=faults)
+
+
+def test_a_run_is_paused_for_every_fault_that_waits_for_that(memory: Path, current: list[Simulation]) -> None:
+    faults = tuple(Fault("kill", "idle", step, 0) for step in (2, 8, 14))
+    (played,) = play_all([replace(scenario(0), steps=30, faults=faults)], memory, current)
+    assert len(played.faults.happened) == 3
 
 
 def test_a_seed_gives_the_same_history_again(memory: Path, current: list[Simulation]) -> None:
