@@ -97,6 +97,7 @@ class Simulation:
         self.checkpoints = folder / "chaos" / "checkpoints"
         self.kinds: set[str] = set()
         self.damaged, self.on_saved = 0, list[Callable[[], None]]()
+        self.compared = False  # the driver has read a checkpoint that the ranks are about to read
         self.fabrics: dict[int, Fabric] = {}
         self.compiled: dict[tuple[int, int], tuple[Action, ...]] = {}
         self.plans: list[Plan] = []  # kept, so that their ids stay theirs
@@ -135,6 +136,11 @@ class Simulation:
 
     def transfer(self, arrive: Callable[[], None], process: Process, step: int) -> None:
         self.faults.transfer(arrive)
+
+    def on_damage(self) -> None:
+        """Of a checkpoint: a recovery may have to do without it."""
+        self.damaged += 1
+        self.floor = self.floor[0], min(self.floor[1], max(self._intact(), default=-1))
 
     def may_write(self, process: Process) -> None:
         try:
@@ -207,7 +213,7 @@ class Simulation:
 
     def fenced(self, group: groups.WorkerGroup, state: fence.RecoveryState, record: Any) -> None:
         """The driver's `fence`, and what must survive it."""
-        self.recovers = True
+        self.recovers, self.compared = True, False
         healthy = [a.process for r, a in enumerate(group.actors) if r not in state.lost and a.process.is_healthy]
         try:
             real_fence(group, state, record)
@@ -249,9 +255,8 @@ class Simulation:
         return found
 
     def rewound(self, bus: Any, step: int) -> None:
-        floor = self.floor[0] if self.damaged else max(self.floor)
-        if step < floor:
-            raise Broken(f"the run goes back to step {step}, though the state of {floor} steps has survived")
+        if step < max(self.floor):
+            raise Broken(f"the run goes back to step {step}, though the state of {max(self.floor)} steps has survived")
         real_rewind(bus, step)
 
     def on_head_gone(self) -> None:
@@ -336,6 +341,8 @@ class Simulation:
             return (-9 if str(end) == "killed" else 2), str(end)
         except PentadError as error:
             return 1, str(error)
+        finally:
+            self.compared = False
         return (0, "") if done == self.scenario.steps else (1, f"the run stopped after {done} steps")
 
     def _check_nothing_is_left(self) -> None:

@@ -122,12 +122,19 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
     patch.setattr(runfolder, "dump", texts.dump)
     patch.setattr(runfolder, "saved_config", texts.read)
     patch.setattr(checkpoints, "ThreadPoolExecutor", AtOnce)
+    for reader in (driver, regroup):
+        patch.setattr(reader, "recover", lambda *a, **k: _compared(current(), checkpoints.recover(*a, **k)))
     patch.setattr(run_state.ControlRequests, "wait", lambda requests, seconds: current().pause(seconds))
     _install_storage(patch, current)
 
 
 def places_of(simulation: Simulation) -> Iterator[Place]:
     return (Place(bundle, node) for bundle, node in enumerate(simulation.cluster.bundles))
+
+
+def _compared(simulation: Simulation, found: Any) -> Any:
+    simulation.compared = found.checkpoint is not None
+    return found
 
 
 @contextmanager

@@ -128,7 +128,7 @@ class SimRunner:
 
     def _load(self, state: State) -> None:
         self.state = dict.fromkeys(self.parts, state)
-        self.version = state.steps
+        self.version, self.simulation.compared = state.steps, False
         self.simulation.check_state(self)
 
     def receive(self, sources: dict[ParamShard, int], step: int) -> Generator[Any, None, None]:

@@ -78,6 +78,15 @@ def test_a_run_is_paused_for_every_fault_that_waits_for_that(memory: Path, curre
     assert len(played.faults.happened) == 3
 
 
+def test_a_byte_flips_before_the_driver_compares_it_or_after_the_ranks_have_read_it(
+    memory: Path, current: list[Simulation]
+) -> None:
+    faults = Fault("driver killed", "before NORM", 5, 0), Fault("flipped byte", "connecting", 0, 1)
+    overrides = ("checkpoint.every=2", "elastic.driver_lease=0")
+    (played,) = play_all([replace(scenario(2), overrides=overrides, faults=faults)], memory, current)
+    assert played.damaged == 1
+
+
 def test_a_seed_gives_the_same_history_again(memory: Path, current: list[Simulation]) -> None:
     once, again = (play(scenario(seed), memory, current) for seed in (5, 5))
     assert (once.faults.happened, once.log, once.world.now) == (again.faults.happened, again.log, again.world.now)
