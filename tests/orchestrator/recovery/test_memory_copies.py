@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fake_ray import FakeRun, Rank
@@ -118,7 +119,7 @@ def test_a_newer_checkpoint_that_is_damaged_does_not_take_the_run_back_beyond_it
     for step in saved:
         run.save(step)
         if step > 5:
-            (run.folder.checkpoint(step) / "manifest.json").write_bytes(b"torn")
+            Path(str(run.folder.checkpoint(step)), "manifest.json").write_bytes(b"torn")
     assert run.recovery.recover(run.lose(1), 7).version == 5
     assert [(row["how"], row["step"]) for row in run.events("recovered")] == [("copies", 5)]
     assert run.folder.saved() == [step for step in saved if step < 5], "their steps can be saved again"
