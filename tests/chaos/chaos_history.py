@@ -260,7 +260,7 @@ class Simulation:
         real_rewind(bus, step)
 
     def on_head_gone(self) -> None:
-        self.world.driver_ends = "the head is gone"
+        self.world.driver_ends = "the head is gone" if self.cluster.head_gone else self.world.driver_ends
 
     @contextmanager
     def monitored(self, config: RunConfig, bus: Any, requests: Any) -> Iterator[None]:

@@ -122,8 +122,6 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
     patch.setattr(runfolder, "dump", texts.dump)
     patch.setattr(runfolder, "saved_config", texts.read)
     patch.setattr(checkpoints, "ThreadPoolExecutor", AtOnce)
-    for reader in (driver, regroup):
-        patch.setattr(reader, "recover", lambda *a, **k: _compared(current(), checkpoints.recover(*a, **k)))
     patch.setattr(run_state.ControlRequests, "wait", lambda requests, seconds: current().pause(seconds))
     _install_storage(patch, current)
 
@@ -172,3 +170,5 @@ def _install_storage(patch: pytest.MonkeyPatch, current: Callable[[], Simulation
         patch.setattr(local, name, guarded(getattr(local, name), partial(of_storage, writes)))
     for module, name in ((run_files, "append"), (run_files, "replace_file"), (runfolder, "replace_file")):
         patch.setattr(module, name, guarded(getattr(module, name), of_run))
+    for reader in (driver, regroup):
+        patch.setattr(reader, "recover", lambda *a, **k: _compared(current(), checkpoints.recover(*a, **k)))

@@ -78,6 +78,11 @@ def test_a_run_is_paused_for_every_fault_that_waits_for_that(memory: Path, curre
     assert len(played.faults.happened) == 3
 
 
+def test_a_head_that_is_killed_twice_ends_one_driver(memory: Path, current: list[Simulation]) -> None:
+    faults = tuple(Fault("head killed", "before STEP", 2, number) for number in (0, 0))
+    play_all([replace(scenario(0), faults=faults)], memory, current)
+
+
 def test_a_byte_flips_before_the_driver_compares_it_or_after_the_ranks_have_read_it(
     memory: Path, current: list[Simulation]
 ) -> None:
