@@ -92,8 +92,10 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 def mfu(tokens_per_second: float, plan: Plan, device_name: str) -> float | None:
     """Model FLOPs utilisation of all ranks, 0 to 1, with causal attention; None if the device's peak is unknown."""
     peak = peak_flops(device_name, plan.dtype)
+    if peak is None:
+        return None
     work = tokens_per_second * flops_per_token(plan.model, plan.batch.sequence_length, frozen=plan.lora is not None)
-    return work / (plan.mesh.size * peak) if peak else None
+    return work / (plan.mesh.size * peak)
 
 
 def memory(plan: Plan, rank: int, state: States | None = None) -> dict[str, int]:

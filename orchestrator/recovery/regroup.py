@@ -211,14 +211,15 @@ class Regroup:
             self.group.receive(sources(self.group.plan, state.current), state.version, tick=self._check_answers())
 
     def _restore(self, state: RecoveryState, copy: CopySource | None) -> str:
-        """All ranks restore the newest state there is: this copy in memory, else a checkpoint, else what the run
+        """All ranks restore the newest state that is intact: this copy in memory, else a checkpoint, else what the run
         started from. Returns which, as the journal has it."""
         with state.timed("state"):
-            if copy is not None and copy.key.step >= self._newest_step():
+            is_older = copy is not None and copy.key.step < self._newest_step()
+            found = self._newest(restart=is_older) if copy is None or is_older else None
+            if copy is not None and (found is None or found.step <= copy.key.step):
                 state.version = copy.key.step
                 self.copies.restore(copy, tick=self._check_answers())
                 return "copies"
-            found = self._newest(restart=False)
             start = Start(found.folder, found.step) if found else self.start
             state.version = start.step
             self.group.restore(start, tick=self._check_answers())

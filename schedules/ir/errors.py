@@ -38,4 +38,6 @@ def shortened(sentence: str) -> str:
 
 def printable(text: str) -> str:
     """`text` with escapes such as \\x1b for what would control a terminal or cannot be encoded; line breaks stay."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)

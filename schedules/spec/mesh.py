@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Literal, NamedTuple
@@ -46,7 +45,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        return math.prod(asdict(self).values())
+        return self.dp * self.pp * self.cp * self.tp * self.ep
 
     def coordinates(self, rank: int) -> Coordinates:
         at = {}

@@ -19,7 +19,7 @@ RPC_SECONDS = 0.001
 DEATH_SECONDS = (0.015, 0.04)  # until the driver learns that a process has died
 NODE_SECONDS = (3.7, 8.0)  # that a node has
 REACHABLE_AGAIN_SECONDS = 62.0  # after which Ray gives up a node that does not answer
-SECONDS = {"start": 0.2, "place": 0.0, "connect": 0.05, "restore": 0.02, "serve": 0.01}  # of a call
+SECONDS = {"start": 0.2, "place": 0.0, "connect": 0.05, "warm": 1.0, "restore": 0.02, "serve": 0.01}  # of a call
 IDEMPOTENT = {"commit_copy", "held_copies", "status", "clock", "fence", "serve_copies"}  # may arrive twice
 
 EXPECTED = (PentadError, OSError, RuntimeError, StaleGeneration, Aborted)  # errors of ranks; others are defects

@@ -162,7 +162,11 @@ class Faults:
         self._damage(lambda path: os.truncate(path, path.stat().st_size // 2))
 
     def _flipped_byte(self, process: Process) -> None:
-        self._damage(self._flip)
+        """Not right after the driver has compared all bytes with their checksums: the ranks do not once more."""
+        if self.simulation.compared:
+            self.world.at(0.1, partial(self._flipped_byte, process))
+        else:
+            self._damage(self._flip)
 
     def _flip(self, path: Path) -> None:
         content = bytearray(path.read_bytes())
@@ -177,7 +181,7 @@ class Faults:
             return
         files = sorted(path for path in folders[-1].iterdir() if path.suffix == ".safetensors" or path.name == MANIFEST)
         do(self.world.random.choice(files))
-        self.simulation.damaged += 1
+        self.simulation.on_damage()
 
     def _lost_message(self, process: Process) -> None:
         self.lost = 1

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,6 +97,7 @@ class Simulation:
         self.checkpoints = folder / "chaos" / "checkpoints"
         self.kinds: set[str] = set()
         self.damaged, self.on_saved = 0, list[Callable[[], None]]()
+        self.compared = False  # the driver has read a checkpoint that the ranks are about to read
         self.fabrics: dict[int, Fabric] = {}
         self.compiled: dict[tuple[int, int], tuple[Action, ...]] = {}
         self.plans: list[Plan] = []  # kept, so that their ids stay theirs
@@ -107,7 +108,7 @@ class Simulation:
         self.keeper: SimKeeper | None = None  # of the ranks that outlive their driver
         self.lease: SimLease | None = None  # of the driver
         self.numbers = count()  # for names of drivers and of sets of ranks
-        self.adoptions, self.adopts, self.evictions = 0, False, 0
+        self.adoptions, self.adopts, self.evictions, self.spares_used = 0, False, 0, 0
         self.bus: Any = None
         self.requests: Any = None
         self.values = [INITIAL]  # of the state after so many steps
@@ -135,6 +136,11 @@ class Simulation:
 
     def transfer(self, arrive: Callable[[], None], process: Process, step: int) -> None:
         self.faults.transfer(arrive)
+
+    def on_damage(self) -> None:
+        """Of a checkpoint: a recovery may have to do without it."""
+        self.damaged += 1
+        self.floor = self.floor[0], min(self.floor[1], max(self._intact(), default=-1))
 
     def may_write(self, process: Process) -> None:
         try:
@@ -207,7 +213,7 @@ class Simulation:
 
     def fenced(self, group: groups.WorkerGroup, state: fence.RecoveryState, record: Any) -> None:
         """The driver's `fence`, and what must survive it."""
-        self.recovers = True
+        self.recovers, self.compared = True, False
         healthy = [a.process for r, a in enumerate(group.actors) if r not in state.lost and a.process.is_healthy]
         try:
             real_fence(group, state, record)
@@ -249,13 +255,12 @@ class Simulation:
         return found
 
     def rewound(self, bus: Any, step: int) -> None:
-        floor = self.floor[0] if self.damaged else max(self.floor)
-        if step < floor:
-            raise Broken(f"the run goes back to step {step}, though the state of {floor} steps has survived")
+        if step < max(self.floor):
+            raise Broken(f"the run goes back to step {step}, though the state of {max(self.floor)} steps has survived")
         real_rewind(bus, step)
 
     def on_head_gone(self) -> None:
-        self.world.driver_ends = "the head is gone"
+        self.world.driver_ends = "the head is gone" if self.cluster.head_gone else self.world.driver_ends
 
     @contextmanager
     def monitored(self, config: RunConfig, bus: Any, requests: Any) -> Iterator[None]:
@@ -269,6 +274,7 @@ class Simulation:
         if entry["event"] in ("start", "recovered"):
             self.adopts = bool(entry.get("adopts"))
             self.adoptions += self.adopts
+            self.spares_used += len(entry.get("spares", ()))
 
     def on_ranks_placed(self, view: Any) -> None:
         """As the watch of slow ranks."""
@@ -290,8 +296,12 @@ class Simulation:
         if self.faults.idle() and not self.pauses:
             self.pauses = True
             self.world.at(0.2, self.faults.happen_idle)
-            self.world.at(self.world.random.choice((0.5, 6.0, 40.0)), self.requests.resume)
+            self.world.at(self.world.random.choice((0.5, 6.0, 40.0)), partial(self._resume, self.requests))
         self.world.wait(seconds, lambda: not self.requests.paused)
+
+    def _resume(self, requests: Any) -> None:
+        requests.resume()
+        self.pauses = self.pauses and requests is not self.requests
 
     # -- the history
 
@@ -331,6 +341,8 @@ class Simulation:
             return (-9 if str(end) == "killed" else 2), str(end)
         except PentadError as error:
             return 1, str(error)
+        finally:
+            self.compared = False
         return (0, "") if done == self.scenario.steps else (1, f"the run stopped after {done} steps")
 
     def _check_nothing_is_left(self) -> None:

@@ -22,7 +22,7 @@ from pentad.orchestrator.cluster.placement import Place
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import event_bus, run_state, runfolder
 from pentad.orchestrator.records import run_files
-from pentad.orchestrator.recovery import adoption, evictions, fence, hang_detection, recovery, regroup
+from pentad.orchestrator.recovery import adoption, evictions, fence, hang_detection, recovery, regroup, spares
 from pentad.orchestrator.run import driver, measure, placing, replication, step_loop
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import checkpoint as checkpoints
@@ -91,7 +91,7 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
         time=lambda: current().world.now,
         sleep=lambda seconds: current().world.wait(seconds),
     )
-    for module in (groups, copies, fence, regroup, workers, adoption):
+    for module in (groups, copies, fence, regroup, spares, workers, adoption):
         patch.setattr(module, "ray", fake)
     for module in CLOCKED:
         if hasattr(module, "time"):
@@ -130,6 +130,11 @@ def places_of(simulation: Simulation) -> Iterator[Place]:
     return (Place(bundle, node) for bundle, node in enumerate(simulation.cluster.bundles))
 
 
+def _compared(simulation: Simulation, found: Any) -> Any:
+    simulation.compared = found.checkpoint is not None
+    return found
+
+
 @contextmanager
 def _lease(simulation: Simulation) -> Iterator[SimLease]:
     lease = SimLease(simulation)
@@ -165,3 +170,5 @@ def _install_storage(patch: pytest.MonkeyPatch, current: Callable[[], Simulation
         patch.setattr(local, name, guarded(getattr(local, name), partial(of_storage, writes)))
     for module, name in ((run_files, "append"), (run_files, "replace_file"), (runfolder, "replace_file")):
         patch.setattr(module, name, guarded(getattr(module, name), of_run))
+    for reader in (driver, regroup):
+        patch.setattr(reader, "recover", lambda *a, **k: _compared(current(), checkpoints.recover(*a, **k)))

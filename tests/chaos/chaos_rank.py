@@ -61,6 +61,7 @@ class SimRunner:
         self.actions = self.simulation.actions(plan, self.at.pp)
         self.post_validated = has_post_validation(plan.program)
         self.everyone = range(plan.mesh.size)
+        self.peers = [plan.mesh.rank(self.at._replace(pp=pp)) for pp in range(plan.mesh.pp)]
         self.parts = parts_of(plan, rank)
         self.members: dict[int, tuple[int, ...]] = {}  # that reduce a stage's gradients
         kept: dict[Any, State] = previous.state if previous is not None and previous.plan.layers == plan.layers else {}
@@ -127,7 +128,7 @@ class SimRunner:
 
     def _load(self, state: State) -> None:
         self.state = dict.fromkeys(self.parts, state)
-        self.version = state.steps
+        self.version, self.simulation.compared = state.steps, False
         self.simulation.check_state(self)
 
     def receive(self, sources: dict[ParamShard, int], step: int) -> Generator[Any, None, None]:
@@ -209,13 +210,12 @@ class SimRunner:
                 replica = self.at.dp * self.plan.mesh.ep + self.at.ep
                 self.counted += digest(batch, replica * self.plan.program.microbatches + part.microbatch)
         elif op in SENDS:
-            received = SENDS[op]
+            received, target = SENDS[op], self.peers[part.peer]
             stage = part.stage + (1 if op is Op.SEND_F else -1)
-            target = self.plan.mesh.rank(self.at._replace(pp=part.peer))
             meeting = fabric.meeting(step, (received, stage, part.microbatch, target), (self.rank,))
             self.simulation.transfer(partial(fabric.come, meeting, self.rank), self.process, step)
         elif op in RECEIVES:
-            source = self.plan.mesh.rank(self.at._replace(pp=part.peer))
+            source = self.peers[part.peer]
             pending[part.key] = fabric.meeting(step, (op, part.stage, part.microbatch, self.rank), (source,))
         elif op is Op.NORM:
             meeting = fabric.meeting(step, "NORM", self.everyone)

@@ -2,43 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 
 import pytest
 from chaos_history import Simulation, play
-from chaos_scenario import CELLS, FAULTS, MESHES, POINTS, SCHEDULES, scenario
+from chaos_scenario import CELLS, FAULTS, MESHES, POINTS, SCHEDULES, Fault, Scenario, scenario
 
 from pentad.orchestrator.recovery import recovery
 
 DEFAULT, SLOW, AT_ONCE = 30, 10_000, 250
 
 
-def play_all(seeds: Iterable[int], memory: Path, current: list[Simulation], steps: int = 8) -> list[Simulation]:
+def play_all(scenarios: Iterable[Scenario], memory: Path, current: list[Simulation]) -> list[Simulation]:
     found = []
-    for seed in seeds:
+    for each in scenarios:
         try:
-            found.append(play(replace(scenario(seed), steps=steps), memory, current))
+            found.append(play(each, memory, current))
         except Exception as error:
-            told = "\n".join([str(scenario(seed)), *current[0].faults.happened, *current[0].log])
-            pytest.fail(f"{told}\n{type(error).__name__}: {error}\nagain: pytest tests/chaos --seed {seed}")
+            told = "\n".join([str(each), *current[0].faults.happened, *current[0].log])
+            pytest.fail(f"{told}\n{type(error).__name__}: {error}\nagain: pytest tests/chaos --seed {each.seed}")
     return found
+
+
+def with_a(kind: str, number: int) -> Iterator[Scenario]:
+    """The first scenarios with such a fault."""
+    return islice((each for each in map(scenario, count()) if any(f.kind == kind for f in each.faults)), number)
 
 
 def test_runs_keep_their_promises_through_faults(
     pytestconfig: pytest.Config, memory: Path, current: list[Simulation]
 ) -> None:
     given = pytestconfig.getoption("--seed", None)
-    play_all(range(DEFAULT) if given is None else range(given, given + 1), memory, current)
+    play_all(map(scenario, range(DEFAULT) if given is None else [given]), memory, current)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(0, SLOW, AT_ONCE))
 def test_thousands_of_runs_keep_their_promises(first: int, memory: Path, current: list[Simulation]) -> None:
-    played = play_all(range(first, first + AT_ONCE), memory, current)
+    played = play_all(map(scenario, range(first, first + AT_ONCE)), memory, current)
     assert sum(bool(each.faults.happened) for each in played) > 0.9 * AT_ONCE
 
 
@@ -48,9 +53,43 @@ def test_slow_ranks_move_between_other_faults(
 ) -> None:
     """In runs that are long enough for that."""
     monkeypatch.setattr(recovery, "CHECK_SECONDS", 0.0)
-    slow = (seed for seed in count() if any(fault.kind == "slow rank" for fault in scenario(seed).faults))
-    played = play_all(islice(slow, number), memory, current, steps=30)
+    played = play_all((replace(each, steps=30) for each in with_a("slow rank", number)), memory, current)
     assert sum(each.evictions for each in played) > 0.1 * number
+
+
+@pytest.mark.parametrize("number", [2, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_spares_take_the_places_of_lost_ranks_between_other_faults(
+    number: int, memory: Path, current: list[Simulation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which come later here, so that spares are ready."""
+    monkeypatch.setattr(recovery, "CHECK_SECONDS", 0.0)
+    played = play_all(map(spared, with_a("kill", number)), memory, current)
+    assert sum(each.spares_used for each in played) > 0.3 * number
+
+
+def spared(early: Scenario) -> Scenario:
+    faults = tuple(replace(fault, step=fault.step + 12) for fault in early.faults)
+    return replace(early, steps=30, overrides=(*early.overrides, "elastic.spares=2"), faults=faults)
+
+
+def test_a_run_is_paused_for_every_fault_that_waits_for_that(memory: Path, current: list[Simulation]) -> None:
+    faults = tuple(Fault("kill", "idle", step, 0) for step in (2, 8, 14))
+    (played,) = play_all([replace(scenario(0), steps=30, faults=faults)], memory, current)
+    assert len(played.faults.happened) == 3
+
+
+def test_a_head_that_is_killed_twice_ends_one_driver(memory: Path, current: list[Simulation]) -> None:
+    faults = tuple(Fault("head killed", "before STEP", 2, number) for number in (0, 0))
+    play_all([replace(scenario(0), faults=faults)], memory, current)
+
+
+def test_a_byte_flips_before_the_driver_compares_it_or_after_the_ranks_have_read_it(
+    memory: Path, current: list[Simulation]
+) -> None:
+    faults = Fault("driver killed", "before NORM", 5, 0), Fault("flipped byte", "connecting", 0, 1)
+    overrides = ("checkpoint.every=2", "elastic.driver_lease=0")
+    (played,) = play_all([replace(scenario(2), overrides=overrides, faults=faults)], memory, current)
+    assert played.damaged == 1
 
 
 def test_a_seed_gives_the_same_history_again(memory: Path, current: list[Simulation]) -> None:

@@ -94,6 +94,18 @@ def no_copies_found(patch: Patch) -> None:
     patch.setattr(regroup.Regroup, "_find_copy", lambda self, state: None)
 
 
+def older_checkpoint(patch: Patch) -> None:
+    """A recovery reads the oldest checkpoint that is intact."""
+    recover = regroup.recover
+
+    def older(root: Any, **options: Any) -> checkpoint.Found:
+        found = recover(root, **options)
+        oldest = next(iter(checkpoint.complete_folders(root).values()), None)
+        return found if oldest is None else found._replace(checkpoint=checkpoint.open_checkpoint(oldest))
+
+    patch.setattr(regroup, "recover", older)
+
+
 def unsaved_end(patch: Patch) -> None:
     """A run ends without its last checkpoint."""
     patch.setattr(step_loop.StepLoop, "_save_due", lambda loop, step: False)
@@ -127,7 +139,7 @@ def endless_lease(patch: Patch) -> None:
 DEFECTS: tuple[Callable[[Patch], None], ...] = (
     *(no_fence, same_generation, stale_calls, forgotten_rewind, committed_twice, lost_results, any_source),
     *(unfinished_copy, no_copies_found, unsaved_end, no_hangs, processes_left, late_publishing, damage_ignored),
-    endless_lease,
+    *(endless_lease, older_checkpoint),
 )
 QUICK = (no_fence, same_generation, forgotten_rewind, committed_twice, unfinished_copy)  # by one of the first seeds
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fake_ray import FakeRun, Rank
@@ -108,6 +109,20 @@ def test_the_newest_state_is_restored_from_memory_first(start: StartRun, saved: 
     run.save(saved)
     state = run.recovery.recover(run.lose(1), 7)
     assert [row["how"] for row in run.events("recovered")] == [how] and state.version == max(5, saved)
+
+
+@pytest.mark.parametrize("saved", [(6,), (4, 6), (6, 7)])
+def test_a_newer_checkpoint_that_is_damaged_does_not_take_the_run_back_beyond_its_copy(
+    start: StartRun, saved: tuple[int, ...]
+) -> None:
+    run = copied(start, 5)
+    for step in saved:
+        run.save(step)
+        if step > 5:
+            Path(str(run.folder.checkpoint(step)), "manifest.json").write_bytes(b"torn")
+    assert run.recovery.recover(run.lose(1), 7).version == 5
+    assert [(row["how"], row["step"]) for row in run.events("recovered")] == [("copies", 5)]
+    assert run.folder.saved() == [step for step in saved if step < 5], "their steps can be saved again"
 
 
 def test_a_fault_while_a_copy_is_restored_is_recovered_from_the_same_copy(start: StartRun) -> None:
