@@ -41,5 +41,11 @@ def _line(key: str, value: Any) -> str:
 
 
 def _comment(text: str, indent: str) -> list[str]:
-    prefix = f"{indent}# "
-    return textwrap.wrap(" ".join(text.split()), _WIDTH, initial_indent=prefix, subsequent_indent=prefix)
+    prefix, words = f"{indent}# ", " ".join(text.split())
+    return textwrap.wrap(
+        words,
+        _WIDTH,
+        initial_indent=prefix,
+        subsequent_indent=prefix,
+        break_on_hyphens=False,  # in names of files
+    )
