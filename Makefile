@@ -1,5 +1,5 @@
 # make train   trains the quickstart     ARGS="run.steps=5" goes to pentad train
-# make test    runs the tests            ARGS="-k program" goes to pytest; three processes share them out
+# make test    runs the tests            ARGS="-k program" goes to pytest; two processes share them out
 # make test-all  runs the slow matrices too, which take far longer, and installs what they talk to: an S3 server, MLflow;
 #                then, one after the other, the tests that measure what other processes would change
 #                Processes share what they compile, also where the environment says not to keep it.
@@ -17,7 +17,7 @@ train: .venv/ready-to-run
 	@.venv/bin/pentad train $(ARGS)
 
 test: .venv/ready-to-test
-	@PYTHONDONTWRITEBYTECODE= PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest -n 3 $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 $(ARGS)
 
 test-all: .venv/ready-to-test-all
 	@PYTHONDONTWRITEBYTECODE= PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest -n 3 --slow $(ARGS)

@@ -11,7 +11,7 @@ import torch
 from bits import same_bits
 from exactness import assert_equals_one_process
 from fleet import BadGradient, Fleet
-from plans import plan_of
+from plans import SHALLOW, plan_of
 
 from pentad.orchestrator.activations.activation_memory import cuts_of, slots_of
 from pentad.orchestrator.activations.activation_peaks import activation_peaks, activations_of
@@ -51,11 +51,12 @@ def cases() -> list[Any]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "pp", "m", "slices", "recompute", "max_resident"), cases())
 def test_saving_memory_changes_no_bit(fleet, corpus, name, pp, m, slices, recompute, max_resident):
-    plan = plan_of(name, 1, pp, m, corpus, slices=slices, recompute=recompute, max_resident=max_resident)
+    given: dict[str, Any] = {"slices": slices, "model": SHALLOW}
+    plan = plan_of(name, 1, pp, m, corpus, recompute=recompute, max_resident=max_resident, **given)
     ops = {part.op for stream in plan.program.streams for part in instructions_of(stream)}
     assert ops > ({Op.OFFLOAD, Op.RELOAD} if max_resident else {Op.RECOMPUTE})
     assert_equals_one_process(fleet, plan)
-    expected = fleet.run(plan_of(name, 1, pp, m, corpus, slices=slices), [(0, 3)])
+    expected = fleet.run(plan_of(name, 1, pp, m, corpus, **given), [(0, 3)])
     for one, other in zip(fleet.run(plan, [(0, 1), (1, 2)]), expected, strict=True):
         assert same_bits(one.state, other.state)
         assert all(same_bits(*pair) for pair in zip(one.gradients, other.gradients, strict=True))

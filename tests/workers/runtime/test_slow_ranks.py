@@ -29,7 +29,7 @@ WITHIN, BUSY_STEPS = 10, 100
 MESHES = {"dp2pp2": {"dp": 2, "pp": 2}, "pp4": {"pp": 4}, "tp2dp2": {"tp": 2, "dp": 2}, "cp2pp2": {"cp": 2, "pp": 2}}
 KINDS = ["compute", "loader", "link", "pauses"]
 CELLS = [
-    pytest.param("dp2pp2", "doubled compute"),
+    pytest.param("dp2pp2", "doubled compute", marks=pytest.mark.quiet),
     *(
         pytest.param(mesh, kind, marks=[slow, pytest.mark.quiet])
         for mesh in MESHES

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from bits import same_bits
 from fleet import BadGradient, Call, Fleet
-from plans import plan_of
+from plans import SHALLOW, plan_of
 from resume import run_and_save
 from small_models import MOE
 from worker_processes import call_all, losses_and_state, recover, start_run
@@ -43,7 +43,8 @@ CASES = [
 
 
 def make_plan(name: str, corpus: str, axes: dict[str, Any], spikes: SpikeSpec | None = SPIKES) -> Plan:
-    plan = plan_of(**{"name": name, "dp": 1, "pp": 1, "data": corpus, "dtype": "float32", **axes})
+    given = {"name": name, "dp": 1, "pp": 1, "data": corpus, "dtype": "float32", "model": SHALLOW}
+    plan = plan_of(**{**given, **axes})
     return replace(plan, spikes=spikes)
 
 
