@@ -214,8 +214,9 @@ class Regroup:
         """All ranks restore the newest state that is intact: this copy in memory, else a checkpoint, else what the run
         started from. Returns which, as the journal has it."""
         with state.timed("state"):
-            is_older = copy is not None and copy.key.step < self._newest_step()
-            found = self._newest(restart=is_older) if copy is None or is_older else None
+            found = None
+            if copy is None or copy.key.step < self._newest_step():
+                found = self._newest(restart=copy is not None)
             if copy is not None and (found is None or found.step <= copy.key.step):
                 state.version = copy.key.step
                 self.copies.restore(copy, tick=self._check_answers())

@@ -77,7 +77,7 @@ def _refusal(plan: Plan, found: ReplannedOrder, left: int) -> str:
     if found.gain < LEAST_GAIN:
         return f"by simulation no order takes {format_percent(LEAST_GAIN)} off a step"
     if (saved := left * (found.before - found.after)) < PAUSE_SECONDS:
-        return f"the {left} steps that are left would gain {saved:.3g} s, and the exchange takes {PAUSE_SECONDS:g} s"
+        return f"the {left} steps that are left would gain {saved:.3g} s, and an exchange may take {PAUSE_SECONDS:g} s"
     programs = zip(plan.trained_programs, found.plan.trained_programs, strict=True)
     if found.plan.layers != plan.layers or not all(adds_alike(*each) for each in programs):
         return "the faster order adds up gradients in another order, and so would change bits"

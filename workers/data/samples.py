@@ -145,10 +145,11 @@ def _clipped(spans: list[Span], parts: Sequence[tuple[int, int]]) -> Iterator[Sp
         for at in range(bisect_right(ends, first), len(spans)):
             start, size = spans[at]
             before = ends[at] - size
-            begin, end = max(0, first - before), min(size, first + length - before)
-            if begin >= end:
+            if before >= first + length:
                 break
-            yield Span(start + begin, end - begin)
+            begin, end = max(0, first - before), min(size, first + length - before)
+            if begin < end:
+                yield Span(start + begin, end - begin)
 
 
 def _joined(read: Callable[[int, int], np.ndarray], windows: list[Span], dtype: type) -> np.ndarray:
