@@ -65,13 +65,13 @@ def check(pentad: Pentad, path: Path, intact: bytes, content: bytes, what: objec
         endpoint.unlink(missing_ok=True)
     path.write_bytes(content)
     for words in COMMANDS[path.name]:
-        began = time.process_time()
+        began = time.monotonic()
         try:
             status, out, err = pentad(*words)
         except Exception as error:
             error.add_note(f"{what}: {' '.join(words)}: {content[:2000]!r}")
             raise
-        assert time.process_time() - began < _SECONDS, what
+        assert time.monotonic() - began < _SECONDS, what
         assert status in (0, 1), (what, err)
         lines = err.splitlines()
         assert (status == 0) == (not lines) or words[0] == "plan", (what, words, err)
@@ -163,9 +163,9 @@ def test_a_hostile_configuration_costs_sentences(pentad: Pentad, case: str) -> N
 )
 def test_what_would_not_end_is_refused(pentad: Pentad, words: tuple[str, ...], sentence: str) -> None:
     os.mkfifo("pipe")
-    began = time.process_time()
+    began = time.monotonic()
     status, _, err = pentad("plan", *words)
-    assert time.process_time() - began < _SECONDS
+    assert time.monotonic() - began < _SECONDS
     assert status in (1, 2)
     assert sentence in err
     assert err.count("\n") == 1

@@ -281,7 +281,7 @@ def test_stuck_callers_do_not_block_others(served: Served) -> None:
             started = time.monotonic()
             assert served.serves("")
             assert served.status()["step"] == 5
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < 1.0
         watchers[0].cancel()
         time.sleep(0.1)
         assert next(served.watch())["run"] == "trial"

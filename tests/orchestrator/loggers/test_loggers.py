@@ -183,7 +183,7 @@ def test_a_logger_that_hangs_neither_slows_the_run_nor_lives_on(
     began = time.monotonic()
     for step in range(2000):
         hung.on_steps([row(step)], [])
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 1.0
     hung.close()
     assert process.poll() == -signal.SIGKILL
     late, missed = notes

@@ -311,7 +311,7 @@ def test_closing_frees_the_port_and_is_idempotent() -> None:
     began = time.monotonic()
     exporter.close()
     exporter.close()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 1
     again = Exporter("b", host, int(port))
     assert again.address == f"127.0.0.1:{port}"
     again.close()
