@@ -51,9 +51,9 @@ def kinds_of_runs(corpora: dict[str, Path], steps: int) -> dict[str, list[str]]:
 
 
 def train(job: str, steps: int, overrides: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl of a run, which leaves nothing behind: its last checkpoint may be large."""
-    common = [f"run.steps={steps}", f"run.folder={folder}", "run.name=trial", "checkpoint.every=0"]
-    pentad("train", job, *common, *overrides)
+    """Rows of metrics.jsonl of a run, which leaves nothing behind."""
+    common = [f"run.steps={steps}", f"run.folder={folder}", "run.name=trial"]
+    pentad("train", job, *common, "checkpoint.every=0", "checkpoint.at_end=false", *overrides)
     rows = [json.loads(line) for line in (folder / "trial" / "metrics.jsonl").read_text("utf-8").splitlines()]
     shutil.rmtree(folder)
     return rows

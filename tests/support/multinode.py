@@ -207,6 +207,11 @@ class Run:
     def wait_for_step(self, step: int) -> None:
         self.wait_for(lambda: len(self.rows()) > step)
 
+    def wait_for_step_since_recovery(self) -> None:
+        """Waits until the ranks have completed a step since the newest recovery, if there was one."""
+        recovered = self.events("recovered")
+        self.wait_for_step(recovered[-1]["step"] if recovered else -1)
+
     def wait_for_checkpoint(self, step: int) -> None:
         """Waits until one of at least so many steps is committed; training goes on meanwhile."""
         self.wait_for(lambda: any(row["step"] >= step for row in self.events("checkpoint")))

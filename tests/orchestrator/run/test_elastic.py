@@ -50,6 +50,7 @@ def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, star
     run = start_run(*overrides)
     for number, (ranks, how) in enumerate([((1,), signal.SIGKILL), ((2,), signal.SIGSTOP), ((0, 3), signal.SIGKILL)]):
         run.wait_for_step(3 + 4 * number)
+        run.wait_for_step_since_recovery()  # the first step after one may take cluster.start_timeout_seconds
         before = len(run.events("lost"))
         with connect(run.folder) as client:
             pids = {rank["rank"]: rank["pid"] for rank in client.status()["ranks"]}
