@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 from commands import Pentad
@@ -19,13 +21,19 @@ from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.memory.variants import Variants
 from pentad.orchestrator.planning.estimate import memories, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, device_memory
+from pentad.orchestrator.planning.formatting import format_bytes, format_percent
+from pentad.orchestrator.planning.hardware import rates_for
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.search import reasons
 from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds
-from pentad.orchestrator.search.search import LISTED, Found, search, search_space
+from pentad.orchestrator.search.planned import plan_setting
+from pentad.orchestrator.search.reasons import describe, flips, nearest_fits
+from pentad.orchestrator.search.search import LISTED, Found, Missed, search, search_space
 from pentad.orchestrator.search.space import Order, Setting, Space, all_meshes, space_of, with_setting
 from pentad.orchestrator.search.time_bounds import Timed, compute_order, placement_bound, shape_bound
 from pentad.schedules.ir.errors import PentadError, ScheduleError
+from pentad.schedules.simulate.events import acyclic_events
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.plan import Plan
 
@@ -233,6 +241,60 @@ def test_where_nothing_fits_it_says_with_how_much_more_it_would(pentad: Pentad) 
     assert not facts["choices"] and facts["refused"]
     memory, gpus = facts["nearest"]
     assert memory["peak_bytes"] > 4 * 2**30 >= gpus["peak_bytes"]
+
+
+TINY = ("layers=4", "hidden=1024", "heads=16", "kv_heads=16", "ffn=4096", "vocab=32768")
+
+
+def two_plans() -> tuple[RunConfig, Found]:
+    """Of a small model on two GPUs: split by tensors, and in stages."""
+    config = config_of(TINY, 16, 2048, "data.holdout=0", "eval.every=0")
+    settings = [Setting(mesh, 4, Order("1f1b")) for mesh in (Mesh(tp=2), Mesh(pp=2))]
+    plans = sorted((plan_setting(config, each, ()) for each in settings), key=lambda each: each.seconds)
+    return config, Found(H200, space_of(config, 2), choices=plans)
+
+
+def test_at_the_rate_that_is_said_to_make_another_mesh_the_fastest_both_take_as_long() -> None:
+    config, found = two_plans()
+    (flip,) = flips(config, found)
+    assert flip.other is found.choices[1] and describe(flip.other) in flip.sentence
+    said = re.match(r"with (less|more) than (\d+) (GB|TFLOP)/s .*\(assumed: (\d+)\)", flip.sentence)
+    assert said is not None, flip.sentence
+    name, factor = ("intra_host" if said[3] == "GB" else "flops"), int(said[2]) / int(said[4])
+    assert (said[1] == "less") == (factor < 1)
+    rates = rates_for(config.cluster, "cuda").scaled(name, factor)
+    seconds = [simulated_seconds(each.plan, acyclic_events(each.plan.program), rates) for each in found.choices]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.03)
+
+
+def test_a_faster_setting_that_needs_more_memory_is_named_with_it() -> None:
+    config, found = two_plans()
+    fast, slow = found.choices
+    found.choices, found.missed = [slow], Missed(fast.setting, fast.seconds / 2)
+    (flip,) = flips(config, found)
+    gain, memory = format_percent(1 - fast.seconds / slow.seconds), format_bytes(fast.bytes)
+    assert flip.sentence == f"with {memory} of memory, {describe(fast)} would be {gain} faster"
+    found.missed = Missed(fast.setting, slow.seconds)
+    assert not list(flips(config, found)), "it cannot be faster"
+
+
+def test_where_nothing_fits_little_more_memory_or_twice_the_gpus_are_tried_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[tuple[int, int]] = []
+
+    def fits(config: RunConfig, gpus: int, device: DeviceMemory, held: frozenset[str], listed: int) -> Any:
+        tried.append((gpus, device.bytes))
+        return SimpleNamespace(choices=[SimpleNamespace(bytes=115 * 2**30)] if device.bytes > 115 or gpus > 4 else [])
+
+    monkeypatch.setattr(reasons, "search", fits)
+    refusals = {number: SimpleNamespace(least_bytes=least) for number, least in enumerate((0, 100, 130))}
+    found: Any = SimpleNamespace(refusals=refusals, device=DeviceMemory(90, "of a test"))
+    texts = [text for text, _ in nearest_fits(config_of(TINY), 2, found, frozenset())]
+    assert texts == ["with 115.0 GiB of memory a GPU", "on 8 GPUs"]
+    assert tried == [(2, 100), (2, 110), (2, 121), (4, 90), (8, 90)]
+    refusals.clear()
+    assert not list(nearest_fits(config_of(TINY), 2, found, frozenset())), "memory is not what is missing"
 
 
 def test_only_schedules_of_the_catalogue_are_searched(pentad: Pentad) -> None:
