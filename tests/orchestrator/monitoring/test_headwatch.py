@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,3 +72,42 @@ def test_an_ended_run_needs_no_head(watch):
     thread.join(5)
     assert not thread.is_alive()
     assert not lost.is_set()
+
+
+def test_the_driver_of_a_lost_head_says_so_and_ends_though_nothing_answers(monkeypatch, capsys):
+    """Every step of the end may fail or hang: the process exits all the same."""
+    monkeypatch.setattr(headwatch, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(headwatch, "LOCAL_SECONDS", 0.05)
+    ended, timers, said = threading.Event(), [], {}
+
+    def end(status):
+        said["status"] = status
+        ended.set()
+
+    class Bus:
+        display = None  # has no `close`
+
+        def record(self, event, error):
+            said[event] = error
+
+        def set_state(self, state):
+            said["state"] = state
+
+    def kill():
+        said["killed"] = True
+        raise OSError("no answer")
+
+    monkeypatch.setattr(headwatch.os, "_exit", end)
+    monkeypatch.setattr(headwatch.threading, "Timer", lambda *call: SimpleNamespace(start=lambda: timers.append(call)))
+    with listener() as head:
+        port = head.getsockname()[1]
+    with headwatch.watched_head(SimpleNamespace(local=True, address=f"127.0.0.1:{port}", kill=kill), Bus()):
+        assert ended.wait(20)
+    sentence = f"the Ray head at 127.0.0.1:{port} has not answered for 0.05 s"
+    assert said["failure"].startswith(sentence) and (said["state"], said["killed"], said["status"]) == (
+        "failed",
+        True,
+        1,
+    )
+    assert capsys.readouterr().err.startswith(f"pentad: {sentence}")
+    assert timers == [(headwatch.EXIT_SECONDS, end, (1,))], "the process ends even if one of these steps hangs"

@@ -1,0 +1,84 @@
+"""What would make a step shorter, in words that a user can act on."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.diagnosis.remedies import better_schedule, left_of_parts, place_names, remedy_of
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.diagnosis.causes import Cause
+from pentad.schedules.diagnosis.replay import RECOMPUTE
+from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, COPIES, HOST, PARAMETERS
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.spec.schedule_spec import ScheduleOptions
+
+TWO = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")
+CASES = {
+    "inside layers": (("mesh.tp=4",), "inside layers", "mesh.tp=2 with more mesh.dp"),
+    "context": (("mesh.cp=2", "mesh.tp=1"), "inside layers", "mesh.cp=1 with more mesh.pp"),
+    "transfers": (("mesh.pp=4",), BETWEEN_STAGES, "mesh.pp=2 with more mesh.dp"),
+    "NCCL": (("cluster.transport=nccl",), BETWEEN_STAGES, "cluster.transport=auto"),
+    "ZeRO-3": ((*TWO, "zero.stage=3"), PARAMETERS, "zero.max_gathered=null or zero.stage=2"),
+    "ZeRO-2": ((*TWO, "zero.stage=2", "zero.reduce=microbatch"), PARAMETERS, "zero.reduce=step"),
+    "reductions": ((*TWO, "zero.stage=0"), PARAMETERS, "batch.global_batch_size: fewer reductions"),
+    "one replica": (("schedule.post_validation=false",), PARAMETERS, "schedule.post_validation=true"),
+    "validated": (("schedule.post_validation=true",), PARAMETERS, "batch.global_batch_size: fewer updates"),
+    "every replica": ((*TWO, "zero.stage=0"), "optimizer", "zero.stage=1"),
+    "divided": ((*TWO, "zero.stage=1"), "optimizer", "batch.global_batch_size: fewer updates"),
+    "on the host": (("memory.optimizer=host",), "optimizer", "memory.optimizer=device"),
+    "recomputation": (("memory.recompute=full",), RECOMPUTE, "memory.recompute=none"),
+    "offload": (("memory.max_resident_microbatches=2",), COPIES, "memory.max_resident_microbatches=null"),
+    "fraction": (("memory.offload_fraction=0.5",), COPIES, "memory.offload_fraction=auto"),
+    "data": ((), "data", "data on a local disk"),
+    "host": (("schedule.microbatches=8",), HOST, "schedule.microbatches=4: fewer"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_part_of_the_step_has_a_remedy_that_the_configuration_accepts(case: str) -> None:
+    words, kind, expected = CASES[case]
+    found = remedy_of(Cause(kind, 0.25), load(None, words), {})
+    assert found.remedy.startswith(expected) and found.seconds == 0.25
+    given = re.findall(r"\w+\.\w+=\w+", found.remedy)
+    for each in given:
+        load(None, [*words, each])
+
+
+def test_slow_hardware_and_uneven_stages_are_named_with_their_places() -> None:
+    config, places = load(None, ["mesh.pp=4", "model.layers=6"]), {1: "node a, GPU 3", 2: "node b"}
+    slow = remedy_of(Cause("slow rank", 1.0, (1,), 1.25), config, places)
+    assert slow.cause == "rank 1 computes 25.0 % longer than its peers"
+    assert slow.remedy == "look at node a, GPU 3, or replace it"
+    assert remedy_of(Cause("slow rank", 1.0, (0,), 1.25), config, places).remedy.startswith("look at its GPU")
+    for factor, times in ((3.0, "take 3 times as long as others"), (1e6, "take far longer as others")):
+        link = remedy_of(Cause("slow link", 1.0, (2, 0), factor), config, places)
+        assert link.cause.startswith("transfers from rank 2 (node b) to rank 0 ") and link.cause.endswith(times)
+    uneven = remedy_of(Cause("uneven stages", 1.0, (3,), 1.5), config, places)
+    assert uneven.cause.startswith("pp3 computes 50.0 % longer") and "mesh.pp (now 4)" in uneven.remedy
+
+
+def test_a_schedule_with_a_smaller_bubble_is_named_and_only_if_there_is_one() -> None:
+    words = ("mesh.pp=4", "schedule.microbatches=8", "memory.recompute=none")
+    costs = Costs(forward=[1.0] * 4, backward=[1.0] * 4, weight=[1.0] * 4)
+
+    def better(name: str, *more: str):  # type: ignore[no-untyped-def]
+        program = compile_program(name, 4, 8, costs=costs, options=ScheduleOptions())
+        return better_schedule(program, costs, load(None, [*words, f"schedule.name={name}", *more]))
+
+    found = better("gpipe")
+    assert found is not None and found.seconds > 0 and found.cause == "the bubble that gpipe has"
+    best = re.match(r"schedule\.name=([\w-]+)", found.remedy)
+    assert best is not None and better(best[1]) is None, "nothing is better than the best"
+    assert better("gpipe", "memory.recompute=full") is None
+
+
+def test_places_are_those_of_the_last_placement_and_zero_divides_the_update() -> None:
+    moved = [{"rank": 0, "node": "a", "gpu": 2}, {"rank": 1, "node": "b", "gpu": -1}]
+    entries = [{"event": "place", "ranks": [{"rank": 0, "node": "x"}]}, {"event": "place", "ranks": moved}]
+    assert place_names([*entries, {"event": "end"}]) == {0: "node a, GPU 2", 1: "node b"}
+    assert place_names([]) == {}
+    assert left_of_parts(load(None, [*TWO, "zero.stage=0"])) == {"optimizer": 0.5}
+    assert left_of_parts(load(None, [*TWO, "zero.stage=1"])) == {}
