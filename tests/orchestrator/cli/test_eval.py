@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from commands import Pentad
 from rich.console import Console
 
-from pentad.orchestrator.config.config import dump, load
+from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.monitoring.display import print_evaluation
 from pentad.orchestrator.monitoring.evaluations import evaluation_rows
 from pentad.orchestrator.monitoring.runfolder import find_checkpoint
+from pentad.orchestrator.run import driver
 from pentad.orchestrator.run.evaluate import eval_config
-from pentad.workers.checkpoint.checkpoint import commit, folder_of
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint.checkpoint import Start, commit, folder_of
 from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.runtime.results import EvalResult
 
@@ -49,6 +54,29 @@ def test_an_imported_model_gets_one_rank_and_the_length_it_was_trained_on(pentad
     config = eval_config(find_checkpoint("mine", "CHECKPOINT"), ["builtin:pydoc"], None, ["batch.global_batch_size=4"])
     assert (config.mesh.size, config.batch.sequence_length, config.batch.global_batch_size) == (1, 64, 4)
     assert config.data_sets == ["pydoc"]
+
+
+def test_what_the_ranks_find_is_printed_with_the_checkpoint_that_they_had(
+    pentad: Pentad, corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def ranks(config: RunConfig, plan: Plan, *rest: Any) -> list[dict[str, Any]]:
+        asked.append((plan, *rest))
+        return evaluation_rows(4, [EvalResult("holdout", 4.0, 2, 1)], 0.5, 1)
+
+    monkeypatch.setattr(driver, "evaluate_on", ranks)
+    monkeypatch.setattr("pentad.orchestrator.run.evaluate.launch", lambda section, ranks: nullcontext(f"{ranks} ranks"))
+    words = [f"model.{key}={value}" for key, value in MODEL.items()]
+    save_run("mine", *words, f"data.path={corpus}", "data.holdout=0.1", "eval.every=10", "mesh.pp=2")
+    status, out, err = pentad("eval", "mine", "--json")
+    facts = json.loads(out)
+    assert (status, err, facts["step"]) == (0, "", 4) and facts["checkpoint"].endswith("step-00000004")
+    assert [(each["data"], each["loss"], each["tokens"]) for each in facts["evaluations"]] == [("holdout", 2.0, 2)]
+    assert "perplexity" in pentad("eval", "mine", "mesh.pp=1")[1]
+    (plan, start, head, *_), (_, _, other, *_) = asked
+    assert (head, other) == ("2 ranks", "1 ranks") and plan.mesh.pp == 2
+    assert start == Start(Path("runs/mine/checkpoints/step-00000004").absolute(), 4, optimizer=False)
 
 
 @pytest.mark.sampled(4)
