@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -81,7 +81,8 @@ def _hand_out(
             if answer.part:
                 busy.discard(connection)
                 if following := next(tasks, None):
-                    connection.send(following)
+                    with suppress(ConnectionError):  # it has just died: so says the next answer
+                        connection.send(following)
                     busy.add(connection)
 
 

@@ -6,7 +6,7 @@ import json
 import random
 import sys
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from types import ModuleType
 
 import numpy as np
@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from pentad.workers.data import encoder as encoder_module
 from pentad.workers.data.encoder import Encoder, TextChunk
 from pentad.workers.text import word_boundaries
+from pentad.workers.text.digit_cuts import cut_at_digits, without_digits_step
 
 # Every kind of byte and every symbol that an expression treats in its own way.
 LETTERS = (
@@ -107,6 +108,28 @@ def test_tokens_are_those_of_tokenizers(name: str, kind: str) -> None:
     @example(["a\n\nTs", " \n t  S", "\n\n", "((ab /(a\n/(b", "  ", "aTtls"])
     def check(texts: list[str]) -> None:
         assert [ids.tolist() for ids in encoder.encode(texts)] == [reference(tokenizer, text) for text in texts]
+
+    check()
+
+
+def test_pieces_cut_at_digits_have_the_tokens_of_a_tokenizer_that_splits_digits_off() -> None:
+    tokenizer = tokenizer_of("GPT-2", "digits")
+    content = json.loads(tokenizer.to_str())
+    step = without_digits_step(content)
+    assert step is not None and without_digits_step({**content, "normalizer": {"type": "NFC"}}) is None
+    plain = Tokenizer.from_str(json.dumps({**content, "pre_tokenizer": step}))
+    plain.encode_special_tokens = True
+
+    @settings(max_examples=60)
+    @given(st.lists(TEXTS, max_size=4))
+    @example(["12  3\u00a0\u00b2", "\u00a0 1", "", "\u0661\u0661 \u00b2\t\n 12"])
+    @example(["a  1 22   3", "", "4"])
+    def check(texts: list[str]) -> None:
+        pieces, firsts = cut_at_digits(texts)
+        found = [pieces[start:stop] for start, stop in pairwise(firsts)]
+        assert ["".join(each) for each in found] == texts
+        for text, its in zip(texts, found, strict=True):
+            assert [token for piece in its for token in reference(plain, piece)] == reference(tokenizer, text)
 
     check()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from corpora import build, content, texts
+from pool import process_context
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus import open_corpus
@@ -108,12 +110,37 @@ def test_parts_hold_every_document_once_and_in_order(
     assert len(texts(whole)) == 8 + 30 + 30
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a build start from one that has imported torch and Arrow, which saves seconds."""
+    context = process_context()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", ["t.json", None])
 def test_the_number_of_processes_changes_nothing(many: Path, tmp_path: Path, tokenizer: str | None) -> None:
     path = tmp_path / tokenizer if tokenizer else None
     expected = content(build(many, tokenizer=path).path)
     assert content(build(many, tokenizer=path, out=tmp_path / "three", workers=3).path) == expected
+
+
+@pytest.mark.usefixtures("forked")
+def test_processes_build_what_one_builds_and_one_that_fails_or_dies_ends_the_build(many: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "t.json", tmp_path / "out"
+    expected = content(build(many, tokenizer=path, out=tmp_path / "expected").path)
+    (many / "rows.jsonl").write_text("no JSON")
+    with pytest.raises(PentadError, match=r"is not JSON .*the same command continues"):
+        build(many, tokenizer=path, out=out, workers=2)
+    (many / "rows.jsonl").unlink()
+
+    def kill_one(_: Any) -> None:
+        psutil.Process(multiprocessing.active_children()[0].pid).kill()
+
+    with pytest.raises(PentadError, match=r"^a process of the build has exit code -9: .*memory for --workers 2"):
+        build(many, tokenizer=path, out=out, workers=2, progress=kill_one)
+    assert not multiprocessing.active_children()
+    assert content(build(many, tokenizer=path, out=out, workers=2).path) == expected
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
