@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pentad.orchestrator.config.config import load
-from pentad.orchestrator.diagnosis.remedies import better_schedule, left_of_parts, place_names, remedy_of
+from pentad.orchestrator.diagnosis.remedies import Remedy, better_schedule, left_of_parts, place_names, remedy_of
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.diagnosis.causes import Cause
 from pentad.schedules.diagnosis.replay import RECOMPUTE
@@ -16,7 +16,7 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 
 TWO = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")
-CASES = {
+CASES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "inside layers": (("mesh.tp=4",), "inside layers", "mesh.tp=2 with more mesh.dp"),
     "context": (("mesh.cp=2", "mesh.tp=1"), "inside layers", "mesh.cp=1 with more mesh.pp"),
     "transfers": (("mesh.pp=4",), BETWEEN_STAGES, "mesh.pp=2 with more mesh.dp"),
@@ -64,7 +64,7 @@ def test_a_schedule_with_a_smaller_bubble_is_named_and_only_if_there_is_one() ->
     words = ("mesh.pp=4", "schedule.microbatches=8", "memory.recompute=none")
     costs = Costs(forward=[1.0] * 4, backward=[1.0] * 4, weight=[1.0] * 4)
 
-    def better(name: str, *more: str):  # type: ignore[no-untyped-def]
+    def better(name: str, *more: str) -> Remedy | None:
         program = compile_program(name, 4, 8, costs=costs, options=ScheduleOptions())
         return better_schedule(program, costs, load(None, [*words, f"schedule.name={name}", *more]))
 

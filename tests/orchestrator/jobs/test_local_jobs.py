@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,8 @@ class Cluster:
 
     def __init__(self) -> None:
         self.jobs = {"others": SimpleNamespace(submission_id="others", metadata={}, status="RUNNING")}
-        self.logs, self.polls, self.error = "step 3\n", 2, None
+        self.logs, self.polls = "step 3\n", 2
+        self.error: Exception | None = None
         self.stopping, self.sent = dict[str, int](), ""
 
     def submit_job(self, *, entrypoint: str, submission_id: str, runtime_env: Any, metadata: Any) -> None:
@@ -64,7 +65,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made, now = Cluster(), [0.0]
 
     def sleep(seconds: float) -> None:
@@ -124,10 +125,10 @@ def test_the_log_of_a_job_is_printed_or_followed_to_its_end(pentad: Pentad, clus
     assert status == 0 and json.loads(out)["status"] == "SUCCEEDED" and "step 5\n" in err
 
 
-@pytest.mark.parametrize("job", ["nobody", "../version", "others"])
-def test_a_job_that_pentad_did_not_submit_is_unknown(pentad: Pentad, cluster: Cluster, job: str) -> None:
-    sentence = f"ID is '{job}', which is not a job that pentad submitted to http://head:8265: expected"
-    assert f"{sentence} one that `pentad jobs` lists (none is live)" in pentad("logs", job, *AT)[2]
+def test_a_job_that_pentad_did_not_submit_is_unknown(pentad: Pentad, cluster: Cluster) -> None:
+    for job in ("nobody", "../version", "others"):
+        sentence = f"ID is '{job}', which is not a job that pentad submitted to http://head:8265: expected"
+        assert f"{sentence} one that `pentad jobs` lists (none is live)" in pentad("logs", job, *AT)[2]
     pentad("submit", *SMALL, *AT, "--name", "first", "--no-follow")
     assert f"{sentence} a live one (first)" in pentad("stop", job, *AT)[2]
 

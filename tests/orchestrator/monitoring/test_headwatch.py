@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_the_driver_of_a_lost_head_says_so_and_ends_though_nothing_answers(monke
     """Every step of the end may fail or hang: the process exits all the same."""
     monkeypatch.setattr(headwatch, "CHECK_SECONDS", 0.02)
     monkeypatch.setattr(headwatch, "LOCAL_SECONDS", 0.05)
-    ended, timers, said = threading.Event(), [], {}
+    ended, timers, said = threading.Event(), list[Any](), dict[str, Any]()
 
     def end(status):
         said["status"] = status

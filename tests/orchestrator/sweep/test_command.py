@@ -93,7 +93,6 @@ STEPS = "".join(json.dumps({"step": step, "generation": 1}) + "\n" for step in r
     [
         ({"journal.jsonl": ""}, "its ranks were still starting"),
         ({"journal.jsonl": "", "metrics.jsonl": STEPS}, "it ended after 2 steps, but not its process"),
-        ({"control.json": "{", "metrics.jsonl": STEPS}, "its driver did not answer, after 2 steps"),
         ({"control.json": "{", "metrics.jsonl": "{}]"}, "its driver did not answer, after 0 steps"),
     ],
 )
