@@ -82,8 +82,8 @@ def check_verdict(found: Diagnosis, plan: Plan, where: str, how: str) -> None:
     assert reaches(found, others, STOPPED)
     if where in INNER_AXES:
         group = plan.mesh.group((where,), STOPPED)
-        place = group.index(STOPPED)
-        in_ring = {group[place - 1], group[(place + 1) % len(group)]}  # the others wait for these
+        index = group.index(STOPPED)
+        in_ring = {group[index - 1], group[(index + 1) % len(group)]}  # the others wait for these
         partners = (in_ring if plan.cp_method == "ring" and where == "cp" else {*group}) - {STOPPED}
         direct = {wait.rank for wait in found.waits if wait.peers == (STOPPED,) and wait.axis == where}
         assert direct == partners, (found.waits, found.sentence)
