@@ -28,14 +28,13 @@ def memory_advice(config: RunConfig, plan: Plan, fit: Fit) -> str:
     if sentence := _advice(config, plan, fit.device, changes(config), tried):
         return sentence
     kinds = (*ON_HOST, sum(ON_HOST, ())) if plan.device == "cuda" else ()
-    on_host = (kind + zero for zero in dict.fromkeys([(), *_zero_stages(config)[-1:]]) for kind in kinds)
-    if sentence := _advice(config, plan, fit.device, on_host, tried):
-        return sentence
+    most = next(reversed(_zero_stages(config)), ())
+    suffice = [kind for kind in kinds if _advice(config, plan, fit.device, [kind + most], tried)]
+    if suffice:
+        return _advice(config, plan, fit.device, [kind + zero for kind in suffice for zero in ((), most)], tried)
     least, _ = min(tried)
-    host = "" if plan.device == "cpu" else ", host memory"
-    return (
-        f"no ZeRO stage, recomputation{host} or number of microbatches makes it fit: {format_bytes(least)} is the least"
-    )
+    what = "ZeRO stage, recomputation, host memory" if kinds else "ZeRO stage, recomputation"
+    return f"no {what} or number of microbatches makes it fit: {format_bytes(least)} is the least"
 
 
 def _advice(config: RunConfig, plan: Plan, room: DeviceMemory, changed: Iterable[Words], tried: Tried) -> str:
