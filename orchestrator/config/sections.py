@@ -227,6 +227,8 @@ class PrecisionSection(Section):
     fp8_sample_every: NonNegativeInt = 100
     """steps between samples of all FP8 operands: absolute maximum, saturated and underflowed values; 0: never. Other
     steps cost nothing"""
+    compare_every: NonNegativeInt = 0
+    """steps between comparisons of FP8's gradients with those in precision.compute: such a step runs twice; 0: never"""
     deterministic: bool = True
     """use kernels whose results are bit-identical in every run, at some cost in speed"""
 

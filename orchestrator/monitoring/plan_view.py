@@ -142,11 +142,12 @@ def memory_line(plan: Plan, needs: Needs) -> RenderableType:
     rank = max(range(plan.mesh.size), key=lambda rank: needs[rank]["total"])
     kinds = ((name, part) for name, part in needs[rank].items() if part and name not in ("total", *ON_HOST))
     parts = [f"{name} {format_bytes(part)}" for name, part in kinds]
-    host, snapshot, optimizer, copies = (max(need[kind] for need in needs) for kind in ON_HOST)
+    host, snapshot, optimizer, copies, compared = (max(need[kind] for need in needs) for kind in ON_HOST)
     state = f"; up to {format_bytes(optimizer)} of a rank's optimizer state are in host memory" if optimizer else ""
     offloaded = f"; up to {format_bytes(host)} of a rank's activations are offloaded" if host else ""
     saved = f"; a checkpoint takes up to {format_bytes(snapshot)} of host memory per rank" if snapshot else ""
     kept = f"; copies of state take up to {format_bytes(copies)} of host memory per rank" if copies else ""
+    kept += f"; gradients to compare take up to {format_bytes(compared)} of host memory per rank" if compared else ""
     text = f"rank {rank} needs most memory, {format_bytes(needs[rank]['total'])}: {', '.join(parts)}"
     return Padding(Text(f"{text}{offloaded}{state}{saved}{kept}", "dim"), (0, 1))
 

@@ -42,6 +42,9 @@ def fp8_spec(config: RunConfig, model: ModelSpec) -> Fp8Spec | None:
     """Raises PentadError for models whose products have no form in 8 bits yet."""
     given = config.precision
     if given.matmul == "compute":
+        if given.compare_every:
+            every = f"precision.compare_every is {given.compare_every} with precision.matmul = compute"
+            raise PentadError(f"{every}: expected 0, or a matmul in FP8 to compare with precision.compute")
         return None
     kinds = {"lora.rank": config.lora.rank is not None, "a custom model": model.custom is not None}
     if found := [kind for kind, is_used in kinds.items() if is_used]:
@@ -53,7 +56,7 @@ def fp8_spec(config: RunConfig, model: ModelSpec) -> Fp8Spec | None:
         raise PentadError(f"{keys}: expected fewer than model.layers = {model.layers}, or precision.matmul = compute")
     scaling = SCALINGS[given.matmul]
     recipe = scaling, given.fp8_gradients, given.fp8_power_of_two_scales
-    return Fp8Spec(*recipe, *skipped, given.fp8_sample_every, in_8_bits(config, model))
+    return Fp8Spec(*recipe, *skipped, given.fp8_sample_every, in_8_bits(config, model), given.compare_every)
 
 
 def require_fp8(plan: Plan, gpu: str) -> None:

@@ -144,7 +144,7 @@ class Stage(BaseStage):
     def _casts_of(self, layer: int) -> tuple[Casts | None, Casts | None]:
         """Of its products, and of those of experts."""
         fp8 = self.plan.fp8
-        if fp8 is None or not fp8.covers(layer, self.model.layers):
+        if fp8 is None or not self.in_8_bits or not fp8.covers(layer, self.model.layers):
             return None, None
         return self.casts, self.casts if fp8.experts else None
 

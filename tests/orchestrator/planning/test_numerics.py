@@ -11,7 +11,7 @@ from rich.console import Console
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.plan_view import facts_table
-from pentad.orchestrator.planning.estimate import costs_of
+from pentad.orchestrator.planning.estimate import costs_of, memory
 from pentad.orchestrator.planning.numerics import require_fp8
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
@@ -57,6 +57,7 @@ def test_the_configured_recipe_is_the_plans() -> None:
             {"mesh": {"pp": 1, "tp": 2}, "model": {"ffn": 384}},
             r"model.ffn on each of 2 tensor ranks \(mesh.tp\) is 192",
         ),
+        ({"precision": {"matmul": "compute", "compare_every": 5}}, "is 5 with precision.matmul = compute: expected 0"),
         (LATENT, r"model\.mla\.kv_lora_rank is 64"),
         (
             {"precision": {"fp8_skip_first_layers": 3, "fp8_skip_last_layers": 1}},
@@ -139,3 +140,20 @@ def test_small_experts_stay_in_the_compute_dtype() -> None:
             {"matmul": "fp8-block"},
             model={"family": "qwen3-moe", "ffn": 96, "experts": {**EXPERTS, "first_k_dense": 1}},
         )
+
+
+def test_the_plan_counts_what_a_comparison_of_gradients_takes() -> None:
+    """Activations of the compute dtype, and gradients in host memory."""
+    given = {"schedule": {"name": "zb-h2", "microbatches": 4}, "batch": {"global_batch_size": 4}}
+    plain, alone, compared = (
+        plan_with(precision, **given)
+        for precision in ({}, {"matmul": "fp8-block"}, {"matmul": "fp8-block", "compare_every": 10})
+    )
+    for rank in range(2):
+        wide, narrow, found = (memory(plan, rank) for plan in (plain, alone, compared))
+        assert narrow["activations"] < wide["activations"] and narrow["compared"] == wide["compared"] == 0
+        assert found["total"] == max(narrow["total"], wide["total"]) and found["activations"] in (
+            narrow["activations"],
+            wide["activations"],
+        )
+        assert found["compared"] == found["gradients"] == sum(map(compared.size, compared.param_shards_of(rank))) * 4
