@@ -223,7 +223,7 @@ class PrecisionSection(Section):
     fp8_skip_last_layers: NonNegativeInt = 0
     """decoder layers at the end of the model that multiply in precision.compute"""
     fp8_experts: Literal["auto", "always", "never"] = "auto"
-    """whether the GEMMs of experts use FP8 too, with fp8-block; auto: where that is faster, by figures of one H200"""
+    """whether the GEMMs of experts use FP8 too, with fp8-block; auto: where that is faster, by cluster.rates"""
     fp8_sample_every: NonNegativeInt = 100
     """steps between samples of all FP8 operands: absolute maximum, saturated and underflowed values; 0: never. Other
     steps cost nothing"""

@@ -82,7 +82,7 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
         scales = {"tensor": "a scale per tensor", "row": "a scale per row", "block": "scales per 1 x 128 and 128 x 128"}
         facts["matmul"] = f"FP8 in {layers}, {scales[plan.fp8.scaling]}, gradients {plan.fp8.gradients}"
         if model.experts is not None:
-            reason = why_not(model, plan.fp8.scaling, plan.mesh) or "precision.fp8_experts is never"
+            reason = why_not(model, plan.fp8.scaling, plan.mesh, plan.rates) or "precision.fp8_experts is never"
             facts["experts"] = "FP8, W in the compute dtype" if plan.fp8.experts else f"{plan.dtype}: {reason}"
     if plan.zero:
         shards = max(map(plan.num_zero_shards, plan.param_shards))

@@ -8,6 +8,7 @@ from pentad.orchestrator.activations.allocations import FP8_TILE
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.fp8_experts import in_8_bits
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling
 from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
 from pentad.schedules.spec.plan import Plan
@@ -38,8 +39,9 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
     )
 
 
-def fp8_spec(config: RunConfig, model: ModelSpec) -> Fp8Spec | None:
-    """Raises PentadError for models whose products have no form in 8 bits yet."""
+def fp8_spec(config: RunConfig, model: ModelSpec, rates: Rates) -> Fp8Spec | None:
+    """Experts are in 8 bits where that is faster at these rates. Raises PentadError for models whose products have no
+    form in 8 bits yet."""
     given = config.precision
     if given.matmul == "compute":
         if given.compare_every:
@@ -56,7 +58,7 @@ def fp8_spec(config: RunConfig, model: ModelSpec) -> Fp8Spec | None:
         raise PentadError(f"{keys}: expected fewer than model.layers = {model.layers}, or precision.matmul = compute")
     scaling = SCALINGS[given.matmul]
     recipe = scaling, given.fp8_gradients, given.fp8_power_of_two_scales
-    return Fp8Spec(*recipe, *skipped, given.fp8_sample_every, in_8_bits(config, model), given.compare_every)
+    return Fp8Spec(*recipe, *skipped, given.fp8_sample_every, in_8_bits(config, model, rates), given.compare_every)
 
 
 def require_fp8(plan: Plan, gpu: str) -> None:

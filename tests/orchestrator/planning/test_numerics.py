@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from pentad.orchestrator.config.config import load
+from pentad.orchestrator.gpus.rate_table import CPU, RateTable, write_table
 from pentad.orchestrator.monitoring.plan_view import facts_table
 from pentad.orchestrator.planning.estimate import costs_of, memory
+from pentad.orchestrator.planning.hardware import rates_of
 from pentad.orchestrator.planning.numerics import require_fp8
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
@@ -99,6 +102,17 @@ def test_experts_multiply_in_8_bits_if_they_are_to() -> None:
     names = {each.name.partition(".")[2] for each in fp8_matrices(plan.model, plan.fp8, range(1))}
     assert {"0.experts.gate_up", "0.experts.down"} < names
     assert "FP8" in facts_of(plan)
+
+
+@pytest.mark.parametrize("times", [0.5, 2.0])
+def test_a_table_of_rates_decides_about_experts(tmp_path: Path, times: float) -> None:
+    rates = replace(rates_of("cpu"), experts=((1e9, 2e9, 1e9), (times * 1e9, times * 2e9, times * 1e9)))
+    found = RateTable(version=1, gpu=CPU, measured="2026-01-01", ranks=(1, 1), assumed=(), rates=rates)
+    write_table(found, tmp_path / "rates.json")
+    plan = plan_with({"matmul": "fp8-block"}, model=LARGE, cluster={"rates": str(tmp_path / "rates.json")})
+    assert plan.fp8 is not None and plan.fp8.experts == (times > 1)
+    expected = "FP8, W in" if times > 1 else "in 8 bits their products take 2.0 times as long by the rates of this GPU"
+    assert expected in facts_of(plan)
 
 
 @pytest.mark.parametrize(

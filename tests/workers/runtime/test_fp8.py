@@ -8,23 +8,12 @@ from typing import Any
 import pytest
 from bits import same_bits
 from exactness import assert_equals_one_process
-from plans import plan_of
+from fp8_plans import BLOCK, EXPERTS, LATENT, MIXTURE, ROW, TENSOR, WIDE_EXPERTS, ZERO_3, fp8_plan
 from resume import assert_repeatable
 
-from pentad.schedules.spec.model import MLA, Experts, Fp8Spec, ModelSpec
-from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.schedules.spec.model import Fp8Spec
 from pentad.workers.linear.fp8_sample import cosines, merged
 
-# Whole tiles of 128 on two tensor ranks.
-MODEL = ModelSpec(layers=4, hidden=128, heads=2, kv_heads=2, head_dim=128, ffn=256, vocab=300)
-MIXTURE = replace(MODEL, experts=Experts(4, 2, 24, first_k_dense=2))
-WIDE_EXPERTS = replace(MODEL, experts=Experts(4, 2, 256, first_k_dense=1, shared_intermediate_size=24))
-EXPERTS = Fp8Spec("block", experts=True)
-LATENT = replace(MODEL, mla=MLA(128, 128, qk_nope_head_dim=128, qk_rope_head_dim=128, v_head_dim=128))
-LENGTH = 128  # tokens of a sequence on a context rank, at least
-BLOCK, TENSOR, ROW = Fp8Spec("block"), Fp8Spec("tensor", "e5m2"), Fp8Spec("row", power_of_two=True)
-ZERO_3 = {"memory_options": MemoryOptions(zero=3)}
 CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     (BLOCK, "zb-h2", {"pp": 2, "layers": 2}),
     (TENSOR, "1f1b", {"tp": 2, "layers": 1}),
@@ -46,18 +35,10 @@ CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     (EXPERTS, "1f1b", {"pp": 2, "dp": 2, "model": WIDE_EXPERTS, **ZERO_3}),
     (BLOCK, "dualpipev", {"pp": 2, "tp": 2, "model": LATENT}),
     *((spec, "1f1b", {"tp": 2, "layers": 2, "model": LATENT}) for spec in (TENSOR, ROW)),
+    (BLOCK, "zb-h1", {"pp": 2, "offload": 0.5}),
+    (TENSOR, "1f1b", {"pp": 2, "max_resident": 2.0, "recompute": "mlp"}),
     (replace(BLOCK, power_of_two=True, gradients="e5m2"), "zb-h2", {"pp": 2, "post_validation": True}),
 ]
-
-
-def fp8_plan(spec: Fp8Spec, name: str, sizes: dict[str, Any], corpus: str) -> Plan:
-    sizes = {"dp": 1, "pp": 1, **sizes}
-    model = sizes.pop("model", MODEL)
-    model = replace(model, layers=sizes.pop("layers", model.layers))
-    microbatches = sizes.pop("microbatches", 3 if model.layers < MODEL.layers else 4)
-    plan = plan_of(name, microbatches=microbatches, data=corpus, model=model, **sizes)
-    length = LENGTH * plan.mesh.cp * (2 if plan.mesh.cp > 1 and spec.scaling == "block" else 1)
-    return replace(plan, fp8=spec, batch=replace(plan.batch, sequence_length=length))
 
 
 @pytest.mark.sampled(1)
