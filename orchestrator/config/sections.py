@@ -212,7 +212,7 @@ class PrecisionSection(Section):
     """numbers that the projections of decoder layers multiply, forward and backward. compute: those of
     precision.compute. fp8-...: 8-bit floating point, with one scale a tensor, one a row, or one for every 128 values of
     activations and 128 x 128 of weights as in DeepSeek-V3; on CPUs emulated. Embedding, head, norms, routers,
-    shared experts, projections to latents (MLA) and the core of attention stay in precision.compute"""
+    projections to latents (MLA) and the core of attention stay in precision.compute"""
     fp8_gradients: Literal["e4m3", "e5m2"] = "e4m3"
     """8-bit format of the gradients of activations: e5m2 has more range and less precision; weights and activations are
     e4m3"""

@@ -15,7 +15,7 @@ from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.planning.estimate import ON_HOST, memories
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
-from pentad.orchestrator.planning.fp8_experts import why_not
+from pentad.orchestrator.planning.fp8_experts import why_not, why_not_shared
 from pentad.schedules.passes.offload_arena import arena
 from pentad.schedules.passes.recompute import config_text
 from pentad.schedules.simulate.copy_slack import hidden_share
@@ -84,6 +84,8 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
         if model.experts is not None:
             reason = why_not(model, plan.fp8.scaling, plan.mesh, plan.rates) or "precision.fp8_experts is never"
             facts["experts"] = "FP8, W in the compute dtype" if plan.fp8.experts else f"{plan.dtype}: {reason}"
+            if model.experts.shared_intermediate_size and not plan.fp8.shared_experts:
+                facts["experts"] += f"; the shared expert {plan.dtype}: {why_not_shared(model, plan.mesh)}"
     if plan.zero:
         shards = max(map(plan.num_zero_shards, plan.param_shards))
         facts["zero"] = f"stage {plan.zero}, {shards} shards of a pipeline stage"

@@ -30,6 +30,21 @@ def why_not(model: ModelSpec, scaling: str, mesh: Mesh, rates: Rates | None) -> 
     return f"in 8 bits their products take {narrow / wide:.1f} times as long {where}" if narrow >= wide else ""
 
 
+def shared_in_8_bits(config: RunConfig, model: ModelSpec) -> bool:
+    """Whether the shared expert multiplies in 8 bits: if its matrices are whole tiles on every rank."""
+    return _shared_width(model, config.mesh.mesh) > 0 and not why_not_shared(model, config.mesh.mesh)
+
+
+def why_not_shared(model: ModelSpec, mesh: Mesh) -> str:
+    """Why a shared expert stays in the compute dtype, '' if it does not."""
+    width = _shared_width(model, mesh)
+    return f"its width of {width} on a rank is not whole tiles of {FP8_TILE}" if width % FP8_TILE else ""
+
+
+def _shared_width(model: ModelSpec, mesh: Mesh) -> int:
+    return 0 if model.experts is None else model.experts.shared_intermediate_size // mesh.tp
+
+
 def _impossible(model: ModelSpec, scaling: str, mesh: Mesh) -> str:
     assert model.experts is not None
     width = model.experts.intermediate_size // mesh.tp

@@ -6,7 +6,7 @@ import re
 
 from pentad.orchestrator.activations.allocations import FP8_TILE
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.fp8_experts import in_8_bits
+from pentad.orchestrator.planning.fp8_experts import in_8_bits, shared_in_8_bits
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling
@@ -58,7 +58,8 @@ def fp8_spec(config: RunConfig, model: ModelSpec, rates: Rates) -> Fp8Spec | Non
         raise PentadError(f"{keys}: expected fewer than model.layers = {model.layers}, or precision.matmul = compute")
     scaling = SCALINGS[given.matmul]
     recipe = scaling, given.fp8_gradients, given.fp8_power_of_two_scales
-    return Fp8Spec(*recipe, *skipped, given.fp8_sample_every, in_8_bits(config, model, rates), given.compare_every)
+    experts, shared = in_8_bits(config, model, rates), shared_in_8_bits(config, model)
+    return Fp8Spec(*recipe, *skipped, given.fp8_sample_every, experts, given.compare_every, shared)
 
 
 def require_fp8(plan: Plan, gpu: str) -> None:
@@ -72,7 +73,11 @@ def require_fp8(plan: Plan, gpu: str) -> None:
         raise PentadError(f"{matmul} on {gpu}: expected a Hopper GPU, or fp8-tensor, fp8-row or compute")
     for what, size in _sizes(plan, plan.fp8).items():
         if size % FP8_TILE:
-            raise PentadError(f"{matmul}, but {what} is {size}: expected a multiple of {FP8_TILE}, or matmul = compute")
+            dense = plan.model.dense_layers  # before those with experts
+            skips = what.startswith("model.ffn") and 0 < dense < plan.model.layers
+            others = f"precision.fp8_skip_first_layers = {dense}, " if skips else ""
+            expected = f"expected a multiple of {FP8_TILE}, {others}or matmul = compute"
+            raise PentadError(f"{matmul}, but {what} is {size}: {expected}")
 
 
 def _sizes(plan: Plan, fp8: Fp8Spec) -> dict[str, int]:

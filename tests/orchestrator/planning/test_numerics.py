@@ -143,17 +143,30 @@ def facts_of(plan: Plan) -> str:
     return next(line for line in text.getvalue().splitlines() if line.strip().startswith("experts"))
 
 
+@pytest.mark.parametrize(("width", "tp"), [(256, 1), (256, 2), (384, 2), (0, 1)])
+def test_shared_experts_multiply_in_8_bits_if_they_are_whole_tiles(width: int, tp: int) -> None:
+    experts = {**EXPERTS, "shared_intermediate_size": width}
+    mla = {"kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 128, "v_head_dim": 128}
+    model = {"family": "deepseek-v3", "experts": experts, "mla": mla}
+    plan = plan_with({"matmul": "fp8-row"}, model=model, mesh={"pp": 1, "tp": tp})
+    fits = width // tp % 128 == 0 and width > 0
+    assert plan.fp8 is not None and plan.fp8.shared_experts == fits
+    names = {each.name for each in fp8_matrices(plan.model, plan.fp8, range(4))}
+    assert ("layers.3.shared.down" in names) == fits
+    assert ("the shared expert float32: its width of 192 on a rank" in facts_of(plan)) == (width == 384)
+
+
 def test_small_experts_stay_in_the_compute_dtype() -> None:
     """Their layers have no feed-forward network whose size could be wrong."""
     plan = plan_with({"matmul": "fp8-block"}, model={"family": "qwen3-moe", "ffn": 96, "experts": EXPERTS})
     assert plan.fp8 is not None
     names = {each.name.partition(".")[2] for each in fp8_matrices(plan.model, plan.fp8, range(1))}
     assert names == {"0.attention.qkv", "0.attention.out"}
-    with pytest.raises(PentadError, match=r"model\.ffn is 96"):
-        plan_with(
-            {"matmul": "fp8-block"},
-            model={"family": "qwen3-moe", "ffn": 96, "experts": {**EXPERTS, "first_k_dense": 1}},
-        )
+    partial = {"family": "qwen3-moe", "ffn": 96, "experts": {**EXPERTS, "first_k_dense": 1}}
+    remedy = r"a multiple of 128, precision\.fp8_skip_first_layers = 1, or"
+    with pytest.raises(PentadError, match=rf"model\.ffn is 96: expected {remedy}"):
+        plan_with({"matmul": "fp8-block"}, model=partial)
+    assert plan_with({"matmul": "fp8-block", "fp8_skip_first_layers": 1}, model=partial).fp8
 
 
 def test_the_plan_counts_what_a_comparison_of_gradients_takes() -> None:

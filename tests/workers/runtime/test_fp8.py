@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from bits import same_bits
 from exactness import assert_equals_one_process
-from fp8_plans import BLOCK, EXPERTS, LATENT, MIXTURE, ROW, TENSOR, WIDE_EXPERTS, ZERO_3, fp8_plan
+from fp8_plans import BLOCK, EXPERTS, LATENT, MIXTURE, ROW, SHARED, TENSOR, WIDE_EXPERTS, ZERO_3, fp8_plan
 from resume import assert_repeatable
 
 from pentad.schedules.spec.model import Fp8Spec
@@ -33,6 +33,10 @@ CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     (EXPERTS, "zb-h1", {"pp": 2, "ep": 2, "recompute": "selective", "model": WIDE_EXPERTS}),
     (replace(EXPERTS, gradients="e5m2"), "zb-v", {"pp": 2, "tp": 2, "recompute": "full", "model": WIDE_EXPERTS}),
     (EXPERTS, "1f1b", {"pp": 2, "dp": 2, "model": WIDE_EXPERTS, **ZERO_3}),
+    (replace(BLOCK, shared_experts=True), "zb-h1", {"pp": 2, "model": SHARED, "recompute": "moe"}),
+    (replace(TENSOR, shared_experts=True), "1f1b", {"tp": 2, "layers": 2, "model": SHARED}),
+    (replace(ROW, shared_experts=True), "1f1b", {"ep": 2, "layers": 2, "model": SHARED}),
+    (replace(EXPERTS, shared_experts=True), "1f1b", {"cp": 2, "layers": 2, "model": SHARED}),
     (BLOCK, "dualpipev", {"pp": 2, "tp": 2, "model": LATENT}),
     *((spec, "1f1b", {"tp": 2, "layers": 2, "model": LATENT}) for spec in (TENSOR, ROW)),
     (BLOCK, "zb-h1", {"pp": 2, "offload": 0.5}),
