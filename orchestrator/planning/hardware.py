@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -139,6 +140,11 @@ def local_gpus() -> int:
     if visible is None:
         return found
     return min(found, len([name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]))
+
+
+def local_cores() -> int:
+    """Number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def local_device(section: ClusterSection, ranks: int) -> tuple[str, str]:
