@@ -105,6 +105,7 @@ def test_samples_of_operands_are_those_of_one_process(fleet, corpus, spec, name,
 
 
 COMPARED: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
+    (BLOCK, "1f1b", {"layers": 1, "microbatches": 1}),
     (BLOCK, "1f1b", {"pp": 2, "layers": 2}),
     (TENSOR, "zb-h2", {"pp": 2, "layers": 2, "post_validation": True}),
     (ROW, "1f1b", {"tp": 2, "layers": 1, "recompute": "selective"}),
@@ -113,8 +114,10 @@ COMPARED: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("spec", "name", "sizes"), COMPARED)
+@pytest.mark.parametrize(
+    ("spec", "name", "sizes"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (i > 0)) for i, case in enumerate(COMPARED)],
+)
 def test_comparing_gradients_changes_no_bit_and_gives_the_cosines_of_one_process(fleet, corpus, spec, name, sizes):
     """Every second step."""
     spec = replace(spec, compare_every=2)
