@@ -14,7 +14,7 @@ from pentad.schedules.spec.model import ModelSpec
 def in_8_bits(config: RunConfig, model: ModelSpec, rates: Rates) -> bool:
     """Raises PentadError if experts cannot multiply in 8 bits but are to (precision.fp8_experts = always)."""
     wanted, mesh, scaling = config.precision.fp8_experts, config.mesh.mesh, config.precision.matmul.removeprefix("fp8-")
-    if model.experts is None or wanted == "never":
+    if wanted == "never" or (wanted == "auto" and model.experts is None):
         return False
     if wanted == "always" and (problem := _impossible(model, scaling, mesh)):
         raise PentadError(f"precision.fp8_experts is always, but {problem}: expected auto or never")
@@ -46,7 +46,8 @@ def _shared_width(model: ModelSpec, mesh: Mesh) -> int:
 
 
 def _impossible(model: ModelSpec, scaling: str, mesh: Mesh) -> str:
-    assert model.experts is not None
+    if model.experts is None:
+        return "the model has no experts"
     width = model.experts.intermediate_size // mesh.tp
     if scaling != "block":
         return f"fp8-{scaling} has no products of experts"

@@ -135,6 +135,8 @@ def test_experts_that_cannot_multiply_in_8_bits_are_refused_if_they_are_to() -> 
     for matmul, experts in (("fp8-row", LARGE["experts"]), ("fp8-block", EXPERTS)):
         with pytest.raises(PentadError, match=r"precision\.fp8_experts is always, but .*: expected auto or never"):
             plan_with({"matmul": matmul, "fp8_experts": "always"}, model=LARGE | {"experts": experts})
+    with pytest.raises(PentadError, match=r"but the model has no experts: expected auto or never$"):
+        plan_with({"matmul": "fp8-block", "fp8_experts": "always"})
 
 
 def facts_of(plan: Plan) -> str:
