@@ -97,8 +97,19 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    return Cluster(monkeypatch)
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """No lease is renewed any more once the test is over: there is another Ray then."""
+    begin, begun = HeldLease.__init__, list[HeldLease]()
+
+    def tracked(lease: HeldLease, *given: Any) -> None:
+        begin(lease, *given)
+        begun.append(lease)
+
+    monkeypatch.setattr(HeldLease, "__init__", tracked)
+    yield Cluster(monkeypatch)
+    for lease in begun:
+        lease._over.set()
+        lease._renewing.join()
 
 
 @pytest.fixture
