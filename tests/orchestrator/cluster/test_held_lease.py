@@ -131,7 +131,8 @@ def test_a_lease_is_renewed_and_ends_with_all_that_the_run_had(cluster: Cluster)
         assert not lease.found and lease.ranks == keeper.ranks and lease.ranks.startswith(f"{lease.namespace}/")
         cluster.actors[lease.ranks, "rank1"] = "one"
         cluster.actors[lease.ranks, "rank0"] = "zero"
-        assert lease.actors() == ["zero", "one"] and lease.placement() == "room"
+        room: Any = lease.placement()
+        assert lease.actors() == ["zero", "one"] and room == "room"
         eventually(lambda: keeper.lease.renewals > 2)
         lease.require()
     assert cluster.released == ["room"] and keeper not in cluster.actors.values()

@@ -175,5 +175,5 @@ def test_nodes_of_one_machine_have_different_names(monkeypatch: pytest.MonkeyPat
 
 
 def test_room_without_bundles_has_no_node(cluster: Cluster) -> None:
-    assert node_of(Group([], {}, has_room=True)) == ""  # type: ignore[arg-type]
-    assert Placement(Group([], {}, has_room=True)).bundle_count == 0  # type: ignore[arg-type]
+    assert node_of(Group([], {}, has_room=True)) == ""
+    assert Placement(Group([], {}, has_room=True)).bundle_count == 0

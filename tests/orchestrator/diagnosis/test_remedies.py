@@ -62,7 +62,7 @@ def test_slow_hardware_and_uneven_stages_are_named_with_their_places() -> None:
 
 def test_a_schedule_with_a_smaller_bubble_is_named_and_only_if_there_is_one() -> None:
     words = ("mesh.pp=4", "schedule.microbatches=8", "memory.recompute=none")
-    costs = Costs(forward=[1.0] * 4, backward=[1.0] * 4, weight=[1.0] * 4)
+    costs = Costs(forward=(1.0,) * 4, backward=(1.0,) * 4, weight=(1.0,) * 4)
 
     def better(name: str, *more: str) -> Remedy | None:
         program = compile_program(name, 4, 8, costs=costs, options=ScheduleOptions())

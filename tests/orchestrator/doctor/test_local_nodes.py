@@ -192,6 +192,7 @@ def test_a_run_is_placed_on_the_nodes_that_pass(
 
     monkeypatch.setattr(node_check, "release", released.append)
     monkeypatch.setattr(node_check, "node_names", nodes.node_names)
+    room: Any
     room, check = reserve_checked(load(None, ["mesh.dp=2", "mesh.pp=4"]), cluster, display, place)
     assert (room, released, without) == ("room 2", ["room 1"], [[], ["id1"]])
     cause = "network: at most 1 GB/s from any other node: 10 GB/s is usual"

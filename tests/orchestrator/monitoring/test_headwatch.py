@@ -102,7 +102,9 @@ def test_the_driver_of_a_lost_head_says_so_and_ends_though_nothing_answers(monke
     monkeypatch.setattr(headwatch.threading, "Timer", lambda *call: SimpleNamespace(start=lambda: timers.append(call)))
     with listener() as head:
         port = head.getsockname()[1]
-    with headwatch.watched_head(SimpleNamespace(local=True, address=f"127.0.0.1:{port}", kill=kill), Bus()):
+    cluster: Any = SimpleNamespace(local=True, address=f"127.0.0.1:{port}", kill=kill)
+    bus: Any = Bus()
+    with headwatch.watched_head(cluster, bus):
         assert ended.wait(20)
     sentence = f"the Ray head at 127.0.0.1:{port} has not answered for 0.05 s"
     assert said["failure"].startswith(sentence) and (said["state"], said["killed"], said["status"]) == (

@@ -173,7 +173,7 @@ def test_small_experts_stay_in_the_compute_dtype() -> None:
 
 def test_the_plan_counts_what_a_comparison_of_gradients_takes() -> None:
     """Activations of the compute dtype, and gradients in host memory."""
-    given = {"schedule": {"name": "zb-h2", "microbatches": 4}, "batch": {"global_batch_size": 4}}
+    given: dict[str, Any] = {"schedule": {"name": "zb-h2", "microbatches": 4}, "batch": {"global_batch_size": 4}}
     plain, alone, compared = (
         plan_with(precision, **given)
         for precision in ({}, {"matmul": "fp8-block"}, {"matmul": "fp8-block", "compare_every": 10})

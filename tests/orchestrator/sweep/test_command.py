@@ -152,7 +152,7 @@ def test_on_a_cluster_trials_share_what_is_free_there(monkeypatch: pytest.Monkey
         section = load(None, ["cluster.address=10.0.0.1:6379"]).cluster
         free = find_free_devices(section)
         assert (free.device, free.most, len(free.devices)) == (device, count, count)
-        assert not free.variables(free.devices[:1])
+        assert not free.variables(tuple(free.devices[:1]))
         resources.pop({"cuda": "GPU", "cpu": "CPU"}[device])
         with pytest.raises(PentadError, match=r"10.0.0.1:6379: expected a Ray cluster with a free [CG]PU"):
             find_free_devices(section)
