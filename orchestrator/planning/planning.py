@@ -102,12 +102,16 @@ def make_plan(
         )
 
     program = compiled(config.schedule.microbatches, order)
-    orders = {count: compute_order(config, model, device, count) for count in batch_spec(config).rampup_microbatches}
+    batch = batch_spec(config)
+    counts = *batch.rampup_microbatches, *batch.longer
+    orders = {count: compute_order(config, model, device, count) for count in counts}
     _require_same_stages(config, program, list(orders.values()))
-    smaller = [compiled(*each) for each in orders.items()]
+    others = {count: compiled(count, order) for count, order in orders.items()}
+    smaller, longer = (tuple(others[count] for count in of) for of in (batch.rampup_microbatches, batch.longer))
     plan = draft(config, model, device, program, layers, transport=transport, zero=options.zero)
     evaluation = _eval(config, program, costs, transport, options)
-    return with_slots(replace(plan, eval=evaluation, rampup_programs=tuple(smaller), offload=fractions))
+    plan = replace(plan, rampup_programs=smaller, longer_programs=longer)
+    return with_slots(replace(plan, eval=evaluation, offload=fractions))
 
 
 def _guessed(
@@ -131,13 +135,13 @@ def _guessed(
 
 
 def _require_same_stages(config: RunConfig, program: Program, orders: Sequence[Program | None]) -> None:
-    """Raises PentadError if one of the `orders` of smaller batches places stages differently than the full program, so
-    that a batch-size ramp would have to move weights. Those of the catalogue (None) do not."""
+    """Raises PentadError if one of the `orders` of other numbers of microbatches places stages differently than the
+    program, so that weights would have to move between steps. Those of the catalogue (None) do not."""
     for order in orders:
         if order is not None and (order.placement, order.slices) != (program.placement, program.slices):
             counts = f"{order.microbatches} and {program.microbatches} microbatches"
             found = f"schedule.name is {config.schedule.name}, which places stages differently for {counts}"
-            raise PentadError(f"{found}: expected a schedule with the same placement in all stages of batch.rampup")
+            raise PentadError(f"{found}: expected a schedule with the same placement for both")
 
 
 def first_plan(config: RunConfig) -> Plan:
