@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product
-from typing import Literal
+from itertools import chain, product
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -102,15 +102,9 @@ def make_plan(
         )
 
     program = compiled(config.schedule.microbatches, order)
-    batch = batch_spec(config)
-    counts = *batch.rampup_microbatches, *batch.longer
-    orders = {count: compute_order(config, model, device, count) for count in counts}
-    _require_same_stages(config, program, list(orders.values()))
-    others = {count: compiled(count, order) for count, order in orders.items()}
-    smaller, longer = (tuple(others[count] for count in of) for of in (batch.rampup_microbatches, batch.longer))
-    plan = draft(config, model, device, program, layers, transport=transport, zero=options.zero)
+    others = _other_programs(config, model, device, program, compiled)
+    plan = replace(draft(config, model, device, program, layers, transport=transport, zero=options.zero), **others)
     evaluation = _eval(config, program, costs, transport, options)
-    plan = replace(plan, rampup_programs=smaller, longer_programs=longer)
     return with_slots(replace(plan, eval=evaluation, offload=fractions))
 
 
@@ -132,6 +126,21 @@ def _guessed(
     placement, rates = place_units(layout.placement, units), rates_for(config.cluster, device)
     given = model, layers, placement, piece, rates, modes, zero, config.lora_spec, moved
     return guess_costs(*given, host_optimizer=config.memory.optimizer == "host")
+
+
+def _other_programs(
+    config: RunConfig,
+    model: ModelSpec,
+    device: str,
+    program: Program,
+    compiled: Callable[[int, Program | None], Program],
+) -> dict[str, Any]:
+    """Those of other numbers of microbatches than `program` has, as fields of a plan."""
+    batch = batch_spec(config)
+    counts = {"rampup_programs": batch.rampup_microbatches, "longer_programs": batch.longer}
+    orders = {count: compute_order(config, model, device, count) for count in chain(*counts.values())}
+    _require_same_stages(config, program, list(orders.values()))
+    return {name: tuple(compiled(count, orders[count]) for count in of) for name, of in counts.items()}
 
 
 def _require_same_stages(config: RunConfig, program: Program, orders: Sequence[Program | None]) -> None:
