@@ -184,7 +184,7 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
     shared = experts.shared_intermediate_size // piece.mesh.tp
     group_tokens = ep * tokens
     rows = group_tokens * min(experts.top_k, local)
-    copy, in_8_bits = piece.copy(hidden), piece.casts_experts
+    copy, in_8_bits, of_shared = piece.copy(hidden), piece.casts_experts, piece.of_shared_experts
     received = (0,) if ep == 1 else piece.expert_tensors(group_tokens, hidden)
     loads = 1 + (experts.aux_loss_coef > 0 and piece.mesh.cp > 1)
     tensors = tokens * experts.num_experts * wide, tokens * experts.top_k * wide
@@ -200,12 +200,15 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
     yield Allocation("received tokens", "F-W", sum(received), tensors=received)
     tensors = 2 * rows * width * c, 2 * tokens * shared * c
     yield Allocation("gate and up", "F-B", sum(tensors), parts=("moe",), tensors=tensors)
-    if (ep == 1 and not in_8_bits) or shared:
+    if (ep == 1 and not in_8_bits) or (shared and of_shared.fp8 is None):
         yield Allocation(OUTPUT_GRADIENT, "B-W", tokens * hidden * c)
     yield Allocation("received gradients", "B-W", sum(received))
     if ep == 1 and in_8_bits:
         yield Allocation("tokens and their gradients, cast", "B-W", 2 * piece.expert_rows(tokens, hidden))
-    inner = piece.expert_rows(rows, 3 * width) + 3 * tokens * shared * c
+    inner = piece.expert_rows(rows, 3 * width)
+    if shared:
+        yield Allocation("shared expert's input and gradient, cast", "B-W", 2 * of_shared.cast(hidden))
+        inner += of_shared.operand(shared) + of_shared.operand(2 * shared)
     yield Allocation("gated, gradients of gate and up", "B-W", inner)
     yield Allocation("gradients of the router's logits", "B-W", tokens * experts.num_experts * c)
     yield Allocation("gathered input", "B-W", copy)

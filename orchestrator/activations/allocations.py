@@ -120,6 +120,11 @@ class Piece(NamedTuple):
     def casts_experts(self) -> bool:
         return self.fp8 is not None and self.fp8.experts
 
+    @property
+    def of_shared_experts(self) -> Piece:
+        """Of the products of shared experts."""
+        return self if self.fp8 is None or self.fp8.shared_experts else self._replace(fp8=None)
+
     def expert_rows(self, rows: int, width: int) -> int:
         """Bytes of rows [rows, width] of the experts' products."""
         return sum(self.expert_tensors(rows, width))

@@ -29,16 +29,18 @@ def config_to_train(
     config: Config = None, overrides: Iterable[str] = (), sections: Mapping[str, Any] = NO_SECTIONS
 ) -> tuple[RunConfig, str]:
     """`load_config` with `section.key=value` overrides, but the quickstart has a pipeline no longer than this machine
-    has GPUs, and a note that says so.
+    has GPUs, or without GPUs no longer than it has CPU cores, two at least; and a note that says so.
 
     Any other configuration, and one whose mesh or cluster is given, is left as it is."""
     overrides, note = list(overrides), ""
     is_given = not {"mesh", "cluster"}.isdisjoint([*sections, *(each.partition(".")[0] for each in overrides)])
-    gpus, ranks = hardware.local_gpus(), load(None).mesh.pp
-    if config is None and not is_given and 0 < gpus < ranks:
-        count = f"{gpus} GPU" + "s" * (gpus > 1)
-        note = f"this machine has {count}: the quickstart runs with mesh.pp = {gpus}, not {ranks}"
-        overrides.append(f"mesh.pp={gpus}")
+    gpus, cores, ranks = hardware.local_gpus(), hardware.local_cores(), load(None).mesh.pp
+    devices = gpus or max(2, cores)
+    if config is None and not is_given and devices < ranks:
+        number, kind = (gpus, "GPU") if gpus else (cores, "CPU core")
+        has = f"this machine has {number} {kind}" + "s" * (number > 1)
+        note = f"{has}: the quickstart runs with mesh.pp = {devices}, not {ranks}"
+        overrides.append(f"mesh.pp={devices}")
     return load(_source(config), overrides, sections), note
 
 

@@ -212,7 +212,7 @@ class PrecisionSection(Section):
     """numbers that the projections of decoder layers multiply, forward and backward. compute: those of
     precision.compute. fp8-...: 8-bit floating point, with one scale a tensor, one a row, or one for every 128 values of
     activations and 128 x 128 of weights as in DeepSeek-V3; on CPUs emulated. Embedding, head, norms, routers,
-    shared experts, projections to latents (MLA) and the core of attention stay in precision.compute"""
+    projections to latents (MLA) and the core of attention stay in precision.compute"""
     fp8_gradients: Literal["e4m3", "e5m2"] = "e4m3"
     """8-bit format of the gradients of activations: e5m2 has more range and less precision; weights and activations are
     e4m3"""
@@ -223,10 +223,12 @@ class PrecisionSection(Section):
     fp8_skip_last_layers: NonNegativeInt = 0
     """decoder layers at the end of the model that multiply in precision.compute"""
     fp8_experts: Literal["auto", "always", "never"] = "auto"
-    """whether the GEMMs of experts use FP8 too, with fp8-block; auto: where that is faster, by figures of one H200"""
+    """whether the GEMMs of experts use FP8 too, with fp8-block; auto: where that is faster, by cluster.rates"""
     fp8_sample_every: NonNegativeInt = 100
     """steps between samples of all FP8 operands: absolute maximum, saturated and underflowed values; 0: never. Other
     steps cost nothing"""
+    compare_every: NonNegativeInt = 0
+    """steps between comparisons of FP8's gradients with those in precision.compute: such a step runs twice; 0: never"""
     deterministic: bool = True
     """use kernels whose results are bit-identical in every run, at some cost in speed"""
 

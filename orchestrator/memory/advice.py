@@ -2,38 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.choice import Tried, fitting_recompute
 from pentad.orchestrator.memory.first_microbatches import estimated_seconds, shortened, with_words
 from pentad.orchestrator.memory.variants import Variants, Words
-from pentad.orchestrator.planning.estimate import simulated_seconds
-from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of
+from pentad.orchestrator.planning.estimate import memory, simulated_seconds
+from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of, require_host
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
+# Overrides for what does not fit without them.
+ON_HOST = ("memory.offload_fraction=1.0",), ("memory.optimizer=host",)
+
 
 def memory_advice(config: RunConfig, plan: Plan, fit: Fit) -> str:
     """A sentence with the change of ZeRO's stage, of recomputation or of the microbatches that costs least of those
-    with which the run fits, by simulation at guessed costs; or that none does."""
-    tried, found = [(fit.needed, Words())], list[tuple[float, Words]]()
-    for words in changes(config):
-        with suppress(PentadError):  # the schedule or the model does not allow this change
-            changed = with_words(config, words)
-            fitting = _fitting(changed, plan.device, fit.device, tried)
-            found += ((seconds, (*words, *recompute)) for seconds, recompute in fitting)
-    for _, words in sorted(found):
-        changed_plan = make_plan(with_words(config, words), plan.device)
-        if (after := fit_of(changed_plan, fit.device)).ok:
-            added = simulated_seconds(changed_plan) - simulated_seconds(plan)
-            return f"it fits with {_shown(words)}: {format_bytes(after.needed)}, and {_cost(added, plan)}"
-        tried.append((after.needed, words))
+    with which the run fits, by simulation at guessed costs; where none of these suffices, with what else is kept in
+    host memory; or that nothing does."""
+    tried = [(fit.needed, Words())]
+    if sentence := _advice(config, plan, fit.device, changes(config), tried):
+        return sentence
+    kinds = (*ON_HOST, sum(ON_HOST, ())) if plan.device == "cuda" else ()
+    most = next(reversed(_zero_stages(config)), ())
+    suffice = [kind for kind in kinds if _advice(config, plan, fit.device, [kind + most], tried)]
+    if suffice:
+        return _advice(config, plan, fit.device, [kind + zero for kind in suffice for zero in ((), most)], tried)
     least, _ = min(tried)
-    return f"no ZeRO stage, recomputation or number of microbatches makes it fit: {format_bytes(least)} is the least"
+    what = "ZeRO stage, recomputation, host memory" if kinds else "ZeRO stage, recomputation"
+    return f"no {what} or number of microbatches makes it fit: {format_bytes(least)} is the least"
+
+
+def _advice(config: RunConfig, plan: Plan, room: DeviceMemory, changed: Iterable[Words], tried: Tried) -> str:
+    """The cheapest of these changes with which the run fits, '' if there is none; what was `tried` is added."""
+    found = list[tuple[float, Words]]()
+    for words in changed:
+        with suppress(PentadError):  # the schedule or the model does not allow this change
+            fitting = _fitting(with_words(config, words), plan.device, room, tried)
+            found += ((seconds, (*words, *recompute)) for seconds, recompute in fitting)
+    for _, words in sorted(found, key=lambda each: (each[0], len(each[1]), each[1])):  # of equals the least change
+        changed_config = with_words(config, words)
+        changed_plan = make_plan(changed_config, plan.device)
+        with suppress(PentadError):  # the host has less memory
+            require_host(changed_config, changed_plan)
+            if (after := fit_of(changed_plan, room)).ok:
+                added = simulated_seconds(changed_plan) - simulated_seconds(plan)
+                needs = format_bytes(after.needed)
+                kept = [memory(changed_plan, plan.mesh.move(0, pp=pp)) for pp in range(plan.mesh.pp)]
+                if host := max(each["host"] + each["host_optimizer"] for each in kept):
+                    needs += f", {format_bytes(host)} a rank in host memory"
+                return f"it fits with {_shown(words)}: {needs}, and {_cost(added, plan)}"
+            tried.append((after.needed, words))
+    return ""
 
 
 def _fitting(config: RunConfig, device: str, room: DeviceMemory, tried: Tried) -> Iterator[tuple[float, Words]]:
@@ -49,12 +73,16 @@ def _fitting(config: RunConfig, device: str, room: DeviceMemory, tried: Tried) -
 
 def changes(config: RunConfig) -> Iterator[Words]:
     """Overrides of ZeRO's stage and of the microbatches that need less memory, alone and together; first nothing."""
-    zero = [(), *((f"zero.stage={stage}",) for stage in range(config.zero.stage + 1, 4))]
+    zero = [(), *_zero_stages(config)]
     rows = config.batch.global_batch_size // (config.mesh.dp * config.mesh.ep)
     more = [count for count in (2 * config.schedule.microbatches, rows) if config.schedule.microbatches < count <= rows]
     for microbatches in [(), *((f"schedule.microbatches={count}",) for count in dict.fromkeys(more))]:
         for stage in zero:
             yield (*stage, *microbatches)
+
+
+def _zero_stages(config: RunConfig) -> list[Words]:
+    return [(f"zero.stage={stage}",) for stage in range(config.zero.stage + 1, 4)]
 
 
 def _shown(words: Words) -> str:

@@ -81,6 +81,9 @@ METRICS = {
         "gauge", "Share of its values with the largest magnitude that 8 bits have.", FP8
     ),
     "pentad_fp8_underflowed_ratio": Metric("gauge", "Share of its values that are zero in 8 bits.", FP8),
+    "pentad_fp8_gradient_cosine": Metric(
+        "gauge", "Cosine of a gradient with that in the compute dtype, of the last step compared.", ("parameter",)
+    ),
     "pentad_nonfinite_values_total": Metric(
         "counter", "Steps with a non-finite loss or gradient norm; the latter skip their update.", ("tensor",)
     ),
@@ -310,6 +313,8 @@ class Exporter(Watcher, Collector):
                 self._put("pentad_fp8_amax", nan if sample["amax"] is None else sample["amax"], *at)
                 self._put("pentad_fp8_saturated_ratio", sample["saturated"], *at)
                 self._put("pentad_fp8_underflowed_ratio", sample["underflowed"], *at)
+        for parameter, cosine in row.get("fp8_gradients", {}).items():
+            self._put("pentad_fp8_gradient_cosine", nan if cosine is None else cosine, parameter)
         if row["peak_bytes"]:  # not measured on a CPU
             self._put("pentad_gpu_memory_peak_bytes", row["peak_bytes"])
         if row["step"] > self._furthest:  # replayed steps are not productive

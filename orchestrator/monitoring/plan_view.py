@@ -15,7 +15,7 @@ from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.planning.estimate import ON_HOST, memories
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
-from pentad.orchestrator.planning.fp8_experts import why_not
+from pentad.orchestrator.planning.fp8_experts import why_not, why_not_shared
 from pentad.schedules.ir.errors import enumerated
 from pentad.schedules.passes.offload_arena import arena
 from pentad.schedules.passes.recompute import config_text
@@ -83,8 +83,10 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
         scales = {"tensor": "a scale per tensor", "row": "a scale per row", "block": "scales per 1 x 128 and 128 x 128"}
         facts["matmul"] = f"FP8 in {layers}, {scales[plan.fp8.scaling]}, gradients {plan.fp8.gradients}"
         if model.experts is not None:
-            reason = why_not(model, plan.fp8.scaling, plan.mesh) or "precision.fp8_experts is never"
+            reason = why_not(model, plan.fp8.scaling, plan.mesh, plan.rates) or "precision.fp8_experts is never"
             facts["experts"] = "FP8, W in the compute dtype" if plan.fp8.experts else f"{plan.dtype}: {reason}"
+            if model.experts.shared_intermediate_size and not plan.fp8.shared_experts:
+                facts["experts"] += f"; the shared expert {plan.dtype}: {why_not_shared(model, plan.mesh)}"
     if plan.zero:
         shards = max(map(plan.num_zero_shards, plan.param_shards))
         facts["zero"] = f"stage {plan.zero}, {shards} shards of a pipeline stage"
@@ -145,11 +147,12 @@ def memory_line(plan: Plan, needs: Needs) -> RenderableType:
     rank = max(range(plan.mesh.size), key=lambda rank: needs[rank]["total"])
     kinds = ((name, part) for name, part in needs[rank].items() if part and name not in ("total", *ON_HOST))
     parts = [f"{name} {format_bytes(part)}" for name, part in kinds]
-    host, snapshot, optimizer, copies = (max(need[kind] for need in needs) for kind in ON_HOST)
+    host, snapshot, optimizer, copies, compared = (max(need[kind] for need in needs) for kind in ON_HOST)
     state = f"; up to {format_bytes(optimizer)} of a rank's optimizer state are in host memory" if optimizer else ""
     offloaded = f"; up to {format_bytes(host)} of a rank's activations are offloaded" if host else ""
     saved = f"; a checkpoint takes up to {format_bytes(snapshot)} of host memory per rank" if snapshot else ""
     kept = f"; copies of state take up to {format_bytes(copies)} of host memory per rank" if copies else ""
+    kept += f"; gradients to compare take up to {format_bytes(compared)} of host memory per rank" if compared else ""
     text = f"rank {rank} needs most memory, {format_bytes(needs[rank]['total'])}: {', '.join(parts)}"
     return Padding(Text(f"{text}{offloaded}{state}{saved}{kept}", "dim"), (0, 1))
 

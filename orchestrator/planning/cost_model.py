@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pentad.orchestrator.activations.activation_memory import row_bytes
 from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import stage_volume
-from pentad.orchestrator.planning.hardware import EXPERT_FLOPS, FP8_SPEEDUPS, links_of
+from pentad.orchestrator.planning.hardware import FP8_SPEEDUPS, expert_flops, links_of
 from pentad.orchestrator.planning.part_flops import part_flops
 from pentad.schedules.passes.recompute import ROW_WISE, recomputed_parts
 from pentad.schedules.simulate.costs import Costs
@@ -190,7 +190,7 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
         routed = max(0, end - max(first, experts.first_k_dense)) * experts.top_k
         routed_seconds = work * 3 * model.hidden * experts.intermediate_size * routed / rates.grouped
         if piece.casts_experts and piece.device == "cuda":
-            pairs = zip(EXPERT_FLOPS["compute"], EXPERT_FLOPS["block"], strict=True)
+            pairs = zip(*expert_flops(rates), strict=True)
             expert_gains = [routed_seconds * (1 - compute / block) for compute, block in pairs]
     plain = linear = dense + routed_seconds
     if piece.fp8 is not None and piece.device == "cuda":

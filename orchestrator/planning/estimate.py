@@ -31,7 +31,7 @@ from pentad.schedules.spec.plan import ROW_SLOTS, ParamShard, Plan
 from pentad.schedules.spec.tensors import active_parameters, fp8_matrices
 from pentad.schedules.spec.zero_layout import inbox_elements, num_muon_elements
 
-ON_HOST = ("host", "snapshot", "host_optimizer", "copies")  # kinds of memory that no GPU has
+ON_HOST = ("host", "snapshot", "host_optimizer", "copies", "compared")  # kinds of memory that no GPU has
 States = dict[int, dict[str, int]]  # by rank: memory but for activations
 CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 
@@ -107,14 +107,20 @@ def memory(plan: Plan, rank: int, state: States | None = None) -> dict[str, int]
     workspaces, and those of Muon. 'tables' are tokens, rotary tables and cuBLAS's workspace. ON_HOST are not part of
     'total': 'host' is offloaded, 'snapshot' a copy of the rank's part of a checkpoint, 'host_optimizer' the master
     weights and optimizer state that live there ('optimizer' is then the memory through which they pass), and 'copies'
-    are those parts of this rank and of another one, each of two steps (elastic.replicate_every).
+    are those parts of this rank and of another one, each of two steps (elastic.replicate_every). 'compared' are
+    gradients of a step in the compute dtype (precision.compare_every), whose activations count if they are larger.
     """
     known = {} if state is None else state
     if rank not in known:
         known[rank] = _state(plan, rank)
     activations, host = activation_peaks(plan, rank)
     found = known[rank] | {"activations": _with_muon(plan, rank, activations), "host": host}
-    return found | {"total": sum(size for kind, size in found.items() if kind not in (*ON_HOST, "total"))}
+    found |= {"total": sum(size for kind, size in found.items() if kind not in (*ON_HOST, "total"))}
+    if plan.fp8 is None or not plan.fp8.compare_every:
+        return found
+    largest = max(found, memory(replace(plan, fp8=None), rank), key=lambda kinds: kinds["total"])
+    kept = wide_bytes(plan.dtype) * sum(map(plan.zero_shard_size, plan.param_shards_of(rank)))
+    return {**largest, "compared": kept}
 
 
 def _state(plan: Plan, rank: int) -> dict[str, int]:
@@ -150,7 +156,7 @@ def _state(plan: Plan, rank: int) -> dict[str, int]:
         + ROW_SLOTS * plan.row_slot_elements * compute,
         "tables": _tables(plan, rank),
     }
-    kinds = (0, snapshot_bytes(plan, rank), on_host, copies_bytes(plan, rank))
+    kinds = (0, snapshot_bytes(plan, rank), on_host, copies_bytes(plan, rank), 0)
     return {**found, "total": 0, **dict(zip(ON_HOST, kinds, strict=True))}
 
 

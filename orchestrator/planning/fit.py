@@ -131,6 +131,7 @@ def require_host(config: RunConfig, plan: Plan) -> None:
     names = {
         "host": ("activations", f"memory.offload_fraction is {config.memory.offload_fraction}"),
         "host_optimizer": ("optimizer state", f"memory.optimizer is {config.memory.optimizer}"),
+        "compared": ("gradients", f"precision.compare_every is {config.precision.compare_every}"),
         "copies": ("copies of state", f"elastic.replicate_every is {config.elastic.replicate_every}"),
         "snapshot": ("a checkpoint's copy", f"checkpoint.{every} is {getattr(config.checkpoint, every):g}"),
     }

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -67,8 +69,9 @@ def rates_of(device: str, gpu: str = "") -> Rates:
     name = gpu or ASSUMED_GPU
     found = figures_of(name)
     is_measured = found.source == MEASURED
+    narrow = ((1.0, found.fp8),) if is_measured and found.fp8 else ()
     share = [1.0] * 4 if is_measured else [ATTAINED_FLOPS, ATTAINED_BANDWIDTH, ATTAINED_LINK, ATTAINED_HOST_LINK]
-    return _uniform(
+    rates = _uniform(
         share[0] * found.bf16,
         share[1] * found.bandwidth,
         (Links.uniform(30e-6, share[2] * found.link), Links.uniform(60e-6, INTER_HOST)),
@@ -77,6 +80,7 @@ def rates_of(device: str, gpu: str = "") -> Rates:
         ISSUE,
         f"assumed for an {name} ({found.source})",
     )
+    return replace(rates, products_8bit=narrow)
 
 
 def rates_for(section: ClusterSection, device: str) -> Rates:
@@ -93,8 +97,13 @@ def rates_for(section: ClusterSection, device: str) -> Rates:
 
 # How many times faster products in 8 bits are on a Hopper GPU, by what has a scale (tests/bench/results/fp8-h200.json).
 FP8_SPEEDUPS: dict[Scaling, float] = {"tensor": 1.8, "row": 1.75, "block": 1.5}
-# FLOP/s of the experts' products in F, B and W on a Hopper GPU (tests/bench/results/fp8-experts-h200.json).
-EXPERT_FLOPS = {"compute": (6.0e14, 6.0e14, 3.9e14), "block": (5.9e14, 6.4e14, 1.6e14)}
+# Rates.experts of an H200 (tests/bench/results/fp8-experts-h200.json).
+EXPERT_FLOPS = ((6.0e14, 6.0e14, 3.9e14), (5.9e14, 6.4e14, 1.6e14))
+
+
+def expert_flops(rates: Rates | None) -> tuple[tuple[float, float, float], ...]:
+    """Rates.experts, those of an H200 where they are unknown."""
+    return (rates.experts if rates else ()) or EXPERT_FLOPS
 
 
 def ranks_on_host(mesh: Mesh, axes: Collection[Axis], order: Sequence[str] = HOST_ORDER) -> int:
@@ -131,6 +140,11 @@ def local_gpus() -> int:
     if visible is None:
         return found
     return min(found, len([name for name in visible.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]))
+
+
+def local_cores() -> int:
+    """Number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def local_device(section: ClusterSection, ranks: int) -> tuple[str, str]:

@@ -93,13 +93,14 @@ def compute_order(config: RunConfig, model: ModelSpec, device: str, microbatches
         return section.order
 
     rates = rates_for(config.cluster, device)
+    fp8 = fp8_spec(config, model, rates)
 
     def costs_of(placed: Program) -> Costs | None:
         given = section.layers_per_stage
         if model.layers < placed.stages or (given is not None and len(given) != placed.stages):
             return None
         layers = split(model, placed.placement, config.batch.sequence_length, given)
-        piece = first_piece(config, device, placed.slices, fp8_spec(config, model))._replace(cp_method="ring")
+        piece = first_piece(config, device, placed.slices, fp8)._replace(cp_method="ring")
         return guess_costs(model, layers, placed.placement, piece, rates, lora=config.lora_spec)
 
     return choose(ranks, microbatches, costs_of, section.options, objective_of(config)).best.program

@@ -6,8 +6,9 @@ import re
 
 from pentad.orchestrator.activations.allocations import FP8_TILE
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.fp8_experts import in_8_bits
+from pentad.orchestrator.planning.fp8_experts import in_8_bits, shared_in_8_bits
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling
 from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
 from pentad.schedules.spec.plan import Plan
@@ -38,10 +39,14 @@ def optimizer_spec(config: RunConfig) -> OptimizerSpec:
     )
 
 
-def fp8_spec(config: RunConfig, model: ModelSpec) -> Fp8Spec | None:
-    """Raises PentadError for models whose products have no form in 8 bits yet."""
+def fp8_spec(config: RunConfig, model: ModelSpec, rates: Rates) -> Fp8Spec | None:
+    """Experts are in 8 bits where that is faster at these rates. Raises PentadError for models whose products have no
+    form in 8 bits yet."""
     given = config.precision
     if given.matmul == "compute":
+        if given.compare_every:
+            every = f"precision.compare_every is {given.compare_every} with precision.matmul = compute"
+            raise PentadError(f"{every}: expected 0, or a matmul in FP8 to compare with precision.compute")
         return None
     kinds = {"lora.rank": config.lora.rank is not None, "a custom model": model.custom is not None}
     if found := [kind for kind, is_used in kinds.items() if is_used]:
@@ -53,7 +58,8 @@ def fp8_spec(config: RunConfig, model: ModelSpec) -> Fp8Spec | None:
         raise PentadError(f"{keys}: expected fewer than model.layers = {model.layers}, or precision.matmul = compute")
     scaling = SCALINGS[given.matmul]
     recipe = scaling, given.fp8_gradients, given.fp8_power_of_two_scales
-    return Fp8Spec(*recipe, *skipped, given.fp8_sample_every, in_8_bits(config, model))
+    experts, shared = in_8_bits(config, model, rates), shared_in_8_bits(config, model)
+    return Fp8Spec(*recipe, *skipped, given.fp8_sample_every, experts, given.compare_every, shared)
 
 
 def require_fp8(plan: Plan, gpu: str) -> None:
@@ -67,7 +73,11 @@ def require_fp8(plan: Plan, gpu: str) -> None:
         raise PentadError(f"{matmul} on {gpu}: expected a Hopper GPU, or fp8-tensor, fp8-row or compute")
     for what, size in _sizes(plan, plan.fp8).items():
         if size % FP8_TILE:
-            raise PentadError(f"{matmul}, but {what} is {size}: expected a multiple of {FP8_TILE}, or matmul = compute")
+            dense = plan.model.dense_layers  # before those with experts
+            skips = what.startswith("model.ffn") and 0 < dense < plan.model.layers
+            others = f"precision.fp8_skip_first_layers = {dense}, " if skips else ""
+            expected = f"expected a multiple of {FP8_TILE}, {others}or matmul = compute"
+            raise PentadError(f"{matmul}, but {what} is {size}: {expected}")
 
 
 def _sizes(plan: Plan, fp8: Fp8Spec) -> dict[str, int]:

@@ -119,11 +119,12 @@ def _guessed(
     fractions: tuple[float, ...],
 ) -> Costs:
     """The costs of units, before they have a program."""
-    piece = first_piece(config, device, layout.slices, fp8_spec(config, model))
+    rates = rates_for(config.cluster, device)
+    piece = first_piece(config, device, layout.slices, fp8_spec(config, model, rates))
     modes = config.memory.modes(units, layers)
     stage_of = [stage for stage, count in enumerate(units) for _ in range(count)]
     moved = [each.bytes for each in cuts(model, layers, stage_of, piece, modes, fractions)]
-    placement, rates = place_units(layout.placement, units), rates_for(config.cluster, device)
+    placement = place_units(layout.placement, units)
     given = model, layers, placement, piece, rates, modes, zero, config.lora_spec, moved
     return guess_costs(*given, host_optimizer=config.memory.optimizer == "host")
 
@@ -202,7 +203,7 @@ def draft(
     zero: int = 0,
 ) -> Plan:
     """A plan with a given program."""
-    batch = batch_spec(config)
+    batch, rates = batch_spec(config), rates_for(config.cluster, device)
     if config.data.balance == "documents":
         batch = replace(batch, document_costs=document_costs(model, batch.sequence_length))
     plan = Plan(
@@ -229,9 +230,9 @@ def draft(
         recompute=config.memory.modes(program.units or (1,) * program.stages, layers),
         recompute_fraction=row_fraction(config),
         host_optimizer=config.memory.optimizer == "host",
-        fp8=fp8_spec(config, model),
+        fp8=fp8_spec(config, model, rates),
         gpu=gpu_of(config.cluster) if device == "cuda" else "",
-        rates=rates_for(config.cluster, device),
+        rates=rates,
     )
     require_fp8(plan, config.cluster.gpu or gpu_name())
     if config.data.balance == "dynamic":

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from pentad.workers.linear.fp8_sample import Fp8Sample, merged
+from pentad.workers.linear.fp8_sample import Fp8Sample, GradientSums, cosines, merged
 
 MOST = 3  # sentences about a step
 UNDERFLOWED = 0.25  # share of an operand's values that are zero in 8 bits
+COSINE = 0.9  # of a gradient with that in the compute dtype, at least
 GROWTH, REMEMBERED, LEAST = 16.0, 16, 4  # of a maximum over the median of so many samples before, at least so many
 
 
@@ -26,6 +27,13 @@ def fp8_row(samples: Iterable[Fp8Sample]) -> dict[str, Any]:
             "underflowed": each.underflowed / each.values,
         }
     return {"fp8": found} if found else {}
+
+
+def gradients_row(sums: Iterable[GradientSums]) -> dict[str, Any]:
+    """{"fp8_gradients": {parameter: cosine}}, empty for steps that were not compared. A cosine that is not finite is
+    null."""
+    found = {weight: each if math.isfinite(each) else None for weight, each in cosines(sums).items()}
+    return {"fp8_gradients": found} if found else {}
 
 
 class Fp8Health:
@@ -44,10 +52,16 @@ class Fp8Health:
                 if problem and (weight, role) not in self.ailing:
                     found.append(f"the {role}s of {weight} {problem}")
                 (self.ailing.add if problem else self.ailing.discard)((weight, role))
-        more = len(found) - MOST
-        return (
-            [*found[:MOST], f"{more} other operands have such values; see fp8 in metrics.jsonl"] if more > 0 else found
-        )
+        return _first(found, "operands have such values; see fp8 in metrics.jsonl") + self._gradients(row)
+
+    def _gradients(self, row: dict[str, Any]) -> list[str]:
+        found = []
+        for weight, cosine in row.get("fp8_gradients", {}).items():
+            is_apart = cosine is not None and cosine < COSINE
+            if is_apart and (weight, "cosine") not in self.ailing:
+                found.append(f"the gradient of {weight} has a cosine of {cosine:.3f} with that of precision.compute")
+            (self.ailing.add if is_apart else self.ailing.discard)((weight, "cosine"))
+        return _first(found, f"gradients have cosines below {COSINE}; see fp8_gradients in metrics.jsonl")
 
     def _problem(self, key: tuple[str, str], amax: float | None, saturated: float, underflowed: float) -> str:
         if amax is None:
@@ -60,3 +74,8 @@ class Fp8Health:
         if underflowed > UNDERFLOWED:
             return f"are too small for 8 bits: {underflowed:.0%} of them became zero"
         return ""
+
+
+def _first(found: list[str], rest: str) -> list[str]:
+    more = len(found) - MOST
+    return [*found[:MOST], f"{more} other {rest}"] if more > 0 else found

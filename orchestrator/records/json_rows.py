@@ -51,6 +51,10 @@ def _is_fp8(value: Any) -> bool:
     )
 
 
+def _is_cosines(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_measured, value.values()))
+
+
 def _is_ranges(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(each, list) and len(each) == 2 and all(map(_is_count, each)) for each in value
@@ -70,6 +74,7 @@ _KINDS = {  # of a field, wherever it is
     "time": Kind("Unix seconds", lambda value: _is_number(value) and 0 <= value < 1e11),
     "sources": Kind("loss and target_tokens by name", _is_by_source),
     "fp8": Kind("amax, saturated and underflowed by parameter and operand", _is_fp8),
+    "fp8_gradients": Kind("a cosine or null by parameter", _is_cosines),
     "skipped_batches": Kind("pairs of counts", _is_ranges),
 }
 

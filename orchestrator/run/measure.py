@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from pentad.orchestrator.planning.estimate import costs_of, mfu
-from pentad.orchestrator.records.fp8_health import fp8_row
+from pentad.orchestrator.records.fp8_health import fp8_row, gradients_row
 from pentad.schedules.diagnosis.rank_times import RankTime, RankWaits, times_of_step
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.read_costs import read_costs
@@ -135,6 +135,7 @@ class History:
             "expert_load": total_load(result.expert_load for result in step),
             **self._sources(step),
             **fp8_row(sample for result in step for sample in result.fp8),
+            **gradients_row(sums for result in step for sums in result.fp8_gradients),
         }
 
     def _rank_times(self, step: Sequence[StepResult], spans: tuple[Span, ...]) -> tuple[RankTime, ...]:

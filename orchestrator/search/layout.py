@@ -63,12 +63,12 @@ class Work:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.model = config, config.model_spec("bfloat16")
         self.dtype = "bfloat16" if config.precision.compute == "auto" else config.precision.compute
-        self.lora, self.fp8, self.gpu = config.lora_spec, fp8_spec(config, self.model), gpu_of(config.cluster)
+        self.lora, self.gpu, self.rates = config.lora_spec, gpu_of(config.cluster), rates_for(config.cluster, "cuda")
+        self.fp8 = fp8_spec(config, self.model, self.rates)
         self.with_units, self.piece = cache(self._with_units), cache(self._piece)
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._kinds: dict[LayerRange, Kind] = {}
-        self.rates = rates_for(config.cluster, "cuda")
         self._compute: dict[Piece, dict[Kind, Compute]] = {}
         self._reduce: dict[tuple[Mesh, Kind, int], float] = {}
         self._gather: dict[tuple[Mesh, Kind], float] = {}

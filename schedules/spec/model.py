@@ -121,9 +121,10 @@ class CustomModel:
 @dataclass(frozen=True)
 class Fp8Spec:
     """Products of decoder layers in 8 bits: the projections of attention, except those to latents, of dense
-    feed-forward networks, and of `experts`, with scales of blocks; in F, B and W. `scaling` and the other two are the
-    recipe's (kernels/fp8/fp8_tensor.py). The first and last layers of the model, so many each, stay in the compute
-    dtype. Every `sample_every` steps it is counted how well operands fit into 8 bits (0: never).
+    feed-forward networks, of `shared_experts`, and of `experts`, with scales of blocks; in F, B and W. `scaling` and
+    the other two are the recipe's (kernels/fp8/fp8_tensor.py). The first and last layers of the model, so many each,
+    stay in the compute dtype. Every `sample_every` steps it is counted how well operands fit into 8 bits, and every
+    `compare_every` steps gradients are compared with those in the compute dtype (0: never).
     """
 
     scaling: Scaling
@@ -133,9 +134,14 @@ class Fp8Spec:
     skip_last: int = 0
     sample_every: int = 0
     experts: bool = False
+    compare_every: int = 0
+    shared_experts: bool = False
 
     def samples(self, step: int) -> bool:
         return self.sample_every > 0 and step % self.sample_every == 0
+
+    def compares(self, step: int) -> bool:
+        return self.compare_every > 0 and step % self.compare_every == 0
 
     def covers(self, layer: int, layers: int) -> bool:
         """Whether layer number `layer` of so many has products in 8 bits."""

@@ -14,6 +14,7 @@ Range = tuple[int, int]
 # Products that Fp8Spec is about.
 IN_8_BITS = ("attention.qkv", "attention.query", "attention.keys_values", "attention.out", "mlp.gate_up", "mlp.down")
 
+SHARED_IN_8_BITS = ("shared.gate_up", "shared.down")
 EXPERTS_IN_8_BITS = ("experts.gate_up", "experts.down")
 
 
@@ -131,7 +132,7 @@ def fp8_matrices(model: ModelSpec, fp8: Fp8Spec, layers: Iterable[int]) -> Itera
     """The matrices of these layers whose products are in 8 bits."""
     for layer in layers:
         if fp8.covers(layer, model.layers):
-            names = (*IN_8_BITS, *EXPERTS_IN_8_BITS) if fp8.experts else IN_8_BITS
+            names = IN_8_BITS + fp8.experts * EXPERTS_IN_8_BITS + fp8.shared_experts * SHARED_IN_8_BITS
             yield from (tensor for tensor in _layer(model, layer) if tensor.name.endswith(names))
 
 

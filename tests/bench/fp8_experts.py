@@ -63,7 +63,10 @@ class Layer:
     def __init__(self, shape: Shape) -> None:
         tokens, hidden, width, experts, top_k = shape
         self.shape, self.x, self.dout = shape, random(tokens, hidden), random(tokens, hidden)
+        # Of the size that they have in training: with larger ones errors of 8 bits grow in the gated linear unit.
         self.up, self.down = random(experts, 2 * width, hidden), random(experts, hidden, width)
+        self.up.mul_(hidden**-0.5)
+        self.down.mul_(width**-0.5)
         self.main_up = torch.zeros(self.up.shape, device="cuda")
         self.main_down = torch.zeros(self.down.shape, device="cuda")
         chosen = torch.rand(tokens, experts, device="cuda").topk(top_k, 1).indices

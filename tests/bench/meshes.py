@@ -25,31 +25,30 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
-WARMUP = 4  # steps that are not timed
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--limit", type=float, default=120.0, help="time limit of a run, in seconds")
+    parser.add_argument("--warmup", type=int, default=4, help="steps that are not timed")
     args, rest = parser.parse_known_args()
     runs = [list(words) for is_separator, words in groupby(rest, lambda word: word == "--") if not is_separator]
     ranks, rows = Ranks(args.limit, train), list[dict[str, Any]]()
     for path, *overrides in runs:
-        row = measure(ranks, path, overrides, args.device)
+        row = measure(ranks, path, overrides, args)
         rows.append(row)
         print(json.dumps({key: value for key, value in row.items() if key not in ("losses", "norms")}), flush=True)
         write(args.out, {**stamp(), "runs": rows})
     ranks.stop()
 
 
-def measure(ranks: Ranks, path: str, overrides: list[str], device: str) -> dict[str, Any]:
+def measure(ranks: Ranks, path: str, overrides: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """The figures of one run, or its error in one sentence."""
     began = time.monotonic()
     try:
-        plan = make_plan(load(Path(path), overrides), device)
-        row = summarize(plan, ranks.run(plan))
+        plan = make_plan(load(Path(path), overrides), args.device)
+        row = summarize(plan, ranks.run(plan), args.warmup)
     except PentadError as error:
         row = {"error": str(error)}
     return {"config": path, "overrides": overrides, **row, "wall_seconds": round(time.monotonic() - began, 1)}
@@ -63,12 +62,12 @@ def train(connection: Connection, plan: Plan, rank: int) -> Any:
     return results, torch.cuda.max_memory_allocated() if cuda else 0, torch.cuda.get_device_name() if cuda else "CPU"
 
 
-def summarize(plan: Plan, answers: list[Any]) -> dict[str, Any]:
+def summarize(plan: Plan, answers: list[Any], warmup: int) -> dict[str, Any]:
     results, peaks, devices = zip(*answers, strict=True)
     steps = plan.optimizer.learning_rate.decay_steps
     starts = [min(span.start for its in results for span in its[step].spans) for step in range(steps)]
-    timed = range(WARMUP, steps)
-    seconds = statistics.median(b - a for a, b in pairwise(starts[WARMUP:]))
+    timed = range(warmup, steps)
+    seconds = statistics.median(b - a for a, b in pairwise(starts[warmup:]))
     tokens_per_second = plan.batch.tokens / seconds
     planned = [memory(plan, rank)["total"] for rank in range(plan.mesh.size)]
     fullest = max(range(plan.mesh.size), key=lambda rank: peaks[rank])

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from commands import Pentad
 from gpus import two_gpus
 
@@ -26,5 +27,7 @@ def test_gpus_attain_much_of_their_data_sheet_and_small_work_less(pentad: Pentad
     assert 0.4 < rates.flops / sheet.bf16 < 1.05 and rates.products[0][1] < rates.flops
     assert 0.5 < rates.memory / sheet.bandwidth < 1.05
     assert rates.products_8bit[-1][1] > rates.flops
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert [len(each) for each in rates.experts] == [3, 3]
     assert 0.3 * sheet.link < rates.peer.send.bandwidth < 1.05 * sheet.link
     assert rates.peer.send != rates.intra_host.send and rates.peer.all_reduce == rates.intra_host.all_reduce

@@ -11,6 +11,7 @@ from pentad.schedules.spec.model import Fp8Spec
 
 PROJECTIONS = ("attention.qkv", "attention.query", "attention.keys_values", "attention.out", "mlp.gate_up", "mlp.down")
 EXPERTS = ("experts.gate_up", "experts.down")
+SHARED = ("shared.gate_up", "shared.down")
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -77,7 +78,7 @@ def in_8_bits(weights: dict[str, Tensor], spec: Fp8Spec, layers: int) -> dict[st
     found: dict[str, Any] = dict(weights)
     for name, weight in weights.items():
         prefix, _, rest = name.removeprefix("layers.").partition(".")
-        if rest in PROJECTIONS and spec.covers(int(prefix), layers):
+        if rest in PROJECTIONS + SHARED * spec.shared_experts and spec.covers(int(prefix), layers):
             found[name] = Fp8Weight(weight, spec)
         if rest in EXPERTS and spec.experts and spec.covers(int(prefix), layers):
             found[name] = Fp8Experts(weight, spec)

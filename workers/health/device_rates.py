@@ -13,10 +13,12 @@ from torch import Tensor
 
 from pentad.kernels.attention.attention import attention, attention_backward
 from pentad.kernels.attention.rope import rope_
+from pentad.kernels.fp8.fp8_cast import fp8_cast
 from pentad.kernels.fp8.fp8_gemm import fp8_gemm
-from pentad.kernels.fp8.fp8_tensor import E4M3, Fp8Tensor
+from pentad.kernels.fp8.fp8_grouped import ExpertMatrices, accumulate_fp8_grouped_gradient_, fp8_grouped_gemm
+from pentad.kernels.fp8.fp8_tensor import E4M3, Fp8Tensor, Recipe
 from pentad.kernels.glu import glu, glu_backward
-from pentad.kernels.moe.grouped_gemm import grouped_gemm
+from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
 from pentad.kernels.optimizer.adamw import adamw_, coefficients
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.kernels.wgrad_gemm import accumulate_gradient_
@@ -96,11 +98,17 @@ class Clock:
 
 def num_device_timings(sizes: Sizes, device: torch.device) -> int:
     products = len(sizes.products) * (1 + 2 * has_fp8(device))
-    return products + 2 * len(sizes.widths) * len(sizes.lengths) + 5 + len(sizes.host_bytes)
+    others = 5 + 6 * has_blocks(device) + len(sizes.host_bytes)
+    return products + 2 * len(sizes.widths) * len(sizes.lengths) + others
 
 
 def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def has_blocks(device: torch.device) -> bool:
+    """Whether it has products in 8 bits with scales of blocks: Hopper's GPUs."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def measure_device(sizes: Sizes, device: torch.device, clock: Clock) -> dict[str, object]:
@@ -114,6 +122,7 @@ def measure_device(sizes: Sizes, device: torch.device, clock: Clock) -> dict[str
         "products": wide,
         "products_8bit": narrow,
         "grouped": _grouped(sizes, new, clock),
+        "experts": _experts(sizes, new, clock) if has_blocks(device) else [],
         "attention": [_attention(sizes, width, new, clock) for width in sizes.widths],
         "memory": _memory(sizes, new, clock),
         "elementwise": _elementwise(sizes, new, clock),
@@ -179,6 +188,29 @@ def _grouped(sizes: Sizes, new: _Tensors, clock: Clock) -> float:
     x, weights = new(rows, k), new(experts, n, k)
     offsets = torch.arange(1, experts + 1, dtype=torch.int32, device=new.device) * (rows // experts)
     return 2.0 * rows * n * k / clock.seconds(lambda: grouped_gemm(x, weights, offsets))
+
+
+def _experts(sizes: Sizes, new: _Tensors, clock: Clock) -> list[list[float]]:
+    """FLOP/s of F, B and W of experts, in the dtype of compute and in 8 bits with scales of blocks, without casts."""
+    rows, n, k, experts = sizes.grouped
+    x, dy, weights = new(rows, k), new(rows, n), new(experts, n, k)
+    main = new(experts, n, k, dtype=torch.float32)
+    offsets = torch.arange(1, experts + 1, dtype=torch.int32, device=new.device) * (rows // experts)
+    recipe = Recipe("block")
+    a, b = fp8_cast(x, recipe, "activation", columns=False).rows, fp8_cast(dy, recipe, "gradient", columns=False).rows
+    matrices = ExpertMatrices.of(fp8_cast(weights.flatten(0, 1), recipe, "weight"), experts)
+    assert a is not None and b is not None
+    wide: list[Work] = [
+        lambda: grouped_gemm(x, weights, offsets),
+        lambda: grouped_gemm(dy, weights.transpose(1, 2), offsets),
+        lambda: accumulate_grouped_gradient_(main, dy, x, offsets),
+    ]
+    narrow: list[Work] = [
+        lambda: fp8_grouped_gemm(a, matrices.rows, offsets, new.dtype),
+        lambda: fp8_grouped_gemm(b, matrices.columns, offsets, new.dtype),
+        lambda: accumulate_fp8_grouped_gradient_(b, a, main, offsets, new.dtype),
+    ]
+    return [[2.0 * rows * n * k / clock.seconds(work) for work in each] for each in (wide, narrow)]
 
 
 def _attention(sizes: Sizes, width: int, new: _Tensors, clock: Clock) -> dict[str, object]:

@@ -1,7 +1,9 @@
-"""How well the operands of products fit into 8 bits, as numbers: the driver reads them without torch."""
+"""How well the operands of products fit into 8 bits and what becomes of gradients, as numbers: the driver reads them
+without torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +23,16 @@ class Fp8Sample(NamedTuple):
     values: int
 
 
+class GradientSums(NamedTuple):
+    """Sums over elements of a gradient that one rank counts, in a step that was compared: of products of the gradient
+    in 8 bits with the one in the compute dtype, and of the squares of both."""
+
+    weight: str
+    product: float
+    square: float
+    wanted_square: float
+
+
 Key = tuple[str, "Role"]
 
 
@@ -37,3 +49,18 @@ def merged(samples: Iterable[Fp8Sample]) -> dict[Key, Fp8Sample]:
             each = Fp8Sample(*key, amax, *counts)
         found[key] = each
     return dict(sorted(found.items()))
+
+
+def cosines(sums: Iterable[GradientSums]) -> dict[str, float]:
+    """Of the angles between both gradients, from the sums of all ranks: by weight, in the order of names; nan if a
+    gradient is zero or not finite."""
+    found: dict[str, tuple[float, ...]] = {}
+    for weight, *values in sums:
+        before = found.get(weight, (0.0, 0.0, 0.0))
+        found[weight] = tuple(a + b for a, b in zip(before, values, strict=True))
+    return {weight: _cosine(*found[weight]) for weight in sorted(found)}
+
+
+def _cosine(product: float, square: float, wanted_square: float) -> float:
+    length = math.sqrt(square) * math.sqrt(wanted_square)
+    return product / length if 0 < length < math.inf else math.nan

@@ -61,6 +61,7 @@ class BaseStage(ABC):
     load_balancer: LoadBalancer | None = None
     expert_load: ExpertLoad | None = None  # of the current step, where it is counted
     casts: Casts | None = None  # of products in 8 bits
+    in_8_bits = True  # as far as the plan says so
     bound: Any
 
     def __init__(
@@ -74,7 +75,7 @@ class BaseStage(ABC):
         if plan.lora is not None:
             self.layer_context = self.layer_context._replace(lora_scale=plan.lora.scale)
         self.device = param_buffers[0].parameters.compute.device
-        self._bound: dict[tuple[BoundBuffers | NamedBuffer | None, ...], Any] = {}
+        self._bound: dict[tuple[BoundBuffers | NamedBuffer | bool | None, ...], Any] = {}
         self.saved: dict[int, Any] = {}
         self.deferred: dict[int, list[Wgrad]] = {}
         self.unwritten = Unwritten()
@@ -97,10 +98,16 @@ class BaseStage(ABC):
         The buffers alternate between a few: the parameters in each are looked up once.
         """
         buffers = *(each.bound for each in self.param_buffers), *(each.weights for each in self.frozen)
-        if buffers not in self._bound:
-            self._bound[buffers] = self._bind(self._params())
-        self.bound = self._bound[buffers]
+        key = *buffers, self.in_8_bits
+        if key not in self._bound:
+            self._bound[key] = self._bind(self._params())
+        self.bound = self._bound[key]
         self.weights_changed()
+
+    def use_8_bits(self, used: bool) -> None:
+        """Whether products are in 8 bits from now on, as the plan says, or all in the compute dtype."""
+        self.in_8_bits = used
+        self.bind()
 
     def weights_changed(self) -> None:
         """Drops what was derived from the weights: a step begins, or they have come or gone."""

@@ -170,9 +170,10 @@ class Layer(NamedTuple):
         number: int,
         casts: Casts | None = None,
         expert_casts: Casts | None = None,
+        shared_casts: Casts | None = None,
     ) -> Layer:
         """Layer `number` of a model, with its part of the parameters; its products are in 8 bits with `casts`, those of
-        experts with `expert_casts`."""
+        experts with `expert_casts`, and those of the shared expert with `shared_casts`."""
         prefix = f"layers.{number}"
 
         def residual(name: str, sublayer: Sublayer) -> Residual:
@@ -187,7 +188,7 @@ class Layer(NamedTuple):
         else:
             attention = MLA.bind(params, prefix, model, casts)
         mlp: Sublayer = (
-            MoE.bind(params, prefix, model, expert_casts)
+            MoE.bind(params, prefix, model, expert_casts, shared_casts)
             if has_experts
             else MLP.bind(params, f"{prefix}.mlp", model, casts)
         )

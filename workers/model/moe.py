@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pentad.kernels.glu import Activation, glu, glu_backward
+from pentad.kernels.glu import Activation
 from pentad.kernels.moe.moe_permute import ExpertRows, sort_by_expert, sum_rows, values_of_choices
 from pentad.schedules.spec.model import Experts, ModelSpec
-from pentad.workers.linear.casts import Casts, RowOperand
+from pentad.workers.linear.casts import Casts, Operand, RowOperand
 from pentad.workers.linear.grouped_linear import (
     GroupedLinear,
     dispatch,
@@ -78,11 +77,20 @@ class MoE(NamedTuple):
     down_adapter: ExpertAdapter | None = None
 
     @classmethod
-    def bind(cls, params: Params, prefix: str, model: ModelSpec, casts: Casts | None = None) -> MoE:
-        """With `casts` the products of experts are in 8 bits."""
+    def bind(
+        cls,
+        params: Params,
+        prefix: str,
+        model: ModelSpec,
+        casts: Casts | None = None,
+        shared_casts: Casts | None = None,
+    ) -> MoE:
+        """With `casts` the products of experts are in 8 bits, with `shared_casts` those of the shared expert."""
         router = params[f"{prefix}.experts.router"]
         gate_up, down = (GroupedLinear.bind(params, f"{prefix}.experts.{name}", casts) for name in ("gate_up", "down"))
-        shared = MLP.bind(params, f"{prefix}.shared", model) if f"{prefix}.shared.down" in params else None
+        shared = (
+            MLP.bind(params, f"{prefix}.shared", model, shared_casts) if f"{prefix}.shared.down" in params else None
+        )
         biases = ExpertBiases.bind(params, prefix)
         adapters = (ExpertAdapter.bind(params, f"{prefix}.experts.{name}_proj") for name in ("gate_up", "down"))
         bias, load = (
@@ -92,7 +100,7 @@ class MoE(NamedTuple):
 
     @property
     def input_casts(self) -> None:
-        """The router and the shared expert multiply in the compute dtype."""
+        """The router multiplies in the compute dtype."""
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Tensor
@@ -102,9 +110,9 @@ class MoE(NamedTuple):
         routing = router.route(full, self.router.weight, self.bias, _shape(context), router_bias)
         dispatcher = yield from make_dispatcher(routing.experts, local, context.ep.group, context.ep.mode)
         in_flight = self._dispatch(full, routing, dispatcher, context.ep)
-        shared_gate_up, shared = self._shared_gate_up(full), None
+        axes, shared_gate_up, shared = context.axes, self._shared_gate_up(context, full), None
         if shared_gate_up is not None and self.shared is not None:
-            shared = torch.mm(glu(shared_gate_up, self.act), self.shared.down.weight.t())
+            shared = self.shared.down.forward(axes, self.shared.down.glu(axes, shared_gate_up, self.act))
         saved = yield from in_flight
         partial, gate_up = self._compute_experts(context, full, saved)
         out = yield from dispatcher.combine(partial)
@@ -118,7 +126,7 @@ class MoE(NamedTuple):
 
     def recompute(self, context: LayerContext, x: Tensor, saved: MoESaved) -> MoERecomputable:
         full = context.tp.all_gather(x).wait()
-        return MoERecomputable(self._gate_up(context, full, saved), self._shared_gate_up(full))
+        return MoERecomputable(self._gate_up(context, full, saved), self._shared_gate_up(context, full))
 
     def backward(
         self,
@@ -134,7 +142,7 @@ class MoE(NamedTuple):
         dout = yield from dispatch(saved.dispatcher, operand(self.down, dy, "gradient"))
         dtokens, dweights, work = self._experts_backward(context, x, saved, recomputable.gate_up, dout)
         in_flight = gather2(saved.dispatcher.combine(dtokens), saved.dispatcher.combine(dweights))
-        dshared_gate_up, shared_work = self._shared_backward(x, recomputable.shared_gate_up, dy)
+        dshared_gate_up, shared_work = self._shared_backward(context, x, recomputable.shared_gate_up, dy)
         dtokens, dweights = yield from in_flight
         has_aux_loss = shape.aux_loss_coef and scale
         dshares = router.aux_loss_grad(saved.routing, shape, scale, saved.load) if has_aux_loss else None
@@ -144,7 +152,10 @@ class MoE(NamedTuple):
             work.append(bias_wgrad(self.biases.router, dlogits))
         dx += dtokens
         if dshared_gate_up is not None and self.shared is not None:
-            dx.addmm_(dshared_gate_up, self.shared.gate_up.weight)
+            if isinstance(dshared_gate_up, Tensor):
+                dx.addmm_(dshared_gate_up, self.shared.gate_up.weight)
+            else:
+                dx += self.shared.gate_up.input_grad(context.axes, dshared_gate_up)
         dx = yield from context.tp.reduce_scatter(dx)
         return dx, [*work, LinearWgrad(self.router.gradient, dlogits, x), *shared_work]
 
@@ -205,13 +216,16 @@ class MoE(NamedTuple):
             work += up.wgrads(context, dgates, plain(tokens), dnarrow, rows.offsets, None, rows.tokens)
         return sum_rows(drows, rows.positions), dweights, work
 
-    def _shared_backward(self, x: Tensor, gate_up: Tensor | None, dy: Tensor) -> tuple[Tensor | None, list[Wgrad]]:
+    def _shared_backward(
+        self, context: LayerContext, x: Tensor, gate_up: Tensor | None, dy: Tensor
+    ) -> tuple[Operand | None, list[Wgrad]]:
         """(gradient of the shared expert's gate_up [T, 2Is], work for W); nothing without a shared expert."""
         if gate_up is None or self.shared is None:
             return None, []
-        up, down = self.shared.gate_up, self.shared.down
-        dgate_up, gated = glu_backward(torch.mm(dy, down.weight), gate_up, self.act)
-        return dgate_up, [LinearWgrad(down.gradient, dy, gated), LinearWgrad(up.gradient, dgate_up, x)]
+        up, down, axes = self.shared.gate_up, self.shared.down, context.axes
+        doutput = down.output_grad(axes, dy)
+        dgate_up, gated = down.glu_backward(axes, down.input_grad(axes, doutput), gate_up, self.act)
+        return dgate_up, [down.wgrad(doutput, gated), up.wgrad(dgate_up, up.input(axes, x, columns=True))]
 
     def _gate_up(self, context: LayerContext, x: Tensor, saved: MoESaved) -> Tensor:
         rows = saved.rows
@@ -226,8 +240,11 @@ class MoE(NamedTuple):
     def _tokens(self, x: Tensor, saved: MoESaved) -> RowOperand:
         return operand(self.gate_up, x, "activation") if saved.received is None else saved.received
 
-    def _shared_gate_up(self, x: Tensor) -> Tensor | None:
-        return None if self.shared is None else torch.mm(x, self.shared.gate_up.weight.t())
+    def _shared_gate_up(self, context: LayerContext, x: Tensor) -> Tensor | None:
+        if self.shared is None:
+            return None
+        up, axes = self.shared.gate_up, context.axes
+        return up.forward(axes, up.input(axes, x, rows=True))
 
 
 def _microbatch_load(context: LayerContext, routing: Routing) -> AsyncResult[Tensor | None]:

@@ -141,12 +141,12 @@ class Stage(BaseStage):
             [MTPLayer.bind(params, self.model, index, *ends) for index in mtp_layers],
         )
 
-    def _casts_of(self, layer: int) -> tuple[Casts | None, Casts | None]:
-        """Of its products, and of those of experts."""
+    def _casts_of(self, layer: int) -> tuple[Casts | None, Casts | None, Casts | None]:
+        """Of its products, of those of experts, and of the shared expert's."""
         fp8 = self.plan.fp8
-        if fp8 is None or not fp8.covers(layer, self.model.layers):
-            return None, None
-        return self.casts, self.casts if fp8.experts else None
+        if fp8 is None or not self.in_8_bits or not fp8.covers(layer, self.model.layers):
+            return None, None, None
+        return self.casts, self.casts if fp8.experts else None, self.casts if fp8.shared_experts else None
 
     def forward(self, slice_index: int, inputs: StageInputs) -> Task[Activation | None]:
         result, self.saved[slice_index] = yield from self._forward(

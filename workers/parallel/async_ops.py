@@ -32,6 +32,17 @@ class Arrival(Protocol):
     def wait(self) -> object: ...
 
 
+class Works(NamedTuple):
+    """Parts of one operation: a rank that waits for a later part has come no further than one at the first."""
+
+    works: Sequence[Arrival | None]
+
+    def wait(self) -> None:
+        for work in self.works:
+            if work is not None:
+                work.wait()
+
+
 class LayerWork(NamedTuple):
     """An operation in flight inside a layer; the description of its group is the axis of the mesh."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from pentad.kernels.attention.attention_merge import merge_partials_
 from pentad.kernels.attention.attention_partial import QKVGrads
 from pentad.kernels.backend import accumulation_dtype
-from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task
+from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task, Works
 from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, block_backward, block_forward, pack_kv, unpack_kv
 
 
@@ -95,7 +95,7 @@ def pass_on(ring: Ring, sent: Tensor, buffer: Tensor) -> AsyncResult[Tensor]:
     group, following, previous = ring.group, ring.ranks[(ring.place + 1) % len(ring.ranks)], ring.ranks[ring.place - 1]
     if not sent.is_cuda:
         works = dist.isend(sent, group=group, group_dst=following), dist.irecv(buffer, group=group, group_src=previous)
-        return AsyncResult([LayerWork(work, group) for work in works], lambda: buffer, sent)
+        return AsyncResult((LayerWork(Works(works), group),), lambda: buffer, sent)
     to, source = ([sent.numel() * (other == peer) for other in range(group.size())] for peer in (following, previous))
     work = dist.all_to_all_single(buffer, sent, source, to, group=group, async_op=True)
     return AsyncResult((LayerWork(work, group),), lambda: buffer, sent)

@@ -16,6 +16,8 @@ from pentad.schedules.ir.program import Stream
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.batch_loader import Batch, Tokens
 from pentad.workers.evaluation.loss_totals import LossTotals
+from pentad.workers.linear.fp8_gradients import KeptGradients, PendingSums
+from pentad.workers.linear.fp8_sample import GradientSums
 from pentad.workers.linear.fp8_samples import PendingSamples
 from pentad.workers.model.base_stage import BaseStage, StageInputs
 from pentad.workers.parallel.async_ops import Task, host_waits, interleave, on_yield, run_to_completion
@@ -31,6 +33,8 @@ from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
 
 OF_MICROBATCH = {*COMPUTE, *SENDS, *RECEIVES, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD}
+# What a rehearsal of a step leaves out.
+ENDS = frozenset({Op.LOSS, Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,16 @@ class Executor:
         self.issued = dict[int, IssuedStep]()
         self.fp8_samples = dict[int, list[PendingSamples]]()  # by step, of its stages
         self.expert_loads = dict[int, list[PendingLoad]]()  # likewise
+        self.rehearses = False
+        self.kept: KeptGradients | None = None
+        self.gradient_sums = dict[int, PendingSums]()  # by step that was compared
 
     def run(self, program: RankProgram, step: int, batch: Batch) -> None:
         """Issues one step. Raises Aborted if the generation ends."""
         self.issued[step] = IssuedStep(program, batch.row_sources, batch.rows_by_slot)
+        compares = self.optimizer_step.compares(step)
+        if compares:
+            self.validate()
         self._begin(program, step, batch.tokens, batch.empty)
         self.shards.begin(program.number)
         self.activations.begin(program.number)
@@ -112,6 +122,8 @@ class Executor:
         for stage in self.stages.values():
             stage.begin(step, program.microbatches, self.target_tokens)
         started = time.monotonic()
+        if compares:
+            self._rehearse(program)
         counter = 0
         while counter < len(program.stream):
             self.progress.write(step, counter, program.number)
@@ -205,6 +217,8 @@ class Executor:
     def _execute(self, part: Instruction) -> Task[None]:
         index = part.microbatch
         match part.op:
+            case op if self.rehearses and op in ENDS:
+                pass
             case Op.F:
                 yield from self._forward(part)
             case Op.B | Op.BW:
@@ -249,6 +263,8 @@ class Executor:
                     ):
                         self.expert_loads.setdefault(self.step, []).append(stage.expert_load.copy())
                 self.optimizer_step.reduce_norm(self.step, self.check)
+                if self.kept is not None:
+                    self.gradient_sums[self.step], self.kept = self.kept.compared(), None
             case Op.STEP:
                 self.optimizer_step.step(self.step)
                 self.collectives.after_update()
@@ -258,6 +274,28 @@ class Executor:
                 self.restart = not self.valid
             case _:
                 assert_never(part.op)
+
+    def _rehearse(self, program: RankProgram) -> None:
+        """Runs a step in the compute dtype up to its gradients, which are kept for a comparison, and takes it back."""
+        self.rehearses = True
+        for stage in self.stages.values():
+            stage.use_8_bits(False)
+        for counter, action in enumerate(program.stream):
+            self.progress.write(self.step, counter, program.number)
+            self._run_action(action)
+        self.lanes.finish(self.check)
+        for stage in self.stages.values():
+            stage.complete_gradients()
+        self.kept = self.optimizer_step.kept_gradients()
+        for stage in self.stages.values():
+            stage.use_8_bits(True)
+        self.rehearses = False
+        self._restart_step(program)
+
+    def take_gradient_sums(self, step: int) -> tuple[GradientSums, ...]:
+        """Those of a step whose results are read, in a StepResult's form."""
+        found = self.gradient_sums.pop(step, None)
+        return () if found is None else found.read()
 
     def take_expert_load(self, step: int) -> dict[int, tuple[int, ...]]:
         """That of a step whose results are read, in a StepResult's form."""

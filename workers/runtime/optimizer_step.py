@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.snapshot import Snapshots, state_update
+from pentad.workers.linear.fp8_gradients import KeptGradients
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.model.step_totals import StepTotals
 from pentad.workers.parallel.process_groups import ProcessGroups
@@ -108,6 +109,21 @@ class _StepBase:
     def close(self) -> None:
         """Ends background work."""
 
+    def compares(self, step: int) -> bool:
+        """Whether the gradients of a step are compared with those in the compute dtype."""
+        return self.plan.fp8 is not None and self.plan.fp8.compares(step)
+
+    def kept_gradients(self) -> KeptGradients:
+        """A copy of those of a step that all ranks have ended but for NORM."""
+        self._fill()
+        shards = self.plan.param_shards_of(self.totals.rank)
+        buffers = {shard: self.stages[shard.stage].param_buffers[shard.experts] for shard in shards}
+        return KeptGradients(self.plan, self.totals.rank, buffers)
+
+    def _fill(self) -> torch.Tensor:
+        """This rank's entries of the totals, once its gradients are complete."""
+        return self.totals.fill()
+
     def _orthogonalize(self, step: int, norm: torch.Tensor) -> None:
         """The directions of a step with this global norm, together with the ranks that hold parts of the same
         matrices."""
@@ -168,10 +184,9 @@ class BarrierStep(_StepBase):
 
     def reduce_norm(self, step: int, check: Check) -> None:
         """NORM."""
-        self.tied.reduce()
         for balance, group in self.balances:
             balance.reduce(group)
-        totals = self.totals.fill()
+        totals = self._fill()
         if not self.muon:
             self.update = LocalUpdate(step, self._not_cancelled())
         _sum(totals, self.world, check)
@@ -182,6 +197,10 @@ class BarrierStep(_StepBase):
         accepted = self._not_cancelled()
         norm = torch.where(accepted, self.totals.norm(totals), torch.nan)
         self.global_norm = GlobalNorm(step, accepted, norm, self.totals.losses(totals), self.totals.squared_lse(totals))
+
+    def _fill(self) -> torch.Tensor:
+        self.tied.reduce()
+        return super()._fill()
 
     def step(self, step: int) -> None:
         """STEP, scaled by the norm; changes nothing if the norm is not finite."""
@@ -247,7 +266,7 @@ class PostValidatedStep(_StepBase):
 
     def reduce_norm(self, step: int, check: Check) -> None:
         """NORM: submits this rank's sums. A step that any rank commits thus has directions on every rank."""
-        totals = self.totals.fill()
+        totals = self._fill()
         self._orthogonalize(step, torch.zeros_like(self.norm))
         self.unvalidated = step
         if totals.device.type == "cpu":

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pentad.schedules.simulate.timeline import Span
-from pentad.workers.linear.fp8_sample import Fp8Sample
+from pentad.workers.linear.fp8_sample import Fp8Sample, GradientSums
 
 
 class LossSum(NamedTuple):
@@ -30,9 +30,10 @@ class StepResult:
     if it was not finite, or the step a spike, it was `skipped`: no weight changed. `spans` are in seconds of the host's
     monotonic clock, their ranks and peers are ranks of the mesh. The host waited for the step's data for
     `data_wait_seconds` and issued `instructions` in `host_seconds`; `peak_bytes` is the largest GPU memory allocated so
-    far, 0 on a CPU. `fp8` are the operands in 8 bits of a step that was sampled. On a CPU `layer_waits` are the
-    seconds, by op and stage, that the host waited for communication inside layers. `expert_load` has, by layer and in
-    some steps, the visits of this rank's tokens to each expert (see LOAD_EVERY); of tensor ranks the first has them.
+    far, 0 on a CPU. `fp8` are the operands in 8 bits of a step that was sampled, `fp8_gradients` the gradients of one
+    that was compared with the compute dtype. On a CPU `layer_waits` are the seconds, by op and stage, that the host
+    waited for communication inside layers. `expert_load` has, by layer and in some steps, the visits of this rank's
+    tokens to each expert (see LOAD_EVERY); of tensor ranks the first has them.
     """
 
     step: int
@@ -51,6 +52,7 @@ class StepResult:
     program: int = 0
     samples: int = 0
     fp8: tuple[Fp8Sample, ...] = ()
+    fp8_gradients: tuple[GradientSums, ...] = ()
     layer_waits: tuple[tuple[str, int, float], ...] = ()
     expert_load: dict[int, tuple[int, ...]] = field(default_factory=dict)
 

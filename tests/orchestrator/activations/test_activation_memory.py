@@ -152,3 +152,17 @@ def test_experts_in_8_bits(one_rank, corpus, family, mode, axes):
     plan = plan_of("gpipe", 1, 2, 1, corpus, model=in_tiles(FAMILIES[family]), recompute=mode, **axes)
     spec = Fp8Spec("block", skip_first=1, experts=True)
     check(replace(plan, fp8=spec, batch=replace(plan.batch, sequence_length=128)), 1)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mode", ["none", "moe"])
+@pytest.mark.parametrize("axes", [{}, {"ep": 2}, {"tp": 2}, {"ep": 2, "tp": 2}])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_shared_experts_in_8_bits(one_rank, corpus, scaling, axes, mode):
+    model = in_tiles(FAMILIES["deepseek"])
+    assert model.experts is not None
+    model = replace(model, experts=replace(model.experts, shared_intermediate_size=256))
+    plan = plan_of("gpipe", 1, 2, 1, corpus, model=model, recompute=mode, **axes)
+    for experts in (False, True)[: 1 + (scaling == "block")]:
+        spec = Fp8Spec(scaling, skip_first=1, experts=experts, shared_experts=True)
+        check(replace(plan, fp8=spec, batch=replace(plan.batch, sequence_length=128)), 1)

@@ -140,11 +140,15 @@ def test_a_run_folder_of_another_version_is_refused_in_one_sentence(no_ray: None
     assert status == 1 and "config.yaml is of another version of pentad (batch.sequences is unknown" in err
 
 
-@pytest.mark.parametrize(("gpus", "arguments", "pp"), [
-    (2, [], 2), (0, [], 4), (8, [], 4), (2, ["mesh.dp=2"], 4), (1, ["cluster.device=cpu"], 4),
+@pytest.mark.parametrize(("gpus", "cores", "arguments", "pp", "note"), [
+    (2, 8, [], 2, "this machine has 2 GPUs: the quickstart runs with mesh.pp = 2, not 4"),
+    (1, 8, [], 1, "this machine has 1 GPU: "), (8, 2, [], 4, ""), (0, 8, [], 4, ""),
+    (0, 2, [], 2, "this machine has 2 CPU cores: the quickstart runs with mesh.pp = 2, not 4"),
+    (0, 1, [], 2, "this machine has 1 CPU core: the quickstart runs with mesh.pp = 2, not 4"),
+    (2, 8, ["mesh.dp=2"], 4, ""), (1, 2, ["cluster.device=cpu"], 4, ""),
 ])  # fmt: skip
-def test_the_quickstart_uses_the_available_gpus(
-    pentad: Pentad, monkeypatch: pytest.MonkeyPatch, gpus: int, arguments: list[str], pp: int
+def test_the_quickstart_uses_the_available_gpus_or_cores(
+    pentad: Pentad, monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, arguments: list[str], pp: int, note: str
 ) -> None:
     configs = []
 
@@ -153,8 +157,9 @@ def test_the_quickstart_uses_the_available_gpus(
         raise PentadError("enough")
 
     monkeypatch.setattr(hardware, "local_gpus", lambda: gpus)
+    monkeypatch.setattr(hardware, "local_cores", lambda: cores)
     monkeypatch.setattr("pentad.orchestrator.run.train.train", fake_train)
     monkeypatch.setattr("pentad.orchestrator.run.train.prepare", lambda config: None)
     _, out, _ = pentad("train", *arguments)
     assert configs[0].mesh.pp == pp
-    assert ("the quickstart runs with mesh.pp = 2, not 4" in out) == (pp == 2)
+    assert note in out and ("the quickstart runs with" in out) == bool(note)

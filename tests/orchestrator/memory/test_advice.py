@@ -56,6 +56,19 @@ def test_a_run_that_no_change_makes_fit_is_told_the_least_it_needs() -> None:
     assert re.search(r"^no ZeRO stage, .* makes it fit: [0-9.]+ GiB is the least$", advice)
 
 
+def test_host_memory_is_advised_where_nothing_else_suffices() -> None:
+    words = "memory.recompute=full", "schedule.microbatches=16"
+    config = config_of(*words)
+    plan, on_host = (make_plan(each, "cuda") for each in (config, config_of(*words, "memory.optimizer=host")))
+    needed, least = (fit_of(each, device_memory("cuda", 1000)).needed for each in (plan, on_host))
+    device = device_memory("cuda", (needed + least) / 2 / 2**30)
+    advice = memory_advice(config, plan, fit_of(plan, device))
+    sentence = r"it fits with memory\.optimizer=host: [0-9.]+ GiB, [0-9.]+ [GM]iB a rank in host memory, and a step "
+    assert re.match(sentence, advice), advice
+    small = config.model_copy(update={"memory": config.memory.model_copy(update={"host_gib": 0.01})})
+    assert memory_advice(small, plan, fit_of(plan, device)).startswith("no ZeRO stage, recomputation, host memory or ")
+
+
 def test_a_plan_says_so_only_where_it_does_not_fit() -> None:
     config = config_of("mesh.dp=2")
     assert planned(config, "cuda", 1000).remedy == "" and "remedy" not in planned(config, "cuda", 1000).facts()["fits"]

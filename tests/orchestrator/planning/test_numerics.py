@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from pentad.orchestrator.config.config import load
+from pentad.orchestrator.gpus.rate_table import CPU, RateTable, write_table
 from pentad.orchestrator.monitoring.plan_view import facts_table
-from pentad.orchestrator.planning.estimate import costs_of
+from pentad.orchestrator.planning.estimate import costs_of, memory
+from pentad.orchestrator.planning.hardware import rates_of
 from pentad.orchestrator.planning.numerics import require_fp8
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
@@ -57,6 +60,7 @@ def test_the_configured_recipe_is_the_plans() -> None:
             {"mesh": {"pp": 1, "tp": 2}, "model": {"ffn": 384}},
             r"model.ffn on each of 2 tensor ranks \(mesh.tp\) is 192",
         ),
+        ({"precision": {"matmul": "compute", "compare_every": 5}}, "is 5 with precision.matmul = compute: expected 0"),
         (LATENT, r"model\.mla\.kv_lora_rank is 64"),
         (
             {"precision": {"fp8_skip_first_layers": 3, "fp8_skip_last_layers": 1}},
@@ -100,6 +104,17 @@ def test_experts_multiply_in_8_bits_if_they_are_to() -> None:
     assert "FP8" in facts_of(plan)
 
 
+@pytest.mark.parametrize("times", [0.5, 2.0])
+def test_a_table_of_rates_decides_about_experts(tmp_path: Path, times: float) -> None:
+    rates = replace(rates_of("cpu"), experts=((1e9, 2e9, 1e9), (times * 1e9, times * 2e9, times * 1e9)))
+    found = RateTable(version=1, gpu=CPU, measured="2026-01-01", ranks=(1, 1), assumed=(), rates=rates)
+    write_table(found, tmp_path / "rates.json")
+    plan = plan_with({"matmul": "fp8-block"}, model=LARGE, cluster={"rates": str(tmp_path / "rates.json")})
+    assert plan.fp8 is not None and plan.fp8.experts == (times > 1)
+    expected = "FP8, W in" if times > 1 else "in 8 bits their products take 2.0 times as long by the rates of this GPU"
+    assert expected in facts_of(plan)
+
+
 @pytest.mark.parametrize(
     ("precision", "changes", "reason"),
     [
@@ -120,6 +135,8 @@ def test_experts_that_cannot_multiply_in_8_bits_are_refused_if_they_are_to() -> 
     for matmul, experts in (("fp8-row", LARGE["experts"]), ("fp8-block", EXPERTS)):
         with pytest.raises(PentadError, match=r"precision\.fp8_experts is always, but .*: expected auto or never"):
             plan_with({"matmul": matmul, "fp8_experts": "always"}, model=LARGE | {"experts": experts})
+    with pytest.raises(PentadError, match=r"but the model has no experts: expected auto or never$"):
+        plan_with({"matmul": "fp8-block", "fp8_experts": "always"})
 
 
 def facts_of(plan: Plan) -> str:
@@ -128,14 +145,44 @@ def facts_of(plan: Plan) -> str:
     return next(line for line in text.getvalue().splitlines() if line.strip().startswith("experts"))
 
 
+@pytest.mark.parametrize(("width", "tp"), [(256, 1), (256, 2), (384, 2), (0, 1)])
+def test_shared_experts_multiply_in_8_bits_if_they_are_whole_tiles(width: int, tp: int) -> None:
+    experts = {**EXPERTS, "shared_intermediate_size": width}
+    mla = {"kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 128, "v_head_dim": 128}
+    model = {"family": "deepseek-v3", "experts": experts, "mla": mla}
+    plan = plan_with({"matmul": "fp8-row"}, model=model, mesh={"pp": 1, "tp": tp})
+    fits = width // tp % 128 == 0 and width > 0
+    assert plan.fp8 is not None and plan.fp8.shared_experts == fits
+    names = {each.name for each in fp8_matrices(plan.model, plan.fp8, range(4))}
+    assert ("layers.3.shared.down" in names) == fits
+    assert ("the shared expert float32: its width of 192 on a rank" in facts_of(plan)) == (width == 384)
+
+
 def test_small_experts_stay_in_the_compute_dtype() -> None:
     """Their layers have no feed-forward network whose size could be wrong."""
     plan = plan_with({"matmul": "fp8-block"}, model={"family": "qwen3-moe", "ffn": 96, "experts": EXPERTS})
     assert plan.fp8 is not None
     names = {each.name.partition(".")[2] for each in fp8_matrices(plan.model, plan.fp8, range(1))}
     assert names == {"0.attention.qkv", "0.attention.out"}
-    with pytest.raises(PentadError, match=r"model\.ffn is 96"):
-        plan_with(
-            {"matmul": "fp8-block"},
-            model={"family": "qwen3-moe", "ffn": 96, "experts": {**EXPERTS, "first_k_dense": 1}},
+    partial = {"family": "qwen3-moe", "ffn": 96, "experts": {**EXPERTS, "first_k_dense": 1}}
+    remedy = r"a multiple of 128, precision\.fp8_skip_first_layers = 1, or"
+    with pytest.raises(PentadError, match=rf"model\.ffn is 96: expected {remedy}"):
+        plan_with({"matmul": "fp8-block"}, model=partial)
+    assert plan_with({"matmul": "fp8-block", "fp8_skip_first_layers": 1}, model=partial).fp8
+
+
+def test_the_plan_counts_what_a_comparison_of_gradients_takes() -> None:
+    """Activations of the compute dtype, and gradients in host memory."""
+    given = {"schedule": {"name": "zb-h2", "microbatches": 4}, "batch": {"global_batch_size": 4}}
+    plain, alone, compared = (
+        plan_with(precision, **given)
+        for precision in ({}, {"matmul": "fp8-block"}, {"matmul": "fp8-block", "compare_every": 10})
+    )
+    for rank in range(2):
+        wide, narrow, found = (memory(plan, rank) for plan in (plain, alone, compared))
+        assert narrow["activations"] < wide["activations"] and narrow["compared"] == wide["compared"] == 0
+        assert found["total"] == max(narrow["total"], wide["total"]) and found["activations"] in (
+            narrow["activations"],
+            wide["activations"],
         )
+        assert found["compared"] == found["gradients"] == sum(map(compared.size, compared.param_shards_of(rank))) * 4

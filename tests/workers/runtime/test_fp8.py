@@ -6,24 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bits import same_bits
 from exactness import assert_equals_one_process
-from plans import plan_of
+from fp8_plans import BLOCK, EXPERTS, LATENT, MIXTURE, ROW, SHARED, TENSOR, WIDE_EXPERTS, ZERO_3, fp8_plan
 from resume import assert_repeatable
 
-from pentad.schedules.spec.model import MLA, Experts, Fp8Spec, ModelSpec
-from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.workers.linear.fp8_sample import merged
+from pentad.schedules.spec.model import Fp8Spec
+from pentad.workers.linear.fp8_sample import cosines, merged
 
-# Whole tiles of 128 on two tensor ranks.
-MODEL = ModelSpec(layers=4, hidden=128, heads=2, kv_heads=2, head_dim=128, ffn=256, vocab=300)
-MIXTURE = replace(MODEL, experts=Experts(4, 2, 24, first_k_dense=2))
-WIDE_EXPERTS = replace(MODEL, experts=Experts(4, 2, 256, first_k_dense=1, shared_intermediate_size=24))
-EXPERTS = Fp8Spec("block", experts=True)
-LATENT = replace(MODEL, mla=MLA(128, 128, qk_nope_head_dim=128, qk_rope_head_dim=128, v_head_dim=128))
-LENGTH = 128  # tokens of a sequence on a context rank, at least
-BLOCK, TENSOR, ROW = Fp8Spec("block"), Fp8Spec("tensor", "e5m2"), Fp8Spec("row", power_of_two=True)
-ZERO_3 = {"memory_options": MemoryOptions(zero=3)}
 CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     (BLOCK, "zb-h2", {"pp": 2, "layers": 2}),
     (TENSOR, "1f1b", {"tp": 2, "layers": 1}),
@@ -43,19 +33,16 @@ CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     (EXPERTS, "zb-h1", {"pp": 2, "ep": 2, "recompute": "selective", "model": WIDE_EXPERTS}),
     (replace(EXPERTS, gradients="e5m2"), "zb-v", {"pp": 2, "tp": 2, "recompute": "full", "model": WIDE_EXPERTS}),
     (EXPERTS, "1f1b", {"pp": 2, "dp": 2, "model": WIDE_EXPERTS, **ZERO_3}),
+    (replace(BLOCK, shared_experts=True), "zb-h1", {"pp": 2, "model": SHARED, "recompute": "moe"}),
+    (replace(TENSOR, shared_experts=True), "1f1b", {"tp": 2, "layers": 2, "model": SHARED}),
+    (replace(ROW, shared_experts=True), "1f1b", {"ep": 2, "layers": 2, "model": SHARED}),
+    (replace(EXPERTS, shared_experts=True), "1f1b", {"cp": 2, "layers": 2, "model": SHARED}),
     (BLOCK, "dualpipev", {"pp": 2, "tp": 2, "model": LATENT}),
     *((spec, "1f1b", {"tp": 2, "layers": 2, "model": LATENT}) for spec in (TENSOR, ROW)),
+    (BLOCK, "zb-h1", {"pp": 2, "offload": 0.5}),
+    (TENSOR, "1f1b", {"pp": 2, "max_resident": 2.0, "recompute": "mlp"}),
     (replace(BLOCK, power_of_two=True, gradients="e5m2"), "zb-h2", {"pp": 2, "post_validation": True}),
 ]
-
-
-def fp8_plan(spec: Fp8Spec, name: str, sizes: dict[str, Any], corpus: str) -> Plan:
-    sizes = {"dp": 1, "pp": 1, **sizes}
-    model = sizes.pop("model", MODEL)
-    model = replace(model, layers=sizes.pop("layers", model.layers))
-    plan = plan_of(name, microbatches=3 if model.layers < MODEL.layers else 4, data=corpus, model=model, **sizes)
-    length = LENGTH * plan.mesh.cp * (2 if plan.mesh.cp > 1 and spec.scaling == "block" else 1)
-    return replace(plan, fp8=spec, batch=replace(plan.batch, sequence_length=length))
 
 
 @pytest.mark.sampled(1)
@@ -115,3 +102,37 @@ def test_samples_of_operands_are_those_of_one_process(fleet, corpus, spec, name,
             for count in ("saturated", "underflowed"):
                 share = getattr(each, count) / each.values
                 assert share == pytest.approx(getattr(single[key], count) / single[key].values, abs=1e-6)
+
+
+COMPARED: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
+    (BLOCK, "1f1b", {"layers": 1, "microbatches": 1}),
+    (BLOCK, "1f1b", {"pp": 2, "layers": 2}),
+    (TENSOR, "zb-h2", {"pp": 2, "layers": 2, "post_validation": True}),
+    (ROW, "1f1b", {"tp": 2, "layers": 1, "recompute": "selective"}),
+    (BLOCK, "1f1b", {"dp": 2, "layers": 1, **ZERO_3}),
+    (EXPERTS, "zb-h1", {"pp": 2, "ep": 2, "model": WIDE_EXPERTS}),
+]
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "sizes"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (i > 0)) for i, case in enumerate(COMPARED)],
+)
+def test_comparing_gradients_changes_no_bit_and_gives_the_cosines_of_one_process(fleet, corpus, spec, name, sizes):
+    """Every second step."""
+    spec = replace(spec, compare_every=2)
+    plan = fp8_plan(spec, name, sizes, corpus)
+    microbatches = plan.batch.microbatches * plan.batch.replicas
+    alone = {"layers": plan.model.layers, "model": plan.model, "microbatches": microbatches}
+    without = fleet.run(replace(plan, fp8=replace(spec, compare_every=0)), [(0, 3)])
+    outcomes = fleet.run(plan, [(0, 1), (1, 2)])
+    single = fp8_plan(spec, "1f1b", alone, corpus)
+    length = plan.batch.sequence_length
+    (want,) = fleet.run(replace(single, batch=replace(single.batch, sequence_length=length)), [(0, 3)])
+    for a, b in zip(outcomes, without, strict=True):
+        assert same_bits(a.state, b.state)
+        assert [(r.losses, r.grad_norm) for r in a.results] == [(r.losses, r.grad_norm) for r in b.results]
+    for step in range(3):
+        found = cosines(each for outcome in outcomes for each in outcome.results[step].fp8_gradients)
+        assert found == pytest.approx(cosines(want.results[step].fp8_gradients), rel=1e-9)
+        assert bool(found) == (step % 2 == 0) and all(0.5 < each < 1 - 1e-9 for each in found.values())
