@@ -285,6 +285,9 @@ def _balance_sentences(found: DataBalance) -> Iterator[str]:
         "packed": ("sequences dealt by cost", found.packed),
         "dynamic": (f"ranks by document ({format_percent(found.groups)} of tokens in groups)", found.dynamic),
     }
+    if found.trained == "dynamic":
+        least, most = found.microbatches
+        ways["dynamic"] = (f"{ways['dynamic'][0]}, pipelines of {least} to {most} microbatches", found.dynamic)
     way, ratio = ways.pop(found.trained)
     others = ", ".join(f"{its:.2f} {other}" for other, its in ways.values())
     yield f"documents of {steps}, {way}: the last rank ends at {ratio:.2f} times the mean"

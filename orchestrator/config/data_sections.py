@@ -63,6 +63,8 @@ class DataSection(Section):
     capacity_factor: float = Field(default=1.25, ge=1, le=100)
     """with balance dynamic, the most tokens that a rank holds of a microbatch, over those that it would have if all
     ranks had equally many"""
+    microbatch_factor: float = Field(default=1.0, ge=1, le=100)
+    """with balance dynamic, the most microbatches that a pipeline has in a step, over schedule.microbatches"""
     cache: Text = "~/.cache/pentad"
     """folder in which built-in corpora are built"""
 

@@ -16,6 +16,7 @@ from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, 
 from pentad.orchestrator.planning.estimate import ON_HOST, memories
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.fp8_experts import why_not, why_not_shared
+from pentad.schedules.ir.errors import enumerated
 from pentad.schedules.passes.offload_arena import arena
 from pentad.schedules.passes.recompute import config_text
 from pentad.schedules.simulate.copy_slack import hidden_share
@@ -90,6 +91,8 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
         shards = max(map(plan.num_zero_shards, plan.param_shards))
         facts["zero"] = f"stage {plan.zero}, {shards} shards of a pipeline stage"
     facts["program"] = f"{program.name}, {microbatches}, hash {program.hash[:12]}"
+    if batch.longer:
+        facts["longer steps"] = f"{enumerated(batch.longer)} microbatches, a program each"
     if plan.recompute:
         found = {program.stage_of[unit] for unit, mode in enumerate(plan.recompute) if mode != "none"}
         where = "" if len(found) == program.stage_of[-1] + 1 else f" of stages {', '.join(map(str, sorted(found)))}"

@@ -37,7 +37,8 @@ class PoolBalance(NamedTuple):
 
 class DataBalance(NamedTuple):
     """As PoolBalance, means of `steps` steps. The run does what `trained` says, 'fixed', 'packed' or 'dynamic'; the
-    others are simulated. `groups` is the share of tokens that are in groups of several ranks with 'dynamic'. `pools`
+    others are simulated. `groups` is the share of tokens that are in groups of several ranks with 'dynamic', and
+    `microbatches` the least and the most in which a pipeline has documents. `pools`
     are simulations of one step of other pools."""
 
     steps: int
@@ -47,6 +48,7 @@ class DataBalance(NamedTuple):
     dynamic: float
     gap: float
     groups: float
+    microbatches: tuple[int, int]
     pools: tuple[PoolBalance, ...] = ()
 
 
@@ -55,20 +57,22 @@ def data_balance(plan: Plan, dataset: Dataset, steps: int, pools: Sequence[int] 
     sequences are those of the run's first steps, as many for each replica, and repeated where they are too few. Proves
     that the rings of the run meet; raises PentadError if they do not."""
     cp, batch = plan.mesh.cp, plan.batch if plan.batch.capacity else grouped(plan)
-    found, shares = list[PoolBalance](), list[float]()
+    found, shares, pipelines = list[PoolBalance](), list[float](), list[int]()
     for step in range(min(STEPS, steps)):
         its, groups = _balance(dataset.document_lengths(step), batch, cp)
         if plan.batch.capacity:
             check_shares(groups, batch.capacity)
-            for stream in plan.program.streams:
+            for stream in plan.programs[plan.program_of(step, len(groups.shares))].streams:
                 check_rings(groups, stream)
         shared = {number for share in chain(*groups.shares) for number in share.shared}
+        pipelines += (sum(bool(its.shared or its.local) for its in each) for each in zip(*groups.shares, strict=True))
         shares.append(sum(groups.lengths([*shared])) / max(1, sum(each.length for each in groups.documents)))
         found.append(its)
     trained = "dynamic" if plan.batch.capacity else "fixed" if plan.batch.document_costs is None else "packed"
     fixed, packed, dynamic, gap = (fmean(each) for each in list(zip(*found, strict=True))[1:])
     others = tuple(_pool(dataset, batch, cp, steps, ranks) for ranks in pools)
-    return DataBalance(len(found), trained, fixed, packed, dynamic, gap, fmean(shares), others)
+    counts = min(pipelines), max(pipelines)
+    return DataBalance(len(found), trained, fixed, packed, dynamic, gap, fmean(shares), counts, others)
 
 
 def require_pools(plan: Plan, pools: Sequence[int]) -> None:

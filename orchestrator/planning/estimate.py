@@ -258,8 +258,9 @@ def _tables(plan: Plan, rank: int) -> int:
     length = plan.batch.sequence_length // plan.mesh.cp
     tokens = (2 + model.mtp_layers) * plan.batch.micro_batch_size * length * plan.batch.microbatches * INDEX
     if plan.batch.capacity:  # also positions and rows; tables of all positions, and those of microbatches in flight
-        tokens = 4 * plan.batch.capacity * plan.batch.microbatches * INDEX
-        length += plan.batch.sequence_length + min(plan.batch.microbatches, 2 * plan.mesh.pp) * plan.batch.capacity
+        most = plan.batch.most_microbatches
+        tokens = 4 * plan.batch.capacity * most * INDEX
+        length += plan.batch.sequence_length + min(most, 2 * plan.mesh.pp) * plan.batch.capacity
     reads_tokens = {0, plan.program.stages - 1} & set(stages)
     tables = 0  # a stage has one for every kind of its layers
     for stage in stages:

@@ -29,6 +29,7 @@ from pentad.schedules.spec.tensors import LayerRange, head_in_layers
 
 UNIT_BYTES = 400 * 2**20  # of gradients: large enough for the full speed of a link, small beside a backward
 CAPACITY_FACTOR = 1.25  # of ranks of data-aware groups, unless the configuration says otherwise
+LONGER = 4  # programs of more microbatches than schedule.microbatches, at most
 Placement = Sequence[Sequence[int]]
 
 
@@ -125,7 +126,19 @@ def batch_spec(config: RunConfig) -> BatchSpec:
     """The samples of a step."""
     section, replicas = config.batch, config.mesh.dp * config.mesh.ep
     sizes = section.global_batch_size, section.sequence_length, config.schedule.microbatches
-    return BatchSpec(*sizes, replicas, section.sizes.rampup)
+    return BatchSpec(*sizes, replicas, section.sizes.rampup, longer=_longer(config))
+
+
+def _longer(config: RunConfig) -> tuple[int, ...]:
+    """Numbers of microbatches of longer steps that get a program, up to data.microbatch_factor: few, as what a pipeline
+    has no documents for is left out. Multiples of what schedule.microbatches is one of, for schedules that need that.
+    """
+    count, unit = config.schedule.microbatches, config.schedule.group or config.mesh.pp
+    if config.data.balance != "dynamic":
+        return ()
+    unit = 1 if count % unit else unit
+    further = int(count * config.data.microbatch_factor + 1e-9) // unit - count // unit
+    return tuple(sorted({count + unit * -(-further * part // LONGER) for part in range(1, LONGER + 1)} - {count}))
 
 
 def first_piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None) -> Piece:

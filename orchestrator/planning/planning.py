@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product
-from typing import Literal
+from itertools import chain, product
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -102,12 +102,10 @@ def make_plan(
         )
 
     program = compiled(config.schedule.microbatches, order)
-    orders = {count: compute_order(config, model, device, count) for count in batch_spec(config).rampup_microbatches}
-    _require_same_stages(config, program, list(orders.values()))
-    smaller = [compiled(*each) for each in orders.items()]
-    plan = draft(config, model, device, program, layers, transport=transport, zero=options.zero)
+    others = _other_programs(config, model, device, program, compiled)
+    plan = replace(draft(config, model, device, program, layers, transport=transport, zero=options.zero), **others)
     evaluation = _eval(config, program, costs, transport, options)
-    return with_slots(replace(plan, eval=evaluation, rampup_programs=tuple(smaller), offload=fractions))
+    return with_slots(replace(plan, eval=evaluation, offload=fractions))
 
 
 def _guessed(
@@ -131,14 +129,29 @@ def _guessed(
     return guess_costs(*given, host_optimizer=config.memory.optimizer == "host")
 
 
+def _other_programs(
+    config: RunConfig,
+    model: ModelSpec,
+    device: str,
+    program: Program,
+    compiled: Callable[[int, Program | None], Program],
+) -> dict[str, Any]:
+    """Those of other numbers of microbatches than `program` has, as fields of a plan."""
+    batch = batch_spec(config)
+    counts = {"rampup_programs": batch.rampup_microbatches, "longer_programs": batch.longer}
+    orders = {count: compute_order(config, model, device, count) for count in chain(*counts.values())}
+    _require_same_stages(config, program, list(orders.values()))
+    return {name: tuple(compiled(count, orders[count]) for count in of) for name, of in counts.items()}
+
+
 def _require_same_stages(config: RunConfig, program: Program, orders: Sequence[Program | None]) -> None:
-    """Raises PentadError if one of the `orders` of smaller batches places stages differently than the full program, so
-    that a batch-size ramp would have to move weights. Those of the catalogue (None) do not."""
+    """Raises PentadError if one of the `orders` of other numbers of microbatches places stages differently than the
+    program, so that weights would have to move between steps. Those of the catalogue (None) do not."""
     for order in orders:
         if order is not None and (order.placement, order.slices) != (program.placement, program.slices):
             counts = f"{order.microbatches} and {program.microbatches} microbatches"
             found = f"schedule.name is {config.schedule.name}, which places stages differently for {counts}"
-            raise PentadError(f"{found}: expected a schedule with the same placement in all stages of batch.rampup")
+            raise PentadError(f"{found}: expected a schedule with the same placement for both")
 
 
 def first_plan(config: RunConfig) -> Plan:

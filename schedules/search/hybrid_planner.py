@@ -86,7 +86,8 @@ class _Widths(NamedTuple):
 def hybrid(rows: Sequence[NDArray[np.int64]], batch: BatchSpec, cp: int) -> tuple[StepGroups, Balance]:
     """The documents of `rows` [rows of the step][documents] on the pool of batch.replicas x cp ranks.
 
-    A rank holds at most `batch.capacity` tokens of a microbatch. Each document gets as many ranks as its tokens need,
+    A rank holds at most `batch.capacity` tokens of a microbatch. What has no room in the microbatches of the rows goes
+    into more of them, if a step with a full batch may have more. Each document gets as many ranks as its tokens need,
     and more where it would take long compared to the step. Of the plans for TARGETS, and of the rows as they are on the
     static mesh, which always have room, the one with the earliest end. The ranks of a group begin and end a microbatch
     at once, because they pass keys and values around in every layer.
@@ -95,6 +96,7 @@ def hybrid(rows: Sequence[NDArray[np.int64]], batch: BatchSpec, cp: int) -> tupl
     assert costs is not None and batch.capacity
     documents, pool = documents_of(rows), batch.replicas * cp
     microbatches = len(rows) // (batch.replicas * batch.micro_batch_size)
+    most = batch.most_microbatches if microbatches == batch.microbatches else microbatches
     lengths = np.array([each.length for each in documents], np.int64)
     least = np.maximum(1, -(-lengths // batch.capacity))
     narrow = costs.shared(lengths, least)
@@ -104,10 +106,10 @@ def hybrid(rows: Sequence[NDArray[np.int64]], batch: BatchSpec, cp: int) -> tupl
     end = max(best.work)
     for widths in _widths(lengths, least, pool, costs, bound)[:TRIES]:
         for order in _orders(widths) if widths.earliest < end * (1 - NEAR) else ():
-            table = _Table(lengths.tolist(), microbatches, pool, batch.capacity, end * (1 - 1e-9))
+            table = _Table(lengths.tolist(), (microbatches, most), pool, batch.capacity, end * (1 - 1e-9))
             if table.fill(order.tolist(), widths) and table.end() < table.limit:
                 best, end = table.dealt(), table.end()
-    return StepGroups(documents, best.shares()), Balance(np.array(best.work), end, bound)
+    return StepGroups(documents, best.shares()).trimmed(microbatches), Balance(np.array(best.work), end, bound)
 
 
 def _widths(
@@ -127,7 +129,7 @@ def _ranks_for(target: float, lengths: NDArray[np.int64], pool: int, costs: Docu
     """[documents] the least ranks on which a document takes no longer than `target`, or all of the pool."""
     received = costs.ring * lengths
     room = np.maximum(target - received, 1e-300)
-    need = np.minimum((costs.alone(lengths) - received) / room * (1 - 1e-12), pool)
+    need = np.clip((costs.alone(lengths) - received) / room * (1 - 1e-12), 1, pool)
     return np.ceil(need).astype(np.int64)
 
 
@@ -141,10 +143,18 @@ def _orders(widths: _Widths) -> Iterable[NDArray[np.int64]]:
 
 class _Table:
     """A plan in the making: seconds of `work` of each rank; by microbatch and rank, `room` for tokens, `seconds` and
-    whether it is in no group. It is of no use if it does not end before `limit`."""
+    whether it is in no group. The first of the `microbatches` are filled before those up to the second. It is of no use
+    if it does not end before `limit`."""
 
-    def __init__(self, lengths: Sequence[int], microbatches: int, pool: int, capacity: int, limit: float) -> None:
-        self.lengths, self.limit, self.pool, self.microbatches = lengths, limit, range(pool), range(microbatches)
+    def __init__(
+        self, lengths: Sequence[int], microbatches: tuple[int, int], pool: int, capacity: int, limit: float
+    ) -> None:
+        self.lengths, self.limit, self.pool = lengths, limit, range(pool)
+        self.first, self.further, self.microbatches = (
+            range(microbatches[0]),
+            range(*microbatches),
+            range(microbatches[1]),
+        )
         self.work = [0.0] * pool
         self.idlest = [*self.pool]  # ranks in ascending order of work, until `_deal`
         self.room = [[capacity] * pool for _ in self.microbatches]
@@ -165,9 +175,24 @@ class _Table:
 
     def _share(self, document: int, count: int, seconds: float) -> bool:
         """On the group of so many ranks, a new one or one that there is, that can begin it first."""
-        length, chosen = self.lengths[document], None
-        part, begin, work = part_of(length, count), self.limit - seconds, self.work
-        for at in self.microbatches:
+        length, limit = self.lengths[document], self.limit - seconds
+        part = part_of(length, count)
+        begin, chosen = self._new(self.first, count, part, limit)
+        for group in self.groups[count]:
+            if group.begin < begin and group.room >= part - 2:  # as when last seen: ends get later and room less
+                self._update(group)
+                if group.begin < begin and group.room >= group.added(length):
+                    begin, chosen = group.begin, group
+        chosen = chosen or self._new(self.further, count, part, limit)[1]
+        if chosen is None:
+            return False
+        self._add(chosen, document, seconds)
+        return True
+
+    def _new(self, microbatches: range, count: int, part: int, limit: float) -> tuple[float, _Group | None]:
+        """A group of ranks with room for a part that can begin first, and when: before `limit`, or there is none."""
+        begin, chosen, work = limit, None, self.work
+        for at in microbatches:
             if work[self.idlest[count - 1]] >= begin:  # no microbatch is earlier
                 break
             room, is_alone = self.room[at], self.is_alone[at]
@@ -175,15 +200,7 @@ class _Table:
             ranks = tuple(islice(free, count))
             if len(ranks) == count and work[ranks[-1]] < begin:
                 begin, chosen = work[ranks[-1]], _Group(at, ranks)
-        for group in self.groups[count]:
-            if group.begin < begin and group.room >= part - 2:  # as when last seen: ends get later and room less
-                self._update(group)
-                if group.begin < begin and group.room >= group.added(length):
-                    begin, chosen = group.begin, group
-        if chosen is None:
-            return False
-        self._add(chosen, document, seconds)
-        return True
+        return begin, chosen
 
     def _add(self, group: _Group, document: int, seconds: float) -> None:
         at, added = group.microbatch, group.added(self.lengths[document])
@@ -214,10 +231,10 @@ class _Table:
         return True
 
     def _place(self, rank: int, document: int, seconds: float) -> None:
-        """In its microbatch with least work of those with room."""
+        """In its microbatch with least work of the first ones with room, or in the earliest other one with room."""
         length = self.lengths[document]
         has_room = [at for at in self.microbatches if self.room[at][rank] >= length]
-        at = min(has_room, key=lambda at: self.seconds[at][rank])
+        at = min(has_room, key=lambda at: (max(at, self.first[-1]), self.seconds[at][rank]))
         self.local[rank][at].append(document)
         self._work(rank, at, length, seconds)
 

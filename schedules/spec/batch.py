@@ -91,6 +91,8 @@ class BatchSpec:
     have fewer microbatches of the same size. Sequences are dealt to replicas and microbatches by the `document_costs`
     of their documents (None: in the order in which they are drawn). With a `capacity`, documents are dealt to groups of
     the dp x cp ranks instead, each of which then holds at most so many tokens of a microbatch (0: sequences are dealt).
+    A pipeline may then have more microbatches in a step with a full batch: up to the last of `longer`, the numbers that
+    there are programs for besides, in ascending order.
     """
 
     global_batch_size: int
@@ -100,6 +102,12 @@ class BatchSpec:
     rampup: tuple[RampupStage, ...] = ()
     document_costs: DocumentCosts | None = None
     capacity: int = 0
+    longer: tuple[int, ...] = ()
+
+    @property
+    def most_microbatches(self) -> int:
+        """Of a pipeline in a step."""
+        return max((self.microbatches, *self.longer))
 
     @property
     def micro_batch_size(self) -> int:
@@ -123,4 +131,4 @@ class BatchSpec:
     def with_microbatches(self, microbatches: int) -> BatchSpec:
         """The batches with so many microbatches of the same size for each replica."""
         size = microbatches * self.replicas * self.micro_batch_size
-        return replace(self, global_batch_size=size, microbatches=microbatches, rampup=())
+        return replace(self, global_batch_size=size, microbatches=microbatches, rampup=(), longer=())

@@ -46,6 +46,13 @@ class StepGroups(NamedTuple):
     documents: tuple[Document, ...]
     shares: tuple[tuple[Share, ...], ...]
 
+    def trimmed(self, least: int) -> StepGroups:
+        """Without the last microbatches in which no rank has a document, down to the `least` number."""
+        count = len(self.shares)
+        while count > least and not any(share.shared or share.local for share in self.shares[count - 1]):
+            count -= 1
+        return self._replace(shares=self.shares[:count])
+
     def lengths(self, numbers: Sequence[int]) -> list[int]:
         """Of documents."""
         return [self.documents[number].length for number in numbers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
@@ -43,7 +44,8 @@ class ParamShard(NamedTuple):
 class Plan:
     """Mesh, program, model and settings of a run.
 
-    `program` is that of a step with a full batch, `rampup_programs` are those of the stages of `batch.rampup`.
+    `program` is that of a step with a full batch, `rampup_programs` are those of the stages of `batch.rampup`, and
+    `longer_programs` those of the steps with full batches that have more microbatches, as many as `batch.longer` says.
     `layers[stage]` are a stage's decoder layers, beside which stage 0 has the embedding, and the last one the final
     norm, head and loss. `dtype` is that of compute ('bfloat16', 'float32', 'float64'); master weights,
     gradients and optimizer state are float32, or float64 if compute is. `device` is 'cuda' or 'cpu'. `transport` moves
@@ -95,6 +97,7 @@ class Plan:
     lora: LoraSpec | None = None
     fp8: Fp8Spec | None = None
     rampup_programs: tuple[Program, ...] = ()
+    longer_programs: tuple[Program, ...] = ()
     gpu: str = ""
     rates: Rates | None = None
     replicate_every: int = 0
@@ -102,26 +105,32 @@ class Plan:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """All that the ranks run: a training step, those of the batch ramp, and last the evaluation, if there are
-        any."""
+        """All that the ranks run: a training step, those of the batch ramp, those with more microbatches, and last the
+        evaluation, if there are any."""
         trained = self.trained_programs
         return trained if self.eval is None else (*trained, self.eval.program)
 
     @property
     def trained_programs(self) -> tuple[Program, ...]:
         """Those with backwards."""
-        return (self.program, *self.rampup_programs)
+        return (self.program, *self.rampup_programs, *self.longer_programs)
 
-    def program_of(self, batch: int) -> int:
-        """The number, in `programs`, of what trains on a batch, counted from 0."""
+    def program_of(self, batch: int, microbatches: int = 0) -> int:
+        """The number, in `programs`, of what trains on a batch, counted from 0, of which no pipeline has more than so
+        many microbatches."""
         stage = self.batch.sizes.stage(batch)
-        return 0 if stage == len(self.batch.rampup) else 1 + stage
+        if stage < len(self.batch.rampup):
+            return 1 + stage
+        if microbatches <= self.batch.microbatches:
+            return 0
+        return 1 + stage + bisect_left(self.batch.longer, microbatches)
 
     def with_program(self, number: int) -> Plan:
         """The plan of the steps that run this one of the training `programs`, and no other."""
-        program = self.programs[number]
-        batch = self.batch.with_microbatches(program.microbatches)
-        return replace(self, program=program, batch=batch, rampup_programs=())
+        program, batch = self.programs[number], replace(self.batch, rampup=(), longer=())
+        if 0 < number <= len(self.rampup_programs):
+            batch = batch.with_microbatches(program.microbatches)
+        return replace(self, program=program, batch=batch, rampup_programs=(), longer_programs=())
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that a rank of the mesh holds."""

@@ -92,8 +92,10 @@ def _ring(events: Sequence[Sequence[Exchange]], at: Sequence[int], first: int) -
 
 
 def _exchanges(groups: StepGroups, rank: int, order: Sequence[Computed]) -> Iterator[Exchange]:
-    """Of one layer."""
+    """Of one layer. No rank has a document in microbatches after those of the groups."""
     for op, microbatch in order:
+        if microbatch >= len(groups.shares):
+            continue
         share = groups.shares[microbatch][rank]
         count = len(share.ranks)
         if count > 1:

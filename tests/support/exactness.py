@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fleet import Fleet, assemble, losses_of
+from fleet import Fleet, Outcome, assemble, losses_of
 from plans import STEPS, is_close, reference
 from reference_model import Trained
 
@@ -17,9 +17,9 @@ TIED_COPIES = {"head", "predicted.embedding"}
 
 def assert_equals_one_process(
     fleet: Fleet, plan: Plan, expected: Trained | None = None, *, check_bytes: bool = False
-) -> None:
+) -> list[Outcome]:
     """Runs STEPS steps in two calls, in float64, and compares to 1e-10, with `expected` or the plan's reference.
-    `check_bytes` also compares buffer sizes to the plan."""
+    `check_bytes` also compares buffer sizes to the plan. Returns what the ranks did."""
     losses, gradients, norms, weights = expected or reference(plan)
     outcomes = fleet.run(plan, [(0, 2), (2, 1)])
     for rank, outcome in enumerate(outcomes) if check_bytes else ():
@@ -48,6 +48,7 @@ def assert_equals_one_process(
     assert found.keys() == {name for name in weights if not name.endswith(".bias")}
     for name, weight in found.items():
         assert is_close(weight, weights[name]), f"weights of {name}"
+    return outcomes
 
 
 def with_tied_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -34,9 +34,10 @@ def grouped_plan(
     microbatches: int = 2,
     factor: float = 1.25,
     ramp: dict[int, int] | None = None,
+    longer: tuple[int, ...] = (),
     **more: Any,
 ) -> Plan:
-    """Of documents of 2 to 48 tokens, of which most count."""
+    """Of documents of 2 to 48 tokens, of which most count. Steps may have as many microbatches as `longer` says."""
     path = random_corpus(folder / f"corpus-{seed}", seed, 160, LENGTH, targets=0.7)
     data = data_of(path, document_mask=True, packing=packing, cache=str(folder))
 
@@ -45,16 +46,24 @@ def grouped_plan(
 
     plan = with_rampup(compiled(microbatches), ramp or {}, compiled)
     even, unit = plan.batch.micro_batch_size * LENGTH // plan.mesh.cp, 2 * plan.mesh.tp
-    batch = replace(plan.batch, sequence_length=LENGTH, document_costs=DocumentCosts(1.0, 3.0, 0.5))
+    batch = replace(plan.batch, sequence_length=LENGTH, document_costs=DocumentCosts(1.0, 3.0, 0.5), longer=longer)
+    plan = replace(plan, longer_programs=tuple(compiled(count).program for count in longer))
     return replace(plan, batch=replace(batch, capacity=-(-int(factor * even) // unit) * unit))
 
 
 def random_groups(rows: Sequence[np.ndarray], batch: BatchSpec, cp: int) -> tuple[StepGroups, Balance]:
-    """In place of `hybrid`: a function of the documents. Of shares with room, each document gets any."""
+    """In place of `hybrid`: a function of the documents. Of shares with room, each document gets any. Where steps may
+    have more microbatches, every rank has a number of its own."""
     documents, pool = documents_of(rows), batch.replicas * cp
     random = np.random.default_rng(zlib.crc32(repr(documents).encode()))
     microbatches = len(rows) // (batch.replicas * batch.micro_batch_size)
-    groups = [_partition(pool, random) for _ in range(microbatches)]
+    least, counts = microbatches, [microbatches] * pool
+    if least == batch.microbatches and batch.longer:
+        microbatches = int(random.integers(least, batch.most_microbatches + 1))
+        counts = random.integers(1, microbatches + 1, pool).tolist()
+        counts[int(random.integers(pool))] = microbatches
+    ranks = [[rank for rank in range(pool) if mb < counts[rank]] for mb in range(microbatches)]
+    groups = [_partition(each, random) for each in ranks]
     shared = [[list[int]() for _ in each] for each in groups]
     local = [[list[int]() for _ in range(pool)] for _ in range(microbatches)]
 
@@ -71,17 +80,18 @@ def random_groups(rows: Sequence[np.ndarray], batch: BatchSpec, cp: int) -> tupl
             mb = int(random.integers(microbatches))
             number = int(random.integers(len(groups[mb])))
             is_local = len(groups[mb][number]) == 1 or random.random() < 0.4
-            held = local[mb][int(random.integers(pool))] if is_local else shared[mb][number]
+            rank = ranks[mb][int(random.integers(len(ranks[mb])))]
+            held = local[mb][rank] if is_local else shared[mb][number]
             held.append(document)
             if all(step.tokens(share) <= batch.capacity for share in shares(mb)):
                 break
             held.pop()
-    found = step._replace(shares=tuple(map(shares, range(microbatches))))
+    found = step._replace(shares=tuple(map(shares, range(microbatches)))).trimmed(least)
     return found, Balance(np.zeros(pool), 0.0, 0.0)
 
 
-def _partition(pool: int, random: np.random.Generator) -> list[tuple[int, ...]]:
-    """Groups of 1 to `pool` ranks, in any order."""
+def _partition(pool: Sequence[int], random: np.random.Generator) -> list[tuple[int, ...]]:
+    """Groups of 1 to all ranks of the pool, in any order."""
     ranks, found = random.permutation(pool).tolist(), list[tuple[int, ...]]()
     while ranks:
         size = int(random.integers(1, len(ranks) + 1))

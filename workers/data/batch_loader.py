@@ -17,7 +17,7 @@ from pentad.schedules.search.batch_planner import balanced
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.samples import Dataset, MapRows, Sample, digest_of
-from pentad.workers.data.shares import HostShare, read_shares
+from pentad.workers.data.shares import HostShare, read_shares, step_groups
 from pentad.workers.model.layer_context import local_positions
 from pentad.workers.parallel.context_share import ContextShare
 
@@ -46,7 +46,9 @@ class Tokens(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A rank's part of a step: its tokens by slice (slice s of microbatch m has the key m * slices + s).
+    """A rank's part of a step, which runs number `program` of the plan's programs: its tokens by slice (slice s of
+    microbatch m has the key m * slices + s). The microbatches `empty` are to be left out: the pipeline has no documents
+    in them.
 
     A rank that computes losses knows how many target tokens the global batch has; the others have 0. `counts`
     [sources + 1], float64 on the device, are these target tokens by source of the data, and the digest of the rows
@@ -59,18 +61,21 @@ class Batch(NamedTuple):
     counts: torch.Tensor
     row_sources: np.ndarray
     rows_by_slot: np.ndarray
+    program: int
+    empty: frozenset[int] = frozenset()
 
 
 class HostBatch(NamedTuple):
     """What a loader thread prepares: `tokens` [microbatches, slices, kinds, T] int64, pinned for a GPU, where kinds are
     the fields of Tokens in order; `counts` [sources + 1] float64, also pinned; document starts by microbatch;
-    `rows_by_slot` (see the function). With data-aware groups `tokens` [KINDS, all T] are those of the `shares` of the
-    microbatches, joined."""
+    `rows_by_slot` (see the function), and the number of the program. With data-aware groups `tokens` [KINDS, all T] are
+    those of the `shares` of the first microbatches, joined; in those after them no rank has a document."""
 
     tokens: torch.Tensor
     counts: torch.Tensor
     document_starts: list[tuple[tuple[int, ...], ...]]
     rows_by_slot: np.ndarray
+    program: int = 0
     shares: tuple[HostShare, ...] = ()
 
 
@@ -102,13 +107,15 @@ class BatchLoader:
     def __call__(self, step: int, check: Callable[[], None] = lambda: None) -> Batch:
         """Waits for the data of a step, and calls `check` meanwhile. Raises PentadError for data that is damaged."""
         row_sources, _ = self.dataset.rows(step)
-        part = self.parts[self.plan.program_of(step)]
-        if not part.microbatches:
+        number = self.plan.program_of(step)
+        if not self.parts[number].microbatches:
             assert self.plan.batch.document_costs is None, "with document masks, every stage reads microbatches"
-            return Batch({}, 0, self.no_counts, row_sources, np.arange(len(row_sources)))
+            return Batch({}, 0, self.no_counts, row_sources, np.arange(len(row_sources)), number)
         host = self.prefetcher.get(step, check)
         counts, target_tokens = host.counts.to(self.device, non_blocking=True), int(host.counts[:-1].sum())
-        return Batch(self._on_device(host, part), target_tokens, counts, row_sources, host.rows_by_slot)
+        part = self.parts[host.program]
+        found = Batch(self._on_device(host, part), target_tokens, counts, row_sources, host.rows_by_slot, host.program)
+        return found._replace(empty=frozenset(part.microbatches) - found.tokens.keys()) if host.shares else found
 
     def load(self, read: Callable[[int], Sample]) -> dict[int, Tokens]:
         """Tokens by slice, as those of a step, where `read` returns what is in a slot of a full global batch."""
@@ -117,7 +124,7 @@ class BatchLoader:
 
     def _on_device(self, host: HostBatch, part: LocalPart) -> dict[int, Tokens]:
         if host.shares:
-            return _shares_on_device(host, part, self.device)
+            return _shares_on_device(host, self.device)
         tokens, mtp = host.tokens.to(self.device, non_blocking=True), 2 + self.plan.model.mtp_layers
         return {
             mb * self.slices + number: Tokens(
@@ -134,26 +141,32 @@ class BatchLoader:
 
     def _load(self, step: int) -> HostBatch:
         """The reads of a step are all requested at once."""
-        dataset, part = self.dataset, self.parts[self.plan.program_of(step)]
+        dataset, number = self.dataset, self.plan.program_of(step)
         counts = dataset.target_counts(step, self.pool.map) if self.has_losses else np.zeros(len(dataset.sources))
         if self.plan.batch.capacity:
-            return self._load_shares(step, part, counts)
+            return self._load_shares(step, counts)
+        part = self.parts[number]
         sources, indices = (each.tolist() for each in dataset.rows(step))
         by_slot = rows_by_slot(dataset, self.plan.batch, step, self.pool.map)
         rows = by_slot[part.slots].tolist()
         samples = list(self.pool.map(lambda row: dataset.sample(sources[row], indices[row]), rows))
         read = zip(part.slots, rows, samples, strict=True)
         counted = {row: each for slot, row, each in read if slot in part.counted_slots}
-        return self._prepared(samples, np.append(counts, digest_of(step, counted)))._replace(rows_by_slot=by_slot)
+        found = self._prepared(samples, np.append(counts, digest_of(step, counted)))
+        return found._replace(rows_by_slot=by_slot, program=number)
 
-    def _load_shares(self, step: int, part: LocalPart, counts: np.ndarray) -> HostBatch:
-        given = self.plan, self.rank, self.dataset, step, part.microbatches, part.counted
+    def _load_shares(self, step: int, counts: np.ndarray) -> HostBatch:
+        plan, dataset = self.plan, self.dataset
+        groups = step_groups(dataset, plan.batch, plan.mesh.cp, step, self.pool.map)
+        number = plan.program_of(step, len(groups.shares))
+        given = plan, self.rank, dataset, step, groups, self.parts[number].counted
         shares, digest = read_shares(*given, self.pool.map)
         found = HostBatch(
             torch.from_numpy(np.concatenate([share.tokens for share in shares], axis=1)),
             torch.from_numpy(np.append(counts, digest).astype(np.float64)),
             [],
-            np.arange(self.plan.batch.sizes.size(step)),
+            np.arange(plan.batch.sizes.size(step)),
+            number,
             tuple(shares),
         )
         return self._pinned(found)
@@ -219,7 +232,8 @@ def rows_by_slot(dataset: Dataset, batch: BatchSpec, step: int, map_rows: MapRow
     return balanced(work, batch.micro_batch_size, batch.replicas).order
 
 
-def _shares_on_device(host: HostBatch, part: LocalPart, device: torch.device) -> dict[int, Tokens]:
+def _shares_on_device(host: HostBatch, device: torch.device) -> dict[int, Tokens]:
+    """Of the microbatches in which the rank has tokens."""
     sizes = [share.tokens.shape[1] for share in host.shares]
     parts = host.tokens.to(device, non_blocking=True).split(sizes, 1)
     none = host.tokens.new_empty(0, 0)
@@ -227,7 +241,8 @@ def _shares_on_device(host: HostBatch, part: LocalPart, device: torch.device) ->
         mb: Tokens(
             tokens[0], tokens[1], none, None, (), ContextShare(share.sequence, share.local, tokens[2], tokens[3])
         )
-        for mb, share, tokens in zip(part.microbatches, host.shares, parts, strict=True)
+        for mb, (share, tokens) in enumerate(zip(host.shares, parts, strict=True))
+        if tokens.shape[1]
     }
 
 

@@ -42,19 +42,19 @@ def read_shares(
     rank: int,
     dataset: Dataset,
     step: int,
-    microbatches: Sequence[int],
+    groups: StepGroups,
     counted: set[int],
     map_rows: MapRows,
 ) -> tuple[list[HostShare], int]:
-    """(this rank's shares of microbatches, the digest of the documents that it counts). The first rank of a group
-    counts what that shares, in the microbatches `counted`."""
-    groups, at = step_groups(dataset, plan.batch, plan.mesh.cp, step, map_rows), plan.mesh.coordinates(rank)
-    own = [groups.shares[mb][at.dp * plan.mesh.cp + at.cp] for mb in microbatches]
+    """(this rank's shares of the groups' microbatches, the digest of the documents that it counts). The first rank of
+    a group counts what that shares, in the microbatches `counted`."""
+    at = plan.mesh.coordinates(rank)
+    own = [shares[at.dp * plan.mesh.cp + at.cp] for shares in groups.shares]
     numbers = sorted({number for share in own for number in (*share.shared, *share.local)})
     samples = _read(dataset, step, groups, numbers, map_rows)
     slots = _slots(plan.batch, step)
     held, digest = list[HostShare](), 0
-    for mb, share in zip(microbatches, own, strict=True):
+    for mb, share in enumerate(own):
         place = share.ranks.index(at.dp * plan.mesh.cp + at.cp)
         for number in (*(share.shared if place == 0 else ()), *share.local) if mb in counted else ():
             digest += document_digest(step, *groups.documents[number][:2], samples[number])
@@ -102,7 +102,7 @@ def _padding(count: int) -> np.ndarray:
 def _share(
     ranks: tuple[int, ...], place: int, shared: Sequence[np.ndarray], local: Sequence[np.ndarray], tp: int
 ) -> HostShare:
-    """Padded so that the sequence has equal parts, and tp ranks have as many tokens each: at least one."""
+    """Padded so that the sequence has equal parts, and tp ranks have as many tokens each."""
     found, starts = (
         np.concatenate([_padding(0), *shared], axis=1),
         [*accumulate((x.shape[1] for x in shared), initial=0)],
@@ -112,7 +112,7 @@ def _share(
     if length:
         found = found[:, positions(length, len(ranks), place, "zigzag")]
     count = found.shape[1] + sum(x.shape[1] for x in local)
-    padding = [_padding(tp * max(1, -(-count // tp)) - count)] if not count or count % tp else []
+    padding = [_padding(-count % tp)] if count % tp else []
     own = [*local, *padding]
     begins = tuple(start for start in starts if start < length)
     lengths = tuple(x.shape[1] for x in own)

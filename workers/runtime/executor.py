@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pentad.schedules.ir.instruction import SENDS, Action, Instruction, Key, Op, instructions_of
+from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Action, Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Stream
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.batch_loader import Batch, Tokens
@@ -32,6 +32,7 @@ from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
 
+OF_MICROBATCH = {*COMPUTE, *SENDS, *RECEIVES, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD}
 # What a rehearsal of a step leaves out.
 ENDS = frozenset({Op.LOSS, Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})
 
@@ -39,7 +40,7 @@ ENDS = frozenset({Op.LOSS, Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})
 @dataclass(frozen=True)
 class RankProgram:
     """One rank's stream of a program, which is number `number` of those of the plan, and what the executor looks up in
-    it."""
+    it. The rows of its batches fill so many `microbatches`; the program may have more."""
 
     number: int
     microbatches: int
@@ -52,7 +53,8 @@ class RankProgram:
         """What a rank of the mesh runs of a program of the plan."""
         program = plan.programs[number]
         stream = program.streams[plan.mesh.coordinates(rank).pp]
-        return RankProgram(number, program.microbatches, stream, program.forward_only, resolve_inputs(stream))
+        microbatches = min(program.microbatches, plan.batch.microbatches)
+        return RankProgram(number, microbatches, stream, program.forward_only, resolve_inputs(stream))
 
 
 class IssuedStep(NamedTuple):
@@ -98,6 +100,7 @@ class Executor:
         self.results: dict[Key, Any] = {}
         self.step, self.round, self.host_seconds = 0, 0, dict[int, float]()
         self.valid, self.restart, self.target_tokens = True, False, 0
+        self.empty: frozenset[int] = frozenset()  # microbatches of the step that are left out
         self.issued = dict[int, IssuedStep]()
         self.fp8_samples = dict[int, list[PendingSamples]]()  # by step, of its stages
         self.expert_loads = dict[int, list[PendingLoad]]()  # likewise
@@ -111,7 +114,7 @@ class Executor:
         compares = self.optimizer_step.compares(step)
         if compares:
             self.validate()
-        self._begin(program, step, batch.tokens)
+        self._begin(program, step, batch.tokens, batch.empty)
         self.shards.begin(program.number)
         self.activations.begin(program.number)
         self.target_tokens = batch.target_tokens
@@ -175,8 +178,10 @@ class Executor:
             self.collectives.after_update()
         return valid
 
-    def _begin(self, program: RankProgram, step: int, tokens: dict[int, Tokens]) -> None:
-        self.running, self.step, self.tokens = program, step, tokens
+    def _begin(
+        self, program: RankProgram, step: int, tokens: dict[int, Tokens], empty: frozenset[int] = frozenset()
+    ) -> None:
+        self.running, self.step, self.tokens, self.empty = program, step, tokens, empty
         self.lanes.begin_step()
         self.transport.begin_step(program.number)
 
@@ -191,7 +196,23 @@ class Executor:
             if part.lane == "compute":
                 self.activations.release(part.waits)
             yield  # an overlapped pair starts once both halves have what they wait for
-            yield from self._execute(part)
+            if part.microbatch in self.empty and part.op in OF_MICROBATCH:
+                self._leave_out(part)
+            else:
+                yield from self._execute(part)
+
+    def _leave_out(self, part: Instruction) -> None:
+        """An instruction of a microbatch in which the ranks of this pipeline have nothing: later ones find all that
+        they wait for, and gradients that get nothing are zero."""
+        match part.op:
+            case Op.W | Op.BW:
+                self._run_weight_grad(part)
+            case Op.OFFLOAD:
+                self.activations.offload((part.stage, part.microbatch), [])
+            case Op.RELOAD:
+                self.activations.reload((part.stage, part.microbatch))
+            case Op.SEND_F | Op.SEND_B:
+                self.transport.leave_out(part)
 
     def _execute(self, part: Instruction) -> Task[None]:
         index = part.microbatch

@@ -178,7 +178,7 @@ class Runner:
                 number = batch_of(step, skipped_batches)
                 batch = self.load_batch(number, self.fence_flag.check)
                 self.data_wait_seconds[step] = time.monotonic() - began
-                self._connected.run(self.programs[self.plan.program_of(number)], step, batch)
+                self._connected.run(self.programs[batch.program], step, batch)
             if more:
                 self._collect_results(num_open=1)
             else:

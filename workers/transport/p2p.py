@@ -46,6 +46,9 @@ class P2PTransport:
         else:
             self.sends.append((work, tensor))
 
+    def leave_out(self, part: Instruction) -> None:
+        """Nothing to do: tags tell transfers apart."""
+
     def receive(self, part: Instruction, rows: int | None = None) -> tuple[torch.Tensor, dist.Work]:
         """Starts to fill the first `rows` (None: all) of a slot and returns them; they may be read once the work is
         done."""

@@ -70,6 +70,10 @@ class IpcTransport:
         tensor.record_stream(torch.cuda.current_stream())
         self.flags.write(("arrived", channel), self.transfers[channel])
 
+    def leave_out(self, part: Instruction) -> None:
+        """A transfer of the program that both ends leave out."""
+        self.step_sends[channel_of(part, self.rank, self._peer(part))] += 1
+
     def receive(self, part: Instruction, rows: int | None = None) -> tuple[torch.Tensor, None]:
         """On the lane: grants the slot and waits until its first `rows` (None: all) are filled."""
         channel = channel_of(part, self.rank, self._peer(part))

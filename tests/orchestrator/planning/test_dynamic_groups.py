@@ -57,6 +57,37 @@ def test_ranks_have_room_for_more_than_their_even_share(tmp_path: Path) -> None:
     assert costs_of(roomy) == costs_of(grouped), "a microbatch takes as long on average"
 
 
+def test_steps_with_more_microbatches_have_programs_of_their_own(tmp_path: Path) -> None:
+    given = ["mesh.pp=2", "schedule.microbatches=4"]
+    plan = plan_of(tmp_path, *given, "data.capacity_factor=1", "data.microbatch_factor=1.6")
+    assert plan.batch.longer == (6,), "whole rounds of the pipeline"
+    longer = plan_of(tmp_path, *given, "data.microbatch_factor=4")
+    assert longer.batch.longer == (8, 10, 14, 16)
+    assert [each.microbatches for each in longer.programs] == [4, *longer.batch.longer]
+    assert [longer.program_of(0, count) for count in (1, 4, 5, 8, 9, 16)] == [0, 0, 1, 1, 2, 4]
+    assert longer.with_program(2).program == longer.programs[2]
+    assert longer.with_program(2).batch.tokens == longer.batch.tokens
+    ramped = plan_of(
+        tmp_path,
+        *given,
+        "data.microbatch_factor=4",
+        "batch.rampup=[{global_batch_size: 4, steps: 1}]",
+        "schedule.microbatches=2",
+    )
+    assert [each.microbatches for each in ramped.programs] == [2, 1, 4, 6, 8]
+    assert [ramped.program_of(*each) for each in ((0, 3), (1, 2), (1, 3))] == [1, 0, 2]
+
+
+def test_the_balance_counts_the_microbatches_of_each_pipeline(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "data.capacity_factor=1", "data.microbatch_factor=2")
+    dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
+    found, least = data_balance(plan, dataset, 3), data_balance(plan_of(tmp_path, "data.capacity_factor=1"), dataset, 3)
+    assert found.microbatches[0] <= 2 < found.microbatches[1] <= 4 and found.dynamic < least.dynamic
+    config = load(tmp_path / "config.yaml", [f"data.path={tmp_path}/corpus", f"data.cache={tmp_path}"])
+    text = str(planned(config, "cpu", 1.0))
+    assert "pipelines of 2 to 2 microbatches" in text
+
+
 def test_offloading_gives_ranks_room_for_longer_documents(tmp_path: Path) -> None:
     given = "model.layers=16", "memory.recompute=attention", "memory.recompute_fraction=0.5", "memory.unit_layers=1"
 
@@ -106,6 +137,7 @@ def test_plan_says_how_even_the_data_is_once_it_is_packed(tmp_path: Path) -> Non
         ([*EXPERTS, "model.experts.aux_loss_coef=0", "mesh.ep=2", "mesh.dp=1"], "mesh.ep is 2: expected 1"),
         (["data.packing=windows", "data.document_mask=false"], "data.document_mask is false: expected true"),
         (["elastic.check_every=2"], "elastic.check_every is 2: expected 0 for data.balance dynamic"),
+        (["data.microbatch_factor=0.9"], "data.microbatch_factor is 0.9: expected at least 1"),
         (["data.capacity_factor=0.9"], "data.capacity_factor is 0.9: expected at least 1"),
     ],
 )

@@ -43,10 +43,12 @@ MIXTRAL = (
 )
 EXPERTS = (*MIXTRAL, "model.experts.bias_update_rate=0.01")
 LORA = ("lora.rank=2", "optimizer.groups=[{pattern: '*lora_B', learning_rate_scale: 2.0}]")
+LONGER = ("data.balance=dynamic", "data.capacity_factor=1.0", "data.microbatch_factor=2")
 MESHES = {
     "zb-h2": ("mesh.dp=2", "mesh.pp=2", "schedule.name=zb-h2", "schedule.microbatches=4"),
     "dualpipev": ("mesh.pp=2", "mesh.tp=2", "schedule.name=dualpipev", "schedule.microbatches=4"),
     "zero": ("mesh.dp=2", "mesh.pp=1", "mesh.cp=2", "zero.stage=3", "schedule.name=1f1b", "schedule.microbatches=4"),
+    "longer steps": ("mesh.dp=2", "mesh.pp=2", "schedule.name=zb-h2", "schedule.microbatches=4", *LONGER),
     "experts": ("mesh.ep=2", "mesh.pp=2", "schedule.name=1f1b", "schedule.microbatches=4", *EXPERTS),
     "adapters": ("mesh.pp=2", "mesh.tp=2", "schedule.name=zb-h2", "schedule.microbatches=4"),
     "adapters beside experts": ("mesh.ep=2", "mesh.pp=2", "schedule.name=zb-h2", "schedule.microbatches=4", *MIXTRAL),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain, product
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
+from best_groups import best_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,8 +32,10 @@ def steps(draw: st.DrawFn) -> tuple[list[np.ndarray], BatchSpec, int]:
     for _ in range(size):
         cuts = sorted(draw(st.lists(st.integers(0, length), max_size=5)))
         found.append(np.diff([0, *cuts]).astype(np.int64))  # what is left is padding
-    capacity = 2 * -(-int(factor * rows * length / cp) // 2)
-    return found, BatchSpec(size, length, microbatches, replicas, document_costs=COSTS, capacity=capacity), cp
+    capacity, further = 2 * -(-int(factor * rows * length / cp) // 2), draw(st.integers(0, 3))
+    longer = tuple(range(microbatches + 1, microbatches + 1 + further))
+    batch = BatchSpec(size, length, microbatches, replicas, document_costs=COSTS, capacity=capacity, longer=longer)
+    return found, batch, cp
 
 
 @settings(deadline=None)
@@ -40,7 +44,7 @@ def test_every_document_is_on_one_group_that_holds_it(step: tuple[list[np.ndarra
     rows, batch, cp = step
     groups, balance = hybrid(*step)
     check_shares(groups, batch.capacity)
-    assert len(groups.shares) == batch.microbatches
+    assert batch.microbatches <= len(groups.shares) <= batch.most_microbatches
     assert all(len(shares) == batch.replicas * cp for shares in groups.shares)
     found = {(each.row, each.first, each.length) for each in groups.documents}
     expected = {
@@ -109,34 +113,58 @@ def test_documents_that_fit_in_no_other_way_are_on_the_static_mesh() -> None:
     assert {share.ranks for share in chain(*groups.shares)} == {(0, 1), (2, 3)}
 
 
-@settings(max_examples=25, deadline=None)
-@given(lengths=st.lists(st.integers(1, 24), min_size=1, max_size=3), microbatches=st.integers(1, 2))
-def test_no_bound_is_above_the_best_of_all_groups_and_no_end_far_above(lengths: list[int], microbatches: int) -> None:
-    """Of every way to put up to three documents on one rank of two or on both, in up to two microbatches."""
+def test_pipelines_of_short_documents_have_more_microbatches_where_ranks_have_no_room() -> None:
+    """The short ones take as long as the long one, and more room than half of all."""
+    rows = [np.array([24]), np.array([12, 12]), np.array([6] * 4), np.array([6] * 4)]
+    batch = batch_of([row.tolist() for row in rows], 24, 2, 2, 24)
+    batch = replace(batch, document_costs=COSTS._replace(ring=1000.0))  # so that no document is shared
+    ends, counts = list[float](), list[list[int]]()
+    for longer in ((), (3, 4)):
+        groups, balance = hybrid(rows, replace(batch, longer=longer), 1)
+        check_shares(groups, batch.capacity)
+        ends.append(balance.end)
+        pipelines = zip(*groups.shares, strict=True)
+        counts.append(sorted(sum(bool(share.local) for share in each) for each in pipelines))
+    assert counts == [[2, 2], [2, 3]] and ends[1] < 0.86 * ends[0]
+    part, _ = hybrid(rows[:2], replace(batch, longer=(3, 4)), 1)
+    assert len(part.shares) == 1, "steps of a ramp have the microbatches of their stage"
+
+
+@st.composite
+def small_steps(draw: st.DrawFn) -> tuple[list[np.ndarray], BatchSpec, int]:
+    """Up to five documents on up to four ranks, in up to two microbatches, with much room for them or little."""
+    lengths = draw(st.lists(st.integers(1, 24), min_size=1, max_size=5))
+    microbatches, pool = draw(st.integers(1, 2)), draw(st.integers(2, 4))
     rows = [np.array(lengths[at::microbatches], np.int64) for at in range(microbatches)]
-    length = max(1, *(int(row.sum()) for row in rows))
-    batch = batch_of([[]] * microbatches, length, microbatches, 1, 2 * -(-length // 2))
-    groups, balance = hybrid(rows, batch, 2)
-    sizes = groups.lengths(range(len(groups.documents)))
-    best = np.inf
-    for places in product(product(range(microbatches), [(0,), (1,), (0, 1)]), repeat=len(sizes)):
-        shares = [
-            [
-                Share(ranks, numbers(places, mb, (0, 1)), numbers(places, mb, (rank,)))
-                for rank, ranks in enumerate([(0, 1)] * 2 if numbers(places, mb, (0, 1)) else [(0,), (1,)])
-            ]
-            for mb in range(microbatches)
-        ]
-        found = StepGroups(groups.documents, tuple(map(tuple, shares)))
-        if all(found.tokens(share) <= batch.capacity for share in chain(*shares)):
-            best = min(best, end_of(found))
-    assert balance.bound * (1 - 1e-9) <= best <= balance.end * (1 + 1e-9)
-    assert balance.end <= 1.34 * best
+    length = max(int(row.sum()) for row in rows)
+    factor = draw(st.sampled_from([1.0, 1.25, 2.0, float(pool)]))
+    batch = batch_of([[]] * microbatches, length, microbatches, 1, 2 * -(-int(factor * length / pool + 1) // 2))
+    return rows, replace(batch, longer=(2,) if microbatches < 2 and draw(st.booleans()) else ()), pool
 
 
-def numbers(places: Sequence[tuple[int, tuple[int, ...]]], microbatch: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the documents that are on these ranks in a microbatch."""
-    return tuple(number for number, place in enumerate(places) if place == (microbatch, ranks))
+@settings(deadline=None)
+@given(step=small_steps())
+def test_no_bound_is_above_the_best_of_all_groups_and_no_end_far_above(
+    step: tuple[list[np.ndarray], BatchSpec, int],
+) -> None:
+    """Of every way to put documents on any of the ranks. In 12,744 such steps the planner was up to 1.15 of the best,
+    with documents of a few tokens, whose padding counts; 1.02 in nine of ten."""
+    rows, batch, pool = step
+    groups, balance = hybrid(rows, batch, pool)
+    lengths = groups.lengths(range(len(groups.documents)))
+    given = lengths, pool, batch.most_microbatches, batch.capacity, COSTS
+    best = best_end(*given, limit=balance.end * (1 + 1e-9))
+    assert balance.bound * (1 - 1e-9) <= best <= balance.end * (1 + 1e-9) <= 1.2 * best
+
+
+@pytest.mark.parametrize(("pool", "microbatches"), [(2, 1), (2, 2), (3, 1), (4, 2)])
+def test_the_best_of_all_groups_is_known_where_it_is_obvious(pool: int, microbatches: int) -> None:
+    """Five documents of four tokens, 28 seconds each alone."""
+    costs = DocumentCosts(1.0, 3.0, 0.0)
+    assert best_end([4] * 5, pool, microbatches, 100, costs, 1e9) == pytest.approx(140 / pool)
+    assert best_end([4] * 5, pool, microbatches, 2, costs, 99.0) == 99.0, "no room for any plan"
+    alone = best_end([4] * 5, pool, microbatches, 100, costs._replace(ring=1000.0), 1e9)
+    assert alone == pytest.approx(28 * -(-5 // pool)), "nothing is shared"
 
 
 def bimodal_step() -> tuple[list[np.ndarray], BatchSpec, int]:

@@ -35,6 +35,17 @@ def group_sizes(plan: Plan, planner: Any) -> Counter[int]:
     return Counter(len(share.ranks) if share.shared or share.local else 0 for share in shares)
 
 
+def microbatches_of(plan: Plan, planner: Any) -> tuple[list[list[int]], list[int]]:
+    """(by step and rank of the pool in how many microbatches it has documents, the numbers of the steps' programs)."""
+    dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
+    steps = [planner(dataset.document_lengths(step), plan.batch, plan.mesh.cp)[0] for step in range(STEPS)]
+    counts = [
+        [sum(bool(its.shared or its.local) for its in each) for each in zip(*groups.shares, strict=True)]
+        for groups in steps
+    ]
+    return counts, [plan.program_of(step, len(groups.shares)) for step, groups in enumerate(steps)]
+
+
 @pytest.fixture(scope="module")
 def random_fleet() -> Iterator[Fleet]:
     made = RandomGroupsFleet(4)
@@ -101,6 +112,34 @@ def test_any_groups_train_like_one_process(random_fleet: Fleet, tmp_path: Path, 
     assert_equals_one_process(random_fleet, plan)
 
 
+UNEQUAL = [
+    {"sizes": {"pp": 2, "dp": 2}},
+    pytest.param({"sizes": {"dp": 4}}, marks=slow),
+    pytest.param({"sizes": {"pp": 2, "cp": 2, "name": "zb-h2"}, "post_validation": True}, marks=slow),
+    pytest.param({"sizes": {"pp": 2, "dp": 2, "name": "zb-v"}}, marks=slow),
+    pytest.param({"sizes": {"pp": 2, "dp": 2, "name": "interleaved"}, "longer": (6, 8)}, marks=slow),
+    pytest.param({"sizes": {"tp": 2, "dp": 2}}, marks=slow),
+    *(
+        pytest.param({"sizes": {"pp": 2, "dp": 2}, "memory_options": MemoryOptions(zero=zero, **more)}, marks=slow)
+        for zero, more in ((1, {}), (2, {"reduce": "microbatch"}), (3, {"max_gathered": 1}))
+    ),
+    pytest.param({"sizes": {"dp": 2, "pp": 2}, "unit_layers": 1, "recompute": "full", "offload": 0.6}, marks=slow),
+    pytest.param({"sizes": {"pp": 2, "cp": 2}, "model": FAMILIES["mixtral"]}, marks=slow),
+]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("case", UNEQUAL)
+def test_pipelines_of_unequal_numbers_of_microbatches_train_like_one_process(
+    random_fleet: Fleet, tmp_path: Path, case: dict[str, Any]
+) -> None:
+    plan = grouped_plan(tmp_path, microbatches=4, factor=4, **{"longer": (5, 7), **case})
+    counts, programs = microbatches_of(plan, random_groups)
+    assert all(len({*each}) > 1 for each in counts) and len({*programs}) > 1, "equal numbers prove nothing"
+    outcomes = assert_equals_one_process(random_fleet, plan)
+    assert [[result.program for result in outcome.results] for outcome in outcomes] == [programs] * len(outcomes)
+
+
 @slow
 def test_a_run_with_groups_evaluates_like_one_process(fleet: Fleet, tmp_path: Path) -> None:
     plan = grouped_plan(tmp_path, {"dp": 2, "cp": 2})
@@ -108,13 +147,30 @@ def test_a_run_with_groups_evaluates_like_one_process(fleet: Fleet, tmp_path: Pa
 
 
 @slow
-@pytest.mark.parametrize("sizes", [{"dp": 2, "cp": 2}, {"dp": 2, "pp": 2}])
-def test_runs_with_groups_resume_with_the_same_bits(random_fleet: Fleet, tmp_path: Path, sizes: dict[str, Any]) -> None:
-    assert_repeatable(random_fleet, grouped_plan(tmp_path, sizes, factor=4, dtype="float32"), tmp_path)
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"sizes": {"dp": 2, "cp": 2}},
+        {"sizes": {"dp": 2, "pp": 2}},
+        {"sizes": {"dp": 2, "pp": 2}, "longer": (3, 5)},
+        {"sizes": {"dp": 2, "pp": 2, "name": "zb-h2"}, "longer": (3, 5), "post_validation": True},
+    ],
+)
+def test_runs_with_groups_resume_with_the_same_bits(random_fleet: Fleet, tmp_path: Path, case: dict[str, Any]) -> None:
+    assert_repeatable(random_fleet, grouped_plan(tmp_path, factor=4, dtype="float32", **case), tmp_path)
 
 
 @slow
 @pytest.mark.timeout(150)
 def test_a_run_with_groups_recovers_with_the_same_bits(workers: list[WorkerProcess], tmp_path: Path) -> None:
     plan = grouped_plan(tmp_path, {"dp": 2, "cp": 2}, dtype="float32")
+    check_recovery(workers, plan, 16, signal.SIGKILL)
+
+
+@slow
+@pytest.mark.timeout(150)
+def test_a_run_with_longer_steps_recovers_with_the_same_bits(workers: list[WorkerProcess], tmp_path: Path) -> None:
+    plan = grouped_plan(tmp_path, {"dp": 2, "pp": 2}, dtype="float32", factor=1.0, microbatches=2, longer=(3, 4))
+    counts, programs = microbatches_of(plan, hybrid)
+    assert any(programs) and any(len({*each}) > 1 for each in counts)
     check_recovery(workers, plan, 16, signal.SIGKILL)
