@@ -10,7 +10,7 @@ from pentad.orchestrator.memory.choice import Tried, fitting_recompute
 from pentad.orchestrator.memory.first_microbatches import estimated_seconds, shortened, with_words
 from pentad.orchestrator.memory.variants import Variants, Words
 from pentad.orchestrator.planning.estimate import memory, simulated_seconds
-from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of, require_host
+from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of, fits_host
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
@@ -47,15 +47,14 @@ def _advice(config: RunConfig, plan: Plan, room: DeviceMemory, changed: Iterable
     for _, words in sorted(found, key=lambda each: (each[0], len(each[1]), each[1])):  # of equals the least change
         changed_config = with_words(config, words)
         changed_plan = make_plan(changed_config, plan.device)
-        with suppress(PentadError):  # the host has less memory
-            require_host(changed_config, changed_plan)
-            if (after := fit_of(changed_plan, room)).ok:
-                added = simulated_seconds(changed_plan) - simulated_seconds(plan)
-                needs = format_bytes(after.needed)
-                kept = [memory(changed_plan, plan.mesh.move(0, pp=pp)) for pp in range(plan.mesh.pp)]
-                if host := max(each["host"] + each["host_optimizer"] for each in kept):
-                    needs += f", {format_bytes(host)} a rank in host memory"
-                return f"it fits with {_shown(words)}: {needs}, and {_cost(added, plan)}"
+        if (after := fit_of(changed_plan, room)).ok and fits_host(changed_config, changed_plan):
+            added = simulated_seconds(changed_plan) - simulated_seconds(plan)
+            needs = format_bytes(after.needed)
+            kept = [memory(changed_plan, plan.mesh.move(0, pp=pp)) for pp in range(plan.mesh.pp)]
+            if host := max(each["host"] + each["host_optimizer"] for each in kept):
+                needs += f", {format_bytes(host)} a rank in host memory"
+            return f"it fits with {_shown(words)}: {needs}, and {_cost(added, plan)}"
+        if not after.ok:
             tried.append((after.needed, words))
     return ""
 

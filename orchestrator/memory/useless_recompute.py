@@ -5,10 +5,9 @@ from __future__ import annotations
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.planning.estimate import simulated_seconds
-from pentad.orchestrator.planning.fit import Fit, fit_of, require_host
+from pentad.orchestrator.planning.fit import Fit, fit_of, fits_host
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.passes.recompute import config_text
 from pentad.schedules.spec.plan import Plan
 
@@ -25,7 +24,7 @@ def recompute_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
     plain = make_plan(with_words(config, WITHOUT), plan.device, proved=False)
     without, key = fit_of(plain, fit.device), f"memory.recompute is {config_text(config.memory.mode)}"
     saved = without.needed - fit.needed
-    if saved > WORTH * fit.needed and not (without.ok and _fits_host(config, plain)):
+    if saved > WORTH * fit.needed and not (without.ok and fits_host(config, plain)):
         return ""
     seconds = simulated_seconds(plan)
     gain = seconds - simulated_seconds(plain)
@@ -33,12 +32,3 @@ def recompute_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
     if saved <= WORTH * fit.needed:
         return f"{key}, which saves {format_bytes(max(0, saved))}: {pace}, at assumed rates"
     return f"{key}, but the run needs {format_bytes(without.needed)} without it, which fits: {pace}, at assumed rates"
-
-
-def _fits_host(config: RunConfig, plan: Plan) -> bool:
-    """What is not recomputed may be offloaded instead."""
-    try:
-        require_host(config, plan)
-    except PentadError:
-        return False
-    return True

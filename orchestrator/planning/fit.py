@@ -139,3 +139,12 @@ def require_host(config: RunConfig, plan: Plan) -> None:
     key = next(key for kind, (_, key) in names.items() if fullest[kind])
     found = f"{key}, with which {host.ranks(plan)} ranks of a host keep {format_bytes(needed)} there ({parts} each)"
     raise PentadError(f"{found}: expected at most {format_bytes(int(host.bytes))}, {host.where}")
+
+
+def fits_host(config: RunConfig, plan: Plan) -> bool:
+    """Whether `require_host` raises nothing."""
+    try:
+        require_host(config, plan)
+    except PentadError:
+        return False
+    return True
