@@ -2,8 +2,7 @@
 
 PYTHONPATH=.typings:tests/bench python tests/bench/trainer_costs.py deploy/jobs/llama-1b.yaml --json OUT mesh.pp=1
 
-Trains in turn without and with them, twice each, and compares the medians of the step times, of which the first 10 are
-left out.
+Trains in turn without and with them, and compares the medians of the step times, of which the first 10 are left out.
 """
 
 from __future__ import annotations
@@ -69,11 +68,11 @@ def data_wait_share(rows: list[dict[str, Any]]) -> float:
     return sum(waited) / sum(step_seconds(rows))
 
 
-def measure(job: str, steps: int, overrides: list[str]) -> dict[str, Any]:
+def measure(job: str, steps: int, repeats: int, overrides: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         kinds = kinds_of_runs(build_corpora(Path(folder)), steps)
         found: dict[str, list[list[dict[str, Any]]]] = {kind: [] for kind in kinds}
-        for repeat, (kind, more) in product(range(2), kinds.items()):
+        for repeat, (kind, more) in product(range(repeats), kinds.items()):
             found[kind].append(train(job, steps, [*overrides, *more], Path(folder, f"{kind}{repeat}")))
     medians = {kind: [median(step_seconds(rows)) for rows in runs] for kind, runs in found.items()}
     least = {kind: min(seconds) for kind, seconds in medians.items()}
@@ -89,9 +88,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each kind")
     parser.add_argument("--json", type=Path)
     args, overrides = parser.parse_known_args()
-    record(args.json, "trainer_costs", lambda: measure(args.job, args.steps, overrides))
+    record(args.json, "trainer_costs", lambda: measure(args.job, args.steps, args.repeats, overrides))
 
 
 if __name__ == "__main__":
