@@ -67,13 +67,15 @@ class Batch(NamedTuple):
 
 class HostBatch(NamedTuple):
     """What a loader thread prepares: `tokens` [microbatches, slices, kinds, T] int64, pinned for a GPU, where kinds are
-    the fields of Tokens in order; `counts` [sources + 1] float64, also pinned; document starts by microbatch;
-    `rows_by_slot` (see the function), and the number of the program. With data-aware groups `tokens` [KINDS, all T] are
-    those of the `shares` of the first microbatches, joined; in those after them no rank has a document."""
+    the fields of Tokens in order; `counts` [sources + 1] float64, also pinned; document starts by microbatch; the
+    source of every row; `rows_by_slot` (see the function), and the number of the program. With data-aware groups
+    `tokens` [KINDS, all T] are those of the `shares` of the first microbatches, joined; in those after them no rank has
+    a document."""
 
     tokens: torch.Tensor
     counts: torch.Tensor
     document_starts: list[tuple[tuple[int, ...], ...]]
+    row_sources: np.ndarray
     rows_by_slot: np.ndarray
     program: int = 0
     shares: tuple[HostShare, ...] = ()
@@ -106,15 +108,16 @@ class BatchLoader:
 
     def __call__(self, step: int, check: Callable[[], None] = lambda: None) -> Batch:
         """Waits for the data of a step, and calls `check` meanwhile. Raises PentadError for data that is damaged."""
-        row_sources, _ = self.dataset.rows(step)
         number = self.plan.program_of(step)
         if not self.parts[number].microbatches:
             assert self.plan.batch.document_costs is None, "with document masks, every stage reads microbatches"
+            row_sources, _ = self.dataset.rows(step)
             return Batch({}, 0, self.no_counts, row_sources, np.arange(len(row_sources)), number)
         host = self.prefetcher.get(step, check)
         counts, target_tokens = host.counts.to(self.device, non_blocking=True), int(host.counts[:-1].sum())
         part = self.parts[host.program]
-        found = Batch(self._on_device(host, part), target_tokens, counts, row_sources, host.rows_by_slot, host.program)
+        rows = host.row_sources, host.rows_by_slot
+        found = Batch(self._on_device(host, part), target_tokens, counts, *rows, host.program)
         return found._replace(empty=frozenset(part.microbatches) - found.tokens.keys()) if host.shares else found
 
     def load(self, read: Callable[[int], Sample]) -> dict[int, Tokens]:
@@ -146,14 +149,15 @@ class BatchLoader:
         if self.plan.batch.capacity:
             return self._load_shares(step, counts)
         part = self.parts[number]
-        sources, indices = (each.tolist() for each in dataset.rows(step))
+        row_sources, row_indices = dataset.rows(step)
+        sources, indices = row_sources.tolist(), row_indices.tolist()
         by_slot = rows_by_slot(dataset, self.plan.batch, step, self.pool.map)
         rows = by_slot[part.slots].tolist()
         samples = list(self.pool.map(lambda row: dataset.sample(sources[row], indices[row]), rows))
         read = zip(part.slots, rows, samples, strict=True)
         counted = {row: each for slot, row, each in read if slot in part.counted_slots}
         found = self._prepared(samples, np.append(counts, digest_of(step, counted)))
-        return found._replace(rows_by_slot=by_slot, program=number)
+        return found._replace(row_sources=row_sources, rows_by_slot=by_slot, program=number)
 
     def _load_shares(self, step: int, counts: np.ndarray) -> HostBatch:
         plan, dataset = self.plan, self.dataset
@@ -165,6 +169,7 @@ class BatchLoader:
             torch.from_numpy(np.concatenate([share.tokens for share in shares], axis=1)),
             torch.from_numpy(np.append(counts, digest).astype(np.float64)),
             [],
+            dataset.rows(step)[0],
             np.arange(plan.batch.sizes.size(step)),
             number,
             tuple(shares),
@@ -182,6 +187,7 @@ class BatchLoader:
             local.permute(0, 3, 2, 1, 4).flatten(3).contiguous(),
             torch.from_numpy(np.zeros(0) if counts is None else counts.astype(np.float64)),
             [tuple(starts[at : at + size]) if is_masked else () for at in range(0, len(starts), size)],
+            np.empty(0, np.int64),
             np.empty(0, np.int64),
         )
         return self._pinned(found)
@@ -275,12 +281,11 @@ class Prefetcher(Generic[T]):
             if self.thread is None:
                 self.thread = threading.Thread(target=self._run, name="pentad-data", daemon=True)
                 self.thread.start()
-            self.changed.notify_all()
             while step not in self.ready:
+                self.changed.notify_all()
                 check()
                 self.changed.wait(POLL_SECONDS)
             found = self.ready.pop(step)
-            self.changed.notify_all()
         if isinstance(found, BaseException):
             raise found
         return found
@@ -293,7 +298,8 @@ class Prefetcher(Generic[T]):
     def _run(self) -> None:
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.closed or self._has_room())
+                while not self.closed and not self._has_room():
+                    self.changed.wait(POLL_SECONDS)  # not woken when a step begins, of which the host is to be ahead
                 if self.closed:
                     return
                 step = self.loading = self.next_step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -39,9 +40,14 @@ from pentad.workers.transport.peer_memory import PeerMemory
 from pentad.workers.transport.peer_rows import SHARED_NAME, CudaLane, PeerRows
 from pentad.workers.transport.stream_flags import StreamFlags
 
+SWITCH_SECONDS = 2e-4
+
 
 def prepare_device(kind: str, gpu: int) -> torch.device:
     """The device of this process: GPU number `gpu` of its host, or the CPU with one thread."""
+    # By default a thread that needs the interpreter waits 5 ms for one that computes: several times a step, as threads
+    # that read data hand it to each other while this one issues instructions.
+    sys.setswitchinterval(SWITCH_SECONDS)
     if kind == "cpu":
         torch.set_num_threads(1)
         return torch.device("cpu")
