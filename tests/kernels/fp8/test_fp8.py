@@ -73,9 +73,12 @@ def on_cpu(found: Fp8Tensor | None) -> Fp8Tensor | None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("role", ["activation", "gradient", "weight"])
-@pytest.mark.parametrize("shape", [(128, 128), (256, 5120), (4096, 384)])
-def test_triton_casts_with_the_bits_of_the_reference(recipe: Recipe, role: Role, shape: tuple[int, int]) -> None:
-    x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("shape", [(128, 128), (128, 256), (256, 5120), (4096, 384)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_casts_with_the_bits_of_the_reference(
+    recipe: Recipe, role: Role, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x = torch.randn(*shape, device="cuda", dtype=dtype)
     amax = amax_for(recipe, x)
     on_host = amax and Amax(*(each.cpu() for each in amax))
     want = forms_of(x.float().cpu(), recipe, role, on_host)
