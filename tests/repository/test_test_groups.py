@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from sharing import FILES, ORDER, group_of, position
+from sharing import FILES, FLEET, ORDER, group_of, position
 
 
 class Process:
@@ -23,8 +23,9 @@ class Process:
 
 
 def test_the_tests_of_a_group_run_in_one_process(pytestconfig: pytest.Config) -> None:
-    """All files with two tests each, in the order of collection, shared out between three processes."""
-    tests = sorted((f"{file}::test_{number}" for file in FILES for number in "ab"), key=position)
+    """Files of two tests each, in the order of collection, shared out between three processes."""
+    files = [*ORDER, *sorted(FLEET), *sorted({*FILES} - {*ORDER} - FLEET)[::8]]
+    tests = sorted((f"{file}::test_{number}" for file in files for number in "ab"), key=position)
     config = SimpleNamespace(getvalue=lambda name: ["3*popen"], option=pytestconfig.option, hook=pytestconfig.hook)
     scheduler = pytestconfig.hook.pytest_xdist_make_scheduler(config=config, log=None)
     processes = [Process(f"gw{number}") for number in range(3)]

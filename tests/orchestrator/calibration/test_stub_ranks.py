@@ -184,6 +184,7 @@ def test_a_node_that_dies_is_one_sentence(cluster: LocalRay) -> None:
         measured_on_cluster(config, lambda done, total: None)
 
 
+@pytest.mark.slow
 def test_real_ranks_measure_the_links_that_they_have() -> None:
     """Two hosts of two ranks: all of them find the same, as the slowest counts."""
     found = calibrate_all([0, 0, 1, 1])
