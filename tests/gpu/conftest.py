@@ -1,8 +1,32 @@
 """Rank processes on the GPUs of this machine."""
 
+from collections import ChainMap
+from math import prod
+from pathlib import Path
+from typing import Any
+
 import pytest
 from fleet import Fleet
 from gpus import num_places
+
+AXES = ("dp", "pp", "cp", "tp", "ep")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out cases of more ranks than there are places, before cases are sampled."""
+    large = {item for item in items if item.path.parent == Path(__file__).parent and num_ranks(item) > num_places()}
+    if large:
+        items[:] = [item for item in items if item not in large]
+        config.hook.pytest_deselected(items=list(large))
+
+
+def num_ranks(item: pytest.Item) -> int:
+    """Those of its mesh, as far as the parameters of the test say."""
+    parameters: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+    dicts = [each for each in (parameters.get("sizes"), parameters.get("axes")) if isinstance(each, dict)]
+    sizes = ChainMap(*dicts, parameters)
+    return prod(sizes[axis] for axis in AXES if isinstance(sizes.get(axis), int))
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,7 @@ SHARED_LAYERS: list[Case] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "axes", "transport", "fault"),
     [(*case, "peer", fault) for case in PAIRS for fault in (signal.SIGKILL, None)]
@@ -49,6 +50,7 @@ def test_a_run_that_loses_a_rank_ends_with_the_same_bits(workers, corpus, name, 
     check_recovery(workers, on_gpu(plan, transport), STEPS, fault)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_whose_peer_is_lost_under_zero_is_freed(workers, corpus, fault, zero):

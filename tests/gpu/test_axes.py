@@ -50,6 +50,7 @@ REPEATED: list[Case] = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "sizes", "more"), CASES)
 def test_shared_layers_equal_one_process(gpus, corpus, name, sizes, more):
     options = more.get("memory_options", MemoryOptions())
@@ -57,6 +58,7 @@ def test_shared_layers_equal_one_process(gpus, corpus, name, sizes, more):
     assert_equals_one_process(gpus, plan)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 @pytest.mark.parametrize("name", ["1f1b", "dualpipev"])
 def test_products_that_overlap_with_their_messages_equal_one_process(gpus, corpus, name, transport):
@@ -65,6 +67,7 @@ def test_products_that_overlap_with_their_messages_equal_one_process(gpus, corpu
     assert_equals_one_process(gpus, on_gpu(replace(plan, batch=long), transport, dtype="float64"))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("name", "sizes", "more"), REPEATED)
 def test_repeated_runs_have_the_same_bits_and_float64_s_losses(gpus, corpus, name, sizes, more, dtype):

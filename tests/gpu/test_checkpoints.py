@@ -36,6 +36,7 @@ STOP_SECONDS, STOP_SHARE = 0.05, 0.01  # of a step
 STEPS = 6
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_saved_while_the_next_steps_run_has_the_bits_of_its_step(

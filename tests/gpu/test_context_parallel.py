@@ -38,6 +38,7 @@ def ranks():
     made.stop()
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -53,6 +54,7 @@ def test_ranks_equal_plain_attention(ranks, cp, method, shape, dtype, determinis
     assert all(answer.same for answer in answers) or not deterministic
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("shape", SHAPES)

@@ -27,6 +27,7 @@ def on_gpu(plan: Plan, dtype: str) -> Plan:
     return replace(plan, device="cuda", transport="peer", dtype=dtype)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "dp", "pp", "microbatches"), [("zb-h1", 1, 2, 4), ("zb-v", 1, 2, 4), ("1f1b", 2, 1, 2)]
 )

@@ -40,6 +40,7 @@ def plan_of_case(tmp_path, case, dtype, transport="peer"):
     return on_gpu(plan, transport, dtype, memory_options=given.get("memory_options", MemoryOptions()))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 @pytest.mark.parametrize("case", CASES)
 def test_groups_of_gpus_equal_one_process(random_gpus, tmp_path, case, transport):

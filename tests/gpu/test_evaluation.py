@@ -16,6 +16,7 @@ from pentad.workers.runtime.runner import Runner
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU)]
 
 
+@pytest.mark.sampled(3)
 @two_gpus
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 @pytest.mark.parametrize("name", ["zb-h2", "dualpipe", "zb-v", "interleaved"])
@@ -25,6 +26,7 @@ def test_evaluations_have_the_losses_of_one_process(gpus, corpus, name, transpor
     assert_same_runs(evaluated, gpus.run(plan, [(0, 2), (2, STEPS - 2)]))
 
 
+@pytest.mark.sampled(3)
 @two_gpus
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("post_validation", [False, True])

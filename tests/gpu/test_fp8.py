@@ -53,12 +53,14 @@ def test_gradients_are_those_of_the_emulation(gpus, corpus, spec, name, sizes):
                 assert torch.cosine_similarity(found.double().flatten(), wanted, dim=0) > 0.998, weight
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("spec", "name", "sizes"), CASES)
 def test_repeated_and_resumed_runs_are_bit_identical(gpus, corpus, tmp_path, spec, name, sizes, dtype):
     assert_repeatable(gpus, plan_on_gpu(spec, name, sizes, corpus, dtype), tmp_path)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("spec", "name", "sizes"), CASES)
 def test_comparing_gradients_changes_no_bit(gpus, corpus, spec, name, sizes):
     """With samples in the same steps."""

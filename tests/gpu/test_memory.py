@@ -32,6 +32,7 @@ def on_gpu(plan: Plan, transport: str, dtype: str) -> Plan:
     return replace(plan, device="cuda", transport=transport, dtype=dtype)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("name", "m", "slices", "recompute", "max_resident"), CASES)
 def test_saving_memory_changes_no_bit(gpus, corpus, name, m, slices, recompute, max_resident, dtype):

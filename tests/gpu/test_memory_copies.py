@@ -29,6 +29,7 @@ STOP_SECONDS, STOP_SHARE = 0.05, 0.01  # of a step
 STEPS = 6
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_lost_without_a_checkpoint_is_replaced_to_the_same_bits(

@@ -38,6 +38,7 @@ def no_host_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("n", "k"), WIDTHS)
 @pytest.mark.parametrize("counts", COUNTS, ids=len)
 @pytest.mark.parametrize(("dtype", "close"), DTYPES)
@@ -52,6 +53,7 @@ def test_grouped_gemm(dtype: torch.dtype, close: float, counts: tuple[int, ...],
         assert relative_error(grouped_gemm(rows, matrices, offsets)[:total], expected) < close
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("n", "k"), WIDTHS)
 @pytest.mark.parametrize("counts", COUNTS, ids=len)
 @pytest.mark.parametrize(("dtype", "close"), DTYPES)

@@ -38,6 +38,7 @@ def large_plan(corpus: str, recompute: str, offload: float, rows: float = 1.0) -
     return on_gpu(replace(plan, model=LARGE, batch=batch), "nccl")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["none", "attention", "full"])
 @pytest.mark.parametrize("name", ["zb-h2", "zb-v", "dualpipe"])
@@ -52,6 +53,7 @@ def test_offloading_changes_no_bit(gpus, corpus, name, recompute, dtype) -> None
             assert [each.losses for each in plain.results] == [each.losses for each in other.results]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parts", ["mlp", "qkv_linear", "attn_proj", "attention"])
 @pytest.mark.parametrize("offload", [0.0, 1.0])

@@ -34,6 +34,7 @@ def plan_for(case: str, corpus: str, transport: str) -> Plan:
     return on_gpu(plan_of(name, data=corpus, **given), transport, memory_options=options)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_without_a_fault_agree_and_a_check_changes_no_bit(
@@ -42,6 +43,7 @@ def test_ranks_without_a_fault_agree_and_a_check_changes_no_bit(
     assert_a_check_changes_nothing(workers, plan_for(case, corpus, transport), 6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "where", "kind", "ranks"),
     [

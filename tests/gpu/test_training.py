@@ -17,6 +17,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 @pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), CASES)
 def test_schedule_equals_one_process(gpus, corpus, name, dp, pp, microbatches, transport):
@@ -49,6 +50,7 @@ def test_mirror_ranks_reduce_in_the_first_step_of_new_processes(corpus):
     assert sum(sums) / plan.batch.tokens == pytest.approx(reference(plan)[0][0], rel=1e-10)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 3e-2)])
 @pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), [case for case in CASES if case[1] == 1])
 def test_triton_kernels_train_like_the_reference(gpus, corpus, name, dp, pp, microbatches, dtype, tolerance):
@@ -65,6 +67,7 @@ def test_triton_kernels_train_like_the_reference(gpus, corpus, name, dp, pp, mic
         assert same_bits(a.state, b.state)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("clip", [1e6, 0.5, 0.01], ids=["never clipped", "sometimes", "always"])
@@ -85,6 +88,7 @@ def test_an_optimistic_step_has_the_bits_of_one_with_a_barrier(
         assert same_bits(optimistic.state, barrier.state)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 @pytest.mark.parametrize(
     ("name", "dp", "pp", "microbatches", "post_validation"),

@@ -38,6 +38,7 @@ def assert_repeatable(fleet, plan: Plan) -> None:
         assert same_bits(a.state, b.state)
 
 
+@pytest.mark.sampled(7)
 @two_gpus
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(("name", "dp", "pp", "m", "chunks"), CASES)
@@ -47,6 +48,7 @@ def test_zero_equals_one_process(gpus, corpus, transport, name, dp, pp, m, chunk
     assert_equals_one_process(gpus, plan, check_bytes=True)
 
 
+@pytest.mark.sampled(5)
 @two_gpus
 @pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize("zero", [1, 3])
@@ -99,6 +101,7 @@ def test_a_checkpoint_of_shards_has_every_tensor(gpus, corpus, tmp_path):
     assert pieces.keys() == {key.partition("@")[0] for outcome in outcomes for key in outcome.state}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("zero", range(4))
 def test_allocated_bytes_are_the_planned_ones(corpus, zero, dtype):

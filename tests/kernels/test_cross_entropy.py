@@ -48,6 +48,7 @@ def test_16_bit_logits_have_a_float32_loss() -> None:
     assert (loss.dtype, lse.dtype) == (torch.float32,) * 2
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("vocabulary", [1, 5, 4097, 8192, 128256, 151936])

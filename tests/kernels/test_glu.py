@@ -43,6 +43,7 @@ def test_16_bit_inputs_give_16_bit_results() -> None:
     assert torch.equal(y, recomputed)
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.gpu
 @pytest.mark.parametrize("act", UNITS)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

@@ -49,6 +49,7 @@ def test_statistics_of_16_bit_inputs_are_float32() -> None:
     assert (rstd.dtype, dweight.dtype) == (torch.float32,) * 2
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

@@ -102,6 +102,7 @@ def test_the_path_of_fused_kernels_has_no_graph(monkeypatch: pytest.MonkeyPatch,
     assert saved.lse is not None and saved.out.grad_fn is None
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -112,6 +113,7 @@ def test_fused_attention_agrees_with_the_reference(
     check(inputs(shape, "cuda", dtype), deterministic, bound)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -166,6 +166,7 @@ def test_values_may_be_narrower_than_keys(scale):
     assert_close([out, *attention_backward(dout, saved)], expected_of(tensors, scale or 12**-0.5), 1e-11)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "deterministic", "dtype"), list(product(GPU_SHAPES, (False, True), GPU_DTYPES)))
 def test_fused_merged_parts_are_the_full_attention(shape, deterministic, dtype):
@@ -173,6 +174,7 @@ def test_fused_merged_parts_are_the_full_attention(shape, deterministic, dtype):
     assert_close(merged_parts(tensors, deterministic, 0.1), expected_of(tensors, 0.1), dtype[1])
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "deterministic", "dtype"), list(product(GPU_SHAPES, (False, True), GPU_DTYPES)))
 def test_fused_documents_do_not_attend_to_each_other(shape, deterministic, dtype):
@@ -181,6 +183,7 @@ def test_fused_documents_do_not_attend_to_each_other(shape, deterministic, dtype
     assert_close(*packed_slice(tensors, deterministic), dtype[1])
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [1, 7, 300])
 @pytest.mark.parametrize(("shape", "deterministic", "dtype"), list(product(GPU_SHAPES, (False, True), GPU_DTYPES)))
@@ -193,6 +196,7 @@ def test_fused_windows_are_those_of_plain_attention(shape, deterministic, dtype,
     assert_close(*packed(tensors, shape, deterministic, window), dtype[1])
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.gpu
 @pytest.mark.parametrize("window_left", [0, 5, 40])
 @pytest.mark.parametrize(("shape", "deterministic"), list(product(GPU_SHAPES, (False, True))))
@@ -210,6 +214,7 @@ def test_fused_bands_of_rectangles_agree_with_the_reference(shape, deterministic
     assert_close(list(found), list(exact), 2e-2)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "deterministic", "causal"), list(product(GPU_SHAPES, (False, True), (False, True))))
 def test_fused_parts_agree_with_the_reference(shape, deterministic, causal):

@@ -54,6 +54,7 @@ def test_only_the_given_slice_of_a_packed_projection_is_rotated() -> None:
     assert torch.equal(packed[:, 4:], before[:, 4:])
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("inverse", [False, True])

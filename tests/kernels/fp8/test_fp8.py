@@ -70,6 +70,7 @@ def on_cpu(found: Fp8Tensor | None) -> Fp8Tensor | None:
     return found and Fp8Tensor(found.values.cpu(), found.scales.cpu())
 
 
+@pytest.mark.sampled(29)
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("role", ["activation", "gradient", "weight"])
@@ -86,6 +87,7 @@ def test_triton_casts_with_the_bits_of_the_reference(
         assert_nearly_equal(on_cpu(a), b, differing=0.0)
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("width", [128, 1152, 4096, 14336])

@@ -22,6 +22,7 @@ def test_experts_are_chosen_as_by_torch(tokens: int, num_experts: int, gate: Gat
     check_choice(tokens, num_experts, gate, biased, "cuda")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "num_experts", "gate", "more"), SIZES)
 def test_gradients_of_logits_are_those_of_float64(

@@ -50,6 +50,7 @@ def test_the_output_is_the_cast_master() -> None:
     assert torch.equal(tensors[4], tensors[0].bfloat16())
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.gpu
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("step", [1, 1000])
