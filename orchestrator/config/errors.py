@@ -27,6 +27,7 @@ _EXPECTED = {  # by pydantic's type of error
     "float_type": "a finite number",
     "finite_number": "a finite number",
     "string_type": "text (in quotes, should it look like something else)",
+    "string_unicode": "valid Unicode",
     "bool_type": "true or false",
     "list_type": "a list such as [0, 1]",
     "string_pattern_mismatch": "letters, digits, '_', '-' and '.', the first no '-' or '.'",
@@ -211,6 +212,8 @@ def listed(names: Iterable[str]) -> str:
 def _sentence(error: ErrorDetails, config: type[BaseModel]) -> str:
     key, value, schemas = _dotted(*error["loc"]), error["input"], sections_of(config)
     match error["type"]:
+        case "string_unicode" if _in_any_place(key) in schemas:  # half of a surrogate pair in the name of a key
+            return unknown_key(f"{key}.{ascii(value)[1:-1]}".lstrip("."), config)
         case "missing" if key in schemas:
             return f"section {key} is missing: expected one with keys such as {example_key(key, config)}"
         case "missing":
@@ -249,5 +252,4 @@ def _in_any_place(key: str) -> str:
 
 def _dotted(*path: object) -> str:
     """'data.sources[0].path'"""
-    first, *rest = path
-    return str(first) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
+    return "".join(f"[{part}]" if isinstance(part, int) and at else f".{part}" for at, part in enumerate(path))[1:]
