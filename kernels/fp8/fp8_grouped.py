@@ -5,8 +5,7 @@ weights for each 128 x 128. With an `index` row r of an operand is its row `inde
 each of their experts.
 
 The gradients of weights sum over rows. A scale for a tile of rows would depend on which tokens share it, and so on the
-mesh, and it would take a second cast. So W multiplies what F and B have multiplied, with its scales by row, in the
-dtype of compute.
+mesh, and it would take a second cast. So W multiplies what F and B have multiplied, cast back to the dtype of compute.
 """
 
 from __future__ import annotations
@@ -53,32 +52,9 @@ def fp8_grouped_gemm(
 
 
 @triton_on_gpu
-def accumulate_fp8_grouped_gradient_(
-    dy: Fp8Tensor,
-    x: Fp8Tensor,
-    main: Tensor,
-    offsets: Tensor,
-    dtype: torch.dtype,
-    indices: tuple[Tensor | None, Tensor | None] = (None, None),
-    *,
-    overwrite: bool = False,
-) -> None:
-    """main[e] [N, K] += dy_e^T @ x_e over the rows of each expert, of dy [.., N] and x [.., K] with their `indices`;
-    or = if it is to `overwrite` what main has.
-
-    main [E, N, K] is float32, or float64 in exactness tests; values of x times both scales are rounded to `dtype`.
-    """
-    left, right = (_indexed(*each) for each in zip((dy, x), indices, strict=True))
-    tiles = (main.shape[1] // left.scales.shape[1], main.shape[2] // right.scales.shape[1])
-    for expert, (start, end) in enumerate(spans(offsets)):
-        product = torch.zeros_like(main[expert])
-        for n in range(left.scales.shape[1] if start < end else 0):
-            for k in range(right.scales.shape[1]):
-                rows, columns = slice(n * tiles[0], (n + 1) * tiles[0]), slice(k * tiles[1], (k + 1) * tiles[1])
-                scale = left.scales[start:end, n, None].to(main.dtype) * right.scales[start:end, k, None]
-                scaled = (right.values[start:end, columns].to(main.dtype) * scale).to(dtype).to(main.dtype)
-                product[rows, columns] = left.values[start:end, rows].to(main.dtype).t() @ scaled
-        main[expert].copy_(product) if overwrite else main[expert].add_(product)
+def dequantize_rows(x: Fp8Tensor, offsets: Tensor, dtype: torch.dtype, index: Tensor | None = None) -> Tensor:
+    """[R, K] of `dtype`: rows of x [.., K] times their scales; those from the last offset on are undefined."""
+    return _indexed(x, index).dequantize(accumulation_dtype(dtype)).to(dtype)
 
 
 def _indexed(x: Fp8Tensor, index: Tensor | None) -> Fp8Tensor:

@@ -20,8 +20,7 @@ TILE = tl.constexpr(fp8_tensor.TILE)
 ROWS = 128  # of a program's tile
 # Each sum of 128 products is added up in registers of its own: tensor cores add more of them with less precision.
 FORWARD: dict[str, Any] = {"ROWS": ROWS, "num_warps": 8, "num_stages": 3}
-BACKWARD: dict[str, Any] = {"DEPTH": 64, "num_warps": 8, "num_stages": 3}
-COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float16: tl.float16}
+CAST: dict[str, Any] = {"ROWS": 32, "num_warps": 4}
 
 
 @triton.jit
@@ -54,40 +53,23 @@ def _grouped(
 
 
 @triton.jit
-def _accumulate(
-    main, dy, dy_scales, dy_index, x, x_scales, x_index, offsets, N, K,
-    stride_ds, stride_dsn, stride_xs, stride_xsk,
-    OVERWRITE: tl.constexpr, DY_INDEXED: tl.constexpr, X_INDEXED: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, DEPTH: tl.constexpr,
+def _dequantize(
+    x, scales, index, offsets, y, experts, K, stride_s, stride_sk, INDEXED: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    across = K // TILE
-    tiles = N // TILE * across
-    expert, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    n, k = tile // across * TILE + tl.arange(0, TILE), tile % across * TILE + tl.arange(0, TILE)
-    start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(offsets + expert)
-    if not OVERWRITE and start == end:
+    end = tl.load(offsets + experts - 1)
+    tile, first = tl.program_id(0) % (K // TILE), tl.program_id(0) // (K // TILE) * ROWS
+    if first >= end:
         return
-    total = tl.zeros((TILE, TILE), dtype=tl.float32)
-    for first in range(start, end, DEPTH):
-        row = first + tl.arange(0, DEPTH)
-        own = row < end
-        left, right = row, row
-        if DY_INDEXED:
-            left = tl.load(dy_index + row, mask=own, other=0)
-        if X_INDEXED:
-            right = tl.load(x_index + row, mask=own, other=0)
-        left, right = left.to(tl.int64), right.to(tl.int64)
-        a = tl.load(dy + left[:, None] * N + n[None, :], mask=own[:, None], other=0.0)
-        b = tl.load(x + right[:, None] * K + k[None, :], mask=own[:, None], other=0.0)
-        scale = tl.load(dy_scales + left * stride_ds + tile // across * stride_dsn, mask=own, other=0.0)
-        scale *= tl.load(x_scales + right * stride_xs + tile % across * stride_xsk, mask=own, other=0.0)
-        scaled = (b.to(tl.float32) * scale[:, None]).to(COMPUTE)
-        total = tl.dot(tl.trans(a.to(tl.float32).to(COMPUTE)), scaled, total, input_precision=PRECISION)
-    target = main + expert.to(tl.int64) * N * K + n.to(tl.int64)[:, None] * K + k[None, :]
-    if not OVERWRITE:
-        total += tl.load(target)
-    tl.store(target, total)
+    row, column = first + tl.arange(0, ROWS), tile * TILE + tl.arange(0, TILE)
+    own = row < end
+    source = row
+    if INDEXED:
+        source = tl.load(index + row, mask=own, other=0)
+    source = source.to(tl.int64)
+    values = tl.load(x + source[:, None] * K + column[None, :], mask=own[:, None], other=0.0).to(tl.float32)
+    scale = tl.load(scales + source * stride_s + tile * stride_sk, mask=own, other=0.0)
+    found = (values * scale[:, None]).to(y.dtype.element_ty)
+    tl.store(y + row.to(tl.int64)[:, None] * K + column[None, :], found, mask=own[:, None])
 
 
 def fp8_grouped_gemm(
@@ -109,26 +91,15 @@ def fp8_grouped_gemm(
     return y
 
 
-def accumulate_fp8_grouped_gradient_(
-    dy: Fp8Tensor,
-    x: Fp8Tensor,
-    main: Tensor,
-    offsets: Tensor,
-    dtype: torch.dtype,
-    indices: tuple[Tensor | None, Tensor | None] = (None, None),
-    *,
-    overwrite: bool = False,
-) -> None:
-    """Launches the kernel; see `pentad.kernels.fp8.fp8_grouped.accumulate_fp8_grouped_gradient_`."""
-    if main.dtype == torch.float64:
-        unwrap(reference.accumulate_fp8_grouped_gradient_)(dy, x, main, offsets, dtype, indices, overwrite=overwrite)
-        return
-    experts, n, k = main.shape
-    assert main.is_contiguous() and dy.values.is_contiguous() and x.values.is_contiguous()
-    assert dy.values.shape[1] == n and x.values.shape[1] == k and n % TILE.value == k % TILE.value == 0
-    precision = "ieee" if dtype == torch.float32 else "tf32"
-    of_dy, of_x = (each is not None for each in indices)
-    _accumulate[(experts * (n // TILE.value) * (k // TILE.value),)](
-        main, *dy, indices[0], *x, indices[1], offsets, n, k, *dy.scales.stride(), *x.scales.stride(),
-        OVERWRITE=overwrite, DY_INDEXED=of_dy, X_INDEXED=of_x, COMPUTE=COMPUTE[dtype], PRECISION=precision, **BACKWARD,
-    )  # fmt: skip
+def dequantize_rows(x: Fp8Tensor, offsets: Tensor, dtype: torch.dtype, index: Tensor | None = None) -> Tensor:
+    """Launches the kernel; see `pentad.kernels.fp8.fp8_grouped.dequantize_rows`."""
+    if dtype == torch.float64:
+        return unwrap(reference.dequantize_rows)(x, offsets, dtype, index)
+    k, experts = x.values.shape[1], offsets.shape[0]
+    rows = x.values.shape[0] if index is None else index.shape[0]
+    assert x.values.is_contiguous() and k % TILE.value == 0
+    y = torch.empty(rows, k, dtype=dtype, device=offsets.device)
+    _dequantize[(ceil_div(rows, CAST["ROWS"]) * (k // TILE.value),)](
+        *x, index, offsets, y, experts, k, *x.scales.stride(), INDEXED=index is not None, **CAST
+    )
+    return y

@@ -56,7 +56,8 @@ class Fp8Tensor(NamedTuple):
     scales: Tensor
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        rows, columns = (size // count for size, count in zip(self.values.shape, self.scales.shape, strict=True))
+        sizes = zip(self.values.shape, self.scales.shape, strict=True)
+        rows, columns = (size // max(1, count) for size, count in sizes)  # there may be no row
         scales = self.scales.to(dtype).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
         return self.values.to(dtype) * scales
 

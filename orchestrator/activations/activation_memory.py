@@ -212,11 +212,11 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
     yield Allocation("gated, gradients of gate and up", "B-W", inner)
     yield Allocation("gradients of the router's logits", "B-W", tokens * experts.num_experts * c)
     yield Allocation("gathered input", "B-W", copy)
-    # products in 8 bits read tokens where they are, and have casts instead
+    # F and B in 8 bits read tokens where they are, and have casts instead; W casts its operands back
     sorted_rows = (rows * (hidden + width) + group_tokens * hidden) * c
     yield Allocation("sorted rows and results", "F", sorted_rows + copy)
     yield Allocation("sorted rows and gradients", "B", sorted_rows + copy)
-    yield Allocation("sorted rows", "W", 0 if in_8_bits else rows * hidden * c)
+    yield Allocation("sorted rows", "W", rows * (hidden + in_8_bits * 2 * width) * c)
     if has_biases:
         yield Allocation("gradient of the router's bias", "B-W", experts.num_experts * wide)
         yield Allocation("factors of the gradients of biases", "B-W", 2 * rows * c)

@@ -2,9 +2,10 @@
 
 PYTHONPATH=.typings:tests/support:tests/bench python tests/bench/fp8_experts.py [--json FILE]
 
-TFLOP/s of the grouped products of F (gate_up), B (gate_up's input) and W (gate_up, added to float32), and milliseconds
-of all that a layer's experts do with their rows in F, B and W of one microbatch, casts of tokens, gathers and gated
-linear units included; then those of a cast of the weights, once a step. Routing is even.
+TFLOP/s of the grouped products of F (gate_up), B (gate_up's input) and W (gate_up, added to float32; in 8 bits with the
+casts of its operands back to bfloat16), and milliseconds of all that a layer's experts do with their rows in F, B and W
+of one microbatch, casts of tokens, gathers and gated linear units included; then those of a cast of the weights, once a
+step. Routing is even.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from pentad.kernels.fp8.fp8_cast import fp8_cast
 from pentad.kernels.fp8.fp8_expert_glu import fp8_weighted_glu, fp8_weighted_glu_backward
-from pentad.kernels.fp8.fp8_grouped import ExpertMatrices, accumulate_fp8_grouped_gradient_, fp8_grouped_gemm
+from pentad.kernels.fp8.fp8_grouped import ExpertMatrices, dequantize_rows, fp8_grouped_gemm
 from pentad.kernels.fp8.fp8_tensor import Recipe
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
 from pentad.kernels.moe.moe_permute import (
@@ -106,8 +107,12 @@ class Layer:
         dgated = fp8_grouped_gemm(dout, self.down8.columns, offsets, COMPUTE, index)
         dgate_up, gated, _ = fp8_weighted_glu_backward(dgated, gate_up, rows.weights, offsets, BLOCK)
         dx = sum_rows(fp8_grouped_gemm(dgate_up, self.up8.columns, offsets, COMPUTE), rows.positions)
-        accumulate_fp8_grouped_gradient_(dout, gated, self.main_down, offsets, COMPUTE, (index, None))
-        accumulate_fp8_grouped_gradient_(dgate_up, x, self.main_up, offsets, COMPUTE, (None, index))
+        for main, left, of_left, right, of_right in (
+            (self.main_down, dout, index, gated, None),
+            (self.main_up, dgate_up, None, x, index),
+        ):
+            dy, y = dequantize_rows(left, offsets, COMPUTE, of_left), dequantize_rows(right, offsets, COMPUTE, of_right)
+            accumulate_grouped_gradient_(main, dy, y, offsets)
         return dx
 
     def products(self) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
@@ -128,7 +133,12 @@ class Layer:
             ),
             "W": (
                 lambda: accumulate_grouped_gradient_(self.main_up, wide, gathered, offsets),
-                lambda: accumulate_fp8_grouped_gradient_(dy, x, self.main_up, offsets, COMPUTE, (None, index)),
+                lambda: accumulate_grouped_gradient_(
+                    self.main_up,
+                    dequantize_rows(dy, offsets, COMPUTE),
+                    dequantize_rows(x, offsets, COMPUTE, index),
+                    offsets,
+                ),
             ),
         }
 

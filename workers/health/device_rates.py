@@ -15,7 +15,7 @@ from pentad.kernels.attention.attention import attention, attention_backward
 from pentad.kernels.attention.rope import rope_
 from pentad.kernels.fp8.fp8_cast import fp8_cast
 from pentad.kernels.fp8.fp8_gemm import fp8_gemm
-from pentad.kernels.fp8.fp8_grouped import ExpertMatrices, accumulate_fp8_grouped_gradient_, fp8_grouped_gemm
+from pentad.kernels.fp8.fp8_grouped import ExpertMatrices, dequantize_rows, fp8_grouped_gemm
 from pentad.kernels.fp8.fp8_tensor import E4M3, Fp8Tensor, Recipe
 from pentad.kernels.glu import glu, glu_backward
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
@@ -191,7 +191,8 @@ def _grouped(sizes: Sizes, new: _Tensors, clock: Clock) -> float:
 
 
 def _experts(sizes: Sizes, new: _Tensors, clock: Clock) -> list[list[float]]:
-    """FLOP/s of F, B and W of experts, in the dtype of compute and in 8 bits with scales of blocks, without casts."""
+    """FLOP/s of F, B and W of experts, in the dtype of compute and in 8 bits with scales of blocks, without casts to
+    these."""
     rows, n, k, experts = sizes.grouped
     x, dy, weights = new(rows, k), new(rows, n), new(experts, n, k)
     main = new(experts, n, k, dtype=torch.float32)
@@ -208,7 +209,9 @@ def _experts(sizes: Sizes, new: _Tensors, clock: Clock) -> list[list[float]]:
     narrow: list[Work] = [
         lambda: fp8_grouped_gemm(a, matrices.rows, offsets, new.dtype),
         lambda: fp8_grouped_gemm(b, matrices.columns, offsets, new.dtype),
-        lambda: accumulate_fp8_grouped_gradient_(b, a, main, offsets, new.dtype),
+        lambda: accumulate_grouped_gradient_(
+            main, dequantize_rows(b, offsets, new.dtype), dequantize_rows(a, offsets, new.dtype), offsets
+        ),
     ]
     return [[2.0 * rows * n * k / clock.seconds(work) for work in each] for each in (wide, narrow)]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype
 from pentad.kernels.fp8.fp8_gemm import accumulate_fp8_gradient_
-from pentad.kernels.fp8.fp8_grouped import accumulate_fp8_grouped_gradient_
+from pentad.kernels.fp8.fp8_grouped import dequantize_rows
 from pentad.kernels.fp8.fp8_tensor import Fp8Tensor
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_
 from pentad.kernels.moe.moe_permute import gather_rows
@@ -52,7 +52,7 @@ class GroupedWgrad(NamedTuple):
     """gradient[e] [N, K] += dy_e^T @ x_e over the rows of expert e, which end at `offsets[e]`.
 
     `dy_rows` and `x_rows` [R] give the row of dy [.., N] and of x [.., K] for each row; None: they are in order.
-    Operands in 8 bits are multiplied in `dtype`.
+    Operands in 8 bits are cast back to `dtype`.
     """
 
     gradient: Tensor | None
@@ -90,13 +90,16 @@ def accumulate_wgrads(work: list[Wgrad], unwritten: Unwritten) -> None:
                 dy = dy.to(gradient.dtype)
                 dense = torch.ops.aten.embedding_dense_backward(dy, tokens, gradient.shape[0], -1, False)
                 _add(gradient, dense, overwrite=unwritten.take(gradient))
-            case GroupedWgrad(Tensor() as gradient, Fp8Tensor() as dy, Fp8Tensor() as x, offsets, of_dy, of_x, dtype):
-                indices, overwrite = (of_dy, of_x), unwritten.take(gradient)
-                accumulate_fp8_grouped_gradient_(dy, x, gradient, offsets, dtype, indices, overwrite=overwrite)
-            case GroupedWgrad(Tensor() as gradient, Tensor() as dy, Tensor() as x, offsets, dy_rows, x_rows, _):
-                left = dy if dy_rows is None else gather_rows(dy, dy_rows, offsets)
-                right = x if x_rows is None else gather_rows(x, x_rows, offsets)
+            case GroupedWgrad(Tensor() as gradient, dy, x, offsets, dy_rows, x_rows, dtype):
+                left, right = _sorted(dy, dy_rows, offsets, dtype), _sorted(x, x_rows, offsets, dtype)
                 accumulate_grouped_gradient_(gradient, left, right, offsets, overwrite=unwritten.take(gradient))
+
+
+def _sorted(x: Tensor | Fp8Tensor, rows: Tensor | None, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """An operand's rows [R, ..], sorted by expert and in the compute dtype."""
+    if isinstance(x, Fp8Tensor):
+        return dequantize_rows(x, offsets, dtype, rows)
+    return x if rows is None else gather_rows(x, rows, offsets)
 
 
 def _add(gradient: Tensor, dy: Tensor, *, overwrite: bool) -> None:

@@ -10,9 +10,9 @@ from fp8_recipes import assert_nearly_equal
 
 from pentad.kernels.fp8 import fp8_expert_glu_triton, fp8_grouped_triton
 from pentad.kernels.fp8.fp8_expert_glu import fp8_weighted_glu, fp8_weighted_glu_backward
-from pentad.kernels.fp8.fp8_grouped import accumulate_fp8_grouped_gradient_, fp8_grouped_gemm
+from pentad.kernels.fp8.fp8_grouped import dequantize_rows, fp8_grouped_gemm
 from pentad.kernels.fp8.fp8_tensor import Fp8Tensor, Recipe
-from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
+from pentad.kernels.moe.grouped_gemm import grouped_gemm
 
 BLOCKS = [Recipe("block"), Recipe("block", "e5m2", power_of_two=True)]
 
@@ -28,11 +28,8 @@ def test_products_are_those_of_the_numbers_that_the_operands_stand_for(recipe: R
         pairs = zip(form.values, form.scales, strict=True)
         dense = torch.stack([Fp8Tensor(*each).dequantize(wide) for each in pairs])
         assert relative_error(found[:43], grouped_gemm(rows, dense, given.offsets)[:43]) < 1e-12
-    main = torch.randn(3, 256, 384).double()
-    want = main.clone()
-    accumulate_fp8_grouped_gradient_(given.dy, given.x, main, given.offsets, wide, (None, given.tokens))
-    accumulate_grouped_gradient_(want, dy, x, given.offsets)
-    assert relative_error(main, want) < 1e-12
+    assert torch.equal(dequantize_rows(given.x, given.offsets, wide, given.tokens), x)
+    assert dequantize_rows(given.x, torch.zeros(2, dtype=torch.int32), wide, given.tokens[:0]).shape == (0, 384)
 
 
 @pytest.mark.gpu
@@ -44,9 +41,9 @@ def test_products_are_those_of_the_numbers_that_the_operands_stand_for(recipe: R
 def test_triton_multiplies_as_the_reference_does(recipe: Recipe, counts: tuple[int, ...], n: int, k: int) -> None:
     given = operands(counts, 512, n, k, recipe)
     on = given.on("cuda")
-    assert_products_agree(fp8_grouped_triton, given, on, torch.bfloat16, 4e-3, 4e-3)
-    # Tensor cores add up products of FP8 numbers with some 14 bits; those of the weights' gradients are of float32.
-    assert_products_agree(fp8_grouped_triton, given, on, torch.float32, 1e-3, 1e-4)
+    assert_products_agree(fp8_grouped_triton, given, on, torch.bfloat16, 4e-3)
+    # Tensor cores add up products of FP8 numbers with some 14 bits.
+    assert_products_agree(fp8_grouped_triton, given, on, torch.float32, 1e-3)
 
 
 @pytest.mark.gpu
