@@ -20,7 +20,7 @@ test: .venv/ready-to-test
 	@PYTHONDONTWRITEBYTECODE= PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest -n 2 $(ARGS)
 
 test-all: .venv/ready-to-test-all
-	@PYTHONDONTWRITEBYTECODE= PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest -n 3 --slow $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest -n 3 --slow -o faulthandler_timeout=3100 $(ARGS)
 	@PYTHONDONTWRITEBYTECODE= PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 .venv/bin/pytest --slow -m quiet $(ARGS) || [ $$? -eq 5 ]  # 5: none
 
 docs: .venv/ready-to-test

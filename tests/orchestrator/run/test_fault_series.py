@@ -1,7 +1,8 @@
 """Thirteen kinds of faults in turn, on seven meshes: each run ends with the bits of one without a fault, its samples
 are proven as by `pentad verify`, and nothing of it is left. With the store of checkpoints down in seven more: 98 cells.
 
-Of one cell alone: `pytest -m slow PATH -k 'ZeRO-3' --faults 'SIGSTOP,two at once'`.
+Of one cell alone: `pytest -m slow PATH -k 'ZeRO-3' --faults 'SIGSTOP,two at once'`. A mesh takes 4 to 12 minutes; on a
+busy machine it needs `-o faulthandler_timeout=3100`.
 """
 
 from __future__ import annotations
