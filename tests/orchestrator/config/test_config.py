@@ -188,23 +188,6 @@ def test_overrides_replace_the_file_and_earlier_overrides(file: Callable[[str | 
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"\ud800": {}}, "\\ud800 is unknown: expected a key in one of the sections run, model,"),
-        ({"model": {"\ud800": 3}}, "model.\\ud800 is unknown: expected one of model.{family,"),
-        (
-            {"data": {"sources": [{"\ud800": 1}]}},
-            "data.sources[0].\\ud800 is unknown: expected one of data.sources[0].{path,",
-        ),
-        ({"run": {"name": "\ud800"}}, "run.name is '\\ud800': expected valid Unicode"),
-    ],
-)
-def test_half_a_surrogate_pair_is_named(file: Callable[[str | bytes], Path], given: object, sentence: str) -> None:
-    """JSON is YAML, and its escapes can name what UTF-8 has no bytes for."""
-    assert any(each.startswith(sentence) for each in refusals(file(json.dumps(given))))
-
-
-@pytest.mark.parametrize(
     ("override", "sentence"),
     [
         ("optimiser.learning_rat=1", "optimiser.learning_rat is unknown; did you mean optimizer.learning_rate?"),
