@@ -94,11 +94,13 @@ def test_a_store_that_is_down_costs_no_bit(nodes: Cluster, server: ObjectStore, 
     try:
         series.run.wait_for_checkpoint(10)
         server.stop()
-        with series.recovers():
-            series.signal(1)
-        series.run.wait_for(lambda: series.run.events("checkpoint failed"))
-        series.ask("pause")
-        server.start()
+        try:
+            with series.recovers():
+                series.signal(1)
+            series.run.wait_for(lambda: series.run.events("checkpoint failed"))
+            series.ask("pause")
+        finally:
+            server.start()  # also for the cells after this one
         series.ask("resume")
         assert series.run.end(600) == 0, series.run.describe()
         assert_same(series.run, expected, STORE_STEPS)
