@@ -54,7 +54,7 @@ def read_saved_tensor(
             return _read(archive, sizes, dtype)
     except OSError as error:
         raise PentadError(f"it cannot be read ({error.strerror}): expected a readable file") from None
-    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, RuntimeError, NotImplementedError, EOFError) as error:
+    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, RuntimeError, EOFError) as error:
         raise PentadError(f"it is damaged ({str(error)[:100]}): expected a tensor that torch.save wrote") from None
 
 
