@@ -121,8 +121,9 @@ def _cast_square(
         tl.store(rows + row[:, None] * K + column[None, :], (tile * inverse).to(rows.dtype.element_ty))
     if COLUMNS:
         tl.store(column_scales + down * (K // TILE) + across, scale)
-        turned = tl.trans((tile * inverse).to(columns.dtype.element_ty))
-        tl.store(columns + column[:, None] * T + row[None, :], turned)
+        # Read again: of a float32 tile kept for both forms, Triton 3.6 transposes wrong bytes.
+        turned = tl.load(x + column[:, None] + row[None, :] * K).to(tl.float32)
+        tl.store(columns + column[:, None] * T + row[None, :], (turned * inverse).to(columns.dtype.element_ty))
 
 
 def new_maxima(like: Tensor) -> Tensor:

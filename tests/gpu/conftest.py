@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import pentad
 from fleet import Fleet
 from gpus import num_places
 

@@ -70,7 +70,6 @@ def on_cpu(found: Fp8Tensor | None) -> Fp8Tensor | None:
     return found and Fp8Tensor(found.values.cpu(), found.scales.cpu())
 
 
-@pytest.mark.sampled(29)
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("role", ["activation", "gradient", "weight"])
