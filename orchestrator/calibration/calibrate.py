@@ -60,10 +60,11 @@ def table_of(found: dict[str, Any], hosts: list[int]) -> RateTable:
         **links,
         "host_memory": asdict(fit_link(*zip(*found["host_memory"], strict=True))),
         "issue": 0.0 if gpu == CPU else ISSUE,  # of whole layers
+        "tp_overlap": gpu != CPU,
     }
     measured, ranks = datetime.now(UTC).strftime("%Y-%m-%d"), (len(hosts), len(set(hosts)))
     rates = _rates.validate_python(figures)
-    return RateTable(version=1, gpu=gpu, measured=measured, ranks=ranks, assumed=tuple(assumed), rates=rates)
+    return RateTable(version=2, gpu=gpu, measured=measured, ranks=ranks, assumed=tuple(assumed), rates=rates)
 
 
 def _fitted(timings: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:

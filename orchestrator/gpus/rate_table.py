@@ -15,7 +15,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import Rates
 
 CPU = "CPU"  # the name of ranks without a GPU
-MAY_BE_ZERO, MAY_BE_EMPTY = (".latency", ".issue", ".layer_issue", ".tp_hidden"), (".products_8bit", ".experts")
+MAY_BE_ZERO, MAY_BE_EMPTY = (".latency", ".issue", ".layer_issue", ".tp_overlap"), ".products_8bit"
 
 
 class RateTable(BaseModel):
@@ -24,7 +24,7 @@ class RateTable(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    version: Literal[1]
+    version: Literal[2]
     gpu: str
     measured: str
     ranks: tuple[int, int]

@@ -128,7 +128,7 @@ def _with_communication(
     volumes = stage_volume(model, span, piece, phase) if model.custom is None else {}
     for kind, volume in volumes.items():
         link = links_of(rates, piece.mesh, (kind.axis,), in_layers=True).of(kind.kind)
-        exposed = 1 - rates.tp_hidden if kind.axis == "tp" else 1.0
+        exposed = 1 / piece.mesh.tp if kind.axis == "tp" and rates.tp_overlap else 1.0
         links += link.seconds(exposed * volume.bytes, volume.operations)
         operations += volume.operations
     return max(seconds + links, operations * rates.issue, len(span.numbers) * rates.layer_issue)
@@ -183,40 +183,40 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
     elements = sum(sum(_dense_sizes(model, layer)) for layer in range(first, end))
     dense = sum(_dense_seconds(model, layer, work, rates.products) for layer in range(first, end))
     pace = dense / (work * elements) if elements else 1 / rates.flops  # seconds of a FLOP
-    routed_seconds, expert_gains = 0.0, [0.0, 0.0, 0.0]  # in F, B and W
-    width = model.ffn  # of all networks that a token passes in a layer
+    expert_rates: tuple[float, ...] = (math.inf,) * 3
+    routed = 0  # visits of a token to experts
+    width = model.ffn  # of all networks that it passes in a layer
     if experts is not None:
         width = experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
         routed = max(0, end - max(first, experts.first_k_dense)) * experts.top_k
-        routed_seconds = work * 3 * model.hidden * experts.intermediate_size * routed / rates.grouped
-        if piece.casts_experts and piece.device == "cuda":
-            pairs = zip(*expert_flops(rates), strict=True)
-            expert_gains = [routed_seconds * (1 - compute / block) for compute, block in pairs]
-    plain = linear = dense + routed_seconds
+        expert_rates = expert_flops(rates, in_8_bits=piece.casts_experts and piece.device == "cuda")
+    linear, visit_flops = dense, work * 3 * model.hidden * (experts.intermediate_size if experts else 0)
+    forward, backward, weight = (routed * visit_flops / each for each in expert_rates)
     if piece.fp8 is not None and piece.device == "cuda":
         matrices = fp8_matrices(model, piece.fp8, range(first, end))
         sizes = [work * math.prod(each.shape) for each in matrices if not each.experts]
         linear -= sum(_saved_by_8bit(rates, piece.fp8.scaling, size) for size in sizes)
     head_flops = work * model.vocab * model.hidden
     head = (1 + mtp_layers) * head_flops / rate_at(rates.products, head_flops) if is_last else 0.0
-    speed = (linear - expert_gains[0]) / plain if plain else 1.0
+    speed = linear / dense if dense else 1.0
     join_flops = work * 2 * model.hidden**2  # of streams and embeddings
     linear += mtp_layers * join_flops / rate_at(rates.products, join_flops)
-    # memory traffic of norms, residual sums and activations
-    elementwise = count * tokens * piece.itemsize * (8 * model.hidden + 3 * width) / piece.mesh.tp / rates.elementwise
+    # memory traffic of norms, residual sums and activations, and of rows sorted by expert and added up again
+    values = count * (8 * model.hidden + 3 * width) / piece.mesh.tp + 3 * routed * model.hidden
+    elementwise = tokens * piece.itemsize * values / rates.elementwise
     counts = part_flops(model, span, length)
     parts = {part: speed * work / 2 * count * pace for part, count in counts.items()}
     parts["core_attn"] = work / 2 * counts["core_attn"] / rate_at(of_width.forward, length)
     if experts is not None:
         share = experts.top_k * experts.intermediate_size / width
-        parts["moe"] = speed * work / 2 * counts["moe"] * ((1 - share) * pace + share / rates.grouped)
+        parts["moe"] = work / 2 * counts["moe"] * ((1 - share) * speed * pace + share / expert_rates[0])
     products = [part for part in counts if part != "core_attn" and counts[part]]
     for part in products:  # what is read and written around each
         parts[part] += elementwise / len(products)
     return StageSeconds(
-        forward=linear - expert_gains[0] + attention + head + elementwise,
-        backward=linear - expert_gains[1] + attention_backward + head + 1.5 * elementwise,
-        weight=linear - expert_gains[2] + head,
+        forward=linear + forward + attention + head + elementwise,
+        backward=linear + backward + attention_backward + head + 1.5 * elementwise,
+        weight=linear + weight + head,
         parts=parts,
     )
 

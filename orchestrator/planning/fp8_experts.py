@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pentad.orchestrator.activations.allocations import FP8_TILE
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.hardware import expert_flops
+from pentad.orchestrator.planning.hardware import EXPERT_FLOPS
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.mesh import Mesh
@@ -25,9 +25,11 @@ def why_not(model: ModelSpec, scaling: str, mesh: Mesh, rates: Rates | None) -> 
     """Why experts stay in the compute dtype, '' if 8 bits are faster at these rates, or on an H200."""
     if problem := _impossible(model, scaling, mesh):
         return problem
-    wide, narrow = (sum(1 / flops for flops in each) for each in expert_flops(rates))  # F, B and W have as many FLOPs
-    where = "by the rates of this GPU" if rates and rates.experts else "on an H200"
-    return f"in 8 bits their products take {narrow / wide:.1f} times as long {where}" if narrow >= wide else ""
+    is_known = rates is not None and len(rates.experts) > 1
+    known = rates.experts if rates is not None and is_known else EXPERT_FLOPS
+    wide, narrow = (sum(1 / flops for flops in each) for each in known)  # F, B and W have as many FLOPs
+    where = "by the rates of this GPU" if is_known else "on an H200"
+    return f"in 8 bits their products take {narrow / wide:.2f} times as long {where}" if narrow >= wide else ""
 
 
 def shared_in_8_bits(config: RunConfig, model: ModelSpec) -> bool:

@@ -40,7 +40,7 @@ def _uniform(
     return Rates(
         products=constant,
         products_8bit=(),
-        grouped=GROUPED_EFFICIENCY * flops,
+        experts=((GROUPED_EFFICIENCY * flops,) * 3,),
         attention=(AttentionRates(128, constant, constant),),
         memory=memory,
         elementwise=memory,
@@ -80,7 +80,7 @@ def rates_of(device: str, gpu: str = "") -> Rates:
         ISSUE,
         f"assumed for an {name} ({found.source})",
     )
-    return replace(rates, products_8bit=narrow)
+    return replace(rates, products_8bit=narrow, tp_overlap=True)
 
 
 def rates_for(section: ClusterSection, device: str) -> Rates:
@@ -98,12 +98,16 @@ def rates_for(section: ClusterSection, device: str) -> Rates:
 # How many times faster products in 8 bits are on a Hopper GPU, by what has a scale (tests/bench/results/fp8-h200.json).
 FP8_SPEEDUPS: dict[Scaling, float] = {"tensor": 1.8, "row": 1.75, "block": 1.5}
 # Rates.experts of an H200 (tests/bench/results/fp8-experts-h200.json).
-EXPERT_FLOPS = ((6.0e14, 6.0e14, 3.9e14), (5.9e14, 6.4e14, 1.6e14))
+EXPERT_FLOPS = ((6.2e14, 6.1e14, 3.9e14), (5.9e14, 6.4e14, 3.6e14))
 
 
-def expert_flops(rates: Rates | None) -> tuple[tuple[float, float, float], ...]:
-    """Rates.experts, those of an H200 where they are unknown."""
-    return (rates.experts if rates else ()) or EXPERT_FLOPS
+def expert_flops(rates: Rates, *, in_8_bits: bool) -> tuple[float, ...]:
+    """FLOP/s of F, B and W of experts; in 8 bits, where that is unknown, as many times as fast as on an H200."""
+    if not in_8_bits:
+        return rates.experts[0]
+    if len(rates.experts) > 1:
+        return rates.experts[1]
+    return tuple(known * b / a for known, a, b in zip(rates.experts[0], *EXPERT_FLOPS, strict=True))
 
 
 def ranks_on_host(mesh: Mesh, axes: Collection[Axis], order: Sequence[str] = HOST_ORDER) -> int:

@@ -66,19 +66,20 @@ class AttentionRates:
 @dataclass(frozen=True)
 class Rates:
     """FLOP/s of products by FLOPs of a product, in the dtype of compute and with one scale for each factor in 8 bits
-    (`products_8bit`, empty: unknown), and of grouped products of experts (`grouped`); those of experts in F, B and W,
-    first in the dtype of compute and then in 8 bits with scales of blocks (`experts`, empty: unknown); of attention.
+    (`products_8bit`, empty: unknown); of the grouped products of experts in F, B and W, in the dtype of compute and,
+    where they are known, in 8 bits with scales of blocks (`experts`); of attention.
     Bytes/s of copies in a rank's memory, of what layers do besides products, and of an optimizer's update. Links inside
     layers to ranks on the host and to other hosts, those of transfers and ZeRO on a host where no operation leaves it
     (`peer`), and to host memory.
     Seconds to launch an instruction, and of the host to start an operation inside a layer with the kernels around it,
-    or F, B or RECOMPUTE of a layer without any. `source` says where they come from. The share of tp's bytes that
-    products hide, and the order of axes in which ranks fill hosts.
+    or F, B or RECOMPUTE of a layer without any. `source` says where they come from. Whether products are cut into as
+    many parts as there are tp ranks, so that all but the first part's bytes move beside another part's product
+    (`tp_overlap`), and the order of axes in which ranks fill hosts.
     """
 
     products: Curve
     products_8bit: Curve
-    grouped: float
+    experts: tuple[tuple[float, float, float], ...]
     attention: tuple[AttentionRates, ...]
     memory: float
     elementwise: float
@@ -91,9 +92,8 @@ class Rates:
     issue: float
     source: str = ""
     layer_issue: float = 0.0
-    tp_hidden: float = 0.0
+    tp_overlap: bool = False
     host_order: tuple[str, ...] = HOST_ORDER
-    experts: tuple[tuple[float, float, float], ...] = ()
 
     @property
     def flops(self) -> float:
@@ -122,7 +122,6 @@ class Rates:
             self,
             products=_scaled(self.products, times),
             products_8bit=_scaled(self.products_8bit, times),
-            grouped=times * self.grouped,
             experts=tuple((times * f, times * b, times * w) for f, b, w in self.experts),
             attention=attention,
         )

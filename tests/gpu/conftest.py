@@ -10,6 +10,7 @@ from commands import pentad
 from fleet import Fleet
 from gpus import num_places
 
+__all__ = ["pentad"]
 AXES = ("dp", "pp", "cp", "tp", "ep")
 
 

@@ -98,7 +98,7 @@ class Clock:
 
 def num_device_timings(sizes: Sizes, device: torch.device) -> int:
     products = len(sizes.products) * (1 + 2 * has_fp8(device))
-    others = 5 + 6 * has_blocks(device) + len(sizes.host_bytes)
+    others = 4 + 3 * (1 + has_blocks(device)) + len(sizes.host_bytes)
     return products + 2 * len(sizes.widths) * len(sizes.lengths) + others
 
 
@@ -121,8 +121,7 @@ def measure_device(sizes: Sizes, device: torch.device, clock: Clock) -> dict[str
     return {
         "products": wide,
         "products_8bit": narrow,
-        "grouped": _grouped(sizes, new, clock),
-        "experts": _experts(sizes, new, clock) if has_blocks(device) else [],
+        "experts": _experts(sizes, new, clock),
         "attention": [_attention(sizes, width, new, clock) for width in sizes.widths],
         "memory": _memory(sizes, new, clock),
         "elementwise": _elementwise(sizes, new, clock),
@@ -183,37 +182,40 @@ def _in_8_bits(x: Tensor, matrix: Tensor) -> Work:
     return partial(fp8_gemm, a, b, x.dtype)
 
 
-def _grouped(sizes: Sizes, new: _Tensors, clock: Clock) -> float:
-    rows, n, k, experts = sizes.grouped
-    x, weights = new(rows, k), new(experts, n, k)
-    offsets = torch.arange(1, experts + 1, dtype=torch.int32, device=new.device) * (rows // experts)
-    return 2.0 * rows * n * k / clock.seconds(lambda: grouped_gemm(x, weights, offsets))
-
-
 def _experts(sizes: Sizes, new: _Tensors, clock: Clock) -> list[list[float]]:
-    """FLOP/s of F, B and W of experts, in the dtype of compute and in 8 bits with scales of blocks, without casts to
-    these."""
+    """FLOP/s of F, B and W of experts, in the dtype of compute and, where the GPU has them, in 8 bits with scales of
+    blocks, without casts to these."""
     rows, n, k, experts = sizes.grouped
     x, dy, weights = new(rows, k), new(rows, n), new(experts, n, k)
     main = new(experts, n, k, dtype=torch.float32)
     offsets = torch.arange(1, experts + 1, dtype=torch.int32, device=new.device) * (rows // experts)
+    kinds: list[list[Work]] = [
+        [
+            lambda: grouped_gemm(x, weights, offsets),
+            lambda: grouped_gemm(dy, weights.transpose(1, 2), offsets),
+            lambda: accumulate_grouped_gradient_(main, dy, x, offsets),
+        ]
+    ]
+    if has_blocks(new.device):
+        kinds.append(_experts_in_8_bits(main, dy, x, weights, offsets))
+    return [[2.0 * rows * n * k / clock.seconds(work) for work in each] for each in kinds]
+
+
+def _experts_in_8_bits(main: Tensor, dy: Tensor, x: Tensor, weights: Tensor, offsets: Tensor) -> list[Work]:
     recipe = Recipe("block")
     a, b = fp8_cast(x, recipe, "activation", columns=False).rows, fp8_cast(dy, recipe, "gradient", columns=False).rows
-    matrices = ExpertMatrices.of(fp8_cast(weights.flatten(0, 1), recipe, "weight"), experts)
+    matrices = ExpertMatrices.of(fp8_cast(weights.flatten(0, 1), recipe, "weight"), len(weights))
     assert a is not None and b is not None
-    wide: list[Work] = [
-        lambda: grouped_gemm(x, weights, offsets),
-        lambda: grouped_gemm(dy, weights.transpose(1, 2), offsets),
-        lambda: accumulate_grouped_gradient_(main, dy, x, offsets),
+
+    def gradient() -> object:
+        wide, wide_x = (dequantize_rows(each, offsets, x.dtype) for each in (b, a))
+        return accumulate_grouped_gradient_(main, wide, wide_x, offsets)
+
+    return [
+        lambda: fp8_grouped_gemm(a, matrices.rows, offsets, x.dtype),
+        lambda: fp8_grouped_gemm(b, matrices.columns, offsets, x.dtype),
+        gradient,
     ]
-    narrow: list[Work] = [
-        lambda: fp8_grouped_gemm(a, matrices.rows, offsets, new.dtype),
-        lambda: fp8_grouped_gemm(b, matrices.columns, offsets, new.dtype),
-        lambda: accumulate_grouped_gradient_(
-            main, dequantize_rows(b, offsets, new.dtype), dequantize_rows(a, offsets, new.dtype), offsets
-        ),
-    ]
-    return [[2.0 * rows * n * k / clock.seconds(work) for work in each] for each in (wide, narrow)]
 
 
 def _attention(sizes: Sizes, width: int, new: _Tensors, clock: Clock) -> dict[str, object]:

@@ -26,7 +26,7 @@ SIZES = ("model.hidden=1024", "model.ffn=4096", "model.heads=8", "batch.sequence
 
 
 def table(rates: Rates, gpu: str = GPU) -> RateTable:
-    return RateTable(version=1, gpu=gpu, measured="2026-11-26", ranks=(2, 1), assumed=(), rates=rates)
+    return RateTable(version=2, gpu=gpu, measured="2026-11-26", ranks=(2, 1), assumed=(), rates=rates)
 
 
 def config(*overrides: str) -> RunConfig:
@@ -78,7 +78,7 @@ def test_smaller_products_take_their_own_rate() -> None:
     ("changes", "reason"),
     [
         ({"gpu": "NVIDIA B200"}, "it is of NVIDIA B200"),
-        ({"version": 2}, "version: Input should be 1"),
+        ({"version": 1}, "version: Input should be 2"),
         ({"colour": "red"}, "colour: Extra inputs are not permitted"),
         ({"rates": {}}, "rates.products: Field required"),
         ({"rates": RATES | {"products": []}}, "rates.products is empty"),

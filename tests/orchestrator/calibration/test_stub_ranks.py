@@ -44,7 +44,7 @@ print(json.dumps(dict(rates={found!r})))
 def measured(gpu: str = "CPU", **links: Any) -> dict[str, Any]:
     """What rank 0 says: the rates that plans assume, but for links."""
     assumed = asdict(rates_of("cpu") if gpu == "CPU" else rates_of("cuda", gpu))
-    names = ("products", "products_8bit", "grouped", "attention", "memory", "elementwise", "update", "launch")
+    names = ("products", "products_8bit", "experts", "attention", "memory", "elementwise", "update", "launch")
     found = {name: assumed[name] for name in names} | dict.fromkeys(("intra_host", "inter_host", "peer"))
     return json.loads(json.dumps(found | {"host_memory": POINTS, "gpu": gpu} | links))
 

@@ -107,11 +107,11 @@ def test_experts_multiply_in_8_bits_if_they_are_to() -> None:
 @pytest.mark.parametrize("times", [0.5, 2.0])
 def test_a_table_of_rates_decides_about_experts(tmp_path: Path, times: float) -> None:
     rates = replace(rates_of("cpu"), experts=((1e9, 2e9, 1e9), (times * 1e9, times * 2e9, times * 1e9)))
-    found = RateTable(version=1, gpu=CPU, measured="2026-01-01", ranks=(1, 1), assumed=(), rates=rates)
+    found = RateTable(version=2, gpu=CPU, measured="2026-01-01", ranks=(1, 1), assumed=(), rates=rates)
     write_table(found, tmp_path / "rates.json")
     plan = plan_with({"matmul": "fp8-block"}, model=LARGE, cluster={"rates": str(tmp_path / "rates.json")})
     assert plan.fp8 is not None and plan.fp8.experts == (times > 1)
-    expected = "FP8, W in" if times > 1 else "in 8 bits their products take 2.0 times as long by the rates of this GPU"
+    expected = "FP8, W in" if times > 1 else "in 8 bits their products take 2.00 times as long by the rates of this GPU"
     assert expected in facts_of(plan)
 
 
@@ -119,7 +119,7 @@ def test_a_table_of_rates_decides_about_experts(tmp_path: Path, times: float) ->
     ("precision", "changes", "reason"),
     [
         ({}, {"experts": {"num_experts": 4, "top_k": 2, "intermediate_size": 96}}, "256 x 96 on a rank are not whole"),
-        ({}, {}, "in 8 bits their products take 1.6 times as long on an H200"),
+        ({}, {}, "in 8 bits their products take 1.04 times as long on an H200"),
         ({"matmul": "fp8-row"}, {}, "fp8-row has no products of experts"),
         ({"fp8_experts": "never"}, {}, "in 8 bits their products take"),
     ],
