@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from pentad.orchestrator.calibration.ranks import Report, run_ranks
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.gpus.rate_table import CPU, RateTable
-from pentad.orchestrator.planning.hardware import ISSUE, local_device, local_gpus, rates_of
+from pentad.orchestrator.planning.hardware import ISSUE, TP_HIDDEN, local_device, local_gpus, rates_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import Rates, fit_link
 
@@ -60,7 +60,7 @@ def table_of(found: dict[str, Any], hosts: list[int]) -> RateTable:
         **links,
         "host_memory": asdict(fit_link(*zip(*found["host_memory"], strict=True))),
         "issue": 0.0 if gpu == CPU else ISSUE,  # of whole layers
-        "tp_overlap": gpu != CPU,
+        "tp_hidden": 0.0 if gpu == CPU else TP_HIDDEN,
     }
     measured, ranks = datetime.now(UTC).strftime("%Y-%m-%d"), (len(hosts), len(set(hosts)))
     rates = _rates.validate_python(figures)

@@ -128,7 +128,7 @@ def _with_communication(
     volumes = stage_volume(model, span, piece, phase) if model.custom is None else {}
     for kind, volume in volumes.items():
         link = links_of(rates, piece.mesh, (kind.axis,), in_layers=True).of(kind.kind)
-        exposed = 1 / piece.mesh.tp if kind.axis == "tp" and rates.tp_overlap else 1.0
+        exposed = 1 - rates.tp_hidden if kind.axis == "tp" else 1.0
         links += link.seconds(exposed * volume.bytes, volume.operations)
         operations += volume.operations
     return max(seconds + links, operations * rates.issue, len(span.numbers) * rates.layer_issue)

@@ -28,6 +28,7 @@ NODE_GPUS = 8  # of a host, with fast links among them
 ATTAINED_FLOPS, ATTAINED_BANDWIDTH, ATTAINED_LINK, ATTAINED_HOST_LINK = 660 / 989, 3 / 4.8, 330 / 450, 50 / 64
 INTER_HOST = 40 * GB  # 400 Gbit/s a GPU
 ISSUE = 230e-6  # seconds of the host beside a GPU, with all that a layer does around an operation between ranks
+TP_HIDDEN = 0.5  # of tp's bytes on a host: rows come beside products that read others, and sums follow theirs
 GROUPED_EFFICIENCY = 0.5  # of the FLOP/s of other products is what grouped products of experts attain
 
 
@@ -80,7 +81,7 @@ def rates_of(device: str, gpu: str = "") -> Rates:
         ISSUE,
         f"assumed for an {name} ({found.source})",
     )
-    return replace(rates, products_8bit=narrow, tp_overlap=True)
+    return replace(rates, products_8bit=narrow, tp_hidden=TP_HIDDEN)
 
 
 def rates_for(section: ClusterSection, device: str) -> Rates:

@@ -72,9 +72,8 @@ class Rates:
     layers to ranks on the host and to other hosts, those of transfers and ZeRO on a host where no operation leaves it
     (`peer`), and to host memory.
     Seconds to launch an instruction, and of the host to start an operation inside a layer with the kernels around it,
-    or F, B or RECOMPUTE of a layer without any. `source` says where they come from. Whether products are cut into as
-    many parts as there are tp ranks, so that all but the first part's bytes move beside another part's product
-    (`tp_overlap`), and the order of axes in which ranks fill hosts.
+    or F, B or RECOMPUTE of a layer without any. `source` says where they come from. The share of tp's bytes that
+    products hide, and the order of axes in which ranks fill hosts.
     """
 
     products: Curve
@@ -92,7 +91,7 @@ class Rates:
     issue: float
     source: str = ""
     layer_issue: float = 0.0
-    tp_overlap: bool = False
+    tp_hidden: float = 0.0
     host_order: tuple[str, ...] = HOST_ORDER
 
     @property

@@ -194,9 +194,11 @@ def constants() -> dict[str, Any]:
 
 
 def _on(rates: Rates, facts: Facts) -> Rates:
-    """On the hosts of these programs, with links between them by data sheet."""
+    """On the hosts of these programs, with links between them by data sheet. Where products are cut into as many parts
+    as there are tp ranks, all but the first part's bytes move beside another part's product."""
+    hidden = 1 - 1 / facts.get("tp", 1) if facts.get("tp_overlap") else 0.0
     links = Links.uniform(rates.inter_host.send.latency, ATTAINED_NETWORK * facts["gbit"] * 1e9 / 8)
-    return replace(rates, inter_host=links, host_order=HOST_ORDER, tp_overlap=bool(facts.get("tp_overlap")))
+    return replace(rates, inter_host=links, host_order=HOST_ORDER, tp_hidden=hidden)
 
 
 def rates_with(gpu: str, given: dict[str, Any]) -> Rates:
