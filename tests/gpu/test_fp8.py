@@ -38,8 +38,8 @@ def plan_on_gpu(spec: Fp8Spec, name: str, sizes: dict[str, Any], corpus: str, dt
 @pytest.mark.parametrize(("spec", "name", "sizes"), CASES)
 def test_gradients_are_those_of_the_emulation(gpus, corpus, spec, name, sizes):
     """In float32, whose casts round few numbers to another neighbour; but tensor cores add 8-bit products up with few
-    digits, so that later casts do. With e5m2, which has the widest steps, cosines of 0.99894 were seen, and 0.99995
-    with exact products."""
+    digits, so that later casts do, and tokens visit other experts. With noise of 2**-12 of a row's maximum in each
+    product the reference's own cosines are 0.9996 in blocks, 0.9989 with e5m2, and 0.997 with experts."""
     plan = plan_on_gpu(spec, name, sizes, corpus, "float32")
     losses, gradients, norms, _ = reference(plan)
     outcomes = gpus.run(plan, [(0, 1)])
@@ -47,7 +47,7 @@ def test_gradients_are_those_of_the_emulation(gpus, corpus, spec, name, sizes):
     loss = sum(source.loss for source in sources) / sum(source.target_tokens for source in sources)
     assert loss == pytest.approx(losses[0], rel=1e-3)
     assert outcomes[0].results[0].grad_norm == pytest.approx(norms[0], rel=1e-2)
-    least = 0.998 if spec.gradients == "e5m2" else 0.999
+    least = 0.996 if spec.experts else 0.998 if spec.gradients == "e5m2" else 0.999
     for outcome in outcomes:
         for weight, found in outcome.gradients[0].items():
             if "@" not in weight:

@@ -52,6 +52,7 @@ def large_plan(corpus: str, recompute: str, max_resident: float | None, *, deter
     return on_gpu(replace(plan, model=LARGE, batch=batch, deterministic=deterministic), "nccl", "bfloat16")
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_peak_memory_falls_as_estimated(corpus: str, deterministic: bool) -> None:
     measured, estimated = {}, {}
