@@ -40,6 +40,7 @@ def seconds(run: Run, first: int, end: int) -> float:
         ({"pp": 2}, [2, 3], 1, [[3, 2]]),
         ({"pp": 4}, [2, 2, 3, 3], 3, [[2, 3, 3, 2], [3, 2, 3, 2]]),
         ({"dp": 2, "pp": 2}, [2, 3], 3, [[3, 2]]),
+        ({"cp": 2, "pp": 2}, [2, 3], 3, [[3, 2]]),
     ],
 )
 def test_half_of_what_a_slow_rank_costs_is_recovered(
