@@ -38,9 +38,9 @@ def seconds(run: Run, first: int, end: int) -> float:
     ("sizes", "before", "slow", "after"),
     [
         ({"pp": 2}, [2, 3], 1, [[3, 2]]),
+        ({"pp": 3}, [2, 3, 2], 1, [[3, 2, 2], [2, 2, 3]]),
         ({"pp": 4}, [2, 2, 3, 3], 3, [[2, 3, 3, 2], [3, 2, 3, 2]]),
         ({"dp": 2, "pp": 2}, [2, 3], 3, [[3, 2]]),
-        ({"cp": 2, "pp": 2}, [2, 3], 3, [[3, 2]]),
     ],
 )
 def test_half_of_what_a_slow_rank_costs_is_recovered(

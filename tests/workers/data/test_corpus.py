@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -132,9 +133,12 @@ def test_a_terabyte_opens_within_two_seconds(folder: Path, monkeypatch: pytest.M
     for number in range(7450):
         with (folder / f"tokens-{number:05d}.arrow").open("wb") as file:
             file.truncate(2**28)  # sparse
+    gc.freeze()  # what earlier tests left, which a process that has just started does not have to look through
     began, before = time.process_time(), psutil.Process().memory_info().rss
     corpus = open_corpus(folder)
-    assert time.process_time() - began < 2 and corpus.tokens == total["tokens"]
+    seconds = time.process_time() - began
+    gc.unfreeze()
+    assert seconds < 2 and corpus.tokens == total["tokens"]
     assert psutil.Process().memory_info().rss - before < 2**28
 
 
