@@ -84,7 +84,7 @@ def with_checksums(folder: Path, shard: str) -> None:
 def _changed(random: Random, tree: Any) -> Any:
     places = [*_places(tree)]
     if not places:
-        return random.choice(HOSTILE)
+        return _hostile(random)
     parent, key = random.choice(places)
     match random.choice(("value", "value", "value", "value", "number", "remove", "copy", "rename", "nest", "repeat")):
         case "number" if isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
@@ -102,8 +102,13 @@ def _changed(random: Random, tree: Any) -> Any:
         case "repeat" if isinstance(parent, list):
             parent.extend([parent[key]] * random.choice((1, 2, 50)))
         case _:
-            parent[key] = random.choice(HOSTILE)
+            parent[key] = _hostile(random)
     return tree
+
+
+def _hostile(random: Random) -> Any:
+    """A copy: what is changed further must not come back in another case."""
+    return copy.deepcopy(random.choice(HOSTILE))
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:

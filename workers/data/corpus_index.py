@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import lru_cache
 from pathlib import Path
+from reprlib import repr as shown  # whose work and length are bounded
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
@@ -22,6 +23,7 @@ TOKENIZER_FILE = "tokenizer.json"
 END = "<|endoftext|>"
 MIN_VOCAB = 257  # one per byte, and the end token
 MAX_VOCAB = 2**24  # the trainer allocates this many up front
+MAX_SHARD_BYTES = 2**40
 CHECKED = 2**16  # bytes of a shard that have a checksum of their own
 
 
@@ -123,7 +125,7 @@ def parse_index(text: str, path: Path | str) -> Index:
     """The index in `text`, read from `path`. Raises PentadError if it is not pentad's or its sums are wrong."""
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PentadError(f"{path} is not JSON ({error}): expected the index of a pentad corpus") from None
     version = content.get("version") if isinstance(content, dict) else None
     if isinstance(version, int) and version != VERSION:
@@ -147,7 +149,10 @@ def _require_sum(found: int, parts: Iterable[int], name: str, of: str, path: Pat
 
 
 def _require_inside(shard: Shard, itemsize: int, name: str, path: Path | str) -> None:
-    """Raises PentadError for a record batch that reaches beyond its file."""
+    """Raises PentadError for a record batch that reaches beyond its file, or a file of a length that none has."""
+    if shard.bytes > MAX_SHARD_BYTES:
+        expected = f"expected at most {MAX_SHARD_BYTES}"
+        raise PentadError(f"{path} has {name.replace('batches', 'bytes')} = {shard.bytes}: {expected}")
     has_loss_mask = shard.has_loss_mask
     for tokens, documents, tokens_at, offsets_at, loss_mask_at in shard.batches:
         ends = tokens_at + itemsize * tokens, offsets_at + 8 * (documents + 1), loss_mask_at + tokens
@@ -170,12 +175,12 @@ def _parse(kind: Any, content: Any, path: Path | str, prefix: str = "") -> Any:
         of_each = next(iter(get_args(expected)), None)  # of a tuple
         stored: Any = list if of_each else dict if is_dataclass(expected) else expected
         if type(value) is not stored:
-            found = f"no {name}" if value is None else f"{name} = {value!r}"
+            found = f"no {name}" if value is None else f"{name} = {shown(value)}"
             raise PentadError(f"{path} has {found}: expected the {stored.__name__} of a pentad corpus")
         if stored is int and value < 0:
             raise PentadError(f"{path} has {name} = {value}: expected a count of at least 0")
         if key == "file" and value != Path(value).name:
-            raise PentadError(f"{path} has {name} = {value!r}: expected the name of a file in its folder")
+            raise PentadError(f"{path} has {name} = {shown(value)}: expected the name of a file in its folder")
         if of_each is RecordBatch:
             value = _record_batches(value, name, path)
         elif stored is list:

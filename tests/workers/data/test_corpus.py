@@ -241,6 +241,7 @@ def test_a_token_beyond_the_vocabulary_is_refused_by_verify(folder: Path) -> Non
             r"shards\[0\].tokens = \d+: expected \d+, the sum over",
         ),
         (lambda shard: shard["batches"][0].__setitem__(2, 10**9), r"shards\[0\].batches beyond byte \d+"),
+        (lambda shard: shard.update(bytes=2**62), r"shards\[0\].bytes = \d+: expected at most \d+"),
         (lambda shard: shard["batches"][0].pop(), r"shards\[0\].batches of another form: expected 5 counts each"),
         (lambda shard: shard["batches"][0].__setitem__(0, "9"), r"shards\[0\].batches of another form"),
     ],
@@ -255,6 +256,14 @@ def test_an_index_that_contradicts_itself_is_refused(
     _rewrite(folder, apply)
     with pytest.raises(PentadError, match=message):
         open_corpus(folder)
+
+
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_an_index_of_deep_lists_is_refused_in_a_short_sentence(folder: Path, depth: int) -> None:
+    (folder / "index.json").write_text(f'{{"version": 3, "vocab_size": {"[" * depth}{"]" * depth}}}')
+    with pytest.raises(PentadError, match=r"index.json (is not JSON|has vocab_size = )") as found:
+        open_corpus(folder)
+    assert len(str(found.value)) < 300
 
 
 def test_verify_finds_a_shard_that_was_built_of_other_documents(folder: Path) -> None:
