@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from errno import ENAMETOOLONG
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,7 +23,7 @@ from pentad.orchestrator.cli.commands.doctor import doctor
 from pentad.orchestrator.cli.commands.pictures import curves, page, timeline
 from pentad.orchestrator.cli.commands.sweep import sweep
 from pentad.orchestrator.cli.commands.verify import verify
-from pentad.schedules.ir.errors import PentadError, ScheduleError, printable
+from pentad.schedules.ir.errors import PentadError, ScheduleError, printable, shortened
 
 # ClickException, the base of all usage errors; typer bundles click but does not export it.
 _ClickException: Any = typer.BadParameter.__mro__[2]
@@ -57,12 +58,11 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(f"{sentence} (see `{path} --help`)", 2)
     except typer.Abort:
         return _fail("interrupted", _INTERRUPTED)
-    except BrokenPipeError:
-        _mute()
-        return 1
-    except OSError as error:  # a full or failing stdout
-        _mute()
-        return _fail(f"I/O error: {error}", 1)
+    except OSError as error:
+        if error.errno == ENAMETOOLONG:
+            return _fail(shortened(f"'{error.filename}' is too long: expected the path of a file or a folder"), 1)
+        _mute()  # a full, failing or closed stdout
+        return 1 if isinstance(error, BrokenPipeError) else _fail(f"I/O error: {error}", 1)
 
 
 def _print_version(requested: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -182,7 +183,7 @@ def _index_text(folder: Folder, argument: str) -> str:
         if folder.filesystem is not None:
             fault = f"which cannot be read ({error})"
         else:
-            fault = f"which has no readable {INDEX_FILE}" if Path(folder.path).is_dir() else "which is not a folder"
+            fault = f"which has no readable {INDEX_FILE}" if os.path.isdir(folder.path) else "which is not a folder"
         expected = "expected a corpus written by 'pentad data build'"
         raise PentadError(f"{argument} is '{folder.name}', {fault}: {expected}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -35,9 +36,9 @@ def train_tokenizer(texts: Iterable[str], vocab: int, argument: str = "--vocab")
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in `path`, a tokenizer.json or a folder with one. Raises PentadError if it is unreadable."""
-    file = path / TOKENIZER_FILE if path.is_dir() else path
-    if not file.is_file():
-        fault = f"which has no {TOKENIZER_FILE}" if path.is_dir() else "which does not exist"
+    file = path / TOKENIZER_FILE if os.path.isdir(path) else path
+    if not os.path.isfile(file):
+        fault = f"which has no {TOKENIZER_FILE}" if os.path.isdir(path) else "which does not exist"
         expected = f"expected a {TOKENIZER_FILE} or a folder with one (save_pretrained of transformers writes it)"
         raise PentadError(f"--tokenizer is '{path}', {fault}: {expected}")
     try:

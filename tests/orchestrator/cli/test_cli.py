@@ -340,6 +340,14 @@ sys.exit(main({list(arguments)!r}))
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("words", ["train run.init_from=", "checkpoint list ", "import-hf "])
+def test_a_path_that_is_too_long_costs_one_short_sentence(pentad: Pentad, words: str) -> None:
+    status, _, err = pentad(*f"{words}{'x' * 5000}".split(), *["out"] * (words == "import-hf "))
+    sentence = err.splitlines()[-1]
+    assert status == 1 and sentence.startswith("pentad: 'xxx") and sentence.endswith("path of a file or a folder")
+    assert len(sentence) < 2000
+
+
 def test_ctrl_c_is_reported(pentad: Pentad, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -203,6 +203,8 @@ def test_damage_is_named_even_without_verify(folder: Path, damage: str) -> None:
 def test_a_missing_folder_is_named_with_its_argument(tmp_path: Path) -> None:
     with pytest.raises(PentadError, match=r"PATH is '.*nowhere', which is not a folder: expected a corpus"):
         open_corpus(tmp_path / "nowhere", verify=True, argument="PATH")
+    with pytest.raises(PentadError, match=r"PATH is 'x*', which is not a folder: expected a corpus"):
+        open_corpus("x" * 5000, argument="PATH")
 
 
 @pytest.mark.parametrize("file", ["tokens-00002.crc32", "tokenizer.json"])
