@@ -169,7 +169,7 @@ def _parquet(span: Span, columns: Columns) -> Iterator[Row]:
             chosen = columns.of(table.schema_arrow.names, lambda: name, "columns")
             batches = table.iter_batches(_ROWS, row_groups=list(groups), columns=chosen)
             yield from _table_rows(batches, name, first)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:  # the latter of names of columns
         raise PentadError(f"{name} cannot be read ({error}): expected a Parquet file") from None
 
 

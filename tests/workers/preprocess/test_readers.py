@@ -160,6 +160,14 @@ def test_a_wrong_parquet_column_is_named(tmp_path: Path, table: dict, message: s
         build(tmp_path / "a.parquet")
 
 
+def test_a_parquet_column_whose_name_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a"], "more": ["b"]}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"more", b"m\xffre"))
+    with pytest.raises(PentadError, match=r"a.parquet cannot be read .*: expected a Parquet file"):
+        build(path)
+
+
 def test_parquet_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
     column = pa.array([b"ok", b"\xff"]).cast(pa.string(), safe=False)
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
