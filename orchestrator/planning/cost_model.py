@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pentad.orchestrator.activations.activation_memory import row_bytes
 from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import stage_volume
-from pentad.orchestrator.planning.hardware import FP8_SPEEDUPS, expert_flops, links_of
+from pentad.orchestrator.planning.hardware import FP8_SPEEDUPS, expert_flops, links_of, ranks_on_host
 from pentad.orchestrator.planning.part_flops import part_flops
 from pentad.schedules.passes.recompute import ROW_WISE, recomputed_parts
 from pentad.schedules.simulate.costs import Costs
@@ -128,7 +128,8 @@ def _with_communication(
     volumes = stage_volume(model, span, piece, phase) if model.custom is None else {}
     for kind, volume in volumes.items():
         link = links_of(rates, piece.mesh, (kind.axis,), in_layers=True).of(kind.kind)
-        exposed = 1 - rates.tp_hidden if kind.axis == "tp" else 1.0
+        is_hidden = kind.axis == "tp" and ranks_on_host(piece.mesh, (kind.axis,), rates.host_order) == piece.mesh.tp
+        exposed = 1 - rates.tp_hidden if is_hidden else 1.0
         links += link.seconds(exposed * volume.bytes, volume.operations)
         operations += volume.operations
     return max(seconds + links, operations * rates.issue, len(span.numbers) * rates.layer_issue)
@@ -184,14 +185,14 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
     dense = sum(_dense_seconds(model, layer, work, rates.products) for layer in range(first, end))
     pace = dense / (work * elements) if elements else 1 / rates.flops  # seconds of a FLOP
     expert_rates: tuple[float, ...] = (math.inf,) * 3
-    routed = 0  # visits of a token to experts
+    routed, routed_flops = 0, 0.0  # visits of a token to experts
     width = model.ffn  # of all networks that it passes in a layer
     if experts is not None:
         width = experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
         routed = max(0, end - max(first, experts.first_k_dense)) * experts.top_k
+        routed_flops = routed * (work * 3 * model.hidden * experts.intermediate_size)
         expert_rates = expert_flops(rates, in_8_bits=piece.casts_experts and piece.device == "cuda")
-    linear, visit_flops = dense, work * 3 * model.hidden * (experts.intermediate_size if experts else 0)
-    forward, backward, weight = (routed * visit_flops / each for each in expert_rates)
+    linear, (forward, backward, weight) = dense, (routed_flops / each for each in expert_rates)
     if piece.fp8 is not None and piece.device == "cuda":
         matrices = fp8_matrices(model, piece.fp8, range(first, end))
         sizes = [work * math.prod(each.shape) for each in matrices if not each.experts]

@@ -25,10 +25,9 @@ def why_not(model: ModelSpec, scaling: str, mesh: Mesh, rates: Rates | None) -> 
     """Why experts stay in the compute dtype, '' if 8 bits are faster at these rates, or on an H200."""
     if problem := _impossible(model, scaling, mesh):
         return problem
-    is_known = rates is not None and len(rates.experts) > 1
-    known = rates.experts if rates is not None and is_known else EXPERT_FLOPS
+    known = rates.experts if rates and len(rates.experts) > 1 else EXPERT_FLOPS
     wide, narrow = (sum(1 / flops for flops in each) for each in known)  # F, B and W have as many FLOPs
-    where = "by the rates of this GPU" if is_known else "on an H200"
+    where = "on an H200" if known is EXPERT_FLOPS else "by the rates of this GPU"
     return f"in 8 bits their products take {narrow / wide:.2f} times as long {where}" if narrow >= wide else ""
 
 

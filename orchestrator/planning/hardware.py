@@ -28,7 +28,7 @@ NODE_GPUS = 8  # of a host, with fast links among them
 ATTAINED_FLOPS, ATTAINED_BANDWIDTH, ATTAINED_LINK, ATTAINED_HOST_LINK = 660 / 989, 3 / 4.8, 330 / 450, 50 / 64
 INTER_HOST = 40 * GB  # 400 Gbit/s a GPU
 ISSUE = 230e-6  # seconds of the host beside a GPU, with all that a layer does around an operation between ranks
-TP_HIDDEN = 0.5  # of tp's bytes on a host: rows come beside products that read others, and sums follow theirs
+TP_HIDDEN = 0.5  # of tp's bytes on a host, fitted to runs with two and four ranks (docs/performance.md)
 GROUPED_EFFICIENCY = 0.5  # of the FLOP/s of other products is what grouped products of experts attain
 
 
@@ -99,7 +99,7 @@ def rates_for(section: ClusterSection, device: str) -> Rates:
 # How many times faster products in 8 bits are on a Hopper GPU, by what has a scale (tests/bench/results/fp8-h200.json).
 FP8_SPEEDUPS: dict[Scaling, float] = {"tensor": 1.8, "row": 1.75, "block": 1.5}
 # Rates.experts of an H200 (tests/bench/results/fp8-experts-h200.json).
-EXPERT_FLOPS = ((6.2e14, 6.1e14, 3.9e14), (5.9e14, 6.4e14, 3.6e14))
+EXPERT_FLOPS = ((6.4e14, 6.1e14, 3.9e14), (5.9e14, 6.4e14, 3.6e14))
 
 
 def expert_flops(rates: Rates, *, in_8_bits: bool) -> tuple[float, ...]:

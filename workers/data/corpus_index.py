@@ -139,6 +139,9 @@ def parse_index(text: str, path: Path | str) -> Index:
             name, parts = f"shards[{number}].{key}", (getattr(batch, key) for batch in shard.batches)
             _require_sum(getattr(shard, key), parts, name, "record batches", path)
     for number, shard in enumerate(index.shards):
+        if shard.bytes > MAX_SHARD_BYTES:
+            expected = f"expected at most {MAX_SHARD_BYTES}"
+            raise PentadError(f"{path} has shards[{number}].bytes = {shard.bytes}: {expected}")
         _require_inside(shard, np.dtype(index.dtype).itemsize, f"shards[{number}].batches", path)
     return index
 
@@ -149,10 +152,7 @@ def _require_sum(found: int, parts: Iterable[int], name: str, of: str, path: Pat
 
 
 def _require_inside(shard: Shard, itemsize: int, name: str, path: Path | str) -> None:
-    """Raises PentadError for a record batch that reaches beyond its file, or a file of a length that none has."""
-    if shard.bytes > MAX_SHARD_BYTES:
-        expected = f"expected at most {MAX_SHARD_BYTES}"
-        raise PentadError(f"{path} has {name.replace('batches', 'bytes')} = {shard.bytes}: {expected}")
+    """Raises PentadError for a record batch that reaches beyond its file."""
     has_loss_mask = shard.has_loss_mask
     for tokens, documents, tokens_at, offsets_at, loss_mask_at in shard.batches:
         ends = tokens_at + itemsize * tokens, offsets_at + 8 * (documents + 1), loss_mask_at + tokens
