@@ -29,5 +29,5 @@ def test_gpus_attain_much_of_their_data_sheet_and_small_work_less(pentad: Pentad
     assert rates.products_8bit[-1][1] > rates.flops
     if torch.cuda.get_device_capability() == (9, 0):
         assert [len(each) for each in rates.experts] == [3, 3]
-    assert 0.3 * sheet.link < rates.peer.send.bandwidth < 1.05 * sheet.link
+    assert 0.3 * sheet.link < rates.peer.send.bandwidth < 1.1 * sheet.link  # of a line through measured times
     assert rates.peer.send != rates.intra_host.send and rates.peer.all_reduce == rates.intra_host.all_reduce

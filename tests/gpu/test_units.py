@@ -9,7 +9,6 @@ from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import STEPS, plan_of
 
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 # Every tensor is aligned in any flat buffer: cuBLAS chooses another algorithm for another alignment.
@@ -25,8 +24,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "dp", "pp", "memory_options", "recompute"), CASES)
 def test_units_equal_one_process(gpus, corpus, name, dp, pp, memory_options, recompute) -> None:
     plan = plan_of(name, dp, pp, 4, corpus, memory_options=memory_options, recompute=recompute, unit_layers=1)
-    options = memory_options._replace(recompute=recomputed(plan))
-    assert_equals_one_process(gpus, on_gpu(plan, memory_options=options))
+    assert_equals_one_process(gpus, on_gpu(plan, memory_options=memory_options))
 
 
 @pytest.mark.parametrize("recompute", ["none", "attention", "full"])
@@ -37,13 +35,8 @@ def test_units_have_the_bits_of_whole_stages(gpus, corpus, name, recompute) -> N
     for unit_layers in (None, 1, 2):
         given = {"clip": 1e9, "recompute": recompute, "unit_layers": unit_layers, "model": ALIGNED}
         plan = plan_of(name, 1, 2, 4, corpus, "bfloat16", **given)
-        options = MemoryOptions(recompute=recomputed(plan))
-        runs.append(gpus.run(on_gpu(plan, memory_options=options), [(0, STEPS)]))
+        runs.append(gpus.run(on_gpu(plan), [(0, STEPS)]))
     for whole, *others in zip(*runs, strict=True):
         for other in others:
             assert [each.losses for each in whole.results] == [each.losses for each in other.results]
             assert [name for name in whole.state if not torch.equal(whole.state[name], other.state[name])] == []
-
-
-def recomputed(plan: Plan) -> frozenset[int]:
-    return frozenset(stage for stage, mode in enumerate(plan.recompute) if mode != "none")

@@ -200,7 +200,7 @@ def _run(
             sizes = buffer_bytes(runner.state.parameters, runner.shards, runner.state.frozen)
         finally:
             optimizer.step, optimizer.square_sum = real_step, real_sum
-            runner.close()
+        runner.close()  # not after a failure: it would wait for ranks that wait for this one
     return Outcome(results, gradients, state, shards, sizes, evaluations)
 
 

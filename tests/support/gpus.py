@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -48,8 +49,17 @@ def on_gpu(
     memory_options: MemoryOptions = NO_MEMORY_OPTIONS,
     chunks: int | None = None,
 ) -> Plan:
-    """A plan of `plan_of`, with its program compiled anew, on GPUs. Skips the test if there are too few."""
+    """A plan of `plan_of`, with its program compiled anew, on GPUs: it recomputes and offloads what that plan does.
+    Skips the test if there are too few."""
     mesh = plan.mesh
+    recomputed = frozenset(stage for stage, mode in enumerate(plan.recompute) if mode != "none")
+    offloaded = frozenset(stage for stage, fraction in enumerate(plan.offload) if fraction)
+    given: dict[str, Any] = {
+        "units": plan.program.units,
+        "sizes": plan.program.sizes,
+        "recompute": recomputed,
+        "offload": offloaded,
+    }
     if mesh.size > num_places():
         pytest.skip(f"{mesh.size} GPUs are needed")
     program = compile_program(
@@ -60,7 +70,7 @@ def on_gpu(
         replicas=mesh.dp * mesh.cp * mesh.ep,
         post_validation=has_post_validation(plan.program),
         options=ScheduleOptions(chunks),
-        memory_options=memory_options._replace(units=plan.program.units, sizes=plan.program.sizes),
+        memory_options=memory_options._replace(**given),
     )
     return replace(plan, device="cuda", transport=transport, dtype=dtype or plan.dtype, program=program)
 
