@@ -38,8 +38,9 @@ def plan_on_gpu(spec: Fp8Spec, name: str, sizes: dict[str, Any], corpus: str, dt
 @pytest.mark.parametrize(("spec", "name", "sizes"), CASES)
 def test_gradients_are_those_of_the_emulation(gpus, corpus, spec, name, sizes):
     """In float32, whose casts round few numbers to another neighbour; but tensor cores add 8-bit products up with few
-    digits, so that later casts do, and tokens visit other experts. With noise of 2**-12 of a row's maximum in each
-    product the reference's own cosines are 0.9996 in blocks, 0.9989 with e5m2, and 0.997 with experts."""
+    digits, so that later casts do, and tokens visit other experts, which a router's gradient shows most. With noise of
+    2**-12 of a row's maximum in each product the reference's own cosines are 0.9996 in blocks, 0.9989 with e5m2, and
+    0.997 for a router."""
     plan = plan_on_gpu(spec, name, sizes, corpus, "float32")
     losses, gradients, norms, _ = reference(plan)
     outcomes = gpus.run(plan, [(0, 1)])
@@ -47,11 +48,12 @@ def test_gradients_are_those_of_the_emulation(gpus, corpus, spec, name, sizes):
     loss = sum(source.loss for source in sources) / sum(source.target_tokens for source in sources)
     assert loss == pytest.approx(losses[0], rel=1e-3)
     assert outcomes[0].results[0].grad_norm == pytest.approx(norms[0], rel=1e-2)
-    least = 0.996 if spec.experts else 0.998 if spec.gradients == "e5m2" else 0.999
+    bound = 0.998 if spec.experts or spec.gradients == "e5m2" else 0.999
     found = {name: each for outcome in outcomes for name, each in outcome.gradients[0].items() if "@" not in name}
     pairs = {name: (each.double().flatten(), gradients[0][name].flatten()) for name, each in found.items()}
     cosines = {name: float(torch.cosine_similarity(*pair, dim=0)) for name, pair in pairs.items()}
-    assert {name: each for name, each in cosines.items() if each <= least} == {}
+    bounds = {name: 0.99 if spec.experts and "router" in name else bound for name in cosines}
+    assert {name: each for name, each in cosines.items() if each <= bounds[name]} == {}
 
 
 @pytest.mark.sampled(7)
