@@ -4,6 +4,7 @@ ended."""
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,8 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+_ADDRESS = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
+_TOKEN = re.compile(r"[ -~]{1,1000}")
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
@@ -173,7 +176,9 @@ def _endpoint(folder: Path) -> dict[str, Any] | None:
     path = folder / ENDPOINT
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        address, _ = (found[key].encode("ascii").decode() for key in ("address", "token"))
+        address = found["address"]
+        if not (_ADDRESS.fullmatch(address) and _TOKEN.fullmatch(found["token"])):  # gRPC prints what it thinks of them
+            raise ValueError
         if "certificate" in found:
             require_certificate(found["certificate"])
     except FileNotFoundError:

@@ -246,9 +246,11 @@ def test_a_port_now_used_by_another_run_is_reported(folder: Path, tmp_path: Path
     "text",
     [
         *("", "{", "5", "{}", '{"address": 1}', '{"address": "a", "token": null}', '"x"', "[" * 100_000),
-        '{"address": NaN, "token": "x"}',
+        *('{"address": NaN, "token": "x"}', '{"address": ":1", "token": "x"}', '{"address": "a", "token": "x"}'),
+        *('{"address": "a:1 ", "token": "x"}', '{"address": "a:1", "token": "x\\n"}'),
+        *('{"address": "a:1", "token": "\\u00e9"}', '{"address": "\\u00e9:1", "token": "x"}'),
     ],
-    ids=range(9),
+    ids=range(15),
 )
 def test_a_damaged_endpoint_is_reported_in_one_sentence(folder: Path, text: str) -> None:
     (folder / "control.json").write_text(text)
