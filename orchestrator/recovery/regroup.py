@@ -249,7 +249,20 @@ class Regroup:
         return check_answers(self.group, self.config.elastic.hang_seconds)
 
     def _newest(self, *, restart: bool) -> Checkpoint | None:
-        found, refused = recover(self.bus.folder.checkpoints, restart=restart)
+        """The newest intact checkpoint. Waits for storage that does not answer as long as for ranks that start."""
+        folder, until = self.bus.folder.checkpoints, time.monotonic() + self.config.cluster.start_timeout_seconds
+        said = False
+        while True:
+            try:
+                found, refused = recover(folder, restart=restart)
+                break
+            except Unreadable:
+                if time.monotonic() > until:
+                    raise
+            if not said:
+                self.bus.display.note(f"waiting for {folder}, which does not answer")
+                said = True
+            time.sleep(RETRY_SECONDS)
         for aside, reason in refused:
             self.bus.display.note(f"checkpoint refused and renamed to {aside.name}: {reason}")
         return found

@@ -14,7 +14,7 @@ from pentad.orchestrator.planning.planning import first_plan
 from pentad.orchestrator.recovery import regroup
 from pentad.orchestrator.run import driver
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import Start, Unreadable
+from pentad.workers.checkpoint.checkpoint import Start, Unreadable, recover
 from pentad.workers.replication.parts import CopyKey, HeldPart
 
 LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8", "elastic.replicate_every=3")  # no replicas
@@ -75,7 +75,7 @@ def test_a_store_that_is_away_does_not_take_the_run_back_beyond_its_newest_check
     start: StartRun, monkeypatch: pytest.MonkeyPatch, saved: int, counts: bool
 ) -> None:
     """A later recovery would find it, and leave out the steps in between."""
-    run = copied(start, 5)
+    run = copied(start, 5, "cluster.start_timeout_seconds=0.1")
     run.save(saved)
     run.bus.record("checkpoint", generation=1, step=saved)
     monkeypatch.setattr(regroup, "complete_folders", away)
@@ -85,6 +85,13 @@ def test_a_store_that_is_away_does_not_take_the_run_back_beyond_its_newest_check
     else:
         with pytest.raises(Unreadable, match=r"^the store is away$"):
             run.recovery.recover(run.lose(1), 7)
+
+
+def test_a_store_that_comes_back_is_waited_for(start: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, answers = copied(start, 5), iter([away, away])
+    run.save(6)
+    monkeypatch.setattr(regroup, "recover", lambda *given, **more: next(answers, recover)(*given, **more))
+    assert run.recovery.recover(run.lose(1), 7).version == 6
 
 
 def away(*_: object, **__: object) -> None:
