@@ -43,7 +43,7 @@ class LiveRun:
             [*COMMAND, *MODEL, f"run.folder={folder}", *overrides],
             stdout=self.output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},  # see `growth`
             start_new_session=True,
         )
         self.journal: list[dict[str, Any]] = []
