@@ -261,7 +261,8 @@ class MemorySection(Section):
     others stay on the device. What memory.recompute computes again is not saved. auto: the least with which each rank
     fits, and of memory.recompute the fewest layers"""
     host_gib: PositiveFloat | None = None
-    """memory of a host, in GiB, for what its ranks keep there; null: 90 % of that of this machine"""
+    """memory of a host, in GiB, for what its ranks keep there; null: 90 % of that of this machine, if the GPUs are
+    here; else it is unknown, and nothing is checked"""
     optimizer: Literal["device", "host"] = "device"
     """where master weights and optimizer state are. host: in host memory, from where they go through the device to be
     updated at the end of a step"""

@@ -100,10 +100,13 @@ class HostMemory(NamedTuple):
         return min(plan.mesh.size, NODE_GPUS)
 
 
-def host_memory(config: RunConfig) -> HostMemory:
-    """As configured, or of this machine or the container that this process is in."""
+def host_memory(config: RunConfig, device: str) -> HostMemory | None:
+    """As configured, or of this machine or the container that this process is in; None, unknown, where GPUs are
+    elsewhere."""
     if config.memory.host_gib is not None:
         return HostMemory(config.memory.host_gib * 2**30, f"memory.host_gib = {config.memory.host_gib:g}")
+    if device == "cuda" and not (config.cluster.address == "local" and local_gpus()):
+        return None
     size = installed_bytes()
     if (container := container_bytes()) is not None:
         size = min(size, container[0])
@@ -117,12 +120,12 @@ def host_bytes(plan: Plan, rank: int) -> int:
 
 
 def require_host(config: RunConfig, plan: Plan) -> None:
-    """Raises PentadError if the ranks of a host keep more there than it has. On CPUs that is all the same memory, and
-    elsewhere than on this machine it is known only from memory.host_gib."""
-    here = config.cluster.address == "local" and local_gpus() > 0
-    if plan.device != "cuda" or (config.memory.host_gib is None and not here):
+    """Raises PentadError if the ranks of a host keep more there than it has, as far as that is known. On CPUs that is
+    all the same memory."""
+    host = host_memory(config, plan.device)
+    if plan.device != "cuda" or host is None:
         return
-    host, each = host_memory(config), [memory(plan, plan.mesh.move(0, pp=pp)) for pp in range(plan.mesh.pp)]
+    each = [memory(plan, plan.mesh.move(0, pp=pp)) for pp in range(plan.mesh.pp)]
     fullest = max(each, key=lambda kinds: sum(kinds[kind] for kind in ON_HOST))
     needed = host.ranks(plan) * sum(fullest[kind] for kind in ON_HOST)
     if needed <= host.bytes:

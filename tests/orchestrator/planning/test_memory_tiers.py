@@ -129,3 +129,9 @@ def test_without_a_configured_size_this_machine_counts_if_the_run_is_local(monke
     chosen = config("memory.offload_fraction=0.5")
     with pytest.raises(PentadError, match=r"memory.offload_fraction is 0.5, .* expected at most .* of this machine$"):
         host_fit.require_host(chosen, make_plan(chosen, "cuda"))
+
+
+def test_auto_asks_for_the_memory_of_hosts_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_fit, "local_gpus", lambda: 0)
+    with pytest.raises(PentadError, match=r"^memory.offload_fraction is auto: expected memory.host_gib besides"):
+        planned(60)
