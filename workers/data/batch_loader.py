@@ -265,10 +265,11 @@ class Prefetcher(Generic[T]):
     """
 
     def __init__(self, load: Callable[[int], T], size: Callable[[T], int], limit: int) -> None:
-        self.load, self.size, self.limit = load, size, limit
+        self.load: Callable[[int], T] | None = load  # None: closed
+        self.size, self.limit = size, limit
         self.changed = threading.Condition()
         self.ready: dict[int, T | BaseException] = {}
-        self.wanted, self.next_step, self.loading, self.closed = 0, 0, -1, False
+        self.wanted, self.next_step, self.loading = 0, 0, -1
         self.thread: threading.Thread | None = None
 
     def get(self, step: int, check: Callable[[], None]) -> T:
@@ -291,22 +292,24 @@ class Prefetcher(Generic[T]):
         return found
 
     def close(self) -> None:
+        """Lets go of what is ready, and of `load`: what that refers to may refer to this, and has files open."""
         with self.changed:
-            self.closed = True
+            self.load = None
+            self.ready.clear()
             self.changed.notify_all()
 
     def _run(self) -> None:
         while True:
             with self.changed:
-                while not self.closed and not self._has_room():
+                while (load := self.load) is not None and not self._has_room():
                     self.changed.wait(POLL_SECONDS)  # not woken when a step begins, of which the host is to be ahead
-                if self.closed:
+                if load is None:
                     return
                 step = self.loading = self.next_step
                 self.next_step = step + 1
             found: T | BaseException
             try:
-                found = self.load(step)
+                found = load(step)
             except BaseException as error:  # `get` raises it
                 found = error
             with self.changed:

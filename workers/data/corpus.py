@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -42,10 +42,7 @@ class Shards:
             (number, batch) for number, shard in enumerate(index.shards) for batch in shard.batches if batch.tokens
         ]
         self.starts = np.fromiter(accumulate((batch.tokens for _, batch in self.batches), initial=0), np.int64)
-        self.map = lru_cache(SHARDS_OPEN)(self._map)
-
-    def _map(self, shard: int) -> Mapped:
-        return self.files[shard].map()
+        self.map = _mapped(self.files)
 
     def overlaps(self, start: int, count: int) -> Iterator[Overlap]:
         """The record batches that overlap a window of the flat stream."""
@@ -78,6 +75,11 @@ class Shards:
     def _read(self, part: Overlap, column_at: int, dtype: np.dtype) -> np.ndarray:
         at, file = column_at + part.first * dtype.itemsize, self.files[part.shard]
         return file.read(self.map(part.shard), at, dtype, part.end - part.first)
+
+
+def _mapped(files: Sequence[ShardFile]) -> Callable[[int], Mapped]:
+    """The newest SHARDS_OPEN of these by number. Refers to nothing that refers to it, so that they are closed with it."""
+    return lru_cache(SHARDS_OPEN)(lambda shard: files[shard].map())
 
 
 @dataclass(frozen=True)

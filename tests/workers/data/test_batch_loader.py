@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -79,3 +81,26 @@ def test_whoever_waits_can_be_aborted(made: list) -> None:
         made[0].get(0, check)
     release.set()
     assert made[0].get(1, nothing) == 1
+
+
+def test_what_loads_is_let_go_when_its_background_work_ends() -> None:
+    """It has files open, and a rank that lives through many generations makes one in each."""
+
+    class Loader:
+        def __init__(self) -> None:
+            self.prefetcher = Prefetcher(self.load, lambda _: 1, 1)
+
+        def load(self, step: int) -> int:
+            return step
+
+    loader = Loader()
+    assert loader.prefetcher.get(3, nothing) == 3 and loader.prefetcher.thread is not None
+    found, thread = weakref.ref(loader), loader.prefetcher.thread
+    gc.disable()
+    try:
+        loader.prefetcher.close()
+        thread.join(10)
+        del loader
+        assert found() is None
+    finally:
+        gc.enable()

@@ -56,6 +56,20 @@ def test_a_window_across_shards_is_the_concatenation(folder: Path, flat: np.ndar
         assert window.dtype == np.int64 and np.array_equal(window, flat[start : start + count])
 
 
+def test_the_shards_of_a_corpus_that_nothing_refers_to_are_closed_at_once(folder: Path) -> None:
+    process = psutil.Process()
+    gc.collect()
+    gc.disable()
+    try:
+        corpus, before = open_corpus(folder), process.num_fds()
+        corpus.read(0, corpus.tokens)
+        assert process.num_fds() > before
+        del corpus
+        assert process.num_fds() == before
+    finally:
+        gc.enable()
+
+
 def test_every_document_decodes_to_its_text_and_an_end_token(folder: Path) -> None:
     corpus = open_corpus(folder, verify=False)
     text = decode(load_tokenizer(folder / "tokenizer.json"), corpus.read(0, corpus.tokens).tolist())
