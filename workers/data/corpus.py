@@ -78,7 +78,7 @@ class Shards:
 
 
 def _mapped(files: Sequence[ShardFile]) -> Callable[[int], Mapped]:
-    """The newest SHARDS_OPEN of these by number. Refers to nothing that refers to it, so that they are closed with it."""
+    """The newest SHARDS_OPEN of these by number. Nothing that it refers to refers to it, so they are closed with it."""
     return lru_cache(SHARDS_OPEN)(lambda shard: files[shard].map())
 
 
