@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import inf
+from operator import add
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,35 +43,86 @@ def shape_bound(work: Work, mesh: Mesh, microbatches: int) -> float:
 
 
 def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:
-    """For any order of the layout's placement: every rank waits for its first input, does its work, and after the last
-    backward of a rank those of the stages before have to run, if a backward is not split."""
+    """For any order of the layout's placement: a rank waits for its first input and for its first gradient, and does
+    its work; after its last forward or backward, those of the stages before have to run."""
     is_split = splits_backward(order)
     if (key := (microbatches, is_split)) not in layout.known:
-        layout.known[key] = _placement_bound(layout, microbatches, is_split=is_split)
+        path = _Path.of(layout, is_split=is_split)
+        layout.known[key] = _placement_bound(layout, path, microbatches * layout.piece.slices)
     return layout.known[key]
 
 
-def _placement_bound(layout: Layout, microbatches: int, *, is_split: bool) -> float:
-    costs, units = layout.of_stages, layout.units
-    works, arrivals, left = [], [0.0], [0.0]
-    for stage, count in enumerate(units):
-        forward, backward = costs.forward[stage], costs.backward[stage] + costs.weight[stage]
-        works.append(forward + backward + 2 * count * costs.launch)
-        arrivals.append(arrivals[-1] + forward + count * costs.launch + costs.transfer)
-        left.append(left[-1] + backward + count * costs.launch + costs.transfer)
-    pieces, most = microbatches * layout.piece.slices, 0.0
+class _Path(NamedTuple):
+    """Of one piece through all stages. By stage: seconds of `forward`, of backward until the stage before goes on
+    (`gradient`), and of all backward (`whole`); `arrival` of its first input, `turn` from the end of its forward to
+    the start of its backward, `left` from the end of its backward to that of stage 0, after which `last` follows."""
+
+    forward: list[float]
+    gradient: list[float]
+    whole: list[float]
+    arrival: list[float]
+    turn: list[float]
+    left: list[float]
+    last: float
+
+    @staticmethod
+    def of(layout: Layout, *, is_split: bool) -> _Path:
+        costs = layout.of_stages
+        launches = [count * costs.launch for count in layout.units]
+        whole = [b + w + each for b, w, each in zip(costs.backward, costs.weight, launches, strict=True)]
+        gradient = [b + each for b, each in zip(costs.backward, launches, strict=True)] if is_split else whole
+        forward = [f + each for f, each in zip(costs.forward, launches, strict=True)]
+        stays = {stage for held in layout.placement for stage in held if stage + 1 in held}
+        hops = [0.0 if stage in stays else costs.transfer for stage in range(len(forward) - 1)]
+        arrival = list(accumulate(map(add, forward, hops), initial=0.0))
+        left = list(accumulate(map(add, gradient, hops), initial=0.0))
+        turns = (2 * hop + f + g for hop, f, g in zip(hops, forward[1:], gradient[1:], strict=True))
+        turn = list(accumulate([*turns][::-1], initial=0.0))[::-1]
+        return _Path(forward, gradient, whole, arrival, turn, left, costs.weight[0] if is_split else 0.0)
+
+    def work(self, stage: int) -> float:
+        return self.forward[stage] + self.whole[stage]
+
+    def release(self, stage: int, pieces: int) -> float:
+        """The last of so many pieces does not add to a stage's gradients before."""
+        forward, whole, others = self.forward[stage], self.whole[stage], pieces - 1
+        after = max(others * (forward + whole), others * max(forward, whole) + self.turn[stage])
+        return self.arrival[stage] + forward + after
+
+
+def _placement_bound(layout: Layout, path: _Path, pieces: int) -> float:
+    most = path.arrival[-1] + path.forward[-1] + path.gradient[-1] + path.left[-1] + path.last
     for held in layout.placement:
-        seconds = pieces * sum(works[stage] for stage in held) / layout.holders
-        if layout.holders == 1:
-            seconds += arrivals[min(held)] + (0.0 if is_split else left[min(held)])
-        if layout.is_shared and layout.work.lora is None and len(held) == 1:
-            # gradients are reduced after the work of all pieces but one, or scattered after and weights gathered before
-            own, sharded = layout.units_of_stages[held[0]], layout.sharded
-            reduced = sum(layout.plain.reduce[unit] for unit in own)
-            shared = sum(sharded.reduce[unit] / 2 + sharded.gather[unit] for unit in own)
-            seconds = max(seconds, (pieces - 1) * works[held[0]] + min(reduced, shared))
-        most = max(most, seconds)
+        forward, gradient, whole = (
+            pieces / layout.holders * sum(each[stage] for stage in held)
+            for each in (path.forward, path.gradient, path.whole)
+        )
+        if layout.holders > 1:
+            most = max(most, forward + whole)
+            continue
+        low, high = min(held), max(held)
+        head = path.arrival[low] + forward
+        start = max(head, path.arrival[high] + path.forward[high] + path.turn[high])  # of all backwards
+        rear = path.turn[high] + path.gradient[high] + path.left[high] + path.last
+        most = max(most, start + whole, start + gradient + path.left[low] + path.last, head + rear)
+        if layout.is_shared and layout.work.lora is None:
+            most = max(most, _shared_bound(layout, path, pieces, held))
     return most + update_seconds(layout.work, layout.sharded if layout.is_shared else layout.plain)
+
+
+def _shared_bound(layout: Layout, path: _Path, pieces: int, held: Sequence[int]) -> float:
+    """A lane reduces the gradients of a stage after the work of all pieces but one; or scatters them then, and gathers
+    weights before."""
+    plain, sharded, after = layout.plain, layout.sharded, inf
+    reduced = scattered = reducing = scattering = gathering = 0.0
+    for release, stage in sorted(((path.release(stage, pieces), stage) for stage in held), reverse=True):
+        units = layout.units_of_stages[stage]
+        own = sum(sharded.reduce[unit] for unit in units) / 2
+        reducing, scattering = reducing + sum(plain.reduce[unit] for unit in units), scattering + own
+        gathering += sum(sharded.gather[unit] for unit in units)
+        reduced, scattered = max(reduced, release + reducing), max(scattered, release + scattering)
+        after = min(after, (pieces - 1) * path.work(stage) + own)
+    return min(reduced, max(scattered, gathering + after))
 
 
 def update_seconds(work: Work, costs: Costs) -> float:
