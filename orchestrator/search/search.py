@@ -90,14 +90,19 @@ class _Ordered(NamedTuple):
     unit_layers: int | None
 
 
+_Sharding = tuple[int, int | None]  # a stage of ZeRO, gathered units
+
+
 class _Group(NamedTuple):
     """Settings that differ in what they recompute or offload: that with neither (`is_plain`), and, if that does not fit
-    or is not in the group, the others (`is_saving`)."""
+    or is not in the group, the others (`is_saving`). `later` are the stages of ZeRO and gathered units, each no faster
+    than the one before, of settings that take as little memory or less."""
 
     setting: Setting
     timed: Timed
     is_plain: bool
     is_saving: bool
+    later: tuple[_Sharding, ...]
 
 
 @dataclass
@@ -261,34 +266,49 @@ class _Search:
             groups.append((by_layer, False, True))
         for of_group, is_plain, is_saving in groups:
             timed = Timed(of_group, order, compute_order(of_group, order, shape.microbatches))
-            for zero, gathered in self._zero_options(by_layer):
-                setting = Setting(*shape, order, zero, gathered, unit_layers)
-                self._push(timed.bound(zero, gathered), _Group(setting, timed, is_plain, is_saving))
+            for shardings in self._shardings(by_layer):
+                setting = Setting(*shape, order, unit_layers=unit_layers)
+                self._push_group(_Group(setting, timed, is_plain, is_saving, shardings))
 
-    def _zero_options(self, layout: Layout) -> Iterator[tuple[int, int | None]]:
-        """Those that differ on this layout. Raises PentadError where nothing can be sharded, but ZeRO is held."""
+    def _push_group(self, group: _Group, least: float = 0.0) -> None:
+        """With the first of its later shardings, which takes at least so many seconds."""
+        if group.later:
+            (zero, gathered), *later = group.later
+            setting = group.setting._replace(zero=zero, max_gathered=gathered)
+            self._push(max(least, group.timed.bound(zero, gathered)), group._replace(setting=setting, later=(*later,)))
+
+    def _shardings(self, layout: Layout) -> Iterator[tuple[_Sharding, ...]]:
+        """Those that differ on this layout, in rows in which more is sharded and gathered again. Raises PentadError
+        where nothing can be sharded, but ZeRO is held."""
         if not layout.is_shared:
             if 0 not in self.space.zero:
                 stage = min(self.space.zero)
                 raise PentadError(f"zero.stage is {stage}: expected 0 for mesh {layout.mesh}, with nothing to shard")
-            yield 0, None
+            yield ((0, None),)
             return
         units = max(map(len, layout.units_of_ranks))
-        for zero, gathered in product(self.space.zero, self.space.max_gathered):
-            is_default = units <= GATHERED_UNITS and len(self.space.max_gathered) > 1
-            if gathered is None or (zero == 3 and not is_default):
-                yield zero, gathered
+        is_default = units <= GATHERED_UNITS and len(self.space.max_gathered) > 1
+        found = [
+            (zero, gathered)
+            for zero, gathered in product(self.space.zero, self.space.max_gathered)
+            if gathered is None or (zero == 3 and not is_default)
+        ]
+        found.sort(key=lambda each: (each[0], -(layout.gathered(each[1]) or units)))
+        yield tuple(each for each in found if not each[0])
+        yield tuple(each for each in found if each[0])
 
     def _settings(self, group: _Group) -> None:
-        setting, timed, is_plain, is_saving = group
+        setting, timed, is_plain, is_saving, _ = group
         if is_plain:
             least = MemoryBounds(timed.layout, timed.program).least(setting)
             if least > self.device.bytes:
                 self._needs(setting.mesh, least)
-            elif self._planned(setting)[1]:
+            elif (seconds := self._planned(setting)[1]) is not None:
+                self._push_group(group, seconds)
                 return
             if self.found.missed is None:
                 self.found.missed = Missed(setting, timed.bound(setting.zero, setting.max_gathered))
+        self._push_group(group)
         if is_saving:
             if None in self.space.unit_layers:
                 setting = setting._replace(unit_layers=None)
@@ -336,15 +356,15 @@ class _Search:
             self._push(max(chain.seconds(first), chain.timed.simulated_with(chain.settings[first])), chain)
             return
         at = min(max(chain.first_within(self.device.bytes - chain.excess), first), chain.high - 1)
-        needed, fits = self._planned(chain.settings[at], chain.variants)
+        needed, seconds = self._planned(chain.settings[at], chain.variants)
         chain.excess = max(0, needed - chain.least(at))
-        chain.low, chain.high = (chain.low, at) if fits else (at, chain.high)
+        chain.low, chain.high = (at, chain.high) if seconds is None else (chain.low, at)
         if chain.low + 1 < chain.high:
             self._push(chain.seconds(chain.low + 1), chain)
 
-    def _planned(self, setting: Setting, variants: Variants | None = None) -> tuple[int, bool]:
-        """The bytes of a setting's fullest rank, and whether they fit; then it is pushed. It is one of `variants`, or
-        has a program of its own."""
+    def _planned(self, setting: Setting, variants: Variants | None = None) -> tuple[int, float | None]:
+        """The bytes of a setting's fullest rank and, if they fit, the seconds of its step; then it is pushed. It is one
+        of `variants`, or has a program of its own."""
         try:
             if variants is None:
                 variants = self._variants(setting)
@@ -355,13 +375,13 @@ class _Search:
             needed = variants.needed(plan)
             if needed > self.device.bytes:
                 self._needs(setting.mesh, needed)
-                return needed, False
+                return needed, None
             seconds = variants.seconds(plan)
             self._push(seconds, _Timed(setting, seconds))
-            return needed, True
+            return needed, seconds
         except (PentadError, ScheduleError) as error:  # the simulation finds a deadlock, since nothing is proven yet
             self._refuse(setting.mesh, PentadError(str(error)))
-            return 2**62, False
+            return 2**62, None
 
     def _proved(self, timed: _Timed) -> Planned | None:
         """As the whole configuration plans it, evaluation included; None if that does not fit."""
