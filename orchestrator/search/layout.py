@@ -15,9 +15,11 @@ from pentad.orchestrator.activations.activation_memory import cuts
 from pentad.orchestrator.activations.allocations import Piece
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.cost_model import (
+    Kind,
     end_seconds,
     gather_seconds,
     guess_costs,
+    kind_of,
     local_parameters,
     reduction_seconds,
     transfer_seconds,
@@ -39,7 +41,6 @@ from pentad.schedules.spec.tensors import LayerRange
 from pentad.schedules.spec.validate import check_divisibility
 
 Placement = tuple[tuple[int, ...], ...]
-Kind = tuple[tuple[object, ...], bool, bool]
 
 
 class Compute(NamedTuple):
@@ -162,17 +163,7 @@ class Work:
     def _kind(self, span: LayerRange) -> Kind:
         """What the costs and sizes of a span depend on."""
         if span not in self._kinds:
-            model, fp8 = self.model, self.fp8
-            layers = (
-                (
-                    number >= model.dense_layers,
-                    model.layer_kind(number),
-                    fp8 is None or fp8.covers(number, model.layers),
-                )
-                for number in span.numbers
-            )
-            is_like = model.custom is None
-            self._kinds[span] = (tuple(layers) if is_like else span[:2]), span.has_embedding, span.has_head
+            self._kinds[span] = kind_of(self.model, self.fp8, span)
         return self._kinds[span]
 
 
