@@ -26,9 +26,10 @@ from pentad.orchestrator.planning.hardware import require_tp_on_node
 from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
+from pentad.orchestrator.search.placement_bounds import placement_bound, shape_bound
 from pentad.orchestrator.search.planned import Planned, without_evaluation
 from pentad.orchestrator.search.space import Order, Setting, Space, space_of, with_setting
-from pentad.orchestrator.search.time_bounds import Timed, compute_order, placement_bound, shape_bound
+from pentad.orchestrator.search.time_bounds import Timed, compute_order
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.gc_pause import gc_paused
@@ -82,6 +83,7 @@ class Found:
 class _Shape(NamedTuple):
     mesh: Mesh
     microbatches: int
+    slices: int
 
 
 class _Ordered(NamedTuple):
@@ -203,6 +205,7 @@ class _Search:
     def _begin(self, mesh: Mesh) -> None:
         try:
             require_tp_on_node(mesh, across=self.config.mesh.tp_across_nodes)
+            self.work.stages(tuple((rank,) for rank in range(mesh.pp)))  # there are no fewer of them in any order
             counts = self.space.microbatch_counts(self.config, mesh)
             if not counts:
                 size, replicas = self.config.batch.global_batch_size, mesh.dp * mesh.ep
@@ -211,13 +214,12 @@ class _Search:
         except PentadError as error:
             self._refuse(mesh, error)
             return
-        for microbatches in counts:
+        slices = sorted({self.work.slices(order) for order in self.space.orders_on(mesh)})
+        for shape in (_Shape(mesh, *each) for each in product(counts, slices)):
             try:
-                bound = shape_bound(self.work, mesh, microbatches)
+                self._push(shape_bound(self.work, *shape), shape)
             except PentadError as error:
                 self._refuse(mesh, error)
-                continue
-            self._push(bound, _Shape(mesh, microbatches))
 
     def _divide(self, part: object) -> None:
         match part:
@@ -232,6 +234,8 @@ class _Search:
 
     def _orders(self, shape: _Shape) -> None:
         for order in self.space.orders_on(shape.mesh):
+            if self.work.slices(order) != shape.slices:
+                continue
             try:
                 self._order(shape, order)
             except PentadError as error:
@@ -239,7 +243,7 @@ class _Search:
 
     def _order(self, shape: _Shape, order: Order) -> None:
         """By units, of which more take no less time."""
-        layout = self.work.layout(*shape, order, self.space.unit_layers[0], by_layer=False)
+        layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False)
         if (least := least_state_bytes(layout, max(self.space.zero))) > self.device.bytes:
             self._needs(shape.mesh, least)
             return
@@ -250,13 +254,13 @@ class _Search:
     def _groups(self, part: _Ordered) -> None:
         """By ZeRO's stage and gathered units."""
         shape, order, unit_layers = part
-        layout = self.work.layout(*shape, order, unit_layers, by_layer=False)
+        layout = self.work.layout(*shape[:2], order, unit_layers, by_layer=False)
         if unit_layers is not None and None in self.space.unit_layers:
-            default = self.work.layout(*shape, order, None, by_layer=False)
+            default = self.work.layout(*shape[:2], order, None, by_layer=False)
             if layout.units == default.units:
                 return
         # units with recomputation or offloading are of one layer by default: settings whose units are so anyway save
-        by_layer = self.work.layout(*shape, order, unit_layers, by_layer=True)
+        by_layer = self.work.layout(*shape[:2], order, unit_layers, by_layer=True)
         is_same, has_plain = (
             layout.units == by_layer.units,
             "none" in self.space.recompute and 0.0 in self.space.offload,
@@ -267,7 +271,7 @@ class _Search:
         for of_group, is_plain, is_saving in groups:
             timed = Timed(of_group, order, compute_order(of_group, order, shape.microbatches))
             for shardings in self._shardings(by_layer):
-                setting = Setting(*shape, order, unit_layers=unit_layers)
+                setting = Setting(*shape[:2], order, unit_layers=unit_layers)
                 self._push_group(_Group(setting, timed, is_plain, is_saving, shardings))
 
     def _push_group(self, group: _Group, least: float = 0.0) -> None:

@@ -1,8 +1,7 @@
-"""Times that no plan of a setting can take less than, without compiling it.
+"""Times that no plan of a setting can take less than, without compiling it: its compute order, simulated alone.
 
-The first, of a shape, divides the work of a step by the ranks. That of a placement adds the ends of the pipeline. That
-of a compute order simulates it alone. To each come what a rank has to do besides: update its weights, reduce and
-gather, recompute, copy. A lane that is busy for so long bounds the step as well.
+To that comes what a rank has to do besides: reduce and gather, recompute, copy, update its weights. A lane that is busy
+for so long bounds the step as well.
 """
 
 from __future__ import annotations
@@ -10,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
-from math import inf
-from operator import add
-from typing import NamedTuple
+from itertools import pairwise
 
 import numpy as np
 
 from pentad.orchestrator.search.layout import Layout, Work
-from pentad.orchestrator.search.space import Order, Setting, splits_backward
+from pentad.orchestrator.search.space import Order, Setting
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.instruction import Op
@@ -27,102 +23,11 @@ from pentad.schedules.passes.recompute import add_recompute
 from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import action_times
-from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.plan import ALIGNMENT
-from pentad.schedules.spec.tensors import all_layers
 
 BUFFERED = 2  # units with gradients for which ZeRO-2 and 3 have buffers
 _FORWARD, _BACKWARD = op_mask({Op.F}), op_mask({Op.B, Op.BW})
 _ADDS, _READS = op_mask({Op.W, Op.BW}), op_mask({Op.F, Op.B, Op.BW})  # to gradients; weights
-
-
-def shape_bound(work: Work, mesh: Mesh, microbatches: int) -> float:
-    """For any schedule: the work of a step, divided equally. Raises PentadError for sizes that do not divide."""
-    piece = work.piece(mesh, microbatches, 1)
-    return microbatches * sum(work.compute_seconds(piece, [all_layers(work.model)])[0]) / mesh.pp
-
-
-def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:
-    """For any order of the layout's placement: a rank waits for its first input and for its first gradient, and does
-    its work; after its last forward or backward, those of the stages before have to run."""
-    is_split = splits_backward(order)
-    if (key := (microbatches, is_split)) not in layout.known:
-        path = _Path.of(layout, is_split=is_split)
-        layout.known[key] = _placement_bound(layout, path, microbatches * layout.piece.slices)
-    return layout.known[key]
-
-
-class _Path(NamedTuple):
-    """Of one piece through all stages. By stage: seconds of `forward`, of backward until the stage before goes on
-    (`gradient`), and of all backward (`whole`); `arrival` of its first input, `turn` from the end of its forward to
-    the start of its backward, `left` from the end of its backward to that of stage 0, after which `last` follows."""
-
-    forward: list[float]
-    gradient: list[float]
-    whole: list[float]
-    arrival: list[float]
-    turn: list[float]
-    left: list[float]
-    last: float
-
-    @staticmethod
-    def of(layout: Layout, *, is_split: bool) -> _Path:
-        costs = layout.of_stages
-        launches = [count * costs.launch for count in layout.units]
-        whole = [b + w + each for b, w, each in zip(costs.backward, costs.weight, launches, strict=True)]
-        gradient = [b + each for b, each in zip(costs.backward, launches, strict=True)] if is_split else whole
-        forward = [f + each for f, each in zip(costs.forward, launches, strict=True)]
-        stays = {stage for held in layout.placement for stage in held if stage + 1 in held}
-        hops = [0.0 if stage in stays else costs.transfer for stage in range(len(forward) - 1)]
-        arrival = list(accumulate(map(add, forward, hops), initial=0.0))
-        left = list(accumulate(map(add, gradient, hops), initial=0.0))
-        turns = (2 * hop + f + g for hop, f, g in zip(hops, forward[1:], gradient[1:], strict=True))
-        turn = list(accumulate([*turns][::-1], initial=0.0))[::-1]
-        return _Path(forward, gradient, whole, arrival, turn, left, costs.weight[0] if is_split else 0.0)
-
-    def work(self, stage: int) -> float:
-        return self.forward[stage] + self.whole[stage]
-
-    def release(self, stage: int, pieces: int) -> float:
-        """The last of so many pieces does not add to a stage's gradients before."""
-        forward, whole, others = self.forward[stage], self.whole[stage], pieces - 1
-        after = max(others * (forward + whole), others * max(forward, whole) + self.turn[stage])
-        return self.arrival[stage] + forward + after
-
-
-def _placement_bound(layout: Layout, path: _Path, pieces: int) -> float:
-    most = path.arrival[-1] + path.forward[-1] + path.gradient[-1] + path.left[-1] + path.last
-    for held in layout.placement:
-        forward, gradient, whole = (
-            pieces / layout.holders * sum(each[stage] for stage in held)
-            for each in (path.forward, path.gradient, path.whole)
-        )
-        if layout.holders > 1:
-            most = max(most, forward + whole)
-            continue
-        low, high = min(held), max(held)
-        head = path.arrival[low] + forward
-        start = max(head, path.arrival[high] + path.forward[high] + path.turn[high])  # of all backwards
-        rear = path.turn[high] + path.gradient[high] + path.left[high] + path.last
-        most = max(most, start + whole, start + gradient + path.left[low] + path.last, head + rear)
-        if layout.is_shared and layout.work.lora is None:
-            most = max(most, _shared_bound(layout, path, pieces, held))
-    return most + update_seconds(layout.work, layout.sharded if layout.is_shared else layout.plain)
-
-
-def _shared_bound(layout: Layout, path: _Path, pieces: int, held: Sequence[int]) -> float:
-    """A lane reduces the gradients of a stage after the work of all pieces but one; or scatters them then, and gathers
-    weights before."""
-    plain, sharded, after = layout.plain, layout.sharded, inf
-    reduced = scattered = reducing = scattering = gathering = 0.0
-    for release, stage in sorted(((path.release(stage, pieces), stage) for stage in held), reverse=True):
-        units = layout.units_of_stages[stage]
-        own = sum(sharded.reduce[unit] for unit in units) / 2
-        reducing, scattering = reducing + sum(plain.reduce[unit] for unit in units), scattering + own
-        gathering += sum(sharded.gather[unit] for unit in units)
-        reduced, scattered = max(reduced, release + reducing), max(scattered, release + scattering)
-        after = min(after, (pieces - 1) * path.work(stage) + own)
-    return min(reduced, max(scattered, gathering + after))
 
 
 def update_seconds(work: Work, costs: Costs) -> float:

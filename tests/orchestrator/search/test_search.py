@@ -27,11 +27,12 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.search import reasons
 from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds
+from pentad.orchestrator.search.placement_bounds import placement_bound, shape_bound
 from pentad.orchestrator.search.planned import plan_setting
 from pentad.orchestrator.search.reasons import describe, flips, nearest_fits
 from pentad.orchestrator.search.search import LISTED, Found, Missed, search, search_space
 from pentad.orchestrator.search.space import Order, Setting, Space, all_meshes, space_of, with_setting
-from pentad.orchestrator.search.time_bounds import Timed, compute_order, placement_bound, shape_bound
+from pentad.orchestrator.search.time_bounds import Timed, compute_order
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.simulate.events import acyclic_events
 from pentad.schedules.spec.mesh import Mesh
@@ -140,7 +141,8 @@ def test_no_plan_takes_less_than_its_bounds(seed: int) -> None:
         timed = Timed(layout, order, compute_order(layout, order, count))
         plain = timed.bound(setting.zero, setting.max_gathered)
         coarse = work.layout(mesh, count, order, None, by_layer=False)
-        bounds = [shape_bound(work, mesh, count), placement_bound(coarse, order, count), plain]
+        shape = mesh, count, work.slices(order)
+        bounds = [shape_bound(work, *shape), placement_bound(coarse, order, count), plain]
         seconds, needed = simulated_seconds(plan), max(each["total"] for each in memories(plan))
         bounds += [timed.bound_with(plain, setting), timed.simulated_with(setting)]
         assert max(bounds) <= seconds * (1 + 1e-9), setting
