@@ -24,7 +24,6 @@ from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling
 from pentad.schedules.spec.tensors import LayerRange, fp8_matrices, tensors
 
-
 Kind = tuple[object, ...]
 
 
@@ -272,11 +271,15 @@ def _saved_by_8bit(rates: Rates, scaling: Scaling, flops: float) -> float:
     return flops / plain * (1 - 1 / speedup)
 
 
-@lru_cache(maxsize=4096)
 def local_parameters(model: ModelSpec, lora: LoraSpec | None, layers: LayerRange, mesh: Mesh) -> tuple[int, int]:
     """Trained parameters of a stage on one rank: of everything but experts, and of experts."""
+    return _shard_parameters(model, lora, layers, Mesh(tp=mesh.tp, ep=mesh.ep))
+
+
+@lru_cache(maxsize=4096)
+def _shard_parameters(model: ModelSpec, lora: LoraSpec | None, layers: LayerRange, mesh: Mesh) -> tuple[int, int]:
     found = (shard_tensors(model, lora, layers, experts=each, frozen=False) for each in (False, True))
-    dense, experts = (shard_size(each, Mesh(tp=mesh.tp, ep=mesh.ep)) for each in found)
+    dense, experts = (shard_size(each, mesh) for each in found)
     return dense, experts
 
 

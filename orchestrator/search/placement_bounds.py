@@ -36,7 +36,7 @@ def shape_bound(work: Work, mesh: Mesh, microbatches: int, slices: int) -> float
 
 
 def _of_all_layers(work: Work, mesh: Mesh, microbatches: int, slices: int) -> Compute:
-    return work.compute_seconds(work.piece(mesh, microbatches, slices), [all_layers(work.model)])[0]
+    return work.compute(work.piece(mesh, microbatches, slices), all_layers(work.model))
 
 
 def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:

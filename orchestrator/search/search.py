@@ -143,7 +143,6 @@ class _Search:
     def _begin(self, mesh: Mesh) -> None:
         try:
             require_tp_on_node(mesh, across=self.config.mesh.tp_across_nodes)
-            self.work.stages(tuple((rank,) for rank in range(mesh.pp)))  # there are no fewer of them in any order
             counts = self.space.microbatch_counts(self.config, mesh)
             if not counts:
                 size, replicas = self.config.batch.global_batch_size, mesh.dp * mesh.ep
@@ -155,7 +154,9 @@ class _Search:
         slices = sorted({self.work.slices(order) for order in self.space.orders_on(mesh)})
         for shape in (Shape(mesh, *each) for each in product(counts, slices)):
             try:
-                self._push(shape_bound(self.work, *shape), shape)
+                bound = shape_bound(self.work, *shape)
+                self.work.stages(tuple((rank,) for rank in range(mesh.pp)))  # no order has fewer of them
+                self._push(bound, shape)
             except PentadError as error:
                 self._refuse(mesh, error)
 

@@ -116,9 +116,7 @@ class Timed:
     def _fills_buffers(self, rank: RankTimes) -> bool:
         """Whether gradients that a rank accumulates at once take more than the two largest units, padding aside."""
         layout = self.layout
-        sizes = {
-            unit: layout.parameters(layout.layers[unit]) for part in rank.held for unit in self.units_of_parts[part]
-        }
+        sizes = {unit: layout.parameters[unit] for part in rank.held for unit in self.units_of_parts[part]}
         padding = ALIGNMENT * layout.mesh.size * len(sizes)
         for parts in rank.accumulating:
             units = [unit for part in parts for unit in self.units_of_parts[part]]
