@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -147,6 +148,22 @@ def test_no_plan_takes_less_than_its_bounds(seed: int) -> None:
         bounds += [timed.bound_with(plain, setting), timed.simulated_with(setting)]
         assert max(bounds) <= seconds * (1 + 1e-9), setting
         assert MemoryBounds(layout, timed.program).least(setting) <= needed, setting
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_to_shard_or_gather_more_never_makes_a_step_faster(seed: int) -> None:
+    """So that the search plans it only where less does not fit."""
+    config, space = case(seed)
+    settings = [each for each in space.settings(config) if each.mesh.size > each.mesh.pp * each.mesh.tp]
+    for setting in random.Random(seed).sample(settings, min(8, len(settings))):
+        seconds = list[float]()
+        for zero, gathered in ((1, None), (2, None), (3, 2**10), (3, 3), (3, 2)):
+            with suppress(PentadError, ScheduleError):
+                changed = with_setting(config, setting._replace(zero=zero, max_gathered=gathered))
+                seconds.append(simulated_seconds(make_plan(changed, "cuda", proved=False)))
+        for less, more in pairwise(seconds):
+            assert less <= more * (1 + 1e-9), (setting, seconds)
 
 
 def test_every_factorisation_is_tried_once() -> None:
