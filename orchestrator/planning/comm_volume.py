@@ -99,8 +99,14 @@ def comm_volume(plan: Plan, rank: int) -> CommVolume:
 def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: str) -> CommVolume:
     """Of one piece on one stage: its layers, embedding and head. A `phase` is F, B or the mode of a RECOMPUTE."""
     found = CommVolume()
-    for layer in layers.numbers:
-        found.include(layer_volume(model, layer >= model.dense_layers, piece.of_layer(layer, model.layers), phase))
+    fp8 = piece.fp8
+    alike = Counter(
+        (number >= model.dense_layers, fp8 is not None and fp8.covers(number, model.layers))
+        for number in layers.numbers
+    )
+    for (has_experts, in_8_bits), count in alike.items():
+        its = piece._replace(fp8=fp8 if in_8_bits else None)
+        found.include(layer_volume(model, has_experts, its, phase), count)
     mtp_layers = model.mtp_layers if layers.has_head and phase in WHOLE else 0
     found.include(layer_volume(model, model.experts is not None, piece._replace(fp8=None), phase), mtp_layers)
     if piece.mesh.tp > 1 and phase in WHOLE:

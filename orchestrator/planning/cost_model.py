@@ -21,8 +21,10 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.rates import Curve, Rates, rate_at
 from pentad.schedules.spec.lora import LoraSpec, adapter_tensors, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Axis, Mesh
-from pentad.schedules.spec.model import ModelSpec, Scaling
+from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling
 from pentad.schedules.spec.tensors import LayerRange, fp8_matrices, tensors
+
+Kind = tuple[object, ...]
 
 
 def guess_costs(
@@ -48,24 +50,46 @@ def guess_costs(
     `host_optimizer` has its state in host memory, from where it comes at the end of a step while it goes back.
     """
     mesh = piece.mesh
-    stages = [_stage_seconds(model, span, piece, rates, lora) for span in layers]
-    again = [_recompute_seconds(model, *each, piece, rates) for each in zip(layers, stages, modes, strict=False)]
-    spans = zip(layers, modes or ("none",) * len(layers), strict=True)
-    copied = [_saving_seconds(model, *each, piece, rates) for each in spans]
+    found: dict[tuple[Kind, str], tuple[float, ...]] = {}
+    keys = list[tuple[Kind, str]]()
+    for span, mode in zip(layers, modes or ("none",) * len(layers), strict=True):
+        keys.append((kind_of(model, piece.fp8, span), mode))
+        if keys[-1] not in found:
+            stage = _stage_seconds(model, span, piece, rates, lora)
+            found[keys[-1]] = (
+                stage.forward + _saving_seconds(model, span, mode, piece, rates),
+                stage.backward,
+                stage.weight,
+                _recompute_seconds(model, span, stage, mode, piece, rates),
+                reduction_seconds(model, lora, span, mesh, rates, zero),
+                gather_seconds(model, lora, span, piece, rates, zero),
+            )
+    forward, backward, weight, again, reduce, gather = zip(*map(found.__getitem__, keys), strict=True)
     norm, step = end_seconds(model, layers, placement, mesh, rates, zero, lora, host_optimizer=host_optimizer)
     return Costs(
-        forward=tuple(each.forward + seconds for each, seconds in zip(stages, copied, strict=True)),
-        backward=tuple(each.backward for each in stages),
-        weight=tuple(each.weight for each in stages),
+        forward=forward,
+        backward=backward,
+        weight=weight,
         transfer=transfer_seconds(model, piece, rates),
-        reduce=tuple(reduction_seconds(model, lora, span, mesh, rates, zero) for span in layers),
-        gather=tuple(gather_seconds(model, lora, span, piece, rates, zero) for span in layers) if zero else (),
+        reduce=reduce,
+        gather=gather if zero else (),
         norm=norm,
         step=step,
         launch=rates.launch,
-        recompute=tuple(again),
+        recompute=again if modes else (),
         offload=tuple(map(rates.host_memory.seconds, offloaded)),
     )
+
+
+def kind_of(model: ModelSpec, fp8: Fp8Spec | None, span: LayerRange) -> Kind:
+    """What the costs and sizes of a span of layers depend on."""
+    if model.custom is not None:
+        return span
+    layers = (
+        (number >= model.dense_layers, model.layer_kind(number), fp8 is None or fp8.covers(number, model.layers))
+        for number in span.numbers
+    )
+    return *layers, span.has_embedding, span.has_head
 
 
 def end_seconds(
@@ -80,8 +104,12 @@ def end_seconds(
     host_optimizer: bool,
 ) -> tuple[float, float]:
     """Seconds of NORM and STEP, at the end of a step."""
-    sizes = [_updated_bytes(model, lora, span, mesh, mesh.dp * mesh.ep if zero else 0) for span in layers]
-    updated = max(sum(sizes[stage] for stage in held) for held in placement)
+    kinds, replicas = [kind_of(model, None, span) for span in layers], mesh.dp * mesh.ep if zero else 0
+    sizes = {
+        kind: _updated_bytes(model, lora, span, mesh, replicas)
+        for kind, span in dict(zip(kinds, layers, strict=True)).items()
+    }
+    updated = max(sum(sizes[kinds[stage]] for stage in held) for held in placement)
     # reads master weights, both moments, gradients; writes the former three
     step = max(7 * updated / rates.update, host_optimizer * 3 * updated / rates.host_memory.bandwidth)
     return 2 * rates.intra_host.all_reduce.latency + updated / rates.memory, step
@@ -243,11 +271,15 @@ def _saved_by_8bit(rates: Rates, scaling: Scaling, flops: float) -> float:
     return flops / plain * (1 - 1 / speedup)
 
 
-@lru_cache(maxsize=4096)
 def local_parameters(model: ModelSpec, lora: LoraSpec | None, layers: LayerRange, mesh: Mesh) -> tuple[int, int]:
     """Trained parameters of a stage on one rank: of everything but experts, and of experts."""
+    return _shard_parameters(model, lora, layers, Mesh(tp=mesh.tp, ep=mesh.ep))
+
+
+@lru_cache(maxsize=4096)
+def _shard_parameters(model: ModelSpec, lora: LoraSpec | None, layers: LayerRange, mesh: Mesh) -> tuple[int, int]:
     found = (shard_tensors(model, lora, layers, experts=each, frozen=False) for each in (False, True))
-    dense, experts = (shard_size(each, Mesh(tp=mesh.tp, ep=mesh.ep)) for each in found)
+    dense, experts = (shard_size(each, mesh) for each in found)
     return dense, experts
 
 

@@ -9,15 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pentad.orchestrator.activations.activation_memory import cuts
 from pentad.orchestrator.activations.allocations import Piece
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.cost_model import (
+    Kind,
     end_seconds,
     gather_seconds,
     guess_costs,
+    kind_of,
     local_parameters,
     reduction_seconds,
     transfer_seconds,
@@ -39,7 +41,7 @@ from pentad.schedules.spec.tensors import LayerRange
 from pentad.schedules.spec.validate import check_divisibility
 
 Placement = tuple[tuple[int, ...], ...]
-Kind = tuple[tuple[object, ...], bool, bool]
+T = TypeVar("T")
 
 
 class Compute(NamedTuple):
@@ -48,6 +50,16 @@ class Compute(NamedTuple):
     forward: float
     backward: float
     weight: float
+
+
+class UnitBytes(NamedTuple):
+    """Bytes of one piece in a unit: between F and B and between B and W, and at most during F and during B or BW."""
+
+    saved: int
+    deferred: int
+    forward: int
+    backward: int
+    both: int
 
 
 @lru_cache(maxsize=4096)
@@ -68,11 +80,12 @@ class Work:
         self.with_units, self.piece = cache(self._with_units), cache(self._piece)
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
         self._layouts: dict[tuple[object, ...], Layout] = {}
-        self._kinds: dict[LayerRange, Kind] = {}
-        self._compute: dict[Piece, dict[Kind, Compute]] = {}
-        self._reduce: dict[tuple[Mesh, Kind, int], float] = {}
-        self._gather: dict[tuple[Mesh, Kind], float] = {}
-        self._parameters: dict[tuple[int, int, Kind], tuple[int, int]] = {}
+        self._kinds: dict[LayerRange, int] = {}
+        self._numbers: dict[Kind, int] = {}
+        self._compute: dict[Piece, dict[int, Compute]] = {}
+        self._reduce: dict[tuple[Mesh, int, int], float] = {}
+        self._gather: dict[tuple[Mesh, int], float] = {}
+        self._parameters: dict[tuple[int, int, int], tuple[int, int]] = {}
 
     def _with_units(self, layers: int | None) -> RunConfig:
         """The configuration with so many layers in a unit, whatever recomputes."""
@@ -116,28 +129,26 @@ class Work:
         by_layer = setting.recompute != "none" or setting.offload > 0
         return self.layout(setting.mesh, setting.microbatches, setting.order, setting.unit_layers, by_layer=by_layer)
 
-    def compute_seconds(self, piece: Piece, spans: Sequence[LayerRange]) -> list[Compute]:
-        """F, B and W of one piece in each of these spans of layers, of which most are alike."""
-        piece = piece._replace(mesh=replace(piece.mesh, dp=1, pp=1))  # on which they do not depend
-        known = self._compute.setdefault(piece, {})
-        missing = {kind: span for span in spans if (kind := self._kind(span)) not in known}
-        if missing:
-            each = list(missing.values())
-            costs = guess_costs(self.model, each, [range(len(each))], piece, self.rates, lora=self.lora)
-            values = zip(costs.forward, costs.backward, costs.weight, strict=True)
-            known.update(zip(missing, map(Compute._make, values), strict=True))
-        return [known[self._kind(span)] for span in spans]
+    def compute(self, piece: Piece, span: LayerRange) -> Compute:
+        """F, B and W of one piece in a span of layers."""
+        known = self._compute.setdefault(
+            piece._replace(mesh=replace(piece.mesh, dp=1, pp=1)), {}
+        )  # on which nothing depends
+        if (kind := self.kind(span)) not in known:
+            costs = guess_costs(self.model, [span], [range(1)], piece, self.rates, lora=self.lora)
+            known[kind] = Compute(*costs.forward, *costs.backward, *costs.weight)
+        return known[kind]
 
     def reduce_seconds(self, mesh: Mesh, span: LayerRange, zero: int) -> float:
         """An all-reduce of a span's gradients, or with ZeRO two reduce-scatters."""
-        key = mesh, self._kind(span), zero
+        key = mesh, self.kind(span), zero
         if key not in self._reduce:
             self._reduce[key] = reduction_seconds(self.model, self.lora, span, mesh, self.rates, zero)
         return self._reduce[key]
 
     def gather_seconds(self, piece: Piece, span: LayerRange) -> float:
         """An all-gather of a span's weights with ZeRO, in which frozen ones do not count."""
-        key = piece.mesh, self._kind(span)
+        key = piece.mesh, self.kind(span)
         if key not in self._gather:
             self._gather[key] = gather_seconds(self.model, self.lora, span, piece, self.rates, 1)
         return self._gather[key]
@@ -154,25 +165,16 @@ class Work:
 
     def parameters(self, span: LayerRange, mesh: Mesh) -> tuple[int, int]:
         """Trained elements of layers on a rank: all but experts, and experts."""
-        key = mesh.tp, mesh.ep, self._kind(span)
+        key = mesh.tp, mesh.ep, self.kind(span)
         if key not in self._parameters:
             self._parameters[key] = local_parameters(self.model, self.lora, span, mesh)
         return self._parameters[key]
 
-    def _kind(self, span: LayerRange) -> Kind:
-        """What the costs and sizes of a span depend on."""
+    def kind(self, span: LayerRange) -> int:
+        """A number for what the costs and sizes of a span depend on."""
         if span not in self._kinds:
-            model, fp8 = self.model, self.fp8
-            layers = (
-                (
-                    number >= model.dense_layers,
-                    model.layer_kind(number),
-                    fp8 is None or fp8.covers(number, model.layers),
-                )
-                for number in span.numbers
-            )
-            is_like = model.custom is None
-            self._kinds[span] = (tuple(layers) if is_like else span[:2]), span.has_embedding, span.has_head
+            kind = kind_of(self.model, self.fp8, span)
+            self._kinds[span] = self._numbers.setdefault(kind, len(self._numbers))
         return self._kinds[span]
 
 
@@ -186,6 +188,7 @@ class Layout:
     unit_layers: int | None
     by_layer: bool
     known: dict[object, float] = field(default_factory=dict)  # bounds of all settings with this layout
+    held: dict[object, UnitBytes] = field(default_factory=dict)  # by the kind of a unit, and how it saves memory
 
     @property
     def model(self) -> ModelSpec:
@@ -233,9 +236,24 @@ class Layout:
     def units_of_ranks(self) -> tuple[tuple[int, ...], ...]:
         return place_units(self.placement, self.units)
 
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Of each unit: units of one kind cost and hold the same."""
+        return tuple(map(self.work.kind, self.layers))
+
+    def _of_kinds(self, value: Callable[[LayerRange], T]) -> tuple[T, ...]:
+        """A value of each unit."""
+        found = {kind: value(unit) for kind, unit in dict(zip(self.kinds, self.layers, strict=True)).items()}
+        return tuple(map(found.__getitem__, self.kinds))
+
+    @cached_property
+    def parameters(self) -> tuple[tuple[int, int], ...]:
+        """Trained elements of each unit on a rank: all but experts, and experts."""
+        return self._of_kinds(lambda unit: self.work.parameters(unit, self.mesh))
+
     def _costs(self, zero: int) -> Costs:
         work = self.work
-        forward, backward, weight = zip(*work.compute_seconds(self.piece, self.layers), strict=True)
+        forward, backward, weight = zip(*self._of_kinds(lambda unit: work.compute(self.piece, unit)), strict=True)
         return Costs(
             forward,
             backward,
@@ -243,8 +261,8 @@ class Layout:
             transfer_seconds(self.model, self.piece, work.rates),
             *work.end_seconds(self.mesh, self.placement, zero),
             work.rates.launch,
-            reduce=tuple(work.reduce_seconds(self.mesh, unit, zero) for unit in self.layers),
-            gather=tuple(work.gather_seconds(self.piece, unit) for unit in self.layers) if zero else (),
+            reduce=self._of_kinds(lambda unit: work.reduce_seconds(self.mesh, unit, zero)),
+            gather=self._of_kinds(lambda unit: work.gather_seconds(self.piece, unit)) if zero else (),
         )
 
     @cached_property
@@ -287,6 +305,3 @@ class Layout:
     def _with(self, modes: Sequence[str], offloaded: Sequence[int]) -> Costs:
         work, placed = self.work, self.units_of_ranks
         return guess_costs(self.model, self.layers, placed, self.piece, work.rates, modes, 0, work.lora, offloaded)
-
-    def parameters(self, held: LayerRange) -> tuple[int, int]:
-        return self.work.parameters(held, self.mesh)

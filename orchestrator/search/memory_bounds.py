@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
 from pentad.orchestrator.activations.activation_peaks import stage_activations
 from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
 from pentad.orchestrator.planning.estimate import CUBLAS
-from pentad.orchestrator.search.layout import Layout
+from pentad.orchestrator.search.layout import Layout, UnitBytes
 from pentad.orchestrator.search.space import Setting
 from pentad.schedules.ir.columns import Array, op_mask
 from pentad.schedules.ir.instruction import Op
@@ -35,7 +34,7 @@ def state_bytes(layout: Layout, rank: int, zero: int, max_gathered: int | None, 
     """Weights, gradients, master weights and moments of a pipeline rank, and the smallest buffers that ZeRO needs."""
     work, mesh, units = layout.work, layout.mesh, layout.units_of_ranks[rank]
     compute, wide, zero = BYTES[work.dtype], wide_bytes(work.dtype), zero if layout.is_shared else 0
-    by_unit = [layout.parameters(layout.layers[unit]) for unit in units]
+    by_unit = [layout.parameters[unit] for unit in units]
     full, largest = sum(map(sum, by_unit)), buffers * max(map(sum, by_unit))
     holders = mesh.dp * mesh.cp * layout.holders
     shard = sum(dense / (holders * mesh.ep) + experts / holders for dense, experts in by_unit) if zero else full
@@ -58,16 +57,6 @@ def _frozen(layout: Layout, held: LayerRange) -> int:
     mesh = Mesh(tp=layout.mesh.tp, ep=layout.mesh.ep)
     model, lora = layout.model, layout.work.lora
     return sum(shard_size(shard_tensors(model, lora, held, experts=each, frozen=True), mesh) for each in (False, True))
-
-
-class _Unit(NamedTuple):
-    """Bytes of one piece in a unit: between F and B and between B and W, and at most during F and during B or BW."""
-
-    saved: int
-    deferred: int
-    forward: int
-    backward: int
-    both: int
 
 
 @lru_cache(maxsize=256)
@@ -96,7 +85,6 @@ class MemoryBounds:
         self.layout, self.program = layout, program
         last = len(layout.placement) - 1
         self.ranks = sorted({0, min(1, last), last})
-        self._units: dict[tuple[str, float, LayerRange], _Unit] = {}
 
     def least(self, setting: Setting) -> int:
         """Bytes of the fullest of these ranks with a setting; those of a custom model's activations, which take long to
@@ -117,21 +105,21 @@ class MemoryBounds:
                 peak = max(peak, int((rows @ bytes_of).max()) + _during(name, units[stage]))
         return peak
 
-    def _of_stage(self, stage: int, setting: Setting) -> list[_Unit]:
+    def _of_stage(self, stage: int, setting: Setting) -> list[UnitBytes]:
         """Its units, of which the first ones recompute."""
-        before, found = 0, list[_Unit]()
+        before, found = 0, list[UnitBytes]()
         for unit in self.layout.units_of_stages[stage]:
-            layers = self.layout.layers[unit]
+            layers = len(self.layout.layers[unit].numbers)
             is_early = setting.recompute_layers is None or before < setting.recompute_layers
-            mode = setting.recompute if is_early and layers.numbers else "none"
-            key = mode, setting.offload if layers.numbers else 0.0, layers
-            if key not in self._units:
-                self._units[key] = self._unit(unit, *key[:2])
-            found.append(self._units[key])
-            before += len(layers.numbers)
+            saving = setting.recompute if is_early and layers else "none", setting.offload if layers else 0.0
+            key = self.layout.kinds[unit], *saving
+            if key not in self.layout.held:
+                self.layout.held[key] = self._unit(unit, *saving)
+            found.append(self.layout.held[key])
+            before += layers
         return found
 
-    def _unit(self, unit: int, mode: str, offload: float) -> _Unit:
+    def _unit(self, unit: int, mode: str, offload: float) -> UnitBytes:
         """Of what is offloaded nothing counts until it is back for its backward."""
         found = stage_activations(self.layout.model, self.layout.layers, unit, self.layout.piece)
         kept, least = found.kept(mode), min(found.kept(mode), found.not_offloadable)
@@ -142,10 +130,10 @@ class MemoryBounds:
         backward, both = (
             restored + again + max(workspace, effect.peak) for effect in (found.backward, found.backward_and_weight)
         )
-        return _Unit(saved, found.deferred, found.forward(mode).peak, backward, both)
+        return UnitBytes(saved, found.deferred, found.forward(mode).peak, backward, both)
 
 
-def _during(name: str, units: Sequence[_Unit]) -> int:
+def _during(name: str, units: Sequence[UnitBytes]) -> int:
     """The most bytes beyond those before it that an action of a stage takes, unit by unit."""
     most = passed = 0
     for unit in units if name == "F" else reversed(units):

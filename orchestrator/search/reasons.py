@@ -12,9 +12,10 @@ from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import NODE_GPUS, rates_for
 from pentad.orchestrator.search.layout import Work
+from pentad.orchestrator.search.placement_bounds import even_seconds
 from pentad.orchestrator.search.planned import Planned, plan_setting
 from pentad.orchestrator.search.search import Found, search
-from pentad.orchestrator.search.time_bounds import Timed, compute_order, shape_bound, update_seconds
+from pentad.orchestrator.search.time_bounds import Timed, compute_order, update_seconds
 from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.simulate.rates import Rates
 
@@ -50,7 +51,7 @@ def shares_of(work: Work, planned: Planned) -> Shares:
     timed = Timed(layout, setting.order, compute_order(layout, setting.order, setting.microbatches))
     flops = flops_per_token(plan.model, plan.batch.sequence_length, frozen=plan.lora is not None)
     products = plan.batch.tokens * flops / plan.mesh.size / work.rates.flops
-    in_layers = shape_bound(work, setting.mesh, setting.microbatches)
+    in_layers = even_seconds(work, setting.mesh, setting.microbatches)
     computed = timed.bound_with(timed.end, setting._replace(offload=0.0)) if setting.recompute != "none" else timed.end
     costs = layout.sharded if plan.zero else layout.plain
     update = update_seconds(work, costs)

@@ -11,7 +11,6 @@ first that fits is the fastest: it is found by bisection, where memory says no s
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -26,9 +25,11 @@ from pentad.orchestrator.planning.hardware import require_tp_on_node
 from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
+from pentad.orchestrator.search.parts import Chain, Fitting, Group, Ordered, Part, Shape, Sharding
+from pentad.orchestrator.search.placement_bounds import placement_bound, shape_bound
 from pentad.orchestrator.search.planned import Planned, without_evaluation
 from pentad.orchestrator.search.space import Order, Setting, Space, space_of, with_setting
-from pentad.orchestrator.search.time_bounds import Timed, compute_order, placement_bound, shape_bound
+from pentad.orchestrator.search.time_bounds import Timed, compute_order
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.ir.gc_pause import gc_paused
@@ -45,13 +46,6 @@ class Refusal:
     mesh: Mesh
     why: str
     least_bytes: int = 0
-
-
-class _Timed(NamedTuple):
-    """A setting that fits, and the seconds of its step."""
-
-    setting: Setting
-    seconds: float
 
 
 class Missed(NamedTuple):
@@ -77,55 +71,6 @@ class Found:
     @property
     def num_possible(self) -> int:
         return len(self.space.meshes) - len(self.refusals)
-
-
-class _Shape(NamedTuple):
-    mesh: Mesh
-    microbatches: int
-
-
-class _Ordered(NamedTuple):
-    shape: _Shape
-    order: Order
-    unit_layers: int | None
-
-
-class _Group(NamedTuple):
-    """Settings that differ in what they recompute or offload: that with neither (`is_plain`), and, if that does not fit
-    or is not in the group, the others (`is_saving`)."""
-
-    setting: Setting
-    timed: Timed
-    is_plain: bool
-    is_saving: bool
-
-
-@dataclass
-class _Chain:
-    """`settings` with less and less memory and more and more time, planned by `variants`: all up to number `low` do not
-    fit, number `high` does. `plain` is the bound of their time without recomputation and offloading, `excess` what the
-    last one that was planned needs beyond its memory bound, `bounded` the last one whose time is bounded by a
-    simulation."""
-
-    settings: list[Setting]
-    variants: Variants
-    timed: Timed
-    bounds: MemoryBounds
-    plain: float
-    low: int
-    high: int
-    excess: int = 0
-    bounded: int = -1
-
-    def seconds(self, at: int) -> float:
-        return self.timed.bound_with(self.plain, self.settings[at])
-
-    def least(self, at: int) -> int:
-        return self.bounds.least(self.settings[at])
-
-    def first_within(self, room: int) -> int:
-        """The first setting whose memory bound is within `room`."""
-        return bisect_left(range(len(self.settings)), True, key=lambda at: self.least(at) <= room)
 
 
 def search(
@@ -155,7 +100,7 @@ class _Search:
         self.config, self.space, self.device, self.held = config, space, device, held
         self.compared = without_evaluation(config)
         self.work, self.found = Work(config), Found(device, space, held)
-        self._heap: list[tuple[float, int, object]] = []
+        self._heap: list[tuple[float, int, Part]] = []
         self._numbers = count()
         self._refused: dict[Mesh, Counter[str]] = {}
         self._least: dict[Mesh, int] = {}
@@ -166,10 +111,10 @@ class _Search:
         listed_meshes = set[Mesh]()
         while self._heap and len(listed_meshes) < listed:
             _, _, part = heapq.heappop(self._heap)
-            mesh = _mesh_of(part)
+            mesh = part.mesh
             if mesh in listed_meshes:
                 continue
-            if isinstance(part, _Timed):
+            if isinstance(part, Fitting):
                 if (proved := self._proved(part)) is not None:
                     listed_meshes.add(mesh)
                     self.found.choices.append(proved)
@@ -178,14 +123,14 @@ class _Search:
                     self._divide(part)
                 except PentadError as error:
                     self._refuse(mesh, error)
-        decided = listed_meshes.union(_mesh_of(part) for _, _, part in self._heap)
+        decided = listed_meshes.union(part.mesh for _, _, part in self._heap)
         for mesh in self.space.meshes:
             if mesh not in decided:
                 self._conclude(mesh)
 
-    def _push(self, bound: float, part: object) -> None:
+    def _push(self, bound: float, part: Part) -> None:
         """What is planned goes before what may be as fast, but for rounding."""
-        key = bound * (1 - ROUNDING) if isinstance(part, _Timed) else bound
+        key = bound * (1 - ROUNDING) if isinstance(part, Fitting) else bound
         heapq.heappush(self._heap, (key, next(self._numbers), part))
 
     def _refuse(self, mesh: Mesh, error: PentadError) -> None:
@@ -206,52 +151,55 @@ class _Search:
         except PentadError as error:
             self._refuse(mesh, error)
             return
-        for microbatches in counts:
+        slices = sorted({self.work.slices(order) for order in self.space.orders_on(mesh)})
+        for shape in (Shape(mesh, *each) for each in product(counts, slices)):
             try:
-                bound = shape_bound(self.work, mesh, microbatches)
+                bound = shape_bound(self.work, *shape)
+                self.work.stages(tuple((rank,) for rank in range(mesh.pp)))  # no order has fewer of them
+                self._push(bound, shape)
             except PentadError as error:
                 self._refuse(mesh, error)
-                continue
-            self._push(bound, _Shape(mesh, microbatches))
 
-    def _divide(self, part: object) -> None:
+    def _divide(self, part: Part) -> None:
         match part:
-            case _Shape():
+            case Shape():
                 self._orders(part)
-            case _Ordered():
+            case Ordered():
                 self._groups(part)
-            case _Group():
+            case Group():
                 self._settings(part)
-            case _Chain():
+            case Chain():
                 self._step(part)
 
-    def _orders(self, shape: _Shape) -> None:
+    def _orders(self, shape: Shape) -> None:
         for order in self.space.orders_on(shape.mesh):
+            if self.work.slices(order) != shape.slices:
+                continue
             try:
                 self._order(shape, order)
             except PentadError as error:
                 self._refuse(shape.mesh, error)
 
-    def _order(self, shape: _Shape, order: Order) -> None:
+    def _order(self, shape: Shape, order: Order) -> None:
         """By units, of which more take no less time."""
-        layout = self.work.layout(*shape, order, self.space.unit_layers[0], by_layer=False)
+        layout = self.work.layout(*shape[:2], order, self.space.unit_layers[0], by_layer=False)
         if (least := least_state_bytes(layout, max(self.space.zero))) > self.device.bytes:
             self._needs(shape.mesh, least)
             return
         bound = placement_bound(layout, order, shape.microbatches)
         for unit_layers in self.space.unit_layers:
-            self._push(bound, _Ordered(shape, order, unit_layers))
+            self._push(bound, Ordered(shape, order, unit_layers))
 
-    def _groups(self, part: _Ordered) -> None:
+    def _groups(self, part: Ordered) -> None:
         """By ZeRO's stage and gathered units."""
         shape, order, unit_layers = part
-        layout = self.work.layout(*shape, order, unit_layers, by_layer=False)
+        layout = self.work.layout(*shape[:2], order, unit_layers, by_layer=False)
         if unit_layers is not None and None in self.space.unit_layers:
-            default = self.work.layout(*shape, order, None, by_layer=False)
+            default = self.work.layout(*shape[:2], order, None, by_layer=False)
             if layout.units == default.units:
                 return
         # units with recomputation or offloading are of one layer by default: settings whose units are so anyway save
-        by_layer = self.work.layout(*shape, order, unit_layers, by_layer=True)
+        by_layer = self.work.layout(*shape[:2], order, unit_layers, by_layer=True)
         is_same, has_plain = (
             layout.units == by_layer.units,
             "none" in self.space.recompute and 0.0 in self.space.offload,
@@ -261,41 +209,56 @@ class _Search:
             groups.append((by_layer, False, True))
         for of_group, is_plain, is_saving in groups:
             timed = Timed(of_group, order, compute_order(of_group, order, shape.microbatches))
-            for zero, gathered in self._zero_options(by_layer):
-                setting = Setting(*shape, order, zero, gathered, unit_layers)
-                self._push(timed.bound(zero, gathered), _Group(setting, timed, is_plain, is_saving))
+            for shardings in self._shardings(by_layer):
+                setting = Setting(*shape[:2], order, unit_layers=unit_layers)
+                self._push_group(Group(setting, timed, is_plain, is_saving, shardings))
 
-    def _zero_options(self, layout: Layout) -> Iterator[tuple[int, int | None]]:
-        """Those that differ on this layout. Raises PentadError where nothing can be sharded, but ZeRO is held."""
+    def _push_group(self, group: Group, least: float = 0.0) -> None:
+        """With the first of its later shardings, which takes at least so many seconds."""
+        if group.later:
+            (zero, gathered), *later = group.later
+            setting = group.setting._replace(zero=zero, max_gathered=gathered)
+            self._push(max(least, group.timed.bound(zero, gathered)), group._replace(setting=setting, later=(*later,)))
+
+    def _shardings(self, layout: Layout) -> Iterator[tuple[Sharding, ...]]:
+        """Those that differ on this layout, in rows in which more is sharded and gathered again. Raises PentadError
+        where nothing can be sharded, but ZeRO is held."""
         if not layout.is_shared:
             if 0 not in self.space.zero:
                 stage = min(self.space.zero)
                 raise PentadError(f"zero.stage is {stage}: expected 0 for mesh {layout.mesh}, with nothing to shard")
-            yield 0, None
+            yield ((0, None),)
             return
         units = max(map(len, layout.units_of_ranks))
-        for zero, gathered in product(self.space.zero, self.space.max_gathered):
-            is_default = units <= GATHERED_UNITS and len(self.space.max_gathered) > 1
-            if gathered is None or (zero == 3 and not is_default):
-                yield zero, gathered
+        is_default = units <= GATHERED_UNITS and len(self.space.max_gathered) > 1
+        found = [
+            (zero, gathered)
+            for zero, gathered in product(self.space.zero, self.space.max_gathered)
+            if gathered is None or (zero == 3 and not is_default)
+        ]
+        found.sort(key=lambda each: (each[0], -(layout.gathered(each[1]) or units)))
+        yield tuple(each for each in found if not each[0])
+        yield tuple(each for each in found if each[0])
 
-    def _settings(self, group: _Group) -> None:
-        setting, timed, is_plain, is_saving = group
+    def _settings(self, group: Group) -> None:
+        setting, timed, is_plain, is_saving, _ = group
         if is_plain:
             least = MemoryBounds(timed.layout, timed.program).least(setting)
             if least > self.device.bytes:
                 self._needs(setting.mesh, least)
-            elif self._planned(setting)[1]:
+            elif (seconds := self._planned(setting)[1]) is not None:
+                self._push_group(group, seconds)
                 return
             if self.found.missed is None:
                 self.found.missed = Missed(setting, timed.bound(setting.zero, setting.max_gathered))
+        self._push_group(group)
         if is_saving:
             if None in self.space.unit_layers:
                 setting = setting._replace(unit_layers=None)
             for chain in self._chains(setting, timed):
                 self._push(chain.seconds(chain.low + 1), chain)
 
-    def _chains(self, setting: Setting, timed: Timed) -> Iterator[_Chain]:
+    def _chains(self, setting: Setting, timed: Timed) -> Iterator[Chain]:
         """Recomputation by mode, in more and more layers, and more and more offloading; where one of them is held, not
         all orders of the other are from fast to slow: what recomputes is not copied."""
         space, layout = self.space, timed.layout
@@ -320,14 +283,14 @@ class _Search:
             except PentadError as error:
                 self._refuse(setting.mesh, error)
                 continue
-            added = _Chain(settings, variants, timed, bounds, plain, -1, len(settings))
+            added = Chain(settings, variants, timed, bounds, plain, -1, len(settings))
             added.low = added.first_within(self.device.bytes) - 1
             yield added
 
     def _variants(self, setting: Setting) -> Variants:
         return Variants(with_setting(self.compared, setting, self.held), "cuda", self.device)
 
-    def _step(self, chain: _Chain) -> None:
+    def _step(self, chain: Chain) -> None:
         """Plans one setting more: the first that fits by what the last one needed, between those known. First bounds
         its time by a simulation, which takes longer than `seconds`."""
         first = chain.low + 1
@@ -336,15 +299,15 @@ class _Search:
             self._push(max(chain.seconds(first), chain.timed.simulated_with(chain.settings[first])), chain)
             return
         at = min(max(chain.first_within(self.device.bytes - chain.excess), first), chain.high - 1)
-        needed, fits = self._planned(chain.settings[at], chain.variants)
+        needed, seconds = self._planned(chain.settings[at], chain.variants)
         chain.excess = max(0, needed - chain.least(at))
-        chain.low, chain.high = (chain.low, at) if fits else (at, chain.high)
+        chain.low, chain.high = (at, chain.high) if seconds is None else (chain.low, at)
         if chain.low + 1 < chain.high:
             self._push(chain.seconds(chain.low + 1), chain)
 
-    def _planned(self, setting: Setting, variants: Variants | None = None) -> tuple[int, bool]:
-        """The bytes of a setting's fullest rank, and whether they fit; then it is pushed. It is one of `variants`, or
-        has a program of its own."""
+    def _planned(self, setting: Setting, variants: Variants | None = None) -> tuple[int, float | None]:
+        """The bytes of a setting's fullest rank and, if they fit, the seconds of its step; then it is pushed. It is one
+        of `variants`, or has a program of its own."""
         try:
             if variants is None:
                 variants = self._variants(setting)
@@ -355,15 +318,15 @@ class _Search:
             needed = variants.needed(plan)
             if needed > self.device.bytes:
                 self._needs(setting.mesh, needed)
-                return needed, False
+                return needed, None
             seconds = variants.seconds(plan)
-            self._push(seconds, _Timed(setting, seconds))
-            return needed, True
+            self._push(seconds, Fitting(setting, seconds))
+            return needed, seconds
         except (PentadError, ScheduleError) as error:  # the simulation finds a deadlock, since nothing is proven yet
             self._refuse(setting.mesh, PentadError(str(error)))
-            return 2**62, False
+            return 2**62, None
 
-    def _proved(self, timed: _Timed) -> Planned | None:
+    def _proved(self, timed: Fitting) -> Planned | None:
         """As the whole configuration plans it, evaluation included; None if that does not fit."""
         config = with_setting(self.config, timed.setting, self.held)
         with suppress(PentadError):
@@ -383,16 +346,3 @@ class _Search:
         else:
             refused = self._refused.get(mesh, Counter({"no setting is possible": 1}))
             self.found.refusals[mesh] = Refusal(mesh, refused.most_common(1)[0][0])
-
-
-def _mesh_of(part: object) -> Mesh:
-    match part:
-        case _Shape(mesh=mesh):
-            return mesh
-        case _Ordered(shape=shape):
-            return shape.mesh
-        case _Group(setting=setting) | _Timed(setting=setting):
-            return setting.mesh
-        case _Chain(settings=settings):
-            return settings[0].mesh
-    raise AssertionError(part)

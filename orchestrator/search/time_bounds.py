@@ -1,8 +1,7 @@
-"""Times that no plan of a setting can take less than, without compiling it.
+"""Times that no plan of a setting can take less than, without compiling it: its compute order, simulated alone.
 
-The first, of a shape, divides the work of a step by the ranks. That of a placement adds the ends of the pipeline. That
-of a compute order simulates it alone. To each come what a rank has to do besides: update its weights, reduce and
-gather, recompute, copy. A lane that is busy for so long bounds the step as well.
+To that comes what a rank has to do besides: reduce and gather, recompute, copy, update its weights. A lane that is busy
+for so long bounds the step as well.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from pentad.orchestrator.search.layout import Layout, Work
-from pentad.orchestrator.search.space import Order, Setting, splits_backward
+from pentad.orchestrator.search.space import Order, Setting
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.instruction import Op
@@ -24,51 +23,11 @@ from pentad.schedules.passes.recompute import add_recompute
 from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import action_times
-from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.plan import ALIGNMENT
-from pentad.schedules.spec.tensors import all_layers
 
 BUFFERED = 2  # units with gradients for which ZeRO-2 and 3 have buffers
 _FORWARD, _BACKWARD = op_mask({Op.F}), op_mask({Op.B, Op.BW})
 _ADDS, _READS = op_mask({Op.W, Op.BW}), op_mask({Op.F, Op.B, Op.BW})  # to gradients; weights
-
-
-def shape_bound(work: Work, mesh: Mesh, microbatches: int) -> float:
-    """For any schedule: the work of a step, divided equally. Raises PentadError for sizes that do not divide."""
-    piece = work.piece(mesh, microbatches, 1)
-    return microbatches * sum(work.compute_seconds(piece, [all_layers(work.model)])[0]) / mesh.pp
-
-
-def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:
-    """For any order of the layout's placement: every rank waits for its first input, does its work, and after the last
-    backward of a rank those of the stages before have to run, if a backward is not split."""
-    is_split = splits_backward(order)
-    if (key := (microbatches, is_split)) not in layout.known:
-        layout.known[key] = _placement_bound(layout, microbatches, is_split=is_split)
-    return layout.known[key]
-
-
-def _placement_bound(layout: Layout, microbatches: int, *, is_split: bool) -> float:
-    costs, units = layout.of_stages, layout.units
-    works, arrivals, left = [], [0.0], [0.0]
-    for stage, count in enumerate(units):
-        forward, backward = costs.forward[stage], costs.backward[stage] + costs.weight[stage]
-        works.append(forward + backward + 2 * count * costs.launch)
-        arrivals.append(arrivals[-1] + forward + count * costs.launch + costs.transfer)
-        left.append(left[-1] + backward + count * costs.launch + costs.transfer)
-    pieces, most = microbatches * layout.piece.slices, 0.0
-    for held in layout.placement:
-        seconds = pieces * sum(works[stage] for stage in held) / layout.holders
-        if layout.holders == 1:
-            seconds += arrivals[min(held)] + (0.0 if is_split else left[min(held)])
-        if layout.is_shared and layout.work.lora is None and len(held) == 1:
-            # gradients are reduced after the work of all pieces but one, or scattered after and weights gathered before
-            own, sharded = layout.units_of_stages[held[0]], layout.sharded
-            reduced = sum(layout.plain.reduce[unit] for unit in own)
-            shared = sum(sharded.reduce[unit] / 2 + sharded.gather[unit] for unit in own)
-            seconds = max(seconds, (pieces - 1) * works[held[0]] + min(reduced, shared))
-        most = max(most, seconds)
-    return most + update_seconds(layout.work, layout.sharded if layout.is_shared else layout.plain)
 
 
 def update_seconds(work: Work, costs: Costs) -> float:
@@ -157,9 +116,7 @@ class Timed:
     def _fills_buffers(self, rank: RankTimes) -> bool:
         """Whether gradients that a rank accumulates at once take more than the two largest units, padding aside."""
         layout = self.layout
-        sizes = {
-            unit: layout.parameters(layout.layers[unit]) for part in rank.held for unit in self.units_of_parts[part]
-        }
+        sizes = {unit: layout.parameters[unit] for part in rank.held for unit in self.units_of_parts[part]}
         padding = ALIGNMENT * layout.mesh.size * len(sizes)
         for parts in rank.accumulating:
             units = [unit for part in parts for unit in self.units_of_parts[part]]

@@ -1,0 +1,93 @@
+"""Parts of a `Space` that the search divides, and what it finds in the last of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pentad.orchestrator.memory.variants import Variants
+from pentad.orchestrator.search.memory_bounds import MemoryBounds
+from pentad.orchestrator.search.space import Order, Setting
+from pentad.orchestrator.search.time_bounds import Timed
+from pentad.schedules.spec.mesh import Mesh
+
+Sharding = tuple[int, int | None]  # a stage of ZeRO, gathered units
+
+
+class Shape(NamedTuple):
+    mesh: Mesh
+    microbatches: int
+    slices: int
+
+
+class Ordered(NamedTuple):
+    shape: Shape
+    order: Order
+    unit_layers: int | None
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.shape.mesh
+
+
+class Group(NamedTuple):
+    """Settings that differ in what they recompute or offload: that with neither (`is_plain`), and, if that does not fit
+    or is not in the group, the others (`is_saving`). `later` are the stages of ZeRO and gathered units, each no faster
+    than the one before, of settings that take as little memory or less."""
+
+    setting: Setting
+    timed: Timed
+    is_plain: bool
+    is_saving: bool
+    later: tuple[Sharding, ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.setting.mesh
+
+
+@dataclass
+class Chain:
+    """`settings` with less and less memory and more and more time, planned by `variants`: all up to number `low` do not
+    fit, number `high` does. `plain` is the bound of their time without recomputation and offloading, `excess` what the
+    last one that was planned needs beyond its memory bound, `bounded` the last one whose time is bounded by a
+    simulation."""
+
+    settings: list[Setting]
+    variants: Variants
+    timed: Timed
+    bounds: MemoryBounds
+    plain: float
+    low: int
+    high: int
+    excess: int = 0
+    bounded: int = -1
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.settings[0].mesh
+
+    def seconds(self, at: int) -> float:
+        return self.timed.bound_with(self.plain, self.settings[at])
+
+    def least(self, at: int) -> int:
+        return self.bounds.least(self.settings[at])
+
+    def first_within(self, room: int) -> int:
+        """The first setting whose memory bound is within `room`."""
+        return bisect_left(range(len(self.settings)), True, key=lambda at: self.least(at) <= room)
+
+
+class Fitting(NamedTuple):
+    """A setting that fits, and the seconds of its step."""
+
+    setting: Setting
+    seconds: float
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.setting.mesh
+
+
+Part = Shape | Ordered | Group | Chain | Fitting

@@ -1,0 +1,122 @@
+"""Times that no plan can take less than, before there is an order.
+
+That of a shape divides the work of a step by the ranks, and follows one microbatch. That of a placement adds the ends
+of the pipeline, gathers, reductions and the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
+from operator import add
+from typing import NamedTuple
+
+from pentad.orchestrator.planning.cost_model import transfer_seconds
+from pentad.orchestrator.search.layout import Compute, Layout, Work
+from pentad.orchestrator.search.space import Order, splits_backward
+from pentad.orchestrator.search.time_bounds import update_seconds
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.tensors import all_layers
+
+
+def even_seconds(work: Work, mesh: Mesh, microbatches: int) -> float:
+    """The work of a step in its layers, divided equally. Raises PentadError for sizes that do not divide."""
+    return microbatches * sum(_of_all_layers(work, mesh, microbatches, 1)) / mesh.pp
+
+
+def shape_bound(work: Work, mesh: Mesh, microbatches: int, slices: int) -> float:
+    """For any schedule: no backward runs before the first piece has gone forward through all ranks, and no forward
+    after the last one has begun to come back. Raises PentadError for sizes that do not divide."""
+    forward, backward, weight = _of_all_layers(work, mesh, microbatches, slices)
+    hops = (mesh.pp - 1) * transfer_seconds(work.model, work.piece(mesh, microbatches, slices), work.rates)
+    share = microbatches * slices / mesh.pp
+    begin = max(share * forward, forward + hops)
+    return max(begin + share * (backward + weight), begin + backward + hops)
+
+
+def _of_all_layers(work: Work, mesh: Mesh, microbatches: int, slices: int) -> Compute:
+    return work.compute(work.piece(mesh, microbatches, slices), all_layers(work.model))
+
+
+def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:
+    """For any order of the layout's placement: a rank waits for its first input and for its first gradient, and does
+    its work; after its last forward or backward, those of the stages before have to run."""
+    is_split = splits_backward(order)
+    if (key := (microbatches, is_split)) not in layout.known:
+        path = _Path.of(layout, is_split=is_split)
+        layout.known[key] = _placement_bound(layout, path, microbatches * layout.piece.slices)
+    return layout.known[key]
+
+
+class _Path(NamedTuple):
+    """Of one piece through all stages. By stage: seconds of `forward`, of backward until the stage before goes on
+    (`gradient`), and of all backward (`whole`); `arrival` of its first input, `turn` from the end of its forward to
+    the start of its backward, `left` from the end of its backward to that of stage 0, after which `last` follows."""
+
+    forward: list[float]
+    gradient: list[float]
+    whole: list[float]
+    arrival: list[float]
+    turn: list[float]
+    left: list[float]
+    last: float
+
+    @staticmethod
+    def of(layout: Layout, *, is_split: bool) -> _Path:
+        costs = layout.of_stages
+        launches = [count * costs.launch for count in layout.units]
+        whole = [b + w + each for b, w, each in zip(costs.backward, costs.weight, launches, strict=True)]
+        gradient = [b + each for b, each in zip(costs.backward, launches, strict=True)] if is_split else whole
+        forward = [f + each for f, each in zip(costs.forward, launches, strict=True)]
+        stays = {stage for held in layout.placement for stage in held if stage + 1 in held}
+        hops = [0.0 if stage in stays else costs.transfer for stage in range(len(forward) - 1)]
+        arrival = list(accumulate(map(add, forward, hops), initial=0.0))
+        left = list(accumulate(map(add, gradient, hops), initial=0.0))
+        turns = (2 * hop + f + g for hop, f, g in zip(hops, forward[1:], gradient[1:], strict=True))
+        turn = list(accumulate([*turns][::-1], initial=0.0))[::-1]
+        return _Path(forward, gradient, whole, arrival, turn, left, costs.weight[0] if is_split else 0.0)
+
+    def work(self, stage: int) -> float:
+        return self.forward[stage] + self.whole[stage]
+
+    def release(self, stage: int, pieces: int) -> float:
+        """The last of so many pieces does not add to a stage's gradients before."""
+        forward, whole, others = self.forward[stage], self.whole[stage], pieces - 1
+        after = max(others * (forward + whole), others * max(forward, whole) + self.turn[stage])
+        return self.arrival[stage] + forward + after
+
+
+def _placement_bound(layout: Layout, path: _Path, pieces: int) -> float:
+    most = path.arrival[-1] + path.forward[-1] + path.gradient[-1] + path.left[-1] + path.last
+    for held in layout.placement:
+        forward, gradient, whole = (
+            pieces / layout.holders * sum(each[stage] for stage in held)
+            for each in (path.forward, path.gradient, path.whole)
+        )
+        if layout.holders > 1:
+            most = max(most, forward + whole)
+            continue
+        low, high = min(held), max(held)
+        head = path.arrival[low] + forward
+        start = max(head, path.arrival[high] + path.forward[high] + path.turn[high])  # of all backwards
+        rear = path.turn[high] + path.gradient[high] + path.left[high] + path.last
+        most = max(most, start + whole, start + gradient + path.left[low] + path.last, head + rear)
+        if layout.is_shared and layout.work.lora is None:
+            most = max(most, _shared_bound(layout, path, pieces, held))
+    return most + update_seconds(layout.work, layout.sharded if layout.is_shared else layout.plain)
+
+
+def _shared_bound(layout: Layout, path: _Path, pieces: int, held: Sequence[int]) -> float:
+    """A lane reduces the gradients of a stage after the work of all pieces but one; or scatters them then, and gathers
+    weights before."""
+    plain, sharded, after = layout.plain, layout.sharded, inf
+    reduced = scattered = reducing = scattering = gathering = 0.0
+    for release, stage in sorted(((path.release(stage, pieces), stage) for stage in held), reverse=True):
+        units = layout.units_of_stages[stage]
+        own = sum(sharded.reduce[unit] for unit in units) / 2
+        reducing, scattering = reducing + sum(plain.reduce[unit] for unit in units), scattering + own
+        gathering += sum(sharded.gather[unit] for unit in units)
+        reduced, scattered = max(reduced, release + reducing), max(scattered, release + scattering)
+        after = min(after, (pieces - 1) * path.work(stage) + own)
+    return min(reduced, max(scattered, gathering + after))
