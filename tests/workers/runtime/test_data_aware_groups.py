@@ -143,16 +143,14 @@ def test_pipelines_of_unequal_numbers_of_microbatches_train_like_one_process(
 
 
 EXPERTS = [
-    {"sizes": {"ep": 2, "pp": 2, "name": "zb-h2"}, "microbatches": 4, "longer": (5, 7)},
+    {"sizes": {"ep": 2, "pp": 2, "name": "zb-h2"}},
     pytest.param({"sizes": {"ep": 2}}, marks=slow),
     pytest.param({"sizes": {"ep": 4}}, marks=slow),
-    pytest.param({"sizes": {"ep": 2, "dp": 2}, "longer": (4,)}, marks=slow),
+    pytest.param({"sizes": {"ep": 2, "dp": 2}}, marks=slow),
     pytest.param({"sizes": {"ep": 2, "cp": 2}, "packing": "windows"}, marks=slow),
     pytest.param({"sizes": {"ep": 2, "tp": 2}}, marks=slow),
-    pytest.param({"sizes": {"ep": 2, "pp": 2, "name": "zb-v"}, "microbatches": 4}, marks=slow),
-    pytest.param(
-        {"sizes": {"ep": 2, "pp": 2, "name": "zb-h2"}, "microbatches": 4, "post_validation": True}, marks=slow
-    ),
+    pytest.param({"sizes": {"ep": 2, "pp": 2, "name": "zb-v"}}, marks=slow),
+    pytest.param({"sizes": {"ep": 2, "pp": 2, "name": "zb-h2"}, "post_validation": True}, marks=slow),
     *(
         pytest.param({"sizes": {"ep": 2, "dp": 2}, "memory_options": MemoryOptions(zero=zero)}, marks=slow)
         for zero in (1, 2, 3)
@@ -175,7 +173,8 @@ EXPERTS = [
 def test_ranks_that_exchange_tokens_of_experts_train_like_one_process(
     random_fleet: Fleet, tmp_path: Path, case: dict[str, Any]
 ) -> None:
-    plan = grouped_plan(tmp_path, **{"microbatches": 3, "factor": 4, "model": FAMILIES["mixtral"], **case})
+    given = {"microbatches": 4, "factor": 4, "longer": (5, 7), "model": FAMILIES["mixtral"], **case}
+    plan = grouped_plan(tmp_path, **given)
     steps, mesh = groups_of(plan, random_groups), plan.mesh
     run, own = ([each.microbatches(*sizes) for each in steps] for sizes in ((mesh.cp, mesh.ep), (1, 1)))
     assert run != own, "no rank without documents of its own proves nothing"
@@ -185,8 +184,9 @@ def test_ranks_that_exchange_tokens_of_experts_train_like_one_process(
 
 
 @slow
-def test_a_run_with_groups_evaluates_like_one_process(fleet: Fleet, tmp_path: Path) -> None:
-    plan = grouped_plan(tmp_path, {"dp": 2, "cp": 2})
+@pytest.mark.parametrize("sizes", [{"dp": 2, "cp": 2}, {"dp": 2, "ep": 2}])
+def test_a_run_with_groups_evaluates_like_one_process(fleet: Fleet, tmp_path: Path, sizes: dict[str, int]) -> None:
+    plan = grouped_plan(tmp_path, sizes, model=FAMILIES["mixtral"])
     assert_evaluates_like_one_process(fleet, with_eval(plan, 5))
 
 
