@@ -245,7 +245,7 @@ class _Table:
 
         def longer(at: int) -> tuple[int, float, float]:
             own = self.seconds[at][rank]
-            return max(at, self.first[-1]), max(0.0, own + seconds - self.most[at][rank]), own
+            return max(at, self.first[-1]), max(0.0, seconds - (self.most[at][rank] - own)), own
 
         at = min((at for at in self.microbatches if self.room[at][rank] >= length), key=longer)
         self.local[rank][at].append(document)
