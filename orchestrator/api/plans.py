@@ -226,7 +226,7 @@ def plan(
 def planned(
     config: RunConfig, device: Device | None = None, device_gib: float | None = None, pools: Sequence[int] = ()
 ) -> PlannedRun:
-    """`plan` of a configuration. With the balance of `pools` of other numbers of dp x cp ranks."""
+    """`plan` of a configuration. With the balance of `pools` of other numbers of dp x ep x cp ranks."""
     place = device or local_device(config.cluster, config.mesh.size)[0]
     if place == "cuda":
         require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)

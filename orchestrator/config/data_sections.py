@@ -59,7 +59,7 @@ class DataSection(Section):
     balance: Literal["none", "documents", "dynamic"] = "none"
     """how a step is divided over ranks and microbatches: sequences in the order in which they are drawn; sequences by
     the work of their documents, so that replicas have as equal work as possible; or document by document, each on as
-    many of the dp x cp ranks as it needs, which change with every step"""
+    many of the dp x ep x cp ranks as it needs, which change with every step"""
     capacity_factor: float = Field(default=1.25, ge=1, le=100)
     """with balance dynamic, the most tokens that a rank holds of a microbatch, over those that it would have if all
     ranks had equally many"""

@@ -64,6 +64,12 @@ def balanced(seconds: NDArray[np.float64], micro_batch_size: int, replicas: int)
     return StaticPlan(parts, Balance(of_replicas, float(of_replicas.max()), bound))
 
 
+def end_of(seconds: NDArray[np.float64], ep: int) -> float:
+    """When the last replica ends, from `seconds` [replicas, microbatches]: `ep` consecutive ones, which exchange tokens
+    of experts in every layer, begin and end a microbatch at once."""
+    return float(seconds.reshape(-1, ep, seconds.shape[1]).max(1).sum(1).max())
+
+
 def _dealt(seconds: NDArray[np.float64], parts: int, size: int) -> list[list[int]]:
     """`size` items for each of the parts: the costliest first, to the part with least work of those with room."""
     found: list[list[int]] = [[] for _ in range(parts)]

@@ -1,8 +1,8 @@
 """Data-aware groups: which ranks of a pool work on each document of a step, and in which microbatch.
 
-The pool is the dp x cp ranks of a (pp, tp) coordinate. In every microbatch each of them is in one context group, whose
-ranks share long documents, and has documents of its own beside those; a group of one only has its own (hybrid data
-parallelism, ByteScale, arXiv 2502.21231). Pure functions of the documents' lengths.
+The pool is the dp x ep x cp ranks of a (pp, tp) coordinate. In every microbatch each of them is in one context group,
+whose ranks share long documents, and has documents of its own beside those; a group of one only has its own (hybrid
+data parallelism, ByteScale, arXiv 2502.21231). Pure functions of the documents' lengths.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pentad.schedules.search.batch_planner import Balance, balanced
+from pentad.schedules.search.batch_planner import Balance, balanced, end_of
 from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
-from pentad.schedules.spec.cp_layout import Document, Share, StepGroups, part_of
+from pentad.schedules.spec.cp_layout import Document, Share, StepGroups, expert_ranks, part_of
 
 # Longest times of a document, over the least time of the step: the first ones need the fewest ranks for it.
 TARGETS = (2.0, 1.5, 1.2, 1.0, 0.85, 0.75, 0.6, 0.5, 0.42, 0.35, 0.25)
@@ -83,14 +83,15 @@ class _Widths(NamedTuple):
     seconds: NDArray[np.float64]
 
 
-def hybrid(rows: Sequence[NDArray[np.int64]], batch: BatchSpec, cp: int) -> tuple[StepGroups, Balance]:
-    """The documents of `rows` [rows of the step][documents] on the pool of batch.replicas x cp ranks.
+def hybrid(rows: Sequence[NDArray[np.int64]], batch: BatchSpec, cp: int, ep: int = 1) -> tuple[StepGroups, Balance]:
+    """The documents of `rows` [rows of the step][documents] on the pool of batch.replicas x cp ranks, of which `ep`
+    replicas share the experts.
 
     A rank holds at most `batch.capacity` tokens of a microbatch. What has no room in the microbatches of the rows goes
     into more of them, if a step with a full batch may have more. Each document gets as many ranks as its tokens need,
     and more where it would take long compared to the step. Of the plans for TARGETS, and of the rows as they are on the
     static mesh, which always have room, the one with the earliest end. The ranks of a group begin and end a microbatch
-    at once, because they pass keys and values around in every layer.
+    at once, because they pass keys and values around in every layer, as do those that exchange tokens of experts.
     """
     costs = batch.document_costs
     assert costs is not None and batch.capacity
@@ -102,11 +103,11 @@ def hybrid(rows: Sequence[NDArray[np.int64]], batch: BatchSpec, cp: int) -> tupl
     narrow = costs.shared(lengths, least)
     fastest = np.minimum(narrow, costs.shared(lengths, np.full_like(least, pool)))
     bound = max(float((least * narrow).sum()) / pool, float(fastest.max(initial=0.0)))
-    best = _static(documents, rows, batch, cp, costs)
-    end = max(best.work)
+    best, end = _static(documents, rows, batch, (cp, ep), costs)
+    experts = [expert_ranks(rank, cp, ep) for rank in range(pool)]
     for widths in _widths(lengths, least, pool, costs, bound)[:TRIES]:
         for order in _orders(widths) if widths.earliest < end * (1 - NEAR) else ():
-            table = _Table(lengths.tolist(), (microbatches, most), pool, batch.capacity, end * (1 - 1e-9))
+            table = _Table(lengths.tolist(), (microbatches, most), experts, batch.capacity, end * (1 - 1e-9))
             if table.fill(order.tolist(), widths) and table.end() < table.limit:
                 best, end = table.dealt(), table.end()
     return StepGroups(documents, best.shares()).trimmed(microbatches), Balance(np.array(best.work), end, bound)
@@ -142,14 +143,20 @@ def _orders(widths: _Widths) -> Iterable[NDArray[np.int64]]:
 
 
 class _Table:
-    """A plan in the making: seconds of `work` of each rank; by microbatch and rank, `room` for tokens, `seconds` and
-    whether it is in no group. The first of the `microbatches` are filled before those up to the second. It is of no use
-    if it does not end before `limit`."""
+    """A plan in the making: seconds of `work` of each rank; by microbatch and rank, `room` for tokens, `seconds`, the
+    `most` seconds of those with which it exchanges tokens of `experts`, and whether it is in no group. The first of the
+    `microbatches` are filled before those up to the second. It is of no use if it does not end before `limit`."""
 
     def __init__(
-        self, lengths: Sequence[int], microbatches: tuple[int, int], pool: int, capacity: int, limit: float
+        self,
+        lengths: Sequence[int],
+        microbatches: tuple[int, int],
+        experts: Sequence[range],
+        capacity: int,
+        limit: float,
     ) -> None:
-        self.lengths, self.limit, self.pool = lengths, limit, range(pool)
+        pool = len(experts)
+        self.lengths, self.limit, self.pool, self.experts = lengths, limit, range(pool), experts
         self.first, self.further, self.microbatches = (
             range(microbatches[0]),
             range(*microbatches),
@@ -159,6 +166,7 @@ class _Table:
         self.idlest = [*self.pool]  # ranks in ascending order of work, until `_deal`
         self.room = [[capacity] * pool for _ in self.microbatches]
         self.seconds = [[0.0] * pool for _ in self.microbatches]
+        self.most = [[0.0] * pool for _ in self.microbatches]
         self.is_alone = [[True] * pool for _ in self.microbatches]
         self.local = [[list[int]() for _ in self.microbatches] for _ in self.pool]
         self.groups = defaultdict[int, list[_Group]](list)  # by size
@@ -231,10 +239,15 @@ class _Table:
         return True
 
     def _place(self, rank: int, document: int, seconds: float) -> None:
-        """In its microbatch with least work of the first ones with room, or in the earliest other one with room."""
+        """Of its first microbatches with room in one that lasts least longer, and of those the one with least work; or
+        in the earliest other one with room."""
         length = self.lengths[document]
-        has_room = [at for at in self.microbatches if self.room[at][rank] >= length]
-        at = min(has_room, key=lambda at: (max(at, self.first[-1]), self.seconds[at][rank]))
+
+        def longer(at: int) -> tuple[int, float, float]:
+            own = self.seconds[at][rank]
+            return max(at, self.first[-1]), max(0.0, seconds - (self.most[at][rank] - own)), own
+
+        at = min((at for at in self.microbatches if self.room[at][rank] >= length), key=longer)
         self.local[rank][at].append(document)
         self._work(rank, at, length, seconds)
 
@@ -242,6 +255,9 @@ class _Table:
         self.room[microbatch][rank] -= tokens
         self.seconds[microbatch][rank] += seconds
         self.work[rank] += seconds
+        if (own := self.seconds[microbatch][rank]) > self.most[microbatch][rank]:
+            for each in self.experts[rank]:
+                self.most[microbatch][each] = own
 
     def _deal(self, documents: Sequence[int], times: Sequence[float]) -> bool:
         """As `_keep` each of them, in descending order of length."""
@@ -263,26 +279,43 @@ class _Table:
         return True
 
     def end(self) -> float:
-        """When the last rank is done: those of a group wait for each other."""
+        """When the last rank is done: those of a group wait for each other, as do those that share the experts."""
         ends, groups = [0.0] * len(self.pool), defaultdict[int, list[_Group]](list)
         for group in chain(*self.groups.values()):
             groups[group.microbatch].append(group)
         for at, seconds in enumerate(self.seconds):
             begins, ends = ends, [begin + each for begin, each in zip(ends, seconds, strict=True)]
-            for group in groups[at]:
-                end = max([begins[rank] for rank in group.ranks]) + max([seconds[rank] for rank in group.ranks])
-                for rank in group.ranks:
-                    ends[rank] = end
+            for ranks in self._together(groups[at]):
+                if longest := max([seconds[rank] for rank in ranks]):
+                    end = max([begins[rank] for rank in ranks]) + longest
+                    for rank in ranks:
+                        ends[rank] = end
         return max(ends)
+
+    def _together(self, groups: Sequence[_Group]) -> Iterable[Iterable[int]]:
+        """The ranks that begin and end a microbatch with these groups at once."""
+        if len(self.experts[0]) == 1:
+            return [group.ranks for group in groups]
+        found = dict[int, set[int]]()
+        for ranks in (*dict.fromkeys(self.experts), *(group.ranks for group in groups)):
+            joined = {*ranks}.union(*(found.get(rank, ()) for rank in ranks))
+            found |= dict.fromkeys(joined, joined)
+        return {id(each): each for each in found.values()}.values()
 
     def dealt(self) -> _Dealt:
         return _Dealt([*chain(*self.groups.values())], self.local, self.work)
 
 
 def _static(
-    documents: Sequence[Document], rows: Sequence[NDArray[np.int64]], batch: BatchSpec, cp: int, costs: DocumentCosts
-) -> _Dealt:
-    """Rows dealt to replicas and microbatches by cost; the cp ranks of a replica share every document."""
+    documents: Sequence[Document],
+    rows: Sequence[NDArray[np.int64]],
+    batch: BatchSpec,
+    mesh: tuple[int, int],
+    costs: DocumentCosts,
+) -> tuple[_Dealt, float]:
+    """(rows dealt to replicas and microbatches by cost, when the last one ends) with a `mesh` of (cp, ep): the cp ranks
+    of a replica share every document."""
+    cp, ep = mesh
     work = costs.rows(rows, batch.sequence_length)
     dealt = balanced(work, batch.micro_batch_size, batch.replicas).replicas
     in_row: list[list[int]] = [[] for _ in rows]
@@ -299,5 +332,5 @@ def _static(
                 local[replica][at] = numbers
             elif numbers:
                 groups.append(_Group(at, tuple(range(replica * cp, (replica + 1) * cp)), numbers))
-    of_replicas = [float(by_row[[*chain(*parts)]].sum()) for parts in dealt]
-    return _Dealt(groups, local, np.repeat(of_replicas, cp).tolist())
+    of_microbatches = np.array([[float(by_row[[*part]].sum()) for part in parts] for parts in dealt])
+    return _Dealt(groups, local, np.repeat(of_microbatches.sum(1), cp).tolist()), end_of(of_microbatches, ep)

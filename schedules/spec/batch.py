@@ -90,9 +90,9 @@ class BatchSpec:
     Each of the dp x ep `replicas` has its own samples, in `microbatches` microbatches. Steps of a stage of `rampup`
     have fewer microbatches of the same size. Sequences are dealt to replicas and microbatches by the `document_costs`
     of their documents (None: in the order in which they are drawn). With a `capacity`, documents are dealt to groups of
-    the dp x cp ranks instead, each of which then holds at most so many tokens of a microbatch (0: sequences are dealt).
-    A pipeline may then have more microbatches in a step with a full batch: up to the last of `longer`, the numbers that
-    there are programs for besides, in ascending order.
+    the dp x ep x cp ranks instead, each of which then holds at most so many tokens of a microbatch (0: sequences are
+    dealt). A pipeline may then have more microbatches in a step with a full batch: up to the last of `longer`, the
+    numbers that there are programs for besides, in ascending order.
     """
 
     global_batch_size: int

@@ -53,6 +53,19 @@ class StepGroups(NamedTuple):
             count -= 1
         return self._replace(shares=self.shares[:count])
 
+    def microbatches(self, cp: int, ep: int) -> list[int]:
+        """That each rank of the pool runs: in which it, or one with which it exchanges tokens of experts, has a
+        document."""
+        held = [[bool(share.shared or share.local) for share in shares] for shares in self.shares]
+        peers = [expert_ranks(rank, cp, ep) for rank in range(len(self.shares[0]))]
+        return [sum(any(each[peer] for peer in its) for each in held) for its in peers]
+
+    def padded_tokens(self, microbatch: int, ranks: Sequence[int], tp: int) -> tuple[int, ...]:
+        """That each of `ranks`, which run a microbatch together, holds of it with padding that tp ranks divide: none
+        unless one of them has a document, and then at least one on each tp rank."""
+        found = [self.tokens(self.shares[microbatch][rank]) for rank in ranks]
+        return tuple(max(tp, count + -count % tp) if any(found) else 0 for count in found)
+
     def lengths(self, numbers: Sequence[int]) -> list[int]:
         """Of documents."""
         return [self.documents[number].length for number in numbers]
@@ -60,6 +73,13 @@ class StepGroups(NamedTuple):
     def tokens(self, share: Share) -> int:
         """That a rank holds of its share, with the padding that makes the parts of a sequence equally long."""
         return part_of(sum(self.lengths(share.shared)), len(share.ranks)) + sum(self.lengths(share.local))
+
+
+def expert_ranks(rank: int, cp: int, ep: int) -> range:
+    """The ranks of a pool, which has those of dp x ep x cp in this order, with which one exchanges tokens of experts,
+    itself included."""
+    first = rank - rank // cp % ep * cp
+    return range(first, first + ep * cp, cp)
 
 
 def part_of(tokens: int, ranks: int) -> int:

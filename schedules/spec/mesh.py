@@ -69,6 +69,11 @@ class Mesh:
         along = (range(getattr(self, axis)) if axis in axes else (getattr(at, axis),) for axis in ORDER)
         return tuple(self.rank(Coordinates(**dict(zip(ORDER, each, strict=True)))) for each in product(*along))
 
+    def place_in_pool(self, rank: int) -> int:
+        """The place of a rank among those of its stage that have different tokens: along dp, ep and cp."""
+        at = self.coordinates(rank)
+        return (at.dp * self.ep + at.ep) * self.cp + at.cp
+
     def __str__(self) -> str:
         sizes = asdict(self).items()
         return " x ".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "one rank"

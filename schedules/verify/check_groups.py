@@ -1,8 +1,9 @@
-"""Proves the data-aware groups of a step: documents, memory, and that the ring steps of all groups meet.
+"""Proves the data-aware groups of a step: documents, memory, and that all that ranks exchange in layers meets.
 
 A group passes keys and values round its ranks: F and B of a microbatch on g ranks are g - 1 and 2 g - 1 exchanges in
 each layer, in which a rank sends to the next one of the group and receives from the one before. All exchanges of a pool
-go over one communicator, so those of different groups must be in an order that every rank keeps.
+go over one communicator, so those of different groups must be in an order that every rank keeps. Ranks that hold each
+other's experts then exchange tokens: all of them if one has a document.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.ir.program import Stream
-from pentad.schedules.spec.cp_layout import StepGroups, part_of
+from pentad.schedules.spec.cp_layout import StepGroups, expert_ranks, part_of
 
 Computed = tuple[Op, int]  # F, B or BW of a microbatch
 
@@ -26,6 +27,16 @@ class Exchange(NamedTuple):
     to: int
     source: int
     tokens: int
+
+
+class ExpertExchange(NamedTuple):
+    """An all-to-all of the tokens of a microbatch among ranks of the pool that hold each other's experts."""
+
+    ranks: range
+    microbatch: int
+
+
+Event = Exchange | ExpertExchange
 
 
 def check_shares(groups: StepGroups, capacity: int) -> None:
@@ -50,55 +61,63 @@ def check_shares(groups: StepGroups, capacity: int) -> None:
         raise PentadError(f"document {number} of the step is trained {found[number]} times: expected once")
 
 
-def check_rings(groups: StepGroups, stream: Stream) -> None:
-    """Raises PentadError unless all exchanges of a pool whose ranks run this stream meet: with rendezvous semantics,
-    where one ends only when both neighbours have begun it."""
+def check_rings(groups: StepGroups, stream: Stream, cp: int = 1, ep: int = 1) -> None:
+    """Raises PentadError unless all exchanges of a pool, of a mesh with these sizes, whose ranks run this stream meet:
+    with rendezvous semantics, where one ends only when all its ranks have begun it."""
     order = [
         (part.op, part.microbatch) for part in instructions_of(stream) if part.op in (Op.F, Op.B, Op.BW, Op.RECOMPUTE)
     ]
-    check_exchanges([[*_exchanges(groups, rank, order)] for rank in range(len(groups.shares[0]))])
+    pool = range(len(groups.shares[0]))
+    check_exchanges([[*_exchanges(groups, rank, order, expert_ranks(rank, cp, ep))] for rank in pool])
 
 
-def check_exchanges(events: Sequence[Sequence[Exchange]]) -> None:
+def check_exchanges(events: Sequence[Sequence[Event]]) -> None:
     """Of each rank, in its order."""
     at, open_ranks = [0] * len(events), [*range(len(events))]
     while open_ranks:
         rank = open_ranks.pop()
-        ring = _ring(events, at, rank)
-        for each in ring:
+        met = _met(events, at, rank)
+        for each in met:
             at[each] += 1
-        open_ranks += ring
+        open_ranks += met
     for rank, (done, own) in enumerate(zip(at, events, strict=True)):
         if done < len(own):
             raise PentadError(f"exchange {done} of rank {rank} of the pool, {own[done]}, never meets its other ends")
 
 
-def _ring(events: Sequence[Sequence[Exchange]], at: Sequence[int], first: int) -> list[int]:
-    """The ranks from `first` on whose present exchanges close a ring, in which each receives what the one before it
-    sends; none if they do not."""
+def _met(events: Sequence[Sequence[Event]], at: Sequence[int], first: int) -> list[int]:
+    """The ranks whose present exchanges are the one of `first`: all that exchange tokens with it, or those of a ring in
+    which each receives what the one before it sends; none if they are not."""
+
+    def present(rank: int) -> Event | None:
+        return events[rank][at[rank]] if at[rank] < len(events[rank]) else None
+
+    if isinstance(own := present(first), ExpertExchange):
+        return [*own.ranks] if all(present(rank) == own for rank in own.ranks) else []
     found, rank = list[int](), first
-    while at[rank] < len(events[rank]):
+    while isinstance(sent := present(rank), Exchange) and rank not in found:
         found.append(rank)
-        sent = events[rank][at[rank]]
-        following = events[sent.to][at[sent.to]] if at[sent.to] < len(events[sent.to]) else None
-        if following is None or following.source != rank or following.tokens != sent.tokens:
+        following = present(sent.to)
+        if not isinstance(following, Exchange) or (following.source, following.tokens) != (rank, sent.tokens):
             return []
         rank = sent.to
         if rank == first:
             return found
-        if rank in found:
-            return []
     return []
 
 
-def _exchanges(groups: StepGroups, rank: int, order: Sequence[Computed]) -> Iterator[Exchange]:
+def _exchanges(groups: StepGroups, rank: int, order: Sequence[Computed], experts: range) -> Iterator[Event]:
     """Of one layer. No rank has a document in microbatches after those of the groups."""
     for op, microbatch in order:
         if microbatch >= len(groups.shares):
             continue
-        share = groups.shares[microbatch][rank]
+        shares, is_backward = groups.shares[microbatch], op in (Op.B, Op.BW)
+        share, found = shares[rank], list[Event]()
         count = len(share.ranks)
         if count > 1:
             place, tokens = share.ranks.index(rank), part_of(sum(groups.lengths(share.shared)), count)
             each = Exchange(share.ranks[(place + 1) % count], share.ranks[place - 1], tokens)
-            yield from repeat(each, 2 * count - 1 if op in (Op.B, Op.BW) else count - 1)
+            found += repeat(each, 2 * count - 1 if is_backward else count - 1)
+        if len(experts) > 1 and any(shares[peer].shared or shares[peer].local for peer in experts):
+            found.append(ExpertExchange(experts, microbatch))
+        yield from reversed(found) if is_backward else found

@@ -5,8 +5,8 @@ blocks until the other ranks have launched it too. NORM (LOSS, in an evaluation)
 reached it; with post-validation VALIDATE blocks instead, until every rank has reached the NORM of the step before.
 Ranks that share layers (tp, cp, ep) block each other inside compute actions. Where waits inside layers are counted, on
 CPUs, a rank in its n-th wait of an action is blocked by the ranks of that axis that have not begun their n-th, and one
-that is in no wait is not blocked. On GPUs, and with data-aware groups, which may be of any ranks along dp and cp, those
-that have not reached the action block a rank.
+that is in no wait is not blocked. On GPUs, and with data-aware groups, which may be of any ranks along dp, ep and cp,
+those that have not reached the action block a rank.
 
 What a rank that does not answer has launched may never have left its process: it blocks all that wait for it, and is
 not blocked itself.

@@ -166,7 +166,8 @@ def ranks() -> Iterator[Ranks]:
 @two_gpus
 @pytest.mark.parametrize("mode", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("top_k", [1, 3])
-def test_experts_on_two_gpus_equal_one_process(ranks: Ranks, mode, top_k: int) -> None:
+@pytest.mark.parametrize("held", [None, [7, 2]])
+def test_experts_on_two_gpus_equal_one_process(ranks: Ranks, mode, top_k: int, held: list[int] | None) -> None:
     shape = Experts(8, top_k, 5, 3, aux_loss_coef=0.3)
-    case = case_of(shape, 2, 7, torch.tensor([0.0, 0, -9, -9, 0, 0, 0, 0]), mode=mode)
+    case = case_of(shape, 2, 7, torch.tensor([0.0, 0, -9, -9, 0, 0, 0, 0]), mode=mode, held=held)
     check(case, ranks.run(case))

@@ -21,7 +21,7 @@ from pentad.schedules.spec.model import Experts
 from pentad.workers.linear.grouped_linear import GroupedLinear
 from pentad.workers.linear.linear import Linear
 from pentad.workers.linear.weight_grad import Param, accumulate_wgrads
-from pentad.workers.model.layer_context import LayerContext
+from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.mlp import MLP
 from pentad.workers.model.moe import MoE
 from pentad.workers.parallel.async_ops import run_to_completion
@@ -29,11 +29,12 @@ from pentad.workers.parallel.expert_parallel import DispatchMode, ExpertParallel
 from pentad.workers.params.unwritten import Unwritten
 
 State = dict[str, torch.Tensor]
-NO_SEQUENCE: Any = None  # an MoE sublayer does not read positions
+NO_SEQUENCE: Any = SequenceContext(*[None] * 3)  # type: ignore[arg-type]  # an MoE sublayer reads no positions
 
 
 class Case(NamedTuple):
-    """Full weights by name, and the tokens [ranks, T, H] and output gradients of every rank."""
+    """Full weights by name, and the tokens [ranks, T, H] and output gradients of every rank, of which it has only the
+    first ones, as many as `held` says (None: all)."""
 
     shape: Experts
     state: State
@@ -42,6 +43,11 @@ class Case(NamedTuple):
     mode: DispatchMode = "all_to_all"
     scale: float = 0.25
     recompute: bool = False
+    held: list[int] | None = None
+
+    def of_rank(self, rank: int, values: torch.Tensor) -> torch.Tensor:
+        """Those of its tokens."""
+        return values[rank, : None if self.held is None else self.held[rank]]
 
 
 class Answer(NamedTuple):
@@ -80,14 +86,15 @@ def case_of(shape: Experts, ranks: int, tokens: int, bias: torch.Tensor | None =
 
 def run_rank(case: Case, rank: int, ranks: int, group: dist.ProcessGroup | None) -> Answer:
     """Runs F, B and W of one rank."""
-    x, local = case.tokens[rank].clone(), case.shape.num_experts // ranks
+    x, local = case.of_rank(rank, case.tokens).clone(), case.shape.num_experts // ranks
+    sequence, dy = NO_SEQUENCE._replace(expert_tokens=tuple(case.held or ())), case.of_rank(rank, case.gradients)
     context = layer_context(case.shape, case.scale, ExpertParallelGroup(group, rank, case.mode))
     mine = slice(rank * local, (rank + 1) * local)
     moe = bind({k: v[mine].contiguous() if k in ("gate_up", "down") else v for k, v in case.state.items()})
-    y, saved, recomputable = run_to_completion(moe.forward(context, NO_SEQUENCE, x))
+    y, saved, recomputable = run_to_completion(moe.forward(context, sequence, x))
     if case.recompute:
         recomputable = moe.recompute(context, x, saved)
-    dx, work = run_to_completion(moe.backward(context, NO_SEQUENCE, x, saved, recomputable, case.gradients[rank]))
+    dx, work = run_to_completion(moe.backward(context, sequence, x, saved, recomputable, dy))
     accumulate_wgrads(work, Unwritten())
     received = len(x if saved.received is None else saved.received)
     return Answer(y, dx, gradients_of(moe), saved.routing.load, received)
@@ -118,7 +125,7 @@ def reference(case: Case) -> list[Answer]:
     p = {name: each.clone().requires_grad_(name != "bias") for name, each in case.state.items()}
     tokens, shape, answers = case.tokens.clone().requires_grad_(), case.shape, []
     total = torch.zeros((), dtype=torch.float64)
-    for x, dy in zip(tokens, case.gradients, strict=True):
+    for x, dy in ((case.of_rank(rank, tokens), case.of_rank(rank, case.gradients)) for rank in range(len(tokens))):
         logits = x @ p["router"].T
         scores = logits.softmax(-1) if shape.scoring_func == "softmax" else logits.sigmoid()
         biased = scores.detach() + p.get("bias", 0)
@@ -145,7 +152,8 @@ def reference(case: Case) -> list[Answer]:
     total.backward()
     gradients = {name: each.grad for name, each in p.items() if each.grad is not None}
     assert tokens.grad is not None
-    return [Answer(y, dx, gradients, load, 0) for (y, load), dx in zip(answers, tokens.grad, strict=True)]
+    dx = [case.of_rank(rank, tokens.grad) for rank in range(len(tokens))]
+    return [Answer(y, each, gradients, load, 0) for (y, load), each in zip(answers, dx, strict=True)]
 
 
 def _gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

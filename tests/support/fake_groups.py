@@ -101,11 +101,13 @@ def exchange(group: Any, sent: list[torch.Tensor], joined: Any) -> AsyncResult[l
     return ready([joined(each.clone()) for each in sent])
 
 
-def make_dispatcher(experts: torch.Tensor, local: int, group: Any, mode: str) -> Task[expert_parallel.Dispatcher]:
+def make_dispatcher(
+    experts: torch.Tensor, local: int, ep: ExpertParallelGroup, tokens: tuple[int, ...] = ()
+) -> Task[expert_parallel.Dispatcher]:
     yield from ()
-    if group is None:
+    if ep.group is None:
         return expert_parallel.LocalDispatcher()
-    return expert_parallel.AllGatherDispatcher(group)
+    return expert_parallel.AllGatherDispatcher(ep.group)
 
 
 def fake_collectives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def grouped_plan(
     return replace(plan, batch=replace(batch, capacity=-(-int(factor * even) // unit) * unit))
 
 
-def random_groups(rows: Sequence[np.ndarray], batch: BatchSpec, cp: int) -> tuple[StepGroups, Balance]:
+def random_groups(rows: Sequence[np.ndarray], batch: BatchSpec, cp: int, ep: int = 1) -> tuple[StepGroups, Balance]:
     """In place of `hybrid`: a function of the documents. Of shares with room, each document gets any. Where steps may
     have more microbatches, every rank has a number of its own."""
     documents, pool = documents_of(rows), batch.replicas * cp

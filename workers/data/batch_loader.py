@@ -161,7 +161,7 @@ class BatchLoader:
 
     def _load_shares(self, step: int, counts: np.ndarray) -> HostBatch:
         plan, dataset = self.plan, self.dataset
-        groups = step_groups(dataset, plan.batch, plan.mesh.cp, step, self.pool.map)
+        groups = step_groups(dataset, plan.batch, plan.mesh, step, self.pool.map)
         number = plan.program_of(step, len(groups.shares))
         given = plan, self.rank, dataset, step, groups, self.parts[number].counted
         shares, digest = read_shares(*given, self.pool.map)
@@ -244,9 +244,7 @@ def _shares_on_device(host: HostBatch, device: torch.device) -> dict[int, Tokens
     parts = host.tokens.to(device, non_blocking=True).split(sizes, 1)
     none = host.tokens.new_empty(0, 0)
     return {
-        mb: Tokens(
-            tokens[0], tokens[1], none, None, (), ContextShare(share.sequence, share.local, tokens[2], tokens[3])
-        )
+        mb: Tokens(tokens[0], tokens[1], none, None, (), ContextShare(*share[:3], tokens[2], tokens[3]))
         for mb, (share, tokens) in enumerate(zip(host.shares, parts, strict=True))
         if tokens.shape[1]
     }

@@ -12,7 +12,8 @@ import numpy as np
 from pentad.kernels.backend import IGNORE_INDEX
 from pentad.schedules.search.hybrid_planner import hybrid
 from pentad.schedules.spec.batch import BatchSpec
-from pentad.schedules.spec.cp_layout import StepGroups, part_of, positions
+from pentad.schedules.spec.cp_layout import StepGroups, expert_ranks, part_of, positions
+from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.verify.check_groups import check_shares
 from pentad.workers.data.samples import DIGEST_BITS, Dataset, MapRows, Sample, document_digest
@@ -26,13 +27,14 @@ class HostShare(NamedTuple):
 
     sequence: SharedSequence
     local: tuple[int, ...]
+    expert_tokens: tuple[int, ...]
     tokens: np.ndarray
 
 
-def step_groups(dataset: Dataset, batch: BatchSpec, cp: int, step: int, map_rows: MapRows = map) -> StepGroups:
+def step_groups(dataset: Dataset, batch: BatchSpec, mesh: Mesh, step: int, map_rows: MapRows = map) -> StepGroups:
     """The groups of a step: a function of its documents' lengths, so that all ranks find the same. `map_rows` may read
     rows at once."""
-    groups, _ = hybrid(dataset.document_lengths(step, map_rows), batch, cp)
+    groups, _ = hybrid(dataset.document_lengths(step, map_rows), batch, mesh.cp, mesh.ep)
     check_shares(groups, batch.capacity)
     return groups
 
@@ -48,19 +50,20 @@ def read_shares(
 ) -> tuple[list[HostShare], int]:
     """(this rank's shares of the groups' microbatches, the digest of the documents that it counts). The first rank of
     a group counts what that shares, in the microbatches `counted`."""
-    at = plan.mesh.coordinates(rank)
-    own = [shares[at.dp * plan.mesh.cp + at.cp] for shares in groups.shares]
+    here = plan.mesh.place_in_pool(rank)
+    peers = expert_ranks(here, plan.mesh.cp, plan.mesh.ep)
+    own = [shares[here] for shares in groups.shares]
     numbers = sorted({number for share in own for number in (*share.shared, *share.local)})
     samples = _read(dataset, step, groups, numbers, map_rows)
     slots = _slots(plan.batch, step)
     held, digest = list[HostShare](), 0
     for mb, share in enumerate(own):
-        place = share.ranks.index(at.dp * plan.mesh.cp + at.cp)
+        place, counts = share.ranks.index(here), groups.padded_tokens(mb, peers, plan.mesh.tp)
         for number in (*(share.shared if place == 0 else ()), *share.local) if mb in counted else ():
             digest += document_digest(step, *groups.documents[number][:2], samples[number])
         arrays = {n: _arrays(samples[n], slots[groups.documents[n].row]) for n in (*share.shared, *share.local)}
         shared, local = ([arrays[number] for number in each] for each in share[1:])
-        held.append(_share(share.ranks, place, shared, local, plan.mesh.tp))
+        held.append(_share(share.ranks, place, shared, local, counts, peers.index(here)))
     return held, digest % 2**DIGEST_BITS
 
 
@@ -100,9 +103,15 @@ def _padding(count: int) -> np.ndarray:
 
 
 def _share(
-    ranks: tuple[int, ...], place: int, shared: Sequence[np.ndarray], local: Sequence[np.ndarray], tp: int
+    ranks: tuple[int, ...],
+    place: int,
+    shared: Sequence[np.ndarray],
+    local: Sequence[np.ndarray],
+    counts: tuple[int, ...],
+    number: int,
 ) -> HostShare:
-    """Padded so that the sequence has equal parts, and tp ranks have as many tokens each."""
+    """Padded so that the sequence has equal parts, and this rank, `number` of those that exchange tokens of experts, as
+    many tokens as `counts` says."""
     found, starts = (
         np.concatenate([_padding(0), *shared], axis=1),
         [*accumulate((x.shape[1] for x in shared), initial=0)],
@@ -111,9 +120,9 @@ def _share(
     found = np.concatenate([found, _padding(length - starts[-1])], axis=1)
     if length:
         found = found[:, positions(length, len(ranks), place, "zigzag")]
-    count = found.shape[1] + sum(x.shape[1] for x in local)
-    padding = [_padding(-count % tp)] if count % tp else []
-    own = [*local, *padding]
+    padding = counts[number] - found.shape[1] - sum(x.shape[1] for x in local)
+    own = [*local, _padding(padding)] if padding else local
     begins = tuple(start for start in starts if start < length)
     lengths = tuple(x.shape[1] for x in own)
-    return HostShare(SharedSequence(ranks, place, length, begins), lengths, np.concatenate([found, *own], axis=1))
+    sequence, tokens = SharedSequence(ranks, place, length, begins), np.concatenate([found, *own], axis=1)
+    return HostShare(sequence, lengths, counts, tokens)

@@ -66,6 +66,7 @@ class SequenceContext(NamedTuple):
     kv_cache: SlicedKVCache
     window: int = 0  # tokens that a token attends to, itself included; 0: all before it
     documents: DocumentMask | None = None  # of packed sequences
+    expert_tokens: tuple[int, ...] = ()  # of each rank of the ep group; empty: all have as many
 
 
 class Sublayer(Protocol):

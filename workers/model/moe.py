@@ -108,7 +108,7 @@ class MoE(NamedTuple):
         full = yield from context.tp.all_gather(x)
         local, router_bias = self.gate_up.weight.shape[0], self.biases and self.biases.router.weight
         routing = router.route(full, self.router.weight, self.bias, _shape(context), router_bias)
-        dispatcher = yield from make_dispatcher(routing.experts, local, context.ep.group, context.ep.mode)
+        dispatcher = yield from make_dispatcher(routing.experts, local, context.ep, sequence.expert_tokens)
         in_flight = self._dispatch(full, routing, dispatcher, context.ep)
         axes, shared_gate_up, shared = context.axes, self._shared_gate_up(context, full), None
         if shared_gate_up is not None and self.shared is not None:

@@ -37,12 +37,13 @@ from pentad.workers.params.router_bias import ExpertLoad, LoadBalancer
 
 
 class SliceContext(NamedTuple):
-    """A slice of a microbatch: the ranks that share it, the mask of packed sequences by the window of a layer, and its
-    positions by the kind of one."""
+    """A slice of a microbatch: the ranks that share it, the mask of packed sequences by the window of a layer, its
+    positions by the kind of one, and the tokens of the ranks of the ep group where these are unequal."""
 
     cp: ContextParallelGroup
     documents: dict[int, DocumentMask | None]
     rotary: dict[LayerKind, RotaryTable]
+    expert_tokens: tuple[int, ...] = ()
 
 
 class TokenLosses(NamedTuple):
@@ -331,16 +332,16 @@ class Stage(BaseStage):
     def _sequence(self, slice_index: int, number: int, kv_cache: SlicedKVCache) -> SequenceContext:
         kind, shared = self.layer_kinds[number], self.slice_contexts[slice_index]
         documents = shared.documents.get(kind.window)
-        return SequenceContext(shared.cp, shared.rotary[kind], kv_cache, kind.window, documents)
+        given = shared.cp, shared.rotary[kind], kv_cache, kind.window, documents
+        return SequenceContext(*given, shared.expert_tokens)
 
     def _slice_context(self, slice_number: int, inputs: StageInputs) -> SliceContext:
         windows, share = {kind.window for kind in self.layer_kinds.values()}, inputs.share
         if share is not None:
             at = share.positions
             rotary = {kind: RotaryTable(0, cos[at], sin[at]) for kind, (cos, sin) in self.full_tables.items()}
-            return SliceContext(
-                share.group(self.layer_context.pool), {w: share.document_mask(w) for w in windows}, rotary
-            )
+            cp = share.group(self.layer_context.pool)
+            return SliceContext(cp, {w: share.document_mask(w) for w in windows}, rotary, share.expert_tokens)
         rotary = {kind: tables[slice_number] for kind, tables in self.rotary_tables.items()}
         cp, starts = self.layer_context.cp, inputs.document_starts
         if not starts:

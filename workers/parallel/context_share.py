@@ -23,11 +23,12 @@ class SharedSequence(NamedTuple):
 
 class ContextShare(NamedTuple):
     """A rank's T tokens of a microbatch: its part of a sequence, then documents of its own of `local` tokens each, the
-    last of which may be padding. `positions` [T] are those in their documents, `slots` [T] say where the loss of each
-    is added up: in the slot of the row that it was drawn in."""
+    last of which may be padding. The ranks of its ep group have `expert_tokens` each. `positions` [T] are those in
+    their documents, `slots` [T] say where the loss of each is added up: in the slot of the row that it was drawn in."""
 
     sequence: SharedSequence
     local: tuple[int, ...]
+    expert_tokens: tuple[int, ...]
     positions: Tensor
     slots: Tensor
 

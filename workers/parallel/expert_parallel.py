@@ -50,6 +50,27 @@ class AllGatherDispatcher(NamedTuple):
         return reduce_scatter_rows(x, self.group)
 
 
+class UnevenGatherDispatcher(NamedTuple):
+    """Every rank gets all tokens of the group, in which each has the number of `tokens` that the host knows."""
+
+    group: dist.ProcessGroup
+    tokens: tuple[int, ...]
+    rank: int
+
+    def dispatch(self, x: Tensor) -> AsyncResult[Tensor]:
+        received, rows = x.new_empty(sum(self.tokens), *x.shape[1:]), torch.cat([x] * len(self.tokens))
+        sizes = [*self.tokens], [len(x)] * len(self.tokens)
+        work = dist.all_to_all_single(received, rows, *sizes, group=self.group, async_op=True)
+        return AsyncResult((LayerWork(work, self.group),), lambda: received, rows)
+
+    def combine(self, x: Tensor) -> AsyncResult[Tensor]:
+        count, own = len(self.tokens), self.tokens[self.rank]
+        returned, x = x.new_empty(count, own, *x.shape[1:]), x.contiguous()
+        sizes = [own] * count, [*self.tokens]
+        work = dist.all_to_all_single(returned.flatten(0, 1), x, *sizes, group=self.group, async_op=True)
+        return AsyncResult((LayerWork(work, self.group),), lambda: returned.sum(0), x)
+
+
 class AllToAllDispatcher(NamedTuple):
     """A token is sent once to each rank that has experts for it. The host has to wait for the numbers of rows."""
 
@@ -70,17 +91,19 @@ class AllToAllDispatcher(NamedTuple):
         return AsyncResult((LayerWork(work, self.group),), lambda: sum_rows(returned, self.positions), x)
 
 
-Dispatcher = LocalDispatcher | AllGatherDispatcher | AllToAllDispatcher
+Dispatcher = LocalDispatcher | AllGatherDispatcher | UnevenGatherDispatcher | AllToAllDispatcher
 
 
 def make_dispatcher(
-    experts: Tensor, num_local: int, group: dist.ProcessGroup | None, mode: DispatchMode
+    experts: Tensor, num_local: int, ep: ExpertParallelGroup, held: tuple[int, ...] = ()
 ) -> Task[Dispatcher]:
-    """The dispatcher for tokens routed to `experts` [T, K]; each rank of the group holds `num_local` experts."""
+    """The dispatcher for tokens routed to `experts` [T, K]; each rank of the group holds `num_local` experts, and so
+    many tokens as `held` says (empty: all as many)."""
+    group = ep.group
     if group is None:
         return LocalDispatcher()
-    if mode == "all_gather":
-        return AllGatherDispatcher(group)
+    if ep.mode == "all_gather":
+        return UnevenGatherDispatcher(group, held, ep.rank) if held else AllGatherDispatcher(group)
     visits = torch.zeros(experts.shape[0], group.size(), dtype=torch.bool, device=experts.device)
     visits.scatter_(1, experts // num_local, True)
     sent = visits.sum(0)

@@ -34,7 +34,7 @@ class LayerGroups(NamedTuple):
     tp: TensorParallelGroup
     cp: ContextParallelGroup
     ep: ExpertParallelGroup
-    pool: dist.ProcessGroup | None = None  # the dp x cp ranks that share documents in groups, which change by step
+    pool: dist.ProcessGroup | None = None  # the dp x ep x cp ranks that share documents in groups
 
     @property
     def is_local(self) -> bool:
@@ -201,12 +201,17 @@ def _layer_groups(plan: Plan, rank: int) -> LayerGroups:
         ranks_of_groups = (mesh.group(axes, other) for other in range(mesh.size))
         return _new_groups(ranks_of_groups, " x ".join(axes)).get(mesh.group(axes, rank))
 
+    experts = along("ep")
     return LayerGroups(
         TensorParallelGroup(along("tp"), mesh.tp, at.tp),
         ContextParallelGroup(along("cp"), mesh.cp, at.cp, plan.cp_method),
         # A GPU's host must not wait for the routing.
-        ExpertParallelGroup(along("ep"), at.ep, "all_gather" if plan.device == "cuda" else "all_to_all"),
-        _connected_pairs(along("dp", "cp"), plan) if plan.batch.capacity else None,
+        ExpertParallelGroup(
+            _connected_pairs(experts, plan) if plan.batch.capacity else experts,
+            at.ep,
+            "all_gather" if plan.device == "cuda" else "all_to_all",
+        ),
+        _connected_pairs(along("dp", "ep", "cp"), plan) if plan.batch.capacity else None,
     )
 
 

@@ -60,6 +60,7 @@ def test_another_pool_has_the_same_documents_for_each_replica(tmp_path: Path) ->
     ("mesh", "document_mask", "sentence"),
     [
         ({"dp": 2, "cp": 2}, True, "--pool is 3: expected a multiple of mesh.cp = 2"),
+        ({"ep": 2, "cp": 2}, True, "--pool is 3: expected a multiple of mesh.cp x mesh.ep = 4"),
         ({"dp": 2}, False, "data.document_mask is false: expected true for --pool"),
     ],
 )

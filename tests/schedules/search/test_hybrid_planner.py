@@ -16,16 +16,17 @@ from hypothesis import strategies as st
 
 from pentad.schedules.search.hybrid_planner import hybrid
 from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
-from pentad.schedules.spec.cp_layout import Share, StepGroups
+from pentad.schedules.spec.cp_layout import Share, StepGroups, expert_ranks
 from pentad.schedules.verify.check_groups import check_shares
 
 COSTS = DocumentCosts(1.0, 3.0, 0.5)
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[np.ndarray], BatchSpec, int]:
+def steps(draw: st.DrawFn) -> tuple[list[np.ndarray], BatchSpec, int, int]:
     """Rows of documents, some of them empty, and a pool that has room for them on its static mesh at least."""
-    cp, replicas, microbatches, rows = (draw(st.integers(1, most)) for most in (4, 3, 3, 2))
+    cp, dp, ep, microbatches, rows = (draw(st.integers(1, most)) for most in (4, 2, 3, 3, 2))
+    replicas = dp * ep
     length, factor = 2 * cp * draw(st.integers(1, 8)), draw(st.sampled_from([1.0, 1.25, 3.0]))
     size = replicas * microbatches * rows
     found = []
@@ -35,13 +36,13 @@ def steps(draw: st.DrawFn) -> tuple[list[np.ndarray], BatchSpec, int]:
     capacity, further = 2 * -(-int(factor * rows * length / cp) // 2), draw(st.integers(0, 3))
     longer = tuple(range(microbatches + 1, microbatches + 1 + further))
     batch = BatchSpec(size, length, microbatches, replicas, document_costs=COSTS, capacity=capacity, longer=longer)
-    return found, batch, cp
+    return found, batch, cp, ep
 
 
 @settings(deadline=None)
 @given(step=steps())
-def test_every_document_is_on_one_group_that_holds_it(step: tuple[list[np.ndarray], BatchSpec, int]) -> None:
-    rows, batch, cp = step
+def test_every_document_is_on_one_group_that_holds_it(step: tuple[list[np.ndarray], BatchSpec, int, int]) -> None:
+    rows, batch, cp, ep = step
     groups, balance = hybrid(*step)
     check_shares(groups, batch.capacity)
     assert batch.microbatches <= len(groups.shares) <= batch.most_microbatches
@@ -55,7 +56,7 @@ def test_every_document_is_on_one_group_that_holds_it(step: tuple[list[np.ndarra
     }
     assert found == expected
     assert work_of(groups) == pytest.approx(balance.work.tolist())
-    assert balance.end == pytest.approx(end_of(groups)) and balance.end >= balance.bound * (1 - 1e-9)
+    assert balance.end == pytest.approx(end_of(groups, cp, ep)) and balance.end >= balance.bound * (1 - 1e-9)
     assert groups == hybrid(*step)[0], "the same lengths, the same groups"
 
 
@@ -73,12 +74,18 @@ def work_of(groups: StepGroups) -> list[float]:
     return sum((seconds_of(shares, groups) for shares in groups.shares), np.zeros(len(groups.shares[0]))).tolist()
 
 
-def end_of(groups: StepGroups) -> float:
-    """Layer by layer, a rank waits for all of its group: so they begin and end a microbatch at once."""
+def end_of(groups: StepGroups, cp: int = 1, ep: int = 1) -> float:
+    """Layer by layer, a rank waits for all of its group, for those that share the experts, and so for all for which
+    these wait: if they have a document, they begin and end a microbatch at once."""
     ends = np.zeros(len(groups.shares[0]))
     for shares in groups.shares:
-        begins, seconds = ends, seconds_of(shares, groups)
-        ends = np.array([begins[[*its.ranks]].max() + seconds[[*its.ranks]].max() for its in shares])
+        waits, seconds = np.eye(len(shares)), seconds_of(shares, groups)
+        for rank, share in enumerate(shares):
+            waits[rank, [*share.ranks, *expert_ranks(rank, cp, ep)]] = 1.0
+        together = np.linalg.matrix_power(waits, len(shares)) > 0
+        longest = np.array([seconds[each].max() for each in together])
+        begins = np.array([ends[each].max() for each in together])
+        ends = np.where(longest > 0, begins + longest, ends)
     return float(ends.max())
 
 
@@ -104,6 +111,16 @@ def test_short_documents_have_no_ring_and_long_ones_as_many_ranks_as_they_need()
     rows = [[96], [24] * 4, [24] * 4, [24] * 4]
     groups, _ = hybrid([np.array(row) for row in rows], batch_of(rows, 96, 4, 1, 60), 3)
     assert ranks_by_length(groups) == {96: {3}, 24: {1}}
+
+
+def test_ranks_that_share_experts_have_their_long_documents_in_one_microbatch() -> None:
+    """Dealt to one rank after the other, two would be in each: the step would take as long as four."""
+    rows = [np.array(row) for row in ([24], [24], [8, 8, 8], [8, 8, 8])]
+    batch = batch_of([row.tolist() for row in rows], 24, 2, 2, 24)
+    groups, balance = hybrid(rows, batch, 1, 2)
+    lengths = [sorted(sum(groups.lengths(share.local)) for share in shares) for shares in groups.shares]
+    long, short = COSTS.alone([24, 8]).tolist()
+    assert lengths == [[24, 24]] * 2 and balance.end == pytest.approx(long + 3 * short)
 
 
 def test_documents_that_fit_in_no_other_way_are_on_the_static_mesh() -> None:

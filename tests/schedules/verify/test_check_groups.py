@@ -9,8 +9,14 @@ from random_groups import random_groups
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
-from pentad.schedules.spec.cp_layout import Document, Share, StepGroups
-from pentad.schedules.verify.check_groups import Exchange, check_exchanges, check_rings, check_shares
+from pentad.schedules.spec.cp_layout import Document, Share, StepGroups, expert_ranks
+from pentad.schedules.verify.check_groups import (
+    Exchange,
+    ExpertExchange,
+    check_exchanges,
+    check_rings,
+    check_shares,
+)
 
 DOCUMENTS = (Document(0, 0, 12), Document(0, 12, 4), Document(1, 0, 6))
 PAIR = (0, 1)
@@ -65,6 +71,7 @@ def test_ring_steps_of_any_groups_meet_under_every_schedule(name: str, seed: int
     check_shares(groups, 200)
     for stream in compile_program(name, 2, 4).streams:
         check_rings(groups, stream)
+        check_rings(groups, stream, cp=2, ep=3)
 
 
 def test_rings_in_other_orders_do_not_meet() -> None:
@@ -77,3 +84,24 @@ def test_rings_in_other_orders_do_not_meet() -> None:
     with pytest.raises(PentadError, match="never meets"):
         check_exchanges(events)
     check_exchanges([events[0], events[1][::-1], events[2]])
+
+
+def test_ranks_that_leave_out_an_exchange_of_experts_or_take_another_first_do_not_meet() -> None:
+    both, other = (ExpertExchange(range(2), microbatch) for microbatch in (0, 1))
+    check_exchanges([[both, other], [both, other]])
+    for late in ([], [both], [other, both]):
+        with pytest.raises(PentadError, match="never meets"):
+            check_exchanges([[both, other], late])
+    ring = [Exchange(1, 1, 4), Exchange(0, 0, 4)]
+    check_exchanges([[each, both] for each in ring])
+    with pytest.raises(PentadError, match="never meets"):
+        check_exchanges([[ring[0], both], [both, ring[1]]])
+
+
+def test_a_rank_without_documents_joins_exchanges_of_experts() -> None:
+    """Of the pool's four ranks, as dp2 x ep2, only the first has a document."""
+    shares = (Share((0,), (), (0,)), *(Share((rank,), (), ()) for rank in (1, 2, 3)))
+    groups = StepGroups((Document(0, 0, 3),), (shares,))
+    assert groups.microbatches(1, 2) == [1, 1, 0, 0] and groups.microbatches(1, 1) == [1, 0, 0, 0]
+    assert groups.padded_tokens(0, range(2), 2) == (4, 2) and groups.padded_tokens(0, range(2, 4), 2) == (0, 0)
+    assert [[*expert_ranks(rank, 2, 2)] for rank in (0, 3, 6)] == [[0, 2], [1, 3], [4, 6]]

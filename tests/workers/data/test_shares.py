@@ -24,7 +24,7 @@ from pentad.workers.data.samples import DIGEST_BITS
 from pentad.workers.data.sources import open_dataset
 from pentad.workers.data.tokenizer import train_tokenizer
 
-MESHES: list[dict[str, Any]] = [{}, {"dp": 2, "pp": 2}, {"cp": 4}, {"tp": 2, "cp": 2}, {"dp": 8}]
+MESHES: list[dict[str, Any]] = [{}, {"dp": 2, "pp": 2}, {"cp": 4}, {"tp": 2, "cp": 2}, {"dp": 8}, {"ep": 4, "pp": 2}]
 TRAINED = Counter[tuple[int, ...]]  # (token, target, position in its document, slot of its row)
 
 

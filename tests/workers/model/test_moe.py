@@ -47,6 +47,17 @@ def test_a_rank_whose_experts_get_no_tokens(ranks: Ranks, mode, tokens: int) -> 
 
 
 @pytest.mark.parametrize("mode", ["all_to_all", "all_gather"])
+def test_ranks_with_unequal_numbers_of_tokens(ranks: Ranks, mode) -> None:
+    shape = replace(SHAPE, aux_loss_coef=0.0)
+    case = case_of(shape, 4, 7, mode=mode, held=[3, 1, 7, 5])
+    answers = ranks.run(case)
+    check(case, answers)
+    assert mode == "all_to_all" or [answer.received for answer in answers] == [16] * 4
+    for first, again in zip(answers, ranks.run(case), strict=True):
+        assert torch.equal(first.y, again.y) and torch.equal(first.dx, again.dx)
+
+
+@pytest.mark.parametrize("mode", ["all_to_all", "all_gather"])
 def test_all_tokens_to_one_expert(ranks: Ranks, mode) -> None:
     bias = torch.zeros(8)
     bias[5] = 9

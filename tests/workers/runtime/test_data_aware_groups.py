@@ -20,6 +20,7 @@ from small_models import FAMILIES
 from worker_processes import WorkerProcess, check_recovery
 
 from pentad.schedules.search.hybrid_planner import hybrid
+from pentad.schedules.spec.cp_layout import StepGroups
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.data.sources import open_dataset
@@ -27,22 +28,23 @@ from pentad.workers.data.sources import open_dataset
 slow = pytest.mark.slow
 
 
+def groups_of(plan: Plan, planner: Any) -> list[StepGroups]:
+    """Of all steps."""
+    dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
+    given = plan.batch, plan.mesh.cp, plan.mesh.ep
+    return [planner(dataset.document_lengths(step), *given)[0] for step in range(STEPS)]
+
+
 def group_sizes(plan: Plan, planner: Any) -> Counter[int]:
     """How many ranks are in groups of each size, over the microbatches of all steps; 0: without a document."""
-    dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
-    steps = [planner(dataset.document_lengths(step), plan.batch, plan.mesh.cp)[0] for step in range(STEPS)]
-    shares = [share for groups in steps for share in chain(*groups.shares)]
+    shares = [share for groups in groups_of(plan, planner) for share in chain(*groups.shares)]
     return Counter(len(share.ranks) if share.shared or share.local else 0 for share in shares)
 
 
 def microbatches_of(plan: Plan, planner: Any) -> tuple[list[list[int]], list[int]]:
     """(by step and rank of the pool in how many microbatches it has documents, the numbers of the steps' programs)."""
-    dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
-    steps = [planner(dataset.document_lengths(step), plan.batch, plan.mesh.cp)[0] for step in range(STEPS)]
-    counts = [
-        [sum(bool(its.shared or its.local) for its in each) for each in zip(*groups.shares, strict=True)]
-        for groups in steps
-    ]
+    steps = groups_of(plan, planner)
+    counts = [groups.microbatches(1, 1) for groups in steps]
     return counts, [plan.program_of(step, len(groups.shares)) for step, groups in enumerate(steps)]
 
 
@@ -140,9 +142,51 @@ def test_pipelines_of_unequal_numbers_of_microbatches_train_like_one_process(
     assert [[result.program for result in outcome.results] for outcome in outcomes] == [programs] * len(outcomes)
 
 
+EXPERTS = [
+    {"sizes": {"ep": 2, "pp": 2, "name": "zb-h2"}},
+    pytest.param({"sizes": {"ep": 2}}, marks=slow),
+    pytest.param({"sizes": {"ep": 4}}, marks=slow),
+    pytest.param({"sizes": {"ep": 2, "dp": 2}}, marks=slow),
+    pytest.param({"sizes": {"ep": 2, "cp": 2}, "packing": "windows"}, marks=slow),
+    pytest.param({"sizes": {"ep": 2, "tp": 2}}, marks=slow),
+    pytest.param({"sizes": {"ep": 2, "pp": 2, "name": "zb-v"}}, marks=slow),
+    pytest.param({"sizes": {"ep": 2, "pp": 2, "name": "zb-h2"}, "post_validation": True}, marks=slow),
+    *(
+        pytest.param({"sizes": {"ep": 2, "dp": 2}, "memory_options": MemoryOptions(zero=zero)}, marks=slow)
+        for zero in (1, 2, 3)
+    ),
+    *(pytest.param({"sizes": {"ep": 2, "dp": 2}, "recompute": mode}, marks=slow) for mode in ("full", "attention")),
+    pytest.param(
+        {"sizes": {"ep": 2, "dp": 2}, "unit_layers": 1, "offload": 0.3, "recompute": "mlp", "recompute_fraction": 0.5},
+        marks=slow,
+    ),
+    *(
+        pytest.param({"sizes": {"ep": 2, "dp": 2}, "model": FAMILIES[name]}, marks=slow, id=name)
+        for name in ("gpt-oss", "qwen3-moe")
+    ),
+    *(pytest.param({"sizes": {"ep": 2, "dp": 2}, "factor": 6, "seed": seed}, marks=slow) for seed in (2, 3, 4)),
+]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("case", EXPERTS)
+def test_ranks_that_exchange_tokens_of_experts_train_like_one_process(
+    random_fleet: Fleet, tmp_path: Path, case: dict[str, Any]
+) -> None:
+    given = {"microbatches": 4, "factor": 4, "longer": (5, 7), "model": FAMILIES["mixtral"], **case}
+    plan = grouped_plan(tmp_path, **given)
+    steps, mesh = groups_of(plan, random_groups), plan.mesh
+    run, own = ([each.microbatches(*sizes) for each in steps] for sizes in ((mesh.cp, mesh.ep), (1, 1)))
+    assert run != own, "no rank without documents of its own proves nothing"
+    outcomes = assert_equals_one_process(random_fleet, plan)
+    _, programs = microbatches_of(plan, random_groups)
+    assert [[result.program for result in outcome.results] for outcome in outcomes] == [programs] * len(outcomes)
+
+
 @slow
-def test_a_run_with_groups_evaluates_like_one_process(fleet: Fleet, tmp_path: Path) -> None:
-    plan = grouped_plan(tmp_path, {"dp": 2, "cp": 2})
+@pytest.mark.parametrize("sizes", [{"dp": 2, "cp": 2}, {"dp": 2, "ep": 2}])
+def test_a_run_with_groups_evaluates_like_one_process(fleet: Fleet, tmp_path: Path, sizes: dict[str, int]) -> None:
+    plan = grouped_plan(tmp_path, sizes, model=FAMILIES["mixtral"])
     assert_evaluates_like_one_process(fleet, with_eval(plan, 5))
 
 
@@ -154,6 +198,7 @@ def test_a_run_with_groups_evaluates_like_one_process(fleet: Fleet, tmp_path: Pa
         {"sizes": {"dp": 2, "pp": 2}},
         {"sizes": {"dp": 2, "pp": 2}, "longer": (3, 5)},
         {"sizes": {"dp": 2, "pp": 2, "name": "zb-h2"}, "longer": (3, 5), "post_validation": True},
+        {"sizes": {"ep": 2, "pp": 2, "name": "zb-h2"}, "longer": (3, 5), "model": FAMILIES["mixtral"]},
     ],
 )
 def test_runs_with_groups_resume_with_the_same_bits(random_fleet: Fleet, tmp_path: Path, case: dict[str, Any]) -> None:
