@@ -16,6 +16,7 @@ from typing import NamedTuple
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.estimate import costs_of, memory
 from pentad.orchestrator.planning.fit import DeviceMemory, HostMemory, host_bytes
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.simulate.copy_slack import hidden_share
 from pentad.schedules.spec.plan import Plan
@@ -48,14 +49,18 @@ def cheapest(need: float, tiers: Sequence[Tier]) -> list[float]:
     return shares
 
 
-def choose_tiers(config: RunConfig, device: DeviceMemory, host: HostMemory, make: Maker) -> Plan:
+def choose_tiers(config: RunConfig, device: DeviceMemory, host: HostMemory | None, make: Maker) -> Plan:
     """The plan with the least recomputation and offloading that fits; if none fits, with the most of both.
 
-    Without memory.recompute nothing recomputes; with memory.recompute_layers so many layers do.
+    Without memory.recompute nothing recomputes; with memory.recompute_layers so many layers do. Raises PentadError if
+    something has to go to a host whose memory is unknown (None).
     """
     plain = make(_with(config, 0.0, 0.0))
     if not config.memory.recompute_layers and _lack(plain, device) <= 0:
         return plain
+    if host is None:
+        where = "as this machine's memory says nothing about the hosts of other GPUs"
+        raise PentadError(f"memory.offload_fraction is auto: expected memory.host_gib besides, {where}")
     most = make(_with(config, None, 1.0))
     search = _Search(config, device, host, make, most)
     for step in range(search.first_step(), search.steps + 1):

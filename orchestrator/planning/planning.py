@@ -72,11 +72,8 @@ def make_plan(
     assert "auto" not in (config.memory.recompute, config.zero.max_gathered), "the planner has not chosen yet"
     if config.memory.offload_fraction == "auto":
         make = partial(make_plan, device=device, hosts=hosts, model=model, units=units)
-        room, host = memory or device_memory(device, gpu=gpu_of(config.cluster)), host_memory(config, device)
-        if host is None:
-            where = "as this machine's memory says nothing about the hosts of other GPUs"
-            raise PentadError(f"memory.offload_fraction is auto: expected memory.host_gib besides, {where}")
-        return choose_tiers(config, room, host, make)
+        room = memory or device_memory(device, gpu=gpu_of(config.cluster))
+        return choose_tiers(config, room, host_memory(config, device), make)
     hosts = assumed_hosts(config) if hosts is None else hosts
     transport, dtype = transport_of(config, device, hosts), compute_dtype(config, device)
     model = config.model_spec(dtype) if model is None else model

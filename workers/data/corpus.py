@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
@@ -15,7 +15,7 @@ import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus_index import CHECKED, INDEX_FILE, Index, RecordBatch, parse_index
-from pentad.workers.data.shard_file import Mapped, ShardFile
+from pentad.workers.data.shard_file import ShardFile
 from pentad.workers.data.storage import Folder, folder_at
 
 SHARDS_OPEN = 64  # mapped at a time
@@ -42,7 +42,8 @@ class Shards:
             (number, batch) for number, shard in enumerate(index.shards) for batch in shard.batches if batch.tokens
         ]
         self.starts = np.fromiter(accumulate((batch.tokens for _, batch in self.batches), initial=0), np.int64)
-        self.map = _mapped(self.files)
+        files = self.files  # not self, which has the cache: in a cycle shards would stay open
+        self.map = lru_cache(SHARDS_OPEN)(lambda shard: files[shard].map())
 
     def overlaps(self, start: int, count: int) -> Iterator[Overlap]:
         """The record batches that overlap a window of the flat stream."""
@@ -75,11 +76,6 @@ class Shards:
     def _read(self, part: Overlap, column_at: int, dtype: np.dtype) -> np.ndarray:
         at, file = column_at + part.first * dtype.itemsize, self.files[part.shard]
         return file.read(self.map(part.shard), at, dtype, part.end - part.first)
-
-
-def _mapped(files: Sequence[ShardFile]) -> Callable[[int], Mapped]:
-    """The newest SHARDS_OPEN of these by number. Nothing that it refers to refers to it, so they are closed with it."""
-    return lru_cache(SHARDS_OPEN)(lambda shard: files[shard].map())
 
 
 @dataclass(frozen=True)
