@@ -54,14 +54,14 @@ def test_offloading_changes_no_bit(gpus, corpus, name, recompute, dtype) -> None
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parts", ["mlp", "qkv_linear", "attn_proj", "attention"])
 @pytest.mark.parametrize("offload", [0.0, 1.0])
-def test_recomputed_rows_change_no_bit(gpus, corpus, offload, parts, dtype) -> None:
-    """Products of the last rows, at multiples of 128, have the bits of those of all 8,192."""
+def test_recomputed_rows_change_no_bit(gpus, corpus, offload, parts) -> None:
+    """Products of the last rows, at multiples of 128, have the bits of those of all 8,192; in float32 they have not, as
+    cuBLAS takes another kernel for fewer rows."""
     runs = []
     for mode, rows in (("none", 1.0), (parts, 0.3), (parts, 0.5)):
-        plan = replace(large_plan(corpus, mode, offload * (mode != "none"), rows), dtype=dtype)
+        plan = large_plan(corpus, mode, offload * (mode != "none"), rows)
         runs.append(gpus.run(plan, [(0, 2)])[0])
     for other in runs[1:]:
         assert same_bits(runs[0].state, other.state)
