@@ -99,13 +99,8 @@ def comm_volume(plan: Plan, rank: int) -> CommVolume:
 def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: str) -> CommVolume:
     """Of one piece on one stage: its layers, embedding and head. A `phase` is F, B or the mode of a RECOMPUTE."""
     found = CommVolume()
-    fp8 = piece.fp8
-    alike = Counter(
-        (number >= model.dense_layers, fp8 is not None and fp8.covers(number, model.layers))
-        for number in layers.numbers
-    )
-    for (has_experts, in_8_bits), count in alike.items():
-        its = piece._replace(fp8=fp8 if in_8_bits else None)
+    alike = Counter((layer >= model.dense_layers, piece.of_layer(layer, model.layers)) for layer in layers.numbers)
+    for (has_experts, its), count in alike.items():
         found.include(layer_volume(model, has_experts, its, phase), count)
     mtp_layers = model.mtp_layers if layers.has_head and phase in WHOLE else 0
     found.include(layer_volume(model, model.experts is not None, piece._replace(fp8=None), phase), mtp_layers)

@@ -131,9 +131,8 @@ class Work:
 
     def compute(self, piece: Piece, span: LayerRange) -> Compute:
         """F, B and W of one piece in a span of layers."""
-        known = self._compute.setdefault(
-            piece._replace(mesh=replace(piece.mesh, dp=1, pp=1)), {}
-        )  # on which nothing depends
+        alike = piece._replace(mesh=replace(piece.mesh, dp=1, pp=1))  # on which nothing depends
+        known = self._compute.setdefault(alike, {})
         if (kind := self.kind(span)) not in known:
             costs = guess_costs(self.model, [span], [range(1)], piece, self.rates, lora=self.lora)
             known[kind] = Compute(*costs.forward, *costs.backward, *costs.weight)

@@ -1,8 +1,8 @@
 """The fastest plan of each mesh that fits, best first: branch and bound over a `Space`.
 
-A heap has parts of the space by the least time that any plan in them can take (time_bounds.py), and planned settings
-by the time that they do take. The first of the heap is divided, or planned, until it is a planned setting: then nothing
-in its mesh is faster. Plans whose memory bound exceeds the device are never compiled (memory_bounds.py).
+A heap has branches of the space by the least time that any plan in them can take (placement_bounds.py, time_bounds.py),
+and planned settings by the time that they do take. The first of the heap is divided, or planned, until it is a planned
+setting: then nothing in its mesh is faster. Plans whose memory bound exceeds the device are never compiled (memory_bounds.py).
 
 Recomputation and offloading take time and save memory, so in a `Chain` of settings that do more and more of one, the
 first that fits is the fastest: it is found by bisection, where memory says no sooner.
@@ -23,9 +23,9 @@ from pentad.orchestrator.memory.variants import Variants
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.hardware import require_tp_on_node
 from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
+from pentad.orchestrator.search.branches import Branch, Chain, Fitting, Group, Ordered, Shape, Sharding
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
-from pentad.orchestrator.search.parts import Chain, Fitting, Group, Ordered, Part, Shape, Sharding
 from pentad.orchestrator.search.placement_bounds import placement_bound, shape_bound
 from pentad.orchestrator.search.planned import Planned, without_evaluation
 from pentad.orchestrator.search.space import Order, Setting, Space, space_of, with_setting
@@ -100,7 +100,7 @@ class _Search:
         self.config, self.space, self.device, self.held = config, space, device, held
         self.compared = without_evaluation(config)
         self.work, self.found = Work(config), Found(device, space, held)
-        self._heap: list[tuple[float, int, Part]] = []
+        self._heap: list[tuple[float, int, Branch]] = []
         self._numbers = count()
         self._refused: dict[Mesh, Counter[str]] = {}
         self._least: dict[Mesh, int] = {}
@@ -110,28 +110,28 @@ class _Search:
             self._begin(mesh)
         listed_meshes = set[Mesh]()
         while self._heap and len(listed_meshes) < listed:
-            _, _, part = heapq.heappop(self._heap)
-            mesh = part.mesh
+            _, _, branch = heapq.heappop(self._heap)
+            mesh = branch.mesh
             if mesh in listed_meshes:
                 continue
-            if isinstance(part, Fitting):
-                if (proved := self._proved(part)) is not None:
+            if isinstance(branch, Fitting):
+                if (proved := self._proved(branch)) is not None:
                     listed_meshes.add(mesh)
                     self.found.choices.append(proved)
             else:
                 try:
-                    self._divide(part)
+                    self._divide(branch)
                 except PentadError as error:
                     self._refuse(mesh, error)
-        decided = listed_meshes.union(part.mesh for _, _, part in self._heap)
+        decided = listed_meshes.union(branch.mesh for _, _, branch in self._heap)
         for mesh in self.space.meshes:
             if mesh not in decided:
                 self._conclude(mesh)
 
-    def _push(self, bound: float, part: Part) -> None:
+    def _push(self, bound: float, branch: Branch) -> None:
         """What is planned goes before what may be as fast, but for rounding."""
-        key = bound * (1 - ROUNDING) if isinstance(part, Fitting) else bound
-        heapq.heappush(self._heap, (key, next(self._numbers), part))
+        key = bound * (1 - ROUNDING) if isinstance(branch, Fitting) else bound
+        heapq.heappush(self._heap, (key, next(self._numbers), branch))
 
     def _refuse(self, mesh: Mesh, error: PentadError) -> None:
         self._refused.setdefault(mesh, Counter())[str(error)] += 1
@@ -160,16 +160,16 @@ class _Search:
             except PentadError as error:
                 self._refuse(mesh, error)
 
-    def _divide(self, part: Part) -> None:
-        match part:
+    def _divide(self, branch: Branch) -> None:
+        match branch:
             case Shape():
-                self._orders(part)
+                self._orders(branch)
             case Ordered():
-                self._groups(part)
+                self._groups(branch)
             case Group():
-                self._settings(part)
+                self._settings(branch)
             case Chain():
-                self._step(part)
+                self._step(branch)
 
     def _orders(self, shape: Shape) -> None:
         for order in self.space.orders_on(shape.mesh):
@@ -190,9 +190,9 @@ class _Search:
         for unit_layers in self.space.unit_layers:
             self._push(bound, Ordered(shape, order, unit_layers))
 
-    def _groups(self, part: Ordered) -> None:
+    def _groups(self, branch: Ordered) -> None:
         """By ZeRO's stage and gathered units."""
-        shape, order, unit_layers = part
+        shape, order, unit_layers = branch
         layout = self.work.layout(*shape[:2], order, unit_layers, by_layer=False)
         if unit_layers is not None and None in self.space.unit_layers:
             default = self.work.layout(*shape[:2], order, None, by_layer=False)

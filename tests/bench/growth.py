@@ -1,7 +1,7 @@
 """Detects leaks of processes: memory, file descriptors, threads, listening ports and files in shared memory.
 
 Processes have one arena of malloc (MALLOC_ARENA_MAX=1). By default glibc has eight a core, each of which keeps what was
-freed in it: a driver on two cores takes up to 60 MB more in a hundred recoveries, of which nothing is in use.
+freed in it: on two cores a driver then grew by 61 MB in a hundred recoveries, and by 21 MB with one.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def test_a_store_that_is_down_costs_no_bit(nodes: Cluster, server: ObjectStore, 
 @pytest.mark.timeout(3000)
 def test_a_hundred_kills_of_one_run_leave_no_growth(tmp_path: Path) -> None:
     """Its driver and the rank that is spared have as many descriptors, threads and ports after them as before. Memory
-    grows by what the driver keeps of each recovery and of the steps between: in 50 kills it was 0.17 MB each."""
+    grows by what the driver keeps of each recovery and of the steps between: in 100 kills it was 0.13 MB each."""
     found = process_faults(tmp_path, KILLS, signal.SIGKILL, Random(0))
     print(found["growth"])
     assert (found["count"], found["failure"], found["exit_status"]) == (KILLS, "", 0)

@@ -1,4 +1,5 @@
-"""Parts of a `Space` that the search divides, and what it finds in the last of them."""
+"""The branches of a search by branch and bound: subsets of a `Space`, which it divides, and what it finds in the last
+of them."""
 
 from __future__ import annotations
 
@@ -90,4 +91,4 @@ class Fitting(NamedTuple):
         return self.setting.mesh
 
 
-Part = Shape | Ordered | Group | Chain | Fitting
+Branch = Shape | Ordered | Group | Chain | Fitting
