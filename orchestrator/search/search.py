@@ -2,7 +2,8 @@
 
 A heap has branches of the space by the least time that any plan in them can take (placement_bounds.py, time_bounds.py),
 and planned settings by the time that they do take. The first of the heap is divided, or planned, until it is a planned
-setting: then nothing in its mesh is faster. Plans whose memory bound exceeds the device are never compiled (memory_bounds.py).
+setting: then nothing in its mesh is faster. Plans whose memory bound exceeds the device are never compiled
+(memory_bounds.py).
 
 Recomputation and offloading take time and save memory, so in a `Chain` of settings that do more and more of one, the
 first that fits is the fastest: it is found by bisection, where memory says no sooner.
