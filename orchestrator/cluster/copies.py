@@ -39,15 +39,21 @@ class GroupCopies:
         """`token` is that of a group that has copies already."""
         self.group, self.token = group, token or secrets.token_bytes(TOKEN_BYTES)
         self.holders: tuple[int, ...] = ()
-        self._addresses: list[str] = []
+        self._serving: Refs = {}  # the pending addresses of the ranks
 
     def begin_generation(self) -> None:
-        """Has all ranks accept parts. Raises WorkerError if one is gone."""
+        """Has all ranks accept parts, and reserve memory for their own. Raises WorkerError if one is gone."""
         group = self.group
         hosts = enumerate(zip(group.actors, group.places, strict=True))
-        serving = {rank: actor.serve_copies.remote(place.ip, self.token) for rank, (actor, place) in hosts}
-        self._addresses = group.collect(serving)
+        self._serving = {rank: actor.serve_copies.remote(place.ip, self.token) for rank, (actor, place) in hosts}
+        if group.plan.device == "cpu":  # no memory is pinned
+            group.collect(self._serving)
         self.holders = holders_of([place.node for place in group.places])
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `submit` may be called. GPU ranks pin memory for many seconds, in which they train."""
+        return self.group.is_ready(self._serving)
 
     @property
     def num_on_the_same_node(self) -> int:
@@ -62,9 +68,10 @@ class GroupCopies:
         """First phase, beside training: has every rank copy its part of the state after `step` steps, the last of which
         may be open, and send it to its holder. The answers are of type SentPart, or say why a rank could not."""
         group, key, refs = self.group, self.key(step), {}
+        addresses = group.collect(self._serving)
         for rank, actor in enumerate(group.actors):
             group.call_runner(rank, "copy", step)  # `replicate` raises what goes wrong there
-            address = self._addresses[self.holders[rank]]
+            address = addresses[self.holders[rank]]
             refs[rank] = actor.replicate.remote(group.generation, key, address, self.token)
         return refs
 

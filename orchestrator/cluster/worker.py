@@ -203,11 +203,13 @@ class Worker:
         delete_older(path.parent, keep, pinned)
         checkpoint.read_manifest(path)  # raises if it was damaged when it was read again
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="copies")
     def serve_copies(self, host: str, token: bytes) -> str:
-        """Accepts and gives out copies of ranks' states, at 'HOST:PORT'."""
+        """Accepts and gives out copies of ranks' states, at 'HOST:PORT'. Returns once there is memory for those of its
+        own state."""
         if self.copy_server is None:
             self.copy_server = CopyServer(self.copies, host, token)
+        self.runner.reservation.result()
         return self.copy_server.address
 
     @ray.method(concurrency_group="copies")

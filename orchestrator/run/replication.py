@@ -55,6 +55,8 @@ class Replication:
             group = self.copies.group
             if required:
                 group.gather(self.committing, COMMIT_SECONDS)
+            if not required and not self.copies.is_ready:
+                return  # later, as training does not wait for memory
             if self.committing and not group.is_ready(self.committing):
                 return
             self.attempted = step

@@ -5,8 +5,8 @@ PYTHONPATH=.typings:tests/support:tests/bench python -P tests/bench/durability.p
 
 cost: in one group of ranks, steps of Llama 3 8B with fewer layers, in turn without anything, with a copy in the other
 rank's memory, and with a checkpoint, made beside them. Needs no Ray.
-kill: a run of `pentad train` with a model of 1.5 billion parameters, whose ranks are killed in turn: seconds from the
-signal to the next committed step. Needs Ray (a folder of it in PYTHONPATH will do).
+kill: a run of `pentad train` with a model of 1.5 billion parameters, or with --job another, whose ranks are killed in
+turn: seconds from the signal to the next committed step. Needs Ray (a folder of it in PYTHONPATH will do).
 
 Further arguments are overrides of the configuration: `model.layers=2`, or `cluster.device=cpu` with a small model.
 """
@@ -119,8 +119,7 @@ def cost(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
 
 def kill(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     """One rank after the other, each a process of the start: it has not been replaced before."""
-    job = str(ROOT / "deploy" / "jobs" / "llama-1b.yaml")
-    command = [sys.executable, "-P", "-m", "pentad.orchestrator.cli.cli", "train", job, *KILL]
+    command = [sys.executable, "-P", "-m", "pentad.orchestrator.cli.cli", "train", args.job, *KILL]
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         run, rows = Path(folder, "kill"), list[dict[str, Any]]()
         printed = Path(folder, "printed")
@@ -129,7 +128,7 @@ def kill(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
         try:
             _wait(driver, printed, partial(_has_steps, run, args.steps))
             (place,) = _events(run, "place")
-            for each in reversed(place["ranks"]):
+            for each in list(reversed(place["ranks"]))[: args.kills]:
                 generation, steps = _metrics(run)[-1]["generation"], len(_metrics(run))
                 _wait(driver, printed, partial(_has_steps, run, steps + args.steps))
                 at = time.time()
@@ -180,6 +179,8 @@ def main() -> None:
     parser.add_argument("what", choices=["cost", "kill"])
     parser.add_argument("--steps", type=int, default=10, help="from one copy or checkpoint to the next; before a kill")
     parser.add_argument("--rounds", type=int, default=5, help="of all kinds")
+    parser.add_argument("--job", default=str(ROOT / "deploy" / "jobs" / "llama-1b.yaml"), help="whose ranks are killed")
+    parser.add_argument("--kills", type=int, help="by default every rank is killed once")
     parser.add_argument("--seconds", type=float, default=200.0, help="after which no round begins")
     parser.add_argument("--folder", type=Path, help="for checkpoints and runs")
     parser.add_argument("--json", type=Path, help="JSON file of the results; other sections in it are left as they are")

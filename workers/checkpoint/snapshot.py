@@ -44,20 +44,20 @@ class Copy:
 
 
 class Snapshots:
-    """Of one rank and generation, one at a time. `request`, `update` and `reserve` are for the train thread, `take` and
-    `release` for the one that writes. `version` is the number of steps in the state once the stream is as far. With
-    `in_place` state on the host is not copied; `check` is called while an update waits for it to be written, and may
-    raise."""
+    """Of one rank and generation, one at a time, after `reserve`. `request` and `update` are for the train thread,
+    `take` and `release` for the one that writes. `version` is the number of steps in the state once the stream is as
+    far. With `in_place` state on the host is not copied; `check` is called while an update waits for it to be written,
+    and may raise."""
 
     def __init__(
         self,
         device: torch.device,
-        memory: HostMemory | None = None,
         *,
         in_place: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.device, self.memory, self.version = device, memory, -1
+        self.device, self.version = device, -1
+        self.memory: HostMemory | None = None
         self.in_place, self.check, self._reading = in_place, check, False
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._changed = threading.Condition()
@@ -65,14 +65,15 @@ class Snapshots:
         self._copy: Copy | Exception | None = None  # until `release`
         self._end: torch.cuda.Event | None = None  # of the newest copy
 
-    def reserve(self, files: Files) -> None:
-        """Memory for a snapshot of these files; takes seconds for many GB, so do it before the first step."""
+    def reserve(self, files: Files) -> HostMemory:
+        """Memory for a snapshot of these files, which takes seconds for many GB."""
         size = snapshot_bytes(self._copied(files))
         if self.memory is None or self.memory.buffer.numel() != size:
             if self.memory is not None:
                 self.memory.close()
             self.memory = None  # freed first
             self.memory = HostMemory(size, self.device, "a checkpoint needs")
+        return self.memory
 
     def request(self, step: int, files: Files, version: torch.Tensor) -> None:
         """Has the state of `step` steps copied: now, or after the update that makes it. `files` are views of the state,

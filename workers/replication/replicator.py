@@ -26,13 +26,13 @@ class SentPart(NamedTuple):
 
 
 class Replicator:
-    """Of one rank and generation. `reserve` and `request` are for the train thread, `send` for another one."""
+    """Of one rank and generation, after `reserve`. `request` is for the train thread, `send` for another one."""
 
     def __init__(self, copies: HostCopies, rank: int, device: torch.device) -> None:
         self.copies, self.rank, self.snapshots = copies, rank, Snapshots(device)
 
     def reserve(self, files: Files) -> None:
-        """Memory for both; takes seconds for many GB, so do it before the first step."""
+        """Memory for both, which takes seconds for many GB."""
         if self.copies.own_bytes != (size := snapshot_bytes(files)):
             self.copies.own_spare.clear()
             self.copies.own_spare += [

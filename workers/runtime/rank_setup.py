@@ -15,11 +15,12 @@ from pentad.schedules.ir.instruction import instructions_of
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ROW_SLOTS, ParamShard, Plan
 from pentad.schedules.spec.zero_layout import inbox_elements
-from pentad.workers.checkpoint.snapshot import Snapshots
+from pentad.workers.checkpoint.snapshot import Files, Snapshots
 from pentad.workers.custom.stage import CustomStage
 from pentad.workers.data.batch_loader import BatchLoader
 from pentad.workers.data.sources import open_dataset, open_eval_data
 from pentad.workers.evaluation.eval_loader import EvalLoader
+from pentad.workers.host_memory import HostMemory, Reservation
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.process_groups import ProcessGroups, first_stage_ranks, join_store
@@ -27,6 +28,7 @@ from pentad.workers.params.frozen import FrozenWeights
 from pentad.workers.params.param_buffers import WeightBuffer, make_param_buffers
 from pentad.workers.params.parameters import DTYPES, Parameters
 from pentad.workers.params.spike_filter import SpikeFilter
+from pentad.workers.replication.replicator import Replicator
 from pentad.workers.runtime.optimizer_step import BarrierStep, OptimizerStep, PostValidatedStep
 from pentad.workers.runtime.streams import CudaStreams, HostStreams, Lanes, stream_of
 from pentad.workers.runtime.zero import Collectives, ZeroShards
@@ -61,6 +63,26 @@ def prepare_device(kind: str, gpu: int) -> torch.device:
     device = torch.device(kind, gpu)
     torch.cuda.set_device(device)
     return device
+
+
+def reserve(
+    plan: Plan,
+    device: torch.device,
+    snapshots: Snapshots,
+    replicator: Replicator,
+    files: Files,
+    earlier: Reservation | None,
+) -> HostMemory:
+    """Host memory for snapshots and copies of these files, from any thread: that of an `earlier` generation, if it
+    fits. Returns the memory for snapshots."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    if earlier is not None and earlier.exception() is None:
+        snapshots.memory = earlier.result()
+    memory = snapshots.reserve(files)
+    if plan.replicate_every:
+        replicator.reserve(files)
+    return memory
 
 
 def make_stages(

@@ -20,7 +20,7 @@ from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.checkpoint.snapshot import Snapshots
 from pentad.workers.data.samples import DIGEST_BITS
 from pentad.workers.evaluation.loss_totals import LossTotals
-from pentad.workers.host_memory import HostMemory
+from pentad.workers.host_memory import HostMemory, Reservation, in_background
 from pentad.workers.integrity.rank_check import check_rank
 from pentad.workers.integrity.result import RankCheck
 from pentad.workers.parallel.process_groups import abort_nccl, connect, destroy_groups, join_store, start_store
@@ -80,10 +80,9 @@ class Runner:
             previous.stages.clear()
             previous.shards.clear()
         self.shards: ZeroShards = ZeroShards(plan, rank, self.stages)
-        self.has_reserved = False
         self.offload_memory: HostMemory | None = previous.offload_memory if previous else None
-        memory, check = previous.snapshots.memory if previous else None, self.fence_flag.check
-        self.snapshots: Snapshots = Snapshots(self.device, memory, in_place=plan.host_optimizer, check=check)
+        check = self.fence_flag.check
+        self.snapshots: Snapshots = Snapshots(self.device, in_place=plan.host_optimizer, check=check)
         self.copies = copies if copies is not None else HostCopies()
         self.replicator = Replicator(self.copies, rank, self.device)
         self.programs = [RankProgram.of(plan, number, rank) for number in range(len(plan.programs))]
@@ -95,6 +94,10 @@ class Runner:
         self.recent_calls: deque[list[StepResult]] = deque(calls, maxlen=CALLS_KEPT)
         self.unreported: list[StepResult] = []  # of complete steps, for the next `run` to return
         self.last_position = (0, -1, 0.0)  # step, counter, and since when
+        earlier = previous.reservation if previous else None
+        reserve = partial(rank_setup.reserve, plan, self.device, self.snapshots, self.replicator)
+        self.reservation: Reservation = in_background(partial(reserve, self.state.files(), earlier))
+        self.has_reserved = False
         self.store: dist.TCPStore | None = None
         self.thread = AbandonableThread(self.fence_flag) if self.device.type == "cpu" else None
         self.sockets: SocketRegistry | None = None
@@ -218,7 +221,7 @@ class Runner:
         Training goes on meanwhile: only the next update waits for the copy. `write` raises what goes wrong here.
         """
         try:
-            self._reserve()
+            self.reservation.result()
             self.snapshots.request(step, self.state.files(), self._connected.optimizer_step.version)
         except Exception as error:
             self.snapshots.fail(error)
@@ -238,6 +241,7 @@ class Runner:
 
     def copy(self, step: int) -> None:
         """As `snapshot`, for a copy in the memory of ranks; `replicate` raises what goes wrong here."""
+        self.reservation.result()
         self.replicator.request(step, self.state.files(), self._connected.optimizer_step.version)
 
     def replicate(self, key: CopyKey, address: str, token: bytes) -> SentPart:
@@ -345,14 +349,10 @@ class Runner:
             self.executor.optimizer_step.version.fill_(version)
 
     def _reserve(self) -> None:
-        """Memory for snapshots, before the first step."""
+        """Host memory for activations, before the first step."""
         if not self.has_reserved:
-            self.snapshots.reserve(self.state.files())
             self._connected.activations.reserve(self.offload_memory)
-            self.offload_memory = self._connected.activations.memory
-            if self.plan.replicate_every:
-                self.replicator.reserve(self.state.files())
-            self.has_reserved = True
+            self.offload_memory, self.has_reserved = self._connected.activations.memory, True
 
     @abandonable
     def _finish_open_step(self) -> None:

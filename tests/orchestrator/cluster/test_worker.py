@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,8 @@ class StubRunner:
     ) -> None:
         self.rank, self.generation, self.gpu, self.previous, self.more = rank, generation, gpu, previous, more
         self.calls: list[Any] = []
+        self.reservation: Future[None] = Future()
+        self.reservation.set_result(None)
         self.at: Progress | None = None
 
     def position(self) -> Progress | None:
