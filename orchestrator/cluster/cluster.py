@@ -17,8 +17,8 @@ import ray
 
 from pentad.orchestrator.cluster.cluster_join import check_joinable
 from pentad.orchestrator.cluster.local_head import (
+    DRIVERS_RAY,
     LOOPBACK,
-    QUIET_RAY,
     SEE_ALL_GPUS,
     LocalHead,
     environment,
@@ -67,7 +67,7 @@ def join(section: ClusterSection, ranks: int, head: LocalHead | None) -> Iterato
 
 def _join_existing(section: ClusterSection, stack: ExitStack) -> Cluster:
     mode = os.environ.get("RAY_AUTH_MODE", section.auth)
-    stack.enter_context(environment({"RAY_AUTH_MODE": mode, **QUIET_RAY}))
+    stack.enter_context(environment({"RAY_AUTH_MODE": mode, **DRIVERS_RAY}))
     check_joinable(section.address, mode)
     if section.address.rpartition(":")[0] in (LOOPBACK, "localhost"):  # else Ray looks at this machine's other address
         stack.enter_context(loopback_allowed())

@@ -21,8 +21,13 @@ from pentad.schedules.ir.errors import PentadError
 OBJECT_STORE_BYTES = 200 << 20  # a run sends plans and step results through it, no tensors
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_SECONDS = 2.0  # for the head to exit by itself
-# No usage reports, and no copies on stderr of errors that a WorkerGroup reports itself.
-QUIET_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+# No usage reports, no copies on stderr of errors that a WorkerGroup reports itself, and not a second's wait for word of
+# the death of an actor that is gone: with its node, the one that would send it is gone as well.
+DRIVERS_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    "RAY_timeout_ms_task_wait_for_death_info": "500",
+}
 # Every rank sees all GPUs of its node, as a copy between two GPUs requires.
 SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 # Ray gives workers a niceness of 15, so that whatever else runs on the machine delays the launches of a rank.
@@ -152,7 +157,7 @@ def _head_variables(token: str) -> dict[str, str]:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     interfaces = {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
-    return interfaces | auth | SEE_ALL_GPUS | USUAL_PRIORITY | QUIET_RAY | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    return interfaces | auth | SEE_ALL_GPUS | USUAL_PRIORITY | DRIVERS_RAY | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def _write_token(folder: Path, token: str) -> Path:

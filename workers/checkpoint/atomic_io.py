@@ -5,7 +5,9 @@ cut can leave a file with the right name and no content; without the last one th
 """
 
 import errno
+import fcntl
 import hashlib
+import mmap
 import os
 import secrets
 import shutil
@@ -13,9 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
+import numpy as np
+
 from pentad.schedules.ir.errors import PentadError
 
-CHUNK = 4 << 20  # bytes hashed and written at a time
+CHUNK = 4 << 20  # bytes hashed at a time
+BLOCK = 16 << 20  # and written
+DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def sync_folder(folder: Path) -> None:
@@ -110,14 +116,13 @@ def write_file(
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # unique: a stale writer cannot share it
     digest, size = hashlib.sha256(), 0
     try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+        with _DirectFile(partial) as file:
             for part in parts:
                 for start in range(0, len(part), CHUNK):
                     chunk = part[start : start + CHUNK]
                     digest.update(chunk)
                     size += file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
+            file.sync()
         with publishing():
             (os.replace if replace else _rename_new)(partial, path)
     except BaseException:
@@ -125,6 +130,56 @@ def write_file(
         raise
     sync_folder(path.parent)
     return size, digest.hexdigest()
+
+
+class _DirectFile:
+    """A new file, written past the page cache where the file system can do that (O_DIRECT): the cache's copy of a
+    checkpoint takes processor time from training, and memory from what is read again and again."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self.block, self.filled = mmap.mmap(-1, BLOCK), 0  # aligned, as such writes have to be
+        self._set_direct(on=True)
+
+    def write(self, data: memoryview) -> int:
+        at = 0
+        while at < len(data):
+            count = min(BLOCK - self.filled, len(data) - at)
+            target = np.frombuffer(self.block, np.uint8, count, self.filled)
+            np.copyto(target, np.frombuffer(data, np.uint8, count, at))  # without the interpreter's lock
+            self.filled, at = self.filled + count, at + count
+            if self.filled == BLOCK:
+                self._flush()
+        return len(data)
+
+    def sync(self) -> None:
+        """Forces everything to disk."""
+        self._set_direct(on=False)  # the last block may have any length
+        self._flush()
+        os.fsync(self.descriptor)
+
+    def __enter__(self) -> "_DirectFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    def _flush(self) -> None:
+        left, self.filled = memoryview(self.block)[: self.filled], 0
+        while left:
+            try:
+                left = left[os.write(self.descriptor, left) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self.is_direct:
+                    raise
+                self._set_direct(on=False)  # it was accepted and is not supported
+
+    def _set_direct(self, *, on: bool) -> None:
+        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL) & ~DIRECT
+        self.is_direct = False
+        with suppress(OSError):
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | (DIRECT if on else 0))
+            self.is_direct = on
 
 
 def _rename_new(partial: Path, path: Path) -> None:
