@@ -130,6 +130,8 @@ def kill(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
             (place,) = _events(run, "place")
             for each in list(reversed(place["ranks"]))[: args.kills]:
                 generation, steps = _metrics(run)[-1]["generation"], len(_metrics(run))
+                if any("replicate_every" in word for word in overrides):
+                    _wait(driver, printed, partial(_has_copies, run, generation))
                 _wait(driver, printed, partial(_has_steps, run, steps + args.steps))
                 at = time.time()
                 os.kill(each["pid"], signal.SIGKILL)
@@ -164,6 +166,10 @@ def _has_steps(run: Path, more_than: int) -> bool:
 
 def _has_generation(run: Path, generation: int) -> bool:
     return bool(_metrics(run)) and _metrics(run)[-1]["generation"] >= generation
+
+
+def _has_copies(run: Path, generation: int) -> bool:
+    return any(row["generation"] == generation for row in _events(run, "copies"))
 
 
 def _metrics(run: Path) -> list[dict[str, Any]]:

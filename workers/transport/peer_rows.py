@@ -18,6 +18,7 @@ from torch import Tensor
 from pentad.schedules.spec.plan import ROW_SLOTS, Plan
 from pentad.workers.parallel.async_ops import Arrival
 from pentad.workers.transport.peer_collectives import Flags, Memory
+from pentad.workers.transport.stream_flags import check_driver, handle_of
 
 SHARED_NAME = "rows"
 EVENTS = 64  # far more than exchanges are in flight
@@ -48,6 +49,7 @@ class PeerRows:
         self.ranks, self.rank, self.flags, self.memory, self.slots, self.lane = ranks, rank, flags, memory, slots, lane
         self.index = ranks.index(rank)
         self.count = 0  # of the exchanges so far
+        self.views = dict[Any, Tensor]()  # of the slots
 
     def fits(self, elements: int, like: Tensor) -> bool:
         return elements * like.element_size() <= self.slots.shape[1]
@@ -70,8 +72,11 @@ class PeerRows:
             for peer in self.ranks:
                 if peer != self.rank:
                     self.flags.wait(("rows read", peer), self.count - ROW_SLOTS)
-        size = like.element_size() * math.prod(shape)
-        return self.slots[self.count % ROW_SLOTS, :size].view(like.dtype).view(shape)
+        key = self.count % ROW_SLOTS, tuple(shape), like.dtype
+        if key not in self.views:  # there are few, and making one takes as long as a copy
+            size = like.element_size() * math.prod(shape)
+            self.views[key] = self.slots[key[0], :size].view(like.dtype).view(key[1])
+        return self.views[key]
 
     def read(self, parts: Sequence[tuple[int, int, Tensor]]) -> Arrival:
         """Fills each contiguous tensor of (tensor rank, start, tensor) with the elements from `start` of that rank's
@@ -91,30 +96,38 @@ class PeerRows:
         self.memory.close()
 
 
-class StreamEvent(NamedTuple):
-    event: torch.cuda.Event
-    device: int
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.event)
-
-
 class CudaLane:
-    """The lane of a stream. Its events are used again and again: long before, someone has waited for them."""
+    """The lane of a stream. Its events are used again and again: long before, someone has waited for them. They are the
+    driver's own, which take streams by their handles."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.device, self.stream = stream.device_index, stream
-        self.handle, self.events = self.stream.cuda_stream, cycle([torch.cuda.Event() for _ in range(EVENTS)])
+        from cuda.bindings import driver
+
+        self.driver, self.stream, self.handle = driver, stream, int(stream.cuda_stream)
+        self.events = cycle([self._new_event() for _ in range(EVENTS)])
 
     def follow(self) -> None:
         event = next(self.events)
-        event.record(torch.cuda.current_stream(self.device))
-        self.stream.wait_event(event)
+        check_driver(self.driver.cuEventRecord(event, handle_of(None)))
+        check_driver(self.driver.cuStreamWaitEvent(self.handle, event, 0))
 
     def end(self) -> Arrival:
         event = next(self.events)
-        event.record(self.stream)
-        return StreamEvent(event, self.device)
+        check_driver(self.driver.cuEventRecord(event, self.handle))
+        return _LaneEnd(self.driver, event)
+
+    def _new_event(self) -> Any:
+        result = self.driver.cuEventCreate(self.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        check_driver(result)
+        return result[1]
+
+
+class _LaneEnd(NamedTuple):
+    driver: Any
+    event: Any
+
+    def wait(self) -> None:
+        check_driver(self.driver.cuStreamWaitEvent(handle_of(None), self.event, 0))
 
 
 def flag_names(plan: Plan) -> list[Hashable]:

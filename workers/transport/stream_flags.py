@@ -104,10 +104,8 @@ class StreamFlags:
 
 
 def handle_of(stream: int | None) -> int:
-    """None stands for the current stream of this process's device, whose number spares torch a long search."""
-    if stream is not None:
-        return stream
-    return int(torch.cuda.current_stream(torch.cuda.current_device()).cuda_stream)
+    """None stands for the current stream, of which torch's public functions make an object first: 3.6 us for 0.7."""
+    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()) if stream is None else stream
 
 
 def check_driver(result: tuple[Any, ...]) -> None:
