@@ -156,7 +156,7 @@ def test_no_way_to_deal_documents_ends_sooner_where_ranks_exchange_tokens_of_exp
         (["data.packing=windows", "data.document_mask=false"], "data.document_mask is false: expected true"),
         (["elastic.check_every=2"], "elastic.check_every is 2: expected 0 for data.balance dynamic"),
         (["data.microbatch_factor=0.9"], "data.microbatch_factor is 0.9: expected at least 1"),
-        (["data.capacity_factor=0.9"], "data.capacity_factor is 0.9: expected at least 1"),
+        (["data.capacity_factor=0.9"], "data.capacity_factor is 0.9: expected 1 to 100, or auto"),
     ],
 )
 def test_what_groups_do_not_support_is_one_sentence(tmp_path: Path, overrides: list[str], sentence: str) -> None:
