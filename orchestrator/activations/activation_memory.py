@@ -272,8 +272,8 @@ def slots_of(plan: Plan) -> tuple[tuple[int, int], ...]:
     """Bytes of one piece of each unit on the host, and of what stays of the tensor that is cut (see Plan).
 
     GPU kernels may pad statistics. Far less is known of a custom model, whose kernels may save other ones on a GPU than
-    on a CPU, and of the rows of experts that exchange tokens. Where data-aware groups would cut another tensor, of which
-    more stays, all of it does.
+    on a CPU, and of the rows of experts that exchange tokens. Where data-aware groups would cut another tensor, of
+    which more stays, all of it does.
     """
     found, is_custom = cuts_of(plan), plan.model.custom is not None and plan.device == "cuda"
     is_cut = [0 < fraction < 1 for fraction in plan.offload or [1.0] * len(found)]

@@ -32,8 +32,8 @@ class Cut(NamedTuple):
 
 
 def cut(sizes: Sequence[int], fraction: float, most_rest: float = inf) -> Cut:
-    """The `fraction`, 0 to 1, of tensors with these sizes in bytes, less than ALIGNMENT bytes below it. A tensor of which
-    more than `most_rest` bytes would stay is not cut: all of it stays."""
+    """The `fraction`, 0 to 1, of tensors with these sizes in bytes, less than ALIGNMENT bytes below it. A tensor of
+    which more than `most_rest` bytes would stay is not cut: all of it stays."""
     left, moved = int(fraction * sum(sizes)), [0] * len(sizes)
     largest_first = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     for index in largest_first:

@@ -170,9 +170,9 @@ def test_a_run_takes_the_choice_and_records_it(tmp_path: Path) -> None:
     small = ["model.layers=2", "model.hidden=32", "model.ffn=48", "batch.sequence_length=64", "cluster.device=cpu"]
     given = [*small, f"run.folder={tmp_path}", f"data.path={random_corpus(tmp_path / 'corpus', 1, 80, 64)}"]
     given += [f"data.cache={tmp_path}", "run.steps=2"]
-    path = Path(train(load(tmp_path / "config.yaml", given), quiet=True).path)
+    path = Path(train(load(tmp_path / "config.yaml", given), quiet=True).folder)
     assert saved_config(path).data.capacity_factor == USEFUL, "this machine has room"
     given += ["run.name=other"]
     train(load(tmp_path / "config.yaml", [*given, "data.capacity_factor=1.5"]), quiet=True)
-    path = Path(train(load(tmp_path / "config.yaml", [*given, "run.steps=3"]), quiet=True).path)
+    path = Path(train(load(tmp_path / "config.yaml", [*given, "run.steps=3"]), quiet=True).folder)
     assert saved_config(path).data.capacity_factor == 1.5
