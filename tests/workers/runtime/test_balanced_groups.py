@@ -13,7 +13,7 @@ import torch
 from exactness import assert_equals_one_process
 from fleet import Fleet
 from group_reference import groups_of, reference_of_groups, sets_of
-from plans import STEPS, global_batches
+from plans import STEPS, global_batches, is_close
 from random_groups import RandomGroupsFleet, grouped_plan, random_groups
 from resume import assert_repeatable, run_and_save
 from small_models import FAMILIES, MOE
@@ -86,8 +86,8 @@ def test_each_way_to_balance_is_seen(tmp_path: Path, key: str) -> None:
     plan = grouped_plan(tmp_path, {"dp": 2, "cp": 2}, factor=4, model=with_losses(MOE))
     without = replace(plan, model=with_losses(MOE, key))
     found, expected = (reference_of_groups(each, random_groups) for each in (without, plan))
-    differ = [not torch.equal(found[3][name], weight) for name, weight in expected[3].items()]
-    assert all(differ) if key != "bias_update_rate" else any(differ)
+    weights = {name: weight for name, weight in expected[3].items() if not name.endswith("experts.bias")}
+    assert any(not is_close(found[3][name], weight, 1e-6) for name, weight in weights.items())
 
 
 @slow
@@ -100,7 +100,7 @@ def test_planned_groups_balance_experts_like_one_process(fleet: Fleet, tmp_path:
 @slow
 @pytest.mark.parametrize("sizes", [{"dp": 4}, {"ep": 2, "cp": 2}, {"tp": 2, "dp": 2}])
 def test_squares_and_loads_are_those_of_documents(random_fleet: Fleet, tmp_path: Path, sizes: dict[str, int]) -> None:
-    """Not of padding. The biases move as in one process."""
+    """Not of padding."""
     plan = grouped_plan(tmp_path, sizes, factor=4, model=with_losses(MOE))
     outcomes = random_fleet.run(plan, [(0, 1)])
     batch, p = global_batches(plan)[0], initial_weights(plan)
@@ -108,7 +108,7 @@ def test_squares_and_loads_are_those_of_documents(random_fleet: Fleet, tmp_path:
     assert plan.model.experts is not None
     counted = sets_of(groups_of(plan, random_groups)[0], *batch.inputs.shape).flatten() >= 0
     squares = float(torch.stack([each.squared_lse[counted].sum() for each in routes]).sum())
-    assert {each.results[0].router_squared_lse for each in outcomes} == {pytest.approx(squares, rel=1e-10)}
+    assert [each.results[0].router_squared_lse for each in outcomes] == pytest.approx([squares] * 4, rel=1e-10)
     loads = [
         reference_families.load(plan.model.experts, each._replace(chosen=each.chosen[counted])).tolist()
         for each in routes
