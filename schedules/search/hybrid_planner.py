@@ -107,12 +107,17 @@ def hybrid(rows: Sequence[NDArray[np.int64]], batch: BatchSpec, cp: int, ep: int
     bounds = [_bound(lengths, ranks, pool, costs) for ranks in least]
     experts = [expert_ranks(rank, cp, ep) for rank in range(pool)]
     best, end = _static(documents, rows, batch, (cp, ep), costs)
+    used = dict[tuple[bytes, bytes], int]()  # room that a plan takes: with as much as that it is the same
     for room, ranks, bound in zip(rooms, least, bounds, strict=True):
         for widths in _widths(lengths, ranks, pool, costs, bound)[:TRIES]:
             for order in _orders(widths) if widths.earliest < end * (1 - NEAR) else ():
+                key = widths.ranks.tobytes(), order.tobytes()
+                if used.get(key, room + 1) <= room:
+                    continue
                 table = _Table(lengths.tolist(), (microbatches, most), experts, room, end * (1 - 1e-9))
                 if table.fill(order.tolist(), widths) and table.end() < table.limit:
                     best, end = table.dealt(), table.end()
+                used[key] = room - min(map(min, table.room))
     return StepGroups(documents, best.shares()).trimmed(microbatches), Balance(np.array(best.work), end, bounds[0])
 
 
