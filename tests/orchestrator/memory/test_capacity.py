@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from capacity import LENGTHS, SHARES, planned_factor
 from mixtures import random_corpus
+from paths import ROOT
 
 from pentad.orchestrator.api.plans import planned
 from pentad.orchestrator.api.training import train
@@ -162,6 +164,15 @@ def test_a_resumed_run_keeps_its_factor_on_other_devices(config: RunConfig, tmp_
     other = load(config, ["data.balance=none", "data.capacity_factor=1.25"])
     (tmp_path / "groups" / "config.yaml").write_text(dump(other))
     assert with_kept_capacity(config) is config, "its steps have had no groups"
+
+
+@pytest.mark.slow
+def test_the_page_has_the_planned_factors() -> None:
+    section = (ROOT / "docs" / "data.md").read_text().partition("#### How much room")[2]
+    for length in LENGTHS:
+        found = (planned_factor(length, share) for share in SHARES)
+        cells = " | ".join("-" if factor is None else f"{factor:.2f}" for factor in found)
+        assert f"| {length:,} | {cells} |" in section
 
 
 @pytest.mark.slow
