@@ -14,7 +14,7 @@ from pentad.orchestrator.activations.allocations import BYTES, INDEX, Allocation
 from pentad.orchestrator.activations.attention_memory import AttentionShape, attention_core, attention_shape
 from pentad.schedules.ir.columns import CODE
 from pentad.schedules.ir.instruction import Op
-from pentad.schedules.passes.offload_cut import Cut, cut
+from pentad.schedules.passes.offload_cut import ALIGNMENT, Cut, cut
 from pentad.schedules.passes.recompute import is_row_wise, recomputed_parts
 from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 from pentad.schedules.spec.plan import Plan
@@ -272,12 +272,16 @@ def slots_of(plan: Plan) -> tuple[tuple[int, int], ...]:
     """Bytes of one piece of each unit on the host, and of what stays of the tensor that is cut (see Plan).
 
     GPU kernels may pad statistics. Far less is known of a custom model, whose kernels may save other ones on a GPU than
-    on a CPU, and of the rows of experts that exchange tokens, or of documents that data-aware groups share.
+    on a CPU, and of the rows of experts that exchange tokens. Where data-aware groups would cut another tensor, of
+    which more stays, all of it does.
     """
     found, is_custom = cuts_of(plan), plan.model.custom is not None and plan.device == "cuda"
     is_cut = [0 < fraction < 1 for fraction in plan.offload or [1.0] * len(found)]
     exchanges = plan.model.experts is not None and plan.mesh.ep > 1 and plan.device == "cpu"
-    if is_custom or exchanges or plan.batch.capacity:
+    if plan.batch.capacity:
+        cut_slots = (int(MARGIN * each.rest) + ALIGNMENT * partial for each, partial in zip(found, is_cut, strict=True))
+        return tuple((int(MARGIN * each.bytes), rest) for each, rest in zip(found, cut_slots, strict=True))
+    if is_custom or exchanges:
         largest = [max(each.moved, default=0) for each in cuts_of(replace(plan, offload=()))]
         inexact = zip(found, largest, is_cut, strict=True)
         return tuple((int(MARGIN * each.bytes), most * partial) for each, most, partial in inexact)

@@ -16,11 +16,13 @@ from pentad.orchestrator.api.configs import Config, load_config
 from pentad.orchestrator.api.rendering import as_text, line
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.advice import memory_advice
+from pentad.orchestrator.memory.capacity import Capacity, capacity_of, capacity_sentence
 from pentad.orchestrator.memory.choice import choose
 from pentad.orchestrator.memory.curve import memory_curves
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.memory.useless_recompute import recompute_note
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
+from pentad.orchestrator.monitoring.runfolder import with_kept_capacity
 from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.balance import DataBalance, data_balance, require_pools
 from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume
@@ -51,8 +53,8 @@ class PlannedRun:
     """What would run: the plan, guessed costs of its instructions in seconds, whether it fits in memory, what its
     evaluations cost (None: there are none) beside so many training steps, what is wrong with the data, '' if nothing
     is, what to change if it does not fit, what is recomputed for nothing, what the planner chose in place of `auto`, as
-    overrides; and how evenly documents divide over ranks (None: attention crosses documents, or the data are not
-    prepared)."""
+    overrides; how evenly documents divide over ranks (None: attention crosses documents, or the data are not
+    prepared); and why data.capacity_factor: auto is no larger (None: it is given, or nothing fits)."""
 
     plan: Plan
     costs: Costs
@@ -64,6 +66,7 @@ class PlannedRun:
     note: str = ""
     chosen: tuple[str, ...] = ()
     balance: DataBalance | None = None
+    capacity: Capacity | None = None
 
     @property
     def ok(self) -> bool:
@@ -158,6 +161,7 @@ class PlannedRun:
             "evaluation": self._evaluation_facts(),
             "costs": asdict(self.costs),
             "chosen": list(self.chosen),
+            "capacity": None if self.capacity is None else self.capacity.facts,
             "fits": {**fits, "rank": fit.rank},
             "data": {"ok": not self.data_error, "error": self.data_error},
         }
@@ -192,6 +196,8 @@ class PlannedRun:
         yield line(f" {self.fit.sentence}", style="green" if self.fit.ok else "bold red")
         if self.chosen:
             yield line(f" chosen: {' '.join(self.chosen)}")
+        if self.capacity is not None:
+            yield line(f" {capacity_sentence(self.capacity, self.fit.device)}")
         for sentence in filter(None, (self.remedy, self.note)):
             yield line(f" {sentence}")
         if self.data_error:
@@ -231,7 +237,8 @@ def planned(
     if place == "cuda":
         require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)
     room = device_memory(place, device_gib, gpu=gpu_of(config.cluster))
-    choice = choose(config, place, room)
+    config = with_kept_capacity(config)
+    is_open, choice = config.data.capacity_factor == "auto", choose(config, place, room)
     chosen = () if choice is None else choice.words
     config = with_words(config, chosen)
     found = make_plan(config, place, memory=room) if choice is None else choice.plan
@@ -243,12 +250,15 @@ def planned(
     evaluation = eval_cost(config, found, costs, sequences)
     remedy = "" if fit.ok else memory_advice(config, found, fit)
     note = recompute_note(config, found, fit) if fit.ok and choice is None else ""
-    balance = None
+    factor, balance = config.data.capacity_factor, None
+    assert factor != "auto"
+    capacity = capacity_of(config, found, room, factor) if is_open and fit.ok else None
     try:
         balance = None if data_error else _balance(found, config.run.steps, pools)
     except PentadError as error:  # a damaged shard, which is first read here
         data_error = str(error)
-    return PlannedRun(found, costs, fit, evaluation, config.run.steps, data_error, remedy, note, chosen, balance)
+    notes = data_error, remedy, note, chosen, balance, capacity
+    return PlannedRun(found, costs, fit, evaluation, config.run.steps, *notes)
 
 
 def _balance_facts(found: DataBalance) -> dict[str, Any]:

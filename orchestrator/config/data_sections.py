@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator
 
-from pentad.orchestrator.config.errors import Broken
+from pentad.orchestrator.config.errors import Broken, within_or_auto
 from pentad.orchestrator.config.sections import Count, Section, Text
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.data import DataSpec, SourceSpec, WeightChange
 from pentad.schedules.spec.eval_spec import HOLDOUT
 from pentad.workers.data.mixture import shares_of
+
+MOST_FACTOR = 100
+Factor = Annotated[float, Field(ge=1, le=MOST_FACTOR)]
+FactorOrAuto = Annotated[Factor | Literal["auto"], BeforeValidator(within_or_auto(1, MOST_FACTOR))]
 
 
 class SourceSection(Section):
@@ -60,10 +64,10 @@ class DataSection(Section):
     """how a step is divided over ranks and microbatches: sequences in the order in which they are drawn; sequences by
     the work of their documents, so that replicas have as equal work as possible; or document by document, each on as
     many of the dp x ep x cp ranks as it needs, which change with every step"""
-    capacity_factor: float = Field(default=1.25, ge=1, le=100)
+    capacity_factor: FactorOrAuto = 1.25
     """with balance dynamic, the most tokens that a rank holds of a microbatch, over those that it would have if all
-    ranks had equally many"""
-    microbatch_factor: float = Field(default=1.0, ge=1, le=100)
+    ranks had equally many. auto: as many as its memory has room for, up to 3 times; a resumed run keeps its factor"""
+    microbatch_factor: Factor = 1.0
     """with balance dynamic, the most microbatches that a pipeline has in a step, over schedule.microbatches"""
     cache: Text = "~/.cache/pentad"
     """folder in which built-in corpora are built"""
@@ -101,6 +105,9 @@ class DataSection(Section):
             yield Broken("document_mask", "true for data.packing = documents")
         elif self.balance != "none" and not self.document_mask:
             yield Broken("document_mask", f"true for data.balance = {self.balance}")
+        if self.capacity_factor == "auto" and self.balance != "dynamic":
+            found = f"auto, but data.balance is {self.balance}, with which ranks have equally many tokens"
+            yield Broken("capacity_factor", "a number, or data.balance = dynamic", found)
         names = self._names
         for number, name in enumerate(names):
             if name in names[:number]:

@@ -6,7 +6,7 @@ import difflib
 import re
 import reprlib
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -175,12 +175,16 @@ def without_control_characters(text: str) -> str:
     return text
 
 
-def share_or_auto(value: object) -> object:
+def within_or_auto(least: int, most: int) -> Callable[[object], object]:
     """A validator of pydantic's, for the one error of a union."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value != "auto" and not (is_number and 0 <= float(str(value)) <= 1):
-        raise PydanticCustomError("share", "0 to 1, or auto")
-    return value
+
+    def check(value: object) -> object:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value != "auto" and not (is_number and least <= float(str(value)) <= most):
+            raise PydanticCustomError("within", f"{least} to {most}, or auto")
+        return value
+
+    return check
 
 
 def mode_or_parts(value: object) -> object:

@@ -23,8 +23,8 @@ from pentad.orchestrator.config.errors import (
     Broken,
     RuleErrors,
     mode_or_parts,
-    share_or_auto,
     shown,
+    within_or_auto,
     without_control_characters,
 )
 from pentad.schedules.ir.program import Program
@@ -41,7 +41,7 @@ Count = Annotated[int, Field(ge=1, le=MOST)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(without_control_characters)]
 Recompute = Literal["none", "selective", "attention", "full", "auto"] | list[Part]
-Share = Annotated[float | Literal["auto"], BeforeValidator(share_or_auto)]
+Share = Annotated[float | Literal["auto"], BeforeValidator(within_or_auto(0, 1))]
 
 
 class Section(BaseModel):

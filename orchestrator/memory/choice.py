@@ -1,6 +1,7 @@
-"""memory.recompute: auto, and zero.max_gathered: auto: what fits and takes the least simulated time.
+"""memory.recompute: auto, and zero.max_gathered: auto: what fits and takes the least simulated time; and then
+data.capacity_factor: auto: as many tokens as there is room for.
 
-Both end as ordinary values of the configuration, so a run with `auto` is the one with these values, bit by bit.
+All end as ordinary values of the configuration, so a run with `auto` is the one with these values, bit by bit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.memory.capacity import fitting_factor
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.memory.variants import AUTO, Variants, Words
 from pentad.orchestrator.planning.estimate import costs_of
@@ -42,8 +44,19 @@ def with_choices(config: RunConfig, device: str, room: DeviceMemory) -> RunConfi
 
 
 def choose(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
+    """What takes the place of `auto`; None without it. Room for more tokens than the even share is what the fastest
+    plan leaves. Raises PentadError if the configuration allows nothing."""
+    found = _fastest(config, device, room)
+    if config.data.capacity_factor != AUTO:
+        return found
+    words, plan = found or Choice((), make_plan(config, device, memory=room))
+    words = (*words, f"data.capacity_factor={fitting_factor(with_words(config, words), plan, room)}")
+    return Choice(words, make_plan(with_words(config, words), device, memory=room))
+
+
+def _fastest(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
     """Of what fits, that with the least simulated time, then the least recomputation and memory; if nothing fits, that
-    which needs least. None without `auto`. Raises PentadError if the configuration allows nothing."""
+    which needs least."""
     if AUTO not in (config.memory.recompute, config.zero.max_gathered):
         return None
     tried, found = Tried(), list[tuple[float, int, Words]]()

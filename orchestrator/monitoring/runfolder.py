@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pentad.orchestrator.config.config import RunConfig, dump
+from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, Best, best_of
 from pentad.orchestrator.records.checkpoint_places import (
@@ -335,6 +335,15 @@ def resumed_config(config: RunConfig) -> RunConfig | None:
             hint = f"run.init_from={config.run.name} starts a new run from its weights"
             raise PentadError(f"{key} is {now}, but the run in {path} has {before}: {advice} ({hint})")
     return saved
+
+
+def with_kept_capacity(config: RunConfig) -> RunConfig:
+    """A resumed run has the factor of its first steps in place of data.capacity_factor: auto, and so the same groups on
+    any devices."""
+    saved = resumed_config(config) if config.data.capacity_factor == "auto" else None
+    if saved is None or saved.data.balance != "dynamic":
+        return config
+    return load(config, [f"data.capacity_factor={saved.data.capacity_factor}"])
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> Changes:

@@ -64,9 +64,9 @@ def make_plan(
 
     `model` is that of the run's first plan: a custom model's file may have changed since. So are the `units` of each
     stage, if its ranks keep their state. `fractions` of units are offloaded instead of those of the configuration; with
-    offload_fraction auto those with which ranks fit into `memory` (None: as here). A plan that is not `proved` is to be
-    compared with others, never run. Raises PentadError for a schedule, model or transport that the configuration's own
-    checks could not refuse.
+    offload_fraction auto those with which ranks fit into `memory` (None: as here). With data.capacity_factor auto ranks
+    have room for their even share of tokens. A plan that is not `proved` is to be compared with others, never run.
+    Raises PentadError for a schedule, model or transport that the configuration's own checks could not refuse.
     """
     assert device in ("cpu", "cuda"), device
     assert "auto" not in (config.memory.recompute, config.zero.max_gathered), "the planner has not chosen yet"
@@ -159,6 +159,7 @@ def first_plan(config: RunConfig) -> Plan:
 
     On a local cluster, ranks must fit on the devices of this machine, if those are known. Raises PentadError.
     """
+    assert config.data.capacity_factor != "auto", "the planner has not chosen yet"
     if config.cluster.address != "local":
         return assumed_plan(config)
     device, _ = local_device(config.cluster, config.mesh.size)
@@ -237,7 +238,8 @@ def draft(
     require_fp8(plan, config.cluster.gpu or gpu_name())
     if config.data.balance == "dynamic":
         require_groups(config, model, program)
-        plan = replace(plan, batch=grouped(plan, config.data.capacity_factor))
+        factor = config.data.capacity_factor
+        plan = replace(plan, batch=grouped(plan, 1.0 if factor == "auto" else factor))
     return plan
 
 

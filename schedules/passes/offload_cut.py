@@ -8,6 +8,7 @@ of its own, as a part of an allocation cannot be freed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 ALIGNMENT = 512  # bytes: where a tensor is cut, and where slots of arenas begin
@@ -30,8 +31,9 @@ class Cut(NamedTuple):
         return sum(self.moved)
 
 
-def cut(sizes: Sequence[int], fraction: float) -> Cut:
-    """The `fraction`, 0 to 1, of tensors with these sizes in bytes, less than ALIGNMENT bytes below it."""
+def cut(sizes: Sequence[int], fraction: float, most_rest: float = inf) -> Cut:
+    """The `fraction`, 0 to 1, of tensors with these sizes in bytes, less than ALIGNMENT bytes below it. A tensor of
+    which more than `most_rest` bytes would stay is not cut: all of it stays."""
     left, moved = int(fraction * sum(sizes)), [0] * len(sizes)
     largest_first = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     for index in largest_first:
@@ -39,7 +41,7 @@ def cut(sizes: Sequence[int], fraction: float) -> Cut:
             moved[index] = sizes[index]
             left -= sizes[index]
     part, staying = left // ALIGNMENT * ALIGNMENT, [index for index in largest_first if not moved[index]]
-    if not part:
+    if not part or sizes[staying[-1]] - part > most_rest:
         return Cut(tuple(moved), 0)
     moved[staying[-1]] = part
     return Cut(tuple(moved), sizes[staying[-1]] - part)

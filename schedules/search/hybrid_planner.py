@@ -7,8 +7,9 @@ data parallelism, ByteScale, arXiv 2502.21231). Pure functions of the documents'
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain, islice
@@ -24,6 +25,7 @@ from pentad.schedules.spec.cp_layout import Document, Share, StepGroups, expert_
 # Longest times of a document, over the least time of the step: the first ones need the fewest ranks for it.
 TARGETS = (2.0, 1.5, 1.2, 1.0, 0.85, 0.75, 0.6, 0.5, 0.42, 0.35, 0.25)
 TRIES = 6  # of them at most, those that may end first
+NARROWER = (2.0, 1.75, 1.5, 1.25)  # times its even share of tokens that a rank may hold, if it has room for more
 NEAR = 0.005  # a plan that could end earlier by a smaller share is not tried
 
 
@@ -89,9 +91,10 @@ def hybrid(rows: Sequence[NDArray[np.int64]], batch: BatchSpec, cp: int, ep: int
 
     A rank holds at most `batch.capacity` tokens of a microbatch. What has no room in the microbatches of the rows goes
     into more of them, if a step with a full batch may have more. Each document gets as many ranks as its tokens need,
-    and more where it would take long compared to the step. Of the plans for TARGETS, and of the rows as they are on the
-    static mesh, which always have room, the one with the earliest end. The ranks of a group begin and end a microbatch
-    at once, because they pass keys and values around in every layer, as do those that exchange tokens of experts.
+    and more where it would take long compared to the step. Of the plans for TARGETS, each also with NARROWER room, and
+    of the rows as they are on the static mesh, which always have room, the one with the earliest end. The ranks of a
+    group begin and end a microbatch at once, because they pass keys and values around in every layer, as do those that
+    exchange tokens of experts.
     """
     costs = batch.document_costs
     assert costs is not None and batch.capacity
@@ -99,18 +102,36 @@ def hybrid(rows: Sequence[NDArray[np.int64]], batch: BatchSpec, cp: int, ep: int
     microbatches = len(rows) // (batch.replicas * batch.micro_batch_size)
     most = batch.most_microbatches if microbatches == batch.microbatches else microbatches
     lengths = np.array([each.length for each in documents], np.int64)
-    least = np.maximum(1, -(-lengths // batch.capacity))
+    rooms = [batch.capacity, *(room for room in _narrower(batch, cp) if room < batch.capacity)]
+    least = [np.maximum(1, -(-lengths // room)) for room in rooms]
+    bounds = [_bound(lengths, ranks, pool, costs) for ranks in least]
+    experts = [expert_ranks(rank, cp, ep) for rank in range(pool)]
+    best, end = _static(documents, rows, batch, (cp, ep), costs)
+    used = dict[tuple[bytes, bytes], int]()  # room that a plan takes: with as much as that it is the same
+    for room, ranks, bound in zip(rooms, least, bounds, strict=True):
+        for widths in _widths(lengths, ranks, pool, costs, bound)[:TRIES]:
+            for order in _orders(widths) if widths.earliest < end * (1 - NEAR) else ():
+                key = widths.ranks.tobytes(), order.tobytes()
+                if used.get(key, room + 1) <= room:
+                    continue
+                table = _Table(lengths.tolist(), (microbatches, most), experts, room, end * (1 - 1e-9))
+                if table.fill(order.tolist(), widths) and table.end() < table.limit:
+                    best, end = table.dealt(), table.end()
+                used[key] = room - min(map(min, table.room))
+    return StepGroups(documents, best.shares()).trimmed(microbatches), Balance(np.array(best.work), end, bounds[0])
+
+
+def _narrower(batch: BatchSpec, cp: int) -> Iterator[int]:
+    """Room for fewer tokens, with which greedy plans may end earlier."""
+    even = batch.micro_batch_size * batch.sequence_length / cp
+    return (math.ceil(factor * even) for factor in NARROWER)
+
+
+def _bound(lengths: NDArray[np.int64], least: NDArray[np.int64], pool: int, costs: DocumentCosts) -> float:
+    """Seconds before which no plan with at least so many ranks for each document ends."""
     narrow = costs.shared(lengths, least)
     fastest = np.minimum(narrow, costs.shared(lengths, np.full_like(least, pool)))
-    bound = max(float((least * narrow).sum()) / pool, float(fastest.max(initial=0.0)))
-    best, end = _static(documents, rows, batch, (cp, ep), costs)
-    experts = [expert_ranks(rank, cp, ep) for rank in range(pool)]
-    for widths in _widths(lengths, least, pool, costs, bound)[:TRIES]:
-        for order in _orders(widths) if widths.earliest < end * (1 - NEAR) else ():
-            table = _Table(lengths.tolist(), (microbatches, most), experts, batch.capacity, end * (1 - 1e-9))
-            if table.fill(order.tolist(), widths) and table.end() < table.limit:
-                best, end = table.dealt(), table.end()
-    return StepGroups(documents, best.shares()).trimmed(microbatches), Balance(np.array(best.work), end, bound)
+    return max(float((least * narrow).sum()) / pool, float(fastest.max(initial=0.0)))
 
 
 def _widths(

@@ -8,8 +8,9 @@ import pytest
 from bits import same_bits
 from exactness import assert_equals_one_process
 from gpus import RANKS_A_GPU, num_places, on_gpu, two_gpus
-from random_groups import RandomGroupsFleet, grouped_plan
-from small_models import FAMILIES, WIDE
+from group_reference import reference_of_groups
+from random_groups import RandomGroupsFleet, grouped_plan, random_groups
+from small_models import FAMILIES, MOE, WIDE
 
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
@@ -45,6 +46,12 @@ def plan_of_case(tmp_path, case, dtype, transport="peer"):
 @pytest.mark.parametrize("case", CASES)
 def test_groups_of_gpus_equal_one_process(random_gpus, tmp_path, case, transport):
     assert_equals_one_process(random_gpus, plan_of_case(tmp_path, case, "float64", transport))
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"ep": 2}])
+def test_groups_of_gpus_balance_experts_like_one_process(random_gpus, tmp_path, sizes):
+    plan = plan_of_case(tmp_path, {"sizes": sizes, "model": MOE}, "float64")
+    assert_equals_one_process(random_gpus, plan, reference_of_groups(plan, random_groups))
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "cp": 2}, {"pp": 2, "dp": 2}])

@@ -15,7 +15,7 @@ from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model import moe
 from pentad.workers.model.stage import Stage
-from pentad.workers.parallel import async_ops, cp_ring, cp_ulysses, expert_parallel, tensor_parallel
+from pentad.workers.parallel import async_ops, context_parallel, cp_ring, cp_ulysses, expert_parallel, tensor_parallel
 from pentad.workers.parallel.async_ops import AsyncResult, Task, ready
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.document_mask import Block
@@ -116,7 +116,7 @@ def fake_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_collectives(monkeypatch, all_gather, reduce_scatter)
     monkeypatch.setattr(cp_ulysses, "_exchange", exchange)
     monkeypatch.setattr(moe, "make_dispatcher", make_dispatcher)
-    monkeypatch.setattr(moe.dist, "all_reduce", lambda load, group, async_op=False, op=None: None)
+    monkeypatch.setattr(context_parallel.dist, "all_reduce", lambda load, group, async_op=False, op=None: None)
 
 
 def replace_collectives(monkeypatch: pytest.MonkeyPatch, all_gather: Any, reduce_scatter: Any) -> None:

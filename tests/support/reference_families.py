@@ -62,12 +62,14 @@ def losses(
     is_target: Tensor | None = None,
     documents: Tensor | None = None,
     count: int = 0,
+    sets: Tensor | None = None,
 ) -> Losses:
     """Cross-entropy of the `following` tokens [B, S], weighted losses of the routers, weighted MTP loss.
 
     Tokens attend only to tokens with the same index in `documents` [B, S]. Balancing losses and z-losses are sums over
-    layers with experts, each over all tokens given; the others are sums over those `is_target` [B, S] divided by
-    `count` (default: means), an MTP loss too although fewer tokens have one (arXiv 2412.19437, eq. 24).
+    layers with experts, each over all tokens given, of which those with the same index in `sets` [B, S] are balanced by
+    themselves, and those with a negative one have no such losses; the others are sums over those `is_target` [B, S]
+    divided by `count` (default: means), an MTP loss too although fewer tokens have one (arXiv 2412.19437, eq. 24).
     """
     is_target = torch.ones_like(tokens, dtype=torch.bool) if is_target is None else is_target
     count, targets = count or int(is_target.sum()), following.masked_fill(~is_target, -100)
@@ -85,9 +87,18 @@ def losses(
     routers = main.new_zeros(())
     if (experts := model.experts) is not None:
         for each in routes:
-            routers = routers + experts.aux_loss_coef * balance(experts, each)
-            routers = routers + experts.router_z_loss_coef * each.squared_lse.mean()
+            for part, share in _parts(each, sets):
+                routers = routers + experts.aux_loss_coef * share * balance(experts, part)
+                routers = routers + experts.router_z_loss_coef * share * part.squared_lse.mean()
     return Losses(main, routers, model.mtp_loss_weight / max(1, model.mtp_layers) * mtp, squares)
+
+
+def _parts(routes: Routes, sets: Tensor | None) -> list[tuple[Routes, float]]:
+    """(routes of each of the sets of tokens, its share of all tokens)."""
+    if sets is None:
+        return [(routes, 1.0)]
+    masks = [sets.flatten() == index for index in sets[sets >= 0].unique()]
+    return [(Routes(*(each[mask] for each in routes)), float(mask.double().mean())) for mask in masks]
 
 
 def routes(
@@ -100,9 +111,9 @@ def routes(
 
 def balance(experts: Experts, routes: Routes) -> Tensor:
     """E sum_e (share of visits of e) (mean probability of e), 1 at an even load (arXiv 2101.03961, section 2.2)."""
-    share = load(experts, routes) / routes.chosen.numel()
     probability = routes.scores / routes.scores.sum(-1, keepdim=True)
-    return experts.num_experts * (share.to(probability.dtype) * probability.mean(0)).sum()
+    share = load(experts, routes).to(probability.dtype) / routes.chosen.numel()
+    return experts.num_experts * (share * probability.mean(0)).sum()
 
 
 def load(experts: Experts, routes: Routes) -> Tensor:

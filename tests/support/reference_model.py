@@ -31,8 +31,9 @@ class GlobalBatch(NamedTuple):
     documents: torch.Tensor
 
 
-def train(plan: Plan, batches: list[GlobalBatch]) -> Trained:
-    """One step for each batch.
+def train(plan: Plan, batches: list[GlobalBatch], sets: list[torch.Tensor] | None = None) -> Trained:
+    """One step for each batch, in which experts are balanced over tokens with the same index in `sets` [sequences, S],
+    except for negative ones; None: over each microbatch.
 
     Losses are those of the next token, gradients are before clipping, and the last weights include router biases.
     """
@@ -43,8 +44,9 @@ def train(plan: Plan, batches: list[GlobalBatch]) -> Trained:
     bias = zero_biases(plan)
 
     def losses_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        losses = _mean_losses(plan, p | bias, batches[step])
-        _update_biases(plan, p, bias, batches[step])
+        given = batches[step], None if sets is None else sets[step]
+        losses = _mean_losses(plan, p | bias, *given)
+        _update_biases(plan, p, bias, *given)
         return losses
 
     losses, gradients, norms, weights = optimize(plan, p, len(batches), losses_of)
@@ -156,13 +158,18 @@ def _weight_decay(spec: OptimizerSpec, name: str, tensor: torch.Tensor) -> float
     return spec.weight_decay if tensor.dim() > 1 + is_expert_bias else 0.0
 
 
-def _mean_losses(plan: Plan, p: State, batch: GlobalBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def _mean_losses(
+    plan: Plan, p: State, batch: GlobalBatch, sets: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss of the next token, sum of all losses): means over target tokens; experts are balanced in each microbatch,
-    and its loss is a mean over these."""
-    rows = plan.batch.micro_batch_size if is_by_microbatch(plan) else len(batch.inputs)
+    and its loss is a mean over these; or in each of the `sets`."""
+    is_split = sets is None and is_by_microbatch(plan)
+    rows = plan.batch.micro_batch_size if is_split else len(batch.inputs)
     weights = p if plan.fp8 is None else in_8_bits(p, plan.fp8, plan.model.layers)
     parts = [
-        torch.stack(reference_families.losses(plan.model, weights, x, y, mask, documents, int(batch.is_target.sum())))
+        torch.stack(
+            reference_families.losses(plan.model, weights, x, y, mask, documents, int(batch.is_target.sum()), sets)
+        )
         for x, y, mask, documents in zip(*(tensor.split(rows) for tensor in batch), strict=True)
     ]
     main, routers, mtp, squares = torch.stack(parts).sum(0)
@@ -182,7 +189,7 @@ def zero_biases(plan: Plan) -> State:
     return {f"layers.{n}.experts.bias": torch.zeros(experts.num_experts, dtype=torch.float64) for n in layers}
 
 
-def _update_biases(plan: Plan, p: State, bias: State, batch: GlobalBatch) -> None:
+def _update_biases(plan: Plan, p: State, bias: State, batch: GlobalBatch, sets: torch.Tensor | None) -> None:
     """Moves router biases towards an even load, in place of the dictionary's values."""
     experts = plan.model.experts
     if not bias or experts is None:
@@ -190,5 +197,6 @@ def _update_biases(plan: Plan, p: State, bias: State, batch: GlobalBatch) -> Non
     with torch.no_grad():
         routes = reference_families.routes(plan.model, p | bias, batch.inputs, batch.following, batch.documents)
     for each, name in zip(routes, sorted(bias, key=lambda name: int(name.split(".")[1])), strict=True):
-        load = reference_families.load(experts, each).double()
+        chosen = each.chosen if sets is None else each.chosen[sets.flatten() >= 0]
+        load = reference_families.load(experts, each._replace(chosen=chosen)).double()
         bias[name] = bias[name] + experts.bias_update_rate * torch.sign(load.mean() - load)

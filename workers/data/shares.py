@@ -17,7 +17,7 @@ from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.verify.check_groups import check_shares
 from pentad.workers.data.samples import DIGEST_BITS, Dataset, MapRows, Sample, document_digest
-from pentad.workers.parallel.context_share import SharedSequence
+from pentad.workers.parallel.context_share import PADDING_SLOT, SharedSequence
 
 KINDS = 4  # of the arrays below: inputs, targets, positions in the document, slots of the row
 
@@ -99,7 +99,7 @@ def _arrays(sample: Sample, slot: int) -> np.ndarray:
 
 
 def _padding(count: int) -> np.ndarray:
-    return np.repeat([[0], [IGNORE_INDEX], [0], [0]], count, axis=1)
+    return np.repeat([[0], [IGNORE_INDEX], [0], [PADDING_SLOT]], count, axis=1)
 
 
 def _share(

@@ -136,7 +136,8 @@ class BaseStage(ABC):
         batch weighs the same."""
         self.microbatches = microbatches
         scale = 1.0 / target_tokens if target_tokens else 0.0
-        tokens = self.plan.batch.with_microbatches(microbatches).tokens
+        batch = self.plan.batch
+        tokens = batch.with_microbatches(min(microbatches, batch.microbatches)).tokens  # longer steps have as many
         self.loss_sums = self.loss_sum_buffers[step % 2].zero_()
         self.squared_lse = self.squared_lse_buffers[step % 2].zero_()
         self.layer_context = self.layer_context._replace(

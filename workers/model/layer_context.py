@@ -67,6 +67,7 @@ class SequenceContext(NamedTuple):
     window: int = 0  # tokens that a token attends to, itself included; 0: all before it
     documents: DocumentMask | None = None  # of packed sequences
     expert_tokens: tuple[int, ...] = ()  # of each rank of the ep group; empty: all have as many
+    counted: Tensor | None = None  # [T] bool, for losses of routers and loads of experts; None: all tokens are
 
 
 class Sublayer(Protocol):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from pentad.kernels.glu import Activation
@@ -34,7 +33,7 @@ from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.lora import ExpertAdapter
 from pentad.workers.model.mlp import MLP
 from pentad.workers.model.router import Routing
-from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task, gather2, ready
+from pentad.workers.parallel.async_ops import AsyncResult, Task, gather2, ready
 from pentad.workers.parallel.expert_parallel import (
     Dispatcher,
     ExpertParallelGroup,
@@ -107,7 +106,8 @@ class MoE(NamedTuple):
     ) -> Task[tuple[Tensor, MoESaved, MoERecomputable]]:
         full = yield from context.tp.all_gather(x)
         local, router_bias = self.gate_up.weight.shape[0], self.biases and self.biases.router.weight
-        routing = router.route(full, self.router.weight, self.bias, _shape(context), router_bias)
+        given = self.router.weight, self.bias, _shape(context), router_bias
+        routing = router.route(full, *given, sequence.counted)
         dispatcher = yield from make_dispatcher(routing.experts, local, context.ep, sequence.expert_tokens)
         in_flight = self._dispatch(full, routing, dispatcher, context.ep)
         axes, shared_gate_up, shared = context.axes, self._shared_gate_up(context, full), None
@@ -118,10 +118,12 @@ class MoE(NamedTuple):
         out = yield from dispatcher.combine(partial)
         out = out if shared is None else out + shared
         if context.first_pass and routing.logits is not None and context.router_squared_lse is not None:
-            context.router_squared_lse.add_(routing.logits.logsumexp(1).double().square().sum())
+            squares = routing.logits.logsumexp(1).double().square()
+            counted = squares if routing.counted is None else squares * routing.counted
+            context.router_squared_lse.add_(counted.sum())
         if context.first_pass and context.count_load and self.load is not None:
             self.load.add_(routing.load)
-        y, load = yield from gather2(context.tp.reduce_scatter(out), _microbatch_load(context, routing))
+        y, load = yield from gather2(context.tp.reduce_scatter(out), _microbatch_load(context, sequence, routing))
         return y, saved._replace(load=load), MoERecomputable(gate_up, shared_gate_up)
 
     def recompute(self, context: LayerContext, x: Tensor, saved: MoESaved) -> MoERecomputable:
@@ -247,13 +249,11 @@ class MoE(NamedTuple):
         return up.forward(axes, up.input(axes, x, rows=True))
 
 
-def _microbatch_load(context: LayerContext, routing: Routing) -> AsyncResult[Tensor | None]:
-    """The visits of a microbatch's tokens, summed over the cp ranks; None where `routing.load` counts them all."""
-    if not _shape(context).aux_loss_coef or context.cp.size == 1:
-        return ready(None)
-    load, group = routing.load.clone(), context.cp.group
-    assert group is not None
-    return AsyncResult((LayerWork(dist.all_reduce(load, group=group, async_op=True), group),), lambda: load)
+def _microbatch_load(context: LayerContext, sequence: SequenceContext, routing: Routing) -> AsyncResult[Tensor | None]:
+    """The visits of a microbatch's tokens, summed over the ranks that share it: the cp ranks, or those of a data-aware
+    group; None where `routing.load` counts them all."""
+    cp = context.cp if sequence.counted is None else sequence.cp
+    return cp.sum(routing.load) if _shape(context).aux_loss_coef and cp.size > 1 else ready(None)
 
 
 def _shape(context: LayerContext) -> Experts:

@@ -16,16 +16,24 @@ from pentad.schedules.spec.model import Experts
 
 
 class Routing(NamedTuple):
-    """Where tokens go, which B needs again."""
+    """Where tokens go, which B needs again. Only `counted` tokens have balancing losses (None: all)."""
 
     scores: Tensor  # [T, E], softmax or sigmoid of the logits
     experts: Tensor  # [T, K] int64, best first
     weights: Tensor  # [T, K]
-    load: Tensor  # [E] int64, tokens that visit each expert
+    load: Tensor  # [E] int64, counted tokens that visit each expert
     logits: Tensor | None = None  # [T, E], for a z-loss
+    counted: Tensor | None = None  # [T] bool
 
 
-def route(x: Tensor, router: Tensor, bias: Tensor | None, shape: Experts, router_bias: Tensor | None = None) -> Routing:
+def route(
+    x: Tensor,
+    router: Tensor,
+    bias: Tensor | None,
+    shape: Experts,
+    router_bias: Tensor | None = None,
+    counted: Tensor | None = None,
+) -> Routing:
     """Routes tokens x [T, H] by `router` [E, H].
 
     `bias` [E] is added to the scores for the choice of experts, not for their weights (arXiv 2408.15664), `router_bias`
@@ -35,7 +43,10 @@ def route(x: Tensor, router: Tensor, bias: Tensor | None, shape: Experts, router
     if router_bias is not None:
         logits = logits + router_bias
     scores, experts, weights, load = choose_experts(logits, bias, gate_of(shape))
-    return Routing(scores, experts, weights, load, logits if shape.router_z_loss_coef else None)
+    if counted is not None:  # padding visits experts as well
+        padding = (~counted).to(load.dtype).repeat_interleave(shape.top_k)
+        load = load.index_add(0, experts.flatten(), padding, alpha=-1)
+    return Routing(scores, experts, weights, load, logits if shape.router_z_loss_coef else None, counted)
 
 
 def gate_of(shape: Experts) -> Gate:
@@ -66,9 +77,11 @@ def backward(
     normalized scores; `z_scale` is that of every token's squared log-sum-exp. Linear in all three, so partial sums of
     them give partial sums.
     """
-    scores, experts, weights, _, logits = routing
+    scores, experts, weights, _, logits, counted = routing
     gate = gate_of(shape)
     dlogits = router_backward(scores, experts, weights, dweights, dshares, logits, z_scale, gate, router.dtype)
+    if counted is not None and (dshares is not None or z_scale):
+        dlogits.masked_fill_(~counted[:, None], 0.0)  # padding has no other loss
     return dlogits, torch.mm(dlogits, router)
 
 
@@ -78,8 +91,9 @@ def aux_loss_grad(routing: Routing, shape: Experts, scale: float, load: Tensor |
     It is the same for every token. The loss of a microbatch is aux_loss_coef E sum_e (share of visits of expert e)
     (mean normalized score of e), which is aux_loss_coef at an even load (Switch Transformers, arXiv 2101.03961, section
     2.2). With a scale of 1 / tokens of a step, a step's loss is the mean over its microbatches. `load` [E] counts the
-    visits of the full microbatch where these tokens are only a part of it. Counts have no gradient.
+    visits of the full microbatch where these tokens are only a part of it. Counts have no gradient. Without a token
+    there is no loss.
     """
     counts = (routing.load if load is None else load).to(routing.scores.dtype)
-    visits = counts / counts.sum()
+    visits = counts / counts.sum().clamp(min=1)
     return visits * (shape.aux_loss_coef * shape.num_experts * scale)

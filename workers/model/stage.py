@@ -38,12 +38,14 @@ from pentad.workers.params.router_bias import ExpertLoad, LoadBalancer
 
 class SliceContext(NamedTuple):
     """A slice of a microbatch: the ranks that share it, the mask of packed sequences by the window of a layer, its
-    positions by the kind of one, and the tokens of the ranks of the ep group where these are unequal."""
+    positions by the kind of one, and with data-aware groups the tokens of the ranks of the ep group, and which of its
+    own are not padding."""
 
     cp: ContextParallelGroup
     documents: dict[int, DocumentMask | None]
     rotary: dict[LayerKind, RotaryTable]
     expert_tokens: tuple[int, ...] = ()
+    counted: Tensor | None = None
 
 
 class TokenLosses(NamedTuple):
@@ -333,22 +335,22 @@ class Stage(BaseStage):
         kind, shared = self.layer_kinds[number], self.slice_contexts[slice_index]
         documents = shared.documents.get(kind.window)
         given = shared.cp, shared.rotary[kind], kv_cache, kind.window, documents
-        return SequenceContext(*given, shared.expert_tokens)
+        return SequenceContext(*given, shared.expert_tokens, shared.counted)
 
     def _slice_context(self, slice_number: int, inputs: StageInputs) -> SliceContext:
         windows, share = {kind.window for kind in self.layer_kinds.values()}, inputs.share
         if share is not None:
             at = share.positions
             rotary = {kind: RotaryTable(0, cos[at], sin[at]) for kind, (cos, sin) in self.full_tables.items()}
-            cp = share.group(self.layer_context.pool)
-            return SliceContext(cp, {w: share.document_mask(w) for w in windows}, rotary, share.expert_tokens)
+            cp, counted = share.group(self.layer_context.pool), share.counted if self.model.experts else None
+            given = share.expert_tokens, counted
+            return SliceContext(cp, {w: share.document_mask(w) for w in windows}, rotary, *given)
         rotary = {kind: tables[slice_number] for kind, tables in self.rotary_tables.items()}
         cp, starts = self.layer_context.cp, inputs.document_starts
         if not starts:
             return SliceContext(cp, {}, rotary)
         length = self.length * cp.size
-        masks = {window: cp.document_mask(starts, length, self.device, window) for window in windows}
-        return SliceContext(cp, masks, rotary)
+        return SliceContext(cp, {w: cp.document_mask(starts, length, self.device, w) for w in windows}, rotary)
 
 
 def _without_pair(inputs: StageInputs) -> StageInputs:

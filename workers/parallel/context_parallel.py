@@ -18,7 +18,7 @@ from pentad.kernels.attention.attention_reference import AttentionOptions
 from pentad.kernels.attention.attention_sinks import add_sinks, sinks_backward
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.workers.parallel import cp_all_gather, cp_ring
-from pentad.workers.parallel.async_ops import Task
+from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task
 from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, block_backward, block_forward
 from pentad.workers.parallel.cp_ulysses import sum_repeated, to_heads, to_positions
 from pentad.workers.parallel.document_mask import Block, DocumentMask, plan_steps
@@ -176,6 +176,15 @@ class ContextParallelGroup:
         if self.method == "ring":
             return (yield from cp_ring.backward(self._ring, saved, dout)), dsinks
         return (yield from cp_all_gather.backward(group, saved, dout)), dsinks
+
+    def sum(self, counts: Tensor) -> AsyncResult[Tensor]:
+        """Integers [n], added up over the ranks."""
+        assert self.group is not None
+        if self.ranks is not None:
+            return cp_ring.sum_over(self._ring, counts)
+        total = counts.clone()
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+        return AsyncResult((LayerWork(work, self.group),), lambda: total)
 
     @property
     def _ring(self) -> cp_ring.Ring:

@@ -10,6 +10,8 @@ from torch import Tensor
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.document_mask import DocumentMask, plan_group_steps
 
+PADDING_SLOT = -1  # the last one, to which losses of 0 are added
+
 
 class SharedSequence(NamedTuple):
     """A sequence of `length` tokens, padding included, in which documents begin at `starts`: `ranks` of the pool share
@@ -24,7 +26,8 @@ class SharedSequence(NamedTuple):
 class ContextShare(NamedTuple):
     """A rank's T tokens of a microbatch: its part of a sequence, then documents of its own of `local` tokens each, the
     last of which may be padding. The ranks of its ep group have `expert_tokens` each. `positions` [T] are those in
-    their documents, `slots` [T] say where the loss of each is added up: in the slot of the row that it was drawn in."""
+    their documents, `slots` [T] say where the loss of each is added up: in the slot of the row that it was drawn in, or
+    PADDING_SLOT."""
 
     sequence: SharedSequence
     local: tuple[int, ...]
@@ -36,6 +39,11 @@ class ContextShare(NamedTuple):
         """The ranks of the pool's group that share the sequence."""
         ranks, place, length, _ = self.sequence
         return ContextParallelGroup(pool, len(ranks), place, "ring", ranks, length // len(ranks))
+
+    @property
+    def counted(self) -> Tensor:
+        """[T] bool: which tokens are of a document."""
+        return self.slots != PADDING_SLOT
 
     def document_mask(self, window: int) -> DocumentMask:
         """For layers with this window, or 0."""

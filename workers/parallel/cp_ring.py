@@ -99,3 +99,18 @@ def pass_on(ring: Ring, sent: Tensor, buffer: Tensor) -> AsyncResult[Tensor]:
     to, source = ([sent.numel() * (other == peer) for other in range(group.size())] for peer in (following, previous))
     work = dist.all_to_all_single(buffer, sent, source, to, group=group, async_op=True)
     return AsyncResult((LayerWork(work, group),), lambda: buffer, sent)
+
+
+def sum_over(ring: Ring, counts: Tensor) -> AsyncResult[Tensor]:
+    """Integers [n], added up over the ring's ranks, each of which sends its own to all others at once."""
+    group, own = ring.group, ring.ranks[ring.place]
+    others = [rank for rank in ring.ranks if rank != own]
+    received = counts.new_empty(len(others), len(counts))
+    if not counts.is_cuda:
+        sends = [dist.isend(counts, group=group, group_dst=rank) for rank in others]
+        receives = [dist.irecv(row, group=group, group_src=rank) for row, rank in zip(received, others, strict=True)]
+        works = LayerWork(Works((*sends, *receives)), group)
+        return AsyncResult((works,), lambda: counts + received.sum(0), counts)
+    sent, sizes = counts.repeat(len(others)), [len(counts) * (rank in others) for rank in range(group.size())]
+    work = dist.all_to_all_single(received.view(-1), sent, sizes, sizes, group=group, async_op=True)
+    return AsyncResult((LayerWork(work, group),), lambda: counts + received.sum(0), sent)

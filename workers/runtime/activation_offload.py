@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,8 @@ class ActivationOffload:
     """The offloaded activations of one rank. `offload` and `reload` are called on the lanes of these instructions,
     `release` on the compute lane once that has waited for such an instruction.
 
-    The copies lie where `arenas`, by program, say. Those within the device are on the compute lane, as they take
+    The copies lie where `arenas`, by program, say. Where microbatches are uneven they may have other tensors than was
+    planned, and then cut none for which there is no room. Those within the device are on the compute lane, as they take
     processors: on another one they would wait until a long kernel leaves some. Tensors come and go in the memory that
     the compute lane allocates from, so a RELOAD may use what the compute before it has freed. On a CPU the copies are
     real, but both sides are the same memory.
@@ -49,8 +51,11 @@ class ActivationOffload:
         fractions: Sequence[float],
         lanes: Lanes,
         device: torch.device,
+        *,
+        is_uneven: bool = False,
     ) -> None:
         self.arenas, self.slots, self.fractions, self.device = arenas, slots, fractions, device
+        self.is_uneven = is_uneven
         self.compute = lanes.compute if isinstance(lanes, CudaStreams) else None
         self.arena, self.rests = arenas[0], torch.empty(0, dtype=torch.uint8)
         self.memory: HostMemory | None = None
@@ -63,7 +68,8 @@ class ActivationOffload:
         pp = plan.mesh.coordinates(rank).pp
         arenas = [arena(program, pp, plan.offload_slots) for program in plan.trained_programs]
         fractions = plan.offload or (1.0,) * plan.program.stages
-        return ActivationOffload(arenas, plan.offload_slots, fractions, lanes, device)
+        is_uneven = plan.batch.capacity > 0
+        return ActivationOffload(arenas, plan.offload_slots, fractions, lanes, device, is_uneven=is_uneven)
 
     def reserve(self, memory: HostMemory | None = None) -> None:
         """Memory for all copies, before the first step: the host's is that of an earlier generation, if it fits.
@@ -99,7 +105,8 @@ class ActivationOffload:
         assert self.memory is not None
         at, rest_at = self.arena.offsets[key]
         sizes = [storage.nbytes() for storage in storages]
-        found, slot = cut(sizes, self.fractions[key[0]]), self.slots[key[0]]
+        slot = self.slots[key[0]]
+        found = cut(sizes, self.fractions[key[0]], slot[1] if self.is_uneven else inf)
         if found.bytes > slot[0] or found.rest > slot[1]:
             text = f"unit {key[0]} offloads {found.bytes} bytes and keeps {found.rest} of a tensor"
             raise PentadError(f"{text}: expected at most {slot[0]} and {slot[1]}, as planned")

@@ -68,4 +68,7 @@ def test_a_share_of_the_bytes_is_cut_from_one_tensor_at_most(seed: int) -> None:
     partial = [size - moved for size, moved in zip(sizes, found.moved, strict=True) if 0 < moved < size]
     assert partial == ([found.rest] if found.rest else [])
     assert found.taken == sum(size for size, moved in zip(sizes, found.moved, strict=True) if moved)
+    all_stays = cut(sizes, fraction, found.rest - 1)
+    assert cut(sizes, fraction, found.rest) == found and all_stays.rest == 0
+    assert all(moved in (0, size) for size, moved in zip(sizes, all_stays.moved, strict=True))
     assert cut(sizes, 0.0).bytes == 0 and cut(sizes, 1.0) == (tuple(sizes), 0)

@@ -13,26 +13,17 @@ import pytest
 from evaluations import assert_evaluates_like_one_process, with_eval
 from exactness import assert_equals_one_process
 from fleet import Fleet
-from plans import STEPS
+from group_reference import groups_of
 from random_groups import RandomGroupsFleet, grouped_plan, random_groups
 from resume import assert_repeatable
 from small_models import FAMILIES
 from worker_processes import WorkerProcess, check_recovery
 
 from pentad.schedules.search.hybrid_planner import hybrid
-from pentad.schedules.spec.cp_layout import StepGroups
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.workers.data.sources import open_dataset
 
 slow = pytest.mark.slow
-
-
-def groups_of(plan: Plan, planner: Any) -> list[StepGroups]:
-    """Of all steps."""
-    dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
-    given = plan.batch, plan.mesh.cp, plan.mesh.ep
-    return [planner(dataset.document_lengths(step), *given)[0] for step in range(STEPS)]
 
 
 def group_sizes(plan: Plan, planner: Any) -> Counter[int]:
