@@ -30,6 +30,8 @@ DRIVERS_RAY = {
 }
 # Every rank sees all GPUs of its node, as a copy between two GPUs requires.
 SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+# Ray would start a process per CPU when a driver connects, too late for the ranks, which get processes of their own.
+NO_IDLE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
 # Ray gives workers a niceness of 15, so that whatever else runs on the machine delays the launches of a rank.
 USUAL_PRIORITY = {"RAY_worker_niceness": "0"}
 
@@ -105,7 +107,7 @@ def launch(section: ClusterSection, ranks: int) -> Iterator[LocalHead | None]:
 def _launch(section: ClusterSection, ranks: int, port: int | None) -> Iterator[LocalHead]:
     token = secrets.token_hex(32) if section.auth == "token" else ""
     options = {
-        "num_cpus": ranks,  # Ray starts as many worker processes in advance
+        "num_cpus": ranks,
         "num_gpus": 0 if section.device == "cpu" else None,
         "object_store_memory": OBJECT_STORE_BYTES,
         "include_dashboard": section.dashboard,
@@ -157,7 +159,8 @@ def _head_variables(token: str) -> dict[str, str]:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     interfaces = {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
-    return interfaces | auth | SEE_ALL_GPUS | USUAL_PRIORITY | DRIVERS_RAY | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    ours = SEE_ALL_GPUS | USUAL_PRIORITY | NO_IDLE_WORKERS | DRIVERS_RAY
+    return interfaces | auth | ours | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def _write_token(folder: Path, token: str) -> Path:

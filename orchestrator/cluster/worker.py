@@ -23,6 +23,7 @@ import ray
 from pentad.orchestrator.cluster.notice import Notice
 from pentad.orchestrator.config.version import release
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.ir.instruction import Action
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint import checkpoint
@@ -34,6 +35,7 @@ from pentad.workers.replication.transfer import CopyServer
 from pentad.workers.runtime.progress_file import Progress, read_progress
 from pentad.workers.runtime.results import RankSnapshot, WrittenShards
 from pentad.workers.runtime.telemetry import GpuState, read_gpu
+from pentad.workers.torch_import import defer_meta_kernels
 
 if TYPE_CHECKING:  # imports torch, which the driver does without
     from pentad.workers.replication.replicator import SentPart
@@ -307,7 +309,9 @@ class Worker:
         return next((int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdecimal()), self.gpu)
 
     def _preload(self) -> None:
-        with suppress(Exception):  # which `start` raises again
+        if not any(Path("/dev").glob("nvidia[0-9]*")):  # kernels for GPUs look at results on the meta device
+            defer_meta_kernels()
+        with suppress(Exception), gc_paused():  # `start` raises it again
             pkgutil.resolve_name(self.runner_class)
 
     def _telemetry(self) -> GpuState | None:

@@ -23,7 +23,7 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from pentad.orchestrator.cluster import cluster as clusters
-from pentad.orchestrator.cluster.local_head import USUAL_PRIORITY
+from pentad.orchestrator.cluster.local_head import NO_IDLE_WORKERS, USUAL_PRIORITY
 from pentad.orchestrator.cluster.ray_head import psutil
 from pentad.orchestrator.records.json_lines import read_lines
 
@@ -156,7 +156,7 @@ def multinode_cluster(places: int = 0, *, persistent: bool = False) -> Iterator[
     """A cluster that leaves nothing behind. The head of a `persistent` one can be lost and start again."""
     variables = {f"RAY_health_check_{name}": value for name, value in HEALTH.items()}
     variables |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    variables |= USUAL_PRIORITY
+    variables |= USUAL_PRIORITY | NO_IDLE_WORKERS
     folder = Path(
         tempfile.mkdtemp(prefix="pentad-nodes-", dir="/tmp")
     )  # a short path: socket paths have at most 107 bytes

@@ -19,6 +19,7 @@ from pentad.schedules.generators.user_file import FunctionKind, describe_error, 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import CustomModel
 from pentad.workers.params.param_init import derive_seed
+from pentad.workers.torch_import import load_meta_kernels
 
 MODEL = FunctionKind("model", "(vocab, hidden, layers, ...)", "my.py:my_model")
 EXPECTED = "a list of at least one torch.nn.Module, or such a list and a loss"
@@ -43,6 +44,7 @@ def accepted_sizes(text: str, source: str, sizes: Mapping[str, int]) -> tuple[tu
 
 def call_function(text: str, source: str, sizes: tuple[tuple[str, int], ...]) -> tuple[list[Any], Loss | None]:
     """Calls the user's function. Raises PentadError if it fails or returns no list of layers."""
+    load_meta_kernels()
     function = load_function(text, MODEL, source)
     try:
         with redirect_stdout(sys.stderr):

@@ -257,7 +257,7 @@ def _shifted(tokens: np.ndarray, by: int, fill: int) -> np.ndarray:
 
 class Prefetcher(Generic[T]):
     """Calls `load(step)` for ascending steps, ahead of `get`, as long as all that is ready takes at most `limit` bytes
-    (by `size`), but always one step.
+    (by `size`), but always one step; and no further ahead than `get` has come: a run of few steps is not to load many.
 
     After a jump to any other step, that step is loaded next: what `get` returns never depends on what was ready.
     """
@@ -267,7 +267,7 @@ class Prefetcher(Generic[T]):
         self.size, self.limit = size, limit
         self.changed = threading.Condition()
         self.ready: dict[int, T | BaseException] = {}
-        self.wanted, self.next_step, self.loading = 0, 0, -1
+        self.first, self.wanted, self.next_step, self.loading = 0, 0, 0, -1
         self.thread: threading.Thread | None = None
 
     def get(self, step: int, check: Callable[[], None]) -> T:
@@ -276,6 +276,7 @@ class Prefetcher(Generic[T]):
             self.wanted, self.ready = step, {ahead: each for ahead, each in self.ready.items() if ahead >= step}
             if step not in self.ready and step != self.loading:
                 self.ready.clear()
+                self.first = self.first if step == self.next_step else step
                 self.next_step = step
             if self.thread is None:
                 self.thread = threading.Thread(target=self._run, name="pentad-data", daemon=True)
@@ -318,7 +319,8 @@ class Prefetcher(Generic[T]):
 
     def _has_room(self) -> bool:
         values = list(self.ready.values())
-        if any(isinstance(each, BaseException) for each in values) or len(values) >= MOST_AHEAD:
+        most = min(MOST_AHEAD, 1 + self.wanted - self.first)
+        if any(isinstance(each, BaseException) for each in values) or len(values) >= most:
             return False
         sizes = [self.size(each) for each in values if not isinstance(each, BaseException)]
         return not sizes or sum(sizes) + max(sizes) <= self.limit

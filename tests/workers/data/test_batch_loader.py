@@ -50,8 +50,16 @@ def test_any_order_of_steps_gets_the_data_of_each(steps: list[int], limit: int) 
 @pytest.mark.parametrize(("limit", "ahead"), [(1, 1), (5, 5), (100, MOST_AHEAD)])
 def test_it_stays_within_its_bytes(made: list, limit: int, ahead: int) -> None:
     made.append(Prefetcher(lambda step: step, lambda _: 1, limit))
-    assert made[0].get(7, nothing) == 7
-    assert settled(made[0]) == list(range(8, 8 + ahead))
+    assert [made[0].get(step, nothing) for step in range(7, 27)] == list(range(7, 27))
+    assert settled(made[0]) == list(range(27, 27 + ahead))
+
+
+def test_a_run_of_few_steps_loads_few_more(made: list) -> None:
+    made.append(Prefetcher(lambda step: step, lambda _: 1, 100))
+    for first in (7, 3, 50):  # after each jump anew
+        for number in range(4):
+            assert made[0].get(first + number, nothing) == first + number
+            assert settled(made[0]) == [first + number + 1 + ahead for ahead in range(number + 1)]
 
 
 def test_a_step_that_cannot_be_loaded_raises_when_it_is_due_and_can_be_tried_again(made: list) -> None:
