@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from pentad.schedules.diagnosis.attribution import LayerWait, Measured
+from pentad.schedules.diagnosis.attribution import LayerWait, Measured, Starved
 from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, HOST, StepView
 from pentad.schedules.ir.arrow_file import read_table, require_no_nulls, require_range
 from pentad.schedules.ir.errors import PentadError
@@ -133,7 +133,14 @@ def measured_of(times: Iterable[RankTime], mesh: Mesh, began: dict[int, float] |
     shortest wait of the group exceeds is waiting for a late peer.
     """
     data, waited = dict[int, float](), dict[tuple[int, str, int], float]()
+    starved = dict[int, Starved]()
     for each in times:
+        compute, between = starved.get(each.rank, Starved(0.0, 0.0))
+        if each.op == HOST_OP:
+            between += each.starved
+        else:
+            compute += each.starved
+        starved[each.rank] = Starved(compute, between)
         if each.op == DATA:
             data[each.rank] = each.seconds
         if each.waited:
@@ -145,4 +152,4 @@ def measured_of(times: Iterable[RankTime], mesh: Mesh, began: dict[int, float] |
         total[rank] = total.get(rank, 0.0) + seconds
         late[rank] = late.get(rank, 0.0) + seconds - shortest
     layers = {rank: LayerWait(seconds, late[rank]) for rank, seconds in total.items()}
-    return Measured(began or {}, data, layers)
+    return Measured(began or {}, data, layers, starved)

@@ -199,7 +199,9 @@ class SlowRanks:
     def _starved(self, entity: Entity) -> float:
         """How much the threads of its ranks that neither compute nor wait are in doubt by."""
         kind, *ranks = entity
-        return max(self.starved[rank].middle for rank in ranks if rank >= 0) if kind in ("data", "host", "link") else 0.0
+        return (
+            max(self.starved[rank].middle for rank in ranks if rank >= 0) if kind in ("data", "host", "link") else 0.0
+        )
 
     def _is_explained(self, entity: Entity) -> bool:
         """A slow rank sends late, and issues late what it computes late; a rank is named once. One that is starved may
