@@ -61,10 +61,8 @@ def sentence(change: SlowRank, views: tuple[RankView, ...], gpus: Mapping[int, G
         case "data":
             return f"{names[0]} waits for its loader {share} of a step's compute longer than others {since}"
         case "starved":
-            return (
-                f"{names[0]} is ready to run, and waits for a core {share} of a step's compute longer than others {since}: "
-                f"its host is busy with other processes"
-            )
+            longer = f"waits for a core {share} of a step's compute longer than others {since}"
+            return f"{names[0]} is ready to run, and {longer}: its host is busy with other processes"
         case "host":
             return f"the host of {names[0]} issues late, by {share} of a step's compute, {since}"
     evidence = [f"{op} of stage {stage} {excess:+.0%}" for op, stage, excess in change.evidence]

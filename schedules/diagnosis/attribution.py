@@ -109,8 +109,8 @@ def _rank_step(view: StepView, ideal: StepView, rank: int, measured: Measured) -
     parts["inside layers"] += seconds - late
     parts[LATE] += late
     starved = measured.starved.get(rank, Starved(0.0, 0.0))
-    for part, seconds in (("compute", starved.compute), (HOST, starved.between)):
-        taken = min(parts[part], round(seconds * 1e9))
+    for part, lost in (("compute", starved.compute), (HOST, starved.between)):
+        taken = min(parts[part], round(lost * 1e9))
         parts[part] -= taken
         parts[STARVED] += taken
     return RankStep(rank, parts)

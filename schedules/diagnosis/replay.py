@@ -20,6 +20,7 @@ from pentad.schedules.simulate.toposort import Graph, earliest_times, topologica
 
 RECOMPUTE = "recompute"
 NO_WAIT, NOT_STARVED = LayerWait(0.0, 0.0), Starved(0.0, 0.0)
+NAMES = ("compute", RECOMPUTE, "inside layers", STARVED, "optimizer", "data", HOST, BETWEEN_STAGES, PARAMETERS, COPIES)
 Seconds = dict[str, Array]  # by part, and by action of the mesh
 
 
@@ -42,9 +43,7 @@ class Replay:
         self.first = np.concatenate(([0], np.cumsum(counts)))
         self.rank = np.repeat(np.arange(mesh.size), counts)
         self.peer = np.full(self.first[-1], -1)  # of the mesh, of receives
-        names = "compute", RECOMPUTE, "inside layers", STARVED, "optimizer", "data", HOST
-        names = *names, BETWEEN_STAGES, PARAMETERS, COPIES
-        self.parts: Seconds = {name: np.zeros(self.first[-1]) for name in names}
+        self.parts: Seconds = {name: np.zeros(self.first[-1]) for name in NAMES}
         for rank in range(mesh.size):
             self._add_compute(rank, begins.get(rank, 0), measured)
             self._add_communication(rank)

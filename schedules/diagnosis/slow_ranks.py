@@ -38,9 +38,10 @@ Entity = tuple[str, int, int]  # kind, rank, and the receiver of a link or -1
 
 class SlowRank(NamedTuple):
     """`ranks` (of a link, its sender and receiver) are slow since `since`, known at `step`: they take `excess` longer,
-    as a share of the compute of a step. `kind` is 'compute', 'starved' (other processes have its core), 'data', 'host' or
-    'link'. `evidence` are the ops that take longer, with their stage and the share by which. Several ranks of 'compute' wait for each other inside layers, which
-    one is slow is not known. Once a rank is no longer slow, `over` is set."""
+    as a share of the compute of a step. `kind` is 'compute', 'starved' (other processes have its core), 'data', 'host'
+    or 'link'. `evidence` are the ops that take longer, with their stage and the share by which. Several ranks of
+    'compute' wait for each other inside layers, which one is slow is not known. Once a rank is no longer slow, `over`
+    is set."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -146,8 +147,8 @@ class SlowRanks:
         starved = dict.fromkeys(work, 0.0)
         for each in times:
             starved[each.rank] += each.starved
-        for rank, seconds in starved.items():
-            self.starved[rank].add(self.steps, seconds / typical)
+        for rank, lost in starved.items():
+            self.starved[rank].add(self.steps, lost / typical)
         found |= {("starved", rank, -1): above / typical for rank, above in _above_others(starved).items()}
         for kind, op in (("data", DATA), ("host", HOST_OP)):
             seconds = {each.rank: each.own for each in times if each.op == op}
@@ -199,9 +200,9 @@ class SlowRanks:
     def _starved(self, entity: Entity) -> float:
         """How much the threads of its ranks that neither compute nor wait are in doubt by."""
         kind, *ranks = entity
-        return (
-            max(self.starved[rank].middle for rank in ranks if rank >= 0) if kind in ("data", "host", "link") else 0.0
-        )
+        if kind in ("compute", "starved"):
+            return 0.0
+        return max(self.starved[rank].middle for rank in ranks if rank >= 0)
 
     def _is_explained(self, entity: Entity) -> bool:
         """A slow rank sends late, and issues late what it computes late; a rank is named once. One that is starved may

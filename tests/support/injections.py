@@ -117,8 +117,8 @@ def pad_compute(runner: Any, seconds: dict[str, float]) -> None:
 
 
 class RunningClock:
-    """Seconds since it was made in which this thread ran, or slept on purpose: those in which it waited inside layers or
-    for a core, or its process was stopped, are left out."""
+    """Seconds since it was made in which this thread ran, or slept on purpose: those in which it waited inside layers
+    or for a core, or its process was stopped, are left out."""
 
     def __init__(self) -> None:
         self.began, self.ran = _seconds_outside_waits(), time.thread_time()

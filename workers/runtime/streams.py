@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from pentad.workers.runtime.gpu_timer import GpuTimer, StepTimes
 AHEAD = 2  # instructions that the host issues before the compute lane needs them
 BETWEEN = ("HOST", -1)  # instructions
 OpSeconds = dict[tuple[str, int], float]  # of a step, by op and stage
-Rows = tuple[tuple[str, int, float], ...]
 Check = Callable[[], None]  # called while the host waits; raises Aborted once the generation is over
 
 
@@ -36,7 +35,7 @@ class StepWaits(NamedTuple):
     layers: OpSeconds
     starved: OpSeconds
 
-    def rows(self) -> dict[str, Rows]:
+    def rows(self) -> dict[str, Any]:
         """In a StepResult's form."""
         layers, starved = (tuple((*where, took) for where, took in seconds.items()) for seconds in self)
         return {"layer_waits": layers, "starved": starved}
@@ -105,7 +104,7 @@ class HostStreams:
         self.read_waits, self.waits = self.waits[:count], self.waits[count:]
         return found
 
-    def take_waits(self) -> dict[str, Rows]:
+    def take_waits(self) -> dict[str, Any]:
         """Of the oldest of the steps read last that has not been taken yet."""
         return self.read_waits.pop(0).rows()
 
@@ -226,7 +225,7 @@ class CudaStreams:
             torch.cuda.synchronize(self.device)
         return self.timer.read(count)
 
-    def take_waits(self) -> dict[str, Rows]:
+    def take_waits(self) -> dict[str, Any]:
         """None: the GPU waits inside compute instructions, where nothing is timed, and has no other processes."""
         return {}
 

@@ -103,6 +103,11 @@ def test_what_is_slow_is_named_within_ten_steps(mesh: str, seed: int, kind: str,
     assert not more
 
 
+def starved_by_a_third(times: list[RankTime], rank: int) -> list[RankTime]:
+    """For a third of its compute this rank had no core."""
+    return [e._replace(starved=e.seconds / 3) if e.rank == rank and e.op in OPS else e for e in times]
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_rank_whose_core_others_use_is_starved_and_not_slow(mesh: str) -> None:
     """Its instructions take 1.5 times as long, its host issues late, and so do its loader and transfers."""
@@ -112,8 +117,7 @@ def test_a_rank_whose_core_others_use_is_starved_and_not_slow(mesh: str) -> None
         begun = step >= FIRST
         late = {last: 0.3} if begun else {}
         times = noise.step(step, {last: 1.5} if begun else {}, late, link=0.2 if begun else 0.0)
-        starved = [each._replace(starved=each.seconds / 3) if each.op in OPS else each for each in times]
-        changes += watch.add([each if each.rank != last or not begun else own for each, own in zip(times, starved)])
+        changes += watch.add(starved_by_a_third(times, last) if begun else times)
         assert not watch.lasting()
     first, *more = changes
     assert (first.kind, first.ranks, first.over) == ("starved", (last,), False) and not more
@@ -126,9 +130,7 @@ def test_a_slow_rank_is_named_though_it_is_starved(mesh: str) -> None:
     watch, changes = SlowRanks(noise.program, noise.mesh), list[SlowRank]()
     for step in range(FIRST + 40):
         times = noise.step(step, {last: 1.5 * (1.15 if step >= FIRST else 1)}, {})
-        changes += watch.add(
-            [e._replace(starved=e.seconds / 3) if e.rank == last and e.op in OPS else e for e in times]
-        )
+        changes += watch.add(starved_by_a_third(times, last))
     assert [change.kind for change in changes] == ["starved", "compute"]
     assert FIRST <= changes[1].step < FIRST + WITHIN and changes[1].excess == pytest.approx(0.15, abs=0.04)
 
