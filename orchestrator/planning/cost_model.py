@@ -144,7 +144,10 @@ def _stage_seconds(
     return StageSeconds(
         forward=_with_communication(model, span, piece, rates, "F", compute.forward),
         backward=_with_communication(model, span, piece, rates, "B", compute.backward),
-        weight=compute.weight + lookup * (span.has_embedding and lora is None),
+        weight=max(
+            compute.weight + lookup * (span.has_embedding and lora is None),
+            _host_seconds(model, span, rates, "W", 0) * (lora is None),
+        ),
         parts=compute.parts,
     )
 
@@ -160,7 +163,14 @@ def _with_communication(
         exposed = 1 - rates.tp_hidden if is_hidden else 1.0
         links += link.seconds(exposed * volume.bytes, volume.operations)
         operations += volume.operations
-    return max(seconds + links, operations * rates.issue, len(span.numbers) * rates.layer_issue)
+    return max(seconds + links, _host_seconds(model, span, rates, phase, operations))
+
+
+def _host_seconds(model: ModelSpec, span: LayerRange, rates: Rates, phase: str, exchanges: int) -> float:
+    """That the host takes to issue F, B, W or a RECOMPUTE of a stage, which last at least as long: of its layers, and
+    of the exchanges inside them. A RECOMPUTE of parts of layers is taken for one of whole layers."""
+    layers = len(span.numbers) + model.mtp_layers * span.has_head
+    return layers * rates.layer_issue["FBW".find(phase) if phase in ("B", "W") else 0] + exchanges * rates.issue
 
 
 def _recompute_seconds(
