@@ -48,6 +48,7 @@ def _rows(rates: Rates, left_out: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     yield "host's F, B, W of a layer", ", ".join(map(format_duration, rates.layer_issue))
     if "issue" not in left_out:
         yield "host's exchange in a layer", format_duration(rates.issue)
+        yield "by peer copies", format_duration(rates.peer_issue)
     for group in (each for each in GROUPS if each not in left_out):
         for kind in () if group == "peer" and rates.peer == rates.intra_host else KINDS:
             yield f"{kind} {WHERE[group]}", _link(getattr(getattr(rates, group), kind))

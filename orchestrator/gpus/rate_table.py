@@ -15,7 +15,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import Rates
 
 CPU = "CPU"  # the name of ranks without a GPU
-MAY_BE_ZERO, MAY_BE_EMPTY = (".latency", ".issue", ".layer_issue", ".tp_hidden"), ".products_8bit"
+MAY_BE_ZERO, MAY_BE_EMPTY = (".latency", ".issue", ".peer_issue", ".layer_issue", ".tp_hidden"), ".products_8bit"
 
 
 class RateTable(BaseModel):

@@ -6,7 +6,8 @@ ranks that have the same stages; without such peers, with itself in its first st
 since. Its score is the logarithm of the ratio, whose noise is symmetric: on a busy machine a rank takes twice as long
 as another as often as half as long. What a score is in doubt by comes from its own changes from step to step: noisy
 ranks need larger differences. Those of data, hosts and links have to exceed the noise of compute, too, and what the
-rank is starved: the threads that load and transfer are as late.
+rank is starved: the threads that load and transfer are as late. Compute has to exceed COLD of that, as a rank that gets
+its core back finds other processes' data in the caches.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ REMEMBERED = 64  # steps of a score
 SURE = 2.2  # of the noise of one step: five standard deviations of the median of WINDOW steps
 SURE_ALONE = 2.8  # the same where ranks have no peers, as the steps that they are compared with were noisy too
 WARM_UP, BASELINE = 2, 32  # steps that are left out, and those that a rank without peers is compared with later
+COLD = 0.1  # of what a rank is starved: how much longer its compute may take for that reason
 FEW = 4  # peers up to which a rank is not among those that it is compared with
 KINDS = ("compute", "starved", "data", "host", "link")
 CLEAR, LONG = 0.08, 16  # what a rank takes longer, and for how many steps in a row, from which its place is to blame
@@ -198,11 +200,10 @@ class SlowRanks:
         return found
 
     def _starved(self, entity: Entity) -> float:
-        """How much the threads of its ranks that neither compute nor wait are in doubt by."""
+        """How much the score is in doubt by, as other processes use the cores of its ranks."""
         kind, *ranks = entity
-        if kind in ("compute", "starved"):
-            return 0.0
-        return max(self.starved[rank].middle for rank in ranks if rank >= 0)
+        share = {"compute": COLD, "starved": 0.0}.get(kind, 1.0)
+        return share * max(self.starved[rank].middle for rank in ranks if rank >= 0)
 
     def _is_explained(self, entity: Entity) -> bool:
         """A slow rank sends late, and issues late what it computes late; a rank is named once. One that is starved may

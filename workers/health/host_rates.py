@@ -29,8 +29,8 @@ PAIR = 2  # tensor ranks
 
 
 class Pair(NamedTuple):
-    """Two ranks of a host, of which this is number `rank`, and a store of theirs alone. They exchange rows as in a run:
-    by copies, where they can share memory (`peer`)."""
+    """Two ranks of a host, of which this is number `rank`, and a store of theirs alone. They exchange rows by copies
+    (`peer`) or by collectives."""
 
     group: dist.ProcessGroup
     rank: int
@@ -46,18 +46,16 @@ def measure_layer(device: torch.device, clock: Clock, pair: Pair | None = None) 
 
 
 def measure_pairs(
-    hosts: list[int], rank: int, store: dist.Store, device: torch.device, clock: Clock, *, peer: bool
-) -> list[float] | None:
-    """`measure_layer` of pairs of ranks on these hosts, all at once; None if no host has two. All ranks call it."""
+    hosts: list[int], rank: int, store: dist.Store, device: torch.device, clock: Clock, *, peer: bool = False
+) -> list[float]:
+    """`measure_layer` of pairs of ranks on these hosts, all at once. All ranks call it."""
     local = [[other for other, at in enumerate(hosts) if at == host] for host in sorted(set(hosts))]
     pairs = [each[at : at + PAIR] for each in local for at in range(0, len(each) - 1, PAIR)]
-    if not pairs:
-        return None
     group, _ = dist.new_subgroups_by_enumeration(pairs, group_desc="tp")
     own = next((pair for pair in pairs if rank in pair), None)
     if own is None:
         return _slowest([0.0] * 3, clock)
-    at = Pair(group, own.index(rank), dist.PrefixStore(f"pair-{own[0]}", store), peer)
+    at = Pair(group, own.index(rank), dist.PrefixStore(f"pair-{own[0]}-{peer}", store), peer)
     return measure_layer(device, clock, at)
 
 

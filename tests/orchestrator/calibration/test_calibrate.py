@@ -72,25 +72,27 @@ def test_each_cost_of_a_link_follows_its_own_rate() -> None:
 
 def test_a_stage_takes_at_least_as_long_as_its_host() -> None:
     """Of its layers and of the exchanges inside them; what the GPU computes longer for is as before."""
-    idle = replace(rates_of("cuda", GPU), issue=0.0, layer_issue=(0.0, 0.0, 0.0))
+    idle = replace(rates_of("cuda", GPU), issue=0.0, peer_issue=0.0, layer_issue=(0.0, 0.0, 0.0))
     mesh = "mesh.tp=2", "mesh.pp=1", "schedule.name=1f1b"
     usual, late = costs(idle, *mesh), costs(replace(idle, layer_issue=(1.0, 2.0, 3.0)), *mesh)
     layers = config().model.layers
     assert (*late.forward, *late.backward, *late.weight) == (layers, 2 * layers, 3 * layers)
-    exchanges = {phase: costs(replace(idle, issue=1.0), *mesh) for phase in ("forward", "backward")}
+    exchanges = {phase: costs(replace(idle, peer_issue=1.0), *mesh) for phase in ("forward", "backward")}
     plan = make_plan(config(*mesh), "cuda")
     for phase, name in (("forward", "F"), ("backward", "B")):
         volumes = stage_volume(plan.model, plan.layers[0], piece_of(plan), name)
         count = sum(volume.operations for volume in volumes.values())
         assert getattr(exchanges[phase], phase) == (count,) and count > 4 * layers - 1
-    assert costs(replace(idle, issue=1e-9, layer_issue=(1e-9,) * 3), *mesh) == usual
+    assert costs(replace(idle, issue=1.0, peer_issue=1e-9, layer_issue=(1e-9,) * 3), *mesh) == usual
 
 
 def test_an_exchange_takes_its_share_of_what_a_shared_layer_takes_longer() -> None:
     """Of F and B of a layer: of four exchanges and six."""
-    layer, pair = [1e-3, 2e-3, 1e-3], [1.5e-3, 3e-3, 9.0]
-    found = calibrate("cpu", -1, "", 0, [0]) | {"layer": layer, "pair_layer": pair}
-    assert table_of(found, [0]).rates.issue == pytest.approx(1.5e-3 / 10)
+    layer, pair, peer = [1e-3, 2e-3, 1e-3], [1.5e-3, 3e-3, 9.0], [2.5e-3, 3e-3, 9.0]
+    measured = calibrate("cpu", -1, "", 0, [0]) | {"layer": layer, "pair_layer": pair}
+    for copied, longer in ((None, 1.5e-3), (peer, 2.5e-3)):
+        rates = table_of(measured | {"peer_layer": copied}, [0]).rates
+        assert (rates.issue, rates.peer_issue) == pytest.approx((1.5e-3 / 10, longer / 10))
 
 
 def test_smaller_products_take_their_own_rate() -> None:

@@ -46,7 +46,7 @@ def measured(gpu: str = "CPU", **links: Any) -> dict[str, Any]:
     assumed = asdict(rates_of("cpu") if gpu == "CPU" else rates_of("cuda", gpu))
     names = ("products", "products_8bit", "experts", "attention", "memory", "elementwise", "update", "launch")
     found = {name: assumed[name] for name in names} | dict.fromkeys(("intra_host", "inter_host", "peer"))
-    found |= {"layer": [1e-3, 2e-3, 1e-3], "pair_layer": [2e-3, 4e-3, 1e-3]}
+    found |= {"layer": [1e-3, 2e-3, 1e-3], "pair_layer": [2e-3, 4e-3, 1e-3], "peer_layer": None}
     return json.loads(json.dumps(found | {"host_memory": POINTS, "gpu": gpu} | links))
 
 
