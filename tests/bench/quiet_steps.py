@@ -27,20 +27,22 @@ from pentad.schedules.diagnosis.slow_ranks import SlowRanks
 from pentad.schedules.simulate.timeline import COMPUTE
 from pentad.schedules.spec.plan import Plan
 
-CALL = 10  # steps
+CALL, LIMIT = 10, 600.0  # steps, and seconds that they may take
 Steps = list[tuple[RankTime, ...]]
 
 
-def run(plan: Plan, steps: int) -> tuple[Steps, list[float]]:
-    """Every rank's times of each step, and the seconds of the steps."""
+def run(plan: Plan, steps: int, most: float) -> tuple[Steps, list[float]]:
+    """Every rank's times of each step, and the seconds of the steps, until they have taken `most` seconds."""
     workers = [WorkerProcess() for _ in range(plan.mesh.size)]
     try:
         start_run(workers, plan)
         history, found, seconds = History(plan, 1, keep=1), Steps(), list[float]()
         for first in range(0, steps, CALL):
-            rows = history.add(call_all(workers, "run", first, CALL))
+            rows = history.add(call_all(workers, "run", first, CALL, seconds=LIMIT))
             found += [row["rank_times"] for row in rows]
             seconds += [row["step_seconds"] for row in rows]
+            if sum(seconds) > most:
+                break
         return found, seconds
     finally:
         for worker in workers:
@@ -63,6 +65,7 @@ def starved_share(steps: Sequence[tuple[RankTime, ...]]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="that they may take")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--times", type=Path, help="a file for all times")
     parser.add_argument("keys", nargs="*", help="of the configuration")
@@ -71,7 +74,7 @@ def main() -> None:
 
 
 def judged(plan: Plan, asked: argparse.Namespace) -> dict[str, Any]:
-    steps, seconds = run(plan, asked.steps)
+    steps, seconds = run(plan, asked.steps, asked.seconds)
     if asked.times:
         asked.times.write_bytes(pickle.dumps((plan, steps)))
     found = named(plan, steps)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 from pentad.workers.runtime import rank_setup
 from pentad.workers.runtime.rank_state import RankState
 
-WARM_UP, ROUNDS = 5, 21  # of which the median counts
+WARM_UP, ROUNDS = 5, 21  # of which the least counts: other processes only add to it
 PAIR = 2  # tensor ranks
 
 
@@ -79,7 +78,7 @@ def _stage_seconds(layers: int, device: torch.device, pair: Pair | None) -> list
                 partial(stage.backward_weight, 0),
             )
             rounds.append([_issue_seconds(work, device) for work in works])
-    return [median(each) for each in zip(*rounds[WARM_UP:], strict=True)]
+    return [min(each) for each in zip(*rounds[WARM_UP:], strict=True)]
 
 
 def _issue_seconds(work: Callable[[], object], device: torch.device) -> float:
