@@ -115,7 +115,7 @@ def explain(folder: Path, step: int | None = None) -> Explanation:
     view = StepView(program, mesh, found.measured)
     begins = {rank.rank: view.end(rank.rank) - rank.nanoseconds for rank in ranks}
     on_host = not row.get("peak_bytes")
-    replay = Replay(view, begins, measured.data, measured.layers, blocking_host=on_host)
+    replay = Replay(view, begins, measured, blocking_host=on_host)
     places = place_names(read_lines(folder / JOURNAL))
     remedies = [remedy_of(cause, config, places) for cause in find_causes(replay, left_of_parts(config))]
     if (schedule := better_schedule(program, costs, config)) is not None:

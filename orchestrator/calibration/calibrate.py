@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -11,12 +11,15 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from pentad.orchestrator.activations.allocations import piece_of
 from pentad.orchestrator.calibration.ranks import Report, run_ranks
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.gpus.rate_table import CPU, RateTable
-from pentad.orchestrator.planning.hardware import ISSUE, TP_HIDDEN, local_device, local_gpus, rates_of
+from pentad.orchestrator.planning.comm_volume import layer_volume
+from pentad.orchestrator.planning.hardware import ISSUE, PEER_ISSUE, TP_HIDDEN, local_device, local_gpus, rates_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import Rates, fit_link
+from pentad.workers.health.host_plan import host_plan
 
 GROUPS = ("intra_host", "inter_host", "peer")
 _rates: TypeAdapter[Rates] = TypeAdapter(Rates)
@@ -55,16 +58,30 @@ def table_of(found: dict[str, Any], hosts: list[int]) -> RateTable:
     usual = asdict(rates_of("cpu" if gpu == CPU else "cuda", gpu)) if assumed else {}
     links = {name: usual[name] if name in assumed else _fitted(found[name] or {}) for name in GROUPS}
     links["peer"] = links["intra_host"] | links["peer"]  # peer copies do not do everything
+    layer, pair, peer = (found.pop(name) for name in ("layer", "pair_layer", "peer_layer"))
+    assumed += ["issue"] * (pair is None)
+    usual_issue = (0.0, 0.0) if gpu == CPU else (ISSUE, PEER_ISSUE)
+    issue = usual_issue if pair is None else tuple(_exchange_seconds(gpu, layer, each) for each in (pair, peer or pair))
     figures = {
         **found,
         **links,
         "host_memory": asdict(fit_link(*zip(*found["host_memory"], strict=True))),
-        "issue": 0.0 if gpu == CPU else ISSUE,  # of whole layers
+        "issue": issue[0],
+        "peer_issue": issue[1],
+        "layer_issue": tuple(layer),
         "tp_hidden": 0.0 if gpu == CPU else TP_HIDDEN,
     }
     measured, ranks = datetime.now(UTC).strftime("%Y-%m-%d"), (len(hosts), len(set(hosts)))
     rates = _rates.validate_python(figures)
-    return RateTable(version=2, gpu=gpu, measured=measured, ranks=ranks, assumed=tuple(assumed), rates=rates)
+    return RateTable(version=3, gpu=gpu, measured=measured, ranks=ranks, assumed=tuple(assumed), rates=rates)
+
+
+def _exchange_seconds(gpu: str, layer: Sequence[float], pair: Sequence[float]) -> float:
+    """Of the host, to issue an exchange: what F and B of a layer take longer with those that the planner counts."""
+    plan = host_plan("cpu" if gpu == CPU else "cuda", 1, 2)
+    volumes = (layer_volume(plan.model, False, piece_of(plan), phase) for phase in "FB")
+    exchanges = sum(volume.operations for its in volumes for volume in its.values())
+    return max(0.0, sum(pair[:2]) - sum(layer[:2])) / exchanges
 
 
 def _fitted(timings: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:

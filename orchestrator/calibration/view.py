@@ -16,6 +16,7 @@ from pentad.schedules.simulate.rates import Link, Links, Rates
 
 KINDS = tuple(Links.__dataclass_fields__)
 WHERE = {"intra_host": "on a host", "peer": "by peer copies", "inter_host": "between hosts"}
+ASSUMED = {name: f"links {where}" for name, where in WHERE.items()} | {"issue": "the host's exchanges in layers"}
 
 
 def show_table(table: RateTable, console: Console) -> None:
@@ -29,7 +30,7 @@ def show_table(table: RateTable, console: Console) -> None:
     console.print(f" {table.gpu}: {ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}", highlight=False)
     console.print(grid)
     if table.assumed:
-        console.print(f" not measured, so assumed: links {', '.join(WHERE[each] for each in table.assumed)}")
+        console.print(f" not measured, so assumed: {', '.join(ASSUMED[each] for each in table.assumed)}")
 
 
 def _rows(rates: Rates, left_out: tuple[str, ...]) -> Iterator[tuple[str, str]]:
@@ -44,6 +45,10 @@ def _rows(rates: Rates, left_out: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         yield name, f"{_scaled(getattr(rates, name))}B/s"
     yield "to the host", _link(rates.host_memory)
     yield "launch", format_duration(rates.launch)
+    yield "host's F, B, W of a layer", ", ".join(map(format_duration, rates.layer_issue))
+    if "issue" not in left_out:
+        yield "host's exchange in a layer", format_duration(rates.issue)
+        yield "by peer copies", format_duration(rates.peer_issue)
     for group in (each for each in GROUPS if each not in left_out):
         for kind in () if group == "peer" and rates.peer == rates.intra_host else KINDS:
             yield f"{kind} {WHERE[group]}", _link(getattr(getattr(rates, group), kind))

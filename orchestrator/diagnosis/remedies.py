@@ -9,6 +9,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.formatting import format_percent
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.compiler import compile_program
+from pentad.schedules.diagnosis.attribution import STARVED
 from pentad.schedules.diagnosis.causes import Cause
 from pentad.schedules.diagnosis.replay import RECOMPUTE
 from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, COPIES, HOST, PARAMETERS
@@ -65,6 +66,8 @@ def remedy_of(cause: Cause, config: RunConfig, places: Mapping[int, str]) -> Rem
             return Remedy("copies to and from host memory", key or "memory.offload_fraction=auto", seconds)
         case "data":
             return Remedy("waiting for the loader", "data on a local disk, built with `pentad data build`", seconds)
+        case kind if kind == STARVED:
+            return Remedy("other processes had the ranks' cores", "look at what else runs on their hosts", seconds)
         case kind if kind == HOST:
             fewer = max(1, config.schedule.microbatches // 2)
             return Remedy("the host issues late", f"schedule.microbatches={fewer}: fewer, larger instructions", seconds)

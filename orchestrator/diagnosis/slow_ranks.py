@@ -48,6 +48,8 @@ def sentence(change: SlowRank, views: tuple[RankView, ...], gpus: Mapping[int, G
     share = format_percent(change.excess)
     if change.over and change.kind == "link":
         return f"transfers from {names[0]} to {names[1]} are no longer slow"
+    if change.over and change.kind == "starved":
+        return f"the host of {names[0]} is no longer busy with other processes"
     if change.over:
         return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} no longer slow"
     since = f"since step {change.since}"
@@ -58,6 +60,9 @@ def sentence(change: SlowRank, views: tuple[RankView, ...], gpus: Mapping[int, G
             )
         case "data":
             return f"{names[0]} waits for its loader {share} of a step's compute longer than others {since}"
+        case "starved":
+            longer = f"waits for a core {share} of a step's compute longer than others {since}"
+            return f"{names[0]} is ready to run, and {longer}: its host is busy with other processes"
         case "host":
             return f"the host of {names[0]} issues late, by {share} of a step's compute, {since}"
     evidence = [f"{op} of stage {stage} {excess:+.0%}" for op, stage, excess in change.evidence]

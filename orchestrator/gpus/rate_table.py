@@ -15,7 +15,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import Rates
 
 CPU = "CPU"  # the name of ranks without a GPU
-MAY_BE_ZERO, MAY_BE_EMPTY = (".latency", ".issue", ".layer_issue", ".tp_hidden"), ".products_8bit"
+MAY_BE_ZERO, MAY_BE_EMPTY = (".latency", ".issue", ".peer_issue", ".layer_issue", ".tp_hidden"), ".products_8bit"
 
 
 class RateTable(BaseModel):
@@ -24,7 +24,7 @@ class RateTable(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    version: Literal[2]
+    version: Literal[3]
     gpu: str
     measured: str
     ranks: tuple[int, int]
@@ -99,6 +99,7 @@ def _impossible(value: Any, name: str) -> str:
         if not value and not name.endswith(MAY_BE_EMPTY):
             return f"{name} is empty"
         return next(filter(None, (_impossible(each, f"{name}.{number}") for number, each in enumerate(value))), "")
-    if value is None or (math.isfinite(value) and (value > 0 or (value == 0 and name.endswith(MAY_BE_ZERO)))):
+    may_be_zero = name.rstrip(".0123456789").endswith(MAY_BE_ZERO)
+    if value is None or (math.isfinite(value) and (value > 0 or (value == 0 and may_be_zero))):
         return ""
     return f"{name} is {value}"

@@ -213,7 +213,7 @@ class Exporter(Watcher, Collector):
         for each in times:
             stage = "" if each.stage < 0 or series[each.rank] > MOST_SERIES else str(each.stage)
             labels = str(each.rank), each.op, stage
-            seconds[labels] = seconds.get(labels, 0.0) + each.seconds - each.waited
+            seconds[labels] = seconds.get(labels, 0.0) + each.own
         with self._lock:
             self._values["pentad_rank_seconds"] = seconds
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pentad.orchestrator.activations.activation_memory import row_bytes
 from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import stage_volume
-from pentad.orchestrator.planning.hardware import FP8_SPEEDUPS, expert_flops, links_of, ranks_on_host
+from pentad.orchestrator.planning.hardware import FP8_SPEEDUPS, NODE_GPUS, expert_flops, links_of, ranks_on_host
 from pentad.orchestrator.planning.part_flops import part_flops
 from pentad.schedules.passes.recompute import ROW_WISE, recomputed_parts
 from pentad.schedules.simulate.costs import Costs
@@ -144,7 +144,10 @@ def _stage_seconds(
     return StageSeconds(
         forward=_with_communication(model, span, piece, rates, "F", compute.forward),
         backward=_with_communication(model, span, piece, rates, "B", compute.backward),
-        weight=compute.weight + lookup * (span.has_embedding and lora is None),
+        weight=max(
+            compute.weight + lookup * (span.has_embedding and lora is None),
+            _layer_issue(model, span, rates, "W") * (lora is None),
+        ),
         parts=compute.parts,
     )
 
@@ -152,15 +155,23 @@ def _stage_seconds(
 def _with_communication(
     model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates, phase: str, seconds: float
 ) -> float:
-    links, operations = 0.0, 0
+    links, issued = 0.0, 0.0
     volumes = stage_volume(model, span, piece, phase) if model.custom is None else {}
     for kind, volume in volumes.items():
         link = links_of(rates, piece.mesh, (kind.axis,), in_layers=True).of(kind.kind)
         is_hidden = kind.axis == "tp" and ranks_on_host(piece.mesh, (kind.axis,), rates.host_order) == piece.mesh.tp
         exposed = 1 - rates.tp_hidden if is_hidden else 1.0
         links += link.seconds(exposed * volume.bytes, volume.operations)
-        operations += volume.operations
-    return max(seconds + links, operations * rates.issue, len(span.numbers) * rates.layer_issue)
+        is_copied = kind.axis == "tp" and piece.mesh.size <= NODE_GPUS
+        issued += volume.operations * (rates.peer_issue if is_copied else rates.issue)
+    return max(seconds + links, _layer_issue(model, span, rates, phase) + issued)
+
+
+def _layer_issue(model: ModelSpec, span: LayerRange, rates: Rates, phase: str) -> float:
+    """Seconds of the host to issue F, B, W or a RECOMPUTE of a stage without the exchanges inside its layers. A
+    RECOMPUTE of parts of layers is taken for one of whole layers."""
+    layers = len(span.numbers) + model.mtp_layers * span.has_head
+    return layers * rates.layer_issue["FBW".find(phase) if phase in ("B", "W") else 0]
 
 
 def _recompute_seconds(

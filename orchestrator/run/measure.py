@@ -139,7 +139,8 @@ class History:
         }
 
     def _rank_times(self, step: Sequence[StepResult], spans: tuple[Span, ...]) -> tuple[RankTime, ...]:
-        waits = [RankWaits(each.spans[0].rank, each.data_wait_seconds, each.layer_waits) for each in step if each.spans]
+        ran = (each for each in step if each.spans)
+        waits = [RankWaits(r.spans[0].rank, r.data_wait_seconds, r.layer_waits, r.starved) for r in ran]
         return times_of_step(self.plan.programs[step[0].program], self.plan.mesh, spans, waits)
 
     def _sources(self, step: Sequence[StepResult]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.mesh import Mesh, to_mesh_ranks
 
+STARVED = "starved"
 PARTS = {
     "compute": "forward, backward and recomputation",
     "inside layers": "communication of tp, cp and ep that compute waits for",
@@ -24,6 +25,7 @@ PARTS = {
     "optimizer": "the update",
     COPIES: "activations on their way from and to host memory",
     "data": "waiting for the loader",
+    STARVED: "ready to run, while other processes had the cores",
     HOST: "between instructions: what could run had not been issued",
 }
 FIRST_START = 0  # of the step, in nanoseconds
@@ -35,6 +37,14 @@ class LayerWait(NamedTuple):
 
     seconds: float
     late: float
+
+
+class Starved(NamedTuple):
+    """Seconds that a rank was ready to run while other processes had the cores: in compute, and between
+    instructions."""
+
+    compute: float
+    between: float
 
 
 @dataclass(frozen=True)
@@ -51,11 +61,12 @@ class RankStep:
 
 class Measured(NamedTuple):
     """What is known of a step besides its spans: when it began (on the timeline's clock, None: at its first start),
-    and by rank the seconds that the host waited for data, and the waits inside layers."""
+    and by rank the seconds that the host waited for data, the waits inside layers, and what it was starved."""
 
     began: Mapping[int, float] = {}
     data: Mapping[int, float] = {}
     layers: Mapping[int, LayerWait] = {}
+    starved: Mapping[int, Starved] = {}
 
 
 NOTHING_ELSE = Measured()
@@ -97,6 +108,11 @@ def _rank_step(view: StepView, ideal: StepView, rank: int, measured: Measured) -
     parts["compute"] -= seconds
     parts["inside layers"] += seconds - late
     parts[LATE] += late
+    starved = measured.starved.get(rank, Starved(0.0, 0.0))
+    for part, lost in (("compute", starved.compute), (HOST, starved.between)):
+        taken = min(parts[part], round(lost * 1e9))
+        parts[part] -= taken
+        parts[STARVED] += taken
     return RankStep(rank, parts)
 
 

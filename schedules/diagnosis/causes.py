@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pentad.schedules.diagnosis.attribution import STARVED
 from pentad.schedules.diagnosis.replay import RECOMPUTE, Replay, Seconds
 from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, COPIES, HOST, PARAMETERS
 from pentad.schedules.ir.columns import Array
 
 SLOWER = 1.03  # than its peers, from which a rank is a candidate
-WHOLE_PARTS = ("inside layers", BETWEEN_STAGES, PARAMETERS, "optimizer", RECOMPUTE, COPIES, "data", HOST)
+WHOLE_PARTS = ("inside layers", BETWEEN_STAGES, PARAMETERS, "optimizer", RECOMPUTE, COPIES, "data", STARVED, HOST)
 
 
 class Cause(NamedTuple):
@@ -37,7 +38,8 @@ def find_causes(replay: Replay, left: Mapping[str, float]) -> list[Cause]:
 
 
 def work_by_rank(replay: Replay) -> Array:
-    """Seconds of compute of every rank of the mesh, recomputation included, without waits inside layers."""
+    """Seconds of compute of every rank of the mesh, recomputation included, without waits inside layers or for a
+    core."""
     work = replay.parts["compute"] + replay.parts[RECOMPUTE]
     return np.bincount(replay.rank, work, replay.view.mesh.size)
 

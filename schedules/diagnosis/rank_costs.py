@@ -16,13 +16,14 @@ from pentad.schedules.spec.mesh import Mesh
 
 def costs_of_ranks(program: Program, mesh: Mesh, steps: Iterable[Sequence[RankTime]]) -> Costs | None:
     """By the medians of these steps: each stage as on the fastest of the ranks that hold it, and as `slowdown` of a
-    pipeline rank, how many times as long its slowest replica takes. None without the times of all ops."""
+    pipeline rank, how many times as long its slowest replica takes; without what ranks were starved. None without the
+    times of all ops."""
     counts = [
         Counter((part.op.value, part.stage) for action in stream for part in action.parts) for stream in program.streams
     ]
     seconds = dict[tuple[int, str, int], list[float]]()  # of all instructions of an op on a stage, by rank and step
     for each in (each for step in steps for each in step):
-        seconds.setdefault((each.rank, each.op, each.stage), []).append(each.seconds)
+        seconds.setdefault((each.rank, each.op, each.stage), []).append(each.seconds - each.starved)
     work = [dict[tuple[str, int], float]() for _ in range(mesh.size)]  # of one instruction, by rank
     for (rank, op, stage), values in seconds.items():
         if count := counts[mesh.coordinates(rank).pp][op, stage]:

@@ -24,10 +24,9 @@ def svg_rank_times(times: Sequence[RankTime], mesh: Mesh, *, title: str) -> str:
     work: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # by step, then rank
     by_op: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))  # all steps
     for each in times:
-        own = each.seconds - each.waited
-        by_op[each.op][each.rank].append(own)
+        by_op[each.op][each.rank].append(each.own)
         if each.op in COMPUTE:
-            work[each.step][each.rank] += own
+            work[each.step][each.rank] += each.own
     steps = sorted(work)
     by_step = [_differences(work[step], peers) for step in steps]
     ops = ordered_ops(set(by_op))

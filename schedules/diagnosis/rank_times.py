@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from pentad.schedules.diagnosis.attribution import LayerWait, Measured
+from pentad.schedules.diagnosis.attribution import LayerWait, Measured, Starved
 from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, HOST, StepView
 from pentad.schedules.ir.arrow_file import read_table, require_no_nulls, require_range
 from pentad.schedules.ir.errors import PentadError
@@ -30,8 +30,9 @@ INNER_AXES: tuple[Axis, ...] = ("tp", "cp", "ep")
 
 class RankTime(NamedTuple):
     """A rank's `seconds` in all instructions of an op on a stage (-1: none) in a step. In compute, `waited` of them
-    passed in communication inside layers. Of receives they are the time of the transfers, from when the sender had the
-    result, if all took as long as those that compute waited for."""
+    passed in communication inside layers, and for `starved` of them, of a CPU rank, its thread was ready to run while
+    other processes had the cores. Of receives they are the time of the transfers, from when the sender had the result,
+    if all took as long as those that compute waited for."""
 
     step: int
     rank: int
@@ -39,18 +40,25 @@ class RankTime(NamedTuple):
     stage: int
     seconds: float
     waited: float = 0.0
+    starved: float = 0.0
+
+    @property
+    def own(self) -> float:
+        """Seconds that the rank itself took."""
+        return self.seconds - self.waited - self.starved
 
 
 class RankWaits(NamedTuple):
-    """Seconds that a rank's host waited for the data of a step, and that its compute waited for communication inside
-    layers, by op and stage."""
+    """Seconds that a rank's host waited for the data of a step, and by op and stage those that its compute waited for
+    communication inside layers, and that it was `starved` (HOST: between instructions)."""
 
     rank: int
     data: float
     layers: tuple[tuple[str, int, float], ...] = ()
+    starved: tuple[tuple[str, int, float], ...] = ()
 
 
-_TYPES = [pa.int64(), pa.int32(), pa.string(), pa.int32(), pa.float64(), pa.float64()]
+_TYPES = [pa.int64(), pa.int32(), pa.string(), pa.int32(), *[pa.float64()] * 3]
 SCHEMA = pa.schema(list(zip(RankTime._fields, _TYPES, strict=True)))
 
 
@@ -61,6 +69,7 @@ def times_of_step(
     missing in incomplete steps and in those with more than MOST_SPANS."""
     step, seconds = spans[0].step, dict[tuple[int, str, int], float]()
     waited = {(each.rank, op, stage): took for each in waits for op, stage, took in each.layers}
+    starved = {(each.rank, op, stage): took for each in waits for op, stage, took in each.starved}
     for span, took in attributed_seconds([span for span in spans if span.op in (*COMPUTE, "STEP")]):
         key = span.rank, span.op, span.stage
         seconds[key] = seconds.get(key, 0.0) + took
@@ -68,7 +77,10 @@ def times_of_step(
     if len(spans) <= MOST_SPANS:
         with suppress(PentadError):
             seconds |= _host_and_receives(StepView(program, mesh, Timeline("measured", tuple(spans))))
-    found = (RankTime(step, *key, took, min(took, waited.get(key, 0.0))) for key, took in seconds.items())
+    found = list[RankTime]()
+    for key, took in seconds.items():
+        wait = min(took, waited.get(key, 0.0))
+        found.append(RankTime(step, *key, took, wait, min(took - wait, starved.get(key, 0.0))))
     return tuple(sorted(found))
 
 
@@ -107,7 +119,7 @@ def load(path: Path) -> tuple[RankTime, ...]:
         if not table.schema.equals(SCHEMA):
             raise PentadError(f"its columns are {table.schema.names}: expected {SCHEMA.names}")
         require_no_nulls(table)
-        for name, low in {"step": 0, "rank": 0, "stage": -1, "seconds": 0.0, "waited": 0.0}.items():
+        for name, low in {"step": 0, "rank": 0, "stage": -1, "seconds": 0.0, "waited": 0.0, "starved": 0.0}.items():
             require_range(table, name, low, LONGEST_SECONDS)
     except (OSError, PentadError) as error:
         raise PentadError(f"{path} is not a readable table of rank times: {error}") from None
@@ -121,7 +133,14 @@ def measured_of(times: Iterable[RankTime], mesh: Mesh, began: dict[int, float] |
     shortest wait of the group exceeds is waiting for a late peer.
     """
     data, waited = dict[int, float](), dict[tuple[int, str, int], float]()
+    starved = dict[int, Starved]()
     for each in times:
+        compute, between = starved.get(each.rank, Starved(0.0, 0.0))
+        if each.op == HOST_OP:
+            between += each.starved
+        else:
+            compute += each.starved
+        starved[each.rank] = Starved(compute, between)
         if each.op == DATA:
             data[each.rank] = each.seconds
         if each.waited:
@@ -133,4 +152,4 @@ def measured_of(times: Iterable[RankTime], mesh: Mesh, began: dict[int, float] |
         total[rank] = total.get(rank, 0.0) + seconds
         late[rank] = late.get(rank, 0.0) + seconds - shortest
     layers = {rank: LayerWait(seconds, late[rank]) for rank, seconds in total.items()}
-    return Measured(began or {}, data, layers)
+    return Measured(began or {}, data, layers, starved)

@@ -11,7 +11,7 @@ from itertools import product
 
 import numpy as np
 
-from pentad.schedules.diagnosis.attribution import LayerWait, part_of
+from pentad.schedules.diagnosis.attribution import STARVED, LayerWait, Measured, Starved, part_of
 from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, COPIES, HOST, PARAMETERS, StepView
 from pentad.schedules.ir.columns import Array, op_mask
 from pentad.schedules.ir.instruction import COLLECTIVES, COMPUTE, OF_ALL_RANKS, RECEIVES, Op
@@ -19,22 +19,22 @@ from pentad.schedules.simulate.events import Events, events_of
 from pentad.schedules.simulate.toposort import Graph, earliest_times, topological_levels
 
 RECOMPUTE = "recompute"
-NO_WAIT = LayerWait(0.0, 0.0)
+NO_WAIT, NOT_STARVED = LayerWait(0.0, 0.0), Starved(0.0, 0.0)
+NAMES = ("compute", RECOMPUTE, "inside layers", STARVED, "optimizer", "data", HOST, BETWEEN_STAGES, PARAMETERS, COPIES)
 Seconds = dict[str, Array]  # by part, and by action of the mesh
 
 
 class Replay:
     """`parts[part]` has the seconds of every action of every rank; `rank` and `stage` are those of the actions.
 
-    `begins` are the nanoseconds at which the ranks began the step; `data` the seconds that they waited for data.
+    `begins` are the nanoseconds at which the ranks began the step.
     """
 
     def __init__(
         self,
         view: StepView,
         begins: Mapping[int, int],
-        data: Mapping[int, float],
-        layers: Mapping[int, LayerWait],
+        measured: Measured,
         *,
         blocking_host: bool,
     ) -> None:
@@ -43,10 +43,9 @@ class Replay:
         self.first = np.concatenate(([0], np.cumsum(counts)))
         self.rank = np.repeat(np.arange(mesh.size), counts)
         self.peer = np.full(self.first[-1], -1)  # of the mesh, of receives
-        names = ("compute", RECOMPUTE, "inside layers", "optimizer", "data", HOST, BETWEEN_STAGES, PARAMETERS, COPIES)
-        self.parts: Seconds = {name: np.zeros(self.first[-1]) for name in names}
+        self.parts: Seconds = {name: np.zeros(self.first[-1]) for name in NAMES}
         for rank in range(mesh.size):
-            self._add_compute(rank, begins.get(rank, 0), data.get(rank, 0.0), layers)
+            self._add_compute(rank, begins.get(rank, 0), measured)
             self._add_communication(rank)
         self._shortest_by_link()
         events = events_of(program, blocking_host=blocking_host)
@@ -70,9 +69,10 @@ class Replay:
 
         return self.makespan(change)
 
-    def _add_compute(self, rank: int, begin: int, data: float, layers: Mapping[int, LayerWait]) -> None:
+    def _add_compute(self, rank: int, begin: int, measured: Measured) -> None:
         parts, places = self.parts, self.view.program.positions[self.view.coordinates[rank].pp]
-        wait, work = layers.get(rank, NO_WAIT), list[tuple[int, float]]()
+        wait, work = measured.layers.get(rank, NO_WAIT), list[tuple[int, float]]()
+        data, starved = measured.data.get(rank, 0.0), measured.starved.get(rank, NOT_STARVED)
         for number, busy in enumerate(self.view.busy(rank, begin)):
             at = self.first[rank] + places[busy.action.key]
             host, seconds = busy.idle.get(HOST, 0) / 1e9, (busy.end - busy.start) / 1e9
@@ -86,10 +86,16 @@ class Replay:
                 parts[RECOMPUTE][at] = seconds
             elif busy.action.key.op is not Op.LOSS:
                 parts[part_of(busy.action.parts[0])][at] = seconds
-        share = min(1.0, wait.seconds / max(1e-12, sum(seconds for _, seconds in work)))
+        total, own = max(1e-12, sum(seconds for _, seconds in work)), self.rank == rank
+        share = min(1.0, wait.seconds / total)
         exposed = share * (1 - wait.late / wait.seconds if wait.seconds else 0.0)
+        taken = min(1.0 - share, starved.compute / total)
         for at, seconds in work:
-            parts["compute"][at], parts["inside layers"][at] = seconds * (1 - share), seconds * exposed
+            parts["compute"][at], parts["inside layers"][at] = seconds * (1 - share - taken), seconds * exposed
+            parts[STARVED][at] = seconds * taken
+        between = min(1.0, starved.between / max(1e-12, float(parts[HOST][own].sum())))
+        parts[STARVED][own] += between * parts[HOST][own]
+        parts[HOST][own] *= 1 - between
 
     def _add_communication(self, rank: int) -> None:
         view = self.view

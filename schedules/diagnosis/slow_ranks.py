@@ -1,10 +1,13 @@
 """Names ranks and links that are slower than their peers, from every rank's seconds of each step.
 
-A rank's compute is without its waits, so a rank that only waits for a slow one is not slow. It is compared with the
+A rank's compute is without its waits, so a rank that only waits for a slow one is not slow; nor is one whose core other
+processes use, as a CPU rank's compute is without that time, too: it is named as starved. It is compared with the
 ranks that have the same stages; without such peers, with itself in its first steps, as all other ranks have changed
 since. Its score is the logarithm of the ratio, whose noise is symmetric: on a busy machine a rank takes twice as long
 as another as often as half as long. What a score is in doubt by comes from its own changes from step to step: noisy
-ranks need larger differences. Those of data, hosts and links have to exceed the noise of compute, too.
+ranks need larger differences. Those of data, hosts and links have to exceed the noise of compute, too, and what the
+rank is starved: the threads that load and transfer are as late. Compute has to exceed COLD of that, as a rank that gets
+its core back finds other processes' data in the caches.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ REMEMBERED = 64  # steps of a score
 SURE = 2.2  # of the noise of one step: five standard deviations of the median of WINDOW steps
 SURE_ALONE = 2.8  # the same where ranks have no peers, as the steps that they are compared with were noisy too
 WARM_UP, BASELINE = 2, 32  # steps that are left out, and those that a rank without peers is compared with later
+COLD = 0.1  # of what a rank is starved: how much longer its compute may take for that reason
 FEW = 4  # peers up to which a rank is not among those that it is compared with
-KINDS = ("compute", "data", "host", "link")
+KINDS = ("compute", "starved", "data", "host", "link")
 CLEAR, LONG = 0.08, 16  # what a rank takes longer, and for how many steps in a row, from which its place is to blame
 K = TypeVar("K")
 Entity = tuple[str, int, int]  # kind, rank, and the receiver of a link or -1
@@ -36,9 +40,10 @@ Entity = tuple[str, int, int]  # kind, rank, and the receiver of a link or -1
 
 class SlowRank(NamedTuple):
     """`ranks` (of a link, its sender and receiver) are slow since `since`, known at `step`: they take `excess` longer,
-    as a share of the compute of a step. `kind` is 'compute', 'data', 'host' or 'link'. `evidence` are the ops that take
-    longer, with their stage and the share by which. Several ranks of 'compute' wait for each other inside layers, which
-    one is slow is not known. Once a rank is no longer slow, `over` is set."""
+    as a share of the compute of a step. `kind` is 'compute', 'starved' (other processes have its core), 'data', 'host'
+    or 'link'. `evidence` are the ops that take longer, with their stage and the share by which. Several ranks of
+    'compute' wait for each other inside layers, which one is slow is not known. Once a rank is no longer slow, `over`
+    is set."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -99,6 +104,7 @@ class SlowRanks:
         self.alone = len(self.peers[0]) == 1
         self.series: dict[Entity, _Series] = {}
         self.levels = {rank: _Series() for rank in ranks}  # of compute beside all ranks
+        self.starved = {rank: _Series() for rank in ranks}  # as a share of a step's compute
         self.named: dict[Entity, SlowRank] = {}
         self.clear: dict[Entity, int] = {}  # steps in a row that a named one has taken CLEAR longer
         self.first: dict[int, list[float]] = {rank: [] for rank in ranks}
@@ -113,7 +119,7 @@ class SlowRanks:
         for each in times:
             if each.op in COMPUTE:
                 key = each.rank, each.op, each.stage
-                self.by_op.setdefault(key, deque(maxlen=WINDOW // 2)).append(each.seconds - each.waited)
+                self.by_op.setdefault(key, deque(maxlen=WINDOW // 2)).append(each.own)
         step = times[0].step
         for entity, score in self._scores(times, work).items():
             self.series.setdefault(entity, _Series()).add(step, score)
@@ -140,8 +146,14 @@ class SlowRanks:
     def _scores(self, times: Sequence[RankTime], work: dict[int, float]) -> dict[Entity, float]:
         typical = max(1e-9, median(work.values()))
         found = self._compute_scores(work)
+        starved = dict.fromkeys(work, 0.0)
+        for each in times:
+            starved[each.rank] += each.starved
+        for rank, lost in starved.items():
+            self.starved[rank].add(self.steps, lost / typical)
+        found |= {("starved", rank, -1): above / typical for rank, above in _above_others(starved).items()}
         for kind, op in (("data", DATA), ("host", HOST_OP)):
-            seconds = {each.rank: each.seconds for each in times if each.op == op}
+            seconds = {each.rank: each.own for each in times if each.op == op}
             found |= {(kind, rank, -1): above / typical for rank, above in _above_others(seconds).items()}
         links = dict.fromkeys({(source, key[0]) for key, source in self.sender.items()}, 0.0)
         for each in times:
@@ -180,17 +192,25 @@ class SlowRanks:
             for entity, series in self.series.items():
                 if entity[0] != kind or entity in self.named or len(series.scores) < WINDOW:
                     continue
-                is_slow = series.middle >= max(LEAST, sure * max(least, series.noise))
+                is_slow = series.middle >= max(LEAST, sure * max(least, series.noise), self._starved(entity))
                 series.above = series.above + 1 if is_slow else 0
                 if series.above < (2 if kind == "link" else 1) or self._is_explained(entity):
                     continue
                 found.append(self._name(entity, series, step, layers_measured))
         return found
 
+    def _starved(self, entity: Entity) -> float:
+        """How much the score is in doubt by, as other processes use the cores of its ranks."""
+        kind, *ranks = entity
+        share = {"compute": COLD, "starved": 0.0}.get(kind, 1.0)
+        return share * max(self.starved[rank].middle for rank in ranks if rank >= 0)
+
     def _is_explained(self, entity: Entity) -> bool:
-        """A slow rank sends late, and issues late what it computes late; a rank is named once."""
-        _, rank, other = entity
-        return any({rank, other} & {*named.ranks} for named in self.named.values())
+        """A slow rank sends late, and issues late what it computes late; a rank is named once. One that is starved may
+        be slow as well."""
+        kind, rank, other = entity
+        explaining = (named for named in self.named.values() if kind != "compute" or named.kind != "starved")
+        return any({rank, other} & {*named.ranks} for named in explaining)
 
     def _name(self, entity: Entity, series: _Series, step: int, layers_measured: bool) -> SlowRank:
         kind, rank, other = entity
@@ -222,7 +242,7 @@ def _work(times: Iterable[RankTime]) -> dict[int, float]:
     found = dict[int, float]()
     for each in times:
         if each.op in COMPUTE:
-            found[each.rank] = found.get(each.rank, 0.0) + each.seconds - each.waited
+            found[each.rank] = found.get(each.rank, 0.0) + each.own
     return found
 
 

@@ -71,9 +71,9 @@ class Rates:
     Bytes/s of copies in a rank's memory, of what layers do besides products, and of an optimizer's update. Links inside
     layers to ranks on the host and to other hosts, those of transfers and ZeRO on a host where no operation leaves it
     (`peer`), and to host memory.
-    Seconds to launch an instruction, and of the host to start an operation inside a layer with the kernels around it,
-    or F, B or RECOMPUTE of a layer without any. `source` says where they come from. The share of tp's bytes that
-    products hide, and the order of axes in which ranks fill hosts.
+    Seconds to launch an instruction, and of the host to issue an exchange inside a layer (`issue`; `peer_issue`: of tp,
+    where no rank is on another host), and F, B and W of a layer without any (`layer_issue`). `source` says where they
+    come from. The share of tp's bytes that products hide, and the order of axes in which ranks fill hosts.
     """
 
     products: Curve
@@ -90,7 +90,8 @@ class Rates:
     launch: float
     issue: float
     source: str = ""
-    layer_issue: float = 0.0
+    peer_issue: float = 0.0
+    layer_issue: tuple[float, float, float] = (0.0, 0.0, 0.0)
     tp_hidden: float = 0.0
     host_order: tuple[str, ...] = HOST_ORDER
 

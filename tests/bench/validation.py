@@ -206,7 +206,8 @@ def rates_with(gpu: str, given: dict[str, Any]) -> Rates:
     found, values = rates_of("cuda", gpu), given["data_sheet"] | given["fitted"]
     flops, elementwise = values["flops"], values.get("elementwise", found.elementwise)
     attention = ((1.0, values.get("attention", flops)),)
-    others = {key: values[key] for key in ("issue", "layer_issue") if key in values}
+    others: dict[str, Any] = dict.fromkeys(("issue", "peer_issue"), values["issue"])
+    others["layer_issue"] = (*[values["layer_issue"]] * 2, 0.0)
     if "intra_host" in values:
         others["intra_host"] = others["peer"] = Links.uniform(values["intra_host_latency"], values["intra_host"])
     return replace(

@@ -30,4 +30,5 @@ def test_gpus_attain_much_of_their_data_sheet_and_small_work_less(pentad: Pentad
     if torch.cuda.get_device_capability() == (9, 0):
         assert [len(each) for each in rates.experts] == [3, 3]
     assert 0.3 * sheet.link < rates.peer.send.bandwidth < 1.1 * sheet.link  # of a line through measured times
+    assert all(0 < each < 5e-3 for each in (rates.issue, rates.peer_issue, *rates.layer_issue))
     assert rates.peer.send != rates.intra_host.send and rates.peer.all_reduce == rates.intra_host.all_reduce

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from pentad.orchestrator.cluster.worker import streams_of
 from pentad.schedules.ir.instruction import Instruction
 from pentad.workers.parallel.async_ops import Task, host_waits
+from pentad.workers.run_delay import run_delay
 
 SLICE, SLACK = 2e-3, 1e-3  # seconds of a sleep, and what it may take longer on an idle machine
 resumed, reached = threading.Event(), threading.Event()
@@ -91,10 +91,11 @@ def _stop_thread() -> None:
 
 
 def pad_compute(runner: Any, seconds: dict[str, float]) -> None:
-    """Compute instructions take so long, by op, without what they wait for inside layers: they sleep for the rest.
+    """Compute instructions take so long, by op, without what they wait for inside layers and for a core: they sleep for
+    the rest.
 
-    So ranks are even, also where many processes share few cores: what an instruction takes longer since its thread had
-    to wait for a core, the next ones take less. The time that a process is stopped (SIGSTOP) is not made up for.
+    So ranks are even, also where many processes share few cores. What an instruction sleeps too long the next ones take
+    less; the time that a process is stopped (SIGSTOP) is not made up for.
     """
     executor, pads, late = runner.executor, dict(seconds), [0.0]
     real = executor._execute
@@ -103,11 +104,11 @@ def pad_compute(runner: Any, seconds: dict[str, float]) -> None:
         if part.op.value not in pads:
             yield from real(part)
             return
-        clock = RunnableClock()
+        clock = RunningClock()
         yield from real(part)
         left = pads[part.op.value] - late[0] - clock.passed()
         while left > 0:
-            clock, slept = RunnableClock(), min(left, SLICE)
+            clock, slept = RunningClock(), min(left, SLICE)
             time.sleep(slept)
             left -= clock.passed(slept)
         late[0] = -left
@@ -115,24 +116,19 @@ def pad_compute(runner: Any, seconds: dict[str, float]) -> None:
     executor._execute, executor.pads = execute, pads
 
 
-class RunnableClock:
-    """Seconds since it was made in which this thread ran, waited for a core, or slept on purpose: those in which it
-    waited inside layers, or its process was stopped, are left out."""
+class RunningClock:
+    """Seconds since it was made in which this thread ran, or slept on purpose: those in which it waited inside layers
+    or for a core, or its process was stopped, are left out."""
 
     def __init__(self) -> None:
-        self.began, self.ran = _seconds_outside_waits(), _runnable_seconds()
+        self.began, self.ran = _seconds_outside_waits(), time.thread_time()
 
     def passed(self, slept: float = 0.0) -> float:
-        return min(_seconds_outside_waits() - self.began, _runnable_seconds() - self.ran + slept + SLACK)
+        return min(_seconds_outside_waits() - self.began, time.thread_time() - self.ran + slept + SLACK)
 
 
 def _seconds_outside_waits() -> float:
-    return time.monotonic() - host_waits.seconds
-
-
-def _runnable_seconds() -> float:
-    running, waiting, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
-    return (running + waiting) / 1e9
+    return time.monotonic() - host_waits.seconds - (run_delay() - host_waits.run_delay)
 
 
 def slow_compute(runner: Any, factor: float) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pentad.workers.health.device_rates import SIZES, Clock, measure_device, num_device_timings
+from pentad.workers.health.host_rates import measure_layer, measure_pairs
 from pentad.workers.health.link_rates import KINDS, PEER_KINDS, measure_group, measure_peers
 from pentad.workers.parallel.process_groups import join_store
 from pentad.workers.runtime.rank_setup import prepare_device
@@ -22,13 +23,15 @@ TIMEOUT = 100.0  # seconds to meet, and for an operation
 
 
 def calibrate(kind: str, gpu: int, address: str, rank: int, hosts: list[int]) -> dict[str, object]:
-    """The fields of Rates, without a source; links as seconds by bytes, None for those that there are not."""
+    """The fields of Rates, without a source; links as seconds by bytes, None for those that there are not. `layer` are
+    the host's seconds for F, B and W of a layer, `pair_layer` and `peer_layer` those on two ranks of a host."""
     device, sizes, size = prepare_device(kind, gpu), SIZES[kind], len(hosts)
     local = [other for other, host in enumerate(hosts) if host == hosts[rank]]
     alike = [other for other, host in enumerate(hosts) if hosts[:other].count(host) == hosts[:rank].count(hosts[rank])]
     done, links = 0, (len(local) > 1) + (len(alike) > 1)
     peers = len(local) > 1 and kind == "cuda"
     total = num_device_timings(sizes, device) + len(sizes.sent_bytes) * (links * len(KINDS) + peers * len(PEER_KINDS))
+    total += 1 + (len(local) > 1) + peers  # layers
 
     def report() -> None:
         nonlocal done
@@ -56,6 +59,11 @@ def calibrate(kind: str, gpu: int, address: str, rank: int, hosts: list[int]) ->
         assert store is not None
         own = dist.PrefixStore(f"host-{hosts[rank]}", store)
         found["peer"] = measure_peers(own, local.index(rank), len(local), sizes.sent_bytes, device, clock)
+    found |= {"layer": measure_layer(device, clock), "pair_layer": None, "peer_layer": None}
+    if store is not None and len(local) > 1:
+        found["pair_layer"] = measure_pairs(hosts, rank, store, device, clock)
+        if found["peer"] is not None:
+            found["peer_layer"] = measure_pairs(hosts, rank, store, device, clock, peer=True)
     if size > 1:
         dist.barrier()
         dist.destroy_process_group()

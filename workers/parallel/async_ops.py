@@ -60,13 +60,16 @@ class WaitLog(Protocol):
 
 class HostWaits:
     """How long this process's host has waited for operations inside layers so far; on a GPU it does not wait. Each wait
-    is entered in `log`, if there is one."""
+    is entered in `log`, if there is one. `run_delay` is the part of the time that its thread was ready to run, by the
+    clock `delay_clock`."""
 
     seconds = 0.0
+    run_delay = 0.0
     log: WaitLog | None = None
+    delay_clock: Callable[[], float] = staticmethod(lambda: 0.0)
 
     def wait(self, works: Sequence[LayerWork]) -> None:
-        began = time.monotonic()
+        began, delayed = time.monotonic(), self.delay_clock()
         for work, group in works:
             if work is None:
                 continue
@@ -77,6 +80,7 @@ class HostWaits:
             if self.log is not None:
                 self.log.end_wait()
         self.seconds += time.monotonic() - began
+        self.run_delay += self.delay_clock() - delayed
 
 
 host_waits = HostWaits()

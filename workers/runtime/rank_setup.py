@@ -119,7 +119,7 @@ def make_lanes(plan: Plan, rank: int, device: torch.device) -> Lanes:
     return CudaStreams(device, {part.lane for part in streams})
 
 
-def make_flags(plan: Plan, rank: int, store: dist.TCPStore, generation: int) -> StreamFlags | None:
+def make_flags(plan: Plan, rank: int, store: dist.Store, generation: int) -> StreamFlags | None:
     """Those of transfers and collectives between peers."""
     if plan.transport != "peer":
         return None
@@ -128,7 +128,7 @@ def make_flags(plan: Plan, rank: int, store: dist.TCPStore, generation: int) -> 
 
 
 def with_peer_rows(
-    plan: Plan, groups: ProcessGroups, store: dist.TCPStore, device: torch.device, flags: StreamFlags | None
+    plan: Plan, groups: ProcessGroups, store: dist.Store, device: torch.device, flags: StreamFlags | None
 ) -> ProcessGroups:
     """The groups of a rank whose tensor ranks exchange rows by copy engines, if they can."""
     if flags is None or plan.row_slot_elements == 0:

@@ -32,7 +32,8 @@ class StepResult:
     `data_wait_seconds` and issued `instructions` in `host_seconds`; `peak_bytes` is the largest GPU memory allocated so
     far, 0 on a CPU. `fp8` are the operands in 8 bits of a step that was sampled, `fp8_gradients` the gradients of one
     that was compared with the compute dtype. On a CPU `layer_waits` are the seconds, by op and stage, that the host
-    waited for communication inside layers. `expert_load` has, by layer and in some steps, the visits of this rank's
+    waited for communication inside layers, and `starved` those that it was ready to run while other processes had the
+    cores (HOST: between instructions). `expert_load` has, by layer and in some steps, the visits of this rank's
     tokens to each expert (see LOAD_EVERY); of tensor ranks the first has them.
     """
 
@@ -54,6 +55,7 @@ class StepResult:
     fp8: tuple[Fp8Sample, ...] = ()
     fp8_gradients: tuple[GradientSums, ...] = ()
     layer_waits: tuple[tuple[str, int, float], ...] = ()
+    starved: tuple[tuple[str, int, float], ...] = ()
     expert_load: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 

@@ -391,7 +391,7 @@ class Runner:
             learning_rate=self.plan.optimizer.learning_rate.at(committed.step),
             skipped=not math.isfinite(float(committed.taken)),
             spans=spans_of(self.plan, self.rank, committed.step, times),
-            layer_waits=self._connected.lanes.take_layer_waits(),
+            **self._connected.lanes.take_waits(),
             expert_load=self._connected.take_expert_load(committed.step),
             data_wait_seconds=self.data_wait_seconds.pop(committed.step, 0.0),
             host_seconds=self._connected.host_seconds.pop(committed.step, 0.0),

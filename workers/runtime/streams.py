@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,27 @@ import torch.distributed as dist
 from pentad.schedules.ir.instruction import Instruction, Key
 from pentad.workers.parallel.async_ops import host_waits
 from pentad.workers.rank_waits import rank_waits
+from pentad.workers.run_delay import run_delay
 from pentad.workers.runtime.gpu_progress import GpuProgress
 from pentad.workers.runtime.gpu_timer import GpuTimer, StepTimes
 
 AHEAD = 2  # instructions that the host issues before the compute lane needs them
-LayerWaits = tuple[tuple[str, int, float], ...]  # seconds of a step by op and stage, as in StepResult
+BETWEEN = ("HOST", -1)  # instructions
+OpSeconds = dict[tuple[str, int], float]  # of a step, by op and stage
 Check = Callable[[], None]  # called while the host waits; raises Aborted once the generation is over
+
+
+class StepWaits(NamedTuple):
+    """Seconds of a step that compute waited for communication inside layers, and that the thread was ready to run while
+    other processes had the cores (BETWEEN: between instructions)."""
+
+    layers: OpSeconds
+    starved: OpSeconds
+
+    def rows(self) -> dict[str, Any]:
+        """In a StepResult's form."""
+        layers, starved = (tuple((*where, took) for where, took in seconds.items()) for seconds in self)
+        return {"layer_waits": layers, "starved": starved}
 
 
 class HostStreams:
@@ -33,9 +49,11 @@ class HostStreams:
 
     def __init__(self) -> None:
         self.steps: list[StepTimes] = []
-        self.waits: list[dict[tuple[str, int], float]] = []  # of each step, in layers, by op and stage
-        self.read_waits: list[dict[tuple[str, int], float]] = []  # of the steps read last
-        self.waited = host_waits.seconds  # up to the end of the last instruction
+        self.waits: list[StepWaits] = []  # of each step
+        self.read_waits: list[StepWaits] = []  # of the steps read last
+        host_waits.delay_clock = run_delay
+        # Up to the end of the last instruction, in layers, and outside their waits.
+        self.waited, self.delayed = host_waits.seconds, 0.0
         self.running: dict[Key, tuple[list[dist.Work], int]] = {}  # works, and where their times are
 
     @property
@@ -44,18 +62,21 @@ class HostStreams:
 
     def begin_step(self) -> None:
         self.steps.append([])
-        self.waits.append({})
+        self.waits.append(StepWaits({}, {}))
+        self.delayed = run_delay() - host_waits.run_delay
 
     @contextmanager
     def issue(self, part: Instruction) -> Iterator[None]:
         for key in part.waits:
             self._wait_for(key)
-        times = self.steps[-1]
+        self._count_delay(BETWEEN)
+        times, where = self.steps[-1], (part.op.value, part.stage)
         start = time.monotonic()
         yield
         times.append((part, start, time.monotonic()))
-        if host_waits.seconds > self.waited:  # of an overlapped pair, to the half that ends first
-            waits, where = self.waits[-1], (part.op.value, part.stage)
+        self._count_delay(where)  # of an overlapped pair, like waits, to the half that ends first
+        if host_waits.seconds > self.waited:
+            waits = self.waits[-1].layers
             waits[where] = waits.get(where, 0.0) + host_waits.seconds - self.waited
             self.waited = host_waits.seconds
 
@@ -75,7 +96,7 @@ class HostStreams:
         for key in list(self.running):
             self._wait_for(key)
         self.steps[-1].clear()
-        self.waits[-1].clear()
+        self.waits[-1] = StepWaits({}, {})
 
     def read_times(self, check: Check, num_open: int = 0) -> list[StepTimes]:
         count = len(self.steps) - num_open
@@ -83,9 +104,9 @@ class HostStreams:
         self.read_waits, self.waits = self.waits[:count], self.waits[count:]
         return found
 
-    def take_layer_waits(self) -> LayerWaits:
+    def take_waits(self) -> dict[str, Any]:
         """Of the oldest of the steps read last that has not been taken yet."""
-        return tuple((op, stage, seconds) for (op, stage), seconds in self.read_waits.pop(0).items())
+        return self.read_waits.pop(0).rows()
 
     def position(self) -> tuple[int, Instruction] | None:
         """None: the progress file says it."""
@@ -95,12 +116,21 @@ class HostStreams:
         if key not in self.running:
             return
         works, index = self.running.pop(key)
+        delayed = run_delay()
         with rank_waits.abandonable():
             for work in works:
                 work.wait()
         times = self.steps[-1]
         part, start, _ = times[index]
-        times[index] = (part, start, time.monotonic())
+        # Complete since this thread could run again: that it had no core is no part of a transfer.
+        times[index] = (part, start, max(start, time.monotonic() - (run_delay() - delayed)))
+
+    def _count_delay(self, where: tuple[str, int]) -> None:
+        """The run delay since this was last called was in `where`."""
+        delayed, starved = run_delay() - host_waits.run_delay, self.waits[-1].starved
+        if delayed > self.delayed:
+            starved[where] = starved.get(where, 0.0) + delayed - self.delayed
+        self.delayed = delayed
 
 
 @functools.cache
@@ -195,9 +225,9 @@ class CudaStreams:
             torch.cuda.synchronize(self.device)
         return self.timer.read(count)
 
-    def take_layer_waits(self) -> LayerWaits:
-        """None: the GPU waits inside compute instructions, where nothing is timed."""
-        return ()
+    def take_waits(self) -> dict[str, Any]:
+        """None: the GPU waits inside compute instructions, where nothing is timed, and has no other processes."""
+        return {}
 
     def position(self) -> tuple[int, Instruction] | None:
         """(steps behind the newest one, instruction) that the compute lane is at; None if it is idle. From any

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from commands import Pentad
 
+from pentad.orchestrator.activations.allocations import piece_of
 from pentad.orchestrator.calibration.calibrate import table_of
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.gpus.rate_table import RateTable, place_of, write_table
+from pentad.orchestrator.planning.comm_volume import stage_volume
 from pentad.orchestrator.planning.estimate import costs_of, simulated_seconds
 from pentad.orchestrator.planning.hardware import local_gpus, rates_for, rates_of
 from pentad.orchestrator.planning.planning import make_plan
@@ -26,7 +28,7 @@ SIZES = ("model.hidden=1024", "model.ffn=4096", "model.heads=8", "batch.sequence
 
 
 def table(rates: Rates, gpu: str = GPU) -> RateTable:
-    return RateTable(version=2, gpu=gpu, measured="2026-11-26", ranks=(2, 1), assumed=(), rates=rates)
+    return RateTable(version=3, gpu=gpu, measured="2026-11-26", ranks=(2, 1), assumed=(), rates=rates)
 
 
 def config(*overrides: str) -> RunConfig:
@@ -49,7 +51,7 @@ def test_a_table_of_the_assumed_rates_plans_the_same(tmp_path: Path, device: str
 
 
 def test_products_twice_as_fast_halve_what_is_computed() -> None:
-    assumed = replace(rates_of("cuda", GPU), memory=1e30, elementwise=1e30)
+    assumed = replace(rates_of("cuda", GPU), memory=1e30, elementwise=1e30, layer_issue=(0.0, 0.0, 0.0))
     once, twice = costs(assumed), costs(assumed.scaled("flops", 2))
     for each in ("forward", "backward", "weight"):
         assert getattr(once, each) == pytest.approx([2 * part for part in getattr(twice, each)])
@@ -68,6 +70,31 @@ def test_each_cost_of_a_link_follows_its_own_rate() -> None:
     assert costs(slow_layers, "mesh.tp=2").forward[0] > costs(assumed, "mesh.tp=2").forward[0]
 
 
+def test_a_stage_takes_at_least_as_long_as_its_host() -> None:
+    """Of its layers and of the exchanges inside them; what the GPU computes longer for is as before."""
+    idle = replace(rates_of("cuda", GPU), issue=0.0, peer_issue=0.0, layer_issue=(0.0, 0.0, 0.0))
+    mesh = "mesh.tp=2", "mesh.pp=1", "schedule.name=1f1b"
+    usual, late = costs(idle, *mesh), costs(replace(idle, layer_issue=(1.0, 2.0, 3.0)), *mesh)
+    layers = config().model.layers
+    assert (*late.forward, *late.backward, *late.weight) == (layers, 2 * layers, 3 * layers)
+    exchanges = {phase: costs(replace(idle, peer_issue=1.0), *mesh) for phase in ("forward", "backward")}
+    plan = make_plan(config(*mesh), "cuda")
+    for phase, name in (("forward", "F"), ("backward", "B")):
+        volumes = stage_volume(plan.model, plan.layers[0], piece_of(plan), name)
+        count = sum(volume.operations for volume in volumes.values())
+        assert getattr(exchanges[phase], phase) == (count,) and count > 4 * layers - 1
+    assert costs(replace(idle, issue=1.0, peer_issue=1e-9, layer_issue=(1e-9,) * 3), *mesh) == usual
+
+
+def test_an_exchange_takes_its_share_of_what_a_shared_layer_takes_longer() -> None:
+    """Of F and B of a layer: of four exchanges and six."""
+    layer, pair, peer = [1e-3, 2e-3, 1e-3], [1.5e-3, 3e-3, 9.0], [2.5e-3, 3e-3, 9.0]
+    measured = calibrate("cpu", -1, "", 0, [0]) | {"layer": layer, "pair_layer": pair}
+    for copied, longer in ((None, 1.5e-3), (peer, 2.5e-3)):
+        rates = table_of(measured | {"peer_layer": copied}, [0]).rates
+        assert (rates.issue, rates.peer_issue) == pytest.approx((1.5e-3 / 10, longer / 10))
+
+
 def test_smaller_products_take_their_own_rate() -> None:
     assumed = rates_of("cuda", GPU)
     slow = replace(assumed, products=((1e6, assumed.flops / 10), (1e15, assumed.flops)))
@@ -78,7 +105,7 @@ def test_smaller_products_take_their_own_rate() -> None:
     ("changes", "reason"),
     [
         ({"gpu": "NVIDIA B200"}, "it is of NVIDIA B200"),
-        ({"version": 1}, "version: Input should be 2"),
+        ({"version": 2}, "version: Input should be 3"),
         ({"colour": "red"}, "colour: Extra inputs are not permitted"),
         ({"rates": {}}, "rates.products: Field required"),
         ({"rates": RATES | {"products": []}}, "rates.products is empty"),
@@ -125,7 +152,8 @@ def test_auto_takes_the_table_of_the_gpu(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_one_rank_measures_all_but_links(capsys: pytest.CaptureFixture[str]) -> None:
     found = table_of(calibrate("cpu", -1, "", 0, [0]), [0])
-    assert found.assumed == ("intra_host", "inter_host", "peer")
+    assert found.assumed == ("intra_host", "inter_host", "peer", "issue") and found.rates.issue == 0
+    assert min(found.rates.layer_issue) > 0
     assert found.rates.intra_host == rates_of("cpu").intra_host
     steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["done"] for each in steps] == list(range(1, steps[-1]["total"] + 1))
@@ -153,6 +181,7 @@ def test_two_ranks_are_calibrated_and_planned_with(
     facts = json.loads(out)
     assert (status, facts["ranks"], facts["assumed"]) == (0, [2, 1], ["inter_host"])
     assert facts["path"] == str(place_of("CPU")) and facts["seconds"] < 180
+    assert min(facts["rates"]["layer_issue"]) > 0 and facts["rates"]["issue"] > 0
     assert facts["rates"]["peer"] == facts["rates"]["intra_host"] != facts["rates"]["inter_host"]
     assert facts["rates"]["intra_host"]["send"] != vars(rates_of("cpu").intra_host.send)
     status, out, _ = pentad("plan", "--device", "cpu", "mesh.pp=2")

@@ -46,6 +46,7 @@ def measured(gpu: str = "CPU", **links: Any) -> dict[str, Any]:
     assumed = asdict(rates_of("cpu") if gpu == "CPU" else rates_of("cuda", gpu))
     names = ("products", "products_8bit", "experts", "attention", "memory", "elementwise", "update", "launch")
     found = {name: assumed[name] for name in names} | dict.fromkeys(("intra_host", "inter_host", "peer"))
+    found |= {"layer": [1e-3, 2e-3, 1e-3], "pair_layer": [2e-3, 4e-3, 1e-3], "peer_layer": None}
     return json.loads(json.dumps(found | {"host_memory": POINTS, "gpu": gpu} | links))
 
 
@@ -193,5 +194,7 @@ def test_real_ranks_measure_the_links_that_they_have() -> None:
         for kind, share in {"send": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5, "all_reduce": 1.0}.items():
             assert [size for size, _ in found[0][name][kind]] == [share * 2**8, share * 2**10]
             assert all(seconds > 0 for _, seconds in found[0][name][kind])
+    assert all(each["pair_layer"] == found[0]["pair_layer"] for each in found)
     table = table_of(found[0], [0, 0, 1, 1])
+    assert table.rates.issue > 0 and min(table.rates.layer_issue) > 0
     assert (table.assumed, table.ranks, found[0]["peer"]) == ((), (4, 2), None)

@@ -9,6 +9,7 @@ import pytest
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.diagnosis.remedies import Remedy, better_schedule, left_of_parts, place_names, remedy_of
 from pentad.schedules.compiler import compile_program
+from pentad.schedules.diagnosis.attribution import STARVED
 from pentad.schedules.diagnosis.causes import Cause
 from pentad.schedules.diagnosis.replay import RECOMPUTE
 from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, COPIES, HOST, PARAMETERS
@@ -33,6 +34,7 @@ CASES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "offload": (("memory.max_resident_microbatches=2",), COPIES, "memory.max_resident_microbatches=null"),
     "fraction": (("memory.offload_fraction=0.5",), COPIES, "memory.offload_fraction=auto"),
     "data": ((), "data", "data on a local disk"),
+    "starved": ((), STARVED, "look at what else runs on their hosts"),
     "host": (("schedule.microbatches=8",), HOST, "schedule.microbatches=4: fewer"),
 }
 

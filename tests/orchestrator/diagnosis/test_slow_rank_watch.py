@@ -58,5 +58,12 @@ def test_a_sentence_has_what_the_gpu_reports() -> None:
         "rank 3 computes 15.0 % longer than its peers since step 12: BW of stage 1 +16%, throttled (thermal), "
         "its clock is 1200 MHz, that of others 1700 MHz"
     )
+    starved = sentence(SlowRank("starved", (3,), 20, 12, 0.52), (), gpus)
+    assert starved == (
+        "rank 3 is ready to run, and waits for a core 52.0 % of a step's compute longer than others since step 12: "
+        "its host is busy with other processes"
+    )
+    over = sentence(SlowRank("starved", (3,), 30, 12, 0.52, over=True), (), gpus)
+    assert over == "the host of rank 3 is no longer busy with other processes"
     link = sentence(SlowRank("link", (0, 1), 20, 12, 0.15), (), {})
     assert link == "transfers from rank 0 to rank 1 take 15.0 % of a step's compute longer than others since step 12"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,22 @@ import pytest
 from paths import TESTS
 
 from pentad.orchestrator.config.config import load
+from pentad.orchestrator.gpus.table import ASSUMED_GPU
 from pentad.orchestrator.planning.estimate import costs_of, memories, step_seconds
+from pentad.orchestrator.planning.hardware import rates_of
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.plan import Plan
 
 RESULTS = [json.loads(path.read_text()) for path in sorted((TESTS / "bench" / "results").glob("meshes-*.json"))]
 UNITS_SINCE = "2026-11-23"  # before, no stage was cut
+COPIES_SINCE = "2026-11-26 18:12"  # before, and in the tree of then, tensor ranks exchanged rows by NCCL
 RUNS = [
-    {**run, "has_units": call["date"] >= UNITS_SINCE}
+    {
+        **run,
+        "has_units": call["date"] >= UNITS_SINCE,
+        "copies_rows": call["date"] >= COPIES_SINCE and "OUT/old" not in call["command"],
+    }
     for each in RESULTS
     for call in each["calls"]
     for run in call["runs"]
@@ -49,5 +57,6 @@ def test_peak_memory_is_within_5_percent(run: dict[str, Any]) -> None:
 @each_run
 def test_step_seconds_are_within_20_percent(run: dict[str, Any]) -> None:
     """The assumed rates were fitted to these runs."""
-    plan = planned(run)
-    assert step_seconds(simulate(plan.program, costs_of(plan))) == pytest.approx(run["step_seconds"], rel=0.2)
+    plan, rates = planned(run), rates_of("cuda", ASSUMED_GPU)
+    rates = rates if run["copies_rows"] else replace(rates, peer_issue=rates.issue)
+    assert step_seconds(simulate(plan.program, costs_of(plan, rates))) == pytest.approx(run["step_seconds"], rel=0.2)

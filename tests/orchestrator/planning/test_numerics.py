@@ -107,7 +107,7 @@ def test_experts_multiply_in_8_bits_if_they_are_to() -> None:
 @pytest.mark.parametrize("times", [0.5, 2.0])
 def test_a_table_of_rates_decides_about_experts(tmp_path: Path, times: float) -> None:
     rates = replace(rates_of("cpu"), experts=((1e9, 2e9, 1e9), (times * 1e9, times * 2e9, times * 1e9)))
-    found = RateTable(version=2, gpu=CPU, measured="2026-01-01", ranks=(1, 1), assumed=(), rates=rates)
+    found = RateTable(version=3, gpu=CPU, measured="2026-01-01", ranks=(1, 1), assumed=(), rates=rates)
     write_table(found, tmp_path / "rates.json")
     plan = plan_with({"matmul": "fp8-block"}, model=LARGE, cluster={"rates": str(tmp_path / "rates.json")})
     assert plan.fp8 is not None and plan.fp8.experts == (times > 1)

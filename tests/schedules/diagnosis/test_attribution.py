@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.diagnosis.attribution import PARTS, LayerWait, Measured, RankStep, attribute
+from pentad.schedules.diagnosis.attribution import PARTS, LayerWait, Measured, RankStep, Starved, attribute
 from pentad.schedules.diagnosis.causes import find_causes
 from pentad.schedules.diagnosis.replay import Replay
 from pentad.schedules.diagnosis.step_view import StepView
@@ -153,7 +153,7 @@ def test_a_replay_takes_as_long_as_the_step_and_less_without_a_cause(name: str, 
 
     def replay(given: Costs) -> Replay:
         timeline = to_mesh_ranks(simulate(program, given), mesh)
-        return Replay(StepView(program, mesh, timeline), {}, {}, {}, blocking_host=False)
+        return Replay(StepView(program, mesh, timeline), {}, Measured(), blocking_host=False)
 
     def seconds(given: Costs) -> float:
         return max(span.end for span in simulate(program, given).spans)
@@ -165,13 +165,12 @@ def test_a_replay_takes_as_long_as_the_step_and_less_without_a_cause(name: str, 
     assert all(cause.kind not in ("slow rank", "slow link") for cause in find_causes(base, {}))
 
 
-def test_the_largest_cause_of_a_step_with_a_slow_replica_is_that_rank() -> None:
-    program, mesh = program_of("1f1b", 2, ""), Mesh(dp=2, pp=2)
-    costs = costs_of(program)
+def slow_replica(program: Program, mesh: Mesh, costs: Costs) -> tuple[Timeline, float]:
+    """A step whose last rank takes 1.6 times as long, and the seconds that its replica is late at the end, where the
+    other one waits for it."""
     slow = replace(costs, slowdown=(1.0, 1.6))
     quick, long = (simulate(program, each).spans for each in (costs, slow))
     of_replica = [to_mesh_ranks(Timeline("measured", spans), mesh).spans for spans in (quick, long)]
-    # Replica 1 ran at `slow`, and replica 0 waited for it only at the end of the step.
     late = max(span.end for span in long) - max(span.end for span in quick)
     spans = [span for span in of_replica[1] if mesh.coordinates(span.rank).dp == 1]
     tail = ("ALL_REDUCE", "NORM", "STEP")
@@ -179,11 +178,31 @@ def test_the_largest_cause_of_a_step_with_a_slow_replica_is_that_rank() -> None:
         if mesh.coordinates(span.rank).dp == 0:
             moved = late if span.op in tail else 0.0
             spans.append(span._replace(start=span.start + moved, end=span.end + moved))
-    timeline = Timeline("measured", tuple(spans))
-    replay = Replay(StepView(program, mesh, timeline), {}, {}, {}, blocking_host=False)
+    return Timeline("measured", tuple(spans)), late
+
+
+def test_the_largest_cause_of_a_step_with_a_slow_replica_is_that_rank() -> None:
+    program, mesh = program_of("1f1b", 2, ""), Mesh(dp=2, pp=2)
+    timeline, late = slow_replica(program, mesh, costs_of(program))
+    replay = Replay(StepView(program, mesh, timeline), {}, Measured(), blocking_host=False)
     slowest = next(cause for cause in find_causes(replay, {}) if cause.kind == "slow rank")
     assert slowest.ranks == (3,) and slowest.factor == pytest.approx(1.6, rel=1e-6)
     assert slowest.seconds == pytest.approx(late, rel=0.05)
+
+
+def test_a_rank_whose_core_others_had_is_starved_and_not_slow() -> None:
+    program, mesh = program_of("1f1b", 2, ""), Mesh(dp=2, pp=2)
+    costs = costs_of(program)
+    timeline, late = slow_replica(program, mesh, costs)
+    longer = sum(span.end - span.start for span in timeline.compute if span.rank == 3) * 0.6 / 1.6
+    measured = Measured(starved={3: Starved(longer, 0.0), 0: Starved(0.0, 1e9)})
+    steps, plain = (attribute(program, mesh, timeline, costs, each) for each in (measured, Measured()))
+    assert steps[3].parts["starved"] == pytest.approx(longer * 1e9, abs=2)
+    assert (steps[0].parts["host"], steps[0].parts["starved"]) == (0, plain[0].parts["host"])
+    assert [step.nanoseconds for step in steps] == [step.nanoseconds for step in plain]
+    causes = find_causes(Replay(StepView(program, mesh, timeline), {}, measured, blocking_host=False), {})
+    assert all(cause.kind != "slow rank" for cause in causes)
+    assert next(cause for cause in causes if cause.kind == "starved").seconds == pytest.approx(late, rel=0.05)
 
 
 def test_a_slow_link_is_named_with_both_ends() -> None:
@@ -192,7 +211,7 @@ def test_a_slow_link_is_named_with_both_ends() -> None:
     links = [[costs.transfer] * 4 for _ in range(4)]
     links[1][2] = 20 * costs.transfer
     timeline = simulate(program, replace(costs, links=tuple(map(tuple, links))))
-    replay = Replay(StepView(program, mesh, timeline), {}, {}, {}, blocking_host=False)
+    replay = Replay(StepView(program, mesh, timeline), {}, Measured(), blocking_host=False)
     first = next(cause for cause in find_causes(replay, {}) if cause.kind == "slow link")
     assert first.ranks == (1, 2) and first.factor == pytest.approx(20, rel=1e-3)
     assert replay.makespan() - first.seconds == pytest.approx(

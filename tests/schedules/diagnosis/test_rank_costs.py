@@ -43,3 +43,13 @@ def test_one_odd_step_does_not_count_and_missing_ops_are_refused() -> None:
     found = costs_of_ranks(program, mesh, [usual, odd, usual])
     assert found is not None and found.forward == pytest.approx((1.0, 2.0)) and found.slowdown == (1.0, 1.0)
     assert costs_of_ranks(program, mesh, [[each for each in usual if each.rank == 0]]) is None
+
+
+def test_what_a_rank_is_starved_is_no_cost() -> None:
+    program, mesh, costs = compile_program("1f1b", 2, 4), Mesh(pp=2), Costs((1.0, 2.0), (1.0, 2.0), (1.0, 2.0))
+    late = tuple(
+        each._replace(starved=each.seconds / 2) if each.rank == 1 else each
+        for each in times(program, mesh, costs, {1: 2.0})
+    )
+    found = costs_of_ranks(program, mesh, [late])
+    assert found is not None and found.forward == pytest.approx(costs.forward) and found.slowdown == (1.0, 1.0)

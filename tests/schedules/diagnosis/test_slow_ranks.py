@@ -103,6 +103,38 @@ def test_what_is_slow_is_named_within_ten_steps(mesh: str, seed: int, kind: str,
     assert not more
 
 
+def starved_by_a_third(times: list[RankTime], rank: int) -> list[RankTime]:
+    """For a third of its compute this rank had no core."""
+    return [e._replace(starved=e.seconds / 3) if e.rank == rank and e.op in OPS else e for e in times]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_rank_whose_core_others_use_is_starved_and_not_slow(mesh: str) -> None:
+    """Its instructions take 1.5 times as long, its host issues late, and so do its loader and transfers."""
+    noise, last = Noise(MESHES[mesh], 0, 0.02), MESHES[mesh].size - 1
+    watch, changes = SlowRanks(noise.program, noise.mesh), list[SlowRank]()
+    for step in range(FIRST + 60):
+        begun = step >= FIRST
+        late = {last: 0.3} if begun else {}
+        times = noise.step(step, {last: 1.5} if begun else {}, late, link=0.2 if begun else 0.0)
+        changes += watch.add(starved_by_a_third(times, last) if begun else times)
+        assert not watch.lasting()
+    first, *more = changes
+    assert (first.kind, first.ranks, first.over) == ("starved", (last,), False) and not more
+    assert FIRST <= first.step < FIRST + WITHIN and first.excess == pytest.approx(0.5, rel=0.2)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_slow_rank_is_named_though_it_is_starved(mesh: str) -> None:
+    noise, last = Noise(MESHES[mesh], 0, 0.01), MESHES[mesh].size - 1
+    watch, changes = SlowRanks(noise.program, noise.mesh), list[SlowRank]()
+    for step in range(FIRST + 40):
+        times = noise.step(step, {last: 1.5 * (1.15 if step >= FIRST else 1)}, {})
+        changes += watch.add(starved_by_a_third(times, last))
+    assert [change.kind for change in changes] == ["starved", "compute"]
+    assert FIRST <= changes[1].step < FIRST + WITHIN and changes[1].excess == pytest.approx(0.15, abs=0.04)
+
+
 def test_a_rank_that_has_recovered_is_reported_once_and_can_be_named_again() -> None:
     noise = Noise(MESHES["dp8"], 3, 0.01)
     watch = SlowRanks(noise.program, noise.mesh)

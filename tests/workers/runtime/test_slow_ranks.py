@@ -1,5 +1,5 @@
 """What is slow on one of four real ranks is named within ten steps: its compute, its loader, a link, or its pauses.
-What a busy machine does to them hardly ever is."""
+What a busy machine does to them is not."""
 
 from __future__ import annotations
 
@@ -62,11 +62,10 @@ def test_what_is_slow_on_a_real_rank_is_named_within_ten_steps(
 
 @slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_busy_machine_has_at_most_one_slow_rank_in_a_hundred_steps(
+def test_a_busy_machine_has_no_slow_rank_in_a_hundred_steps(
     workers: list[WorkerProcess], corpus: str, mesh: str
 ) -> None:
-    """Steps take as long as the cores allow that other processes use, too. A rank that gets none for several steps is
-    slow, so one may be named."""
+    """Steps take as long as the cores allow that other processes use, too."""
     plan = small_plan(corpus, mesh)
     with ranks_of(workers, plan.mesh.size) as ranks, busy_cores():
         start_run(ranks, plan)
@@ -75,7 +74,7 @@ def test_a_busy_machine_has_at_most_one_slow_rank_in_a_hundred_steps(
         call_all(ranks, "close")
     named = [found for row in rows for found in watch.add(row["rank_times"]) if not found.over]
     print(f"{mesh}: {len(named)} named in {len(rows)} steps: {named}")
-    assert len(named) <= 1
+    assert not [found for found in named if found.kind != "starved"]
 
 
 def small_plan(corpus: str, mesh: str) -> Plan:

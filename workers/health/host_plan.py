@@ -1,0 +1,34 @@
+"""Plans of small models for `host_rates`, which the planner counts the exchanges of."""
+
+from __future__ import annotations
+
+from pentad.schedules.compiler import compile_program
+from pentad.schedules.spec.batch import BatchSpec
+from pentad.schedules.spec.data import DataSpec, SourceSpec
+from pentad.schedules.spec.learning_rate import LearningRate
+from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.optimizer import OptimizerSpec
+from pentad.schedules.spec.plan import Plan, split_layers
+
+LAYERS = (1, 5)  # of two models, whose difference is that of layers alone
+TOKENS, HIDDEN, HEADS, VOCAB = {"cuda": 128, "cpu": 16}, {"cuda": 1024, "cpu": 32}, {"cuda": 16, "cpu": 2}, 256
+
+
+def host_plan(device: str, layers: int, tp: int, *, peer: bool = False) -> Plan:
+    """One microbatch of so few tokens that a GPU takes less time for it than its host."""
+    hidden, program = HIDDEN[device], compile_program("1f1b", 1, 1)
+    return Plan(
+        name="host",
+        mesh=Mesh(tp=tp),
+        program=program,
+        layers=split_layers(layers, program.placement),
+        model=ModelSpec(layers, hidden, HEADS[device], HEADS[device], 2 * hidden, VOCAB),
+        batch=BatchSpec(1, TOKENS[device], 1, 1),
+        optimizer=OptimizerSpec(LearningRate(1e-3, 1e-3, 1, 1), 0.9, 0.95, 1e-8, 0.1, clip_norm=None),
+        data=DataSpec((SourceSpec("none", ""),)),
+        seed=0,
+        dtype="bfloat16" if device == "cuda" else "float32",
+        device=device,
+        transport="gloo" if device == "cpu" else "peer" if peer else "nccl",
+    )
