@@ -28,7 +28,7 @@ NODE_GPUS = 8  # of a host, with fast links among them
 ATTAINED_FLOPS, ATTAINED_BANDWIDTH, ATTAINED_LINK, ATTAINED_HOST_LINK = 660 / 989, 3 / 4.8, 330 / 450, 50 / 64
 INTER_HOST = 40 * GB  # 400 Gbit/s a GPU
 # Seconds of the host to issue an exchange inside a layer, by NCCL and by peer copies: fitted (docs/performance.md).
-ISSUE, PEER_ISSUE = 200e-6, 390e-6
+ISSUE, PEER_ISSUE = 200e-6, 250e-6
 LAYER_ISSUE = (3.8e-4, 8e-4, 0.9e-4)  # and F, B and W of a layer (tests/bench/results/llama-1b-4xh200.json)
 TP_HIDDEN = 0.5  # of tp's bytes on a host, fitted to runs with two and four ranks (docs/performance.md)
 GROUPED_EFFICIENCY = 0.5  # of the FLOP/s of other products is what grouped products of experts attain
