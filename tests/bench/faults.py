@@ -141,8 +141,7 @@ def node_faults(folder: Path, count: int, rng: random.Random) -> dict[str, Any]:
             try:
                 for number in range(count):
                     run.wait_steps(STEPS_BETWEEN_FAULTS)
-                    raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.nodes]
-                    victim = cluster.node_of(rng.choice(run.ranks(*raylets)))
+                    victim = cluster.node_of(rng.choice(cluster.rank_pids()))
                     rows.append(inject(run, rng, partial(kill, victim)))
                     print(number, json.dumps(rows[-1]), flush=True)
                     cluster.resize(2, 2, 2)

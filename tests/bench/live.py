@@ -72,17 +72,6 @@ class LiveRun:
         sessions = {self.process.pid, *(child.pid for child in psutil.Process(self.process.pid).children())}
         return [process for process in psutil.process_iter() if _session(process.pid) in sessions]
 
-    def ranks(self, *raylets: int) -> list[int]:
-        """The pids of the ranks, oldest first: children of these raylets, or of the local cluster's processes."""
-        parents = [psutil.Process(pid) for pid in raylets] or self.members()[1:]
-        started = {}
-        for parent in parents:
-            for child in parent.children():
-                with suppress(psutil.Error):
-                    if child.cmdline()[:1][0].startswith("ray::Worker"):
-                        started[child.pid] = child.create_time()
-        return sorted(started, key=lambda pid: (started[pid], pid))
-
     def status(self) -> dict[str, Any]:
         """As `pentad status` has it."""
         with connect(self.folder) as client:

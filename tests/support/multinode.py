@@ -64,6 +64,9 @@ class Cluster:
         """Processes of ranks, and of a keeper of their lease, whether running, stopped or exiting."""
         return list(self._actors().values())
 
+    def rank_pids(self) -> list[int]:
+        return [pid for pid, title in self._actors().items() if not title.startswith("ray::Keeper")]
+
     def kill_keeper(self) -> None:
         """Kills the process that keeps the lease of a run."""
         (pid,) = [pid for pid, title in self._actors().items() if title.startswith("ray::Keeper")]
