@@ -28,7 +28,7 @@ Refs = dict[int, Any]  # pending answers by rank
 Member = tuple[Any, WorkerPlace]  # a rank's actor, and where it runs
 Tick = Callable[[dict[int, Status]], None]
 
-PING_SECONDS = 1.5
+PING_SECONDS = 1.2
 POLL_SECONDS = 0.1  # Ray delivers no signal while it waits
 STATUS_SECONDS = 0.5
 LAST_STATUS_SECONDS = 2.0
