@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from pentad.schedules.ir.errors import PentadError
 
-# Seconds to wait for the failure that caused the first: a rank often reports a lost peer before Ray reports its death.
-GRACE, GRACE_OF_VICTIM = 0.5, 0.3
+# Seconds to wait for the failure that caused the first: a rank often reports a lost peer before Ray reports its death,
+# which takes up to a second where its node is lost with it.
+GRACE, GRACE_OF_VICTIM = 0.5, 1.0
 LOG_CHARACTERS = 10_000
 VICTIM = ("connection closed", "connection reset", "connection refused", "socket closed", "broken pipe", "nccl", "gloo")
 # Ray, CUDA and cuBLAS say in words alone that memory was not enough.
@@ -62,6 +63,11 @@ class Failure:
         return not isinstance(self.error, RayTaskError)
 
     @property
+    def lost_with_node(self) -> bool:
+        """Whether nothing is left on its node that could say how it died."""
+        return isinstance(self.error, ActorUnavailableError)
+
+    @property
     def is_victim(self) -> bool:
         """Whether the error only says that another rank is gone."""
         return not self.died and any(sign in str(self.error).lower() for sign in VICTIM)
@@ -71,6 +77,8 @@ class Failure:
         """Its kind, as in a WorkerError."""
         if any(sign in self.cause.lower() for sign in MEMORY):
             return "memory"
+        if self.lost_with_node:
+            return "node"
         return "killed" if self.died else "peer" if self.is_victim else "error"
 
     @property
@@ -79,6 +87,8 @@ class Failure:
         if not self.died:
             error = getattr(self.error, "cause", self.error)
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if self.lost_with_node:
+            return "its node does not answer"
         lines = str(self.error).strip().splitlines()
         detail = " ".join(lines).partition("exit detail: ")[2] or lines[-1]
         if "connection error code 2" in detail:  # Ray's text for a process that vanished

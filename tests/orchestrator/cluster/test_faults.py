@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ray.exceptions import OutOfMemoryError, RayError, RayTaskError, WorkerCrashedError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayError, RayTaskError, WorkerCrashedError
 
 from pentad.orchestrator.cluster.faults import Failure
 
@@ -20,6 +20,7 @@ def raised(text: str, cause: Exception) -> RayError:
         (raised("MemoryError", MemoryError()), "memory"),
         (OutOfMemoryError("Task was killed due to the node running low on memory."), "memory"),
         (WorkerCrashedError(), "killed"),
+        (ActorUnavailableError("Socket closed", None), "node"),
         (raised("RuntimeError: Connection reset by peer", RuntimeError("Connection reset by peer")), "peer"),
         (raised("ValueError: no", ValueError("no")), "error"),
     ],
