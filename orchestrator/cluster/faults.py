@@ -63,11 +63,6 @@ class Failure:
         return not isinstance(self.error, RayTaskError)
 
     @property
-    def lost_with_node(self) -> bool:
-        """Whether nothing is left on its node that could say how it died."""
-        return isinstance(self.error, ActorUnavailableError)
-
-    @property
     def is_victim(self) -> bool:
         """Whether the error only says that another rank is gone."""
         return not self.died and any(sign in str(self.error).lower() for sign in VICTIM)
@@ -77,8 +72,6 @@ class Failure:
         """Its kind, as in a WorkerError."""
         if any(sign in self.cause.lower() for sign in MEMORY):
             return "memory"
-        if self.lost_with_node:
-            return "node"
         return "killed" if self.died else "peer" if self.is_victim else "error"
 
     @property
@@ -87,8 +80,8 @@ class Failure:
         if not self.died:
             error = getattr(self.error, "cause", self.error)
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if self.lost_with_node:
-            return "its node does not answer"
+        if isinstance(self.error, ActorUnavailableError):  # nothing on its node has said how it died
+            return "its process was killed or its node lost"
         lines = str(self.error).strip().splitlines()
         detail = " ".join(lines).partition("exit detail: ")[2] or lines[-1]
         if "connection error code 2" in detail:  # Ray's text for a process that vanished

@@ -20,10 +20,14 @@ def raised(text: str, cause: Exception) -> RayError:
         (raised("MemoryError", MemoryError()), "memory"),
         (OutOfMemoryError("Task was killed due to the node running low on memory."), "memory"),
         (WorkerCrashedError(), "killed"),
-        (ActorUnavailableError("Socket closed", None), "node"),
+        (ActorUnavailableError("Socket closed", None), "killed"),
         (raised("RuntimeError: Connection reset by peer", RuntimeError("Connection reset by peer")), "peer"),
         (raised("ValueError: no", ValueError("no")), "error"),
     ],
 )
 def test_the_kind_of_a_fault_is_that_of_its_error(error: RayError, fault: str) -> None:
     assert Failure(0, error).fault == fault
+
+
+def test_of_a_rank_whose_node_says_nothing_both_causes_are_named() -> None:
+    assert Failure(0, ActorUnavailableError("Socket closed", None)).cause == "its process was killed or its node lost"
