@@ -59,7 +59,8 @@ def fp8_spec(config: RunConfig, model: ModelSpec, rates: Rates) -> Fp8Spec | Non
     scaling = SCALINGS[given.matmul]
     recipe = scaling, given.fp8_gradients, given.fp8_power_of_two_scales
     experts, shared = in_8_bits(config, model, rates), shared_in_8_bits(config, model)
-    return Fp8Spec(*recipe, *skipped, given.fp8_sample_every, experts, given.compare_every, shared)
+    delayed = given.fp8_scaling == "delayed"
+    return Fp8Spec(*recipe, *skipped, given.fp8_sample_every, experts, given.compare_every, shared, delayed)
 
 
 def require_fp8(plan: Plan, gpu: str) -> None:

@@ -20,6 +20,7 @@ SHARED = replace(MODEL, experts=Experts(4, 2, 256, first_k_dense=1, shared_inter
 LATENT = replace(MODEL, mla=MLA(128, 128, qk_nope_head_dim=128, qk_rope_head_dim=128, v_head_dim=128))
 LENGTH = 128  # tokens of a sequence on a context rank, at least
 BLOCK, TENSOR, ROW = Fp8Spec("block"), Fp8Spec("tensor", "e5m2"), Fp8Spec("row", power_of_two=True)
+DELAYED = replace(TENSOR, delayed=True)
 ZERO_3 = {"memory_options": MemoryOptions(zero=3)}
 
 

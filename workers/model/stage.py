@@ -12,6 +12,7 @@ from pentad.kernels.fp8.fp8_tensor import Recipe
 from pentad.schedules.passes.recompute import recomputed_parts, saved_rows
 from pentad.schedules.spec.model import LayerKind
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.linear.amax_history import AmaxHistory
 from pentad.workers.linear.casts import Casts
 from pentad.workers.linear.weight_grad import Param, Params, Wgrad
 from pentad.workers.model import lm_head
@@ -94,7 +95,9 @@ class Stage(BaseStage):
         param_buffers: list[ParamBuffers],
         rank: int = 0,
         frozen: Sequence[WeightBuffer] = (),
+        history: AmaxHistory | None = None,
     ) -> None:
+        """`history` is that of a rank's state; None: a new one, if the plan has any."""
         super().__init__(plan, index, param_buffers, frozen)
         stage_of = plan.program.stage_of
         self.ends_stage = self.last or stage_of[index + 1] != stage_of[index]
@@ -102,7 +105,8 @@ class Stage(BaseStage):
         self.length, self.slices = plan.batch.sequence_length // plan.mesh.cp, plan.program.slices
         parameters, experts, fp8 = param_buffers[0].parameters, plan.model.experts, plan.fp8
         if fp8 is not None:
-            self.casts = Casts(Recipe(fp8.scaling, fp8.gradients, fp8.power_of_two), self.device)
+            recipe = Recipe(fp8.scaling, fp8.gradients, fp8.power_of_two)
+            self.casts = Casts(recipe, self.device, history or AmaxHistory.of(plan, index, self.device))
         mtp_layers = range(plan.model.layers, plan.model.layers + plan.model.mtp_layers if self.last else 0)
         self.layer_kinds = {number: plan.model.layer_kind(number) for number in (*self.layer_numbers, *mtp_layers)}
         self.rotary_tables = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from bits import same_bits
 from exactness import assert_equals_one_process
-from fp8_plans import BLOCK, EXPERTS, LATENT, MIXTURE, ROW, SHARED, TENSOR, WIDE_EXPERTS, ZERO_3, fp8_plan
+from fp8_plans import BLOCK, DELAYED, EXPERTS, LATENT, MIXTURE, ROW, SHARED, TENSOR, WIDE_EXPERTS, ZERO_3, fp8_plan
 from resume import assert_repeatable
 
 from pentad.schedules.spec.model import Fp8Spec
@@ -42,6 +42,16 @@ CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     (BLOCK, "zb-h1", {"pp": 2, "offload": 0.5}),
     (TENSOR, "1f1b", {"pp": 2, "max_resident": 2.0, "recompute": "mlp"}),
     (replace(BLOCK, power_of_two=True, gradients="e5m2"), "zb-h2", {"pp": 2, "post_validation": True}),
+    (DELAYED, "1f1b", {"tp": 2, "cp": 2, "layers": 2}),
+    (DELAYED, "zb-h2", {"pp": 2, "post_validation": True}),
+    (DELAYED, "zb-h2", {"pp": 2, "dp": 2, "post_validation": True}),
+    (DELAYED, "dualpipev", {"pp": 2, "tp": 2}),
+    (DELAYED, "dualpipe", {"pp": 2, "microbatches": 4, "recompute": "full"}),
+    (DELAYED, "1f1b", {"pp": 2, "dp": 2, **ZERO_3}),
+    (DELAYED, "zb-h1", {"pp": 2, "offload": 0.5}),
+    (DELAYED, "zb-h1", {"pp": 2, "recompute": "attention"}),
+    (replace(DELAYED, shared_experts=True, power_of_two=True), "1f1b", {"ep": 2, "layers": 2, "model": SHARED}),
+    (DELAYED, "1f1b", {"tp": 2, "layers": 2, "model": LATENT}),
 ]
 
 
