@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from pentad.orchestrator.config.config import load
@@ -21,6 +22,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import Fp8Spec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import fp8_matrices
+from pentad.workers.linear.amax_history import AmaxHistory
 
 MODEL = {"family": "llama", "layers": 4, "hidden": 256, "heads": 2, "kv_heads": 2, "ffn": 512, "vocab": 300}
 
@@ -60,6 +62,14 @@ def test_the_configured_recipe_is_the_plans() -> None:
             {"mesh": {"pp": 1, "tp": 2}, "model": {"ffn": 384}},
             r"model.ffn on each of 2 tensor ranks \(mesh.tp\) is 192",
         ),
+        (
+            {"precision": {"fp8_scaling": "delayed"}},
+            "fp8_scaling is delayed with precision.matmul = fp8-block: expected",
+        ),
+        (
+            {"precision": {"matmul": "compute", "fp8_scaling": "delayed"}},
+            "fp8_scaling is delayed with precision.matmul = compute: expected current, or matmul = fp8-tensor",
+        ),
         ({"precision": {"matmul": "compute", "compare_every": 5}}, "is 5 with precision.matmul = compute: expected 0"),
         (LATENT, r"model\.mla\.kv_lora_rank is 64"),
         (
@@ -73,6 +83,30 @@ def test_what_does_not_fit_is_refused_in_one_sentence(sections: dict[str, Any], 
     with pytest.raises(PentadError, match=message) as error:
         plan_with(precision, **sections)
     assert "\n" not in str(error.value)
+
+
+def test_delayed_scaling_is_the_plans_and_takes_less_time_on_a_gpu() -> None:
+    """Of a layer of 256, 512 in the middle: F no longer reads 256 + 256 + 256 + 2 x 512 values a token, B no longer
+    256 (dy of out) + 768 (of qkv) + 256 (of down) + 3 x 512 (what the unit's gradient is made of) + 256 (of heads)."""
+    current, delayed = (plan_with({"matmul": "fp8-tensor", "fp8_scaling": each}) for each in ("current", "delayed"))
+    assert current.fp8 is not None and delayed.fp8 == replace(current.fp8, delayed=True)
+    on_cpu = [costs_of(plan).forward for plan in (current, delayed)]
+    assert on_cpu[0] == on_cpu[1]
+    rates = replace(rates_of("cuda", "NVIDIA H200"), layer_issue=0.0)
+    before, after = (costs_of(replace(plan, device="cuda", rates=rates)) for plan in (current, delayed))
+    layers, second = 2, 128 * 4 / rates.elementwise
+    assert before.forward[0] - after.forward[0] == pytest.approx(layers * (3 * 256 + 2 * 512) * second)
+    assert before.backward[0] - after.backward[0] == pytest.approx(layers * (2 * 256 + 768 + 3 * 512 + 256) * second)
+    assert before.weight == after.weight
+
+
+def test_the_plan_counts_the_maxima_of_operands() -> None:
+    current, delayed = (plan_with({"matmul": "fp8-tensor", "fp8_scaling": each}) for each in ("current", "delayed"))
+    for rank in range(2):
+        history = AmaxHistory.of(delayed, rank, torch.device("cpu"))
+        assert history is not None and len(history.names) == 8
+        held = (history.values, history.used, history.newest, history.maxima)
+        assert memory(delayed, rank)["parameters"] - memory(current, rank)["parameters"] == sum(t.nbytes for t in held)
 
 
 def test_a_gpu_without_8_bit_products_is_refused() -> None:
