@@ -1,4 +1,4 @@
-"""Delayed scaling (arXiv 2209.05433, section 3; Transformer Engine's with a history of one step): an operand is scaled
+"""Delayed scaling (Transformer Engine's DelayedScaling, with a history of one step and no margin): an operand is scaled
 by its absolute maximum of the step before, so that no cast has to know its own first.
 
 The maximum is over all microbatches and all ranks that hold the layer. An operand without one is scaled by its own; one

@@ -60,7 +60,7 @@ def test_a_step_that_is_taken_back_leaves_the_maxima_of_a_run_with_a_barrier(fle
     for optimistic in (True, False):
         plan = fp8_plan(DELAYED, "zb-h2", {**sizes, "post_validation": optimistic, "clip": 50.0}, corpus)
         folder = checkpoint.folder_of(tmp_path / str(optimistic), 4)
-        runs.append(run_to(fleet, replace(plan, dtype="float32"), 4, folder, BadGradient(1, 1, value)))
+        runs.append(run_to(fleet, replace(plan, dtype="float32"), 4, folder, BadGradient(0, 1, value)))
         maxima.append(saved(folder))
     assert_same_runs(*runs)
     assert [r.skipped for r in runs[0][0].results] == [False, not math.isfinite(value), False, False]
