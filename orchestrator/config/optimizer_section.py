@@ -159,7 +159,7 @@ class PrecisionSection(Section):
     matmul: Literal["compute", "fp8-tensor", "fp8-row", "fp8-block"] = "compute"
     """numbers that the projections of decoder layers multiply, forward and backward. compute: those of
     precision.compute. fp8-...: 8-bit floating point, with one scale a tensor, one a row, or one for every 128 values of
-    activations and 128 x 128 of weights as in DeepSeek-V3; on CPUs emulated. Embedding, head, norms, routers,
+    activations and 128 x 128 of weights as in DeepSeek-V3; on CPUs emulated. Embedding, norms, routers,
     projections to latents (MLA) and the core of attention stay in precision.compute"""
     fp8_gradients: Literal["e4m3", "e5m2"] = "e4m3"
     """8-bit format of the gradients of activations: e5m2 has more range and less precision; weights and activations are
@@ -176,6 +176,8 @@ class PrecisionSection(Section):
     """decoder layers at the end of the model that multiply in precision.compute"""
     fp8_experts: Literal["auto", "always", "never"] = "auto"
     """whether the GEMMs of experts use FP8 too, with fp8-block; auto: where that is faster, by cluster.rates"""
+    fp8_head: bool = False
+    """whether the GEMMs of the output head use FP8 too; those of multi-token prediction with it do not"""
     fp8_sample_every: NonNegativeInt = 100
     """steps between samples of all FP8 operands: absolute maximum, saturated and underflowed values; 0: never. Other
     steps cost nothing"""
@@ -188,3 +190,5 @@ class PrecisionSection(Section):
         if self.fp8_scaling == "delayed" and self.matmul != "fp8-tensor":
             found = f"delayed with precision.matmul = {self.matmul}"
             yield Broken("fp8_scaling", "current, or matmul = fp8-tensor, which has a scale per tensor", found)
+        if self.fp8_head and self.matmul == "compute":
+            yield Broken("fp8_head", "false, or a matmul in FP8", "true with precision.matmul = compute")

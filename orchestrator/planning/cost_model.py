@@ -227,6 +227,13 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
         linear -= sum(_saved_by_8bit(rates, piece.fp8.scaling, size) for size in sizes)
     head_flops = work * model.vocab * model.hidden
     head = (1 + mtp_layers) * head_flops / rate_at(rates.products, head_flops) if is_last else 0.0
+    head_casts = 0.0
+    if is_last and piece.fp8 is not None and piece.fp8.head and piece.device == "cuda":
+        head -= _saved_by_8bit(rates, piece.fp8.scaling, head_flops)
+        # the gradient of the logits is read for both forms, and before that where their scales are not known
+        reads = 1 if piece.fp8.scaling == "block" or piece.fp8.delayed else 2
+        logits = tokens * model.vocab / piece.mesh.tp
+        head_casts = logits * (reads * piece.itemsize + 2) / rates.elementwise
     speed = linear / dense if dense else 1.0
     join_flops = work * 2 * model.hidden**2  # of streams and embeddings
     linear += mtp_layers * join_flops / rate_at(rates.products, join_flops)
@@ -245,7 +252,7 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
         parts[part] += elementwise / len(products)
     return StageSeconds(
         forward=linear + forward + attention + head + max(0.0, elementwise - unread[0]),
-        backward=linear + backward + attention_backward + head + max(0.0, 1.5 * elementwise - unread[1]),
+        backward=linear + backward + attention_backward + head + head_casts + max(0.0, 1.5 * elementwise - unread[1]),
         weight=linear + weight + head,
         parts=parts,
     )

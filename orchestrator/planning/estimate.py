@@ -166,8 +166,9 @@ def fp8_weights(plan: Plan, rank: int, share: float) -> int:
     with the weights; and of the maxima of operands with delayed scaling."""
     if plan.fp8 is None:
         return 0
-    held = (number for stage in plan.stages_of(rank) for number in plan.layers[stage].numbers)
-    matrices = list(fp8_matrices(plan.model, plan.fp8, held))
+    held = [plan.layers[stage] for stage in plan.stages_of(rank)]
+    layers, has_head = [number for each in held for number in each.numbers], any(each.has_head for each in held)
+    matrices = list(fp8_matrices(plan.model, plan.fp8, layers, has_head=has_head))
     maxima = len(matrices) * AMAX_BYTES if plan.fp8.delayed else 0
     return int(share * 2 * sum(math.prod(each.local_shape(plan.mesh)) for each in matrices)) + maxima
 

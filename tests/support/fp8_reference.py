@@ -119,4 +119,7 @@ def in_8_bits(
             found[name] = Fp8Weight(weight, spec, name=name, history=history)
         if rest in EXPERTS and spec.experts and spec.covers(int(prefix), layers):
             found[name] = Fp8Experts(weight, spec)
+    if spec.head:
+        head = weights.get("head", weights["embedding"])
+        found |= {"head": Fp8Weight(head, spec, name="head", history=history), "predicted.head": head}
     return found

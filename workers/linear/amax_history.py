@@ -66,7 +66,9 @@ class AmaxHistory:
         """That of a stage; None if it has no operands with delayed scaling."""
         if plan.fp8 is None or not plan.fp8.delayed:
             return None
-        names = [each.name for each in fp8_matrices(plan.model, plan.fp8, plan.layers[stage].numbers)]
+        layers = plan.layers[stage]
+        matrices = fp8_matrices(plan.model, plan.fp8, layers.numbers, has_head=layers.has_head)
+        names = [each.name for each in matrices]
         return cls(names, device) if names else None
 
     @property

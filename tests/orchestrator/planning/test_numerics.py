@@ -71,6 +71,15 @@ def test_the_configured_recipe_is_the_plans() -> None:
             "fp8_scaling is delayed with precision.matmul = compute: expected current, or matmul = fp8-tensor",
         ),
         ({"precision": {"matmul": "compute", "compare_every": 5}}, "is 5 with precision.matmul = compute: expected 0"),
+        (
+            {"precision": {"fp8_head": True}},
+            r"model.vocab is 300: expected a multiple of 128, precision.fp8_head = false",
+        ),
+        (
+            {"precision": {"fp8_head": True}, "mesh": {"pp": 1, "tp": 2}, "model": {"vocab": 384}},
+            r"model.vocab on each of 2 tensor ranks \(mesh.tp\) is 192",
+        ),
+        ({"precision": {"matmul": "compute", "fp8_head": True}}, "fp8_head is true with precision.matmul = compute"),
         (LATENT, r"model\.mla\.kv_lora_rank is 64"),
         (
             {"precision": {"fp8_skip_first_layers": 3, "fp8_skip_last_layers": 1}},
@@ -98,6 +107,19 @@ def test_delayed_scaling_is_the_plans_and_takes_less_time_on_a_gpu() -> None:
     assert before.forward[0] - after.forward[0] == pytest.approx(layers * (3 * 256 + 2 * 512) * second)
     assert before.backward[0] - after.backward[0] == pytest.approx(layers * (2 * 256 + 768 + 3 * 512 + 256) * second)
     assert before.weight == after.weight
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_a_head_in_8_bits_is_the_plans_with_its_weights_and_time(scaling: str) -> None:
+    given = {"model": {"vocab": 512}}
+    without, found = (plan_with({"matmul": f"fp8-{scaling}", "fp8_head": each}, **given) for each in (False, True))
+    assert found.fp8 is not None and found.fp8.head and without.fp8 == replace(found.fp8, head=False)
+    more = [memory(found, rank)["parameters"] - memory(without, rank)["parameters"] for rank in range(2)]
+    assert more == [0, 2 * 512 * 256]
+    rates = replace(rates_of("cuda", "NVIDIA H200"), layer_issue=0.0)
+    before, after = (costs_of(replace(plan, device="cuda", rates=rates)) for plan in (without, found))
+    assert before.forward[0] == after.forward[0]
+    assert before.forward[1] > after.forward[1] and before.weight[1] > after.weight[1]
 
 
 def test_the_plan_counts_the_maxima_of_operands() -> None:
