@@ -225,15 +225,7 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
         matrices = fp8_matrices(model, piece.fp8, range(first, end))
         sizes = [work * math.prod(each.shape) for each in matrices if not each.experts]
         linear -= sum(_saved_by_8bit(rates, piece.fp8.scaling, size) for size in sizes)
-    head_flops = work * model.vocab * model.hidden
-    head = (1 + mtp_layers) * head_flops / rate_at(rates.products, head_flops) if is_last else 0.0
-    head_casts = 0.0
-    if is_last and piece.fp8 is not None and piece.fp8.head and piece.device == "cuda":
-        head -= _saved_by_8bit(rates, piece.fp8.scaling, head_flops)
-        # the gradient of the logits is read for both forms, and before that where their scales are not known
-        reads = 1 if piece.fp8.scaling == "block" or piece.fp8.delayed else 2
-        logits = tokens * model.vocab / piece.mesh.tp
-        head_casts = logits * (reads * piece.itemsize + 2) / rates.elementwise
+    head, head_casts = _head_seconds(model, piece, rates) if is_last else (0.0, 0.0)
     speed = linear / dense if dense else 1.0
     join_flops = work * 2 * model.hidden**2  # of streams and embeddings
     linear += mtp_layers * join_flops / rate_at(rates.products, join_flops)
@@ -256,6 +248,19 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
         weight=linear + weight + head,
         parts=parts,
     )
+
+
+def _head_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> tuple[float, float]:
+    """(of each product with the head and in multi-token prediction, of casts in B)."""
+    logits = piece.tokens * model.vocab / piece.mesh.tp
+    flops = 2 * logits * model.hidden
+    product, count = flops / rate_at(rates.products, flops), 1 + model.mtp_layers
+    if piece.fp8 is None or not piece.fp8.head or piece.device != "cuda":
+        return count * product, 0.0
+    # the gradient of the logits is read for both forms, and before that where their scales are not known
+    reads = 1 if piece.fp8.scaling == "block" or piece.fp8.delayed else 2
+    casts = logits * (reads * piece.itemsize + 2) / rates.elementwise
+    return count * product - _saved_by_8bit(rates, piece.fp8.scaling, flops), casts
 
 
 def _unread_seconds(model: ModelSpec, layers: Iterable[int], piece: Piece, rates: Rates) -> tuple[float, float]:

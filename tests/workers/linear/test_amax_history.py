@@ -41,9 +41,9 @@ def test_a_cast_is_scaled_by_the_largest_of_all_of_the_step_before(role: Role) -
         for x in operands:
             found = casts.cast(x, role, "w", WHOLE)
             scaled_by = x.abs().amax().view(1, 1) if before is None else before
-            for form, want in zip(found, (x, x.t()), strict=True):
+            for form, matrix in zip(found, (x, x.t()), strict=True):
                 assert form is not None
-                expected = quantize(want, RECIPE, role, scaled_by)
+                expected = quantize(matrix, RECIPE, role, scaled_by)
                 assert torch.equal(form.values.float(), expected.values.float())
                 assert torch.equal(form.scales, expected.scales)
         before = torch.stack([x.abs().amax() for x in operands]).amax().view(1, 1)
@@ -72,8 +72,8 @@ def test_maxima_of_both_operands_make_casts_single_passes_with_the_same_bits() -
     (plain, maxima), (fused, fused_maxima) = found
     assert len(plain) == len(fused) == 9
     assert torch.equal(maxima, fused_maxima) and (maxima[0] > 0).all() and maxima[1, 1] > 0
-    for one, other in zip(plain, fused, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    for one, same in zip(plain, fused, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
 
 
 def test_a_step_that_is_not_valid_leaves_the_maxima_and_one_ahead_of_its_norm_does_not_save_them() -> None:

@@ -125,8 +125,8 @@ def test_losses_in_8_bits_stay_close_to_those_of_the_compute_dtype(fleet, corpus
 def test_samples_of_operands_are_those_of_one_process(fleet, corpus, spec, name, sizes):
     """Every second step: maxima, and the shares of values at both ends of what 8 bits have."""
     plan = fp8_plan(replace(spec, sample_every=2), name, sizes, corpus)
-    alone = {"layers": plan.model.layers, "model": plan.model}
-    alone = fp8_plan(replace(spec, sample_every=2), "1f1b", alone, corpus)
+    one: dict[str, Any] = {"layers": plan.model.layers, "model": plan.model}
+    alone = fp8_plan(replace(spec, sample_every=2), "1f1b", one, corpus)
     outcomes, (want,) = fleet.run(plan, [(0, 3)]), fleet.run(replace(alone, batch=plan.batch), [(0, 3)])
     for step in range(3):
         found = merged(each for outcome in outcomes for each in outcome.results[step].fp8)

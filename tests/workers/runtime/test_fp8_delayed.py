@@ -71,8 +71,8 @@ def test_a_step_that_is_taken_back_leaves_the_maxima_of_a_run_with_a_barrier(fle
 def test_a_skipped_step_changes_no_maximum(fleet, corpus, tmp_path, optimistic):
     plan = fp8_plan(DELAYED, "zb-h2", {"pp": 2, **SMALL, "post_validation": optimistic}, corpus)
     folders = [checkpoint.folder_of(tmp_path / name, steps) for name, steps in (("one", 1), ("two", 2), ("bad", 2))]
-    for folder, steps, bad in zip(folders, (1, 2, 2), (None, None, BadGradient(1, 1, math.nan)), strict=True):
-        run_to(fleet, replace(plan, dtype="float32"), steps, folder, bad)
+    for folder, steps, fault in zip(folders, (1, 2, 2), (None, None, BadGradient(1, 1, math.nan)), strict=True):
+        run_to(fleet, replace(plan, dtype="float32"), steps, folder, fault)
     one, two, bad = map(saved, folders)
     assert same_bits(one, bad)
     assert all((values > 0).all() and not torch.equal(values, two[name]) for name, values in one.items())
