@@ -148,6 +148,7 @@ COMPARED: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     (ROW, "1f1b", {"tp": 2, "layers": 1, "recompute": "selective"}),
     (BLOCK, "1f1b", {"dp": 2, "layers": 1, **ZERO_3}),
     (EXPERTS, "zb-h1", {"pp": 2, "ep": 2, "model": WIDE_EXPERTS}),
+    (replace(DELAYED, head=True), "zb-h2", {"pp": 2, "layers": 2, "post_validation": True, "model": WIDE}),
 ]
 
 
