@@ -81,6 +81,7 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
         first, end = plan.fp8.skip_first, model.layers - plan.fp8.skip_last
         layers = "all layers" if end - first == model.layers else f"layers {first} to {end - 1}"
         scales = {"tensor": "a scale per tensor", "row": "a scale per row", "block": "scales per 1 x 128 and 128 x 128"}
+        layers += " and the head" * plan.fp8.head
         scale = scales[plan.fp8.scaling] + " by the step before" * plan.fp8.delayed
         facts["matmul"] = f"FP8 in {layers}, {scale}, gradients {plan.fp8.gradients}"
         if model.experts is not None:

@@ -195,10 +195,16 @@ def test_experts_that_cannot_multiply_in_8_bits_are_refused_if_they_are_to() -> 
         plan_with({"matmul": "fp8-block", "fp8_experts": "always"})
 
 
-def facts_of(plan: Plan) -> str:
+def test_the_plan_says_what_is_scaled_how() -> None:
+    precision = {"matmul": "fp8-tensor", "fp8_scaling": "delayed", "fp8_head": True}
+    found = facts_of(plan_with(precision, model={"vocab": 512}), "matmul")
+    assert "FP8 in all layers and the head, a scale per tensor by the step before, gradients e4m3" in found
+
+
+def facts_of(plan: Plan, row: str = "experts") -> str:
     text = io.StringIO()
     Console(width=300, file=text).print(facts_table(plan, costs_of(plan)))
-    return next(line for line in text.getvalue().splitlines() if line.strip().startswith("experts"))
+    return next(line for line in text.getvalue().splitlines() if line.strip().startswith(row))
 
 
 @pytest.mark.parametrize(("width", "tp"), [(256, 1), (256, 2), (384, 2), (0, 1)])
