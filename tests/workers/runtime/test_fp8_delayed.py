@@ -92,6 +92,18 @@ def test_a_resumed_run_on_another_mesh_has_the_maxima_of_all_ranks(fleet, corpus
     assert a.keys() == b.keys() and all(is_close(a[name], b[name], 1e-6) for name in a)
 
 
+def test_scales_do_not_depend_on_slices(fleet, corpus, tmp_path):
+    """Once there are maxima; without them, each slice is scaled by its own."""
+    folder = checkpoint.folder_of(tmp_path, 1)
+    whole = fp8_plan(DELAYED, "1f1b", {"pp": 2, **SMALL}, corpus)
+    sliced = fp8_plan(DELAYED, "seq-1f1b", {"pp": 2, "slices": 2, **SMALL}, corpus)
+    first, *_ = run_and_save(fleet, whole, 1, folder)
+    want, found = (fleet.run(plan, [(1, 2)], restore=str(folder)) for plan in (whole, sliced))
+    for one, other in zip(want[0].results, found[0].results, strict=True):
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-10)
+    assert fleet.run(sliced, [(0, 1)])[0].results[0].grad_norm != pytest.approx(first.results[0].grad_norm, rel=1e-6)
+
+
 def test_a_run_without_maxima_begins_with_current_scaling(fleet, corpus, tmp_path):
     """From a checkpoint of another recipe, and from weights alone."""
     folder = checkpoint.folder_of(tmp_path, 2)
