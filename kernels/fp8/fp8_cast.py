@@ -5,17 +5,26 @@ from __future__ import annotations
 from torch import Tensor
 
 from pentad.kernels.backend import triton_on_gpu
-from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Recipe, Role, quantize
+from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Recipe, Role, quantize, record
 
 
 @triton_on_gpu
 def fp8_cast(
-    x: Tensor, recipe: Recipe, role: Role, amax: Amax | None = None, *, rows: bool = True, columns: bool = True
+    x: Tensor,
+    recipe: Recipe,
+    role: Role,
+    amax: Amax | None = None,
+    *,
+    rows: bool = True,
+    columns: bool = True,
+    maxima: Tensor | None = None,
 ) -> Fp8Forms:
     """The forms of x [T, K] that are asked for. Other scales than those of blocks need `amax`.
 
-    T and K are multiples of 128, and x is contiguous.
+    T and K are multiples of 128, and x is contiguous. A cast of rows can `record` the maximum of x in `maxima`.
     """
+    assert rows or maxima is None
+    record(x, maxima)
     return forms_of(x, recipe, role, amax, rows=rows, columns=columns)
 
 

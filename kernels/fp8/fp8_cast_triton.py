@@ -22,7 +22,7 @@ TILE = tl.constexpr(fp8_tensor.TILE)
 TINY = tl.constexpr(fp8_tensor.TINY)
 CHUNK, WARPS = 32, 2  # rows or columns, and warps, of a program
 SQUARE_WARPS = 8
-MAXIMA = tl.constexpr(64)  # places for the maxima of programs, which would wait for each other at a single one
+MAXIMA = tl.constexpr(fp8_tensor.MAXIMA)
 
 
 @triton.jit
@@ -89,9 +89,9 @@ def store_maximum(maxima, out):
 
 @triton.jit
 def _cast(
-    x, rows, row_scales, columns, column_scales, T, K,
+    x, rows, row_scales, columns, column_scales, maxima, T, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GIVEN: tl.constexpr, STRIDE: tl.constexpr,
-    LIMIT: tl.constexpr, POWER: tl.constexpr, CHUNK: tl.constexpr,
+    LIMIT: tl.constexpr, POWER: tl.constexpr, RECORD: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     first_row, first_column, chunk = part_of(tl.program_id(0), K, ROWS + COLUMNS, CHUNK)
     if ROWS:  # noqa: SIM102 - decides what is compiled
@@ -99,6 +99,8 @@ def _cast(
             row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
             part = tl.load(x + row.to(tl.int64)[:, None] * K + column[None, :]).to(tl.float32)
             store_rows(part, rows, row_scales, first_column, row, column, T, K, GIVEN, STRIDE, LIMIT, POWER)
+            if RECORD:
+                store_maximum(tl.max(tl.abs(part), axis=1), maxima)
     if COLUMNS:  # noqa: SIM102 - decides what is compiled
         if chunk >= TILE * ROWS:
             row, column = first_row + tl.arange(0, TILE), first_column + chunk % TILE + tl.arange(0, CHUNK)
@@ -188,17 +190,27 @@ def parts(t: int, k: int, forms: int = 1, chunk: int = CHUNK) -> tuple[int]:
 
 
 def fp8_cast(
-    x: Tensor, recipe: Recipe, role: Role, amax: Amax | None = None, *, rows: bool = True, columns: bool = True
+    x: Tensor,
+    recipe: Recipe,
+    role: Role,
+    amax: Amax | None = None,
+    *,
+    rows: bool = True,
+    columns: bool = True,
+    maxima: Tensor | None = None,
 ) -> Fp8Forms:
     """Launches the kernel; see `pentad.kernels.fp8.fp8_cast.fp8_cast`."""
-    assert x.is_contiguous()
+    assert x.is_contiguous() and (rows or maxima is None)
     t, k = x.shape
     out = Out((t, k), recipe, role, amax, x, rows, columns)
     constants = out.common | out.chosen
     if role == "weight" and amax is None:
+        assert maxima is None
         del constants["GIVEN"], constants["STRIDE"]
         grid = (t // fp8_tensor.TILE * (k // fp8_tensor.TILE),)
         _cast_square[grid](x, *out.pointers, t, k, **constants, num_warps=SQUARE_WARPS)
     else:
-        _cast[parts(t, k, rows + columns)](x, *out.pointers, t, k, **constants, CHUNK=CHUNK, num_warps=WARPS)
+        _cast[parts(t, k, rows + columns)](
+            x, *out.pointers, maxima, t, k, **constants, RECORD=maxima is not None, CHUNK=CHUNK, num_warps=WARPS
+        )
     return out.forms

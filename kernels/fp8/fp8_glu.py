@@ -6,24 +6,38 @@ from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype, triton_on_gpu
 from pentad.kernels.fp8.fp8_cast import forms_of
-from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe, absolute_maximum, quantize
+from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe, absolute_maximum, quantize, record
 from pentad.kernels.glu import Activation, glu, glu_backward
 
 
 @triton_on_gpu
-def fp8_glu(gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: Tensor | None = None) -> Fp8Tensor:
-    """`glu` of gate_up [T, 2I] for products over I, with the `amax` of its rows."""
-    return quantize(glu(_wide(gate_up), act), recipe, "activation", amax)
+def fp8_glu(
+    gate_up: Tensor,
+    recipe: Recipe,
+    act: Activation = "silu",
+    amax: Tensor | None = None,
+    maxima: Tensor | None = None,
+) -> Fp8Tensor:
+    """`glu` of gate_up [T, 2I] for products over I, with the `amax` of its rows; `record` has its own in `maxima`."""
+    y = glu(_wide(gate_up), act)
+    record(y, maxima)
+    return quantize(y, recipe, "activation", amax)
 
 
 @triton_on_gpu
 def fp8_glu_backward(
-    dy: Tensor, gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: tuple[Amax, Tensor] | None = None
+    dy: Tensor,
+    gate_up: Tensor,
+    recipe: Recipe,
+    act: Activation = "silu",
+    amax: tuple[Amax, Tensor] | None = None,
+    maxima: Tensor | None = None,
 ) -> tuple[Fp8Forms, Fp8Tensor]:
     """(both forms of dgate_up [T, 2I], the transposed one [I, T] of y) of `glu_backward`, with
-    the `amax` of dgate_up and of the columns of y."""
+    the `amax` of dgate_up and of the columns of y; `record` has the absolute maximum of dgate_up in `maxima`."""
     of_gradient, of_y = (None, None) if amax is None else amax
     dgate_up, y = glu_backward(_wide(dy), _wide(gate_up), act)
+    record(dgate_up, maxima)
     return forms_of(dgate_up, recipe, "gradient", of_gradient), quantize(y.t(), recipe, "activation", of_y)
 
 

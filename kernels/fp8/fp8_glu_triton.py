@@ -37,13 +37,15 @@ def _product(gate_up, row, column, I, ACT: tl.constexpr):  # noqa: E741
 
 @triton.jit
 def _forward(
-    gate_up, values, scales, T, I, ACT: tl.constexpr,  # noqa: E741
+    gate_up, values, scales, maxima, T, I, ACT: tl.constexpr, RECORD: tl.constexpr,  # noqa: E741
     GIVEN: tl.constexpr, STRIDE: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     first_row, first_column, chunk = part_of(tl.program_id(0), I, 1, CHUNK)
     row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
     y = _product(gate_up, row, column, I, ACT)
     store_rows(y, values, scales, first_column, row, column, T, I, GIVEN, STRIDE, LIMIT, POWER)
+    if RECORD:
+        store_maximum(tl.max(tl.abs(y), axis=1), maxima)
 
 
 @triton.jit
@@ -66,8 +68,8 @@ def _gradients(dy, gate_up, row, column, I, ACT: tl.constexpr):  # noqa: E741
 
 @triton.jit
 def _backward(
-    dy, gate_up, rows, row_scales, columns, column_scales, y, y_scales, T, I,  # noqa: E741
-    ACT: tl.constexpr, Y_LIMIT: tl.constexpr,
+    dy, gate_up, rows, row_scales, columns, column_scales, y, y_scales, maxima, T, I,  # noqa: E741
+    ACT: tl.constexpr, Y_LIMIT: tl.constexpr, RECORD: tl.constexpr,
     GIVEN: tl.constexpr, STRIDE: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     first_row, first_column, chunk = part_of(tl.program_id(0), I, 2, CHUNK)
@@ -77,6 +79,8 @@ def _backward(
         store_rows(dgate, rows, row_scales, first_column, row, column, T, 2 * I, GIVEN, STRIDE, LIMIT, POWER)
         first = I + first_column
         store_rows(dup, rows, row_scales, first, row, I + column, T, 2 * I, GIVEN, STRIDE, LIMIT, POWER)
+        if RECORD:
+            store_maximum(tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), axis=1), maxima)
     if chunk >= TILE:
         row, column = first_row + tl.arange(0, TILE), first_column + chunk % TILE + tl.arange(0, CHUNK)
         product, dgate, dup = _gradients(dy, gate_up, row, column, I, ACT)
@@ -94,21 +98,32 @@ def _backward_maximum(dy, gate_up, amax, y_amax, I, ACT: tl.constexpr, CHUNK: tl
     store_maximum(tl.max(tl.abs(product), axis=1), y_amax)
 
 
-def fp8_glu(gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: Tensor | None = None) -> Fp8Tensor:
+def fp8_glu(
+    gate_up: Tensor,
+    recipe: Recipe,
+    act: Activation = "silu",
+    amax: Tensor | None = None,
+    maxima: Tensor | None = None,
+) -> Fp8Tensor:
     """Launches the forward kernel; see `pentad.kernels.fp8.fp8_glu.fp8_glu`."""
     assert gate_up.is_contiguous()
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = Out((tokens, width), recipe, "activation", twice(amax), gate_up, True, False)
     assert out.rows is not None
     _forward[parts(tokens, width)](
-        gate_up, *out.rows, tokens, width,
-        ACT=act, **out.common, CHUNK=fp8_cast_triton.CHUNK, num_warps=fp8_cast_triton.WARPS,
+        gate_up, *out.rows, maxima, tokens, width,
+        ACT=act, RECORD=maxima is not None, **out.common, CHUNK=fp8_cast_triton.CHUNK, num_warps=fp8_cast_triton.WARPS,
     )  # fmt: skip
     return out.rows
 
 
 def fp8_glu_backward(
-    dy: Tensor, gate_up: Tensor, recipe: Recipe, act: Activation = "silu", amax: tuple[Amax, Tensor] | None = None
+    dy: Tensor,
+    gate_up: Tensor,
+    recipe: Recipe,
+    act: Activation = "silu",
+    amax: tuple[Amax, Tensor] | None = None,
+    maxima: Tensor | None = None,
 ) -> tuple[Fp8Forms, Fp8Tensor]:
     """Launches the backward kernel; see `pentad.kernels.fp8.fp8_glu.fp8_glu_backward`."""
     assert gate_up.is_contiguous() and dy.is_contiguous() and gate_up.shape[1] == 2 * dy.shape[1]
@@ -117,8 +132,9 @@ def fp8_glu_backward(
     y = Out((tokens, width), recipe, "activation", twice(of_y), dy, False, True)
     assert y.columns is not None
     _backward[parts(tokens, width, 2, BACKWARD_CHUNK)](
-        dy, gate_up, *out.pointers, *y.columns, tokens, width,
-        ACT=act, Y_LIMIT=y.common["LIMIT"], **out.common, CHUNK=BACKWARD_CHUNK, num_warps=BACKWARD_WARPS,
+        dy, gate_up, *out.pointers, *y.columns, maxima, tokens, width,
+        ACT=act, Y_LIMIT=y.common["LIMIT"], RECORD=maxima is not None, **out.common,
+        CHUNK=BACKWARD_CHUNK, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
     return out.forms, y.columns
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype, triton_on_gpu
 from pentad.kernels.fp8.fp8_cast import forms_of
-from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe, absolute_maximum, quantize
+from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe, absolute_maximum, quantize, record
 from pentad.kernels.rms_norm import rms_norm
 
 
@@ -19,11 +19,15 @@ def fp8_rms_norm(
     amax: Tensor | None = None,
     residual: Tensor | None = None,
     offset: float = 0.0,
+    maxima: Tensor | None = None,
 ) -> tuple[Fp8Tensor, Tensor, Tensor]:
-    """(the normed rows [T, H] for products over H, summed, rstd) as of `rms_norm`, with the `amax` of the rows."""
+    """(the normed rows [T, H] for products over H, summed, rstd) as of `rms_norm`, with the `amax` of the rows;
+    `record` has their own in `maxima`."""
     wide = accumulation_dtype(x.dtype)
     _, summed, rstd = rms_norm(x, weight, eps, residual, offset)
-    return quantize(_normed(summed.to(wide), weight, rstd, offset), recipe, "activation", amax), summed, rstd
+    normed = _normed(summed.to(wide), weight, rstd, offset)
+    record(normed, maxima)
+    return quantize(normed, recipe, "activation", amax), summed, rstd
 
 
 @triton_on_gpu

@@ -34,9 +34,10 @@ TILE = tl.constexpr(fp8_tensor.TILE)
 def _forward(
     x, residual, weight, values, scales, maxima, summed, rstd, T, eps,
     H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
-    CAST: tl.constexpr, GIVEN: tl.constexpr, STRIDE: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
+    CAST: tl.constexpr, RECORD: tl.constexpr,
+    GIVEN: tl.constexpr, STRIDE: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
-    """Without CAST the maximum of the normed rows is added to `maxima`."""
+    """With RECORD the maximum of the normed rows raises `maxima`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < T)[:, None] & (columns < H)[None, :]
@@ -51,9 +52,9 @@ def _forward(
     r = tl.rsqrt(tl.sum(s * s, axis=1) / H + eps)
     tl.store(rstd + rows, r, mask=rows < T)
     y = s * r[:, None] * w[None, :]
-    if not CAST:
+    if RECORD:
         store_maximum(tl.max(tl.abs(y), axis=1), maxima)
-    else:
+    if CAST:
         if GIVEN:
             at = scales + rows * STRIDE
             y = saturate(y * tl.div_rn(1.0, tl.load(at, mask=rows < T, other=1.0))[:, None], LIMIT)
@@ -101,11 +102,12 @@ def fp8_rms_norm(
     amax: Tensor | None = None,
     residual: Tensor | None = None,
     offset: float = 0.0,
+    maxima: Tensor | None = None,
 ) -> tuple[Fp8Tensor, Tensor, Tensor]:
     """Launches the forward kernel; see `pentad.kernels.fp8.fp8_norm.fp8_rms_norm`."""
     out = Out((x.shape[0], x.shape[1]), recipe, "activation", twice(amax), x, True, False)
     assert out.rows is not None
-    summed, rstd = _launch(x, weight, eps, residual, offset, *out.rows, None, CAST=True, **out.common)
+    summed, rstd = _launch(x, weight, eps, residual, offset, *out.rows, maxima, CAST=True, **out.common)
     return out.rows, summed, rstd
 
 
@@ -138,7 +140,8 @@ def _launch(
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
     _forward[(ceil_div(tokens, rows),)](
         x, residual, weight, values, scales, maxima, summed, rstd, tokens, eps,
-        H=width, ROWS=rows, BLOCK=block, ADD=residual is not None, OFFSET=offset, **constants, num_warps=warps,
+        H=width, ROWS=rows, BLOCK=block, ADD=residual is not None, OFFSET=offset,
+        RECORD=maxima is not None, **constants, num_warps=warps,
     )  # fmt: skip
     return summed, rstd
 

@@ -24,6 +24,7 @@ Scaling = Literal["tensor", "row", "block"]
 Role = Literal["activation", "gradient", "weight"]
 TILE = 128
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MAXIMA = 64  # places for a maximum that many programs raise, which would wait for each other at a single one
 TINY = 2.0**-60  # the least absolute maximum that a scale is made for: smaller tiles become zeros, and 0 has a scale
 
 
@@ -104,3 +105,9 @@ def quantize(x: Tensor, recipe: Recipe, role: Role, amax: Tensor | None = None) 
 def absolute_maximum(x: Tensor) -> Tensor:
     """[1, 1], float32, in one pass over x."""
     return torch.linalg.vector_norm(x, torch.inf, dtype=accumulation_dtype(x.dtype)).float().view(1, 1)
+
+
+def record(x: Tensor, maxima: Tensor | None) -> None:
+    """Raises `maxima` [MAXIMA], float32, whose largest place counts, to the absolute maximum of x."""
+    if maxima is not None:
+        torch.maximum(maxima, absolute_maximum(x).view(1), out=maxima)

@@ -225,7 +225,8 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
 
 def heads_and_mtp(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
     """Head and loss, and the layers that predict further tokens, each with a head."""
-    yield from head(model, piece)
+    yield from head(model, piece.of_head)
+    piece = piece._replace(fp8=None)
     for _ in range(model.mtp_layers):
         yield from mtp_input(model, piece)
         has_window = model.layer_kind(model.layers).window > 0
@@ -234,14 +235,20 @@ def heads_and_mtp(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
 
 
 def head(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
-    """The last norm, the output head and the loss; logits become their gradient."""
-    yield from norm(model.hidden, piece)
-    yield Allocation("normed stream", "F-B" if piece.is_gathered else "F-W", piece.stream(model.hidden))
-    yield Allocation("logits", "F-W", piece.tokens * (model.vocab // piece.mesh.tp) * piece.itemsize)
+    """The last norm, the output head and the loss; logits become their gradient, which in 8 bits is cast in both
+    forms."""
+    width, hidden = model.vocab // piece.mesh.tp, model.hidden
+    yield from norm(hidden, piece)
+    yield Allocation("normed stream", "F-W" if piece.keeps_operands else "F-B", piece.stream(hidden))
+    yield Allocation("logits", "F-W" if piece.fp8 is None else "F-B", piece.tokens * width * piece.itemsize)
+    yield Allocation("gradient of the logits, cast", "B-W", piece.cast(width))
     yield Allocation("log-sum-exps", "F-B", piece.tokens * piece.wide, offload=False)
     # tp ranks count targets from the first word of their shard
     yield Allocation("targets", "F-B", piece.is_gathered * piece.tokens * INDEX, offload=False)
-    yield Allocation("gathered input", "B-W", piece.copy(model.hidden))
+    yield Allocation("gathered input", "B-W", piece.cast(hidden) or piece.copy(hidden))
+    if piece.fp8 is not None:
+        yield Allocation("gathered input and its cast", "F", piece.copy(hidden) + piece.cast(hidden))
+        yield Allocation("gathered input, cast for B", "B", piece.copy(hidden) + piece.cast(width))
 
 
 def lookup(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
@@ -354,7 +361,7 @@ def _kept(model: ModelSpec, held: LayerRange, piece: Piece, mode: str) -> Iterat
                 size, *tensors = (piece.saved_of(size, each.parts) for size in (each.bytes, *each.tensors))
                 yield each._replace(bytes=size, tensors=tuple(tensors))
     if held.has_head:
-        yield from heads_and_mtp(model, piece._replace(fp8=None))
+        yield from heads_and_mtp(model, piece)
 
 
 def _custom_sizes(model: ModelSpec, held: LayerRange, piece: Piece) -> tuple[int, ...]:

@@ -138,7 +138,8 @@ def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations
     ]
     first, last, stream = held.has_embedding, held.has_head, piece.stream(model.hidden)
     copy = stream if model.norms == "after" and not first else 0  # of the input, which W reads
-    end = total(memory.heads_and_mtp(model, piece._replace(fp8=None)) if last else ())
+    end = total(memory.heads_and_mtp(model, piece) if last else ())
+    of_head = total(memory.head(model, piece.of_head) if last and piece.of_head.fp8 else ())
     embedding = total(memory.lookup(model, piece) if first else ())
     parts = [*(layer.totals for layer in layers), end, embedding]
     deferred = sum(part.deferred for part in parts)
@@ -146,7 +147,9 @@ def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations
     rows = model.vocab // piece.mesh.tp + piece.tokens * (piece.wide > piece.itemsize)
     lookup = rows * model.hidden * piece.wide
     kv = len(layers) * attention_shape(model, piece).keys_values if piece.slices > 1 else 0
-    end_backward = sequence(allocate(end.deferred - end.reused), allocate(end.reused - end.saved))
+    end_backward = sequence(
+        allocate(end.deferred - end.reused), workspace(of_head.backward), allocate(end.reused - end.saved)
+    )
 
     @cache
     def forward(mode: str) -> Effect:
@@ -154,11 +157,12 @@ def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations
             return sequence(
                 *(sequence(layer.forward, allocate(-layer.totals.saved)) for layer in layers),
                 allocate(2 * stream + end.saved),
+                workspace(of_head.forward),
                 allocate(-2 * stream - end.saved),
                 allocate(0 if first else stream),
             )
         recomputed = [sequence(layer.forward, allocate(-layer.totals.recomputed(mode, piece))) for layer in layers]
-        return sequence(allocate(copy), *recomputed, allocate(end.saved))
+        return sequence(allocate(copy), *recomputed, allocate(end.saved), workspace(of_head.forward))
 
     blocks = [(end_backward, end.deferred, lookup if model.mtp_layers and last else 0)]
     blocks += [(layer.backward, layer.totals.deferred, layer.totals.weight) for layer in reversed(layers)]

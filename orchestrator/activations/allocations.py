@@ -125,6 +125,11 @@ class Piece(NamedTuple):
         """Of the products of shared experts."""
         return self if self.fp8 is None or self.fp8.shared_experts else self._replace(fp8=None)
 
+    @property
+    def of_head(self) -> Piece:
+        """Of the products of the output head."""
+        return self if self.fp8 is None or self.fp8.head else self._replace(fp8=None)
+
     def expert_rows(self, rows: int, width: int) -> int:
         """Bytes of rows [rows, width] of the experts' products."""
         return sum(self.expert_tensors(rows, width))

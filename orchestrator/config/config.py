@@ -21,7 +21,7 @@ from pentad.orchestrator.config.includes import Layers, leaves, merged, read_fil
 from pentad.orchestrator.config.loggers_section import LoggersSection, MetricsSection
 from pentad.orchestrator.config.lora_section import LoraSection
 from pentad.orchestrator.config.model_section import ModelSection, custom_model
-from pentad.orchestrator.config.optimizer_section import OptimizerSection, SpikesSection
+from pentad.orchestrator.config.optimizer_section import OptimizerSection, PrecisionSection, SpikesSection
 from pentad.orchestrator.config.recovery_sections import CheckpointSection, ElasticSection
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.catalogue import CATALOGUE, spec_of
@@ -69,7 +69,7 @@ class RunConfig(sections.Section):
     data: DataSection
     optimizer: OptimizerSection = OptimizerSection()
     lora: LoraSection = LoraSection()
-    precision: sections.PrecisionSection = sections.PrecisionSection()
+    precision: PrecisionSection = PrecisionSection()
     memory: sections.MemorySection = sections.MemorySection()
     zero: sections.ZeroSection = sections.ZeroSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -1,4 +1,4 @@
-"""The optimizer section: AdamW or Muon, learning rates, groups of parameters, clipping (docs/optimizers.md)."""
+"""The sections on the optimizer (docs/optimizers.md), on spikes, and on dtypes and FP8 (docs/fp8.md)."""
 
 from __future__ import annotations
 
@@ -146,3 +146,49 @@ class SpikesSection(Section):
     def spec(self) -> SpikeSpec | None:
         """None where ranks need not look for spikes."""
         return None if self.policy == "none" else SpikeSpec(self.threshold, self.window, self.min_steps)
+
+
+class PrecisionSection(Section):
+    """Dtypes and determinism."""
+
+    compute: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
+    """dtype of compute; auto: bfloat16 on GPUs and float32 on CPUs. Master weights, gradients and optimizer state are
+    float32 (float64 if compute is)"""
+    optimizer_state: Literal["auto", "bfloat16"] = "auto"
+    """dtype of moments and momentum; auto: that of the master weights"""
+    matmul: Literal["compute", "fp8-tensor", "fp8-row", "fp8-block"] = "compute"
+    """numbers that the projections of decoder layers multiply, forward and backward. compute: those of
+    precision.compute. fp8-...: 8-bit floating point, with one scale a tensor, one a row, or one for every 128 values of
+    activations and 128 x 128 of weights as in DeepSeek-V3; on CPUs emulated. Embedding, norms, routers,
+    projections to latents (MLA) and the core of attention stay in precision.compute"""
+    fp8_gradients: Literal["e4m3", "e5m2"] = "e4m3"
+    """8-bit format of the gradients of activations: e5m2 has more range and less precision; weights and activations are
+    e4m3"""
+    fp8_power_of_two_scales: bool = False
+    """round scales up to powers of two, so that a cast changes the exponent alone"""
+    fp8_scaling: Literal["current", "delayed"] = "current"
+    """whose absolute maximum scales an activation or a gradient with fp8-tensor. current: its own; delayed: that of the
+    step before, over all microbatches and ranks, so that a cast is one pass, and what exceeds it saturates. Weights are
+    always scaled by their own"""
+    fp8_skip_first_layers: NonNegativeInt = 0
+    """decoder layers at the start of the model that multiply in precision.compute"""
+    fp8_skip_last_layers: NonNegativeInt = 0
+    """decoder layers at the end of the model that multiply in precision.compute"""
+    fp8_experts: Literal["auto", "always", "never"] = "auto"
+    """whether the GEMMs of experts use FP8 too, with fp8-block; auto: where that is faster, by cluster.rates"""
+    fp8_head: bool = False
+    """whether the GEMMs of the output head use FP8 too; those of multi-token prediction with it do not"""
+    fp8_sample_every: NonNegativeInt = 100
+    """steps between samples of all FP8 operands: absolute maximum, saturated and underflowed values; 0: never. Other
+    steps cost nothing"""
+    compare_every: NonNegativeInt = 0
+    """steps between comparisons of FP8's gradients with those in precision.compute: such a step runs twice; 0: never"""
+    deterministic: bool = True
+    """use kernels whose results are bit-identical in every run, at some cost in speed"""
+
+    def rules(self) -> Iterator[Broken]:
+        if self.fp8_scaling == "delayed" and self.matmul != "fp8-tensor":
+            found = f"delayed with precision.matmul = {self.matmul}"
+            yield Broken("fp8_scaling", "current, or matmul = fp8-tensor, which has a scale per tensor", found)
+        if self.fp8_head and self.matmul == "compute":
+            yield Broken("fp8_head", "false, or a matmul in FP8", "true with precision.matmul = compute")

@@ -81,7 +81,9 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
         first, end = plan.fp8.skip_first, model.layers - plan.fp8.skip_last
         layers = "all layers" if end - first == model.layers else f"layers {first} to {end - 1}"
         scales = {"tensor": "a scale per tensor", "row": "a scale per row", "block": "scales per 1 x 128 and 128 x 128"}
-        facts["matmul"] = f"FP8 in {layers}, {scales[plan.fp8.scaling]}, gradients {plan.fp8.gradients}"
+        layers += " and the head" * plan.fp8.head
+        scale = scales[plan.fp8.scaling] + " by the step before" * plan.fp8.delayed
+        facts["matmul"] = f"FP8 in {layers}, {scale}, gradients {plan.fp8.gradients}"
         if model.experts is not None:
             reason = why_not(model, plan.fp8.scaling, plan.mesh, plan.rates) or "precision.fp8_experts is never"
             facts["experts"] = "FP8, W in the compute dtype" if plan.fp8.experts else f"{plan.dtype}: {reason}"

@@ -110,7 +110,9 @@ def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: str)
         _add_tp(found, piece, "all_gather" if phase == "B" else "reduce_scatter", embeddings, embeddings * stream)
         _add_tp(found, piece, "all_gather", heads, heads * stream)
         if phase == "B":
-            _add_tp(found, piece, "reduce_scatter", heads * num_tiles(piece.tokens), heads * stream)
+            in_8_bits = layers.has_head and piece.of_head.fp8 is not None  # not in tiles
+            tiles = (heads - in_8_bits) * num_tiles(piece.tokens) + in_8_bits
+            _add_tp(found, piece, "reduce_scatter", tiles, heads * stream)
         else:  # log-sum-exps and targets' logits
             _add_tp(found, piece, "all_gather", heads, heads * piece.mesh.tp * 2 * piece.tokens * piece.wide)
     return found

@@ -7,7 +7,7 @@ scores that is not masked.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -236,14 +236,14 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
         matrices = fp8_matrices(model, piece.fp8, range(first, end))
         sizes = [work * math.prod(each.shape) for each in matrices if not each.experts]
         linear -= sum(_saved_by_8bit(rates, piece.fp8.scaling, size) for size in sizes)
-    head_flops = work * model.vocab * model.hidden
-    head = (1 + mtp_layers) * head_flops / rate_at(rates.products, head_flops) if is_last else 0.0
+    head, head_casts = _head_seconds(model, piece, rates) if is_last else (0.0, 0.0)
     speed = linear / dense if dense else 1.0
     join_flops = work * 2 * model.hidden**2  # of streams and embeddings
     linear += mtp_layers * join_flops / rate_at(rates.products, join_flops)
     # memory traffic of norms, residual sums and activations, and of rows sorted by expert and added up again
     values = count * (8 * model.hidden + 3 * width) / piece.mesh.tp + 3 * routed * model.hidden
     elementwise = tokens * piece.itemsize * values / rates.elementwise
+    unread = _unread_seconds(model, range(first, end - mtp_layers), piece, rates)
     counts = part_flops(model, span, length)
     parts = {part: speed * work / 2 * count * pace for part, count in counts.items()}
     parts["core_attn"] = work / 2 * counts["core_attn"] / rate_at(of_width.forward, length)
@@ -254,11 +254,41 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
     for part in products:  # what is read and written around each
         parts[part] += elementwise / len(products)
     return StageSeconds(
-        forward=linear + forward + attention + head + elementwise,
-        backward=linear + backward + attention_backward + head + 1.5 * elementwise,
+        forward=linear + forward + attention + head + max(0.0, elementwise - unread[0]),
+        backward=linear + backward + attention_backward + head + head_casts + max(0.0, 1.5 * elementwise - unread[1]),
         weight=linear + weight + head,
         parts=parts,
     )
+
+
+def _head_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> tuple[float, float]:
+    """(of each product with the head and in multi-token prediction, of casts in B)."""
+    logits = piece.tokens * model.vocab / piece.mesh.tp
+    flops = 2 * logits * model.hidden
+    product, count = flops / rate_at(rates.products, flops), 1 + model.mtp_layers
+    if piece.fp8 is None or not piece.fp8.head or piece.device != "cuda":
+        return count * product, 0.0
+    # the gradient of the logits is read for both forms, and before that where their scales are not known
+    reads = 1 if piece.fp8.scaling == "block" or piece.fp8.delayed else 2
+    casts = logits * (reads * piece.itemsize + 2) / rates.elementwise
+    return count * product - _saved_by_8bit(rates, piece.fp8.scaling, flops), casts
+
+
+def _unread_seconds(model: ModelSpec, layers: Iterable[int], piece: Piece, rates: Rates) -> tuple[float, float]:
+    """Seconds that F and B of these layers take less with delayed scaling: casts do not read the inputs of their
+    products for a maximum first, nor the operands of what makes those."""
+    if piece.fp8 is None or not piece.fp8.delayed or piece.device != "cuda":
+        return 0.0, 0.0
+    forward, backward = 0, 0
+    for matrix in fp8_matrices(model, piece.fp8, layers):
+        outputs, inputs = matrix.shape
+        is_unit = matrix.name.endswith(".down")  # whose input is made of twice as many values, gate and up
+        forward += inputs * (1 + is_unit)
+        # its gradient; that of gate and up is made of these and of the unit's; attention's result is cast once more
+        backward += outputs // 2 if matrix.name.endswith(".gate_up") else outputs
+        backward += 2 * inputs * is_unit + inputs * matrix.name.endswith(".out")
+    share = piece.tokens * piece.itemsize / piece.mesh.tp / rates.elementwise
+    return forward * share, backward * share
 
 
 @lru_cache(maxsize=4096)

@@ -33,6 +33,7 @@ from pentad.schedules.spec.zero_layout import inbox_elements, num_muon_elements
 
 ON_HOST = ("host", "snapshot", "host_optimizer", "copies", "compared")  # kinds of memory that no GPU has
 States = dict[int, dict[str, int]]  # by rank: memory but for activations
+AMAX_BYTES = 2 * (3 + 64) * BYTES["float32"]  # of the operands of a matrix (workers/linear/amax_history.py)
 CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 
 
@@ -162,12 +163,14 @@ def _state(plan: Plan, rank: int) -> dict[str, int]:
 
 def fp8_weights(plan: Plan, rank: int, share: float) -> int:
     """Bytes of a rank's weights in 8 bits, in both forms: of a `share` of its layers, as with ZeRO-3 they come and go
-    with the weights."""
+    with the weights; and of the maxima of operands with delayed scaling."""
     if plan.fp8 is None:
         return 0
-    held = (number for stage in plan.stages_of(rank) for number in plan.layers[stage].numbers)
-    matrices = fp8_matrices(plan.model, plan.fp8, held)
-    return int(share * 2 * sum(math.prod(each.local_shape(plan.mesh)) for each in matrices))
+    held = [plan.layers[stage] for stage in plan.stages_of(rank)]
+    layers, has_head = [number for each in held for number in each.numbers], any(each.has_head for each in held)
+    matrices = list(fp8_matrices(plan.model, plan.fp8, layers, has_head=has_head))
+    maxima = len(matrices) * AMAX_BYTES if plan.fp8.delayed else 0
+    return int(share * 2 * sum(math.prod(each.local_shape(plan.mesh)) for each in matrices)) + maxima
 
 
 def _receive_slots(program: Program, pp: int) -> set[tuple[int, int]]:

@@ -59,7 +59,10 @@ def fp8_spec(config: RunConfig, model: ModelSpec, rates: Rates) -> Fp8Spec | Non
     scaling = SCALINGS[given.matmul]
     recipe = scaling, given.fp8_gradients, given.fp8_power_of_two_scales
     experts, shared = in_8_bits(config, model, rates), shared_in_8_bits(config, model)
-    return Fp8Spec(*recipe, *skipped, given.fp8_sample_every, experts, given.compare_every, shared)
+    delayed = given.fp8_scaling == "delayed"
+    return Fp8Spec(
+        *recipe, *skipped, given.fp8_sample_every, experts, given.compare_every, shared, delayed, given.fp8_head
+    )
 
 
 def require_fp8(plan: Plan, gpu: str) -> None:
@@ -76,6 +79,7 @@ def require_fp8(plan: Plan, gpu: str) -> None:
             dense = plan.model.dense_layers  # before those with experts
             skips = what.startswith("model.ffn") and 0 < dense < plan.model.layers
             others = f"precision.fp8_skip_first_layers = {dense}, " if skips else ""
+            others = "precision.fp8_head = false, " if what.startswith("model.vocab") else others
             expected = f"expected a multiple of {FP8_TILE}, {others}or matmul = compute"
             raise PentadError(f"{matmul}, but {what} is {size}: {expected}")
 
@@ -98,4 +102,6 @@ def _sizes(plan: Plan, fp8: Fp8Spec) -> dict[str, int]:
         found |= {"model.mla.kv_lora_rank": mla.kv_lora_rank, "model.mla.q_lora_rank": mla.q_lora_rank}
     if any(fp8.covers(layer, model.layers) for layer in range(model.dense_layers)):
         found[f"model.ffn{rank}"] = model.ffn // tp
+    if fp8.head:
+        found[f"model.vocab{rank}"] = model.vocab // tp
     return found

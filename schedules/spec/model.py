@@ -124,7 +124,9 @@ class Fp8Spec:
     feed-forward networks, of `shared_experts`, and of `experts`, with scales of blocks; in F, B and W. `scaling` and
     the other two are the recipe's (kernels/fp8/fp8_tensor.py). The first and last layers of the model, so many each,
     stay in the compute dtype. Every `sample_every` steps it is counted how well operands fit into 8 bits, and every
-    `compare_every` steps gradients are compared with those in the compute dtype (0: never).
+    `compare_every` steps gradients are compared with those in the compute dtype (0: never). With `delayed` the scale of
+    a tensor of activations or gradients is that of the step before. With `head` the output head multiplies in 8 bits,
+    but not where multi-token prediction uses it.
     """
 
     scaling: Scaling
@@ -136,6 +138,8 @@ class Fp8Spec:
     experts: bool = False
     compare_every: int = 0
     shared_experts: bool = False
+    delayed: bool = False
+    head: bool = False
 
     def samples(self, step: int) -> bool:
         return self.sample_every > 0 and step % self.sample_every == 0

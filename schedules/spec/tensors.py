@@ -16,6 +16,7 @@ IN_8_BITS = ("attention.qkv", "attention.query", "attention.keys_values", "atten
 
 SHARED_IN_8_BITS = ("shared.gate_up", "shared.down")
 EXPERTS_IN_8_BITS = ("experts.gate_up", "experts.down")
+HEAD = "head"  # the output head, also where it is the embedding
 
 
 class LayerRange(NamedTuple):
@@ -128,12 +129,15 @@ def active_parameters(model: ModelSpec, layer: int) -> int:
     return visited + sum(size for size, experts in sizes if not experts)
 
 
-def fp8_matrices(model: ModelSpec, fp8: Fp8Spec, layers: Iterable[int]) -> Iterator[Tensor]:
-    """The matrices of these layers whose products are in 8 bits."""
+def fp8_matrices(model: ModelSpec, fp8: Fp8Spec, layers: Iterable[int], *, has_head: bool = False) -> Iterator[Tensor]:
+    """The matrices of these layers, and of the output head, whose products are in 8 bits."""
     for layer in layers:
         if fp8.covers(layer, model.layers):
             names = IN_8_BITS + fp8.experts * EXPERTS_IN_8_BITS + fp8.shared_experts * SHARED_IN_8_BITS
             yield from (tensor for tensor in _layer(model, layer) if tensor.name.endswith(names))
+    if has_head and fp8.head:
+        end = LayerRange(model.layers, model.layers, has_head=True)
+        yield from (tensor for tensor in tensors(model, end) if tensor.name == HEAD)
 
 
 def head_in_layers(model: ModelSpec, length: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bits import same_bits
-from fp8_plans import BLOCK, EXPERTS, ROW, TENSOR, WIDE_EXPERTS, ZERO_3, fp8_plan
+from fp8_plans import BLOCK, DELAYED, EXPERTS, ROW, TENSOR, WIDE, WIDE_EXPERTS, ZERO_3, fp8_plan
 from gpus import RANKS_A_GPU, on_gpu
 from plans import reference
 from resume import assert_repeatable
@@ -28,6 +28,9 @@ CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     (TENSOR, "zb-v", {"pp": 2, "recompute": "selective"}),
     *((spec, "1f1b", {"dp": 2, **ZERO_3}) for spec in (BLOCK, TENSOR)),
     (EXPERTS, "zb-h1", {"ep": 2, "model": WIDE_EXPERTS}),
+    (DELAYED, "1f1b", {"tp": 2, "layers": 2}),
+    (DELAYED, "zb-h2", {"pp": 2, "post_validation": True}),
+    *((replace(spec, head=True), "1f1b", {"tp": 2, "layers": 2, "model": WIDE}) for spec in (BLOCK, DELAYED)),
 ]
 
 

@@ -16,10 +16,14 @@ MODEL = ModelSpec(layers=4, hidden=128, heads=2, kv_heads=2, head_dim=128, ffn=2
 MIXTURE = replace(MODEL, experts=Experts(4, 2, 24, first_k_dense=2))
 WIDE_EXPERTS = replace(MODEL, experts=Experts(4, 2, 256, first_k_dense=1, shared_intermediate_size=24))
 EXPERTS = Fp8Spec("block", experts=True)
+WIDE = replace(MODEL, vocab=512)
+TIED = replace(WIDE, tie_word_embeddings=True)
+PREDICTING = replace(WIDE, mtp_layers=1)
 SHARED = replace(MODEL, experts=Experts(4, 2, 256, first_k_dense=1, shared_intermediate_size=256))
 LATENT = replace(MODEL, mla=MLA(128, 128, qk_nope_head_dim=128, qk_rope_head_dim=128, v_head_dim=128))
 LENGTH = 128  # tokens of a sequence on a context rank, at least
 BLOCK, TENSOR, ROW = Fp8Spec("block"), Fp8Spec("tensor", "e5m2"), Fp8Spec("row", power_of_two=True)
+DELAYED = replace(TENSOR, delayed=True)
 ZERO_3 = {"memory_options": MemoryOptions(zero=3)}
 
 

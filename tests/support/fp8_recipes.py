@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any, NamedTuple
 
-from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Tensor, Recipe
+import torch
+from torch import Tensor
+
+from pentad.kernels.fp8.fp8_tensor import MAXIMA, Amax, Fp8Tensor, Recipe
 
 RECIPES = [
     Recipe("block"),
@@ -21,6 +24,33 @@ def amax_for(recipe: Recipe, x: torch.Tensor) -> Amax | None:
     if recipe.scaling == "row":
         return Amax(x.amax(1, keepdim=True), x.amax(0)[:, None].contiguous())
     return Amax(x.amax().view(1, 1), x.amax().view(1, 1)) if recipe.scaling == "tensor" else None
+
+
+class Casting(NamedTuple):
+    """The modules whose functions cast: the references or their Triton twins."""
+
+    cast: Any
+    norm: Any
+    glu: Any
+
+    def recorded(
+        self, recipe: Recipe, x: Tensor, residual: Tensor, dy: Tensor, weight: Tensor
+    ) -> list[tuple[Fp8Tensor | None, Tensor]]:
+        """Forms that are scaled by given maxima, and what each kernel records beside: two calls, the first of which has
+        the smaller numbers."""
+        amax, gate_up = torch.ones(1, 1, device=x.device), torch.cat((x, residual), 1)
+        both, found = Amax(amax, amax), list[tuple[Fp8Tensor | None, Tensor]]()
+        maxima = torch.zeros(4, MAXIMA, device=x.device)
+        for size in (0.125, 1.0):
+            forms = self.cast.fp8_cast(size * x, recipe, "gradient", both, maxima=maxima[0])
+            rows = self.cast.fp8_cast(x, recipe, "activation", both, columns=False).rows
+            normed, *_ = self.norm.fp8_rms_norm(x, size * weight, 1e-5, recipe, amax, residual, 0.0, maxima[1])
+            gated = self.glu.fp8_glu(size * gate_up, recipe, "silu", amax, maxima[2])
+            given = size * dy, gate_up, recipe, "silu", (both, amax), maxima[3]
+            gradient, y = self.glu.fp8_glu_backward(*given)
+            made = [[*forms, rows], [normed], [gated], [*gradient, y]]
+            found += [(form, maxima[i].amax()) for i, each in enumerate(made) for form in each]
+        return found
 
 
 def assert_nearly_equal(found: Fp8Tensor | None, want: Fp8Tensor | None, differing: float = 1e-3) -> None:

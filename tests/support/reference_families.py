@@ -74,7 +74,7 @@ def losses(
     is_target = torch.ones_like(tokens, dtype=torch.bool) if is_target is None else is_target
     count, targets = count or int(is_target.sum()), following.masked_fill(~is_target, -100)
     hidden, routes = _hidden(model, t, tokens, documents)
-    head = _head(model, t)
+    head = t.get("predicted.head", _head(model, t))
     logits, counted = _logits(model, t, hidden).flatten(0, 1), is_target.flatten()
     main = F.cross_entropy(logits, targets.flatten(), reduction="sum") / count
     squares = logits.logsumexp(-1)[counted].square().sum() / count
@@ -342,4 +342,4 @@ def _logits(model: ModelSpec, t: Tensors, hidden: Tensor) -> Tensor:
 
 
 def _head(model: ModelSpec, t: Tensors) -> Tensor:
-    return t["embedding" if model.tie_word_embeddings else "head"]
+    return t["embedding" if model.tie_word_embeddings and "head" not in t else "head"]

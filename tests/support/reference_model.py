@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import reference_families
 import torch
-from fp8_reference import in_8_bits
+from fp8_reference import AmaxHistory, in_8_bits
 from reference_muon import ReferenceMuon, is_muons
 
 from pentad.schedules.spec.lora import LoraSpec, adapter_tensors
@@ -41,11 +41,12 @@ def train(plan: Plan, batches: list[GlobalBatch], sets: list[torch.Tensor] | Non
     if plan.lora is not None:
         return _train_adapters(plan, plan.lora, found, batches)
     p = {each.name: initial_values(each, plan.seed).double().requires_grad_() for each in found}
-    bias = zero_biases(plan)
+    bias, history = zero_biases(plan), AmaxHistory()
 
     def losses_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         given = batches[step], None if sets is None else sets[step]
-        losses = _mean_losses(plan, p | bias, *given)
+        history.begin_step()
+        losses = _mean_losses(plan, p | bias, *given, history)
         _update_biases(plan, p, bias, *given)
         return losses
 
@@ -159,13 +160,13 @@ def _weight_decay(spec: OptimizerSpec, name: str, tensor: torch.Tensor) -> float
 
 
 def _mean_losses(
-    plan: Plan, p: State, batch: GlobalBatch, sets: torch.Tensor | None = None
+    plan: Plan, p: State, batch: GlobalBatch, sets: torch.Tensor | None = None, history: AmaxHistory | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss of the next token, sum of all losses): means over target tokens; experts are balanced in each microbatch,
     and its loss is a mean over these; or in each of the `sets`."""
     is_split = sets is None and is_by_microbatch(plan)
     rows = plan.batch.micro_batch_size if is_split else len(batch.inputs)
-    weights = p if plan.fp8 is None else in_8_bits(p, plan.fp8, plan.model.layers)
+    weights = p if plan.fp8 is None else in_8_bits(p, plan.fp8, plan.model.layers, history)
     parts = [
         torch.stack(
             reference_families.losses(plan.model, weights, x, y, mask, documents, int(batch.is_target.sum()), sets)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.integrity.digest import read
+from pentad.workers.integrity.digest import digest, read
 from pentad.workers.integrity.replay import replay
 from pentad.workers.integrity.result import RankCheck
 from pentad.workers.integrity.state_digests import gathered_digests, state_digests
@@ -28,6 +28,8 @@ def check_rank(
     """
     state, first, second = state_digests(held), dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for index, stage in sorted(stages.items()):  # DualPipe's mirror ranks hold them in another order
+        if stage.casts is not None and stage.casts.history is not None:
+            state |= {name: digest(values) for name, values in stage.casts.history.by_name.items()}
         with gathered(index):
             for buffer in (*stage.param_buffers, *stage.frozen):
                 if buffer.shard.layout.num_shards > 1 and buffer.weights is not None:

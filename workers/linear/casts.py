@@ -20,6 +20,8 @@ from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm, rms_norm_amax
 from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe, Role, absolute_maximum
 from pentad.kernels.glu import Activation, glu, glu_backward
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.linear.amax_history import AmaxHistory
+from pentad.workers.linear.amax_history import Operand as DelayedOperand
 from pentad.workers.linear.fp8_samples import Fp8Samples, PendingSamples
 from pentad.workers.parallel.async_ops import AsyncResult, LayerWork
 
@@ -39,15 +41,14 @@ class SplitOver(NamedTuple):
         if recipe.scaling == "block":
             return None
         if recipe.scaling == "tensor":
-            return self.whole(absolute_maximum(x))
+            return twice(self.whole(absolute_maximum(x)))
         rows = torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True).float()
         columns = torch.linalg.vector_norm(x, torch.inf, dim=0)[:, None].float()
         return Amax(_largest(rows, [self.features]), _largest(columns, [self.tokens]))
 
-    def whole(self, amax: Tensor) -> Amax:
+    def whole(self, amax: Tensor) -> Tensor:
         """That of the tensor [1, 1], from that of this rank's part."""
-        amax = _largest(amax, self)
-        return Amax(amax, amax)
+        return _largest(amax, self)
 
 
 class NormedSaved(NamedTuple):
@@ -55,18 +56,25 @@ class NormedSaved(NamedTuple):
 
     stream: Tensor  # [T, H], what was normed
     rstd: Tensor  # [T]
-    amax: Tensor | None  # [1, 1] of the normed rows
+    amax: Tensor | None  # [1, 1] that the normed rows are scaled by; None with delayed scaling, whose history has it
 
 
 class Casts:
     """The casts of a stage. Its weights in 8 bits are kept until `weights_changed`; `samples` are those of the current
-    step, if it is sampled."""
+    step, if it is sampled. With a `history` scales are delayed. `name` is always that of the parameter whose product
+    reads what is cast."""
 
-    def __init__(self, recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, device: torch.device, history: AmaxHistory | None = None) -> None:
         require_units(recipe, device)
-        self.recipe = recipe
+        assert history is None or recipe.scaling == "tensor"
+        self.recipe, self.history = recipe, history
         self.samples: Fp8Samples | None = None
         self._weights: dict[int, Fp8Forms] = {}  # by address
+
+    def begin_step(self, samples: Fp8Samples | None) -> None:
+        self.samples = samples
+        if self.history is not None:
+            self.history.begin_step()
 
     def weights_changed(self) -> None:
         self._weights.clear()
@@ -74,18 +82,29 @@ class Casts:
     def take_samples(self) -> PendingSamples | None:
         """What a sampled step has counted; later products are not counted."""
         samples, self.samples = self.samples, None
+        if samples is not None and self.history is not None:
+            samples.replace_maxima({key: each.maxima for key, each in self.history.operands.items()})
         return None if samples is None else samples.take()
 
     def weight(self, weight: Tensor, split: SplitOver) -> Fp8Forms:
         """Both forms of a matrix [N, K]; `split.tokens` are the ranks that split N."""
         key = weight.data_ptr()
         if key not in self._weights:
-            self._weights[key] = self.cast(weight, "weight", split)
+            self._weights[key] = self.cast(weight, "weight", "", split)
         return self._weights[key]
 
-    def cast(self, x: Tensor, role: Role, split: SplitOver, *, rows: bool = True, columns: bool = True) -> Fp8Forms:
+    def cast(
+        self, x: Tensor, role: Role, name: str, split: SplitOver, *, rows: bool = True, columns: bool = True
+    ) -> Fp8Forms:
         x = x.contiguous()
-        return fp8_cast(x, self.recipe, role, split.amax(x, self.recipe), rows=rows, columns=columns)
+        delayed = self._delayed(name, role)
+        if delayed is None:
+            return fp8_cast(x, self.recipe, role, split.amax(x, self.recipe), rows=rows, columns=columns)
+        if self.is_known:
+            amax, maxima = twice(delayed.amax), delayed.maxima if rows else None
+            return fp8_cast(x, self.recipe, role, amax, rows=rows, columns=columns, maxima=maxima)
+        amax = twice(self._measured(delayed, absolute_maximum(x), split))
+        return fp8_cast(x, self.recipe, role, amax, rows=rows, columns=columns)
 
     def rows(self, x: Tensor, role: Role) -> Fp8Tensor:
         """x [T, K] by rows, with scales of blocks."""
@@ -95,39 +114,80 @@ class Casts:
         return Fp8Tensor(found.values, found.scales.contiguous())
 
     def norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, split: SplitOver
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        name: str,
+        split: SplitOver,
     ) -> tuple[Fp8Forms, NormedSaved]:
         """(the form of rows, what B needs) of the normed sum [T, H]. Not for rows with scales of their own."""
-        if self.recipe.scaling == "block":
-            rows, stream, rstd = fp8_rms_norm(x, weight, eps, self.recipe, None, residual, offset)
+        delayed = self._delayed(name, "activation")
+        if self.recipe.scaling == "block" or self.is_known:
+            given = (None, None) if delayed is None else delayed
+            rows, stream, rstd = fp8_rms_norm(x, weight, eps, self.recipe, given[0], residual, offset, given[1])
             return Fp8Forms(rows, None), NormedSaved(stream, rstd, None)
         found, stream, rstd = rms_norm_amax(x, weight, eps, residual, offset)
-        amax = split.whole(found)
-        forms = fp8_normed(stream, weight, rstd, self.recipe, amax, offset, columns=False)
-        return forms, NormedSaved(stream, rstd, amax.rows)
+        amax = self._measured(delayed, found, split)
+        forms = fp8_normed(stream, weight, rstd, self.recipe, twice(amax), offset, columns=False)
+        return forms, NormedSaved(stream, rstd, amax)
 
-    def normed_again(self, saved: NormedSaved, weight: Tensor, offset: float, *, rows: bool, columns: bool) -> Fp8Forms:
-        amax = None if saved.amax is None else Amax(saved.amax, saved.amax)
-        return fp8_normed(saved.stream, weight, saved.rstd, self.recipe, amax, offset, rows=rows, columns=columns)
+    def normed_again(
+        self, saved: NormedSaved, weight: Tensor, offset: float, name: str, *, rows: bool, columns: bool
+    ) -> Fp8Forms:
+        delayed, amax = self._delayed(name, "activation"), saved.amax
+        if amax is None and delayed is not None:
+            amax = delayed.amax
+        given = None if amax is None else twice(amax)
+        return fp8_normed(saved.stream, weight, saved.rstd, self.recipe, given, offset, rows=rows, columns=columns)
 
-    def glu(self, gate_up: Tensor, act: Activation, split: SplitOver) -> Fp8Forms:
+    def glu(self, gate_up: Tensor, act: Activation, name: str, split: SplitOver) -> Fp8Forms:
         """The form of rows of the unit's result [T, I]."""
         if self.recipe.scaling == "row":
-            return self.cast(glu(gate_up, act), "activation", split, columns=False)
-        amax = None if self.recipe.scaling == "block" else split.whole(glu_amax(gate_up, act)).rows
+            return self.cast(glu(gate_up, act), "activation", name, split, columns=False)
+        delayed = self._delayed(name, "activation")
+        if delayed is not None and self.is_known:
+            return Fp8Forms(fp8_glu(gate_up, self.recipe, act, *delayed), None)
+        is_block = self.recipe.scaling == "block"
+        amax = None if is_block else self._measured(delayed, glu_amax(gate_up, act), split)
         return Fp8Forms(fp8_glu(gate_up, self.recipe, act, amax), None)
 
-    def glu_backward(self, dy: Tensor, gate_up: Tensor, act: Activation, split: SplitOver) -> tuple[Fp8Forms, Fp8Forms]:
-        """(both forms of the gradient [T, 2I], the form of columns of the result [T, I])."""
+    def glu_backward(
+        self, dy: Tensor, gate_up: Tensor, act: Activation, name: str, before: str, split: SplitOver
+    ) -> tuple[Fp8Forms, Fp8Forms]:
+        """(both forms of the gradient [T, 2I], the form of columns of the result [T, I]). The gradient is read by
+        products with the parameter `before`."""
         if self.recipe.scaling == "row":
             dgate_up, y = glu_backward(dy, gate_up, act)
-            return self.cast(dgate_up, "gradient", split), self.cast(y, "activation", split, rows=False)
-        amax = None
-        if self.recipe.scaling == "tensor":
+            gradients = self.cast(dgate_up, "gradient", before, split)
+            return gradients, self.cast(y, "activation", name, split, rows=False)
+        amax, maxima = None, None
+        gradient, result = self._delayed(before, "gradient"), self._delayed(name, "activation")
+        if gradient is not None and result is not None and self.is_known:
+            amax, maxima = (twice(gradient.amax), result.amax), gradient.maxima
+        elif self.recipe.scaling == "tensor":
             of_gradient, of_y = glu_backward_amax(dy, gate_up, act)
-            amax = split.whole(of_gradient), split.whole(of_y).columns
-        gradient, columns = fp8_glu_backward(dy, gate_up, self.recipe, act, amax)
-        return gradient, Fp8Forms(None, columns)
+            amax = twice(self._measured(gradient, of_gradient, split)), self._measured(result, of_y, split)
+        forms, columns = fp8_glu_backward(dy, gate_up, self.recipe, act, amax, maxima)
+        return forms, Fp8Forms(None, columns)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all activations and gradients are scaled by maxima of the step before."""
+        return self.history is not None and self.history.is_known
+
+    def _delayed(self, name: str, role: Role) -> DelayedOperand | None:
+        """None with current scaling, as that of weights always is."""
+        return None if self.history is None or role == "weight" else self.history.operands[name, role]
+
+    def _measured(self, delayed: DelayedOperand | None, amax: Tensor, split: SplitOver) -> Tensor:
+        """What an operand is scaled by [1, 1], where this rank's part has the absolute maximum `amax` [1, 1]."""
+        if delayed is not None:
+            delayed.measured(amax)
+        whole = split.whole(amax)
+        return whole if delayed is None else delayed.amax_or(whole)
 
 
 def require_units(recipe: Recipe, device: torch.device) -> None:
@@ -139,6 +199,11 @@ def require_units(recipe: Recipe, device: torch.device) -> None:
         found = f"precision.matmul is fp8-{recipe.scaling} on {torch.cuda.get_device_name(device)}"
         other = "compute, fp8-tensor or fp8-row" if capability >= (8, 9) else "compute"
         raise PentadError(f"{found}, which has no such products: expected precision.matmul = {other}")
+
+
+def twice(amax: Tensor) -> Amax:
+    """For both forms of a tensor with one scale."""
+    return Amax(amax, amax)
 
 
 def _largest(amax: Tensor, groups: Sequence[Group]) -> Tensor:

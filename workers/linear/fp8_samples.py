@@ -6,6 +6,7 @@ mesh: ranks that have the same operand count the same, those with parts of one c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,12 @@ class Fp8Samples:
             counts[0] = torch.maximum(before[0], counts[0])
             counts[1:] += before[1:]
         self._found[weight, role] = counts
+
+    def replace_maxima(self, maxima: Mapping[Key, Tensor]) -> None:
+        """By the largest of these, which are those before a cast that may have saturated."""
+        for key, counts in self._found.items():
+            if key in maxima:
+                counts[0] = torch.where(counts[0].isnan(), counts[0], maxima[key].amax())
 
     def take(self) -> PendingSamples:
         """What was counted, as copies on the host."""

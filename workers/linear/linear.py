@@ -53,21 +53,26 @@ class Linear(NamedTuple):
         """x [T, K] as an operand: rows of F, columns of W."""
         if self.casts is None or not isinstance(x, Tensor):
             return x
-        return self.casts.cast(x, "activation", self._input_split(axes), rows=rows, columns=columns)
+        return self.casts.cast(x, "activation", self.name, self._input_split(axes), rows=rows, columns=columns)
 
     def output_grad(self, axes: Axes, dy: Tensor) -> Operand:
         """The gradient dy [T, N] of the result as an operand of B and of W."""
-        return dy if self.casts is None else self.casts.cast(dy, "gradient", self._output_split(axes))
+        return dy if self.casts is None else self.casts.cast(dy, "gradient", self.name, self._output_split(axes))
 
     def glu(self, axes: Axes, gate_up: Tensor, act: Activation) -> Operand:
         """A gated linear unit's result [T, K] as the operand of F."""
-        return glu(gate_up, act) if self.casts is None else self.casts.glu(gate_up, act, self._input_split(axes))
+        if self.casts is None:
+            return glu(gate_up, act)
+        return self.casts.glu(gate_up, act, self.name, self._input_split(axes))
 
-    def glu_backward(self, axes: Axes, dy: Tensor, gate_up: Tensor, act: Activation) -> tuple[Operand, Operand]:
-        """(the gradient of gate_up [T, 2K] as an operand of the product before, its result [T, K] as one of W)."""
+    def glu_backward(
+        self, axes: Axes, dy: Tensor, gate_up: Tensor, act: Activation, before: str
+    ) -> tuple[Operand, Operand]:
+        """(the gradient of gate_up [T, 2K] as an operand of the product with the parameter `before`, the unit's result
+        [T, K] as one of W)."""
         if self.casts is None:
             return glu_backward(dy, gate_up, act)
-        return self.casts.glu_backward(dy, gate_up, act, self._input_split(axes))
+        return self.casts.glu_backward(dy, gate_up, act, self.name, before, self._input_split(axes))
 
     def forward(self, axes: Axes, x: Operand, bias: Tensor | None = None) -> Tensor:
         """[T, N]"""

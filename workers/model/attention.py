@@ -91,8 +91,8 @@ class Attention(NamedTuple):
         return cls(qkv, out, qkv_bias, out_bias, sinks, qk_norm, adapters, out_adapter)
 
     @property
-    def input_casts(self) -> Casts | None:
-        return self.qkv.casts
+    def caster(self) -> Linear | None:
+        return None if self.qkv.casts is None else self.qkv
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Operand

@@ -151,7 +151,7 @@ class BaseStage(ABC):
         for buffers in self.param_buffers:
             buffers.begin_step()
         if self.casts is not None and self.plan.fp8 is not None:
-            self.casts.samples = Fp8Samples() if self.plan.fp8.samples(step) else None
+            self.casts.begin_step(Fp8Samples() if self.plan.fp8.samples(step) else None)
         self.weights_changed()
 
     def begin_evaluation(self) -> None:

@@ -30,7 +30,7 @@ class ResidualSaved(NamedTuple):
 
     stream: Tensor  # [T, H], the residual stream before the sublayer
     rstd: Tensor | None  # [T], of the norm before it
-    amax: Tensor | None  # [1, 1], of what it wrote in 8 bits with a scale of the tensor
+    amax: Tensor | None  # [1, 1], of what it wrote in 8 bits with a scale of the tensor that nobody else remembers
     sublayer: Any
     post_norm: SavedNorm | None  # of rows [T, H]
 
@@ -60,20 +60,23 @@ class Residual(NamedTuple):
             # W reads x, when the buffer of a stage's input may hold the next one.
             x = branch.clone() if stream is None else branch + stream
             return x, x, None, None
-        casts = self._casts(context, branch)
+        casts, name = self._casts(context, branch)
         if casts is None:
             x, (stream, rstd) = self.norm.forward(branch, stream)
             return x, stream, rstd, None
         weight, eps, offset = self.norm.param.weight, self.norm.eps, self.norm.offset
-        forms, saved = casts.norm(branch, stream, weight, eps, offset, SplitOver(context.cp.group, context.tp.group))
+        split = SplitOver(context.cp.group, context.tp.group)
+        forms, saved = casts.norm(branch, stream, weight, eps, offset, name, split)
         return forms, *saved
 
-    def _casts(self, context: LayerContext, stream: Tensor) -> Casts | None:
-        """How the norm casts this rank's rows; not rows with scales of their own, nor parts of tiles, which tp ranks
-        gather first."""
-        casts = self.sublayer.input_casts
+    def _casts(self, context: LayerContext, stream: Tensor) -> tuple[Casts | None, str]:
+        """How the norm casts this rank's rows, and for the product with which parameter; not rows with scales of their
+        own, nor parts of tiles, which tp ranks gather first."""
+        caster = self.sublayer.caster
         is_cut = context.tp.size > 1 and stream.shape[0] % TILE != 0
-        return None if casts is None or is_cut or casts.recipe.scaling == "row" else casts
+        if caster is None or caster.casts is None or is_cut or caster.casts.recipe.scaling == "row":
+            return None, ""
+        return caster.casts, caster.name
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, branch: Tensor, stream: Tensor | None
@@ -94,11 +97,11 @@ class Residual(NamedTuple):
         bits in the form that is asked for, rows of F or columns of W."""
         if self.norm is None or saved.rstd is None:
             return saved.stream
-        casts = self._casts(context, saved.stream)
+        casts, name = self._casts(context, saved.stream)
         if casts is None:
             return self.norm.forward(saved.stream)[0]
-        normed = NormedSaved(saved.stream, saved.rstd, saved.amax)
-        return casts.normed_again(normed, self.norm.param.weight, self.norm.offset, rows=rows, columns=columns)
+        normed, weight = NormedSaved(saved.stream, saved.rstd, saved.amax), self.norm.param.weight
+        return casts.normed_again(normed, weight, self.norm.offset, name, rows=rows, columns=columns)
 
     def backward(
         self, context: LayerContext, sequence: SequenceContext, saved: ResidualSaved, recomputable: Any, dy: Tensor

@@ -12,8 +12,7 @@ from pentad.kernels.attention.rope_tables import rope_tables
 from pentad.schedules.spec.cp_layout import CP_LAYOUTS, positions
 from pentad.schedules.spec.model import LayerKind, ModelSpec
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.linear.casts import Casts
-from pentad.workers.linear.linear import Axes
+from pentad.workers.linear.linear import Axes, Linear
 from pentad.workers.linear.weight_grad import Wgrad
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
@@ -79,8 +78,9 @@ class Sublayer(Protocol):
     """
 
     @property
-    def input_casts(self) -> Casts | None:
-        """How the normed stream may be cast before it comes; None: the sublayer reads it in the compute dtype."""
+    def caster(self) -> Linear | None:
+        """The product that needs the normed stream in 8 bits alone, so that the norm may cast it; None: the sublayer
+        reads it in the compute dtype."""
 
     def forward(self, context: LayerContext, sequence: SequenceContext, x: Any) -> Task[tuple[Tensor, Any, Any]]:
         """(result, saved, recomputable) of the normed stream x; result and x are [T / tp, H]."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
+from pentad.workers.linear.linear import Axes, Linear
 from pentad.workers.linear.weight_grad import EmbeddingWgrad, LinearWgrad, Param
 from pentad.workers.parallel.async_ops import gather2
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
@@ -44,16 +45,16 @@ def embed_backward(param: Param, dy: Tensor, tokens: Tensor, tp: TensorParallelG
 
 
 def head_loss(
-    param: Param, normed: Tensor, targets: Tensor, tp: TensorParallelGroup, softcap: float = 0.0
+    head: Linear, normed: Tensor, targets: Tensor, axes: Axes, softcap: float = 0.0
 ) -> tuple[LossSaved, Tensor]:
-    """(what B needs, losses [T], the same on every rank); `param` [V / tp, H] is this rank's part of the vocabulary.
+    """(what B needs, losses [T], the same on every rank); `head` [V / tp, H] is this rank's part of the vocabulary.
 
     A target of -100 has no loss. `softcap` is that of `cross_entropy`.
     """
-    weight = param.weight
-    logits = tp.gathered_matmul(normed, weight.t()).wait()
+    tp = axes.tp
+    logits = head.forward_gathered(axes, normed).wait()
     if tp.size > 1:
-        first = tp.rank * weight.shape[0]
+        first = tp.rank * head.weight.shape[0]
         # -1 is outside of every rank's vocabulary, and -100 stays as it is.
         targets = torch.where(targets < 0, targets, (targets - first).masked_fill(targets < first, -1))
     losses, lse = cross_entropy(logits, targets, softcap)
@@ -68,16 +69,17 @@ def squared_lse(saved: LossSaved) -> Tensor:
 
 
 def head_loss_backward(
-    param: Param, saved: LossSaved, scale: float, tp: TensorParallelGroup, softcap: float = 0.0, z_loss: float = 0.0
+    head: Linear, saved: LossSaved, scale: float, axes: Axes, softcap: float = 0.0, z_loss: float = 0.0
 ) -> tuple[Tensor, LinearWgrad]:
     """(gradient [T / tp, H] of the normed stream, work for W), each token's loss with its `z_loss`, times `scale`.
 
     The saved logits become their gradient in place.
     """
-    dlogits = saved.logits
-    cross_entropy_backward_(dlogits, saved.targets, saved.lse, scale, softcap, z_loss)
-    dnormed, normed = gather2(tp.matmul_reduce_scatter(dlogits, param.weight), tp.all_gather(saved.normed)).wait()
-    return dnormed, LinearWgrad(param.gradient, dlogits, normed)
+    cross_entropy_backward_(saved.logits, saved.targets, saved.lse, scale, softcap, z_loss)
+    dlogits = head.output_grad(axes, saved.logits)
+    scattered = head.input_grad_scattered(axes, dlogits)
+    dnormed, normed = gather2(scattered, axes.tp.all_gather(saved.normed)).wait()
+    return dnormed, head.wgrad(dlogits, head.input(axes, normed, columns=True))
 
 
 def _local_rows(weight: Tensor, tokens: Tensor, tp: TensorParallelGroup) -> tuple[Tensor, Tensor]:

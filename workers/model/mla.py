@@ -79,7 +79,7 @@ class MLA(NamedTuple):
         return cls(query_latent, query, latent, norm, keys_values, out, of_query, of_latent, of_kv, of_out)
 
     @property
-    def input_casts(self) -> None:
+    def caster(self) -> None:
         """The products that make latents read the stream in the compute dtype."""
 
     def forward(

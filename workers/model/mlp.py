@@ -36,8 +36,8 @@ class MLP(NamedTuple):
         return cls(gate_up, down, model.hidden_act, adapters, down_adapter)
 
     @property
-    def input_casts(self) -> Casts | None:
-        return self.gate_up.casts
+    def caster(self) -> Linear | None:
+        return None if self.gate_up.casts is None else self.gate_up
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, x: Operand
@@ -64,7 +64,7 @@ class MLP(NamedTuple):
         doutput, dgated = yield from self.down.input_grad_gathered(axes, dy)
         del dy
         self.down_adapter.input_grad_(dnarrow, dgated)
-        dgate_up, gated = self.down.glu_backward(axes, dgated, gate_up, self.act)
+        dgate_up, gated = self.down.glu_backward(axes, dgated, gate_up, self.act, self.gate_up.name)
         del dgated  # free before the products
         adapters = yield from self.down_adapter.wgrads(context, gated, local_dy, dnarrow)
         rows = gather(axes, x) if self.gate_up.gradient is not None else ready(x)  # only W needs all rows

@@ -98,7 +98,7 @@ class MoE(NamedTuple):
         return cls(router, gate_up, down, shared, model.hidden_act, biases, bias, load, *adapters)
 
     @property
-    def input_casts(self) -> None:
+    def caster(self) -> None:
         """The router multiplies in the compute dtype."""
 
     def forward(
@@ -226,7 +226,7 @@ class MoE(NamedTuple):
             return None, []
         up, down, axes = self.shared.gate_up, self.shared.down, context.axes
         doutput = down.output_grad(axes, dy)
-        dgate_up, gated = down.glu_backward(axes, down.input_grad(axes, doutput), gate_up, self.act)
+        dgate_up, gated = down.glu_backward(axes, down.input_grad(axes, doutput), gate_up, self.act, up.name)
         return dgate_up, [down.wgrad(doutput, gated), up.wgrad(dgate_up, up.input(axes, x, columns=True))]
 
     def _gate_up(self, context: LayerContext, x: Tensor, saved: MoESaved) -> Tensor:

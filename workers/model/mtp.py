@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pentad.schedules.spec.model import ModelSpec
+from pentad.workers.linear.linear import Linear
 from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.model import lm_head
 from pentad.workers.model.layer import Layer, LayerSaved
@@ -34,7 +35,7 @@ class MTPSaved(NamedTuple):
 
 
 class MTPLayer(NamedTuple):
-    """`embedding` and `head` are the model's."""
+    """`embedding` and `head` are the model's; its products with the head are in the compute dtype."""
 
     hidden_norm: Norm  # [H]
     embedding_norm: Norm  # [H]
@@ -42,7 +43,7 @@ class MTPLayer(NamedTuple):
     join: Param  # [H, 2H], of the embedding and then the stream
     layer: Layer
     embedding: Param  # [V / tp, H]
-    head: Param  # [V / tp, H]
+    head: Linear  # [V / tp, H]
 
     @classmethod
     def bind(cls, params: Params, model: ModelSpec, index: int, embedding: str, head: str) -> MTPLayer:
@@ -50,7 +51,9 @@ class MTPLayer(NamedTuple):
         at, names = f"predicted.{index}", ("hidden_norm", "embedding_norm", "norm")
         norms = {name: Norm.bind(params, f"{at}.{name}", model) for name in names}
         layer = Layer.bind(params, model, model.layers + index)
-        return cls(**norms, join=params[f"{at}.join"], layer=layer, embedding=params[embedding], head=params[head])
+        return cls(
+            **norms, join=params[f"{at}.join"], layer=layer, embedding=params[embedding], head=Linear(params[head])
+        )
 
     def forward(
         self, context: LayerContext, sequence: SequenceContext, hidden: Tensor, tokens: Tensor, targets: Tensor
@@ -68,7 +71,7 @@ class MTPLayer(NamedTuple):
             self.layer.forward(context, sequence, torch.mm(joined, self.join.weight.t()), None)
         )
         normed, last_norm = self.norm.forward(branch, stream)
-        loss, _ = lm_head.head_loss(self.head, normed, targets, tp)
+        loss, _ = lm_head.head_loss(self.head, normed, targets, context.axes)
         return normed, MTPSaved(tokens, embedding_norm, hidden_norm, joined, saved, recomputable, last_norm, loss)
 
     def backward(
@@ -80,7 +83,7 @@ class MTPLayer(NamedTuple):
         """
         model, tp = context.model, context.tp
         scale = context.loss_scale * model.mtp_loss_weight / model.mtp_layers
-        dhead, head_work = lm_head.head_loss_backward(self.head, saved.loss, scale, tp)
+        dhead, head_work = lm_head.head_loss_backward(self.head, saved.loss, scale, context.axes)
         dhead = dhead if dnormed is None else dhead + dnormed
         dstream, last_norm = self.norm.backward(dhead, saved.norm)
         djoin, layer_work = run_to_completion(

@@ -12,7 +12,10 @@ from pentad.kernels.fp8.fp8_tensor import Recipe
 from pentad.schedules.passes.recompute import recomputed_parts, saved_rows
 from pentad.schedules.spec.model import LayerKind
 from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.tensors import HEAD
+from pentad.workers.linear.amax_history import AmaxHistory
 from pentad.workers.linear.casts import Casts
+from pentad.workers.linear.linear import Linear
 from pentad.workers.linear.weight_grad import Param, Params, Wgrad
 from pentad.workers.model import lm_head
 from pentad.workers.model.base_stage import Activation, BaseStage, StageInputs, activation_storages, storage_id
@@ -79,6 +82,7 @@ class BoundParams(NamedTuple):
     by_name: Params
     layers: list[Layer]
     norm: Norm | None  # last stage
+    head: Linear | None  # likewise
     mtp: list[MTPLayer]
 
 
@@ -94,7 +98,9 @@ class Stage(BaseStage):
         param_buffers: list[ParamBuffers],
         rank: int = 0,
         frozen: Sequence[WeightBuffer] = (),
+        history: AmaxHistory | None = None,
     ) -> None:
+        """`history` is that of a rank's state; None: a new one, if the plan has any."""
         super().__init__(plan, index, param_buffers, frozen)
         stage_of = plan.program.stage_of
         self.ends_stage = self.last or stage_of[index + 1] != stage_of[index]
@@ -102,7 +108,8 @@ class Stage(BaseStage):
         self.length, self.slices = plan.batch.sequence_length // plan.mesh.cp, plan.program.slices
         parameters, experts, fp8 = param_buffers[0].parameters, plan.model.experts, plan.fp8
         if fp8 is not None:
-            self.casts = Casts(Recipe(fp8.scaling, fp8.gradients, fp8.power_of_two), self.device)
+            recipe = Recipe(fp8.scaling, fp8.gradients, fp8.power_of_two)
+            self.casts = Casts(recipe, self.device, history or AmaxHistory.of(plan, index, self.device))
         mtp_layers = range(plan.model.layers, plan.model.layers + plan.model.mtp_layers if self.last else 0)
         self.layer_kinds = {number: plan.model.layer_kind(number) for number in (*self.layer_numbers, *mtp_layers)}
         self.rotary_tables = {
@@ -131,16 +138,18 @@ class Stage(BaseStage):
 
     def _bind(self, params: Params) -> BoundParams:
         if not params:
-            return BoundParams({}, [], None, [])
+            return BoundParams({}, [], None, None, [])
         biases = self.load_balancer.by_name if self.load_balancer else {}
         loads = self.expert_load.by_name if self.expert_load else {}
         params |= {name: Param(tensor, None) for name, tensor in (biases | loads).items()}
         mtp_layers = range(self.model.mtp_layers if self.last else 0)
-        ends = self.embedding_name, self.head_name
+        ends, fp8 = (self.embedding_name, self.head_name), self.plan.fp8
+        head_casts = self.casts if fp8 is not None and fp8.head and self.in_8_bits else None
         return BoundParams(
             params,
             [Layer.bind(params, self.model, number, *self._casts_of(number)) for number in self.layer_numbers],
             Norm.bind_optional(params, "norm", self.model),
+            Linear(params[self.head_name], head_casts, name=HEAD) if self.last else None,
             [MTPLayer.bind(params, self.model, index, *ends) for index in mtp_layers],
         )
 
@@ -287,12 +296,11 @@ class Stage(BaseStage):
         self, slice_index: int, branch: Tensor, stream: Tensor | None, inputs: StageInputs, context: LayerContext
     ) -> tuple[HeadSaved, TokenLosses]:
         """(what B needs, the losses)."""
-        params, targets, mtp = self.bound.by_name, inputs.targets, list[MTPSaved]()
-        assert self.bound.norm is not None and targets is not None
+        head, targets, mtp = self.bound.head, inputs.targets, list[MTPSaved]()
+        assert self.bound.norm is not None and head is not None and targets is not None
         normed, saved_norm = self.bound.norm.forward(branch, stream)
-        loss, losses = lm_head.head_loss(
-            params[self.head_name], normed, targets, context.tp, self.model.final_logit_softcapping
-        )
+        softcap = self.model.final_logit_softcapping
+        loss, losses = lm_head.head_loss(head, normed, targets, context.axes, softcap)
         layers, mtp_targets = ([], ()) if inputs.mtp_targets is None else (self.bound.mtp, inputs.mtp_targets)
         tokens = (targets, *mtp_targets)[: len(layers)] if inputs.mtp_inputs is None else inputs.mtp_inputs
         for layer, following, further in zip(layers, tokens, mtp_targets, strict=True):
@@ -303,22 +311,22 @@ class Stage(BaseStage):
 
     def _head_backward(self, slice_index: int, head: HeadSaved) -> tuple[Tensor, list[Wgrad]]:
         """(gradient of the residual stream, work for W)."""
-        params, context, work = self.bound.by_name, self.layer_context, list[Wgrad]()
+        bound, context, work = self.bound, self.layer_context, list[Wgrad]()
+        assert bound.norm is not None and bound.head is not None
         dhidden: Tensor | None = None
-        for layer, saved in reversed(list(zip(self.bound.mtp, head.mtp, strict=True))):
+        for layer, saved in reversed(list(zip(bound.mtp, head.mtp, strict=True))):
             dhidden, mtp_work = layer.backward(context, self._mtp_sequence(slice_index), saved, dhidden)
             work += mtp_work
         dnormed, head_work = lm_head.head_loss_backward(
-            params[self.head_name],
+            bound.head,
             head.loss,
             context.loss_scale,
-            context.tp,
+            context.axes,
             self.model.final_logit_softcapping,
             self.plan.optimizer.z_loss,
         )
         dnormed = dnormed if dhidden is None else dnormed + dhidden
-        assert self.bound.norm is not None
-        dstream, norm_work = self.bound.norm.backward(dnormed, head.norm)
+        dstream, norm_work = bound.norm.backward(dnormed, head.norm)
         return dstream, [*work, head_work, norm_work]
 
     def _sequences(self, slice_index: int) -> list[SequenceContext]:

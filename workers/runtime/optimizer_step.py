@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.snapshot import Snapshots, state_update
+from pentad.workers.linear.amax_history import reduce_maxima
 from pentad.workers.linear.fp8_gradients import KeptGradients
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.model.step_totals import StepTotals
@@ -93,6 +94,9 @@ class _StepBase:
             for shard in sorted(self._parameters() if groups.matrices else ())
         }
         self.directions: dict[ParamShard, torch.Tensor] = {}
+        casts = ((stage.casts, groups.gradients[index][0]) for index, stage in sorted(stages.items()))
+        self.histories = [(found.history, group) for found, group in casts if found and found.history]
+        self.tp_group = groups.layers.tp.group
 
     def validate(self, check: Check) -> bool:
         """VALIDATE: commits the previous step. False if everything computed since must be discarded."""
@@ -123,6 +127,10 @@ class _StepBase:
     def _fill(self) -> torch.Tensor:
         """This rank's entries of the totals, once its gradients are complete."""
         return self.totals.fill()
+
+    def _reduce_maxima(self) -> None:
+        """Before the totals leave this rank: a step that any rank commits thus has its maxima on every rank."""
+        reduce_maxima(self.histories, self.tp_group)
 
     def _orthogonalize(self, step: int, norm: torch.Tensor) -> None:
         """The directions of a step with this global norm, together with the ranks that hold parts of the same
@@ -186,6 +194,7 @@ class BarrierStep(_StepBase):
         """NORM."""
         for balance, group in self.balances:
             balance.reduce(group)
+        self._reduce_maxima()
         totals = self._fill()
         if not self.muon:
             self.update = LocalUpdate(step, self._not_cancelled())
@@ -232,6 +241,8 @@ class BarrierStep(_StepBase):
                 parameters.host.stream.finish()
         for balance, _ in self.balances:
             balance.update(result.accepted & taken.isfinite())
+        for history, _ in self.histories:
+            history.advance(result.accepted & taken.isfinite())
         self.version.copy_(torch.where(result.accepted, result.step + 1, self.version))
         self.norm = torch.where(result.accepted, result.norm, self.norm)
         return taken
@@ -266,6 +277,7 @@ class PostValidatedStep(_StepBase):
 
     def reduce_norm(self, step: int, check: Check) -> None:
         """NORM: submits this rank's sums. A step that any rank commits thus has directions on every rank."""
+        self._reduce_maxima()
         totals = self._fill()
         self._orthogonalize(step, torch.zeros_like(self.norm))
         self.unvalidated = step
@@ -281,6 +293,8 @@ class PostValidatedStep(_StepBase):
         """STEP, as if the norm were within the limit."""
         for shard, parameters in self._parameters().items():
             optimizer.optimistic_step(parameters, self.plan.optimizer, step, self.directions.get(shard))
+        for history, _ in self.histories:
+            history.look_ahead()
 
     def validate(self, check: Check) -> bool:
         """Waits for the norm. False if it is over the limit or not finite: the compute weights have then changed."""
@@ -345,6 +359,8 @@ class PostValidatedStep(_StepBase):
             if not finite:
                 each.refresh()
             optimizer.step(each, self.plan.optimizer, step, scale, self.directions.get(shard))
+        for history, _ in self.histories:
+            history.advance(scale.isfinite())
         self.version.copy_(version)
         return taken, unscaled
 

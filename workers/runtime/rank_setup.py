@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -21,6 +21,7 @@ from pentad.workers.data.batch_loader import BatchLoader
 from pentad.workers.data.sources import open_dataset, open_eval_data
 from pentad.workers.evaluation.eval_loader import EvalLoader
 from pentad.workers.host_memory import HostMemory, Reservation
+from pentad.workers.linear.amax_history import AmaxHistory
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.process_groups import ProcessGroups, first_stage_ranks, join_store
@@ -86,14 +87,18 @@ def reserve(
 
 
 def make_stages(
-    plan: Plan, rank: int, parameters: dict[ParamShard, Parameters], frozen: FrozenWeights
+    plan: Plan,
+    rank: int,
+    parameters: dict[ParamShard, Parameters],
+    frozen: FrozenWeights,
+    histories: Mapping[int, AmaxHistory],
 ) -> dict[int, BaseStage]:
     stages: dict[int, BaseStage] = {}
     for stage in plan.stages_of(rank):
         buffers = make_param_buffers(plan, rank, stage, parameters)
         if plan.model.custom is None:
             weights = [WeightBuffer(each) for shard, each in frozen.items() if shard.stage == stage]
-            stages[stage] = Stage(plan, stage, buffers, rank, weights)
+            stages[stage] = Stage(plan, stage, buffers, rank, weights, histories.get(stage))
         else:
             stages[stage] = CustomStage(plan, stage, buffers, rank)
     return stages

@@ -15,6 +15,7 @@ from pentad.schedules.spec.zero_layout import zero_layout
 from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.checkpoint.shards import read
 from pentad.workers.custom.loader import initial_values
+from pentad.workers.linear.amax_history import AmaxHistory
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params import spike_filter
 from pentad.workers.params.frozen import FrozenWeights, frozen_weights
@@ -32,7 +33,8 @@ class RankState:
     """The parameters and optimizer state of a rank, by parameter shard.
 
     `version` is the number of steps in them, -1 if they hold no step's state. `frozen` are the weights that no step
-    changes. `spikes` has the steps that later ones are compared with, if the plan asks for it.
+    changes. `spikes` has the steps that later ones are compared with, and `histories` by stage the maxima that operands
+    in 8 bits are scaled by, if the plan asks for them.
     """
 
     def __init__(
@@ -53,6 +55,13 @@ class RankState:
             key: found[key] if key in found else _create(plan, key, self.state_stream, rank, blank)
             for key in plan.param_shards_of(rank)
         }
+        made = ((stage, AmaxHistory.of(plan, stage, device)) for stage in plan.stages_of(rank))
+        self.histories: dict[int, AmaxHistory] = {stage: each for stage, each in made if each is not None}
+        for stage, history in self.histories.items():
+            held = None if previous is None else previous.histories.get(stage)
+            if held is not None and held.names == history.names:
+                history.values.copy_(held.values)
+                history.restored()
 
     @property
     def held(self) -> tuple[WeightShard, ...]:
@@ -64,6 +73,8 @@ class RankState:
         self.version = version
         for parameters in self.parameters.values():
             parameters.refresh()  # the compute weights may be those of a step that was never committed
+        for history in self.histories.values():
+            history.restored()
 
     def read(self, source: Checkpoint, *, optimizer: bool = True, shards: Collection[ParamShard] | None = None) -> None:
         """Reads weights and optimizer state, of these parameter shards or of all, from a verified checkpoint of any
@@ -88,9 +99,16 @@ class RankState:
                     pass  # raises what has been raised there
             for name, bias in parameters.router_bias.by_name.items():
                 bias.copy_(read_full(source, f"model.{name}", tuple(bias.shape)))
+            if (history := self._history_of(shard)) is not None:
+                names = history.by_name.keys() & source.tensors.keys() if optimizer else ()
+                history.load(read(source, names))
         if self.spikes is not None:
             names = {spike_filter.TENSOR} & source.tensors.keys() if optimizer else ()
             self.spikes.load(read(source, names).get(spike_filter.TENSOR))
+
+    def _history_of(self, shard: ParamShard) -> AmaxHistory | None:
+        """That which goes with a parameter shard."""
+        return None if shard.experts else self.histories.get(shard.stage)
 
     def receive(self, groups: ProcessGroups, sources: Mapping[ParamShard, int]) -> None:
         """Broadcasts parameter shards from the given ranks of the mesh to their other holders, all of which must take
@@ -98,7 +116,8 @@ class RankState:
         window = [] if self.spikes is None else [self.spikes.window.to(self.device)]
         for param_shard, parameters in sorted(self.parameters.items()):  # DualPipe's mirror ranks have another order
             if param_shard in sources:
-                for tensor in (*parameters.state_tensors(), *window):
+                history = self._history_of(param_shard)
+                for tensor in (*parameters.state_tensors(), *window, *([] if history is None else [history.values])):
                     group = groups.gradients[param_shard.stage][param_shard.experts]
                     _broadcast(tensor, self.device, sources[param_shard], group)
         if self.spikes is not None:
@@ -117,6 +136,8 @@ class RankState:
             tensors = checkpoint_tensors(parameters, shard, index, count)
             if self.spikes is not None and shard == ParamShard(stage=0) and index == 0:  # which every checkpoint has
                 tensors[spike_filter.TENSOR] = self.spikes.window
+            if index == 0 and shard.tp == 0 and (history := self._history_of(shard)) is not None:
+                tensors |= history.by_name
             if tensors:
                 found[shard_file(self.plan, shard, index, count)] = tensors
         return found

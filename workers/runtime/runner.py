@@ -75,7 +75,7 @@ class Runner:
         self.progress: ProgressFile = previous.progress if previous else ProgressFile(progress, generation)
         self.progress.begin_generation(generation)
         self.state: RankState = RankState(plan, rank, self.device, previous.state if previous else None, blank=blank)
-        self.stages = rank_setup.make_stages(plan, rank, self.state.parameters, self.state.frozen)
+        self.stages = rank_setup.make_stages(plan, rank, self.state.parameters, self.state.frozen, self.state.histories)
         if previous is not None:  # frees its other buffers before more are allocated
             previous.stages.clear()
             previous.shards.clear()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from closeness import relative_error
-from fp8_recipes import RECIPES, amax_for, assert_nearly_equal
+from fp8_recipes import RECIPES, Casting, amax_for, assert_nearly_equal
 
+from pentad.kernels.fp8 import fp8_cast as fp8_cast_module
+from pentad.kernels.fp8 import fp8_glu as fp8_glu_module
+from pentad.kernels.fp8 import fp8_norm
 from pentad.kernels.fp8.fp8_cast import forms_of, fp8_cast
 from pentad.kernels.fp8.fp8_gemm import accumulate_fp8_gradient_, fp8_gemm
 from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward, glu_amax, glu_backward_amax
@@ -113,6 +116,22 @@ def test_triton_fuses_casts_as_the_reference_does(recipe: Recipe, width: int, dt
 
     for found, want in zip(results(None), results("cpu"), strict=True):
         assert_nearly_equal(on_cpu(found), want, differing=5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [each for each in RECIPES if each.scaling == "tensor"], ids=str)
+@pytest.mark.parametrize("width", [128, 1152, 14336])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_records_the_maximum_of_what_it_casts(recipe: Recipe, width: int, dtype: torch.dtype) -> None:
+    """With the bits that it writes otherwise. Halved values are exact; a residual of zero is never rounded."""
+    casting = Casting(fp8_cast_module, fp8_norm, fp8_glu_module)
+    x, dy = torch.randn(2, 256, width, device="cuda", dtype=dtype)
+    given = x, torch.zeros_like(x), dy, torch.randn(width, device="cuda", dtype=dtype)
+    found = casting.recorded(recipe, *given)
+    want = casting.recorded(recipe, *(each.float().cpu() for each in given))
+    for (form, amax), (wanted, maximum) in zip(found, want, strict=True):
+        assert_nearly_equal(on_cpu(form), wanted, differing=5e-3)
+        torch.testing.assert_close(amax.cpu(), maximum, rtol=1e-4, atol=0)
 
 
 @pytest.mark.gpu

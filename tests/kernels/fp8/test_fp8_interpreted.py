@@ -9,9 +9,11 @@ if torch.cuda.is_available():
     pytest.skip("runs without a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from fp8_recipes import RECIPES, amax_for, assert_nearly_equal
+from fp8_recipes import RECIPES, Casting, amax_for, assert_nearly_equal
 
-from pentad.kernels.fp8 import fp8_cast_triton, fp8_glu_triton, fp8_norm_triton
+from pentad.kernels.fp8 import fp8_cast as fp8_cast_module
+from pentad.kernels.fp8 import fp8_cast_triton, fp8_glu_triton, fp8_norm, fp8_norm_triton
+from pentad.kernels.fp8 import fp8_glu as fp8_glu_module
 from pentad.kernels.fp8.fp8_cast import fp8_cast
 from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward, glu_amax, glu_backward_amax
 from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm, rms_norm_amax
@@ -63,6 +65,20 @@ def test_glu(recipe: Recipe) -> None:
     want, want_y = fp8_glu_backward(dy, gate_up, recipe, "silu", both)
     for a, b in ((rows, want.rows), (columns, want.columns), (y, want_y)):
         assert_nearly_equal(a, b)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("recipe", [each for each in RECIPES if each.scaling == "tensor"], ids=str)
+def test_casts_record_the_maximum_of_what_they_cast(recipe: Recipe) -> None:
+    x, residual, dy = torch.randn(3, 128, 128)
+    twins, references = (
+        Casting(*each)
+        for each in ((fp8_cast_triton, fp8_norm_triton, fp8_glu_triton), (fp8_cast_module, fp8_norm, fp8_glu_module))
+    )
+    given = recipe, x, residual, dy, torch.randn(128)
+    for (form, amax), (want, wanted) in zip(twins.recorded(*given), references.recorded(*given), strict=True):
+        assert_nearly_equal(form, want)
+        torch.testing.assert_close(amax, wanted)
 
 
 @pytest.mark.slow

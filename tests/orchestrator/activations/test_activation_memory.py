@@ -142,6 +142,17 @@ def test_stages_in_8_bits(one_rank, corpus, family, scaling, mode, axes):
         check(plan, index)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}])
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize(("family", "scaling"), [("llama", "block"), ("gemma2", "tensor"), ("deepseek", "row")])
+def test_heads_in_8_bits(one_rank, corpus, family, scaling, mode, axes):
+    """A model with multi-token prediction uses the head in the compute dtype as well."""
+    model = replace(in_tiles(FAMILIES[family]), vocab=512)
+    plan = plan_of("gpipe", 1, 2, 1, corpus, model=model, recompute=mode, **axes)
+    check(replace(plan, fp8=Fp8Spec(scaling, head=True), batch=replace(plan.batch, sequence_length=128)), 1)
+
+
 EXPERTS = [("mixtral", "none"), ("mixtral", "moe"), ("mixtral", "full"), ("deepseek", "none")]
 
 

@@ -124,6 +124,14 @@ def test_layers_in_8_bits(sent, corpus, family, length, mode, scaling):
     check(sent, plan, 0)
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_a_head_in_8_bits(sent, corpus, family):
+    """Its gradient is scattered at once, that of multi-token prediction in tiles."""
+    model = replace(in_tiles(FAMILIES[family]), vocab=512)
+    plan = plan_of("gpipe", 1, 2, 1, corpus, model=model, tp=2)
+    check(sent, replace(plan, fp8=Fp8Spec("block", head=True), batch=replace(plan.batch, sequence_length=128)), 1)
+
+
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"ep": 4, "tp": 2}])
 @pytest.mark.parametrize("family", ["mixtral", "deepseek"])
 def test_expert_parallel_layers(sent, corpus, family, axes):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from pentad.orchestrator.config.config import load
@@ -21,6 +22,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import Fp8Spec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import fp8_matrices
+from pentad.workers.linear.amax_history import AmaxHistory
 
 MODEL = {"family": "llama", "layers": 4, "hidden": 256, "heads": 2, "kv_heads": 2, "ffn": 512, "vocab": 300}
 
@@ -60,7 +62,24 @@ def test_the_configured_recipe_is_the_plans() -> None:
             {"mesh": {"pp": 1, "tp": 2}, "model": {"ffn": 384}},
             r"model.ffn on each of 2 tensor ranks \(mesh.tp\) is 192",
         ),
+        (
+            {"precision": {"fp8_scaling": "delayed"}},
+            "fp8_scaling is delayed with precision.matmul = fp8-block: expected",
+        ),
+        (
+            {"precision": {"matmul": "compute", "fp8_scaling": "delayed"}},
+            "fp8_scaling is delayed with precision.matmul = compute: expected current, or matmul = fp8-tensor",
+        ),
         ({"precision": {"matmul": "compute", "compare_every": 5}}, "is 5 with precision.matmul = compute: expected 0"),
+        (
+            {"precision": {"fp8_head": True}},
+            r"model.vocab is 300: expected a multiple of 128, precision.fp8_head = false",
+        ),
+        (
+            {"precision": {"fp8_head": True}, "mesh": {"pp": 1, "tp": 2}, "model": {"vocab": 384}},
+            r"model.vocab on each of 2 tensor ranks \(mesh.tp\) is 192",
+        ),
+        ({"precision": {"matmul": "compute", "fp8_head": True}}, "fp8_head is true with precision.matmul = compute"),
         (LATENT, r"model\.mla\.kv_lora_rank is 64"),
         (
             {"precision": {"fp8_skip_first_layers": 3, "fp8_skip_last_layers": 1}},
@@ -73,6 +92,43 @@ def test_what_does_not_fit_is_refused_in_one_sentence(sections: dict[str, Any], 
     with pytest.raises(PentadError, match=message) as error:
         plan_with(precision, **sections)
     assert "\n" not in str(error.value)
+
+
+def test_delayed_scaling_is_the_plans_and_takes_less_time_on_a_gpu() -> None:
+    """Of a layer of 256, 512 in the middle: F no longer reads 256 + 256 + 256 + 2 x 512 values a token, B no longer
+    256 (dy of out) + 768 (of qkv) + 256 (of down) + 3 x 512 (what the unit's gradient is made of) + 256 (of heads)."""
+    current, delayed = (plan_with({"matmul": "fp8-tensor", "fp8_scaling": each}) for each in ("current", "delayed"))
+    assert current.fp8 is not None and delayed.fp8 == replace(current.fp8, delayed=True)
+    on_cpu = [costs_of(plan).forward for plan in (current, delayed)]
+    assert on_cpu[0] == on_cpu[1]
+    rates = replace(rates_of("cuda", "NVIDIA H200"), layer_issue=0.0)
+    before, after = (costs_of(replace(plan, device="cuda", rates=rates)) for plan in (current, delayed))
+    layers, second = 2, 128 * 4 / rates.elementwise
+    assert before.forward[0] - after.forward[0] == pytest.approx(layers * (3 * 256 + 2 * 512) * second)
+    assert before.backward[0] - after.backward[0] == pytest.approx(layers * (2 * 256 + 768 + 3 * 512 + 256) * second)
+    assert before.weight == after.weight
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_a_head_in_8_bits_is_the_plans_with_its_weights_and_time(scaling: str) -> None:
+    given = {"model": {"vocab": 512}}
+    without, found = (plan_with({"matmul": f"fp8-{scaling}", "fp8_head": each}, **given) for each in (False, True))
+    assert found.fp8 is not None and found.fp8.head and without.fp8 == replace(found.fp8, head=False)
+    more = [memory(found, rank)["parameters"] - memory(without, rank)["parameters"] for rank in range(2)]
+    assert more == [0, 2 * 512 * 256]
+    rates = replace(rates_of("cuda", "NVIDIA H200"), layer_issue=0.0)
+    before, after = (costs_of(replace(plan, device="cuda", rates=rates)) for plan in (without, found))
+    assert before.forward[0] == after.forward[0]
+    assert before.forward[1] > after.forward[1] and before.weight[1] > after.weight[1]
+
+
+def test_the_plan_counts_the_maxima_of_operands() -> None:
+    current, delayed = (plan_with({"matmul": "fp8-tensor", "fp8_scaling": each}) for each in ("current", "delayed"))
+    for rank in range(2):
+        history = AmaxHistory.of(delayed, rank, torch.device("cpu"))
+        assert history is not None and len(history.names) == 8
+        held = (history.values, history.used, history.newest, history.maxima)
+        assert memory(delayed, rank)["parameters"] - memory(current, rank)["parameters"] == sum(t.nbytes for t in held)
 
 
 def test_a_gpu_without_8_bit_products_is_refused() -> None:
@@ -139,10 +195,16 @@ def test_experts_that_cannot_multiply_in_8_bits_are_refused_if_they_are_to() -> 
         plan_with({"matmul": "fp8-block", "fp8_experts": "always"})
 
 
-def facts_of(plan: Plan) -> str:
+def test_the_plan_says_what_is_scaled_how() -> None:
+    precision = {"matmul": "fp8-tensor", "fp8_scaling": "delayed", "fp8_head": True}
+    found = facts_of(plan_with(precision, model={"vocab": 512}), "matmul")
+    assert "FP8 in all layers and the head, a scale per tensor by the step before, gradients e4m3" in found
+
+
+def facts_of(plan: Plan, row: str = "experts") -> str:
     text = io.StringIO()
     Console(width=300, file=text).print(facts_table(plan, costs_of(plan)))
-    return next(line for line in text.getvalue().splitlines() if line.strip().startswith("experts"))
+    return next(line for line in text.getvalue().splitlines() if line.strip().startswith(row))
 
 
 @pytest.mark.parametrize(("width", "tp"), [(256, 1), (256, 2), (384, 2), (0, 1)])

@@ -8,7 +8,22 @@ from typing import Any
 import pytest
 from bits import same_bits
 from exactness import assert_equals_one_process
-from fp8_plans import BLOCK, EXPERTS, LATENT, MIXTURE, ROW, SHARED, TENSOR, WIDE_EXPERTS, ZERO_3, fp8_plan
+from fp8_plans import (
+    BLOCK,
+    DELAYED,
+    EXPERTS,
+    LATENT,
+    MIXTURE,
+    PREDICTING,
+    ROW,
+    SHARED,
+    TENSOR,
+    TIED,
+    WIDE,
+    WIDE_EXPERTS,
+    ZERO_3,
+    fp8_plan,
+)
 from resume import assert_repeatable
 
 from pentad.schedules.spec.model import Fp8Spec
@@ -42,6 +57,24 @@ CASES: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     (BLOCK, "zb-h1", {"pp": 2, "offload": 0.5}),
     (TENSOR, "1f1b", {"pp": 2, "max_resident": 2.0, "recompute": "mlp"}),
     (replace(BLOCK, power_of_two=True, gradients="e5m2"), "zb-h2", {"pp": 2, "post_validation": True}),
+    (DELAYED, "1f1b", {"tp": 2, "cp": 2, "layers": 2}),
+    (DELAYED, "zb-h2", {"pp": 2, "post_validation": True}),
+    (DELAYED, "zb-h2", {"pp": 2, "dp": 2, "post_validation": True}),
+    (DELAYED, "dualpipev", {"pp": 2, "tp": 2}),
+    (DELAYED, "dualpipe", {"pp": 2, "microbatches": 4, "recompute": "full"}),
+    (DELAYED, "1f1b", {"pp": 2, "dp": 2, **ZERO_3}),
+    (DELAYED, "zb-h1", {"pp": 2, "offload": 0.5}),
+    (DELAYED, "zb-h1", {"pp": 2, "recompute": "attention"}),
+    (replace(DELAYED, shared_experts=True, power_of_two=True), "1f1b", {"ep": 2, "layers": 2, "model": SHARED}),
+    (DELAYED, "1f1b", {"tp": 2, "layers": 2, "model": LATENT}),
+    (replace(BLOCK, head=True), "zb-h2", {"pp": 2, "tp": 2, "layers": 2, "model": WIDE}),
+    (replace(TENSOR, head=True), "1f1b", {"tp": 2, "cp": 2, "layers": 2, "model": TIED}),
+    (replace(ROW, head=True), "dualpipev", {"pp": 2, "tp": 2, "model": WIDE}),
+    (replace(ROW, head=True), "1f1b", {"pp": 2, "cp": 2, "layers": 2, "model": TIED}),
+    (replace(DELAYED, head=True), "zb-h2", {"pp": 2, "post_validation": True, "layers": 2, "model": WIDE}),
+    (replace(DELAYED, head=True), "1f1b", {"tp": 2, "layers": 2, "model": PREDICTING}),
+    (replace(BLOCK, head=True), "1f1b", {"dp": 2, "layers": 2, "model": WIDE, "unit_layers": 1, **ZERO_3}),
+    (replace(TENSOR, head=True), "zb-v", {"pp": 2, "recompute": "full", "model": WIDE}),
 ]
 
 
@@ -86,17 +119,21 @@ def test_losses_in_8_bits_stay_close_to_those_of_the_compute_dtype(fleet, corpus
         (BLOCK, "1f1b", {"tp": 2, "layers": 1}),
         pytest.param(TENSOR, "zb-h2", {"pp": 2, "tp": 2, "recompute": "selective"}, marks=pytest.mark.slow),
         pytest.param(ROW, "dualpipev", {"pp": 2, "cp": 2}, marks=pytest.mark.slow),
+        pytest.param(replace(DELAYED, head=True), "1f1b", {"pp": 2, "tp": 2, "model": WIDE}, marks=pytest.mark.slow),
     ],
 )
 def test_samples_of_operands_are_those_of_one_process(fleet, corpus, spec, name, sizes):
     """Every second step: maxima, and the shares of values at both ends of what 8 bits have."""
     plan = fp8_plan(replace(spec, sample_every=2), name, sizes, corpus)
-    alone = fp8_plan(replace(spec, sample_every=2), "1f1b", {"layers": plan.model.layers}, corpus)
+    one: dict[str, Any] = {"layers": plan.model.layers, "model": plan.model}
+    alone = fp8_plan(replace(spec, sample_every=2), "1f1b", one, corpus)
     outcomes, (want,) = fleet.run(plan, [(0, 3)]), fleet.run(replace(alone, batch=plan.batch), [(0, 3)])
     for step in range(3):
         found = merged(each for outcome in outcomes for each in outcome.results[step].fp8)
         single = merged(want.results[step].fp8)
-        assert found.keys() == single.keys() and len(found) == (12 * plan.model.layers if step % 2 == 0 else 0)
+        assert found.keys() == single.keys() and len(found) == (12 * plan.model.layers + 3 * spec.head) * (
+            step % 2 == 0
+        )
         for key, each in found.items():
             assert each.amax == pytest.approx(single[key].amax, rel=1e-6)
             for count in ("saturated", "underflowed"):
@@ -111,6 +148,7 @@ COMPARED: list[tuple[Fp8Spec, str, dict[str, Any]]] = [
     (ROW, "1f1b", {"tp": 2, "layers": 1, "recompute": "selective"}),
     (BLOCK, "1f1b", {"dp": 2, "layers": 1, **ZERO_3}),
     (EXPERTS, "zb-h1", {"pp": 2, "ep": 2, "model": WIDE_EXPERTS}),
+    (replace(DELAYED, head=True), "zb-h2", {"pp": 2, "layers": 2, "post_validation": True, "model": WIDE}),
 ]
 
 

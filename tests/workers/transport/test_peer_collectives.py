@@ -88,7 +88,7 @@ class Rank:
         device = torch.device("cpu")
         shards = plan.param_shards_of(rank)
         self.parameters = {each: create_parameters(plan, each, device, rank=rank, blank=True) for each in shards}
-        stages = make_stages(plan, rank, self.parameters, frozen_weights(plan, rank, device, None))
+        stages = make_stages(plan, rank, self.parameters, frozen_weights(plan, rank, device, None), {})
         self.stages, self.zero = stages, ZeroShards(plan, rank, stages)
         self.stream = list(instructions_of(plan.program.streams[plan.mesh.coordinates(rank).pp]))
         self.ended: set[tuple[int, Key]] = set()
