@@ -21,8 +21,8 @@ from pentad.orchestrator.config.includes import Layers, leaves, merged, read_fil
 from pentad.orchestrator.config.loggers_section import LoggersSection, MetricsSection
 from pentad.orchestrator.config.lora_section import LoraSection
 from pentad.orchestrator.config.model_section import ModelSection, custom_model
-from pentad.orchestrator.config.optimizer_section import OptimizerSection, PrecisionSection, SpikesSection
 from pentad.orchestrator.config.recovery_sections import CheckpointSection, ElasticSection
+from pentad.orchestrator.config.training_sections import OptimizerSection, PrecisionSection, SpikesSection
 from pentad.orchestrator.config.yaml_text import dump_yaml, load_yaml
 from pentad.schedules.catalogue import CATALOGUE, spec_of
 from pentad.schedules.ir.errors import PentadError

@@ -6,7 +6,7 @@ from typing import Any
 
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.config.optimizer_section import SpikesSection
+from pentad.orchestrator.config.training_sections import SpikesSection
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import RunFolder

@@ -94,7 +94,7 @@ def _stage(plan: Plan, device: torch.device, pair: Pair | None) -> Iterator[Base
     """The only stage of a plan, with what its layers exchange rows through."""
     rank = pair.rank if pair else 0
     state = RankState(plan, rank, device)
-    (stage,) = rank_setup.make_stages(plan, rank, state.parameters, state.frozen).values()
+    (stage,) = rank_setup.make_stages(plan, rank, state.parameters, state.frozen, state.histories).values()
     if pair is None:
         yield stage
         return

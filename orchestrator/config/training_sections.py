@@ -1,4 +1,4 @@
-"""The sections on the optimizer (docs/optimizers.md), on spikes, and on dtypes and FP8 (docs/fp8.md)."""
+"""The sections on how steps train: the optimizer (docs/optimizers.md), spikes, and dtypes with FP8 (docs/fp8.md)."""
 
 from __future__ import annotations
 
