@@ -101,7 +101,7 @@ def test_delayed_scaling_is_the_plans_and_takes_less_time_on_a_gpu() -> None:
     assert current.fp8 is not None and delayed.fp8 == replace(current.fp8, delayed=True)
     on_cpu = [costs_of(plan).forward for plan in (current, delayed)]
     assert on_cpu[0] == on_cpu[1]
-    rates = replace(rates_of("cuda", "NVIDIA H200"), layer_issue=0.0)
+    rates = replace(rates_of("cuda", "NVIDIA H200"), layer_issue=(0.0, 0.0, 0.0))
     before, after = (costs_of(replace(plan, device="cuda", rates=rates)) for plan in (current, delayed))
     layers, second = 2, 128 * 4 / rates.elementwise
     assert before.forward[0] - after.forward[0] == pytest.approx(layers * (3 * 256 + 2 * 512) * second)
@@ -116,7 +116,7 @@ def test_a_head_in_8_bits_is_the_plans_with_its_weights_and_time(scaling: str) -
     assert found.fp8 is not None and found.fp8.head and without.fp8 == replace(found.fp8, head=False)
     more = [memory(found, rank)["parameters"] - memory(without, rank)["parameters"] for rank in range(2)]
     assert more == [0, 2 * 512 * 256]
-    rates = replace(rates_of("cuda", "NVIDIA H200"), layer_issue=0.0)
+    rates = replace(rates_of("cuda", "NVIDIA H200"), layer_issue=(0.0, 0.0, 0.0))
     before, after = (costs_of(replace(plan, device="cuda", rates=rates)) for plan in (without, found))
     assert before.forward[0] == after.forward[0]
     assert before.forward[1] > after.forward[1] and before.weight[1] > after.weight[1]
