@@ -6,13 +6,15 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 
 import torch
 
 from pentad.schedules.ir.errors import PentadError
 
 PART_BYTES = 256 << 20  # which a thread fills at a time
+POLL_SECONDS = 0.02
 MOST_THREADS = 8  # of one rank: others of the host do the same
 
 
@@ -30,7 +32,8 @@ class HostMemory:
         self.close: Callable[[], object] = lambda: None
         if device.type != "cuda" or not size:
             return
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
         fill(self.buffer)
         cuda, address = torch.cuda.cudart(), self.buffer.data_ptr()
         # torch's own pinned memory is of a power of two: up to twice as much.
@@ -50,6 +53,14 @@ def in_background(reserve: Callable[[], HostMemory]) -> Reservation:
         return thread.submit(reserve)
     finally:
         thread.shutdown(wait=False)
+
+
+def reserved(reservation: Reservation, check: Callable[[], None]) -> HostMemory:
+    """Waits for the memory; calls `check` meanwhile, which may raise. Raises PentadError if there is too little."""
+    while not reservation.done():
+        check()
+        wait([reservation], POLL_SECONDS)
+    return reservation.result()
 
 
 def fill(buffer: torch.Tensor, part_bytes: int = PART_BYTES) -> None:

@@ -1,10 +1,12 @@
 """The laws of host memory."""
 
+import threading
+
 import pytest
 import torch
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.host_memory import HostMemory, fill, in_background
+from pentad.workers.host_memory import HostMemory, fill, in_background, reserved
 
 CPU = torch.device("cpu")
 
@@ -29,3 +31,22 @@ def test_what_a_reservation_raises_is_raised_where_it_is_waited_for() -> None:
     reservation = in_background(lambda: HostMemory(2**62, CPU, "a test needs"))
     with pytest.raises(PentadError, match="a test needs"):
         reservation.result(20)
+
+
+def test_a_fence_ends_the_wait_for_a_reservation() -> None:
+    end, checks = threading.Event(), list[int]()
+
+    def reserve() -> HostMemory:
+        assert end.wait(20)
+        return HostMemory(1, CPU, "a test needs")
+
+    def fenced() -> None:
+        checks.append(1)
+        if len(checks) == 3:
+            raise InterruptedError
+
+    reservation = in_background(reserve)
+    with pytest.raises(InterruptedError):
+        reserved(reservation, fenced)
+    end.set()
+    assert reserved(reservation, lambda: None).buffer.numel() == 1

@@ -20,7 +20,7 @@ from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.checkpoint.snapshot import Snapshots
 from pentad.workers.data.samples import DIGEST_BITS
 from pentad.workers.evaluation.loss_totals import LossTotals
-from pentad.workers.host_memory import HostMemory, Reservation, in_background
+from pentad.workers.host_memory import HostMemory, Reservation, in_background, reserved
 from pentad.workers.integrity.rank_check import check_rank
 from pentad.workers.integrity.result import RankCheck
 from pentad.workers.parallel.process_groups import abort_nccl, connect, destroy_groups, join_store, start_store
@@ -221,7 +221,7 @@ class Runner:
         Training goes on meanwhile: only the next update waits for the copy. `write` raises what goes wrong here.
         """
         try:
-            self.reservation.result()
+            reserved(self.reservation, self.fence_flag.check)
             self.snapshots.request(step, self.state.files(), self._connected.optimizer_step.version)
         except Exception as error:
             self.snapshots.fail(error)
@@ -241,7 +241,7 @@ class Runner:
 
     def copy(self, step: int) -> None:
         """As `snapshot`, for a copy in the memory of ranks; `replicate` raises what goes wrong here."""
-        self.reservation.result()
+        reserved(self.reservation, self.fence_flag.check)
         self.replicator.request(step, self.state.files(), self._connected.optimizer_step.version)
 
     def replicate(self, key: CopyKey, address: str, token: bytes) -> SentPart:
