@@ -135,8 +135,8 @@ def test_a_run_with_a_choice_is_the_run_with_these_values() -> None:
 
 
 def test_a_part_by_itself_is_chosen_where_nothing_that_fits_is_faster() -> None:
-    """The result of attention to short sequences."""
-    given = ["batch.sequence_length=512", "memory.unit_layers=1"]
+    """The result of attention to short sequences, in microbatches that take a GPU longer than its host."""
+    given = ["batch.sequence_length=512", "batch.global_batch_size=64", "memory.unit_layers=1"]
     least = ("memory.recompute=[core_attn]", "memory.recompute_layers=1")
     room = DeviceMemory(needed(config_of(*given, *least)), "")
     assert choices(config_of(*given, "memory.recompute=auto"), room) == least
