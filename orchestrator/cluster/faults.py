@@ -9,9 +9,8 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from pentad.schedules.ir.errors import PentadError
 
-# Seconds to wait for the failure that caused the first: a rank often reports a lost peer before Ray reports its death,
-# which takes up to a second where its node is lost with it.
-GRACE, GRACE_OF_VICTIM = 0.5, 1.0
+# Seconds to wait for the failure that caused the first: a rank often reports a lost peer before Ray reports its death.
+GRACE, GRACE_OF_VICTIM = 0.5, 0.3
 LOG_CHARACTERS = 10_000
 VICTIM = ("connection closed", "connection reset", "connection refused", "socket closed", "broken pipe", "nccl", "gloo")
 # Ray, CUDA and cuBLAS say in words alone that memory was not enough.
