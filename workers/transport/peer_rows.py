@@ -22,6 +22,7 @@ from pentad.workers.transport.stream_flags import check_driver, handle_of
 
 SHARED_NAME = "rows"
 EVENTS = 64  # far more than exchanges are in flight
+MOST_VIEWS = 256  # of slots that are kept: a model has few shapes, uneven sequences any number
 
 
 class Lane(Protocol):
@@ -73,7 +74,9 @@ class PeerRows:
                 if peer != self.rank:
                     self.flags.wait(("rows read", peer), self.count - ROW_SLOTS)
         key = self.count % ROW_SLOTS, tuple(shape), like.dtype
-        if key not in self.views:  # there are few, and making one takes as long as a copy
+        if key not in self.views:  # making one takes as long as a copy
+            if len(self.views) == MOST_VIEWS:
+                self.views.clear()
             size = like.element_size() * math.prod(shape)
             self.views[key] = self.slots[key[0], :size].view(like.dtype).view(key[1])
         return self.views[key]

@@ -17,7 +17,7 @@ from simulated_gpus import Condition, Lanes, SimulatedFlags, SimulatedMemory, ru
 from pentad.schedules.spec.plan import ROW_SLOTS
 from pentad.workers.parallel import tensor_parallel
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
-from pentad.workers.transport.peer_rows import SHARED_NAME, PeerRows
+from pentad.workers.transport.peer_rows import MOST_VIEWS, SHARED_NAME, PeerRows
 
 ELEMENTS = 12  # of a slot
 EXCHANGES = 9
@@ -216,3 +216,12 @@ def test_products_over_ranks_equal_those_of_one(count: int) -> None:
     for pairs in on_ranks(count, tokens * outer, work):
         for found, expected in pairs:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_slots_of_any_number_of_shapes_are_views_of_the_same_memory() -> None:
+    slots = torch.zeros(ROW_SLOTS, 4096, dtype=torch.uint8)
+    rows = PeerRows([0], 0, None, None, slots, None)  # type: ignore[arg-type]
+    for length in range(1, 2 * MOST_VIEWS):
+        rows.slot((length,), torch.zeros(1)).fill_(length)
+        assert len(rows.views) <= MOST_VIEWS
+        assert (slots[rows.count % ROW_SLOTS, : 4 * length].view(torch.float32) == length).all()
