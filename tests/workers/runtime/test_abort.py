@@ -318,7 +318,7 @@ def test_a_fence_leaves_a_wait_for_a_long_message_behind(thread):
 
     def call() -> None:
         works = [groups[1].recv([torch.empty(LONG)], 0, 0), groups[0].send([torch.empty(LONG)], 1, 0)]
-        assert sockets.shutdown() == 2
+        assert sockets.shutdown() in {1, 2}  # gloo may close the second end itself, once the first is shut down
         thread.fence.set()
         for work in works:
             with thread.waiting(), suppress(RuntimeError):
