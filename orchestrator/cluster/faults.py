@@ -62,6 +62,11 @@ class Failure:
         return not isinstance(self.error, RayTaskError)
 
     @property
+    def says_nothing(self) -> bool:
+        """Whether nothing on the rank's node has said how it died."""
+        return isinstance(self.error, ActorUnavailableError)
+
+    @property
     def is_victim(self) -> bool:
         """Whether the error only says that another rank is gone."""
         return not self.died and any(sign in str(self.error).lower() for sign in VICTIM)
@@ -79,7 +84,7 @@ class Failure:
         if not self.died:
             error = getattr(self.error, "cause", self.error)
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if isinstance(self.error, ActorUnavailableError):  # nothing on its node has said how it died
+        if self.says_nothing:
             return "its process was killed or its node lost"
         lines = str(self.error).strip().splitlines()
         detail = " ".join(lines).partition("exit detail: ")[2] or lines[-1]

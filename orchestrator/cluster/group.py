@@ -14,8 +14,17 @@ import ray
 from ray.exceptions import RayError
 
 from pentad.orchestrator.cluster.faults import Failure, Refusal, WorkerError, grace_seconds, output_of
+from pentad.orchestrator.cluster.gone_nodes import gone_nodes
 from pentad.orchestrator.cluster.held_lease import HeldLease
-from pentad.orchestrator.cluster.placement import Place, Placement, bundle_places, order_places, release, strategy_of
+from pentad.orchestrator.cluster.placement import (
+    Place,
+    Placement,
+    bundle_places,
+    order_places,
+    release,
+    strategy_of,
+    strategy_on,
+)
 from pentad.orchestrator.cluster.worker import Actor, StaleGeneration, Status, WorkerPlace, read_status, streams_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
@@ -28,7 +37,8 @@ Refs = dict[int, Any]  # pending answers by rank
 Member = tuple[Any, WorkerPlace]  # a rank's actor, and where it runs
 Tick = Callable[[dict[int, Status]], None]
 
-PING_SECONDS = 1.2
+PING_SECONDS = 2.5  # a busy machine may starve a rank for two
+PROBE_SECONDS = 0.2
 POLL_SECONDS = 0.1  # Ray delivers no signal while it waits
 STATUS_SECONDS = 0.5
 LAST_STATUS_SECONDS = 2.0
@@ -279,17 +289,18 @@ class WorkerGroup:
         suffix = f"-{self.generation}" if self.places else ""  # the name of a dead actor may not be free yet
         since = f", since generation {self.generation}" if self.places else ""
         name, label = f"{str(at).replace(' ', '-')}{suffix}", f"{at}{since}"
-        return self._new_actor(name, label, bundle, num_gpus=1 if plan.device == "cuda" else 0)
+        where = strategy_of(self.placement, bundle)
+        return self._new_actor(name, label, where, num_gpus=1 if plan.device == "cuda" else 0)
 
-    def create_spare(self, bundle: int, number: int) -> Any:
-        """A new actor on the node of a bundle. It takes nothing there, so that it can have the place of any rank of the
-        node: what Ray has reserved for that stays reserved."""
+    def create_spare(self, node: str, number: int) -> Any:
+        """A new actor on a node. It takes nothing there, so that it can have the place of any rank of the node: what
+        Ray has reserved for that stays reserved."""
         name = f"spare-{self.generation}-{number}"
-        self.spares.append(self._new_actor(name, name, bundle, num_cpus=0, num_gpus=0))
+        self.spares.append(self._new_actor(name, name, strategy_on(node), num_cpus=0, num_gpus=0))
         return self.spares[-1]
 
-    def _new_actor(self, name: str, label: str, bundle: int, **needs: int) -> Any:
-        run, at = self.plan.name, strategy_of(self.placement, bundle)
+    def _new_actor(self, name: str, label: str, at: Any, **needs: int) -> Any:
+        run = self.plan.name
         lifetime = {"namespace": self.lease.ranks, "lifetime": "detached"} if self.lease else {}
         kind = Actor.options(name=f"pentad/{run}/{name}", scheduling_strategy=at, **needs, **lifetime)
         return kind.remote(f"{run} {label}", self.runner)
@@ -309,9 +320,15 @@ class WorkerGroup:
         return self.actors[rank].call.options(name=name).remote(self.generation, method, *arguments)
 
     def unresponsive(self, seconds: float = PING_SECONDS) -> tuple[int, ...]:
-        """Ranks that do not answer within `seconds`."""
-        answers, _ = self.gather(self._call("clock"), seconds)
-        return tuple(rank for rank in range(len(self.actors)) if rank not in answers)
+        """Ranks whose nodes are gone; without such nodes, those that do not answer within `seconds`."""
+        refs, until = self._call("clock"), time.monotonic() + seconds
+        while True:
+            _, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=min(PROBE_SECONDS, seconds))
+            answers, _ = self.gather(refs, 0.0)
+            silent = tuple(rank for rank in refs if rank not in answers)
+            gone = self._gone_with_nodes(silent)
+            if gone or not late or time.monotonic() > until:
+                return gone or silent
 
     def _create(self, deadline: float) -> None:
         """Creates actors in node order, and once more if the order of their GPUs turns out to be another."""
@@ -330,6 +347,11 @@ class WorkerGroup:
             order, self.places = better, ()
         raise AssertionError("a bundle of a placement group did not keep its GPU")
 
+    def _gone_with_nodes(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """All ranks on those nodes of `ranks` that are gone."""
+        gone = gone_nodes({self.places[rank].node for rank in ranks} if self.places else ())
+        return tuple(rank for rank, place in enumerate(self.places) if place.node in gone)
+
     def _call(self, method: str, *arguments: Any) -> Refs:
         return {rank: getattr(actor, method).remote(*arguments) for rank, actor in enumerate(self.actors)}
 
@@ -346,8 +368,10 @@ class WorkerGroup:
 
     def _error_of(self, failures: list[Failure]) -> PentadError:
         """A user's mistake as the worker worded it, else which rank failed, where and why."""
+        if gone := self._gone_with_nodes(failure.rank for failure in failures if failure.says_nothing):
+            return self._silent_error(gone, "ray")
         if all(failure.is_victim for failure in failures) and (silent := self.unresponsive()):
-            return self._unresponsive_error(silent)
+            return self._silent_error(silent, "peer")
         culprit = min(failures, key=lambda f: (not f.died, f.is_victim))
         error = getattr(culprit.error, "cause", None)
         if isinstance(error, PentadError):
@@ -364,11 +388,14 @@ class WorkerGroup:
         detector = "peer" if culprit.is_victim else "ray"
         return WorkerError(message, culprit.rank, detail, lost, culprit.fault, detector)
 
-    def _unresponsive_error(self, ranks: tuple[int, ...]) -> WorkerError:
+    def _silent_error(self, ranks: tuple[int, ...], detector: str) -> WorkerError:
         self._failed = True
-        names = ", ".join(map(self.label, ranks))
-        text = f"{names} {'do' if len(ranks) > 1 else 'does'} not answer, after other ranks lost their connections"
-        return WorkerError(text, ranks[0], text, ranks, "node", "peer")
+        names, many = ", ".join(map(self.label, ranks)), len(ranks) > 1
+        reason = "after other ranks lost their connections"
+        if self._gone_with_nodes(ranks) == ranks:
+            reason = f"and Ray has ended on the{'ir nodes' if many else ' node'}"
+        text = f"{names} {'do' if many else 'does'} not answer, {reason}"
+        return WorkerError(text, ranks[0], text, ranks, "node", detector)
 
     def _last_status(self, culprit: Failure) -> Status | None:
         """What the culprit was doing: as it says if it lives, else from its progress file if that is on this node, else

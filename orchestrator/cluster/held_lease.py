@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pentad.orchestrator.cluster.faults import Superseded
 from pentad.orchestrator.cluster.lease import KEEPER, Holder, KeeperActor, renew_seconds, silent_seconds
@@ -89,7 +90,8 @@ class HeldLease:
     def _acquire(self) -> tuple[Any, str, bool]:
         """The keeper, the namespace of its ranks, and whether it was there already."""
         deadline = time.monotonic() + SETTLE_SECONDS
-        options = {"name": KEEPER, "namespace": self.namespace, "lifetime": "detached"}
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)  # not among the ranks
+        options = {"name": KEEPER, "namespace": self.namespace, "lifetime": "detached", "scheduling_strategy": here}
         while True:
             ranks = f"{self.namespace}/{secrets.token_hex(4)}"
             with suppress(ValueError):  # there is one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -268,6 +268,9 @@ class Cluster:
     def living_bundles(self) -> dict[int, str]:
         gone = {name for name, node in self.nodes.items() if not node.is_alive} | set(self.draining)
         return {bundle: node for bundle, node in enumerate(self.bundles) if node not in gone}
+
+    def gone_nodes(self, nodes: Collection[str]) -> frozenset[str]:
+        return frozenset(node for node in nodes if node not in self.nodes or not self.nodes[node].is_alive)
 
     def on_death(self, process: Process) -> None:
         for each in self.deaths:

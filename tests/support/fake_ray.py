@@ -70,6 +70,7 @@ class FakeRay:
     def __init__(self, patch: pytest.MonkeyPatch, *nodes: str) -> None:
         self.now, self.nodes, self.first = 100.0, nodes, nodes
         self.spare: list[str] = []  # nodes with room for ranks that move
+        self.rooms: dict[str, int] | None = {}  # of nodes, for ranks; None: the head of the cluster is away
         self.ranks: list[Rank] = []
         self.lost_nodes: set[str] = set()
         self.draining: dict[str, int] = {}
@@ -109,6 +110,10 @@ class FakeRay:
         patch.setattr(fence, "os", kill)
         patch.setattr(groups, "Actor", SimpleNamespace(options=self._options))
         patch.setattr(groups, "strategy_of", lambda placement, bundle: bundle)
+        patch.setattr(groups, "strategy_on", lambda node: node)
+        patch.setattr(groups, "gone_nodes", lambda nodes: self.lost_nodes.intersection(nodes))
+        patch.setattr(regroup, "forget_gone_nodes", lambda nodes: None)
+        patch.setattr(spares, "free_rooms", lambda device: self.rooms)
         patch.setattr(groups, "bundle_places", lambda group: tuple(map(Place, range(len(self.nodes)), self.nodes)))
         patch.setattr(groups, "release", lambda group: None)
         patch.setattr(regroup, "living_bundles", lambda group: self.living_bundles())
@@ -175,7 +180,7 @@ class FakeRay:
         self.draining = {node: int(1000 * (self.now + seconds))}
         return True
 
-    def _options(self, *, scheduling_strategy: int, **_: Any) -> Any:
+    def _options(self, *, scheduling_strategy: int | str, **_: Any) -> Any:
         def remote(label: str, runner: str) -> Actor:
             self.ranks.append(Rank(self, scheduling_strategy))
             return Actor(self.ranks[-1])
