@@ -86,23 +86,26 @@ class WorkerGroup:
         group = WorkerGroup(plan, placement, generation, runner, lease)
         try:
             group._create(deadline)
-            group.start_generation(deadline, keep=False, progress=progress)
+            progress("loading the ranks")
+            group.load(deadline, keep=False)
+            progress("connecting the ranks")
+            group.connect(deadline)
         except BaseException:
             group.stop(kill=True)
             raise
         return group
 
-    def start_generation(
-        self, deadline: float, *, keep: bool, progress: Callable[[str], None] = lambda phase: None
-    ) -> None:
-        """Creates a runner on every rank for this plan and generation (with `keep` from what the rank holds), and
-        connects them. Raises WorkerError, or PentadError when that lasts beyond the monotonic second `deadline`."""
-        progress("loading the ranks")
+    def load(self, deadline: float, *, keep: bool) -> None:
+        """Creates a runner on every rank for this plan and generation (with `keep` from what the rank holds), for which
+        a new process imports torch. Raises WorkerError, or PentadError when that lasts beyond the monotonic second
+        `deadline`."""
         plan, bundles = ray.put(self.plan), tuple(self.bundles)
         ranks = enumerate(self.actors)
         calls = {rank: actor.start.remote(self.generation, plan, rank, bundles, keep) for rank, actor in ranks}
         self.device_name = self.collect(calls, deadline=deadline)[0]
-        progress("connecting the ranks")
+
+    def connect(self, deadline: float) -> None:
+        """Connects the runners. Raises as `load` does."""
         self.offsets = tuple(self._clock_offset(rank, deadline) for rank in range(self.plan.mesh.size))
         left = max(0.1, deadline - time.monotonic())
         (address,) = self.collect({0: self.call_runner(0, "serve", self.places[0].ip, left)}, deadline=deadline)

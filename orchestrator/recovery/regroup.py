@@ -204,8 +204,11 @@ class Regroup:
             self.bus.folder.replan(plan)
         group.adopt(plan, bundles, members)
         state.lost.clear()
+        deadline = time.monotonic() + self.config.cluster.start_timeout_seconds
+        with state.timed("load"):
+            group.load(deadline, keep=keep)
         with state.timed("connect"):
-            group.start_generation(time.monotonic() + self.config.cluster.start_timeout_seconds, keep=keep)
+            group.connect(deadline)
 
     def _receive(self, state: RecoveryState) -> None:
         """Ranks that are current send the others their state."""
