@@ -143,11 +143,11 @@ def node_faults(folder: Path, count: int, rng: random.Random, spares: int | None
                 for number in range(count):
                     run.wait_steps(STEPS_BETWEEN_FAULTS)
                     run.wait_until(lambda: run.status()["spares"] == (2 if spares is None else spares), LIMIT_SECONDS)
-                    victim = cluster.node_of(rng.choice([rank["pid"] for rank in run.status()["ranks"]]))
-                    before = cpu_seconds()
-                    rows.append(inject(run, rng, partial(kill, victim)))
+                    before = [rank["pid"] for rank in run.status()["ranks"]]
+                    rows.append(inject(run, rng, partial(kill, cluster.node_of(rng.choice(before)))))
+                    new = {rank["pid"] for rank in run.status()["ranks"]} - set(before)
                     rows[-1] |= {"next_step": rows[-1]["noticed"] + rows[-1]["stepped"]}
-                    rows[-1] |= {"cpu_seconds": round(cpu_seconds() - before, 2)}
+                    rows[-1] |= {"cpu_seconds_of_new_ranks": round(sum(map(cpu_seconds, new)), 2)}
                     print(number, json.dumps(rows[-1]), flush=True)
                     cluster.resize(2, 2, 2)
             except Ended as error:
@@ -158,9 +158,9 @@ def node_faults(folder: Path, count: int, rng: random.Random, spares: int | None
     return {**summarize(rows), "next_step_after_fault": next_step, **facts, "rows": rows}
 
 
-def cpu_seconds() -> float:
-    """Of all processes of this machine."""
-    times = psutil.cpu_times()
+def cpu_seconds(pid: int) -> float:
+    """Of a process since it started."""
+    times = psutil.Process(pid).cpu_times()
     return times.user + times.system
 
 
