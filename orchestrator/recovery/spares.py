@@ -1,8 +1,8 @@
 """Processes that wait to take the place of a lost rank (elastic.spares): they have imported what a rank needs.
 
 A spare waits on a node of the ranks, or on one with room for those of another node. It takes no resources there: it
-gets those of the rank whose place it takes, its GPU for example. Until then it holds host memory and no memory of a GPU.
-If its node is lost, so is the spare.
+gets those of the rank whose place it takes, its GPU for example. Until then it holds host memory and no memory of a
+GPU. If its node is lost, so is the spare.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Spare(NamedTuple):
 
 
 class Spares:
-    """Of one run: as many as `count` on the nodes of the ranks, None: as many as a node has ranks, where there is room for
-    them on other nodes. Some may not be ready."""
+    """Of one run: as many as `count` on the nodes of the ranks; None: as many as a node has ranks, where other nodes have
+    room for them. Some may not be ready."""
 
     def __init__(self, count: int | None, group: WorkerGroup, bus: EventBus) -> None:
         self.count, self.group, self.bus = count, group, bus
@@ -138,8 +138,8 @@ def spare_nodes(count: int, nodes: Sequence[str]) -> Counter[str]:
 
 
 def standby_nodes(nodes: Sequence[str], rooms: Mapping[str, int]) -> Counter[str]:
-    """Where as many spares wait as one of the `nodes` of the ranks has at most: on other nodes, within their `rooms`, on
-    as few as possible."""
+    """Where as many spares wait as one of the `nodes` of the ranks has at most: on as few other nodes as possible,
+    within their `rooms`."""
     left, found = max(Counter(nodes).values()), Counter[str]()
     for node in sorted(rooms.keys() - set(nodes), key=lambda node: (-rooms[node], node)):
         found[node] = min(left, rooms[node])

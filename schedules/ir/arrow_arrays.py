@@ -1,5 +1,5 @@
-"""Arrow arrays without nulls, made without `pa.array`: that imports pandas where it is installed, which takes every rank
-0.6 s of CPU time as it starts."""
+"""Arrow arrays without nulls, made without `pa.array`: that imports pandas where it is installed, which takes every
+rank 0.6 s of CPU time as it starts."""
 
 from __future__ import annotations
 

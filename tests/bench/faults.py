@@ -6,8 +6,9 @@ PYTHONPATH=.typings:tests/support python tests/bench/faults.py --nodes 20 --unpr
 
 Kills and stops hit one run again and again: a random rank gets SIGKILL or SIGSTOP within a second after the run has
 made a few steps. One rank is spared, so that growth over all recoveries shows in it. `--spared-kills` come while a
-spare (elastic.spares) is ready. A node is lost by SIGKILL of its raylet, on a cluster of a head and three nodes; once
-spares are ready on the node without ranks, or, unprepared, without spares (elastic.spares=0). Times are from the journal.
+spare (elastic.spares) is ready. A node is lost by SIGKILL of its raylet, on a cluster of a head and three nodes: once
+spares are ready on the node without ranks, or, unprepared, without spares (elastic.spares=0). Times are from the
+journal.
 """
 
 from __future__ import annotations

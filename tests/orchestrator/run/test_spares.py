@@ -83,7 +83,7 @@ def test_the_ranks_of_a_lost_node_are_spares_of_the_free_one_with_the_same_bits(
 def test_a_rank_that_stands_still_for_two_seconds_is_not_lost_with_another_one(
     nodes: Cluster, start_run: Start, reference: Reference
 ) -> None:
-    """A busy machine may starve a process so long: its own peers see nothing but a lost connection to the killed one."""
+    """A busy machine may starve a process for so long."""
     overrides = (*SQUARE, "schedule.name=1f1b")
     expected = reference(*overrides)
     nodes.resize(2, 2)
