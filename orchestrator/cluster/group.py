@@ -13,8 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from pentad.orchestrator.cluster.faults import Failure, Refusal, WorkerError, grace_seconds, output_of
-from pentad.orchestrator.cluster.gone_nodes import gone_nodes
+from pentad.orchestrator.cluster.faults import Failure, WorkerError, error_of, grace_seconds
 from pentad.orchestrator.cluster.held_lease import HeldLease
 from pentad.orchestrator.cluster.placement import (
     Place,
@@ -37,8 +36,6 @@ Refs = dict[int, Any]  # pending answers by rank
 Member = tuple[Any, WorkerPlace]  # a rank's actor, and where it runs
 Tick = Callable[[dict[int, Status]], None]
 
-PING_SECONDS = 2.5  # a busy machine may starve a rank for two
-PROBE_SECONDS = 0.2
 POLL_SECONDS = 0.1  # Ray delivers no signal while it waits
 STATUS_SECONDS = 0.5
 LAST_STATUS_SECONDS = 2.0
@@ -215,7 +212,9 @@ class WorkerGroup:
                 if tick:
                     tick(statuses)
         if failures:
-            raise self._error_of(failures)
+            error = error_of(self, failures)
+            self._failed |= isinstance(error, WorkerError)
+            raise error
         if pending:
             late = ", ".join(map(self.label, sorted(pending.values())))
             raise PentadError(f"cluster.start_timeout_seconds was not enough: {late} did not start within it")
@@ -281,6 +280,14 @@ class WorkerGroup:
         answers, _ = self.gather(refs, LAST_STATUS_SECONDS)
         return next(iter(answers.values()), None)
 
+    def last_status(self, rank: int, *, lives: bool) -> Status | None:
+        """What a rank was doing: as it says if it lives, else from its progress file if that is on this node, else as
+        last known."""
+        if not lives:
+            return self._read_progress(rank) or self._statuses.get(rank)
+        answers, _ = self.gather({rank: self.actors[rank].status.remote()}, LAST_STATUS_SECONDS)
+        return answers.get(rank) or self._statuses.get(rank)
+
     def neighbours(self, rank: int) -> list[int]:
         """The other ranks on its node."""
         node = self.places[rank].node
@@ -322,17 +329,6 @@ class WorkerGroup:
         name = f"{method}{arguments} in generation {self.generation}"  # as the actor's page in the dashboard shows it
         return self.actors[rank].call.options(name=name).remote(self.generation, method, *arguments)
 
-    def unresponsive(self, seconds: float = PING_SECONDS) -> tuple[int, ...]:
-        """Ranks whose nodes are gone; without such nodes, those that do not answer within `seconds`."""
-        refs, until = self._call("clock"), time.monotonic() + seconds
-        while True:
-            _, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=min(PROBE_SECONDS, seconds))
-            answers, _ = self.gather(refs, 0.0)
-            silent = tuple(rank for rank in refs if rank not in answers)
-            gone = self._gone_with_nodes(silent)
-            if gone or not late or time.monotonic() > until:
-                return gone or silent
-
     def _create(self, deadline: float) -> None:
         """Creates actors in node order, and once more if the order of their GPUs turns out to be another."""
         mesh, across = self.plan.mesh, self.plan.tp_across_nodes
@@ -350,11 +346,6 @@ class WorkerGroup:
             order, self.places = better, ()
         raise AssertionError("a bundle of a placement group did not keep its GPU")
 
-    def _gone_with_nodes(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """All ranks on those nodes of `ranks` that are gone."""
-        gone = gone_nodes({self.places[rank].node for rank in ranks} if self.places else ())
-        return tuple(rank for rank, place in enumerate(self.places) if place.node in gone)
-
     def _call(self, method: str, *arguments: Any) -> Refs:
         return {rank: getattr(actor, method).remote(*arguments) for rank, actor in enumerate(self.actors)}
 
@@ -368,46 +359,6 @@ class WorkerGroup:
         with suppress(OSError, struct.error):
             return read_status(Path(self.places[rank].progress_file), streams_of(self.plan, rank))
         return None
-
-    def _error_of(self, failures: list[Failure]) -> PentadError:
-        """A user's mistake as the worker worded it, else which rank failed, where and why."""
-        if gone := self._gone_with_nodes(failure.rank for failure in failures if failure.says_nothing):
-            return self._silent_error(gone, "ray")
-        if all(failure.is_victim for failure in failures) and (silent := self.unresponsive()):
-            return self._silent_error(silent, "peer")
-        culprit = min(failures, key=lambda f: (not f.died, f.is_victim))
-        error = getattr(culprit.error, "cause", None)
-        if isinstance(error, PentadError):
-            return Refusal(str(error))
-        self._failed = True
-        status = self._last_status(culprit)
-        where = f" at step {status.step}" if status and status.step >= 0 else ""
-        doing = f" in {status.instruction}" if status and status.instruction else ""
-        verb = "died" if culprit.died else "failed"
-        message = f"{self.label(culprit.rank)} {verb}{where}{doing}: {culprit.cause}"
-        at = self.places[culprit.rank] if self.places else None
-        detail = f"{culprit.error}\n{output_of(at.pid, at.progress_file) if at else ''}"
-        lost = tuple(failure.rank for failure in failures if not failure.is_victim)
-        detector = "peer" if culprit.is_victim else "ray"
-        return WorkerError(message, culprit.rank, detail, lost, culprit.fault, detector)
-
-    def _silent_error(self, ranks: tuple[int, ...], detector: str) -> WorkerError:
-        self._failed = True
-        names, many = ", ".join(map(self.label, ranks)), len(ranks) > 1
-        reason = "after other ranks lost their connections"
-        if self._gone_with_nodes(ranks) == ranks:
-            reason = f"and Ray has ended on the{'ir nodes' if many else ' node'}"
-        text = f"{names} {'do' if many else 'does'} not answer, {reason}"
-        return WorkerError(text, ranks[0], text, ranks, "node", detector)
-
-    def _last_status(self, culprit: Failure) -> Status | None:
-        """What the culprit was doing: as it says if it lives, else from its progress file if that is on this node, else
-        as last known."""
-        rank = culprit.rank
-        if culprit.died:
-            return self._read_progress(rank) or self._statuses.get(rank)
-        answers, _ = self.gather({rank: self.actors[rank].status.remote()}, LAST_STATUS_SECONDS)
-        return answers.get(rank) or self._statuses.get(rank)
 
     def _clock_offset(self, rank: int, deadline: float) -> float:
         """Seconds from a rank's monotonic clock to this process's: 0 on the same node, else by the fastest of 8 round

@@ -179,9 +179,11 @@ class Cluster:
         self.deaths: list[Callable[[Process], None]] = []
         self.mangle: Callable[[Process, str], str] = lambda process, name: ""
 
-    def create(self, bundle: int) -> Actor:
+    def create(self, at: int | str) -> Actor:
+        """A process in a bundle, or on a node without one."""
         self.world.check()
-        process = Process(self, self.nodes[self.bundles[bundle]], 10_000_000 + len(self.processes), bundle)
+        node, bundle = (self.bundles[at], at) if isinstance(at, int) else (at, -1)
+        process = Process(self, self.nodes[node], 10_000_000 + len(self.processes), bundle)
         self.processes.append(process)
         process.worker = self.make_worker(process)
         process.stopped = True  # until it has started

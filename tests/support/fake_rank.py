@@ -35,7 +35,8 @@ class Rank:
 
     def __init__(self, fake: FakeRay, at: int | str) -> None:
         """In a bundle, or on a node without one."""
-        self.fake, self.bundle, self.node = fake, *((at, fake.nodes[at]) if isinstance(at, int) else (-1, at))
+        self.fake = fake
+        self.bundle, self.node = (at, fake.nodes[at]) if isinstance(at, int) else (-1, at)
         self.number, self.pid, self.generation, self.version = -1, 10_000_000 + len(fake.ranks), 0, -1
         self.is_alive, self.hangs, self.ready, self.copied, self.copied_to_peers = True, False, False, -1, -1
         self.leaving = self.node_leaving = ""  # why it, or its node, is about to end

@@ -8,8 +8,14 @@ import pytest
 from fake_ray import FakeRun
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
-from pentad.orchestrator.cluster.faults import Failure, WorkerError
-from pentad.orchestrator.cluster.group import PING_SECONDS, PROBE_SECONDS
+from pentad.orchestrator.cluster.faults import (
+    PING_SECONDS,
+    PROBE_SECONDS,
+    Failure,
+    WorkerError,
+    error_of,
+    unresponsive,
+)
 from pentad.orchestrator.recovery import regroup
 
 SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")
@@ -19,7 +25,7 @@ UNAVAILABLE = ActorUnavailableError("Socket closed", None)
 
 
 def fault_of(run: FakeRun, rank: int, error: RayError) -> WorkerError:
-    found = run.group._error_of([Failure(rank, error)])
+    found = error_of(run.group, [Failure(rank, error)])
     assert isinstance(found, WorkerError)
     return found
 
@@ -28,7 +34,7 @@ def test_a_rank_that_is_starved_for_two_seconds_is_not_lost(start: StartRun) -> 
     run = start(*SQUARE)
     run.fake.members()[1].hangs = True
     began = run.fake.now
-    assert run.group.unresponsive() == (1,)
+    assert unresponsive(run.group) == (1,)
     assert 2.0 < PING_SECONDS <= run.fake.now - began <= PING_SECONDS + 2 * PROBE_SECONDS
 
 
