@@ -212,9 +212,9 @@ class WorkerGroup:
                 if tick:
                     tick(statuses)
         if failures:
-            error = error_of(self, failures)
-            self._failed |= isinstance(error, WorkerError)
-            raise error
+            fault = error_of(self, failures)
+            self._failed |= isinstance(fault, WorkerError)
+            raise fault
         if pending:
             late = ", ".join(map(self.label, sorted(pending.values())))
             raise PentadError(f"cluster.start_timeout_seconds was not enough: {late} did not start within it")

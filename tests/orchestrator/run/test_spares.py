@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 from elastic_cases import CUT, SQUARE, Reference, Start, assert_recovered, assert_same
@@ -18,6 +19,10 @@ pytestmark = pytest.mark.slow
 def waits(run: Run, count: int) -> bool:
     with connect(run.folder) as client:
         return bool(client.status(30)["spares"] == count)
+
+
+def has_recovered(run: Run, times: int) -> bool:
+    return len(run.events("recovered")) == times
 
 
 @pytest.mark.parametrize(
@@ -70,7 +75,7 @@ def test_the_ranks_of_a_lost_node_are_spares_of_the_free_one_with_the_same_bits(
         before = len(run.rows())
         run.wait_for_step(before + 3)
         kill(nodes.node_of(pid))
-        run.wait_for(lambda count=number: len(run.events("recovered")) == count)
+        run.wait_for(partial(has_recovered, run, number))
         nodes.resize(2, 2, 2)
     assert_recovered(run, "repair", "repair")
     taken = [row["spares"] for row in run.events("recovered")]
