@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
+from pentad.orchestrator.cluster.gone_nodes import gone_nodes
 from pentad.schedules.ir.errors import PentadError
+
+if TYPE_CHECKING:
+    from pentad.orchestrator.cluster.group import WorkerGroup
 
 # Seconds to wait for the failure that caused the first: a rank often reports a lost peer before Ray reports its death.
 GRACE, GRACE_OF_VICTIM = 0.5, 0.3
+PING_SECONDS = 2.5  # for an answer: a busy machine may starve a rank for two
+PROBE_SECONDS = 0.2  # between two looks at the nodes of silent ranks
 LOG_CHARACTERS = 10_000
 VICTIM = ("connection closed", "connection reset", "connection refused", "socket closed", "broken pipe", "nccl", "gloo")
 # Ray, CUDA and cuBLAS say in words alone that memory was not enough.
@@ -62,6 +72,11 @@ class Failure:
         return not isinstance(self.error, RayTaskError)
 
     @property
+    def says_nothing(self) -> bool:
+        """Whether nothing on the rank's node has said how it died."""
+        return isinstance(self.error, ActorUnavailableError)
+
+    @property
     def is_victim(self) -> bool:
         """Whether the error only says that another rank is gone."""
         return not self.died and any(sign in str(self.error).lower() for sign in VICTIM)
@@ -79,7 +94,7 @@ class Failure:
         if not self.died:
             error = getattr(self.error, "cause", self.error)
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if isinstance(self.error, ActorUnavailableError):  # nothing on its node has said how it died
+        if self.says_nothing:
             return "its process was killed or its node lost"
         lines = str(self.error).strip().splitlines()
         detail = " ".join(lines).partition("exit detail: ")[2] or lines[-1]
@@ -99,3 +114,53 @@ def grace_seconds(failures: list[Failure]) -> float:
     if any(failure.died for failure in failures):
         return 0.0
     return GRACE_OF_VICTIM if all(failure.is_victim for failure in failures) else GRACE
+
+
+def error_of(group: WorkerGroup, failures: Sequence[Failure]) -> PentadError:
+    """A user's mistake as the worker worded it, else which rank failed, where and why."""
+    if gone := _gone_with_nodes(group, [failure.rank for failure in failures if failure.says_nothing]):
+        return _silent_error(group, gone, "ray")
+    if all(failure.is_victim for failure in failures) and (silent := unresponsive(group)):
+        return _silent_error(group, silent, "peer")
+    culprit = min(failures, key=lambda f: (not f.died, f.is_victim))
+    error = getattr(culprit.error, "cause", None)
+    if isinstance(error, PentadError):
+        return Refusal(str(error))
+    status = group.last_status(culprit.rank, lives=not culprit.died)
+    where = f" at step {status.step}" if status and status.step >= 0 else ""
+    doing = f" in {status.instruction}" if status and status.instruction else ""
+    verb = "died" if culprit.died else "failed"
+    message = f"{group.label(culprit.rank)} {verb}{where}{doing}: {culprit.cause}"
+    at = group.places[culprit.rank] if group.places else None
+    detail = f"{culprit.error}\n{output_of(at.pid, at.progress_file) if at else ''}"
+    lost = tuple(failure.rank for failure in failures if not failure.is_victim)
+    detector = "peer" if culprit.is_victim else "ray"
+    return WorkerError(message, culprit.rank, detail, lost, culprit.fault, detector)
+
+
+def unresponsive(group: WorkerGroup, seconds: float = PING_SECONDS) -> tuple[int, ...]:
+    """Ranks whose nodes are gone; without such nodes, those that do not answer within `seconds`."""
+    refs = {rank: actor.clock.remote() for rank, actor in enumerate(group.actors)}
+    until = time.monotonic() + seconds
+    while True:
+        _, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=min(PROBE_SECONDS, seconds))
+        answers, _ = group.gather(refs, 0.0)
+        silent = tuple(rank for rank in refs if rank not in answers)
+        gone = _gone_with_nodes(group, silent)
+        if gone or not late or time.monotonic() > until:
+            return gone or silent
+
+
+def _gone_with_nodes(group: WorkerGroup, ranks: Iterable[int]) -> tuple[int, ...]:
+    """All ranks on those nodes of `ranks` that are gone."""
+    gone = gone_nodes({group.places[rank].node for rank in ranks} if group.places else ())
+    return tuple(rank for rank, place in enumerate(group.places) if place.node in gone)
+
+
+def _silent_error(group: WorkerGroup, ranks: tuple[int, ...], detector: str) -> WorkerError:
+    names, many = ", ".join(map(group.label, ranks)), len(ranks) > 1
+    reason = "after other ranks lost their connections"
+    if _gone_with_nodes(group, ranks) == ranks:
+        reason = f"and Ray has ended on the{'ir nodes' if many else ' node'}"
+    text = f"{names} {'do' if many else 'does'} not answer, {reason}"
+    return WorkerError(text, ranks[0], text, ranks, "node", detector)

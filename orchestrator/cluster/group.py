@@ -13,9 +13,17 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from pentad.orchestrator.cluster.faults import Failure, Refusal, WorkerError, grace_seconds, output_of
+from pentad.orchestrator.cluster.faults import Failure, WorkerError, error_of, grace_seconds
 from pentad.orchestrator.cluster.held_lease import HeldLease
-from pentad.orchestrator.cluster.placement import Place, Placement, bundle_places, order_places, release, strategy_of
+from pentad.orchestrator.cluster.placement import (
+    Place,
+    Placement,
+    bundle_places,
+    order_places,
+    release,
+    strategy_of,
+    strategy_on,
+)
 from pentad.orchestrator.cluster.worker import Actor, StaleGeneration, Status, WorkerPlace, read_status, streams_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
@@ -28,7 +36,6 @@ Refs = dict[int, Any]  # pending answers by rank
 Member = tuple[Any, WorkerPlace]  # a rank's actor, and where it runs
 Tick = Callable[[dict[int, Status]], None]
 
-PING_SECONDS = 1.2
 POLL_SECONDS = 0.1  # Ray delivers no signal while it waits
 STATUS_SECONDS = 0.5
 LAST_STATUS_SECONDS = 2.0
@@ -76,23 +83,26 @@ class WorkerGroup:
         group = WorkerGroup(plan, placement, generation, runner, lease)
         try:
             group._create(deadline)
-            group.start_generation(deadline, keep=False, progress=progress)
+            progress("loading the ranks")
+            group.load(deadline, keep=False)
+            progress("connecting the ranks")
+            group.connect(deadline)
         except BaseException:
             group.stop(kill=True)
             raise
         return group
 
-    def start_generation(
-        self, deadline: float, *, keep: bool, progress: Callable[[str], None] = lambda phase: None
-    ) -> None:
-        """Creates a runner on every rank for this plan and generation (with `keep` from what the rank holds), and
-        connects them. Raises WorkerError, or PentadError when that lasts beyond the monotonic second `deadline`."""
-        progress("loading the ranks")
+    def load(self, deadline: float, *, keep: bool) -> None:
+        """Creates a runner on every rank for this plan and generation (with `keep` from what the rank holds), for which
+        a new process imports torch. Raises WorkerError, or PentadError when that lasts beyond the monotonic second
+        `deadline`."""
         plan, bundles = ray.put(self.plan), tuple(self.bundles)
         ranks = enumerate(self.actors)
         calls = {rank: actor.start.remote(self.generation, plan, rank, bundles, keep) for rank, actor in ranks}
         self.device_name = self.collect(calls, deadline=deadline)[0]
-        progress("connecting the ranks")
+
+    def connect(self, deadline: float) -> None:
+        """Connects the runners. Raises as `load` does."""
         self.offsets = tuple(self._clock_offset(rank, deadline) for rank in range(self.plan.mesh.size))
         left = max(0.1, deadline - time.monotonic())
         (address,) = self.collect({0: self.call_runner(0, "serve", self.places[0].ip, left)}, deadline=deadline)
@@ -202,7 +212,9 @@ class WorkerGroup:
                 if tick:
                     tick(statuses)
         if failures:
-            raise self._error_of(failures)
+            fault = error_of(self, failures)
+            self._failed |= isinstance(fault, WorkerError)
+            raise fault
         if pending:
             late = ", ".join(map(self.label, sorted(pending.values())))
             raise PentadError(f"cluster.start_timeout_seconds was not enough: {late} did not start within it")
@@ -268,6 +280,14 @@ class WorkerGroup:
         answers, _ = self.gather(refs, LAST_STATUS_SECONDS)
         return next(iter(answers.values()), None)
 
+    def last_status(self, rank: int, *, lives: bool) -> Status | None:
+        """What a rank was doing: as it says if it lives, else from its progress file if that is on this node, else as
+        last known."""
+        if not lives:
+            return self._read_progress(rank) or self._statuses.get(rank)
+        answers, _ = self.gather({rank: self.actors[rank].status.remote()}, LAST_STATUS_SECONDS)
+        return answers.get(rank) or self._statuses.get(rank)
+
     def neighbours(self, rank: int) -> list[int]:
         """The other ranks on its node."""
         node = self.places[rank].node
@@ -279,17 +299,18 @@ class WorkerGroup:
         suffix = f"-{self.generation}" if self.places else ""  # the name of a dead actor may not be free yet
         since = f", since generation {self.generation}" if self.places else ""
         name, label = f"{str(at).replace(' ', '-')}{suffix}", f"{at}{since}"
-        return self._new_actor(name, label, bundle, num_gpus=1 if plan.device == "cuda" else 0)
+        where = strategy_of(self.placement, bundle)
+        return self._new_actor(name, label, where, num_gpus=1 if plan.device == "cuda" else 0)
 
-    def create_spare(self, bundle: int, number: int) -> Any:
-        """A new actor on the node of a bundle. It takes nothing there, so that it can have the place of any rank of the
-        node: what Ray has reserved for that stays reserved."""
+    def create_spare(self, node: str, number: int) -> Any:
+        """A new actor on a node. It takes nothing there, so that it can have the place of any rank of the node: what
+        Ray has reserved for that stays reserved."""
         name = f"spare-{self.generation}-{number}"
-        self.spares.append(self._new_actor(name, name, bundle, num_cpus=0, num_gpus=0))
+        self.spares.append(self._new_actor(name, name, strategy_on(node), num_cpus=0, num_gpus=0))
         return self.spares[-1]
 
-    def _new_actor(self, name: str, label: str, bundle: int, **needs: int) -> Any:
-        run, at = self.plan.name, strategy_of(self.placement, bundle)
+    def _new_actor(self, name: str, label: str, at: Any, **needs: int) -> Any:
+        run = self.plan.name
         lifetime = {"namespace": self.lease.ranks, "lifetime": "detached"} if self.lease else {}
         kind = Actor.options(name=f"pentad/{run}/{name}", scheduling_strategy=at, **needs, **lifetime)
         return kind.remote(f"{run} {label}", self.runner)
@@ -307,11 +328,6 @@ class WorkerGroup:
         """The pending answer of one rank's runner."""
         name = f"{method}{arguments} in generation {self.generation}"  # as the actor's page in the dashboard shows it
         return self.actors[rank].call.options(name=name).remote(self.generation, method, *arguments)
-
-    def unresponsive(self, seconds: float = PING_SECONDS) -> tuple[int, ...]:
-        """Ranks that do not answer within `seconds`."""
-        answers, _ = self.gather(self._call("clock"), seconds)
-        return tuple(rank for rank in range(len(self.actors)) if rank not in answers)
 
     def _create(self, deadline: float) -> None:
         """Creates actors in node order, and once more if the order of their GPUs turns out to be another."""
@@ -343,41 +359,6 @@ class WorkerGroup:
         with suppress(OSError, struct.error):
             return read_status(Path(self.places[rank].progress_file), streams_of(self.plan, rank))
         return None
-
-    def _error_of(self, failures: list[Failure]) -> PentadError:
-        """A user's mistake as the worker worded it, else which rank failed, where and why."""
-        if all(failure.is_victim for failure in failures) and (silent := self.unresponsive()):
-            return self._unresponsive_error(silent)
-        culprit = min(failures, key=lambda f: (not f.died, f.is_victim))
-        error = getattr(culprit.error, "cause", None)
-        if isinstance(error, PentadError):
-            return Refusal(str(error))
-        self._failed = True
-        status = self._last_status(culprit)
-        where = f" at step {status.step}" if status and status.step >= 0 else ""
-        doing = f" in {status.instruction}" if status and status.instruction else ""
-        verb = "died" if culprit.died else "failed"
-        message = f"{self.label(culprit.rank)} {verb}{where}{doing}: {culprit.cause}"
-        at = self.places[culprit.rank] if self.places else None
-        detail = f"{culprit.error}\n{output_of(at.pid, at.progress_file) if at else ''}"
-        lost = tuple(failure.rank for failure in failures if not failure.is_victim)
-        detector = "peer" if culprit.is_victim else "ray"
-        return WorkerError(message, culprit.rank, detail, lost, culprit.fault, detector)
-
-    def _unresponsive_error(self, ranks: tuple[int, ...]) -> WorkerError:
-        self._failed = True
-        names = ", ".join(map(self.label, ranks))
-        text = f"{names} {'do' if len(ranks) > 1 else 'does'} not answer, after other ranks lost their connections"
-        return WorkerError(text, ranks[0], text, ranks, "node", "peer")
-
-    def _last_status(self, culprit: Failure) -> Status | None:
-        """What the culprit was doing: as it says if it lives, else from its progress file if that is on this node, else
-        as last known."""
-        rank = culprit.rank
-        if culprit.died:
-            return self._read_progress(rank) or self._statuses.get(rank)
-        answers, _ = self.gather({rank: self.actors[rank].status.remote()}, LAST_STATUS_SECONDS)
-        return answers.get(rank) or self._statuses.get(rank)
 
     def _clock_offset(self, rank: int, deadline: float) -> float:
         """Seconds from a rank's monotonic clock to this process's: 0 on the same node, else by the fastest of 8 round

@@ -13,10 +13,19 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pentad.orchestrator.cluster.faults import Superseded
-from pentad.orchestrator.cluster.lease import KEEPER, Holder, KeeperActor, renew_seconds, silent_seconds
-from pentad.orchestrator.cluster.placement import Placement, release
+from pentad.orchestrator.cluster.lease import (
+    KEEPER,
+    Holder,
+    KeeperActor,
+    actors_of,
+    end_ranks,
+    renew_seconds,
+    silent_seconds,
+)
+from pentad.orchestrator.cluster.placement import Placement
 from pentad.schedules.ir.errors import PentadError
 
 ANSWER_SECONDS = 10.0
@@ -58,12 +67,7 @@ class HeldLease:
 
     def actors(self) -> list[Any]:
         """Those of the ranks that are not known to be dead."""
-        known = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if self._is_rank(each)]
-        found = []
-        for name in sorted(known):
-            with suppress(ValueError):  # it has just ended
-                found.append(ray.get_actor(name, namespace=self.ranks))
-        return found
+        return actors_of(self.ranks)
 
     def start_over(self) -> None:
         """Ends all that a former driver has left, and begins another set of ranks."""
@@ -79,17 +83,14 @@ class HeldLease:
             self._end()
 
     def _end(self) -> None:
-        if (placement := self.placement()) is not None:
-            release(placement)
+        end_ranks(self.ranks, self.placement())
         ray.kill(self.keeper)
-
-    def _is_rank(self, named: dict[str, str]) -> bool:
-        return named["namespace"] == self.ranks
 
     def _acquire(self) -> tuple[Any, str, bool]:
         """The keeper, the namespace of its ranks, and whether it was there already."""
         deadline = time.monotonic() + SETTLE_SECONDS
-        options = {"name": KEEPER, "namespace": self.namespace, "lifetime": "detached"}
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)  # not among the ranks
+        options = {"name": KEEPER, "namespace": self.namespace, "lifetime": "detached", "scheduling_strategy": here}
         while True:
             ranks = f"{self.namespace}/{secrets.token_hex(4)}"
             with suppress(ValueError):  # there is one

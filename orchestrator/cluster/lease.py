@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 
@@ -111,11 +111,27 @@ class Keeper:
         print(f"no driver has renewed the lease of {self.ranks} for {self.lease.seconds:g} s: these ranks end")
         while True:  # the head of the cluster may be away
             with suppress(Exception):
-                _, placement = self.found()
-                if placement is not None:
-                    release(placement)
+                end_ranks(self.ranks, find_placement(self.ranks))
                 ray.kill(ray.get_runtime_context().current_actor)
             time.sleep(renew_seconds(self.lease.seconds))
+
+
+def actors_of(ranks: str) -> list[Any]:
+    """Those of the ranks and spares in this namespace that are not known to be dead."""
+    known = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == ranks]
+    found = []
+    for name in sorted(known):
+        with suppress(ValueError):  # it has just ended
+            found.append(ray.get_actor(name, namespace=ranks))
+    return found
+
+
+def end_ranks(ranks: str, placement: Placement | None) -> None:
+    """Frees their room, and ends them: those that were spares are not bound to it."""
+    if placement is not None:
+        release(placement)
+    for actor in actors_of(ranks):
+        ray.kill(actor)
 
 
 KeeperActor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(Keeper)

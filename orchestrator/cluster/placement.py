@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import ray
 from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Coordinates, Mesh
@@ -184,6 +184,25 @@ def strategy_of(placement: Placement, bundle: int) -> PlacementGroupSchedulingSt
     """Has Ray place an actor there."""
     group, index = placement.find(bundle)
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+
+
+def strategy_on(node: str) -> NodeAffinitySchedulingStrategy:
+    """Has Ray place an actor on a node, and on no other."""
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def free_rooms(device: str) -> dict[str, int] | None:
+    """How many more ranks the nodes that are not draining have room for; None if Ray does not say."""
+    needs, leaving = _bundle(device), draining()
+    try:
+        free = ray._private.state.available_resources_per_node()
+    except Exception:  # private to Ray, whose head may be away
+        return None
+    return {
+        node: min(int(has.get(kind, 0.0) // need) for kind, need in needs.items())
+        for node, has in free.items()
+        if node not in leaving
+    }
 
 
 def bundle_places(placement: Placement) -> tuple[Place, ...]:

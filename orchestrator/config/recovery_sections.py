@@ -56,9 +56,10 @@ class ElasticSection(Section):
     status and the journal (docs/observability.md). If one computes 8 % longer for 16 more steps, rebalance: layers move
     from its stage to others, if that helps; evict: it moves to another GPU or node, if there is room
     (docs/faulty-ranks.md)"""
-    spares: NonNegativeInt = 0
+    spares: NonNegativeInt | None = None
     """processes that wait on the ranks' nodes, with everything imported, to take the place of a lost rank. Each takes
-    host memory there, and no GPU"""
+    host memory there, and no GPU. null: ranks on CPUs have as many as one of their nodes has ranks, on nodes without
+    ranks that have room for them"""
     replicate_every: NonNegativeInt = 0
     """steps between copies of each rank's state in the memory of a rank of another node; 0: none"""
     check_every: NonNegativeInt = 0

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 
 from pentad.orchestrator.cluster.copies import GroupCopies
-from pentad.orchestrator.cluster.faults import Superseded, WorkerError
+from pentad.orchestrator.cluster.faults import Superseded, WorkerError, unresponsive
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.placement import drain, draining
 from pentad.orchestrator.cluster.worker import Status
@@ -247,7 +247,7 @@ def as_worker_error(group: WorkerGroup, error: PentadError) -> WorkerError:
     """The error of a recovery that failed, with the ranks that do not answer as lost. Raises it when all answer."""
     if isinstance(error, WorkerError):
         return error
-    silent = group.unresponsive()
+    silent = unresponsive(group)
     if not silent:
         raise error
     return WorkerError(str(error), silent[0], str(error), silent, "node", "heartbeat")

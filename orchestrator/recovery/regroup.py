@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from pentad.orchestrator.cluster.copies import GroupCopies
+from pentad.orchestrator.cluster.gone_nodes import forget_gone_nodes
 from pentad.orchestrator.cluster.group import Member, Tick, WorkerGroup
 from pentad.orchestrator.cluster.placement import Place, living_bundles, order_places
 from pentad.orchestrator.config.config import RunConfig
@@ -36,7 +37,7 @@ from pentad.workers.checkpoint.checkpoint import (
 from pentad.workers.replication.source import CopySource
 
 CREATE_SECONDS = 30.0
-RETRY_SECONDS = 0.2
+RETRY_SECONDS = 0.05
 
 
 class Regroup:
@@ -158,6 +159,7 @@ class Regroup:
         ranks = enumerate(zip(group.bundles, group.actors, group.places, strict=True))
         found = {bundle: (actor, place) for rank, (bundle, actor, place) in ranks if rank not in state.lost}
         missing = {rank: bundle for rank, bundle in enumerate(bundles) if bundle not in found}
+        forget_gone_nodes({group.places[rank].node for rank in state.lost})
         while missing:
             nodes = living_bundles(group.placement)
             if set(missing.values()) <= nodes.keys():
@@ -202,8 +204,11 @@ class Regroup:
             self.bus.folder.replan(plan)
         group.adopt(plan, bundles, members)
         state.lost.clear()
+        deadline = time.monotonic() + self.config.cluster.start_timeout_seconds
+        with state.timed("load"):
+            group.load(deadline, keep=keep)
         with state.timed("connect"):
-            group.start_generation(time.monotonic() + self.config.cluster.start_timeout_seconds, keep=keep)
+            group.connect(deadline)
 
     def _receive(self, state: RecoveryState) -> None:
         """Ranks that are current send the others their state."""

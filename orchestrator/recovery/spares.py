@@ -1,19 +1,21 @@
 """Processes that wait to take the place of a lost rank (elastic.spares): they have imported what a rank needs.
 
-A spare waits on a node of the ranks, and takes no resources there: it gets those of the rank whose place it takes, its
-GPU for example. Until then it holds host memory and no memory of a GPU. If its node is lost, so is the spare.
+A spare waits on a node of the ranks, or on one with room for those of another node. It takes no resources there: it
+gets those of the rank whose place it takes, its GPU for example. Until then it holds host memory and no memory of a
+GPU. If its node is lost, so is the spare.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
 
 from pentad.orchestrator.cluster.group import WorkerGroup
+from pentad.orchestrator.cluster.placement import free_rooms
 from pentad.orchestrator.cluster.worker import WorkerPlace
 from pentad.orchestrator.monitoring.event_bus import EventBus
 
@@ -30,9 +32,10 @@ class Spare(NamedTuple):
 
 
 class Spares:
-    """Of one run: as many as `count`, of which some may not be ready."""
+    """Of one run: as many as `count` on the nodes of the ranks; None: as many as a node has ranks, on other nodes that
+    have room for them. Some may not be ready."""
 
-    def __init__(self, count: int, group: WorkerGroup, bus: EventBus) -> None:
+    def __init__(self, count: int | None, group: WorkerGroup, bus: EventBus) -> None:
         self.count, self.group, self.bus = count, group, bus
         self.waiting: list[Spare] = []
         self.number = self.failures = 0
@@ -40,10 +43,12 @@ class Spares:
     def keep(self) -> None:
         """Starts those that are missing, notices those that are ready or gone, and ends those on nodes that ranks have
         left. Never waits."""
-        if not self.count:
+        if self.count == 0:
             return
         self.waiting = [each for spare in self.waiting if (each := self._heard(spare)) is not None]
-        missing = spare_nodes(self.count, [place.node for place in self.group.places])
+        missing = self._nodes()
+        if missing is None:
+            return
         for spare in list(self.waiting):
             if missing[spare.node]:
                 missing[spare.node] -= 1
@@ -76,11 +81,19 @@ class Spares:
         rank = group.bundles.index(bundle)
         return group.places[rank] if group.rooms[rank] == group.placement.find(bundle) else None
 
+    def _nodes(self) -> Counter[str] | None:
+        """How many spares each node gets; None if that is not known now."""
+        nodes = [place.node for place in self.group.places]
+        if self.count is not None:
+            return spare_nodes(self.count, nodes)
+        if self.group.plan.device == "cuda":  # it would not be known which GPU is theirs
+            return Counter()
+        rooms = free_rooms(self.group.plan.device)
+        return None if rooms is None else standby_nodes(nodes, rooms)
+
     def _start(self, node: str) -> None:
-        places = zip(self.group.bundles, self.group.places, strict=True)
-        bundle = next(bundle for bundle, place in places if place.node == node)
         self.number += 1
-        actor = self.group.create_spare(bundle, self.number)
+        actor = self.group.create_spare(node, self.number)
         self.waiting.append(Spare(node, actor, actor.warm.remote(self.group.plan.device)))
 
     def _heard(self, spare: Spare) -> Spare | None:
@@ -122,6 +135,16 @@ def spare_nodes(count: int, nodes: Sequence[str]) -> Counter[str]:
     for _ in range(count):
         found[min(ranks, key=lambda node: (-ranks[node] / (found[node] + 1), node))] += 1
     return found
+
+
+def standby_nodes(nodes: Sequence[str], rooms: Mapping[str, int]) -> Counter[str]:
+    """Where as many spares wait as one of the `nodes` of the ranks has at most: on as few other nodes as possible,
+    within their `rooms`."""
+    left, found = max(Counter(nodes).values()), Counter[str]()
+    for node in sorted(rooms.keys() - set(nodes), key=lambda node: (-rooms[node], node)):
+        found[node] = min(left, rooms[node])
+        left -= found[node]
+    return +found
 
 
 def _has_answered(spare: Spare) -> bool:

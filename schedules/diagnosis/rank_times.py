@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from pentad.schedules.diagnosis.attribution import LayerWait, Measured, Starved
 from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, HOST, StepView
+from pentad.schedules.ir.arrow_arrays import filled_array
 from pentad.schedules.ir.arrow_file import read_table, require_no_nulls, require_range
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import RECEIVES, Key
@@ -103,7 +104,7 @@ def _host_and_receives(view: StepView) -> dict[tuple[int, str, int], float]:
 def to_arrow(times: Iterable[RankTime]) -> pa.Table:
     rows = list(times)
     columns = zip(*rows, strict=True) if rows else ([] for _ in SCHEMA)
-    return pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
+    return pa.table([filled_array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
 
 
 def save(times: Iterable[RankTime], path: Path) -> None:

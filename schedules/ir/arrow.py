@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
+from pentad.schedules.ir.arrow_arrays import filled_array
 from pentad.schedules.ir.columns import OPS, Columns, from_rows
 from pentad.schedules.ir.instruction import Instruction, Key, Op, parse_key
 
@@ -35,7 +36,7 @@ def to_table(columns: Columns) -> pa.Table:
 
     ops, peers = columns.op.tolist(), columns.peer.tolist()
     keys = zip(*(column.tolist() for column in columns.wait_columns), strict=True)
-    waits = pa.array([str(Key(OPS[op], stage, mb)) for op, stage, mb in keys], pa.string())
+    waits = filled_array((Key(OPS[op], stage, mb) for op, stage, mb in keys), pa.string())
     arrays = [
         columns.rank,
         columns.action - columns.action_offsets[columns.rank] if columns.rows else columns.rank,
@@ -46,9 +47,10 @@ def to_table(columns: Columns) -> pa.Table:
         columns.peer,
         [columns.groups[code] for code in columns.group.tolist()],
         columns.slot,
-        pa.ListArray.from_arrays(pa.array(columns.wait_offsets, pa.int32()), waits),
     ]
-    return pa.table([pa.array(a, f.type) for a, f in zip(arrays, SCHEMA, strict=True)], schema=SCHEMA)
+    filled = [filled_array(values, field.type) for values, field in zip(arrays, SCHEMA, strict=False)]
+    lists = pa.ListArray.from_arrays(filled_array(columns.wait_offsets, pa.int32()), waits)
+    return pa.table([*filled, lists], schema=SCHEMA)
 
 
 def from_table(table: pa.Table, ranks: int) -> Columns:

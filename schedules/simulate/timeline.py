@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from pentad.schedules.ir.arrow_arrays import filled_array
 from pentad.schedules.ir.arrow_file import read_table, require_no_nulls, require_range
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
@@ -104,7 +105,7 @@ class Timeline:
 
     def to_arrow(self) -> pa.Table:
         columns = zip(*self.spans, strict=True) if self.spans else ([] for _ in SCHEMA)
-        table = pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
+        table = pa.table([filled_array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
         return table.replace_schema_metadata({"source": self.source, "version": "1"})
 
     @staticmethod

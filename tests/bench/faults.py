@@ -2,11 +2,13 @@
 
 PYTHONPATH=.typings:tests/support python tests/bench/faults.py --kills 50 --stops 20 --nodes 6 --soak 5000
 PYTHONPATH=.typings:tests/support python tests/bench/faults.py --kills 10 --spared-kills 10
+PYTHONPATH=.typings:tests/support python tests/bench/faults.py --nodes 20 --unprepared-nodes 20
 
 Kills and stops hit one run again and again: a random rank gets SIGKILL or SIGSTOP within a second after the run has
 made a few steps. One rank is spared, so that growth over all recoveries shows in it. `--spared-kills` come while a
-spare (elastic.spares) is ready. A node is lost by SIGKILL of its raylet, on a cluster of a head and three nodes. Times
-are from the journal.
+spare (elastic.spares) is ready. A node is lost by SIGKILL of its raylet, on a cluster of a head and three nodes: once
+spares are ready on the node without ranks, or, unprepared, without spares (elastic.spares=0). Times are from the
+journal.
 """
 
 from __future__ import annotations
@@ -129,26 +131,38 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {"p50": round(statistics.median(ordered), 3), "p95": round(p95, 3), "max": round(ordered[-1], 3)}
 
 
-def node_faults(folder: Path, count: int, rng: random.Random) -> dict[str, Any]:
+def node_faults(folder: Path, count: int, rng: random.Random, spares: int | None) -> dict[str, Any]:
     """Kills a node with ranks `count` times, and adds a new node each time training has continued."""
     from multinode import kill, multinode_cluster
 
     rows: list[dict[str, Any]] = []
-    failure = ""
+    failure, key = "", "null" if spares is None else str(spares)
     with multinode_cluster() as cluster:
         cluster.resize(2, 2, 2)
-        with LiveRun(folder, *ELASTIC, f"cluster.address={cluster.address}") as run:
+        with LiveRun(folder, *ELASTIC, f"cluster.address={cluster.address}", f"elastic.spares={key}") as run:
             try:
                 for number in range(count):
                     run.wait_steps(STEPS_BETWEEN_FAULTS)
-                    victim = cluster.node_of(rng.choice(cluster.rank_pids()))
-                    rows.append(inject(run, rng, partial(kill, victim)))
+                    run.wait_until(lambda: run.status()["spares"] == (2 if spares is None else spares), LIMIT_SECONDS)
+                    before = [rank["pid"] for rank in run.status()["ranks"]]
+                    rows.append(inject(run, rng, partial(kill, cluster.node_of(rng.choice(before)))))
+                    new = {rank["pid"] for rank in run.status()["ranks"]} - set(before)
+                    rows[-1] |= {"next_step": rows[-1]["noticed"] + rows[-1]["stepped"]}
+                    rows[-1] |= {"cpu_seconds_of_new_ranks": round(sum(map(cpu_seconds, new)), 2)}
                     print(number, json.dumps(rows[-1]), flush=True)
                     cluster.resize(2, 2, 2)
             except Ended as error:
                 failure = str(error)
             status, complete = run.stop(), run.has_every_step_once()
-    return {**summarize(rows), "failure": failure, "exit_status": status, "every_step_once": complete, "rows": rows}
+    next_step = percentiles([row["next_step"] for row in rows]) if rows else {}
+    facts = {"failure": failure, "exit_status": status, "every_step_once": complete}
+    return {**summarize(rows), "next_step_after_fault": next_step, **facts, "rows": rows}
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process since it started."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
 
 
 def soak(folder: Path, steps: int, seconds: float) -> dict[str, Any]:
@@ -197,6 +211,7 @@ def main() -> None:
     parser.add_argument("--spared-kills", type=int, default=0, help="number of SIGKILLs with a spare")
     parser.add_argument("--stops", type=int, default=0, help="number of SIGSTOPs to ranks")
     parser.add_argument("--nodes", type=int, default=0, help="number of nodes to kill")
+    parser.add_argument("--unprepared-nodes", type=int, default=0, help="number of nodes to kill without spares")
     parser.add_argument("--soak", type=int, default=0, help="steps of a healthy run under CPU load")
     parser.add_argument("--soak-seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -210,7 +225,8 @@ def main() -> None:
             lambda folder: process_faults(folder, args.spared_kills, signal.SIGKILL, rng, spares=1),
         ),
         "stops": (args.stops, lambda folder: process_faults(folder, args.stops, signal.SIGSTOP, rng)),
-        "nodes": (args.nodes, lambda folder: node_faults(folder, args.nodes, rng)),
+        "nodes": (args.nodes, lambda folder: node_faults(folder, args.nodes, rng, None)),
+        "unprepared_nodes": (args.unprepared_nodes, lambda folder: node_faults(folder, args.unprepared_nodes, rng, 0)),
         "soak": (args.soak, lambda folder: soak(folder, args.soak, args.soak_seconds)),
     }
     for name, (count, measure) in sections.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -179,9 +179,11 @@ class Cluster:
         self.deaths: list[Callable[[Process], None]] = []
         self.mangle: Callable[[Process, str], str] = lambda process, name: ""
 
-    def create(self, bundle: int) -> Actor:
+    def create(self, at: int | str) -> Actor:
+        """A process in a bundle, or on a node without one."""
         self.world.check()
-        process = Process(self, self.nodes[self.bundles[bundle]], 10_000_000 + len(self.processes), bundle)
+        node, bundle = (self.bundles[at], at) if isinstance(at, int) else (at, -1)
+        process = Process(self, self.nodes[node], 10_000_000 + len(self.processes), bundle)
         self.processes.append(process)
         process.worker = self.make_worker(process)
         process.stopped = True  # until it has started
@@ -268,6 +270,9 @@ class Cluster:
     def living_bundles(self) -> dict[int, str]:
         gone = {name for name, node in self.nodes.items() if not node.is_alive} | set(self.draining)
         return {bundle: node for bundle, node in enumerate(self.bundles) if node not in gone}
+
+    def gone_nodes(self, nodes: Collection[str]) -> frozenset[str]:
+        return frozenset(node for node in nodes if node not in self.nodes or not self.nodes[node].is_alive)
 
     def on_death(self, process: Process) -> None:
         for each in self.deaths:

@@ -15,7 +15,7 @@ from chaos_lease import SimLease
 from chaos_placement import SimPlacement, node_of
 
 from pentad.orchestrator.cluster import cluster as clusters
-from pentad.orchestrator.cluster import copies, placement
+from pentad.orchestrator.cluster import copies, faults, placement
 from pentad.orchestrator.cluster import group as groups
 from pentad.orchestrator.cluster import worker as workers
 from pentad.orchestrator.cluster.placement import Place
@@ -32,7 +32,20 @@ if TYPE_CHECKING:
     from chaos_history import Simulation
 
 CLOCKED = (
-    *(groups, fence, recovery, regroup, evictions, hang_detection, step_loop, replication, driver, measure, workers),
+    *(
+        groups,
+        faults,
+        fence,
+        recovery,
+        regroup,
+        evictions,
+        hang_detection,
+        step_loop,
+        replication,
+        driver,
+        measure,
+        workers,
+    ),
     *(event_bus, runfolder, run_files, checkpoints, placement, copies),
 )
 
@@ -91,7 +104,7 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
         time=lambda: current().world.now,
         sleep=lambda seconds: current().world.wait(seconds),
     )
-    for module in (groups, copies, fence, regroup, spares, workers, adoption):
+    for module in (groups, faults, copies, fence, regroup, spares, workers, adoption):
         patch.setattr(module, "ray", fake)
     for module in CLOCKED:
         if hasattr(module, "time"):
@@ -102,6 +115,10 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
     )
     patch.setattr(groups, "Actor", SimpleNamespace(options=options))
     patch.setattr(groups, "strategy_of", lambda placement, bundle: bundle)
+    patch.setattr(groups, "strategy_on", lambda node: node)
+    patch.setattr(faults, "gone_nodes", lambda nodes: current().cluster.gone_nodes(nodes))
+    patch.setattr(regroup, "forget_gone_nodes", lambda nodes: None)
+    patch.setattr(spares, "free_rooms", lambda device: {})
     patch.setattr(groups, "bundle_places", lambda group: tuple(places_of(current())))
     patch.setattr(groups, "release", lambda group: None)
     patch.setattr(groups, "read_status", lambda path, streams: current().read_status(str(path)))

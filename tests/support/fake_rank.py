@@ -33,8 +33,10 @@ class Rank:
     """One rank's process: the methods of a Worker and of its Runner, which `call` reaches by name. `version` steps are
     in its weights, -1: it has none. While it `hangs`, nothing in it answers."""
 
-    def __init__(self, fake: FakeRay, bundle: int) -> None:
-        self.fake, self.bundle, self.node = fake, bundle, fake.nodes[bundle]
+    def __init__(self, fake: FakeRay, at: int | str) -> None:
+        """In a bundle, or on a node without one."""
+        self.fake = fake
+        self.bundle, self.node = (at, fake.nodes[at]) if isinstance(at, int) else (-1, at)
         self.number, self.pid, self.generation, self.version = -1, 10_000_000 + len(fake.ranks), 0, -1
         self.is_alive, self.hangs, self.ready, self.copied, self.copied_to_peers = True, False, False, -1, -1
         self.leaving = self.node_leaving = ""  # why it, or its node, is about to end

@@ -11,7 +11,7 @@ from fake_rank import STEP_SECONDS, Actor, Blocked, Rank, Ref
 from rich.console import Console
 from small_checkpoint import save_small
 
-from pentad.orchestrator.cluster import copies
+from pentad.orchestrator.cluster import copies, faults
 from pentad.orchestrator.cluster import group as groups
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.placement import Place, Placement
@@ -70,6 +70,7 @@ class FakeRay:
     def __init__(self, patch: pytest.MonkeyPatch, *nodes: str) -> None:
         self.now, self.nodes, self.first = 100.0, nodes, nodes
         self.spare: list[str] = []  # nodes with room for ranks that move
+        self.rooms: dict[str, int] | None = {}  # of nodes, for ranks; None: the head of the cluster is away
         self.ranks: list[Rank] = []
         self.lost_nodes: set[str] = set()
         self.draining: dict[str, int] = {}
@@ -102,13 +103,17 @@ class FakeRay:
             kill=lambda actor: self.kill(actor.rank.pid),
             get_runtime_context=lambda: context,
         )
-        for module in (groups, copies, fence, regroup, spares):
+        for module in (groups, faults, copies, fence, regroup, spares):
             patch.setattr(module, "ray", fake)
-        for module in (groups, fence, recovery, regroup, evictions, hang_detection, step_loop):
+        for module in (groups, faults, fence, recovery, regroup, evictions, hang_detection, step_loop):
             patch.setattr(module, "time", clock)
         patch.setattr(fence, "os", kill)
         patch.setattr(groups, "Actor", SimpleNamespace(options=self._options))
         patch.setattr(groups, "strategy_of", lambda placement, bundle: bundle)
+        patch.setattr(groups, "strategy_on", lambda node: node)
+        patch.setattr(faults, "gone_nodes", lambda nodes: self.lost_nodes.intersection(nodes))
+        patch.setattr(regroup, "forget_gone_nodes", lambda nodes: None)
+        patch.setattr(spares, "free_rooms", lambda device: self.rooms)
         patch.setattr(groups, "bundle_places", lambda group: tuple(map(Place, range(len(self.nodes)), self.nodes)))
         patch.setattr(groups, "release", lambda group: None)
         patch.setattr(regroup, "living_bundles", lambda group: self.living_bundles())
@@ -175,7 +180,7 @@ class FakeRay:
         self.draining = {node: int(1000 * (self.now + seconds))}
         return True
 
-    def _options(self, *, scheduling_strategy: int, **_: Any) -> Any:
+    def _options(self, *, scheduling_strategy: int | str, **_: Any) -> Any:
         def remote(label: str, runner: str) -> Actor:
             self.ranks.append(Rank(self, scheduling_strategy))
             return Actor(self.ranks[-1])

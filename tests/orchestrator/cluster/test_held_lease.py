@@ -11,12 +11,14 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from pentad.orchestrator.cluster import held_lease as leases
+from pentad.orchestrator.cluster import lease as rules
 from pentad.orchestrator.cluster.faults import Superseded
 from pentad.orchestrator.cluster.held_lease import HeldLease, has_ended, held_lease
 from pentad.orchestrator.cluster.lease import KEEPER, Holder, Lease
 from pentad.schedules.ir.errors import PentadError
 
 SECONDS = 5.0
+DRIVERS_NODE = "node0"
 
 
 class Keeper:
@@ -44,7 +46,7 @@ class Cluster:
         self.released, self.dead = list[Any](), list[str]()
         self.job = "01"
         jobs = lambda: {bytes.fromhex(job): SimpleNamespace(is_dead=True) for job in self.dead}  # noqa: E731
-        context = SimpleNamespace(get_job_id=lambda: self.job, gcs_address="h:1")
+        context = SimpleNamespace(get_job_id=lambda: self.job, gcs_address="h:1", get_node_id=lambda: DRIVERS_NODE)
         named = [("other", "rank0")]
         fake = SimpleNamespace(
             get=self._get,
@@ -59,9 +61,10 @@ class Cluster:
             ),
             _raylet=SimpleNamespace(GcsClient=lambda address: SimpleNamespace(get_all_job_info=jobs)),
         )
-        patch.setattr(leases, "ray", fake)
+        for module in (leases, rules):
+            patch.setattr(module, "ray", fake)
         patch.setattr(leases, "KeeperActor", SimpleNamespace(options=self._options))
-        patch.setattr(leases, "release", self.released.append)
+        patch.setattr(rules, "release", self.released.append)
         patch.setattr(leases, "POLL_SECONDS", 0.01)
         patch.setattr(leases, "renew_seconds", lambda seconds: 0.02)
 
@@ -70,8 +73,8 @@ class Cluster:
         assert isinstance(found, Keeper)
         return found
 
-    def _options(self, *, name: str, namespace: str, lifetime: str) -> Any:
-        assert lifetime == "detached"
+    def _options(self, *, name: str, namespace: str, lifetime: str, scheduling_strategy: Any) -> Any:
+        assert lifetime == "detached" and scheduling_strategy.soft and scheduling_strategy.node_id == DRIVERS_NODE
 
         def remote(*given: Any) -> Keeper:
             if (namespace, name) in self.actors:
@@ -135,7 +138,7 @@ def test_a_lease_is_renewed_and_ends_with_all_that_the_run_had(cluster: Cluster)
         assert lease.actors() == ["zero", "one"] and room == "room"
         eventually(lambda: keeper.lease.renewals > 2)
         lease.require()
-    assert cluster.released == ["room"] and keeper not in cluster.actors.values()
+    assert cluster.released == ["room"] and not cluster.actors
 
 
 def test_while_a_driver_renews_another_one_is_refused(cluster: Cluster, lease: HeldLease) -> None:

@@ -85,7 +85,7 @@ def test_state_that_only_the_lost_rank_held_is_restored_from_the_newest_checkpoi
     state = run.recovery.recover(run.lose(1), 7)
     (recovered,) = run.events("recovered")
     assert (recovered["how"], recovered["step"], recovered["steps_replayed"]) == ("checkpoint", saved, 7 - saved)
-    assert recovered["seconds"].keys() == {"detect", "fence", "place", "connect", "state"}
+    assert recovered["seconds"].keys() == {"detect", "fence", "place", "load", "connect", "state"}
     assert state.version == saved and run.versions() == [saved] * 4
 
 

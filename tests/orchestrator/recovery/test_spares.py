@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pentad.orchestrator.cluster.worker import WorkerPlace
 from pentad.orchestrator.recovery.recovery import CHECK_SECONDS
-from pentad.orchestrator.recovery.spares import MOST_FAILURES, spare_nodes
+from pentad.orchestrator.recovery.spares import MOST_FAILURES, spare_nodes, standby_nodes
 
 SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")
 StartRun = Callable[..., FakeRun]
@@ -34,6 +34,18 @@ def test_another_spare_moves_none(count: int, places: Sequence[str]) -> None:
     assert (spare_nodes(count + 1, places) - spare_nodes(count, places)).total() == 1
 
 
+@given(nodes, st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 4)))
+def test_by_default_spares_wait_for_the_loss_of_a_node_where_no_rank_is(
+    places: Sequence[str], rooms: dict[str, int]
+) -> None:
+    found, needed = standby_nodes(places, rooms), max(Counter(places).values())
+    elsewhere = {node: room for node, room in rooms.items() if node not in places}
+    assert found.total() == min(needed, sum(elsewhere.values()))
+    assert all(0 < found[node] <= elsewhere[node] for node in found)
+    most = sorted(elsewhere.values(), reverse=True)[: max(0, len(found) - 1)]
+    assert not found or sum(most) < needed  # fewer nodes would not do
+
+
 def waiting(run: FakeRun) -> list[Rank]:
     """The processes that wait, by now ready."""
     for _ in range(2):
@@ -46,9 +58,43 @@ def new_ranks(run: FakeRun) -> dict[int, Rank]:
     return {number: rank for number, rank in enumerate(run.fake.members()) if rank is not run.before[number]}
 
 
-def test_without_the_key_nothing_waits(start: StartRun) -> None:
+def test_by_default_nothing_waits_where_there_is_no_other_node(start: StartRun) -> None:
     run = start(*SQUARE)
+    run.fake.rooms = {"node0": 3, "node1": 1}  # beside the ranks
     assert waiting(run) == [] and len(run.fake.ranks) == 4
+
+
+@pytest.mark.parametrize(("key", "device"), [("0", "cpu"), ("null", "cuda")])
+def test_nothing_waits_on_other_nodes_without_the_key_and_on_gpus(start: StartRun, key: str, device: str) -> None:
+    run = start(*SQUARE, f"elastic.spares={key}", device=device)
+    run.fake.rooms = {"node2": 2}
+    assert waiting(run) == []
+
+
+def test_the_ranks_of_a_lost_node_are_spares_of_another_one(start: StartRun) -> None:
+    run = start(*SQUARE)
+    run.fake.rooms = {"node2": 4}
+    spares = waiting(run)
+    assert [rank.node for rank in spares] == ["node2", "node2"]
+    run.fake.rooms = None  # the cluster's head is away: they stay
+    assert waiting(run) == spares and all(rank.is_alive for rank in spares)
+    fault = run.lose(1, 3)
+    run.fake.lose_node("node1")
+    run.fake.on_sleep = lambda: setattr(run.fake, "nodes", ("node0", "node0", "node2", "node2"))  # Ray moves them
+    run.recovery.recover(fault, 7)
+    assert sorted(run.events("recovered")[0]["spares"]) == [1, 3] and run.versions() == [7] * 4
+    assert sorted(rank.pid for rank in new_ranks(run).values()) == [rank.pid for rank in spares]
+    run.fake.rooms = {"node2": 2}
+    assert waiting(run) == []
+
+
+def test_spares_leave_nodes_that_others_need(start: StartRun) -> None:
+    run = start(*SQUARE)
+    run.fake.rooms = {"node2": 2, "node3": 1}
+    first, second = waiting(run)
+    run.fake.rooms = {"node2": 1}
+    (left,) = waiting(run)
+    assert left in (first, second) and [first.is_alive, second.is_alive].count(True) == 1
 
 
 def test_a_lost_rank_is_a_spare_of_its_node_and_another_one_waits(start: StartRun) -> None:

@@ -219,14 +219,17 @@ def test_a_second_driver_is_refused_while_the_first_lives(nodes, start_run, refe
     run.assert_gone()
 
 
-def test_without_a_driver_nothing_is_left_once_the_lease_has_expired(nodes, start_run):
+@pytest.mark.parametrize("spares", [0, 2])
+def test_without_a_driver_nothing_is_left_once_the_lease_has_expired(nodes, start_run, spares):
     nodes.resize(2, 2, 2)
-    run = start_run(*SQUARE, "schedule.name=1f1b", "elastic.driver_lease=6", "run.steps=100000")
+    words = f"elastic.spares={'null' if spares else 0}", "elastic.driver_lease=6", "run.steps=100000"
+    run = start_run(*SQUARE, "schedule.name=1f1b", *words)
     run.wait_for_step(4)
+    run.wait_for(lambda: len(run.events("spare ready")) == spares)
     run.stop()
     ended = time.monotonic()
     time.sleep(4.0)
-    assert len(nodes.ranks()) == 5, nodes.ranks()  # with the keeper of the lease
+    assert len(nodes.ranks()) == 5 + spares, nodes.ranks()  # with the keeper of the lease
     while nodes.ranks():
         assert time.monotonic() < ended + 6 + 4, nodes.ranks()
         time.sleep(0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -23,6 +24,29 @@ def test_slow_modules_are_not_imported_at_start_up(module: str, forbidden: set[s
     code = f"import sys, {module}; print(*{forbidden!r}.intersection(sys.modules))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+PANDAS = """
+import pickle, sys
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.diagnosis.rank_times import RankTime, to_arrow
+from pentad.schedules.simulate.timeline import Span, Timeline
+
+plan = make_plan(load(None, ["mesh.dp=2", "mesh.pp=2"]), "cpu")
+assert pickle.loads(pickle.dumps(plan)) == plan
+timeline = Timeline("measured", (Span(0, 1, "compute", "0F0", "F", 0, 0, -1, 0.0, 0.5),))
+timeline.to_arrow()
+to_arrow([RankTime(0, 1, "F", 0, 0.5, 0.0, 0.0)])
+print("pandas" in sys.modules)
+"""
+
+
+def test_a_rank_that_receives_its_plan_and_a_driver_that_records_do_not_import_pandas() -> None:
+    """pyarrow does so where it is installed, for 0.6 s of CPU time."""
+    assert find_spec("pandas") is not None
+    done = subprocess.run([sys.executable, "-P", "-c", PANDAS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
 
 
 DEFERRED = """
