@@ -183,7 +183,11 @@ class Executor:
     ) -> None:
         self.running, self.step, self.tokens, self.empty = program, step, tokens, empty
         self.lanes.begin_step()
+        self._begin_exchanges(program)
+
+    def _begin_exchanges(self, program: RankProgram) -> None:
         self.transport.begin_step(program.number)
+        self.groups.layers.tp.begin_step()
 
     def _run_action(self, action: Action) -> None:
         self.check()
@@ -361,7 +365,7 @@ class Executor:
         """ROLLBACK: discards what the step has computed; the other ends of its transfers do the same."""
         self.transport.finish_sends()
         self.lanes.discard_step(self.check)
-        self.transport.begin_step(program.number)
+        self._begin_exchanges(program)
         self.results.clear()
         self.activations.discard()
         for stage in self.stages.values():

@@ -128,8 +128,8 @@ def make_flags(plan: Plan, rank: int, store: dist.Store, generation: int) -> Str
     """Those of transfers and collectives between peers."""
     if plan.transport != "peer":
         return None
-    names = [*p2p_ipc.flag_names(plan), *peer_collectives.flag_names(plan), *peer_rows.flag_names(plan)]
-    return StreamFlags(store, rank, plan.mesh.size, names, generation)
+    counters = dict.fromkeys([*p2p_ipc.flag_names(plan), *peer_collectives.flag_names(plan)], 0)
+    return StreamFlags(store, rank, plan.mesh.size, counters | peer_rows.flags_of(plan), generation)
 
 
 def with_peer_rows(
