@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, assert_never
+from typing import Any, assert_never
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
-from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Action, Instruction, Key, Op, instructions_of
-from pentad.schedules.ir.program import Stream
-from pentad.schedules.spec.plan import Plan
+from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Action, Instruction, Key, Op
 from pentad.workers.data.batch_loader import Batch, Tokens
 from pentad.workers.evaluation.loss_totals import LossTotals
+from pentad.workers.lanes.streams import Check, HostStreams, Lanes
 from pentad.workers.linear.fp8_gradients import KeptGradients, PendingSums
 from pentad.workers.linear.fp8_sample import GradientSums
 from pentad.workers.linear.fp8_samples import PendingSamples
@@ -26,8 +23,8 @@ from pentad.workers.params.router_bias import PendingLoad, reports_load
 from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.optimizer_step import OptimizerStep
 from pentad.workers.runtime.progress_file import ProgressFile
+from pentad.workers.runtime.rank_program import IssuedStep, RankProgram
 from pentad.workers.runtime.results import total_load
-from pentad.workers.runtime.streams import Check, HostStreams, Lanes
 from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
@@ -35,40 +32,6 @@ from pentad.workers.transport.p2p_ipc import IpcTransport
 OF_MICROBATCH = {*COMPUTE, *SENDS, *RECEIVES, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD}
 # What a rehearsal of a step leaves out.
 ENDS = frozenset({Op.LOSS, Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})
-
-
-@dataclass(frozen=True)
-class RankProgram:
-    """One rank's stream of a program, which is number `number` of those of the plan, and what the executor looks up in
-    it. The rows of its batches fill so many `microbatches`; the program may have more."""
-
-    number: int
-    microbatches: int
-    stream: Stream
-    forward_only: bool
-    sources: dict[Key, Key]
-
-    @staticmethod
-    def of(plan: Plan, number: int, rank: int) -> RankProgram:
-        """What a rank of the mesh runs of a program of the plan."""
-        program = plan.programs[number]
-        stream = program.streams[plan.mesh.coordinates(rank).pp]
-        microbatches = min(program.microbatches, plan.batch.microbatches)
-        return RankProgram(number, microbatches, stream, program.forward_only, resolve_inputs(stream))
-
-
-class IssuedStep(NamedTuple):
-    """What a step runs, the source of every row of its global batch, and the row in every slot (see `Batch`)."""
-
-    program: RankProgram
-    row_sources: np.ndarray
-    rows_by_slot: np.ndarray
-
-    def by_row(self, by_slot: torch.Tensor) -> torch.Tensor:
-        """[batch size], from the same by slot."""
-        found = torch.empty_like(by_slot)
-        found[torch.from_numpy(self.rows_by_slot)] = by_slot
-        return found
 
 
 @dataclass(eq=False)
@@ -372,22 +335,3 @@ class Executor:
             stage.saved.clear()
             stage.begin(self.step, program.microbatches, self.target_tokens)
         self.restart = False
-
-
-def resolve_inputs(stream: Stream) -> dict[Key, Key]:
-    """For every compute instruction and send with an input, the instruction of the stream whose result it is: a
-    receive, or this rank's own compute of the neighbouring stage. The ends of the model have none."""
-    keys, found = {part.key for part in instructions_of(stream)}, {}
-    for part in instructions_of(stream):
-        _, stage, index = part.key
-        candidates: tuple[Key, ...] = ()
-        if part.op is Op.F:
-            candidates = Key(Op.RECV_F, stage, index), Key(Op.F, stage - 1, index)
-        elif part.op in (Op.B, Op.BW):
-            candidates = Key(Op.RECV_B, stage, index), Key(Op.B, stage + 1, index), Key(Op.BW, stage + 1, index)
-        elif part.op in SENDS:
-            candidates = part.waits[:1]
-        source = next((key for key in candidates if key in keys), None)
-        if source is not None:
-            found[part.key] = source
-    return found

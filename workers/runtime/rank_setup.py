@@ -21,6 +21,7 @@ from pentad.workers.data.batch_loader import BatchLoader
 from pentad.workers.data.sources import open_dataset, open_eval_data
 from pentad.workers.evaluation.eval_loader import EvalLoader
 from pentad.workers.host_memory import HostMemory, Reservation
+from pentad.workers.lanes.streams import CudaStreams, HostStreams, Lanes, stream_of
 from pentad.workers.linear.amax_history import AmaxHistory
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.model.stage import Stage
@@ -31,7 +32,6 @@ from pentad.workers.params.parameters import DTYPES, Parameters
 from pentad.workers.params.spike_filter import SpikeFilter
 from pentad.workers.replication.replicator import Replicator
 from pentad.workers.runtime.optimizer_step import BarrierStep, OptimizerStep, PostValidatedStep
-from pentad.workers.runtime.streams import CudaStreams, HostStreams, Lanes, stream_of
 from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport import p2p_ipc, peer_collectives, peer_rows
 from pentad.workers.transport.group_collectives import GroupCollectives

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import Instruction, Key
+from pentad.workers.lanes.gpu_progress import GpuProgress
+from pentad.workers.lanes.gpu_timer import GpuTimer, StepTimes
 from pentad.workers.parallel.async_ops import host_waits
 from pentad.workers.rank_waits import rank_waits
 from pentad.workers.run_delay import run_delay
-from pentad.workers.runtime.gpu_progress import GpuProgress
-from pentad.workers.runtime.gpu_timer import GpuTimer, StepTimes
 
 AHEAD = 2  # instructions that the host issues before the compute lane needs them
 BETWEEN = ("HOST", -1)  # instructions
