@@ -89,6 +89,9 @@ class HostStreams:
     def wait_previous_step(self, check: Check) -> None:
         """Nothing to do: compute is synchronous."""
 
+    def join_sends(self) -> None:
+        """Nothing to do: sends have ended."""
+
     def finish(self, check: Check) -> None:
         """Nothing to do: the last instruction of a step waits for all others."""
 
@@ -200,6 +203,12 @@ class CudaStreams:
     def wait_previous_step(self, check: Check) -> None:
         """Waits until the compute lane has completed the previous step."""
         self.progress.wait_previous_step(check)
+
+    def join_sends(self) -> None:
+        """Makes the compute lane wait for all sends, which read memory that it allocates."""
+        for lane, stream in self.streams.items():
+            if lane.startswith("SEND"):
+                self.compute.wait_stream(stream)
 
     def finish(self, check: Check) -> None:
         """Waits for everything issued."""

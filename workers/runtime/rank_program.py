@@ -10,6 +10,7 @@ import torch
 
 from pentad.schedules.ir.instruction import SENDS, Key, Op, instructions_of
 from pentad.schedules.ir.program import Stream
+from pentad.schedules.passes.send_lifetimes import ended_sends
 from pentad.schedules.spec.plan import Plan
 
 
@@ -23,14 +24,18 @@ class RankProgram:
     stream: Stream
     forward_only: bool
     sources: dict[Key, Key]
+    sent: frozenset[Key]  # whose results are sent
+    ended_sends: dict[Key, tuple[Key, ...]]
 
     @staticmethod
     def of(plan: Plan, number: int, rank: int) -> RankProgram:
         """What a rank of the mesh runs of a program of the plan."""
         program = plan.programs[number]
-        stream = program.streams[plan.mesh.coordinates(rank).pp]
-        microbatches = min(program.microbatches, plan.batch.microbatches)
-        return RankProgram(number, microbatches, stream, program.forward_only, resolve_inputs(stream))
+        pp = plan.mesh.coordinates(rank).pp
+        stream, microbatches = program.streams[pp], min(program.microbatches, plan.batch.microbatches)
+        sources = resolve_inputs(stream)
+        sent = frozenset(source for key, source in sources.items() if key.op in SENDS)
+        return RankProgram(number, microbatches, stream, program.forward_only, sources, sent, ended_sends(program, pp))
 
 
 class IssuedStep(NamedTuple):
