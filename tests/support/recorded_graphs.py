@@ -84,9 +84,11 @@ class RecordedMemory:
     def __init__(self) -> None:
         self.tensors: dict[int, Tensor] = {}
         self.recorded: Counter[int] = Counter()
+        self.graphs: list[RecordedGraph] = []  # all of them, lest another tensor have the number of one that is gone
 
     def graph(self) -> RecordedGraph:
-        return RecordedGraph(self)
+        self.graphs.append(RecordedGraph(self))
+        return self.graphs[-1]
 
     def allocating(self) -> AbstractContextManager[None]:
         return nullcontext()
