@@ -48,7 +48,8 @@ class Recorder(TorchDispatchMode):
         results = {n: each for n, each in enumerate(tree_flatten(found)[0]) if isinstance(each, Tensor)}
         new = {number: each.detach() for number, each in results.items() if storage_of(each) not in given}
         if new or not results or function._schema.is_mutable:  # no view
-            self.calls.append(Call(function, *tree_map_only(Tensor, Tensor.detach, (args, kwargs)), new))
+            args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            self.calls.append(Call(function, args, kwargs, new))
         return found
 
 

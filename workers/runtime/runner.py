@@ -71,7 +71,7 @@ class Runner:
         copies: HostCopies | None = None,
     ) -> None:
         self.plan, self.rank, self.generation = plan, rank, generation
-        self.device, self.fence_flag = rank_setup.prepare_device(plan.device, gpu), Fence()
+        self.device, self.fence_flag = rank_setup.prepare_device(plan.device, gpu, graphs=plan.cuda_graphs), Fence()
         self.progress: ProgressFile = previous.progress if previous else ProgressFile(progress, generation)
         self.progress.begin_generation(generation)
         self.state: RankState = RankState(plan, rank, self.device, previous.state if previous else None, blank=blank)
@@ -135,7 +135,7 @@ class Runner:
             losses, check = LossTotals(plan, rank, self.stages, groups.world), self.fence_flag.check
             activations = ActivationOffload.of(plan, rank, lanes, self.device)
             given = self.stages, groups, transport, lanes, self.progress, end, losses, self.shards, collectives
-            self.executor = Executor(*given, activations, check)
+            self.executor = Executor(*given, activations, check, rank_setup.make_graphs(plan))
 
     @abandonable
     def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> None:

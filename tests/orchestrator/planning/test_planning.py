@@ -71,6 +71,20 @@ def test_peer_transport_needs_one_host() -> None:
         plan_of("cluster.transport=peer", device="cuda", hosts=2)
 
 
+@pytest.mark.parametrize(
+    ("device", "override", "reason"),
+    [
+        ("cpu", "data.packing=windows", "CPU ranks"),
+        ("cuda", "memory.offload_fraction=0.5", "memory.offload_fraction, since what comes back lies elsewhere"),
+        ("cuda", "data.document_mask=true", "data.document_mask, since every step has other documents"),
+    ],
+)
+def test_graphs_need_steps_that_repeat(device: str, override: str, reason: str) -> None:
+    with pytest.raises(PentadError, match=f"cluster.cuda_graphs is true: expected false with {reason}"):
+        plan_of("cluster.cuda_graphs=true", override, device=device)
+    assert plan_of("cluster.cuda_graphs=true", device="cuda").cuda_graphs
+
+
 def test_null_warmup_and_minimum_learning_rate_are_a_tenth() -> None:
     optimizer = plan_of("run.steps=50", "optimizer.learning_rate=1e-3").optimizer
     assert optimizer.learning_rate.warmup_steps == 5
