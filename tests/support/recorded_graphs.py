@@ -47,7 +47,7 @@ class Recorder(TorchDispatchMode):
         found = function(*args, **kwargs)
         results = {n: each for n, each in enumerate(tree_flatten(found)[0]) if isinstance(each, Tensor)}
         new = {number: each.detach() for number, each in results.items() if storage_of(each) not in given}
-        if new or not results or function._schema.is_mutable:  # no view
+        if new or not results or function._schema.is_mutable or function.namespace == "c10d":  # no view
             args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
             self.calls.append(Call(function, args, kwargs, new))
         return found
@@ -75,6 +75,9 @@ class RecordedGraph:
             tensor.fill_(math.nan)
         for function, args, kwargs, results in self.calls:
             found = tree_flatten(function(*args, **kwargs))[0]
+            for each in found:
+                if hasattr(each, "wait"):  # communication
+                    each.wait()
             for number, result in results.items():
                 result.copy_(found[number])
 

@@ -143,6 +143,7 @@ class Executor:
         return step - behind, counter, program.number
 
     def close(self) -> None:
+        self.graphs = None  # and their memory
         for each in (self.activations, self.optimizer_step, self.collectives, self.groups.layers.tp, self.transport):
             each.close()
 
