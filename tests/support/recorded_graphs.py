@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from pentad.workers.parallel.async_ops import LayerWork, host_waits
 
 HOST_READS = {torch.ops.aten._local_scalar_dense.default}
 
@@ -62,7 +65,7 @@ class RecordedGraph:
 
     def capture(self, work: Callable[[], None]) -> None:
         self.stale = self.memory.take_stale()
-        with Recorder() as recorder:
+        with unrecorded_waits(), Recorder() as recorder:
             work()
         self.calls = recorder.calls
         self.memory.add(self.calls)
@@ -110,6 +113,19 @@ class RecordedMemory:
         counts = {key: torch._C._storage_Use_Count(key) - 1 for key in self.tensors}  # without Python's own object
         stale = [key for key, count in counts.items() if count == self.recorded[key]]
         return [found for found in map(self.tensors.pop, stale) if found.is_floating_point()]
+
+
+@contextmanager
+def unrecorded_waits() -> Iterator[None]:
+    """gloo copies some results when somebody waits for them, from memory of its own."""
+    real = host_waits.wait
+
+    def wait(works: Sequence[LayerWork]) -> None:
+        with _disable_current_modes():
+            real(works)
+
+    with patch.object(host_waits, "wait", wait):
+        yield
 
 
 def storage_of(tensor: Tensor) -> int:

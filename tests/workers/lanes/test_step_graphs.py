@@ -28,7 +28,7 @@ CASES: list[Any] = [
     pytest.param("1f1b", {"dp": 2, "pp": 2, "microbatches": 4, "memory_options": ZERO_3}, marks=slow),
     pytest.param("1f1b", {"pp": 1, "tp": 2, "microbatches": 2}, marks=slow),
     pytest.param("dualpipev", {"pp": 2, "tp": 2, "microbatches": 4}, marks=slow),
-    pytest.param("1f1b", {"pp": 1, "cp": 2, "microbatches": 2}, marks=slow),
+    pytest.param("1f1b", {"pp": 1, "cp": 2, "microbatches": 2, "cp_method": "all_gather"}, marks=slow),
 ]
 
 
