@@ -85,6 +85,14 @@ def test_graphs_need_steps_that_repeat(device: str, override: str, reason: str) 
     assert plan_of("cluster.cuda_graphs=true", device="cuda").cuda_graphs
 
 
+def test_instructions_of_graphs_take_the_host_no_time() -> None:
+    issued, launched = (
+        costs_of(plan_of("mesh.pp=2", "mesh.tp=2", f"cluster.cuda_graphs={each}", device="cuda"))
+        for each in ("false", "true")
+    )
+    assert issued.forward[0] > 2 * launched.forward[0], "the model of the quickstart is small"
+
+
 def test_null_warmup_and_minimum_learning_rate_are_a_tenth() -> None:
     optimizer = plan_of("run.steps=50", "optimizer.learning_rate=1e-3").optimizer
     assert optimizer.learning_rate.warmup_steps == 5
