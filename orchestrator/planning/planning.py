@@ -105,14 +105,11 @@ def make_plan(
     others = _other_programs(config, model, device, program, compiled)
     plan = replace(draft(config, model, device, program, layers, transport=transport, zero=options.zero), **others)
     evaluation = _eval(config, program, costs, transport, options)
-    plan = with_slots(replace(plan, eval=evaluation, offload=fractions))
-    if plan.cuda_graphs:
-        _require_repeated_steps(plan)
-    return plan
+    return _with_repeated_steps(with_slots(replace(plan, eval=evaluation, offload=fractions)))
 
 
-def _require_repeated_steps(plan: Plan) -> None:
-    """Raises PentadError where no step, or hardly any, is launched as an earlier one was captured."""
+def _with_repeated_steps(plan: Plan) -> Plan:
+    """Raises PentadError for a plan with graphs whose steps are hardly ever, or never, like an earlier one."""
     reasons = {
         "CPU ranks": plan.device == "cpu",
         "model.custom, whose backward is that of autograd": plan.model.custom is not None,
@@ -120,8 +117,9 @@ def _require_repeated_steps(plan: Plan) -> None:
         "data.document_mask, since every step has other documents": plan.data.document_mask,
         "data.balance = dynamic, since every step has other groups": plan.batch.capacity > 0,
     }
-    if found := [reason for reason, holds in reasons.items() if holds]:
+    if plan.cuda_graphs and (found := [reason for reason, holds in reasons.items() if holds]):
         raise PentadError(f"cluster.cuda_graphs is true: expected false with {found[0]}")
+    return plan
 
 
 def _guessed(

@@ -18,9 +18,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from pentad.workers.lanes.step_graphs import StepGraphs
 from pentad.workers.parallel.async_ops import LayerWork, host_waits
+from pentad.workers.runtime.runner import Runner
 
 HOST_READS = {torch.ops.aten._local_scalar_dense.default}
+
+
+def record_graphs(runner: Runner) -> None:
+    """Has a connected rank on a CPU launch steps as its plan says."""
+    if runner.plan.cuda_graphs and runner.plan.device == "cpu":
+        assert runner.executor is not None
+        runner.executor.graphs = StepGraphs(RecordedMemory())
 
 
 class Call(NamedTuple):
