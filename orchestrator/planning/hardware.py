@@ -87,8 +87,13 @@ def rates_of(device: str, gpu: str = "") -> Rates:
 
 
 def rates_for(section: ClusterSection, device: str) -> Rates:
-    """Those that plans are made with on 'cpu' or 'cuda' devices (cluster.rates). Raises PentadError for a table that
-    cannot be read."""
+    """Those that plans are made with on 'cpu' or 'cuda' devices (cluster.rates); no host issues what is in a graph.
+    Raises PentadError for a table that cannot be read."""
+    rates = _rates_for(section, device)
+    return replace(rates, issue=0.0, peer_issue=0.0, layer_issue=(0.0, 0.0, 0.0)) if section.cuda_graphs else rates
+
+
+def _rates_for(section: ClusterSection, device: str) -> Rates:
     gpu = CPU if device == "cpu" else gpu_of(section)
     if section.rates not in ("auto", "builtin"):
         return read_table(Path(section.rates).expanduser(), gpu)

@@ -105,7 +105,21 @@ def make_plan(
     others = _other_programs(config, model, device, program, compiled)
     plan = replace(draft(config, model, device, program, layers, transport=transport, zero=options.zero), **others)
     evaluation = _eval(config, program, costs, transport, options)
-    return with_slots(replace(plan, eval=evaluation, offload=fractions))
+    return _with_repeated_steps(with_slots(replace(plan, eval=evaluation, offload=fractions)))
+
+
+def _with_repeated_steps(plan: Plan) -> Plan:
+    """Raises PentadError for a plan with graphs whose steps are hardly ever, or never, like an earlier one."""
+    reasons = {
+        "CPU ranks": plan.device == "cpu",
+        "model.custom, whose backward is that of autograd": plan.model.custom is not None,
+        "memory.offload_fraction, since what comes back lies elsewhere": any(plan.offload),
+        "data.document_mask, since every step has other documents": plan.data.document_mask,
+        "data.balance = dynamic, since every step has other groups": plan.batch.capacity > 0,
+    }
+    if plan.cuda_graphs and (found := [reason for reason, holds in reasons.items() if holds]):
+        raise PentadError(f"cluster.cuda_graphs is true: expected false with {found[0]}")
+    return plan
 
 
 def _guessed(
@@ -221,6 +235,7 @@ def draft(
         device=device,
         transport=transport,
         deterministic=config.precision.deterministic,
+        cuda_graphs=config.cluster.cuda_graphs,
         zero=zero,
         cp_method=config.mesh.cp_method,
         spikes=config.spikes.spec,

@@ -52,7 +52,8 @@ class Plan:
     activations: 'gloo' on CPU, 'peer' (copies between the GPUs of one host) or 'nccl'.
 
     `data` is what is trained on, and `eval` what the run evaluates, if anything.
-    `seed` is the run's only source of randomness. `deterministic` asks for bit-reproducible kernels.
+    `seed` is the run's only source of randomness. `deterministic` asks for bit-reproducible kernels. With `cuda_graphs`
+    compute is launched as it was captured in an earlier step.
 
     `recompute[stage]` is a mode or names of parts of layers (schedules/passes/recompute.py); empty means none
     everywhere. Of parts that work on rows only the share `recompute_fraction` is recomputed, the last rows.
@@ -84,6 +85,7 @@ class Plan:
     device: str
     transport: str
     deterministic: bool = True
+    cuda_graphs: bool = False
     recompute: tuple[str, ...] = ()
     recompute_fraction: float = 1.0
     offload: tuple[float, ...] = ()

@@ -35,8 +35,8 @@ from pentad.orchestrator.run.measure import History
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.orchestrator.run.train import train
 from pentad.schedules.compiler import compile_program
+from pentad.workers.lanes.streams import HostStreams
 from pentad.workers.runtime.progress_file import ProgressFile
-from pentad.workers.runtime.streams import HostStreams
 
 
 class Switch:
@@ -144,7 +144,7 @@ def span_seconds() -> float:
 
 def gpu_span_seconds() -> float:
     """Seconds that a GPU takes for an instruction's two timed events and progress counter, beyond one event."""
-    from pentad.workers.runtime.streams import CudaStreams
+    from pentad.workers.lanes.streams import CudaStreams
 
     stream = compile_program("1f1b", 4, 8).streams[0]
     part, lanes, count = stream[0].parts[0], CudaStreams(torch.device("cuda", 0), {"compute"}), 2_000

@@ -51,6 +51,7 @@ LAYERS = {
     "workers": (
         "health",
         "runtime",
+        "lanes",
         "integrity",
         "evaluation",
         "dcp",

@@ -155,6 +155,8 @@ def _run(
     bad_gradient: BadGradient | None,
     optimizer_state: bool,
 ) -> Outcome:
+    from recorded_graphs import record_graphs
+
     from pentad.workers.params import optimizer
     from pentad.workers.runtime.runner import Runner
 
@@ -185,6 +187,7 @@ def _run(
             if rank == 0:
                 end.send(runner.serve("127.0.0.1", 60))
             runner.connect(end.recv(), 60)
+            record_graphs(runner)
             runner.restore(restore, optimizer=optimizer_state)
             torch.distributed.barrier()  # no step begins before all ranks have their state, as with a driver
             results, evaluations = [], []

@@ -4,7 +4,7 @@ events between them and the flags between ranks allow."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from random import Random
 from typing import Any, NamedTuple
@@ -54,10 +54,11 @@ class Lanes(TorchDispatchMode):
 
 
 class SimulatedFlags:
-    """Flags of one rank or of all; same interface as `StreamFlags`. Waits for `ignored` events end at once."""
+    """Flags of one rank or of all, with their first `values`; same interface as `StreamFlags`. Waits for what is
+    `ignored`, an event or a bit, end at once."""
 
-    def __init__(self, lanes: Lanes, ignored: str = "") -> None:
-        self.lanes, self.values, self.ignored = lanes, Counter[Hashable](), ignored
+    def __init__(self, lanes: Lanes, ignored: str | int = "", values: Mapping[Hashable, int] | None = None) -> None:
+        self.lanes, self.values, self.ignored = lanes, Counter[Hashable](values), ignored
 
     def write(self, flag: Hashable, value: int, stream: Lane | None = None) -> None:
         with self.lanes.moved_to(stream):
@@ -67,6 +68,11 @@ class SimulatedFlags:
         if flag[0] != self.ignored:  # type: ignore[index]
             with self.lanes.moved_to(stream):
                 self.lanes.enqueue(ready=lambda: self.values[flag] >= value)
+
+    def wait_bit(self, flag: Hashable, bit: int, stream: Lane | None = None) -> None:
+        if bit != self.ignored:
+            with self.lanes.moved_to(stream):
+                self.lanes.enqueue(ready=lambda: self.values[flag] & bit != 0)
 
 
 class SimulatedMemory:

@@ -102,6 +102,7 @@ class BatchLoader:
         self.slices, self.positions = plan.program.slices, local_positions(plan, rank)
         self.parts = [local_part(plan, rank, program) for program in plan.programs]
         self.no_counts = torch.zeros(len(dataset.sources) + 1, dtype=torch.float64, device=device)
+        self.on_device = torch.empty(0, dtype=torch.int64, device=device)  # the tokens of the step that is read last
         self.has_losses = plan.program.stages - 1 in plan.stages_of(rank)
         self.pool = ThreadPoolExecutor(READERS, thread_name_prefix="pentad-read")
         self.prefetcher = Prefetcher(self._load, lambda batch: 8 * batch.tokens.numel(), AHEAD_BYTES)
@@ -128,7 +129,9 @@ class BatchLoader:
     def _on_device(self, host: HostBatch, part: LocalPart) -> dict[int, Tokens]:
         if host.shares:
             return _shares_on_device(host, self.device)
-        tokens, mtp = host.tokens.to(self.device, non_blocking=True), 2 + self.plan.model.mtp_layers
+        if self.on_device.shape != host.tokens.shape:
+            self.on_device = torch.empty_like(host.tokens, device=self.device)
+        tokens, mtp = self.on_device.copy_(host.tokens, non_blocking=True), 2 + self.plan.model.mtp_layers
         return {
             mb * self.slices + number: Tokens(
                 each[0], each[1], each[2:mtp], each[mtp:] if len(each) > mtp else None, its

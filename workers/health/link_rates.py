@@ -67,7 +67,7 @@ def measure_peers(
     its memory. `store` is of these ranks alone."""
     shared = torch.zeros(max(sizes) // 4, device=device)
     peers = [other for other in range(ranks) if other != rank]
-    names: list[Hashable] = [(event, other) for event in ("ready", "done") for other in range(ranks)]
+    names: dict[Hashable, int] = {(event, other): 0 for event in ("ready", "done") for other in range(ranks)}
     memory = flags = None
     try:
         memory = PeerMemory(store, "rates", rank, {"shared": shared}, peers)

@@ -11,7 +11,7 @@ first two. T tokens of a slice, H hidden.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -154,6 +154,15 @@ class BaseStage(ABC):
             self.casts.begin_step(Fp8Samples() if self.plan.fp8.samples(step) else None)
         self.weights_changed()
 
+    @property
+    def constants(self) -> Hashable:
+        """What this step's instructions take from the host; None where that is never the same again."""
+        if self.casts is not None and self.casts.samples is not None:
+            return None
+        known = self.casts is not None and self.casts.is_known
+        context, sums = self.layer_context, self.loss_sums.data_ptr()
+        return self.in_8_bits, known, sums, context.loss_scale, context.aux_loss_scale, context.count_load
+
     def begin_evaluation(self) -> None:
         """Starts a round of an evaluation, while no step is open: its loss sums are zero."""
         self.microbatches = self.plan.batch.microbatches
@@ -200,7 +209,8 @@ class BaseStage(ABC):
 
     def complete_gradients(self) -> None:
         """Called after the last W of a sum: what got no gradient has zeros."""
-        self.unwritten.zero()
+        for gradient in self.unwritten.take_all():
+            gradient.zero_()
 
     @abstractmethod
     def offloadable(self, slice_index: int) -> list[torch.UntypedStorage]:

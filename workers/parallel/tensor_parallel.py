@@ -33,6 +33,8 @@ SPLIT_ROWS = 1024  # of a rank, from which on its part of a product is computed 
 class Rows(Protocol):
     """Exchanges of rows between tensor ranks, in the same order on each (workers/transport/peer_rows.py)."""
 
+    def begin_step(self) -> None: ...
+
     def fits(self, elements: int, like: Tensor) -> bool: ...
 
     def gather(self, own: Tensor, full: Tensor, *, keep: bool) -> Arrival: ...
@@ -99,6 +101,11 @@ class TensorParallelGroup(NamedTuple):
     def all_gather_stacked(self, values: Tensor) -> AsyncResult[Tensor]:
         """The values [...] of all ranks, stacked [tp, ...]."""
         return self.all_gather(values[None])
+
+    def begin_step(self) -> None:
+        """A step or a round of an evaluation follows, on all ranks of the group."""
+        if self.rows is not None:
+            self.rows.begin_step()
 
     def close(self) -> None:
         """Call after this rank's last copy is done."""

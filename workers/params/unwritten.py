@@ -22,11 +22,10 @@ class Unwritten:
         """Whether this tensor, or this view of all of it, is to be overwritten; from now on it is written."""
         return self.tensors.pop(_place(tensor), None) is not None
 
-    def zero(self) -> None:
-        """Zeroes all that are left: nothing was added to them."""
-        for tensor in self.tensors.values():
-            tensor.zero_()
-        self.tensors.clear()
+    def take_all(self) -> list[Tensor]:
+        """Those that are left: nothing was added to them."""
+        found, self.tensors = list(self.tensors.values()), {}
+        return found
 
 
 def _place(tensor: Tensor) -> Place:

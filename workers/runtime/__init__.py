@@ -1,1 +1,1 @@
-"""Runs steps: executor, lanes, optimizer step, ZeRO, offloading, aborts."""
+"""Runs steps: executor, optimizer step, ZeRO, offloading, aborts."""

@@ -19,7 +19,7 @@ from pentad.schedules.passes.offload_arena import Arena, arena
 from pentad.schedules.passes.offload_cut import cut
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.host_memory import HostMemory
-from pentad.workers.runtime.streams import CudaStreams, Lanes
+from pentad.workers.lanes.streams import CudaStreams, Lanes
 
 Slice = tuple[int, int]  # stage and microbatch, or a slice of one
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, assert_never
+from typing import Any, assert_never
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
-from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Action, Instruction, Key, Op, instructions_of
-from pentad.schedules.ir.program import Stream
-from pentad.schedules.spec.plan import Plan
+from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Action, Instruction, Key, Op
 from pentad.workers.data.batch_loader import Batch, Tokens
 from pentad.workers.evaluation.loss_totals import LossTotals
+from pentad.workers.lanes.step_graphs import REPEATED, StepGraphs
+from pentad.workers.lanes.streams import Check, HostStreams, Lanes
 from pentad.workers.linear.fp8_gradients import KeptGradients, PendingSums
 from pentad.workers.linear.fp8_sample import GradientSums
 from pentad.workers.linear.fp8_samples import PendingSamples
@@ -26,8 +26,8 @@ from pentad.workers.params.router_bias import PendingLoad, reports_load
 from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.optimizer_step import OptimizerStep
 from pentad.workers.runtime.progress_file import ProgressFile
+from pentad.workers.runtime.rank_program import IssuedStep, RankProgram
 from pentad.workers.runtime.results import total_load
-from pentad.workers.runtime.streams import Check, HostStreams, Lanes
 from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
@@ -37,47 +37,14 @@ OF_MICROBATCH = {*COMPUTE, *SENDS, *RECEIVES, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOA
 ENDS = frozenset({Op.LOSS, Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})
 
 
-@dataclass(frozen=True)
-class RankProgram:
-    """One rank's stream of a program, which is number `number` of those of the plan, and what the executor looks up in
-    it. The rows of its batches fill so many `microbatches`; the program may have more."""
-
-    number: int
-    microbatches: int
-    stream: Stream
-    forward_only: bool
-    sources: dict[Key, Key]
-
-    @staticmethod
-    def of(plan: Plan, number: int, rank: int) -> RankProgram:
-        """What a rank of the mesh runs of a program of the plan."""
-        program = plan.programs[number]
-        stream = program.streams[plan.mesh.coordinates(rank).pp]
-        microbatches = min(program.microbatches, plan.batch.microbatches)
-        return RankProgram(number, microbatches, stream, program.forward_only, resolve_inputs(stream))
-
-
-class IssuedStep(NamedTuple):
-    """What a step runs, the source of every row of its global batch, and the row in every slot (see `Batch`)."""
-
-    program: RankProgram
-    row_sources: np.ndarray
-    rows_by_slot: np.ndarray
-
-    def by_row(self, by_slot: torch.Tensor) -> torch.Tensor:
-        """[batch size], from the same by slot."""
-        found = torch.empty_like(by_slot)
-        found[torch.from_numpy(self.rows_by_slot)] = by_slot
-        return found
-
-
 @dataclass(eq=False)
 class Executor:
     """Runs programs with the stages, process groups and lanes of one rank.
 
     `issued` are the steps whose results nobody has read, `host_seconds[step]` is how long the host took to issue one.
     Before every instruction, and while
-    it waits, the host calls `check`, which raises Aborted once the generation is over.
+    it waits, the host calls `check`, which raises Aborted once the generation is over. With `graphs` steps that repeat
+    are launched from them.
     """
 
     stages: dict[int, BaseStage]
@@ -91,6 +58,7 @@ class Executor:
     collectives: Collectives
     activations: ActivationOffload
     check: Check
+    graphs: StepGraphs | None = None
 
     def __post_init__(self) -> None:
         # A GPU's host does not wait inside layers; ranks of data-aware groups do not wait equally often.
@@ -98,6 +66,7 @@ class Executor:
         host_waits.log, self.progress.counts_waits = self.progress if counts_waits else None, counts_waits
         self.running: RankProgram | None = None
         self.results: dict[Key, Any] = {}
+        self.sent: dict[Key, Any] = {}  # by SEND, which may still read it
         self.step, self.round, self.host_seconds = 0, 0, dict[int, float]()
         self.valid, self.restart, self.target_tokens = True, False, 0
         self.empty: frozenset[int] = frozenset()  # microbatches of the step that are left out
@@ -124,6 +93,8 @@ class Executor:
         started = time.monotonic()
         if compares:
             self._rehearse(program)
+        if self.graphs is not None:
+            self.graphs.begin(self._repeated(program, batch))
         counter = 0
         while counter < len(program.stream):
             self.progress.write(step, counter, program.number)
@@ -132,7 +103,9 @@ class Executor:
             if self.restart:
                 self._restart_step(program)
                 counter = 0
-        self.transport.finish_sends()
+        self._finish_sends()
+        if self.graphs is not None:
+            self.graphs.end()
         self.host_seconds[step] = time.monotonic() - started
         self.progress.write(step, -1, program.number)
 
@@ -143,13 +116,15 @@ class Executor:
         """
         self._begin(program, step, tokens)
         self.round = number
+        if self.graphs is not None:
+            self.graphs.begin(None)
         self.losses.begin(data_set)
         for stage in self.stages.values():
             stage.begin_evaluation()
         for counter, action in enumerate(program.stream, number * len(program.stream)):
             self.progress.write(step, counter, program.number)
             self._run_action(action)
-        self.transport.finish_sends()
+        self._finish_sends()
 
     def position(self) -> tuple[int, int, int] | None:
         """Step and counter of the instruction that the GPU has reached, and the number of its program; None on a CPU.
@@ -168,6 +143,7 @@ class Executor:
         return step - behind, counter, program.number
 
     def close(self) -> None:
+        self.graphs = None  # and their memory
         for each in (self.activations, self.optimizer_step, self.collectives, self.groups.layers.tp, self.transport):
             each.close()
 
@@ -183,13 +159,48 @@ class Executor:
     ) -> None:
         self.running, self.step, self.tokens, self.empty = program, step, tokens, empty
         self.lanes.begin_step()
+        self._begin_exchanges(program)
+
+    def _begin_exchanges(self, program: RankProgram) -> None:
         self.transport.begin_step(program.number)
+        self.groups.layers.tp.begin_step()
+
+    def _repeated(self, program: RankProgram, batch: Batch) -> Hashable:
+        """What is the same in all steps that are like this one to the GPU; None: no other is."""
+        constants = tuple(stage.constants for stage in self.stages.values())
+        uneven = any(tokens.share is not None or any(tokens.document_starts) for tokens in batch.tokens.values())
+        return None if uneven or None in constants else (program.number, *constants)
 
     def _run_action(self, action: Action) -> None:
         self.check()
         self.lanes.throttle(self.check)
-        # The backward of an overlapped pair goes first: it communicates before it computes.
-        interleave(*map(self._issue, reversed(action.parts)))
+        for key in self._running.ended_sends.get(action.key, ()):
+            self.sent.pop(key, None)
+        if any(part.op in (Op.W, Op.BW) for part in action.parts):
+            self.lanes.wait_previous_step(self.check)  # that step may still need its gradients (BarrierStep.commit)
+            self.optimizer_step.forget()
+        graphs = self.graphs if action.parts[0].op in REPEATED else None
+        if graphs is not None and graphs.mode != "issue":
+            self._repeat(action, graphs)
+            return
+        with nullcontext() if graphs is None else graphs.memory.allocating():
+            # The backward of an overlapped pair goes first: it communicates before it computes.
+            interleave(*map(self._issue, reversed(action.parts)))
+
+    def _repeat(self, action: Action, graphs: StepGraphs) -> None:
+        """Captures and launches an action, or only launches it if an earlier step has captured it."""
+        keys, is_captured = [part.key for part in action.parts], graphs.mode == "launch"
+        with ExitStack() as issued:
+            for part in action.parts:
+                issued.enter_context(self.lanes.issue(part))
+                if is_captured:
+                    self._input(part)
+                    self.results[part.key] = None  # what reads it is captured, too, or a SEND
+            graphs.run(action.key, lambda: interleave(*map(self._execute, reversed(action.parts))))
+        for key in self._running.sent.intersection(keys):
+            found = graphs.made(("sent", key), partial(graphs.memory.address, self.results[key]))
+            if is_captured:
+                self.results[key] = found
 
     def _issue(self, part: Instruction) -> Task[None]:
         with self.lanes.issue(part):
@@ -232,28 +243,27 @@ class Executor:
             case Op.RELOAD:
                 self.activations.reload((part.stage, index))
             case Op.SEND_F | Op.SEND_B:
-                result = self._input(part)
-                assert result is not None
-                self.transport.send(part, result)
+                self.sent[part.key] = self._input(part)
+                self.transport.send(part, self.sent[part.key])
             case Op.RECV_F | Op.RECV_B:
                 self.results[part.key], work = self.transport.receive(part, self._rows(part))
                 if work is not None:
                     self.lanes.end_with(part, [work])
             case Op.ALL_REDUCE:
-                self.stages[part.stage].complete_gradients()
+                self._complete_gradients(part, part.stage)
                 self.lanes.end_with(part, self._all_reduce(part))
             case Op.ALL_GATHER:
                 self.lanes.end_with(part, self.shards.gather(part, self.collectives, self._running.number))
             case Op.FREE:
                 self.shards.free(part)
             case Op.REDUCE_SCATTER:
-                self.stages[part.stage].complete_gradients()
+                self._complete_gradients(part, part.stage)
                 self.lanes.end_with(part, self.shards.scatter(part, self.collectives))
             case Op.LOSS:
                 self.losses.reduce()
             case Op.NORM:
-                for stage in self.stages.values():
-                    stage.complete_gradients()
+                for index, stage in self.stages.items():
+                    self._complete_gradients(part, index)
                     if stage.casts is not None and (samples := stage.casts.take_samples()) is not None:
                         self.fp8_samples.setdefault(self.step, []).append(samples)
                     if (
@@ -278,6 +288,8 @@ class Executor:
     def _rehearse(self, program: RankProgram) -> None:
         """Runs a step in the compute dtype up to its gradients, which are kept for a comparison, and takes it back."""
         self.rehearses = True
+        if self.graphs is not None:
+            self.graphs.begin(None)
         for stage in self.stages.values():
             stage.use_8_bits(False)
         for counter, action in enumerate(program.stream):
@@ -329,9 +341,19 @@ class Executor:
 
     def _run_weight_grad(self, part: Instruction) -> None:
         """W, for the layers that B has passed."""
-        self.lanes.wait_previous_step(self.check)  # that step may still need its gradients (BarrierStep.commit)
-        self.optimizer_step.forget()
         self.stages[part.stage].backward_weight(part.microbatch)
+
+    def _complete_gradients(self, part: Instruction, stage: int) -> None:
+        """As of the stage, which knows what has no gradient where it has run W itself."""
+        take_all = self.stages[stage].unwritten.take_all
+        left = take_all() if self.graphs is None else self.graphs.made((part.key, stage), take_all)
+        for gradient in left:
+            gradient.zero_()
+
+    def _finish_sends(self) -> None:
+        self.transport.finish_sends()
+        self.lanes.join_sends()
+        self.sent.clear()
 
     def _all_reduce(self, part: Instruction) -> list[dist.Work]:
         works, buffers = [], self.stages[part.stage].param_buffers
@@ -359,31 +381,12 @@ class Executor:
 
     def _restart_step(self, program: RankProgram) -> None:
         """ROLLBACK: discards what the step has computed; the other ends of its transfers do the same."""
-        self.transport.finish_sends()
+        self._finish_sends()
         self.lanes.discard_step(self.check)
-        self.transport.begin_step(program.number)
+        self._begin_exchanges(program)
         self.results.clear()
         self.activations.discard()
         for stage in self.stages.values():
             stage.saved.clear()
             stage.begin(self.step, program.microbatches, self.target_tokens)
         self.restart = False
-
-
-def resolve_inputs(stream: Stream) -> dict[Key, Key]:
-    """For every compute instruction and send with an input, the instruction of the stream whose result it is: a
-    receive, or this rank's own compute of the neighbouring stage. The ends of the model have none."""
-    keys, found = {part.key for part in instructions_of(stream)}, {}
-    for part in instructions_of(stream):
-        _, stage, index = part.key
-        candidates: tuple[Key, ...] = ()
-        if part.op is Op.F:
-            candidates = Key(Op.RECV_F, stage, index), Key(Op.F, stage - 1, index)
-        elif part.op in (Op.B, Op.BW):
-            candidates = Key(Op.RECV_B, stage, index), Key(Op.B, stage + 1, index), Key(Op.BW, stage + 1, index)
-        elif part.op in SENDS:
-            candidates = part.waits[:1]
-        source = next((key for key in candidates if key in keys), None)
-        if source is not None:
-            found[part.key] = source
-    return found

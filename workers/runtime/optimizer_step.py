@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.snapshot import Snapshots, state_update
+from pentad.workers.lanes.streams import Check
 from pentad.workers.linear.amax_history import reduce_maxima
 from pentad.workers.linear.fp8_gradients import KeptGradients
 from pentad.workers.model.base_stage import BaseStage
@@ -26,7 +27,6 @@ from pentad.workers.params.muon import MuonExchange
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.params.spike_filter import SpikeFilter
 from pentad.workers.rank_waits import rank_waits
-from pentad.workers.runtime.streams import Check
 from pentad.workers.runtime.tied import TiedEmbedding
 from pentad.workers.transport.norm_reducer import NormPartial, NormReducer
 

@@ -21,6 +21,8 @@ from pentad.workers.data.batch_loader import BatchLoader
 from pentad.workers.data.sources import open_dataset, open_eval_data
 from pentad.workers.evaluation.eval_loader import EvalLoader
 from pentad.workers.host_memory import HostMemory, Reservation
+from pentad.workers.lanes.step_graphs import CudaGraphMemory, StepGraphs
+from pentad.workers.lanes.streams import CudaStreams, HostStreams, Lanes, stream_of
 from pentad.workers.linear.amax_history import AmaxHistory
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.model.stage import Stage
@@ -31,7 +33,6 @@ from pentad.workers.params.parameters import DTYPES, Parameters
 from pentad.workers.params.spike_filter import SpikeFilter
 from pentad.workers.replication.replicator import Replicator
 from pentad.workers.runtime.optimizer_step import BarrierStep, OptimizerStep, PostValidatedStep
-from pentad.workers.runtime.streams import CudaStreams, HostStreams, Lanes, stream_of
 from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport import p2p_ipc, peer_collectives, peer_rows
 from pentad.workers.transport.group_collectives import GroupCollectives
@@ -46,8 +47,9 @@ from pentad.workers.transport.stream_flags import StreamFlags
 SWITCH_SECONDS = 2e-4
 
 
-def prepare_device(kind: str, gpu: int) -> torch.device:
-    """The device of this process: GPU number `gpu` of its host, or the CPU with one thread."""
+def prepare_device(kind: str, gpu: int, *, graphs: bool = False) -> torch.device:
+    """The device of this process: GPU number `gpu` of its host, or the CPU with one thread. With `graphs` this thread
+    leaves the default stream, which cannot be captured."""
     # By default a thread that needs the interpreter waits 5 ms for one that computes: several times a step, as threads
     # that read data hand it to each other while this one issues instructions.
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -63,6 +65,8 @@ def prepare_device(kind: str, gpu: int) -> torch.device:
     os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "1"
     device = torch.device(kind, gpu)
     torch.cuda.set_device(device)
+    if graphs:
+        torch.cuda.set_stream(stream_of(device, "compute"))
     return device
 
 
@@ -124,12 +128,16 @@ def make_lanes(plan: Plan, rank: int, device: torch.device) -> Lanes:
     return CudaStreams(device, {part.lane for part in streams})
 
 
+def make_graphs(plan: Plan) -> StepGraphs | None:
+    return StepGraphs(CudaGraphMemory()) if plan.cuda_graphs and plan.device == "cuda" else None
+
+
 def make_flags(plan: Plan, rank: int, store: dist.Store, generation: int) -> StreamFlags | None:
     """Those of transfers and collectives between peers."""
     if plan.transport != "peer":
         return None
-    names = [*p2p_ipc.flag_names(plan), *peer_collectives.flag_names(plan), *peer_rows.flag_names(plan)]
-    return StreamFlags(store, rank, plan.mesh.size, names, generation)
+    counters = dict.fromkeys([*p2p_ipc.flag_names(plan), *peer_collectives.flag_names(plan)], 0)
+    return StreamFlags(store, rank, plan.mesh.size, counters | peer_rows.flags_of(plan), generation)
 
 
 def with_peer_rows(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,8 @@ from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.host_memory import HostMemory, Reservation, in_background, reserved
 from pentad.workers.integrity.rank_check import check_rank
 from pentad.workers.integrity.result import RankCheck
+from pentad.workers.lanes.gpu_timer import StepTimes, spans_of
+from pentad.workers.lanes.streams import CudaStreams
 from pentad.workers.parallel.process_groups import abort_nccl, connect, destroy_groups, join_store, start_store
 from pentad.workers.replication.parts import CopyKey, HostCopies
 from pentad.workers.replication.replicator import Replicator, SentPart
@@ -30,10 +31,10 @@ from pentad.workers.replication.source import CopySource, checkpoint_in_memory
 from pentad.workers.runtime import rank_setup
 from pentad.workers.runtime.abort import AbandonableThread, Fence, SocketRegistry, abandonable
 from pentad.workers.runtime.activation_offload import ActivationOffload
-from pentad.workers.runtime.executor import Executor, RankProgram
-from pentad.workers.runtime.gpu_timer import StepTimes, spans_of
+from pentad.workers.runtime.executor import Executor
 from pentad.workers.runtime.optimizer_step import CommittedStep
 from pentad.workers.runtime.progress_file import Progress, ProgressFile
+from pentad.workers.runtime.rank_program import RankProgram
 from pentad.workers.runtime.rank_state import RankState
 from pentad.workers.runtime.results import (
     EvalResult,
@@ -44,7 +45,6 @@ from pentad.workers.runtime.results import (
     longest_instruction,
     sums_by_source,
 )
-from pentad.workers.runtime.streams import CudaStreams
 from pentad.workers.runtime.zero import ZeroShards
 
 CALLS_KEPT = 4  # recent calls whose results the driver may ask for again
@@ -71,7 +71,7 @@ class Runner:
         copies: HostCopies | None = None,
     ) -> None:
         self.plan, self.rank, self.generation = plan, rank, generation
-        self.device, self.fence_flag = rank_setup.prepare_device(plan.device, gpu), Fence()
+        self.device, self.fence_flag = rank_setup.prepare_device(plan.device, gpu, graphs=plan.cuda_graphs), Fence()
         self.progress: ProgressFile = previous.progress if previous else ProgressFile(progress, generation)
         self.progress.begin_generation(generation)
         self.state: RankState = RankState(plan, rank, self.device, previous.state if previous else None, blank=blank)
@@ -135,7 +135,7 @@ class Runner:
             losses, check = LossTotals(plan, rank, self.stages, groups.world), self.fence_flag.check
             activations = ActivationOffload.of(plan, rank, lanes, self.device)
             given = self.stages, groups, transport, lanes, self.progress, end, losses, self.shards, collectives
-            self.executor = Executor(*given, activations, check)
+            self.executor = Executor(*given, activations, check, rank_setup.make_graphs(plan))
 
     @abandonable
     def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> None:
@@ -389,7 +389,7 @@ class Runner:
             **dict(zip(("squared_lse", "router_squared_lse"), committed.squared_lse.tolist(), strict=True)),
             grad_norm=float(committed.norm),
             learning_rate=self.plan.optimizer.learning_rate.at(committed.step),
-            skipped=not math.isfinite(float(committed.taken)),
+            skipped=not bool(committed.taken.isfinite()),
             spans=spans_of(self.plan, self.rank, committed.step, times),
             **self._connected.lanes.take_waits(),
             expert_load=self._connected.take_expert_load(committed.step),

@@ -34,7 +34,7 @@ class P2PTransport:
         """Nothing to do: tags tell transfers apart."""
 
     def send(self, part: Instruction, tensor: torch.Tensor) -> None:
-        """Starts a transfer [T, H]; keeps the tensor until `finish_sends` (on a GPU, until the lane has read it)."""
+        """Starts a transfer [T, H] of a tensor that does not change until it has ended."""
         peer = self.mesh.move(self.groups.rank, pp=part.peer)
         group = self.groups.channels[channel_of(part, self.groups.rank, peer)]
         tensor = tensor.contiguous()
@@ -42,7 +42,6 @@ class P2PTransport:
         assert work is not None
         if tensor.is_cuda:
             work.wait()  # the lane's stream waits, not the host
-            tensor.record_stream(torch.cuda.current_stream())
         else:
             self.sends.append((work, tensor))
 

@@ -59,7 +59,8 @@ class IpcTransport:
         self.step_sends.clear()
 
     def send(self, part: Instruction, tensor: torch.Tensor) -> None:
-        """On the lane: waits for the grant, copies [T, H] into the slot, notifies the receiver."""
+        """On the lane: waits for the grant, copies [T, H] into the slot, notifies the receiver. The tensor does not
+        change until it has ended."""
         channel = channel_of(part, self.rank, self._peer(part))
         slot = self.target_slots[self.program][channel][self.step_sends[channel]]
         self.transfers[channel] += 1
@@ -67,7 +68,6 @@ class IpcTransport:
         self.flags.wait(("granted", channel), self.transfers[channel])
         tensor = tensor.contiguous()
         self.memory.write(channel[2], "slots", slot * self.slot_bytes, tensor)
-        tensor.record_stream(torch.cuda.current_stream())
         self.flags.write(("arrived", channel), self.transfers[channel])
 
     def leave_out(self, part: Instruction) -> None:

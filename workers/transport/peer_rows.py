@@ -1,8 +1,9 @@
 """Rows that tensor ranks exchange inside their layers, between the GPUs of one host by copy engines.
 
 A rank writes what it shares into a slot that its peers have mapped, and they read from it what they need beside
-compute: no SM waits or copies. All exchange in the same order, and two counters a rank say up to which exchange it has
-shared and read; a slot is written again once all peers have read it.
+compute: no SM waits or copies. All exchange in the same order. A flag for each slot and peer is TAKEN, SHARED and READ
+in turn, and a slot is written again once all peers have read it. Slots and values depend on an exchange's number in the
+step alone, so a CUDA graph of a part of a step can be launched in every step.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pentad.workers.transport.peer_collectives import Flags, Memory
 from pentad.workers.transport.stream_flags import check_driver, handle_of
 
 SHARED_NAME = "rows"
+TAKEN, SHARED, READ = 0, 1, 2  # values of a flag; of a released one, which has every bit, no wait waits
 EVENTS = 64  # far more than exchanges are in flight
 MOST_VIEWS = 256  # of slots that are kept: a model has few shapes, uneven sequences any number
 
@@ -48,9 +50,13 @@ class PeerRows:
         """`ranks` of the mesh have tensor ranks 0, 1, ...; `slots` [ROW_SLOTS, bytes] is what they have mapped of this
         one."""
         self.ranks, self.rank, self.flags, self.memory, self.slots, self.lane = ranks, rank, flags, memory, slots, lane
-        self.index = ranks.index(rank)
-        self.count = 0  # of the exchanges so far
+        self.index, self.peers = ranks.index(rank), [peer for peer in ranks if peer != rank]
+        self.number = 0  # of the latest exchange, modulo ROW_SLOTS
         self.views = dict[Any, Tensor]()  # of the slots
+
+    def begin_step(self) -> None:
+        """Slots are taken in the order of every other step."""
+        self.number = 0
 
     def fits(self, elements: int, like: Tensor) -> bool:
         return elements * like.element_size() <= self.slots.shape[1]
@@ -68,12 +74,12 @@ class PeerRows:
 
     def slot(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Where the current stream writes what this rank shares next, once the peers have read what was there."""
-        self.count += 1
-        if self.count > ROW_SLOTS:
-            for peer in self.ranks:
-                if peer != self.rank:
-                    self.flags.wait(("rows read", peer), self.count - ROW_SLOTS)
-        key = self.count % ROW_SLOTS, tuple(shape), like.dtype
+        self.number = (self.number + 1) % ROW_SLOTS
+        for peer in self.peers:
+            flag = "rows", self.number, self.rank, peer
+            self.flags.wait_bit(flag, READ)
+            self.flags.write(flag, TAKEN)
+        key = self.number, tuple(shape), like.dtype
         if key not in self.views:  # making one takes as long as a copy
             if len(self.views) == MOST_VIEWS:
                 self.views.clear()
@@ -85,13 +91,14 @@ class PeerRows:
         """Fills each contiguous tensor of (tensor rank, start, tensor) with the elements from `start` of that rank's
         slot."""
         self.lane.follow()
-        stream, base = self.lane.handle, self.count % ROW_SLOTS * self.slots.shape[1]
-        self.flags.write(("rows shared", self.rank), self.count, stream)
+        stream, base = self.lane.handle, self.number * self.slots.shape[1]
+        for peer in self.peers:
+            self.flags.write(("rows", self.number, self.rank, peer), SHARED, stream)
         for index, start, target in parts:
             peer = self.ranks[index]
-            self.flags.wait(("rows shared", peer), self.count, stream)
+            self.flags.wait_bit(("rows", self.number, peer, self.rank), SHARED, stream)
             self.memory.read(peer, SHARED_NAME, base // target.element_size() + start, target, stream)
-        self.flags.write(("rows read", self.rank), self.count, stream)
+            self.flags.write(("rows", self.number, peer, self.rank), READ, stream)
         return self.lane.end()
 
     def close(self) -> None:
@@ -133,7 +140,9 @@ class _LaneEnd(NamedTuple):
         check_driver(self.driver.cuStreamWaitEvent(handle_of(None), self.event, 0))
 
 
-def flag_names(plan: Plan) -> list[Hashable]:
-    """The flags of all ranks of a plan, in the same order on each."""
+def flags_of(plan: Plan) -> dict[Hashable, int]:
+    """The flags of all ranks of a plan with what they say at first, in the same order on each: of a slot of a rank and
+    a tensor rank that reads it."""
     ranks = range(plan.mesh.size if plan.row_slot_elements else 0)
-    return [(event, rank) for event in ("rows shared", "rows read") for rank in ranks]
+    pairs = [(rank, peer) for rank in ranks for peer in plan.mesh.group(("tp",), rank) if peer != rank]
+    return {("rows", slot, *pair): READ for pair in pairs for slot in range(ROW_SLOTS)}

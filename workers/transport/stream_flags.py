@@ -10,38 +10,44 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.errors import PentadError
 
 FLAG_STRIDE = 128  # bytes: no two flags share a cache line
-RELEASED = 2**30 - 1  # above any count; the driver compares modulo 2^32
+WORD = 4  # bytes of a flag
+RELEASED = 2**30 - 1  # above any count, and has every bit; the driver compares modulo 2^32
 RELEASE_SECONDS = 0.005
 _PORTABLE_AND_MAPPED = 3
 SHARED_MEMORY = Path("/dev/shm")
 
 
 class StreamFlags:
-    """Flags by name, initially 0, shared by all ranks of a store, which give the same `names` in the same order. Rank 0
-    makes the file and it is unlinked once every rank has opened it.
+    """Flags by name, shared by all ranks of a store, which give the same `first` values by name, in the same order.
+    Rank 0 makes the file and it is unlinked once every rank has opened it.
 
     `cancelled`, a float64 scalar of all ranks that a GPU can read, is nan from the first `release` on: what a GPU
     computes after a wait that was ended early is wrong, also where its rank is not fenced yet.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, names: Sequence[Hashable], generation: int) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: int, first: Mapping[Hashable, int], generation: int
+    ) -> None:
         from cuda.bindings import driver
 
-        self.driver, key, size = driver, f"flags/{generation}", (1 + len(names)) * FLAG_STRIDE
-        self.numbers = {name: number for number, name in enumerate(names, 1)}
+        self.driver, key, size = driver, f"flags/{generation}", (1 + len(first)) * FLAG_STRIDE
+        self.numbers = {name: number for number, name in enumerate(first, 1)}
         if rank == 0:
             descriptor, path = tempfile.mkstemp(prefix="pentad-flags-", dir=SHARED_MEMORY)
-            os.ftruncate(descriptor, size)
+            words = np.zeros(size // WORD, np.int32)
+            words[FLAG_STRIDE // WORD :: FLAG_STRIDE // WORD] = list(first.values())
+            os.write(descriptor, words.tobytes())
             store.set(key, path)
         else:
             path = store.get(key).decode()
@@ -60,7 +66,8 @@ class StreamFlags:
         self.words = torch.frombuffer(self.memory, dtype=torch.int32, offset=FLAG_STRIDE)
         self.address = self.cancelled.data_ptr()
         check_driver(driver.cuMemHostRegister(self.address, size, _PORTABLE_AND_MAPPED))
-        self.at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        kinds = driver.CUstreamWaitValue_flags
+        self.at_least, self.any_bit = kinds.CU_STREAM_WAIT_VALUE_GEQ, kinds.CU_STREAM_WAIT_VALUE_AND
         self.closed = threading.Event()
         self.releaser: threading.Thread | None = None
 
@@ -70,9 +77,12 @@ class StreamFlags:
 
     def wait(self, flag: Hashable, value: int, stream: int | None = None) -> None:
         """Makes a stream wait until the flag has reached the value; no SM waits."""
-        check_driver(
-            self.driver.cuStreamWaitValue32(handle_of(stream), self._address(flag), value & 0xFFFFFFFF, self.at_least)
-        )
+        address = self._address(flag)
+        check_driver(self.driver.cuStreamWaitValue32(handle_of(stream), address, value & 0xFFFFFFFF, self.at_least))
+
+    def wait_bit(self, flag: Hashable, bit: int, stream: int | None = None) -> None:
+        """Makes a stream wait until the flag has the bit."""
+        check_driver(self.driver.cuStreamWaitValue32(handle_of(stream), self._address(flag), bit, self.any_bit))
 
     def release(self) -> None:
         """Ends every wait of all ranks, now and until `close`. From any thread.

@@ -71,6 +71,28 @@ def test_peer_transport_needs_one_host() -> None:
         plan_of("cluster.transport=peer", device="cuda", hosts=2)
 
 
+@pytest.mark.parametrize(
+    ("device", "override", "reason"),
+    [
+        ("cpu", "data.packing=windows", "CPU ranks"),
+        ("cuda", "memory.offload_fraction=0.5", "memory.offload_fraction, since what comes back lies elsewhere"),
+        ("cuda", "data.document_mask=true", "data.document_mask, since every step has other documents"),
+    ],
+)
+def test_graphs_need_steps_that_repeat(device: str, override: str, reason: str) -> None:
+    with pytest.raises(PentadError, match=f"cluster.cuda_graphs is true: expected false with {reason}"):
+        plan_of("cluster.cuda_graphs=true", override, device=device)
+    assert plan_of("cluster.cuda_graphs=true", device="cuda").cuda_graphs
+
+
+def test_instructions_of_graphs_take_the_host_no_time() -> None:
+    issued, launched = (
+        costs_of(plan_of("mesh.pp=2", "mesh.tp=2", f"cluster.cuda_graphs={each}", device="cuda"))
+        for each in ("false", "true")
+    )
+    assert issued.forward[0] > 2 * launched.forward[0], "the model of the quickstart is small"
+
+
 def test_null_warmup_and_minimum_learning_rate_are_a_tenth() -> None:
     optimizer = plan_of("run.steps=50", "optimizer.learning_rate=1e-3").optimizer
     assert optimizer.learning_rate.warmup_steps == 5

@@ -18,13 +18,13 @@ from pentad.orchestrator.activations.activation_peaks import activation_peaks, a
 from pentad.schedules.ir.instruction import Key, Op, instructions_of
 from pentad.schedules.passes.offload_arena import Arena
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.workers.lanes.streams import HostStreams
 from pentad.workers.model.base_stage import StageInputs
 from pentad.workers.model.stage import Stage
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.params.param_buffers import make_param_buffers
 from pentad.workers.params.parameters import create_parameters
 from pentad.workers.runtime.activation_offload import ActivationOffload
-from pentad.workers.runtime.streams import HostStreams
 
 MODES = ("none", "selective", "attention", "full")
 # (schedule, pp) -> resident microbatches, where that is fewer than the schedule keeps

@@ -19,12 +19,12 @@ from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Instructio
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.lanes.streams import AHEAD
 from pentad.workers.parallel.process_groups import channel_of
 from pentad.workers.params.frozen import frozen_weights
 from pentad.workers.params.param_buffers import ParamBuffers
 from pentad.workers.params.parameters import create_parameters
 from pentad.workers.runtime.rank_setup import make_stages
-from pentad.workers.runtime.streams import AHEAD
 from pentad.workers.runtime.zero import ZeroShards
 from pentad.workers.transport import peer_collectives
 from pentad.workers.transport.peer_collectives import PeerCollectives, flag_names

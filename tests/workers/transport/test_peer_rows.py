@@ -4,7 +4,6 @@ what its peers shared in the same exchange, none waits for ever, and products ov
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from random import Random
@@ -17,10 +16,11 @@ from simulated_gpus import Condition, Lanes, SimulatedFlags, SimulatedMemory, ru
 from pentad.schedules.spec.plan import ROW_SLOTS
 from pentad.workers.parallel import tensor_parallel
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
-from pentad.workers.transport.peer_rows import MOST_VIEWS, SHARED_NAME, PeerRows
+from pentad.workers.transport.peer_rows import MOST_VIEWS, READ, SHARED, SHARED_NAME, PeerRows
 
 ELEMENTS = 12  # of a slot
-EXCHANGES = 9
+EXCHANGES = 11
+STEP = 4  # exchanges, which is no multiple of the slots
 FIRST = 4  # rank of the mesh that is tensor rank 0
 
 
@@ -55,6 +55,10 @@ class SimulatedEvent:
         self.lanes.enqueue(ready=lambda: self.passed)
 
 
+def flags_of(ranks: range) -> dict[Hashable, int]:
+    return {("rows", slot, a, b): READ for slot in range(ROW_SLOTS) for a in ranks for b in ranks}
+
+
 def memory_of(ranks: range, lanes: Lanes) -> tuple[dict[int, torch.Tensor], SimulatedMemory]:
     slots = {rank: torch.full((ROW_SLOTS, ELEMENTS), torch.nan, dtype=torch.float64) for rank in ranks}
     return slots, SimulatedMemory({rank: {SHARED_NAME: each.view(-1)} for rank, each in slots.items()}, lanes)
@@ -67,6 +71,8 @@ def shared_in(exchange: int, rank: int, size: int) -> torch.Tensor:
 def host(rank: int, ranks: range, lanes: Lanes, rows: PeerRows, plan: list[Exchange]) -> Iterator[Condition]:
     in_flight: list[tuple[Any, Callable[[], None]]] = []
     for number, exchange in enumerate(plan):
+        if number % STEP == 0:
+            rows.begin_step()
         size, start = exchange.size, number % exchange.size
         with lanes.on((rank, "compute")):
             if exchange.gathers:
@@ -102,7 +108,7 @@ def test_in_every_order_ranks_get_what_their_peers_shared(count: int, seed: int)
         Exchange(random.randint(1, ELEMENTS), random.random() < 0.5, random.randint(0, 4)) for _ in range(EXCHANGES)
     ]
     lanes = Lanes()
-    flags, (slots, memory) = SimulatedFlags(lanes), memory_of(ranks, lanes)
+    flags, (slots, memory) = SimulatedFlags(lanes, values=flags_of(ranks)), memory_of(ranks, lanes)
     hosts = []
     for rank in ranks:
         rows = PeerRows(ranks, rank, flags, memory, slots[rank].view(torch.uint8), SimulatedLane(lanes, rank))
@@ -110,11 +116,11 @@ def test_in_every_order_ranks_get_what_their_peers_shared(count: int, seed: int)
     run_in_some_order(lanes, hosts, random)
 
 
-@pytest.mark.parametrize("ignored", ["rows read", "rows shared"])
-def test_the_orders_tell_exchanges_that_ignore_a_flag(ignored: str) -> None:
+@pytest.mark.parametrize("ignored", [SHARED, READ])
+def test_the_orders_tell_exchanges_that_ignore_a_flag(ignored: int) -> None:
     def run(seed: int) -> bool:
         random, ranks, lanes = Random(seed), range(FIRST, FIRST + 2), Lanes()
-        flags, (slots, memory) = SimulatedFlags(lanes, ignored), memory_of(ranks, lanes)
+        flags, (slots, memory) = SimulatedFlags(lanes, ignored, flags_of(ranks)), memory_of(ranks, lanes)
         hosts = []
         for rank in ranks:
             rows = PeerRows(ranks, rank, flags, memory, slots[rank].view(torch.uint8), SimulatedLane(lanes, rank))
@@ -129,8 +135,8 @@ def test_the_orders_tell_exchanges_that_ignore_a_flag(ignored: str) -> None:
 
 
 class ThreadFlags:
-    def __init__(self) -> None:
-        self.values, self.changed = Counter[Hashable](), threading.Condition()
+    def __init__(self, values: dict[Hashable, int]) -> None:
+        self.values, self.changed = values, threading.Condition()
 
     def write(self, flag: Hashable, value: int, stream: None = None) -> None:
         with self.changed:
@@ -140,6 +146,10 @@ class ThreadFlags:
     def wait(self, flag: Hashable, value: int, stream: None = None) -> None:
         with self.changed:
             assert self.changed.wait_for(lambda: self.values[flag] >= value, 20)
+
+    def wait_bit(self, flag: Hashable, bit: int, stream: None = None) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.values[flag] & bit, 20)
 
 
 class EagerLane:
@@ -158,7 +168,8 @@ class EagerLane:
 def on_ranks(count: int, elements: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
     """What `work` returns on each of the ranks, which are threads."""
     slots = {rank: torch.full((ROW_SLOTS, elements), torch.nan, dtype=torch.float64) for rank in range(count)}
-    memory, flags = SimulatedMemory({rank: {SHARED_NAME: each.view(-1)} for rank, each in slots.items()}), ThreadFlags()
+    memory = SimulatedMemory({rank: {SHARED_NAME: each.view(-1)} for rank, each in slots.items()})
+    flags = ThreadFlags(flags_of(range(count)))
     found: dict[int, Any] = {}
 
     def run(rank: int) -> None:
@@ -224,4 +235,4 @@ def test_slots_of_any_number_of_shapes_are_views_of_the_same_memory() -> None:
     for length in range(1, 2 * MOST_VIEWS):
         rows.slot((length,), torch.zeros(1)).fill_(length)
         assert len(rows.views) <= MOST_VIEWS
-        assert (slots[rows.count % ROW_SLOTS, : 4 * length].view(torch.float32) == length).all()
+        assert (slots[rows.number, : 4 * length].view(torch.float32) == length).all()

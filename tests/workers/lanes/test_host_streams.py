@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pentad.schedules.ir.instruction import Instruction, Op
+from pentad.workers.lanes import streams
+from pentad.workers.lanes.streams import HostStreams
 from pentad.workers.parallel.async_ops import LayerWork, host_waits
-from pentad.workers.runtime import streams
-from pentad.workers.runtime.streams import HostStreams
 
 PART = Instruction(Op.F, stage=1, microbatch=0)
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import Instruction, Key
+from pentad.workers.lanes.gpu_progress import GpuProgress
+from pentad.workers.lanes.gpu_timer import GpuTimer, StepTimes
 from pentad.workers.parallel.async_ops import host_waits
 from pentad.workers.rank_waits import rank_waits
 from pentad.workers.run_delay import run_delay
-from pentad.workers.runtime.gpu_progress import GpuProgress
-from pentad.workers.runtime.gpu_timer import GpuTimer, StepTimes
 
 AHEAD = 2  # instructions that the host issues before the compute lane needs them
 BETWEEN = ("HOST", -1)  # instructions
@@ -88,6 +88,9 @@ class HostStreams:
 
     def wait_previous_step(self, check: Check) -> None:
         """Nothing to do: compute is synchronous."""
+
+    def join_sends(self) -> None:
+        """Nothing to do: sends have ended."""
 
     def finish(self, check: Check) -> None:
         """Nothing to do: the last instruction of a step waits for all others."""
@@ -200,6 +203,12 @@ class CudaStreams:
     def wait_previous_step(self, check: Check) -> None:
         """Waits until the compute lane has completed the previous step."""
         self.progress.wait_previous_step(check)
+
+    def join_sends(self) -> None:
+        """Makes the compute lane wait for all sends, which read memory that it allocates."""
+        for lane, stream in self.streams.items():
+            if lane.startswith("SEND"):
+                self.compute.wait_stream(stream)
 
     def finish(self, check: Check) -> None:
         """Waits for everything issued."""

@@ -1,0 +1,61 @@
+"""Steps that are launched as CUDA graphs have the bits of steps whose kernels the host launches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from bits import same_bits
+from gpus import RANKS_A_GPU, on_gpu, two_gpus
+from plans import SHALLOW, plan_of
+from small_models import MOE
+
+from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.runtime.runner import Runner
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90 * RANKS_A_GPU)]
+STEPS = 9
+SIZES: list[tuple[str, dict[str, Any]]] = [
+    ("1f1b", {"pp": 2, "microbatches": 4}),
+    ("zb-h2", {"pp": 2, "microbatches": 4, "post_validation": True}),
+    ("zb-v", {"pp": 2, "microbatches": 6}),
+    ("dualpipev", {"pp": 2, "microbatches": 4}),
+    ("1f1b", {"dp": 2, "microbatches": 2, "memory_options": MemoryOptions(zero=3)}),
+    ("1f1b", {"tp": 2, "microbatches": 2}),
+    ("1f1b", {"cp": 2, "microbatches": 2}),
+    ("1f1b", {"ep": 2, "microbatches": 2, "model": MOE}),
+    ("dualpipev", {"tp": 2, "pp": 2, "microbatches": 4}),
+]
+
+
+@two_gpus
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+@pytest.mark.parametrize(("name", "sizes"), SIZES)
+def test_launched_steps_have_the_bits_of_issued_ones(gpus, corpus, name, sizes, transport):
+    plan = plan_of(**{"name": name, "dp": 1, "pp": 1, "data": corpus, "model": SHALLOW, **sizes})
+    plan, calls = on_gpu(plan, transport, "bfloat16"), [(0, 5), (5, STEPS - 5)]
+    issued, launched = gpus.run(plan, calls), gpus.run(replace(plan, cuda_graphs=True), calls)
+    for a, b in zip(issued, launched, strict=True):
+        assert [(r.losses, r.grad_norm) for r in a.results] == [(r.losses, r.grad_norm) for r in b.results]
+        assert same_bits(a.state, b.state)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h2"])
+def test_a_launched_step_allocates_nothing_for_compute(corpus, tmp_path, name):
+    plan = on_gpu(plan_of(name, 1, 1, 4, corpus), "nccl", "bfloat16")
+    runner = Runner(replace(plan, cuda_graphs=True), 0, tmp_path / "progress")
+    try:
+        runner.connect(runner.serve("127.0.0.1", 30), 30)
+        runner.restore(None)
+        runner.run(0, 5)
+        assert runner.executor is not None and runner.executor.graphs is not None
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        runner.run(5, 1)
+        assert runner.executor.graphs.mode == "launch"
+        of_step = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+        assert of_step < len(runner.programs[0].stream), "fewer than one for each instruction"
+    finally:
+        runner.close()
+        torch.cuda.set_stream(torch.cuda.default_stream())

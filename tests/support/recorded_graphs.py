@@ -1,0 +1,141 @@
+"""CUDA graphs on a CPU: what a step enqueues is recorded, and repeated with the same tensors and constants.
+
+As on a GPU, memory is only as old as the program says: what the host has let go of before a graph is captured holds nan
+whenever that graph is launched, so that whoever reads it later does not get what it expects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from pentad.workers.lanes.step_graphs import StepGraphs
+from pentad.workers.parallel.async_ops import LayerWork, host_waits
+from pentad.workers.runtime.runner import Runner
+
+HOST_READS = {torch.ops.aten._local_scalar_dense.default}
+
+
+def record_graphs(runner: Runner) -> None:
+    """Has a connected rank on a CPU launch steps as its plan says."""
+    if runner.plan.cuda_graphs and runner.plan.device == "cpu":
+        assert runner.executor is not None
+        runner.executor.graphs = StepGraphs(RecordedMemory())
+
+
+class Call(NamedTuple):
+    """`results` are those that are new memory, by their number among what the function returns."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    results: dict[int, Tensor]
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (each for each in tree_flatten((self.args, self.kwargs))[0] if isinstance(each, Tensor))
+        yield from self.results.values()
+
+
+class Recorder(TorchDispatchMode):
+    """Runs what it records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function not in HOST_READS, "the host cannot read what a graph computes"
+        kwargs = kwargs or {}
+        given = {storage_of(each) for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)}
+        found = function(*args, **kwargs)
+        results = {n: each for n, each in enumerate(tree_flatten(found)[0]) if isinstance(each, Tensor)}
+        new = {number: each.detach() for number, each in results.items() if storage_of(each) not in given}
+        if new or not results or function._schema.is_mutable or function.namespace == "c10d":  # no view
+            args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            self.calls.append(Call(function, args, kwargs, new))
+        return found
+
+
+class RecordedGraph:
+    """The first launch does nothing, since recording has run everything."""
+
+    def __init__(self, memory: RecordedMemory) -> None:
+        self.memory, self.calls, self.is_new = memory, list[Call](), True
+        self.stale: list[Tensor] = []
+
+    def capture(self, work: Callable[[], None]) -> None:
+        self.stale = self.memory.take_stale()
+        with unrecorded_waits(), Recorder() as recorder:
+            work()
+        self.calls = recorder.calls
+        self.memory.add(self.calls)
+
+    def launch(self) -> None:
+        if self.is_new:
+            self.is_new = False
+            return
+        for tensor in self.stale:
+            tensor.fill_(math.nan)
+        for function, args, kwargs, results in self.calls:
+            found = tree_flatten(function(*args, **kwargs))[0]
+            for each in found:
+                if hasattr(each, "wait"):  # communication
+                    each.wait()
+            for number, result in results.items():
+                result.copy_(found[number])
+
+
+class RecordedMemory:
+    """What all graphs of a rank have allocated, and how many tensors of theirs share it."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, Tensor] = {}
+        self.recorded: Counter[int] = Counter()
+        self.graphs: list[RecordedGraph] = []  # all of them, lest another tensor have the number of one that is gone
+
+    def graph(self) -> RecordedGraph:
+        self.graphs.append(RecordedGraph(self))
+        return self.graphs[-1]
+
+    def allocating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def address(self, tensor: Tensor) -> Tensor:
+        self.recorded[storage_of(tensor)] += 1
+        return tensor.detach()
+
+    def add(self, calls: list[Call]) -> None:
+        self.tensors |= {storage_of(each): each for call in calls for each in call.results.values()}
+        self.recorded.update(storage_of(each) for call in calls for each in call.tensors())
+
+    def take_stale(self) -> list[Tensor]:
+        """What only graphs refer to, and did not when this was called last."""
+        counts = {key: torch._C._storage_Use_Count(key) - 1 for key in self.tensors}  # without Python's own object
+        stale = [key for key, count in counts.items() if count == self.recorded[key]]
+        return [found for found in map(self.tensors.pop, stale) if found.is_floating_point()]
+
+
+@contextmanager
+def unrecorded_waits() -> Iterator[None]:
+    """gloo copies some results when somebody waits for them, from memory of its own."""
+    real = host_waits.wait
+
+    def wait(works: Sequence[LayerWork]) -> None:
+        with _disable_current_modes():
+            real(works)
+
+    with patch.object(host_waits, "wait", wait):
+        yield
+
+
+def storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
