@@ -22,7 +22,10 @@ import os
 import platform
 import pwd
 import subprocess
+import sysconfig
 import time
+import zipfile
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,6 +108,7 @@ def environment() -> dict[str, str]:
     return {"PIP_CONFIG_FILE": str(settings), **os.environ} if os.access(settings, os.R_OK) else dict(os.environ)
 
 
+@cache
 def uv_environment() -> dict[str, str]:
     """The environment of uv, which reads none of pip's settings: those that say where packages come from. As with pip,
     all indexes count alike."""
@@ -165,9 +169,22 @@ def make_venv() -> None:
     if not all(importlib.util.find_spec(module) for module in ("venv", "ensurepip")):
         stop(f"{sys.executable} has no venv module: install it first (Debian and Ubuntu: apt install python3-venv)")
     say(f"creating {VENV.name} with Python {platform.python_version()}")
-    created = subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], capture_output=True, text=True)
+    command = [sys.executable, "-m", "venv", "--clear", "--without-pip", VENV]
+    created = subprocess.run(command, capture_output=True, text=True)
     if created.returncode:
         stop(f"{VENV} cannot be created: {(created.stdout + created.stderr).strip()[-300:]}")
+    (packages,) = (VENV / "lib").glob("python*/site-packages")
+    zipfile.ZipFile(bundled_pip()).extractall(packages)  # venv would also compile it, which takes seconds
+
+
+def bundled_pip() -> Path:
+    """The wheel of pip that comes with Python; Debian and others keep it in a folder of their own."""
+    import ensurepip
+
+    folder = Path(sysconfig.get_config_var("WHEEL_PKG_DIR") or Path(ensurepip.__file__).parent / "_bundled")
+    if not (found := list(folder.glob("pip-*.whl"))):
+        stop(f"{folder} has no wheel of pip, which comes with Python: choose another one (make train PYTHON=...)")
+    return found[0]
 
 
 def share_packages() -> None:
