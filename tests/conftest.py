@@ -25,7 +25,7 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 # Rates that this machine was once calibrated to are not those that tests expect.
 os.environ["PENTAD_CACHE"] = "/nonexistent"
 
-EXAMPLES = {"default": 16, "slow": 100}  # of each test of random data
+EXAMPLES = {"default": 10, "slow": 100}  # of each test of random data
 SLOW_SECONDS = 300  # after which a slow test hangs, also on a busy machine
 
 

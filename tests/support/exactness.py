@@ -16,16 +16,16 @@ TIED_COPIES = {"head", "predicted.embedding"}
 
 
 def assert_equals_one_process(
-    fleet: Fleet, plan: Plan, expected: Trained | None = None, *, check_bytes: bool = False
+    fleet: Fleet, plan: Plan, expected: Trained | None = None, *, steps: int = STEPS, check_bytes: bool = False
 ) -> list[Outcome]:
-    """Runs STEPS steps in two calls, in float64, and compares to 1e-10, with `expected` or the plan's reference.
-    `check_bytes` also compares buffer sizes to the plan. Returns what the ranks did."""
-    losses, gradients, norms, weights = expected or reference(plan)
-    outcomes = fleet.run(plan, [(0, 2), (2, 1)])
+    """Runs two steps in one call, and the third in another, in float64, and compares to 1e-10, with `expected` or the
+    plan's reference. `check_bytes` also compares buffer sizes to the plan. Returns what the ranks did."""
+    losses, gradients, norms, weights = expected or reference(plan, steps)
+    outcomes = fleet.run(plan, [(0, 2), (2, 1)][: steps - 1])
     for rank, outcome in enumerate(outcomes) if check_bytes else ():
         planned = memory(plan, rank)
         assert outcome.bytes == {kind: planned[kind] for kind in outcome.bytes}
-    for step in range(STEPS):
+    for step in range(steps):
         sums = losses_of(outcomes, step).values()
         assert len(sums) == plan.batch.replicas * plan.programs[plan.program_of(step)].microbatches
         (sources,) = {outcome.results[step].sources for outcome in outcomes}

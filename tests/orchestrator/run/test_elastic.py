@@ -5,7 +5,6 @@ Real ranks on a Ray cluster of several nodes on this machine. The reference is t
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import time

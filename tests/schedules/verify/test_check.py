@@ -7,7 +7,7 @@ from collections import Counter
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mutants import Mutant, mutants, with_stream
 from reachability_proof import prove, stuck
@@ -150,7 +150,6 @@ def damaged(draw: st.DrawFn) -> Program:
     return program
 
 
-@settings(max_examples=300)
 @given(damaged())
 def test_check_refuses_or_proves_whatever_it_is_given(program: Program) -> None:
     error = refusal(program)
@@ -180,7 +179,6 @@ def with_extra_waits(draw: st.DrawFn) -> Program:
     return program.with_streams(tuple(map(tuple, streams)))
 
 
-@settings(max_examples=300)
 @given(with_extra_waits())
 def test_exactly_the_programs_that_would_hang_are_refused_as_deadlocks(program: Program) -> None:
     error = refusal(program)
