@@ -9,7 +9,7 @@ import pytest
 from bits import same_bits
 from exactness import assert_equals_one_process
 from fleet import Fleet
-from plans import plan_of, with_rampup
+from plans import STEPS, plan_of, with_rampup
 from resume import assert_repeatable, save_and_resume
 from small_models import HEADS, MOE
 
@@ -55,7 +55,7 @@ def ramp(
 def test_a_ramp_equals_one_process(
     fleet: Fleet, corpus: str, name: str, microbatches: int, sizes: dict[str, Any]
 ) -> None:
-    assert_equals_one_process(fleet, ramp(corpus, name, microbatches, sizes))
+    assert_equals_one_process(fleet, ramp(corpus, name, microbatches, sizes), steps=STEPS)
 
 
 @slow
