@@ -5,7 +5,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return scheduler
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Every second process collects from the end: where nothing is compiled yet, it would else compile the same files
+    at the same time as another, and so each finds what the other has compiled."""
+    report = yield
+    if isinstance(collector, pytest.Directory) and os.environ.get("PYTEST_XDIST_WORKER", "")[-1:] in {*"13579"}:
+        report.result.reverse()
+    return report
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: position(item.nodeid))
+    items.sort(key=lambda item: (position(item.nodeid), file_of(item.nodeid)))
     marks = {item: {mark.name for mark in item.iter_markers()} for item in items}
     mark_unsampled(items, marks)
     unwanted = set() if has_cuda() else {"gpu"}
