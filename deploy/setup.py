@@ -172,7 +172,7 @@ def make_venv() -> None:
     if not all(importlib.util.find_spec(module) for module in ("venv", "ensurepip")):
         stop(f"{sys.executable} has no venv module: install it first (Debian and Ubuntu: apt install python3-venv)")
     say(f"creating {VENV.name} with Python {platform.python_version()}")
-    command = [sys.executable, "-m", "venv", "--clear", "--without-pip", VENV]
+    command = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(VENV)]
     created = subprocess.run(command, capture_output=True, text=True)
     if created.returncode:
         stop(f"{VENV} cannot be created: {(created.stdout + created.stderr).strip()[-300:]}")

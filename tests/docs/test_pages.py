@@ -73,8 +73,8 @@ def _runs(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHead]:
     """That of the Ray cluster of two ranks that the runs of a test share, though each would start its own."""
     with launch(ClusterSection(), 2) as head:
-        address = cache(head.wait_for_address)
-        monkeypatch.setattr(head, "wait_for_address", address)
+        assert head is not None
+        monkeypatch.setattr(head, "wait_for_address", cache(head.wait_for_address))
         monkeypatch.setattr("pentad.orchestrator.run.train.launch", lambda section, ranks: nullcontext(head))
         yield head
 

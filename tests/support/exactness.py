@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fleet import Fleet, Outcome, assemble, losses_of
+from fleet import Call, Fleet, Outcome, assemble, losses_of
 from plans import is_close, reference
 from reference_model import Trained
 
@@ -23,7 +23,8 @@ def assert_equals_one_process(
     did."""
     losses, gradients, norms, weights = expected or reference(plan, steps)
     steps = len(losses)
-    outcomes = fleet.run(plan, [(0, 2), (2, 1)][: steps - 1])
+    calls: list[Call] = [(0, 2), (2, 1)]
+    outcomes = fleet.run(plan, calls[: steps - 1])
     for rank, outcome in enumerate(outcomes) if check_bytes else ():
         planned = memory(plan, rank)
         assert outcome.bytes == {kind: planned[kind] for kind in outcome.bytes}

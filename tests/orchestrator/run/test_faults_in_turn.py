@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from elastic_cases import SMALL, SQUARE, Start, assert_ends_as_expected, started
-from multinode import multinode_cluster
+from multinode import Run, multinode_cluster
 from worker_processes import WorkerProcess, without_a_driver
 
 from pentad.orchestrator.config.config import load
@@ -30,6 +31,10 @@ def start_run(tmp_path: Path) -> Iterator[Start]:
         yield do
 
 
+def has_recovered(run: Run, times: int) -> bool:
+    return len(run.events("recovered")) == times
+
+
 @pytest.mark.timeout(300)
 def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(
     workers: list[WorkerProcess], start_run: Start
@@ -45,7 +50,7 @@ def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(
             pids = {rank["rank"]: rank["pid"] for rank in client.status()["ranks"]}
         for rank in ranks:
             os.kill(pids[rank], how)
-        run.wait_for(lambda count=number + 1: len(run.events("recovered")) == count)
+        run.wait_for(partial(has_recovered, run, number + 1))
         assert {row["rank"] for row in run.events("lost")[before:]} >= set(ranks)
     run.wait_for_step(11)
     run.stop()  # SIGKILL
