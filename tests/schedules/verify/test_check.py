@@ -7,7 +7,7 @@ from collections import Counter
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutants import Mutant, mutants, with_stream
 from reachability_proof import prove, stuck
@@ -24,6 +24,8 @@ from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.verify.check import check
 
 compiled = cache(compile_program)
+
+many = settings(max_examples=8 * settings().max_examples)  # damage is of many kinds
 
 
 def refusal(program: Program) -> ScheduleError | None:
@@ -150,6 +152,7 @@ def damaged(draw: st.DrawFn) -> Program:
     return program
 
 
+@many
 @given(damaged())
 def test_check_refuses_or_proves_whatever_it_is_given(program: Program) -> None:
     error = refusal(program)
@@ -179,6 +182,7 @@ def with_extra_waits(draw: st.DrawFn) -> Program:
     return program.with_streams(tuple(map(tuple, streams)))
 
 
+@many
 @given(with_extra_waits())
 def test_exactly_the_programs_that_would_hang_are_refused_as_deadlocks(program: Program) -> None:
     error = refusal(program)

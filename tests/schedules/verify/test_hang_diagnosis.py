@@ -7,7 +7,7 @@ from collections import defaultdict
 from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pentad.schedules.compiler import compile_program
@@ -236,6 +236,7 @@ def hangs(draw: st.DrawFn) -> World:
 
 
 @given(hangs())
+@settings(max_examples=4 * settings().max_examples)
 def test_all_frozen_ranks_that_are_not_blocked_are_causes_and_every_wait_is_right(world: World) -> None:
     world.run()
     diagnosis = find_cause(world.program, world.mesh, world.positions())
