@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 import pytest
-from controls import Served, connected, once_requested, plain_view, seen, serving
+from controls import Served, connected, first_view, once_requested, plain_view, seen, serving
 from google.protobuf import descriptor_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health_pb2
 from grpc_tools import protoc  # type: ignore[import-untyped]
@@ -285,18 +285,7 @@ def test_stuck_callers_do_not_block_others(served: Served) -> None:
             seconds.append(time.monotonic() - started)
         assert sorted(seconds)[len(seconds) // 2] < 1.0
         watchers[0].cancel()
-        assert _first_view(served)["run"] == "trial"
-
-
-def _first_view(served: Served) -> dict[str, Any]:
-    """Of a watcher that the server has room for once it has heard that another is gone."""
-    until = time.monotonic() + 20
-    while True:
-        try:
-            return next(served.watch())
-        except PentadError:
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        assert first_view(served)["run"] == "trial"
 
 
 def _never(stack: ExitStack) -> Iterator[bytes]:
