@@ -22,7 +22,10 @@ import os
 import platform
 import pwd
 import subprocess
+import sysconfig
 import time
+import zipfile
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,9 +38,11 @@ TORCH = "torch==2.13.0"
 TORCH_FLOOR = (2, 11)
 TRITON = "triton==3.6.0"  # for Triton's interpreter, if torch comes without Triton
 CONSTRAINTS = ["-c", "constraints.txt"]
-SELDOM_IMPORTED = (
-    r"/site-packages/(transformers/models|ray/(data|llm|rllib|serve|train|tune)|torch/(_inductor|testing)|sympy/physics"
-    r"|pygments/lexers|networkx|mypyc?|pip|setuptools|.*/tests?)/"
+SELDOM_IMPORTED = (  # pytest compiles hypothesis itself
+    r"/site-packages/(transformers/(cli|exporters|models|pipelines)|huggingface_hub/(cli|inference)|hypothesis|pydantic/v1"
+    r"|ray/(air|data|llm|rllib|scripts|serve|train|tune)|torch/(_inductor|_vendor|testing)|torchgen|numpy/(distutils|f2py)"
+    r"|sympy/(categories|codegen|combinatorics|parsing|physics|stats|testing|vector)|google/(api_core|auth|oauth2)"
+    r"|pyasn1(_modules)?|pygments/lexers|networkx|mypyc?|pip|setuptools|virtualenv|distlib|.*/(benchmarks|tests?))/"
 )
 PIP_TO_UV = {  # what uv calls the settings of pip that say where packages come from
     "index-url": "UV_DEFAULT_INDEX",
@@ -105,6 +110,7 @@ def environment() -> dict[str, str]:
     return {"PIP_CONFIG_FILE": str(settings), **os.environ} if os.access(settings, os.R_OK) else dict(os.environ)
 
 
+@cache
 def uv_environment() -> dict[str, str]:
     """The environment of uv, which reads none of pip's settings: those that say where packages come from. As with pip,
     all indexes count alike."""
@@ -139,8 +145,9 @@ def install(*requirements: str) -> None:
 
 
 def compile_modules(packages: str) -> subprocess.Popen[bytes]:
-    """Starts to compile installed packages on all cores. Modules of a thousand models and the packages' own tests are
-    left to those who import them. The status says nothing: some packages hold files that no Python compiles."""
+    """Starts to compile installed packages on all cores. Modules of a thousand models, the packages' own tests and
+    others that no run imports are left to those who import them. The status says nothing: some packages hold files
+    that no Python compiles."""
     folders = map(str, (VENV / "lib").glob(f"python*/site-packages/{packages}"))
     command = [str(PYTHON), "-m", "compileall", "-qq", "-j", "0", "-x", SELDOM_IMPORTED, str(VENV / "bin"), *folders]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -165,9 +172,22 @@ def make_venv() -> None:
     if not all(importlib.util.find_spec(module) for module in ("venv", "ensurepip")):
         stop(f"{sys.executable} has no venv module: install it first (Debian and Ubuntu: apt install python3-venv)")
     say(f"creating {VENV.name} with Python {platform.python_version()}")
-    created = subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], capture_output=True, text=True)
+    command = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(VENV)]
+    created = subprocess.run(command, capture_output=True, text=True)
     if created.returncode:
         stop(f"{VENV} cannot be created: {(created.stdout + created.stderr).strip()[-300:]}")
+    (packages,) = (VENV / "lib").glob("python*/site-packages")
+    zipfile.ZipFile(bundled_pip()).extractall(packages)  # venv would also compile it, which takes seconds
+
+
+def bundled_pip() -> Path:
+    """The wheel of pip that comes with Python; Debian and others keep it in a folder of their own."""
+    import ensurepip
+
+    folder = Path(sysconfig.get_config_var("WHEEL_PKG_DIR") or Path(ensurepip.__file__).parent / "_bundled")
+    if not (found := list(folder.glob("pip-*.whl"))):
+        stop(f"{folder} has no wheel of pip, which comes with Python: choose another one (make train PYTHON=...)")
+    return found[0]
 
 
 def share_packages() -> None:

@@ -5,7 +5,8 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 # Rates that this machine was once calibrated to are not those that tests expect.
 os.environ["PENTAD_CACHE"] = "/nonexistent"
 
-EXAMPLES = {"default": 16, "slow": 100}  # of each test of random data
+EXAMPLES = {"default": 10, "slow": 100}  # of each test of random data
 SLOW_SECONDS = 300  # after which a slow test hangs, also on a busy machine
 
 
@@ -54,19 +55,32 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return scheduler
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Every second process collects from the end: where nothing is compiled yet, it would else compile the same files
+    at the same time as another, and so each finds what the other has compiled."""
+    report = yield
+    if isinstance(collector, pytest.Directory) and os.environ.get("PYTEST_XDIST_WORKER", "")[-1:] in {*"13579"}:
+        report.result.reverse()
+    return report
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: position(item.nodeid))
-    mark_unsampled(items)
+    items.sort(key=lambda item: (position(item.nodeid), file_of(item.nodeid)))
+    marks = {item: {mark.name for mark in item.iter_markers()} for item in items}
+    mark_unsampled(items, marks)
+    unwanted = set() if has_cuda() else {"gpu"}
     if not config.getoption("slow") and "slow" not in config.getoption("markexpr"):
-        leave_out(config, items, "slow")
+        unwanted.add("slow")
     if "realmodel" not in config.getoption("markexpr"):
-        leave_out(config, items, "realmodel")
-    if not has_cuda():
-        leave_out(config, items, "gpu")
+        unwanted.add("realmodel")
     if "PYTEST_XDIST_WORKER" in os.environ:
-        leave_out(config, items, "quiet")
+        unwanted.add("quiet")
+    leave_out(config, items, {item for item in items if marks[item] & unwanted})
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+        if "slow" in marks[item] and "timeout" not in marks[item]:
             item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
 
 
@@ -80,11 +94,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def mark_unsampled(items: list[pytest.Item]) -> None:
+def mark_unsampled(items: list[pytest.Item], marks: dict[pytest.Item, set[str]]) -> None:
     """Of the cases of a test marked sampled(count), all but so many, evenly spaced, are slow."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+        if "sampled" in marks[item] and "slow" not in marks[item]:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for found in cases.values():
         (count,) = found[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
@@ -92,16 +106,17 @@ def mark_unsampled(items: list[pytest.Item]) -> None:
         for number, item in enumerate(found):
             if number not in kept:
                 item.add_marker(pytest.mark.slow)
+                marks[item].add("slow")
 
 
-def leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
-    """Deselects marked tests: to skip thousands of them, each with its set-up and report, would take seconds."""
-    marked = {item for item in items if item.get_closest_marker(marker)}
-    items[:] = [item for item in items if item not in marked]
-    if marked:
-        config.hook.pytest_deselected(items=list(marked))
+def leave_out(config: pytest.Config, items: list[pytest.Item], unwanted: set[pytest.Item]) -> None:
+    """Deselects tests: to skip thousands of them, each with its set-up and report, would take seconds."""
+    items[:] = [item for item in items if item not in unwanted]
+    if unwanted:
+        config.hook.pytest_deselected(items=list(unwanted))
 
 
+@cache
 def has_cuda() -> bool:
     """Counts devices without making a CUDA context, which a later fork would not survive."""
     import torch
@@ -111,9 +126,10 @@ def has_cuda() -> bool:
 
 @pytest.fixture(autouse=True)
 def same_numbers_every_time() -> None:
-    """Seeds torch for tests that draw from it; a test that does not import it is not to pay for that."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    """Seeds torch for tests that draw from it; a test that does not import it is not to pay for that. Without a GPU
+    torch.manual_seed would note for each kind of device from where it was called, which takes milliseconds."""
+    if torch := sys.modules.get("torch"):
+        (torch if has_cuda() else torch.default_generator).manual_seed(0)
 
 
 @pytest.fixture

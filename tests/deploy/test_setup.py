@@ -95,6 +95,15 @@ def test_only_machines_with_gpus_get_the_cuda_build(
     assert command.endswith(setup.TORCH) and ("--torch-backend=cpu" in command) is backend
 
 
+def test_a_new_venv_has_pip(setup: ModuleType) -> None:
+    setup.PYTHON.unlink()
+    setup.make_venv()
+    assert subprocess.run([setup.PYTHON, "-m", "pip", "--version"], capture_output=True).stdout.startswith(b"pip ")
+    setup.PYTHON.parent.joinpath("kept").touch()
+    setup.make_venv()
+    assert setup.PYTHON.parent.joinpath("kept").exists(), "a working one stays"
+
+
 def test_packages_come_from_where_pip_would_take_them(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = """:env:.index-url='https://mine/simple'
 global.index-url='https://theirs/simple'

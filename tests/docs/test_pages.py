@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cache
 from itertools import pairwise
 from os import environ, pathsep
 from pathlib import Path
@@ -18,6 +20,8 @@ from pages import PAGES, Block, blocks, commands, shows
 from paths import ROOT, TESTS
 
 from pentad.orchestrator.cli.cli import main
+from pentad.orchestrator.cluster.local_head import LocalHead, launch
+from pentad.orchestrator.config.sections import ClusterSection
 
 OUTPUTS = ("--html", "--svg", "--arrow", "--csv", "--trace")
 MARK = "-- end of block --"
@@ -65,7 +69,18 @@ def _runs(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
             assert Path(value).stat().st_size > 100, value
 
 
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHead]:
+    """That of the Ray cluster of two ranks that the runs of a test share, though each would start its own."""
+    with launch(ClusterSection(), 2) as head:
+        assert head is not None
+        monkeypatch.setattr(head, "wait_for_address", cache(head.wait_for_address))
+        monkeypatch.setattr("pentad.orchestrator.run.train.launch", lambda section, ranks: nullcontext(head))
+        yield head
+
+
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("head")
 def test_every_command_of_the_first_pages_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The README and the first-hour page are read in sequence: commands on both run once."""
     done: list[list[str]] = []

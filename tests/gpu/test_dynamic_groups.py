@@ -9,6 +9,7 @@ from bits import same_bits
 from exactness import assert_equals_one_process
 from gpus import RANKS_A_GPU, num_places, on_gpu, two_gpus
 from group_reference import reference_of_groups
+from plans import STEPS
 from random_groups import RandomGroupsFleet, grouped_plan, random_groups
 from small_models import FAMILIES, MOE, WIDE
 
@@ -45,7 +46,7 @@ def plan_of_case(tmp_path, case, dtype, transport="peer"):
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
 @pytest.mark.parametrize("case", CASES)
 def test_groups_of_gpus_equal_one_process(random_gpus, tmp_path, case, transport):
-    assert_equals_one_process(random_gpus, plan_of_case(tmp_path, case, "float64", transport))
+    assert_equals_one_process(random_gpus, plan_of_case(tmp_path, case, "float64", transport), steps=STEPS)
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"ep": 2}])

@@ -53,6 +53,6 @@ def test_files_that_share_a_cluster_or_the_fleet_or_start_clusters_are_groups() 
     run, runtime = "tests/orchestrator/run", "tests/workers/runtime"
     assert {groups[f"{run}/test_{name}.py"] for name in ("training", "driver")} == {"shared cluster"}
     assert groups[f"{run}/test_elastic.py"] == "own clusters"
-    assert {groups[f"{runtime}/test_{name}.py"] for name in ("exactness", "zero", "axes")} == {"fleet"}
+    assert {groups[f"{runtime}/test_{name}.py"] for name in ("exactness", "zero", "abort")} == {"fleet"}
     assert groups["tests/schedules/spec/test_mesh.py"] == "tests/schedules/spec/test_mesh.py"
     assert groups.keys() >= set(ORDER)

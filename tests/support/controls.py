@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pentad.orchestrator.control.control_client import Client
 from pentad.orchestrator.control.server import ControlServer
 from pentad.orchestrator.monitoring.run_state import ControlRequests, RankView, RunView
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Coordinates
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -114,3 +115,14 @@ def plain_view(view: RunView) -> dict[str, Any]:
     ]
     evaluations = [{"data": each.data, "step": each.step, "loss": each.loss} for each in view.evaluations]
     return {**view._asdict(), "ranks": ranks, "evaluations": evaluations}
+
+
+def first_view(served: Served) -> dict[str, Any]:
+    """Of a watcher that the server has room for once it has heard that another is gone."""
+    until = time.monotonic() + 20
+    while True:
+        try:
+            return next(served.watch())
+        except PentadError:
+            assert time.monotonic() < until
+            time.sleep(0.02)

@@ -124,6 +124,18 @@ def assert_same(run: Run, expected: Outcome, steps: int = STEPS) -> None:
     assert all(torch.equal(actual[1][key], value) for key, value in expected[1].items()), run.describe()
 
 
+def assert_ends_as_expected(run: Run, overrides: Sequence[str], expected: Outcome, steps: int = STEPS) -> Run:
+    """Starts a run again whose driver is dead."""
+    again = Run(run.cluster, run.folder.parent, *SMALL, *overrides)
+    try:
+        assert again.end() == 0, again.describe()
+        assert_same(again, expected, steps)
+        again.assert_gone()
+    finally:
+        again.stop()
+    return again
+
+
 def assert_recovered(run: Run, *how: str) -> None:
     """Asserts that the journal has loss, fence and recovery in this order, and one recovery for each of `how`."""
     assert run.end() == 0, run.describe()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fleet import Fleet, Outcome, assemble, losses_of
-from plans import STEPS, is_close, reference
+from fleet import Call, Fleet, Outcome, assemble, losses_of
+from plans import is_close, reference
 from reference_model import Trained
 
 from pentad.orchestrator.planning.estimate import memory
@@ -16,16 +16,19 @@ TIED_COPIES = {"head", "predicted.embedding"}
 
 
 def assert_equals_one_process(
-    fleet: Fleet, plan: Plan, expected: Trained | None = None, *, check_bytes: bool = False
+    fleet: Fleet, plan: Plan, expected: Trained | None = None, *, steps: int = 2, check_bytes: bool = False
 ) -> list[Outcome]:
-    """Runs STEPS steps in two calls, in float64, and compares to 1e-10, with `expected` or the plan's reference.
-    `check_bytes` also compares buffer sizes to the plan. Returns what the ranks did."""
-    losses, gradients, norms, weights = expected or reference(plan)
-    outcomes = fleet.run(plan, [(0, 2), (2, 1)])
+    """Runs two steps in one call, and a third in another, in float64, and compares to 1e-10, with `expected` or the
+    plan's reference of so many `steps`. `check_bytes` also compares buffer sizes to the plan. Returns what the ranks
+    did."""
+    losses, gradients, norms, weights = expected or reference(plan, steps)
+    steps = len(losses)
+    calls: list[Call] = [(0, 2), (2, 1)]
+    outcomes = fleet.run(plan, calls[: steps - 1])
     for rank, outcome in enumerate(outcomes) if check_bytes else ():
         planned = memory(plan, rank)
         assert outcome.bytes == {kind: planned[kind] for kind in outcome.bytes}
-    for step in range(STEPS):
+    for step in range(steps):
         sums = losses_of(outcomes, step).values()
         assert len(sums) == plan.batch.replicas * plan.programs[plan.program_of(step)].microbatches
         (sources,) = {outcome.results[step].sources for outcome in outcomes}

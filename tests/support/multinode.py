@@ -35,11 +35,12 @@ COMMAND = (sys.executable, "-P", "-m", "pentad.orchestrator.cli.cli", "train")
 
 
 class Cluster:
-    """A head without room for ranks, and nodes with room for some; on GPUs, each rank has one of the `places`."""
+    """A head with `room` for ranks, and nodes with room for some; on GPUs, each rank of a node has one of the
+    `places`."""
 
-    def __init__(self, folder: Path, places: int = 0) -> None:
+    def __init__(self, folder: Path, places: int = 0, room: int = 0) -> None:
         self.folder, self.places = folder, places
-        self.head = self._node(0)
+        self.head = self._node(room)
         self.address: str = self.head.gcs_address
         self.nodes: list[Node] = []
 
@@ -155,7 +156,7 @@ def _raylet(node: Node) -> subprocess.Popen[bytes]:
 
 
 @contextmanager
-def multinode_cluster(places: int = 0, *, persistent: bool = False) -> Iterator[Cluster]:
+def multinode_cluster(places: int = 0, *, room: int = 0, persistent: bool = False) -> Iterator[Cluster]:
     """A cluster that leaves nothing behind. The head of a `persistent` one can be lost and start again."""
     variables = {f"RAY_health_check_{name}": value for name, value in HEALTH.items()}
     variables |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "GLOO_SOCKET_IFNAME": "lo"}
@@ -170,7 +171,7 @@ def multinode_cluster(places: int = 0, *, persistent: bool = False) -> Iterator[
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         stack.enter_context(clusters.environment(variables))
         stack.enter_context(clusters.loopback_allowed())
-        cluster = Cluster(folder, places)
+        cluster = Cluster(folder, places, room)
         stack.callback(cluster.stop)
         yield cluster
 
@@ -205,7 +206,7 @@ class Run:
         while not true():
             assert self.process.poll() is None, self.describe()
             assert time.monotonic() < until, self.describe()
-            time.sleep(0.01)
+            time.sleep(0.02)
 
     def wait_for_step(self, step: int) -> None:
         self.wait_for(lambda: len(self.rows()) > step)

@@ -132,11 +132,11 @@ def with_rampup(plan: Plan, stages: dict[int, int], compiled: Callable[[int], Pl
     return replace(plan, batch=replace(plan.batch, rampup=rampup), rampup_programs=programs)
 
 
-def reference(plan: Plan) -> Trained:
-    """STEPS steps of the plan in a single process, independent of how the mesh divides the batch."""
+def reference(plan: Plan, steps: int = STEPS) -> Trained:
+    """The first steps of the plan in a single process, independent of how the mesh divides the batch."""
     rows, balance = (plan.batch.micro_batch_size, plan.batch) if is_by_microbatch(plan) else (2, None)
     given = plan.model, rows, plan.batch.sequence_length, plan.optimizer, plan.lora, plan.fp8
-    return _reference(plan.data, plan.batch.sizes, *given, balance)
+    return _reference(plan.data, plan.batch.sizes, *given, balance, steps)
 
 
 @functools.cache
@@ -150,19 +150,20 @@ def _reference(
     lora: LoraSpec | None,
     fp8: Fp8Spec | None,
     balance: BatchSpec | None,
+    steps: int,
 ) -> Trained:
     """`balance` is how sequences are dealt to microbatches, None where results do not depend on that."""
     plan = plan_of("gpipe", 1, 1, sizes.global_batch_size // 2, data, model=model)
     batch = replace(plan.batch, rampup=sizes.rampup, sequence_length=sequence_length)
     plan = replace(plan, optimizer=optimizer, lora=lora, fp8=fp8, batch=batch)
     assert plan.batch.micro_batch_size == micro_batch_size
-    return train(plan, global_batches(plan, balance))
+    return train(plan, global_batches(plan, balance, steps))
 
 
-def global_batches(plan: Plan, balance: BatchSpec | None = None) -> list[GlobalBatch]:
-    """Those of STEPS steps."""
+def global_batches(plan: Plan, balance: BatchSpec | None = None, steps: int = STEPS) -> list[GlobalBatch]:
+    """Those of the first steps."""
     dataset = open_dataset(plan.data, plan.batch, plan.model.vocab, plan.seed)
-    return [global_batch(dataset, step, balance) for step in range(STEPS)]
+    return [global_batch(dataset, step, balance) for step in range(steps)]
 
 
 def global_batch(dataset: Dataset, step: int, balance: BatchSpec | None = None) -> GlobalBatch:

@@ -19,7 +19,8 @@ from unittest.mock import patch
 import torch
 from paths import SUPPORT
 
-PRELOADED = ["worker_processes", "pentad.workers.replication.transfer", "pentad.workers.runtime.runner"]
+# What ranks import, and numpy.ma, which Arrow imports when it first meets an array.
+PRELOADED = ["worker_processes", "pentad.workers.replication.transfer", "pentad.workers.runtime.runner", "numpy.ma"]
 TIMEOUT = 90.0  # seconds for all answers to an order, on a shared machine
 
 

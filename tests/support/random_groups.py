@@ -13,7 +13,7 @@ from typing import Any
 import fleet
 import numpy as np
 from mixtures import random_corpus
-from plans import data_of, plan_of, with_rampup
+from plans import SHALLOW, data_of, plan_of, with_rampup
 from pool import Pool
 
 from pentad.schedules.search.batch_planner import Balance
@@ -42,7 +42,8 @@ def grouped_plan(
     data = data_of(path, document_mask=True, packing=packing, cache=str(folder))
 
     def compiled(count: int) -> Plan:
-        return plan_of(**{"name": "1f1b", "dp": 1, "pp": 1, **sizes}, microbatches=count, data=data, **more)
+        given = {"name": "1f1b", "dp": 1, "pp": 1, "model": SHALLOW, **sizes, **more}
+        return plan_of(**given, microbatches=count, data=data)
 
     plan = with_rampup(compiled(microbatches), ramp or {}, compiled)
     even, unit = plan.batch.micro_batch_size * LENGTH // plan.mesh.cp, 2 * plan.mesh.tp

@@ -28,13 +28,13 @@ def save_and_resume(fleet, plan, folder: Path, step: int, calls, *, before=None)
 
 
 def assert_repeatable(fleet, plan, tmp_path: Path) -> None:
-    """Six steps have the same bits in one call, in three, and after a stop in the middle."""
-    once = fleet.run(plan, [(0, 6)])
-    again = fleet.run(plan, [(0, 1), (1, 3), (4, 2)])
-    resumed = save_and_resume(fleet, plan, checkpoint.folder_of(tmp_path, 3), 3, [(3, 3)])
+    """Four steps have the same bits in one call, in three, and after a stop in the middle."""
+    once = fleet.run(plan, [(0, 4)])
+    again = fleet.run(plan, [(0, 1), (1, 2), (3, 1)])
+    resumed = save_and_resume(fleet, plan, checkpoint.folder_of(tmp_path, 2), 2, [(2, 2)])
     for a, b, c in zip(once, again, resumed, strict=True):
         assert same_bits(a.state, b.state)
         assert same_bits(a.state, c.state)
         results = [(r.losses, r.grad_norm) for r in a.results]
         assert results == [(r.losses, r.grad_norm) for r in b.results]
-        assert results[3:] == [(r.losses, r.grad_norm) for r in c.results]
+        assert results[2:] == [(r.losses, r.grad_norm) for r in c.results]

@@ -1,5 +1,7 @@
 """Which tests must run in the same process when the suite runs in several processes."""
 
+import re
+
 from paths import TESTS
 
 # Files whose tests share one Ray cluster (see shared_cluster), and those that start others, in the order they run in.
@@ -29,14 +31,16 @@ OWN_CLUSTERS = (
     "tests/orchestrator/run/test_lora_runs.py",
     "tests/orchestrator/sweep/test_real_trials.py",
 )
-FILES = [path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")]
-FLEET = {name for name in FILES if "fleet" in (TESTS.parent / name).read_text("utf-8")}
 ORDER = (*SHARED_CLUSTER, *OWN_CLUSTERS)
+FILES = [path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")]
+# What uses processes of ranks, which are forked from one server in each process of the run: it takes seconds to start.
+RANKS = re.compile(r"fleet|worker_processes|from pool|rank_checks|(calibrated|cp|expert|network)_ranks")
+FLEET = {name for name in FILES if name not in ORDER and RANKS.search((TESTS.parent / name).read_text("utf-8"))}
 
 
 def group_of(test: str) -> str:
     """The group of a test by its node ID. A group runs in one process, in order: all files that share the cluster, all
-    that start others, all that share the fleet, and each other file by itself."""
+    that start others, all that use processes of ranks, and each other file by itself."""
     file = file_of(test)
     if file in SHARED_CLUSTER:
         return "shared cluster"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.orchestrator.config.config import RunConfig, dump, load
@@ -37,7 +37,6 @@ def write(tmp_path: Path) -> Write:
     return write
 
 
-@settings(max_examples=30)
 @given(mappings, mappings)
 def test_what_lies_on_top_is_kept_and_what_it_leaves_out_is_that_below(base: dict, over: dict) -> None:
     found = merged(base, over)

@@ -70,7 +70,7 @@ def test_host_memory_is_advised_where_nothing_else_suffices() -> None:
 
 
 def test_a_plan_says_so_only_where_it_does_not_fit() -> None:
-    config = config_of("mesh.dp=2")
+    config = config_of("mesh.dp=2", "model.layers=2")
     assert planned(config, "cuda", 1000).remedy == "" and "remedy" not in planned(config, "cuda", 1000).facts()["fits"]
     refused = planned(config, "cuda", 1)
     assert refused.facts()["fits"]["remedy"] == refused.remedy != ""

@@ -10,8 +10,9 @@ from commands import Pentad
 
 
 def test_memory_of_a_device_can_be_given(pentad: Pentad) -> None:
-    assert pentad("plan", "--device", "cuda", "--memory", "1")[0] == 0
-    status, out, _ = pentad("plan", "--device", "cuda", "--memory", "0.05")
+    small = "mesh.pp=2", "model.layers=2", "schedule.name=1f1b", "schedule.microbatches=2", "--device", "cuda"
+    assert pentad("plan", *small, "--memory", "1")[0] == 0
+    status, out, _ = pentad("plan", *small, "--memory", "0.05")
     assert status == 1
     assert "of a device of 0.05 GiB, which has 51.2 MiB" in out
 

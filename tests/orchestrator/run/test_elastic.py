@@ -5,7 +5,6 @@ Real ranks on a Ray cluster of several nodes on this machine. The reference is t
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import time
@@ -19,61 +18,21 @@ from elastic_cases import (
     LINE,
     PAIR,
     SCHEDULES,
-    SMALL,
     SQUARE,
-    STEPS,
     TENSOR,
-    Outcome,
+    assert_ends_as_expected,
     assert_recovered,
     assert_same,
     outcome,
 )
-from multinode import Run, kill
-from worker_processes import without_a_driver
+from multinode import kill
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.control.control_client import connect
-from pentad.orchestrator.planning.planning import make_plan
 from pentad.workers.runtime.progress_file import read_progress
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(300)
-
-
-def test_a_run_that_loses_ranks_and_then_its_driver_is_bit_identical(nodes, start_run, workers):
-    """One run with three faults in turn, the end-to-end recovery of the default suite; tests marked slow take one fault
-    each."""
-    steps = 29
-    overrides = (*SQUARE, "schedule.name=1f1b", "model.layers=2", "checkpoint.every=10", f"run.steps={steps}")
-    expected = without_a_driver(workers, make_plan(load(None, [*SMALL, *overrides]), "cpu"), steps)
-    nodes.resize(4)
-    run = start_run(*overrides)
-    for number, (ranks, how) in enumerate([((2,), signal.SIGSTOP), ((0, 3), signal.SIGKILL)]):
-        run.wait_for_step(3 + 4 * number)
-        run.wait_for_step_since_recovery()  # the first step after one may take cluster.start_timeout_seconds
-        before = len(run.events("lost"))
-        with connect(run.folder) as client:
-            pids = {rank["rank"]: rank["pid"] for rank in client.status()["ranks"]}
-        for rank in ranks:
-            os.kill(pids[rank], how)
-        run.wait_for(lambda count=number + 1: len(run.events("recovered")) == count)
-        assert {row["rank"] for row in run.events("lost")[before:]} >= set(ranks)
-    run.wait_for_step(11)
-    run.stop()  # SIGKILL
-    assert_ends_as_expected(run, overrides, expected, steps)
-    assert [row["how"] for row in run.events("recovered")] == ["repair", "repair", "adopt"], run.describe()
-
-
-def assert_ends_as_expected(run: Run, overrides: tuple[str, ...], expected: Outcome, steps: int = STEPS) -> Run:
-    """Starts a run again whose driver is dead."""
-    again = Run(run.cluster, run.folder.parent, *SMALL, *overrides)
-    try:
-        assert again.end() == 0, again.describe()
-        assert_same(again, expected, steps)
-        again.assert_gone()
-    finally:
-        again.stop()
-    return again
 
 
 @slow

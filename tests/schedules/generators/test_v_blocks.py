@@ -7,7 +7,7 @@ from itertools import accumulate, count
 from time import process_time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.schedules.generators.v_blocks import v_half, v_min
@@ -61,7 +61,6 @@ def costs_of(draw: st.DrawFn, p: int) -> Costs:
 @pytest.mark.sampled(1)
 @names
 @given(p=st.integers(1, 9), m=st.integers(1, 20), data=st.data())
-@settings(max_examples=50)
 def test_every_order_is_complete_and_runs_at_any_costs(name: str, p: int, m: int, data: st.DataObject) -> None:
     costs = data.draw(st.none() | costs_of(p))
     program = program_of(name, p, m, costs)
@@ -93,7 +92,6 @@ def test_idle_times_at_equal_costs_are_bounded_for_any_number_of_ranks(p: int) -
 
 @names
 @given(p=st.integers(1, 12), m=st.integers(1, 12))
-@settings(max_examples=50)
 def test_no_step_at_equal_costs_is_longer_than_that_of_1f1b(name: str, p: int, m: int) -> None:
     assert idle(name, p, m) <= 3 * p - 3
 
@@ -139,7 +137,6 @@ def squeezed(name: str, p: int, m: int) -> Program:
 
 @names
 @given(p=st.integers(1, 10), m=st.integers(1, 20), data=st.data())
-@settings(max_examples=40)
 def test_no_step_is_longer_than_the_paper_s_squeezed_blocks(name: str, p: int, m: int, data: st.DataObject) -> None:
     costs = data.draw(costs_of(p))
     block = squeezed(name, p, m)

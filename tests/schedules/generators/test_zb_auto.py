@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.schedules.catalogue import generate
@@ -90,7 +90,6 @@ def test_four_ranks_reach_the_optimum(
 
 
 @given(spec=specs())
-@settings(max_examples=25)
 def test_every_order_is_complete_and_proven(spec: ScheduleSpec) -> None:
     order = program(zb_auto(spec), spec.microbatches)
     for rank, stream in enumerate(order.streams):
@@ -101,14 +100,12 @@ def test_every_order_is_complete_and_proven(spec: ScheduleSpec) -> None:
 
 
 @given(spec=specs())
-@settings(max_examples=50)
 def test_no_rank_saves_more_than_the_limit(spec: ScheduleSpec) -> None:
     assert spec.memory_limit
     assert max(peak_activations(program(zb_auto(spec), spec.microbatches))) <= spec.memory_limit
 
 
 @given(spec=specs())
-@settings(max_examples=50)
 def test_never_longer_than_zb_h1_or_zb_h2_within_the_limit(spec: ScheduleSpec) -> None:
     assert spec.memory_limit and spec.costs
     longest, _ = spans(zb_auto(spec), spec.microbatches, spec.costs)

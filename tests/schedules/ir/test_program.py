@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mutants import mutants
 
@@ -46,7 +46,6 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 @given(programs())
-@settings(max_examples=50)
 def test_conversions_keep_the_program_and_its_hash(program: Program) -> None:
     forms = [
         Program.from_arrow(program.to_arrow()),

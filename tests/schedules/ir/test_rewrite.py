@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.schedules.compiler import compile_program
@@ -31,7 +31,6 @@ ADDED = st.builds(
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 @given(data=st.data())
-@settings(max_examples=20)
 def test_additions_go_before_their_positions_in_the_given_order(
     name: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:

@@ -60,7 +60,6 @@ def test_no_schedule_of_the_catalogue_within_the_limit_is_faster(ranks, microbat
             assert choice.best.makespan <= length(program, costs) * (1 + 1e-9)
 
 
-@settings(max_examples=60)
 @given(st.data(), st.integers(1, 6), st.integers(1, 14), COSTS, st.sampled_from(["makespan", "longest"]))
 def test_no_order_is_faster_than_the_bound_of_its_placement(data, ranks, microbatches, each, objective):
     names = [name for name in CATALOGUE if CATALOGUE[name].slices == 1 and allows(name, ranks, microbatches)]

@@ -6,7 +6,7 @@ from itertools import chain, pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.schedules.search.batch_planner import balanced
@@ -30,7 +30,6 @@ def test_every_sequence_is_in_one_microbatch_and_similar_ones_follow_each_other(
     assert plan.replicas == balanced(seconds, rows, replicas).replicas, "the same costs, the same plan"
 
 
-@settings(max_examples=40, deadline=None)
 @given(seconds=st.lists(st.floats(0.1, 10.0), min_size=8, max_size=8))
 def test_a_plan_is_within_the_bound_of_the_method_of_the_best(seconds: list[float]) -> None:
     """Graham: longest first ends within 4/3 - 1/(3 n) of the best, of those with equally many sequences as well."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.schedules.catalogue import generate
@@ -61,7 +61,6 @@ def program_of(problem: Problem, orders: list[list[int]]) -> Program:
     return Program("searched", streams, problem.placement, problem.microbatches, problem.chunks)
 
 
-@settings(max_examples=60)
 @given(st.data(), problems())
 def test_every_rule_gives_a_valid_order_within_the_capacity(data, problem):
     """Ranks never block one another, even with the smallest capacity, one microbatch."""
@@ -71,7 +70,6 @@ def test_every_rule_gives_a_valid_order_within_the_capacity(data, problem):
     assert all(peak_memory(problem, order) <= problem.capacity for order in orders)
 
 
-@settings(max_examples=40)
 @given(st.data(), problems())
 def test_times_agree_with_those_of_the_program(data, problem):
     orders = list_schedule(problem, age_priority(problem, 0.0), data.draw(rules(problem)))
@@ -84,7 +82,6 @@ def test_times_agree_with_those_of_the_program(data, problem):
     assert peaks == pytest.approx(peak_activations(program))
 
 
-@settings(max_examples=30)
 @given(st.data(), problems())
 def test_end_and_tail_of_a_critical_operation_add_up_to_the_step(data, problem):
     orders = list_schedule(problem, age_priority(problem, 0.0), data.draw(rules(problem)))
@@ -94,7 +91,6 @@ def test_end_and_tail_of_a_critical_operation_add_up_to_the_step(data, problem):
     assert max(through) == step_ticks(problem, orders, timing.ends)
 
 
-@settings(max_examples=40)
 @given(st.data(), problems())
 def test_tabu_search_keeps_orders_valid_and_never_makes_them_longer(data, problem):
     orders = list_schedule(problem, age_priority(problem, 0.0), data.draw(rules(problem)))

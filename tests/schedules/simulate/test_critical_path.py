@@ -31,7 +31,7 @@ def costs_of(draw: st.DrawFn, stages: int, *, tail: bool = True) -> Costs:
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 @given(data=st.data())
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_the_path_has_no_gap_and_is_as_long_as_the_step(
     name: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
@@ -51,7 +51,7 @@ def test_the_path_has_no_gap_and_is_as_long_as_the_step(
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 @given(data=st.data())
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_without_a_tail_the_path_is_as_long_as_the_makespan(
     name: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
@@ -64,7 +64,7 @@ def test_without_a_tail_the_path_is_as_long_as_the_makespan(
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 @given(data=st.data())
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_each_segment_waited_for_the_one_before_it(
     name: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
@@ -90,7 +90,7 @@ def test_each_segment_waited_for_the_one_before_it(
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
 @given(data=st.data())
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 def test_a_slower_rank_adds_at_least_its_share_of_the_path(
     name: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:

@@ -25,6 +25,8 @@ from pentad.schedules.verify.check import check
 
 compiled = cache(compile_program)
 
+many = settings(max_examples=8 * settings().max_examples)  # damage is of many kinds
+
 
 def refusal(program: Program) -> ScheduleError | None:
     """Why `check` refuses a program of two replicas, if it does."""
@@ -150,7 +152,7 @@ def damaged(draw: st.DrawFn) -> Program:
     return program
 
 
-@settings(max_examples=300)
+@many
 @given(damaged())
 def test_check_refuses_or_proves_whatever_it_is_given(program: Program) -> None:
     error = refusal(program)
@@ -180,7 +182,7 @@ def with_extra_waits(draw: st.DrawFn) -> Program:
     return program.with_streams(tuple(map(tuple, streams)))
 
 
-@settings(max_examples=300)
+@many
 @given(with_extra_waits())
 def test_exactly_the_programs_that_would_hang_are_refused_as_deadlocks(program: Program) -> None:
     error = refusal(program)

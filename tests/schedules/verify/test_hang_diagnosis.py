@@ -236,7 +236,7 @@ def hangs(draw: st.DrawFn) -> World:
 
 
 @given(hangs())
-@settings(max_examples=150)
+@settings(max_examples=4 * settings().max_examples)
 def test_all_frozen_ranks_that_are_not_blocked_are_causes_and_every_wait_is_right(world: World) -> None:
     world.run()
     diagnosis = find_cause(world.program, world.mesh, world.positions())
@@ -249,7 +249,6 @@ def test_all_frozen_ranks_that_are_not_blocked_are_causes_and_every_wait_is_righ
 
 
 @given(st.lists(st.tuples(st.integers(3, 4), st.floats(0, 1)), min_size=8, max_size=8))
-@settings(max_examples=50)
 def test_every_rank_inside_a_step_is_blocked_or_a_cause_wherever_they_are(scattered: list[tuple[int, float]]) -> None:
     program, mesh = compiled("zb-h2", 4, 5, replicas=2), Mesh(dp=2, pp=4)
     at = []

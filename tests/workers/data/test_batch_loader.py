@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.workers.data.batch_loader import MOST_AHEAD, Prefetcher
@@ -39,7 +39,6 @@ def made() -> Iterator[list[Prefetcher[int]]]:
         each.close()
 
 
-@settings(max_examples=40, deadline=None)
 @given(steps=st.lists(st.integers(0, 30), max_size=20), limit=st.sampled_from([1, 3, 100]))
 def test_any_order_of_steps_gets_the_data_of_each(steps: list[int], limit: int) -> None:
     prefetcher = Prefetcher(lambda step: 10 * step, lambda _: 1, limit)

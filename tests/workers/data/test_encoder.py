@@ -11,7 +11,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -100,7 +100,6 @@ def test_tokens_are_those_of_tokenizers(name: str, kind: str) -> None:
     encoder = Encoder(tokenizer, 0)
     assert encoder.fast is not None and encoder.fast.cuts_at_digits == (kind == "digits")
 
-    @settings(max_examples=60)
     @given(st.lists(TEXTS, max_size=4))
     @example(["12  3\u00a0\u00b2", "\u00a0 1", "", "\u0661\u0661 \u00b2\t\n 12"])
     @example(["\u00a0  a", "1\u00b2\u0661", "b\u0301 1\u0301"])
@@ -120,7 +119,6 @@ def test_pieces_cut_at_digits_have_the_tokens_of_a_tokenizer_that_splits_digits_
     plain = Tokenizer.from_str(json.dumps({**content, "pre_tokenizer": step}))
     plain.encode_special_tokens = True
 
-    @settings(max_examples=60)
     @given(st.lists(TEXTS, max_size=4))
     @example(["12  3\u00a0\u00b2", "\u00a0 1", "", "\u0661\u0661 \u00b2\t\n 12"])
     @example(["a  1 22   3", "", "4"])
@@ -192,7 +190,6 @@ def test_chunks_do_not_change_tokens(name: str, monkeypatch: pytest.MonkeyPatch)
     tokenizer = tokenizer_of(name)
     encoder = Encoder(tokenizer, 0)
 
-    @settings(max_examples=60)
     @given(st.lists(st.tuples(TEXTS.filter(bool), st.integers(1, 9)), max_size=4))
     def check(documents: list[tuple[str, int]]) -> None:
         chunks = [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.workers.data.holdout import evaluation_part, training_part
@@ -32,7 +32,6 @@ def corpus_of(sizes: list[int]) -> Any:
     return Documents(Path("corpus"), sum(sizes), tuple(accumulate(sizes[:-1], initial=0)))
 
 
-@settings(max_examples=40)
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=40), holdout=st.floats(0.01, 0.5))
 def test_the_last_documents_are_held_out(sizes: list[int], holdout: float) -> None:
     corpus = corpus_of(sizes)

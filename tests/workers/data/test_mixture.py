@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.schedules.ir.errors import PentadError
@@ -39,7 +39,6 @@ def mixture_of(given: list[int], size: int = 1) -> Mixture:
     return Mixture(data_of(*((float(weight), None, 10) for weight in given)), BatchSizes(size))
 
 
-@settings(max_examples=100, deadline=None)
 @given(given=weights, first=st.integers(0, 10**12), count=st.integers(1, 200))
 def test_every_source_keeps_its_proportion(given: list[int], first: int, count: int) -> None:
     """To within one sample after any number of samples, and so to within two in any window."""
@@ -55,7 +54,6 @@ def test_every_source_keeps_its_proportion(given: list[int], first: int, count: 
     assert all(share or not n for n, share in zip(drawn, shares, strict=True))
 
 
-@settings(max_examples=100, deadline=None)
 @given(given=weights, first=st.integers(0, 500), count=st.integers(1, 100))
 def test_a_source_is_drawn_in_order_from_wherever_one_starts(given: list[int], first: int, count: int) -> None:
     mixture = mixture_of(given)
@@ -92,7 +90,6 @@ def test_the_sequence_of_sources_never_changes() -> None:
     assert balanced_sequence((5, 3, 2)).tolist() == [0, 1, 0, 2, 0, 1, 0, 2, 0, 1]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     sources=st.lists(
         st.tuples(st.integers(0, 9), st.none() | st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=5

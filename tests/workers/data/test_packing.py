@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.schedules.ir.errors import PentadError
@@ -48,7 +48,6 @@ def test_the_longest_item_goes_first_to_where_it_fits_best() -> None:
     assert pack([4, 8, 1, 4, 2, 1], 10) == [[0, 2, 3, 5], [1, 4]]
 
 
-@settings(max_examples=25, deadline=None)
 @given(lengths=st.lists(st.integers(1, 30), min_size=2, max_size=20), run=st.sampled_from([1, 20, 10**6]))
 def test_every_target_of_every_document_is_in_one_sequence(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], run: int

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.schedules.ir.errors import PentadError
@@ -43,7 +43,6 @@ def counting_corpus(tokens: int, cuts: tuple[int, ...] = (), *, masked: bool = F
 
 
 @pytest.mark.parametrize("largest", [300, pytest.param(5000, marks=pytest.mark.slow)])
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), seed=st.integers(-5, 10**12), epoch=st.integers(0, 10**9))
 def test_an_epoch_visits_every_window_once(largest: int, data: st.DataObject, seed: int, epoch: int) -> None:
     count = data.draw(st.integers(1, largest))

@@ -10,7 +10,7 @@ import torch
 from closeness import relative_error
 from cp_ranks import Case, Ranks, document_indices, run_rank
 from dense_attention import dense_attention
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.kernels.attention.attention import attention, attention_backward
@@ -83,7 +83,6 @@ def test_one_rank_with_windows_soft_caps_and_sinks_equals_plain_attention(shape)
 
 
 @given(window=st.integers(2, 40), cp=st.integers(2, 4), starts=st.sets(st.integers(1, 47)))
-@settings(max_examples=40)
 def test_every_pair_within_a_window_is_in_one_block(window, cp, starts):
     """Of the queries of all ranks: the union of their blocks is the mask, and no two of them overlap."""
     length, rows = 48, (0, *sorted(starts))

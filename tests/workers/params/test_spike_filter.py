@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.schedules.spec.spikes import SpikeSpec
@@ -37,7 +37,6 @@ def expected(spec: SpikeSpec, steps: list[tuple[float, float]]) -> list[bool]:
     return found
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(VALUE, VALUE), min_size=1, max_size=24), st.integers(2, 5), st.integers(5, 9))
 def test_a_spike_is_far_above_the_mean_of_the_last_steps(
     steps: list[tuple[float, float]], min_steps: int, window: int

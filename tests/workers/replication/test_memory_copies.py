@@ -25,7 +25,7 @@ slow = pytest.mark.slow
 STEPS, COPIED = 10, 4
 ZERO = [MemoryOptions(zero=zero) for zero in range(4)]
 CASES: dict[str, Any] = {
-    "ZeRO-3": ("1f1b", 2, 2, 4, {"memory_options": ZERO[3]}),
+    "ZeRO-3": ("1f1b", 2, 2, 4, {"memory_options": ZERO[3], "model": replace(SHALLOW, layers=2)}),
     "ZeRO-1": ("1f1b", 4, 1, 2, {"memory_options": ZERO[1]}),
     "ZeRO-2": ("zb-v", 2, 2, 5, {"memory_options": ZERO[2]}),
     "tp2": ("1f1b", 1, 2, 4, {"tp": 2}),

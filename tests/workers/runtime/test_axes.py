@@ -88,7 +88,7 @@ def shallow_plan(corpus: str, name: str, sizes: dict[str, int], model: ModelSpec
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "sizes"), TENSOR)
 def test_tensor_parallelism(fleet, corpus, name, sizes):
-    assert_equals_one_process(fleet, shallow_plan(corpus, name, sizes))
+    assert_equals_one_process(fleet, plan_on_mesh(corpus, name, sizes, model=replace(MODEL, layers=2)))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from exactness import assert_equals_one_process
 from fleet import Fleet
 from mixtures import mixed
-from plans import MODEL, plan_of, plan_on_mesh, with_rampup
+from plans import MODEL, STEPS, plan_of, plan_on_mesh, with_rampup
 from resume import assert_repeatable
 from small_models import HEADS, MOE
 from worker_processes import WorkerProcess, check_recovery
@@ -68,7 +68,7 @@ def with_ramp(folder: Path, **more: Any) -> Plan:
 @slow
 @pytest.mark.parametrize("model", [MODEL, MOE])
 def test_a_balanced_ramp_equals_one_process(fleet: Fleet, folder: Path, model: ModelSpec) -> None:
-    assert_equals_one_process(fleet, with_ramp(folder, model=model))
+    assert_equals_one_process(fleet, with_ramp(folder, model=model), steps=STEPS)
 
 
 @slow

@@ -46,8 +46,8 @@ def random_fleet() -> Iterator[Fleet]:
 
 
 CASES = [
-    {"sizes": {"dp": 2, "cp": 2}, "factor": 4},
-    {"sizes": {"ep": 2, "cp": 2}},
+    {"sizes": {"dp": 2, "cp": 2}, "model": with_losses(replace(MOE, layers=2))},
+    {"sizes": {"ep": 2, "cp": 2}, "model": with_losses(replace(MOE, layers=2))},
     pytest.param({"sizes": {"dp": 4}, "microbatches": 3, "factor": 4, "packing": "windows"}, marks=slow),
     pytest.param({"sizes": {"ep": 4}}, marks=slow),
     pytest.param({"sizes": {"ep": 2, "dp": 2}, "longer": (3, 5)}, marks=slow),

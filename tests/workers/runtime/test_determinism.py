@@ -46,7 +46,7 @@ def test_runs_under_zero_repeat_and_resume_bit_identically(
 
 
 def test_every_tensor_is_saved_once(fleet, corpus, tmp_path):
-    plan = plan_of("dualpipe", 1, 4, 8, corpus)
+    plan = plan_of("dualpipe", 1, 4, 8, corpus, model=SHALLOW)
     outcomes = fleet.run(plan, [(0, 1)], save=str(tmp_path / "step-00000001"))
     pieces = pieces_by_tensor([Shard.from_plain(shard) for outcome in outcomes for shard in outcome.shards])
     assert pieces.keys() == {name for outcome in outcomes for name in outcome.state}
@@ -58,7 +58,7 @@ def test_every_tensor_is_saved_once(fleet, corpus, tmp_path):
 )
 def test_holders_of_a_stage_stay_bit_identical(fleet, corpus, name, dp, pp, microbatches):
     """DualPipe's mirror ranks and dp replicas step with the same reduced gradients."""
-    outcomes = fleet.run(plan_of(name, dp, pp, microbatches, corpus, dtype="float32"), [(0, 3)])
+    outcomes = fleet.run(plan_of(name, dp, pp, microbatches, corpus, "float32", model=SHALLOW), [(0, 2)])
     for parameter in {n for o in outcomes for n in o.state}:
         copies = [o.state[parameter] for o in outcomes if parameter in o.state]
         assert len(copies) == dp * (2 if name == "dualpipe" else 1)
@@ -68,8 +68,8 @@ def test_holders_of_a_stage_stay_bit_identical(fleet, corpus, name, dp, pp, micr
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
 @pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), CASES)
 def test_lower_precision_agrees_with_float64(fleet, corpus, name, dp, pp, microbatches, dtype, tolerance):
-    narrow = fleet.run(plan_of(name, dp, pp, microbatches, corpus, dtype=dtype), [(0, 1)])
-    wide = fleet.run(plan_of(name, dp, pp, microbatches, corpus), [(0, 1)])
+    narrow = fleet.run(plan_of(name, dp, pp, microbatches, corpus, dtype, model=SHALLOW), [(0, 1)])
+    wide = fleet.run(plan_of(name, dp, pp, microbatches, corpus, model=SHALLOW), [(0, 1)])
     for a, b in zip(narrow, wide, strict=True):
         assert a.results[0].losses == pytest.approx(b.results[0].losses, rel=tolerance)
         for parameter, gradient in a.gradients[0].items():

@@ -48,4 +48,4 @@ def test_schedule_equals_one_process(fleet, corpus, name, dp, pp, microbatches):
 
 @pytest.mark.parametrize(("dp", "pp", "microbatches", "slices"), sliced_cases())
 def test_sliced_sequences_equal_one_process(fleet, corpus, dp, pp, microbatches, slices):
-    assert_equals_one_process(fleet, plan_of("seq-1f1b", dp, pp, microbatches, corpus, slices=slices))
+    assert_equals_one_process(fleet, plan_of("seq-1f1b", dp, pp, microbatches, corpus, slices=slices, model=SHALLOW))

@@ -97,4 +97,4 @@ def test_rows_of_one_document_and_of_many_share_a_step(
     plan = replace(plan, batch=replace(plan.batch, global_batch_size=2 * plan.batch.global_batch_size))
     rows = [len(row) for step in range(STEPS) for row in dataset_of(plan).document_lengths(step)]
     assert {1, 26, 64} >= set(rows) and len(set(rows)) > 1
-    assert_equals_one_process(fleet, plan)
+    assert_equals_one_process(fleet, plan, steps=STEPS)

@@ -62,7 +62,7 @@ def test_few_targets_in_uneven_microbatches_train_like_one_process(
 ) -> None:
     plan = masked_plan(tmp_path, 1, share, packing, name, sizes, ramp=ramp)
     assert len(set(_targets_by_microbatch(plan))) > 1, "microbatches with as many targets as each other prove nothing"
-    assert_equals_one_process(fleet, plan)
+    assert_equals_one_process(fleet, plan, steps=STEPS)
 
 
 def _targets_by_microbatch(plan: Plan) -> list[int]:
