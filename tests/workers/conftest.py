@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def silent_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank in this process leaves its progress file behind as the log of waits."""
+    if async_ops := sys.modules.get("pentad.workers.parallel.async_ops"):
+        monkeypatch.setattr(async_ops.host_waits, "log", None)
 
 
 @pytest.fixture(scope="session")

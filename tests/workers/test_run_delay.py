@@ -30,7 +30,7 @@ def test_a_thread_without_a_core_is_delayed_and_one_that_sleeps_is_not() -> None
             pass
         wall, delayed = time.monotonic() - began, run_delay() - before
         assert delayed > 0.1 * SECONDS
-        assert delayed + time.thread_time() - ran == pytest.approx(wall, rel=0.1)
+        assert delayed + time.thread_time() - ran == pytest.approx(wall, rel=0.25)  # interrupts count for neither
         os.sched_setaffinity(0, own)
         rival.kill()
         rival.wait()

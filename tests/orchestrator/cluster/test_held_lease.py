@@ -18,7 +18,7 @@ from pentad.orchestrator.cluster.lease import KEEPER, Holder, Lease
 from pentad.schedules.ir.errors import PentadError
 
 SECONDS = 5.0
-DRIVERS_NODE = "node0"
+DRIVERS_NODE = 28 * "0a"  # Ray's IDs are hexadecimal
 
 
 class Keeper:

@@ -190,11 +190,6 @@ def split_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tensor_parallel, "SPLIT_ROWS", request.param)
 
 
-@pytest.fixture(autouse=True)
-def silent_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pentad.workers.parallel.async_ops.host_waits.log", None)
-
-
 @pytest.mark.usefixtures("split_rows")
 @pytest.mark.parametrize("count", [2, 4])
 def test_products_over_ranks_equal_those_of_one(count: int) -> None:
