@@ -119,6 +119,7 @@ class CudaGraphMemory:
         return torch.cuda.use_mem_pool(self.pool)
 
     def address(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.is_contiguous()
         return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
