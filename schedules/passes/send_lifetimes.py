@@ -11,7 +11,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from pentad.schedules.ir.instruction import SENDS, Key
+from pentad.schedules.ir.columns import op_mask
+from pentad.schedules.ir.instruction import SENDS, Key, Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.events import acyclic_events
 from pentad.schedules.simulate.toposort import grouped
@@ -29,10 +30,14 @@ def ended_sends(program: Program, rank: int) -> dict[Key, tuple[Key, ...]]:
     places = {key: (lane, number) for lane, keys in enumerate(sent.values()) for number, key in enumerate(keys, 1)}
     sends = {int(events.event[number]): places[action.key] for number, action in actions if action.key in places}
 
+    # Ranks that gather by peer copies do not meet: what one has done says nothing of another.
+    gathers = set(events.event[columns.action[columns.rows_of(op_mask({Op.ALL_GATHER}))]].tolist())
     by_target, bounds = grouped(events.graph.target, events.graph.events)
     sources = events.graph.source[by_target]
     counts = np.zeros((events.graph.events, len(sent)), int)  # of the SENDs of each lane that have ended with an event
     for event in events.order.tolist():
+        if event in gathers:
+            continue
         counts[sources[bounds[event] : bounds[event + 1]]].max(0, initial=0, out=counts[event])
         if event in sends:
             lane, number = sends[event]
