@@ -24,7 +24,6 @@ from pentad.schedules.spec.spikes import SpikeSpec
 from pentad.schedules.spec.tensors import LayerRange, Tensor
 
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16, the widest access of kernels and NCCL
-ROW_SLOTS = 3  # in which a rank shares rows with its tensor ranks: two exchanges in flight, and the next
 TILE_TOKENS = 8192  # least tokens of a tile (see `num_tiles`); docs/parallelism.md has measurements
 
 
@@ -247,14 +246,6 @@ class Plan:
     def sequence_parallel_tokens(self) -> int:
         """Tokens of a slice in a rank's residual stream, which is sharded over tensor ranks (sequence parallelism)."""
         return self.slice_tokens // self.mesh.tp
-
-    @property
-    def row_slot_elements(self) -> int:
-        """Elements of each of the ROW_SLOTS in which a rank shares rows of activations with the tensor ranks of its
-        host; 0 where they communicate by NCCL or gloo."""
-        if self.mesh.tp == 1 or self.transport != "peer":
-            return 0
-        return -(-self.slice_tokens * self.model.hidden // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_part(size: int, count: int) -> int:

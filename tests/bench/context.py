@@ -36,7 +36,7 @@ def benchmark(args: argparse.Namespace, rank: int, store: str, results: SimpleQu
     for cp, deterministic in product(sorted({1, args.gpus}), (False, True)):
         methods: tuple[CpMethod, ...] = tuple(CP_LAYOUTS) if cp > 1 else ("ring",)
         for method in methods:
-            context = ContextParallelGroup(dist.group.WORLD if cp > 1 else None, cp, rank % cp, method)
+            context = ContextParallelGroup(dist.group.WORLD if cp > 1 else None, cp, rank % cp, method=method)
             milliseconds = torch.tensor(measure(args, context, device, deterministic), device=device)
             dist.all_reduce(milliseconds, dist.ReduceOp.MAX)
             if rank == 0:

@@ -57,15 +57,18 @@ def measure(ranks: Ranks, path: str, overrides: list[str], device: str, warmup: 
 
 
 def train(connection: Connection, plan: Plan, rank: int) -> Any:
-    """(results of the steps, peak of allocated bytes, device name)."""
+    """(results of the steps, peak of allocated bytes, bytes used of the device at the end, device name)."""
     with connected(connection, plan, rank) as runner:
         results = runner.run(0, plan.optimizer.learning_rate.decay_steps)
     cuda = plan.device == "cuda"
-    return results, torch.cuda.max_memory_allocated() if cuda else 0, torch.cuda.get_device_name() if cuda else "CPU"
+    if not cuda:
+        return results, 0, 0, "CPU"
+    free, total = torch.cuda.mem_get_info()
+    return results, torch.cuda.max_memory_allocated(), total - free, torch.cuda.get_device_name()
 
 
 def summarize(plan: Plan, answers: list[Any], warmup: int = WARMUP) -> dict[str, Any]:
-    results, peaks, devices = zip(*answers, strict=True)
+    results, peaks, used, devices = zip(*answers, strict=True)
     steps = plan.optimizer.learning_rate.decay_steps
     starts = [min(span.start for its in results for span in its[step].spans) for step in range(steps)]
     timed = range(warmup, steps)
@@ -88,6 +91,7 @@ def summarize(plan: Plan, answers: list[Any], warmup: int = WARMUP) -> dict[str,
         "tokens_per_second_per_gpu": round(tokens_per_second / plan.mesh.size, 1),
         "mfu": mfu(tokens_per_second, plan, devices[0]),
         "peak_gib": round(peaks[fullest] / 2**30, 2),
+        "used_gib": round(max(used) / 2**30, 2),
         "planned_gib": round(planned[fullest] / 2**30, 2),
         "planned_over_peak": [round(p / max(1, peak), 4) for p, peak in zip(planned, peaks, strict=True)],
         "first_loss": round(losses[0], 5),

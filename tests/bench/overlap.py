@@ -86,7 +86,7 @@ def make_stage(args: argparse.Namespace, ep_rank: int, device: torch.device) -> 
         parameters.master.normal_(0, 0.02)
         parameters.refresh()
     stage = Stage(plan, 1, make_param_buffers(plan, rank, 1, shards), rank)
-    experts = ExpertParallelGroup(dist.group.WORLD, ep_rank, args.dispatch)
+    experts = ExpertParallelGroup(dist.group.WORLD, dist.get_world_size(), ep_rank, mode=args.dispatch)
     stage.join(LayerGroups(TensorParallelGroup(), ContextParallelGroup(), experts))
     stage.begin(0, plan.batch.microbatches, plan.batch.tokens)
     return stage

@@ -148,7 +148,7 @@ def test_a_large_sublayer_is_reproducible(one_rank: dist.ProcessGroup) -> None:
     state = {name: torch.randn(*size, device="cuda", dtype=torch.bfloat16) / 30 for name, size in sizes.items()}
     state["bias"] = torch.zeros(32, device="cuda")
     tokens, gradient = (torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    ep = ExpertParallelGroup(one_rank, 0, "all_gather")
+    ep = ExpertParallelGroup(one_rank, 1, 0, mode="all_gather")
     first = run(shape, state, tokens, gradient, ep)
     with no_host_sync():
         second = run(shape, state, tokens, gradient, ep)

@@ -12,6 +12,7 @@ from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import SHALLOW, plan_of
 from small_models import MOE
 
+from pentad.schedules.compiler import NO_MEMORY_OPTIONS
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.runtime.runner import Runner
 
@@ -24,7 +25,7 @@ SIZES: list[tuple[str, dict[str, Any]]] = [
     ("dualpipev", {"pp": 2, "microbatches": 4}),
     ("1f1b", {"dp": 2, "microbatches": 2, "memory_options": MemoryOptions(zero=3)}),
     ("1f1b", {"tp": 2, "microbatches": 2}),
-    ("1f1b", {"cp": 2, "microbatches": 2}),
+    *(("1f1b", {"cp": 2, "microbatches": 2, "cp_method": method}) for method in ("ring", "all_gather", "ulysses")),
     ("1f1b", {"ep": 2, "microbatches": 2, "model": MOE}),
     ("dualpipev", {"tp": 2, "pp": 2, "microbatches": 4}),
 ]
@@ -35,7 +36,8 @@ SIZES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "sizes"), SIZES)
 def test_launched_steps_have_the_bits_of_issued_ones(gpus, corpus, name, sizes, transport):
     plan = plan_of(**{"name": name, "dp": 1, "pp": 1, "data": corpus, "model": SHALLOW, **sizes})
-    plan, calls = on_gpu(plan, transport, "bfloat16"), [(0, 5), (5, STEPS - 5)]
+    options = sizes.get("memory_options", NO_MEMORY_OPTIONS)
+    plan, calls = on_gpu(plan, transport, "bfloat16", options), [(0, 5), (5, STEPS - 5)]
     issued, launched = gpus.run(plan, calls), gpus.run(replace(plan, cuda_graphs=True), calls)
     for a, b in zip(issued, launched, strict=True):
         assert [(r.losses, r.grad_norm) for r in a.results] == [(r.losses, r.grad_norm) for r in b.results]

@@ -112,7 +112,7 @@ class Answer:
 def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> Answer:
     """Forward and backward of one rank, `case.repeats` times."""
     own = case.positions(rank).to(device)
-    cp_group = ContextParallelGroup(group, case.cp, rank, case.method)
+    cp_group = ContextParallelGroup(group, case.cp, rank, method=case.method)
     scale = case.scale or 1.0 / math.sqrt(case.head_dim)
     options = AttentionOptions(True, scale, case.deterministic, softcap=case.softcap).within(case.window)
     documents, sinks = None, case.sink_scores()

@@ -88,7 +88,7 @@ def run_rank(case: Case, rank: int, ranks: int, group: dist.ProcessGroup | None)
     """Runs F, B and W of one rank."""
     x, local = case.of_rank(rank, case.tokens).clone(), case.shape.num_experts // ranks
     sequence, dy = NO_SEQUENCE._replace(expert_tokens=tuple(case.held or ())), case.of_rank(rank, case.gradients)
-    context = layer_context(case.shape, case.scale, ExpertParallelGroup(group, rank, case.mode))
+    context = layer_context(case.shape, case.scale, ExpertParallelGroup(group, ranks, rank, mode=case.mode))
     mine = slice(rank * local, (rank + 1) * local)
     moe = bind({k: v[mine].contiguous() if k in ("gate_up", "down") else v for k, v in case.state.items()})
     y, saved, recomputable = run_to_completion(moe.forward(context, sequence, x))

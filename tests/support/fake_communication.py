@@ -131,6 +131,6 @@ def stage_of(plan: Plan, mode: DispatchMode) -> Stage:
     def of(size: int) -> Any:
         return group if size > 1 else None
 
-    tp, ep = TensorParallelGroup(of(mesh.tp), mesh.tp), ExpertParallelGroup(of(mesh.ep), 0, mode)
-    stage.join(LayerGroups(tp, ContextParallelGroup(of(mesh.cp), mesh.cp, 0, plan.cp_method), ep))
+    tp, ep = TensorParallelGroup(of(mesh.tp), mesh.tp), ExpertParallelGroup(of(mesh.ep), mesh.ep, 0, mode=mode)
+    stage.join(LayerGroups(tp, ContextParallelGroup(of(mesh.cp), mesh.cp, 0, method=plan.cp_method), ep))
     return stage

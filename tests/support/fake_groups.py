@@ -15,7 +15,7 @@ from pentad.schedules.spec.model import MLA, Experts, ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.model import moe
 from pentad.workers.model.stage import Stage
-from pentad.workers.parallel import async_ops, context_parallel, cp_ring, cp_ulysses, expert_parallel, tensor_parallel
+from pentad.workers.parallel import async_ops, cp_ring, cp_ulysses, expert_parallel, row_exchange, tensor_parallel
 from pentad.workers.parallel.async_ops import AsyncResult, Task, ready
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.document_mask import Block
@@ -107,7 +107,7 @@ def make_dispatcher(
     yield from ()
     if ep.group is None:
         return expert_parallel.LocalDispatcher()
-    return expert_parallel.AllGatherDispatcher(ep.group)
+    return expert_parallel.AllGatherDispatcher(ep)
 
 
 def fake_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def fake_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_collectives(monkeypatch, all_gather, reduce_scatter)
     monkeypatch.setattr(cp_ulysses, "_exchange", exchange)
     monkeypatch.setattr(moe, "make_dispatcher", make_dispatcher)
-    monkeypatch.setattr(context_parallel.dist, "all_reduce", lambda load, group, async_op=False, op=None: None)
+    monkeypatch.setattr(row_exchange.dist, "all_reduce", lambda load, group, async_op=False, op=None: None)
 
 
 def replace_collectives(monkeypatch: pytest.MonkeyPatch, all_gather: Any, reduce_scatter: Any) -> None:
@@ -136,8 +136,8 @@ def make_stage(plan: Plan, index: int) -> Stage:
     tp, cp, ep = (FakeGroup(size, axis) if size > 1 else None for axis, size in sizes.items())
     groups: Any = (
         TensorParallelGroup(tp, mesh.tp),  # type: ignore[arg-type]
-        ContextParallelGroup(cp, mesh.cp, 1 if mesh.cp > 1 else 0, plan.cp_method),  # type: ignore[arg-type]
-        ExpertParallelGroup(ep, 0, "all_gather"),  # type: ignore[arg-type]
+        ContextParallelGroup(cp, mesh.cp, 1 if mesh.cp > 1 else 0, method=plan.cp_method),  # type: ignore[arg-type]
+        ExpertParallelGroup(ep, mesh.ep, 0, mode="all_gather"),  # type: ignore[arg-type]
     )
     stage.join(LayerGroups(*groups))
     return stage

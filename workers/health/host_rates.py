@@ -108,5 +108,6 @@ def _stage(plan: Plan, device: torch.device, pair: Pair | None) -> Iterator[Base
     if flags is not None:
         torch.cuda.synchronize(device)
         dist.barrier(pair.group)
-        groups.layers.tp.close()
+        for rows in groups.layers.rows:
+            rows.close()
         flags.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -101,8 +101,11 @@ class CudaGraph:
         self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
             work()
-        finally:
-            self.graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # that the capture failed, and not why
+                self.graph.capture_end()
+            raise
+        self.graph.capture_end()
 
     def launch(self) -> None:
         self.graph.replay()
@@ -111,9 +114,12 @@ class CudaGraph:
 class CudaGraphMemory:
     def __init__(self) -> None:
         self.pool = torch.cuda.MemPool()
+        self.first: CudaGraph | None = None  # torch closes the pool to new graphs when its last one is deleted
 
     def graph(self) -> CudaGraph:
-        return CudaGraph(self.pool.id)
+        graph = CudaGraph(self.pool.id)
+        self.first = self.first or graph
+        return graph
 
     def allocating(self) -> AbstractContextManager[None]:
         return torch.cuda.use_mem_pool(self.pool)

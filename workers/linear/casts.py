@@ -7,11 +7,9 @@ process does. T tokens, K features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pentad.kernels.fp8.fp8_cast import fp8_cast
@@ -23,18 +21,17 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.workers.linear.amax_history import AmaxHistory
 from pentad.workers.linear.amax_history import Operand as DelayedOperand
 from pentad.workers.linear.fp8_samples import Fp8Samples, PendingSamples
-from pentad.workers.parallel.async_ops import AsyncResult, LayerWork
+from pentad.workers.parallel.row_exchange import RowGroup
 
 Operand = Tensor | Fp8Forms
 RowOperand = Tensor | Fp8Tensor  # of experts: rows [T, K] with scales for each 1 x 128, or in the compute dtype
-Group = dist.ProcessGroup | None
 
 
 class SplitOver(NamedTuple):
     """The ranks between which an operand [T, K] is cut."""
 
-    tokens: Group
-    features: Group
+    tokens: RowGroup = RowGroup()
+    features: RowGroup = RowGroup()
 
     def amax(self, x: Tensor, recipe: Recipe) -> Amax | None:
         """What the recipe scales x by, as of the whole operand; None: its tiles are local."""
@@ -44,11 +41,11 @@ class SplitOver(NamedTuple):
             return twice(self.whole(absolute_maximum(x)))
         rows = torch.linalg.vector_norm(x, torch.inf, dim=1, keepdim=True).float()
         columns = torch.linalg.vector_norm(x, torch.inf, dim=0)[:, None].float()
-        return Amax(_largest(rows, [self.features]), _largest(columns, [self.tokens]))
+        return Amax(self.features.maximum(rows).wait(), self.tokens.maximum(columns).wait())
 
     def whole(self, amax: Tensor) -> Tensor:
         """That of the tensor [1, 1], from that of this rank's part."""
-        return _largest(amax, self)
+        return self.features.maximum(self.tokens.maximum(amax).wait()).wait()
 
 
 class NormedSaved(NamedTuple):
@@ -204,11 +201,3 @@ def require_units(recipe: Recipe, device: torch.device) -> None:
 def twice(amax: Tensor) -> Amax:
     """For both forms of a tensor with one scale."""
     return Amax(amax, amax)
-
-
-def _largest(amax: Tensor, groups: Sequence[Group]) -> Tensor:
-    for group in groups:
-        if group is not None:
-            work = dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group, async_op=True)
-            AsyncResult((LayerWork(work, group),), lambda: amax).wait()
-    return amax

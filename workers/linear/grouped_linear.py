@@ -63,7 +63,7 @@ class GroupedLinear(NamedTuple):
 
     def _matrices(self) -> ExpertMatrices:
         assert self.casts is not None
-        forms = self.casts.weight(self.weight.flatten(0, 1), SplitOver(None, None))
+        forms = self.casts.weight(self.weight.flatten(0, 1), SplitOver())
         if self.casts.samples is not None and forms.rows is not None:
             self.casts.samples.add(self.name, "weight", forms.rows)
         return ExpertMatrices.of(forms, self.weight.shape[0])

@@ -19,6 +19,7 @@ from pentad.workers.linear.fp8_gather import gather_forms
 from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params
 from pentad.workers.parallel.async_ops import AsyncResult
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
+from pentad.workers.parallel.row_exchange import RowGroup
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
 
@@ -134,15 +135,15 @@ class Linear(NamedTuple):
             self.casts.samples.add(self.name, role, operand)
 
     def _input_split(self, axes: Axes) -> SplitOver:
-        return SplitOver(axes.cp.group, axes.tp.group if self.row_parallel else None)
+        return SplitOver(axes.cp, axes.tp if self.row_parallel else RowGroup())
 
     def _output_split(self, axes: Axes) -> SplitOver:
-        return SplitOver(axes.cp.group, None if self.row_parallel else axes.tp.group)
+        return SplitOver(axes.cp, RowGroup() if self.row_parallel else axes.tp)
 
     def _forms(self, axes: Axes) -> Fp8Forms:
         assert self.casts is not None
-        group = axes.tp.group
-        return self.casts.weight(self.weight, SplitOver(None, group) if self.row_parallel else SplitOver(group, None))
+        split = SplitOver(features=axes.tp) if self.row_parallel else SplitOver(tokens=axes.tp)
+        return self.casts.weight(self.weight, split)
 
 
 def gather(axes: Axes, x: Operand) -> AsyncResult[Operand]:

@@ -65,7 +65,7 @@ class Residual(NamedTuple):
             x, (stream, rstd) = self.norm.forward(branch, stream)
             return x, stream, rstd, None
         weight, eps, offset = self.norm.param.weight, self.norm.eps, self.norm.offset
-        split = SplitOver(context.cp.group, context.tp.group)
+        split = SplitOver(context.cp, context.tp)
         forms, saved = casts.norm(branch, stream, weight, eps, offset, name, split)
         return forms, *saved
 

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,10 +17,11 @@ from pentad.kernels.attention.attention_reference import AttentionOptions
 from pentad.kernels.attention.attention_sinks import add_sinks, sinks_backward
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.workers.parallel import cp_all_gather, cp_ring
-from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task
+from pentad.workers.parallel.async_ops import AsyncResult, Task
 from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, block_backward, block_forward
 from pentad.workers.parallel.cp_ulysses import sum_repeated, to_heads, to_positions
 from pentad.workers.parallel.document_mask import Block, DocumentMask, plan_steps
+from pentad.workers.parallel.row_exchange import RowGroup
 from pentad.workers.parallel.row_split import RowSplit
 
 
@@ -52,7 +52,7 @@ SavedContext = SavedAttention | SavedBlocks | SavedUlysses
 
 
 @dataclass(frozen=True)
-class ContextParallelGroup:
+class ContextParallelGroup(RowGroup):
     """The ranks that share sequences with this one. All of them call `attend` and `attend_backward` in the same order.
 
     They are the `size` ranks of `group`, of which this one is number `rank`; or, for a ring, `size` of them: those in
@@ -60,9 +60,6 @@ class ContextParallelGroup:
     are its own.
     """
 
-    group: dist.ProcessGroup | None = None
-    size: int = 1
-    rank: int = 0
     method: CpMethod = "ring"
     ranks: tuple[int, ...] | None = None
     passed: int | None = None
@@ -94,13 +91,12 @@ class ContextParallelGroup:
 
         `options` are those of full sequences; `documents` were made for the same window. With the `kept` result of the
         same inputs only what belongs to it is exchanged again."""
-        group = self.group
-        if group is None or self.size == 1:
+        if self.group is None or self.size == 1:
             return _attend_local(q, k, v, options, documents, sinks, kept)
         if self.method == "ulysses":
-            heads = yield from to_heads(group, q, k, v)
+            heads = yield from to_heads(self, q, k, v)
             inputs_of_heads = KeptInputs(heads[0], heads[1], heads[2], k.shape[1])
-            return (yield from self._attend_heads(group, inputs_of_heads, options, documents, sinks, kept))
+            return (yield from self._attend_heads(inputs_of_heads, options, documents, sinks, kept))
         rows, length = q.shape[0], q.shape[2] * self.size
         window = 0 if options.window_left is None else options.window_left + 1
         steps = documents or _steps_without_mask(self.method, self.size, self.rank, rows, length, q.device, window)
@@ -110,7 +106,7 @@ class ContextParallelGroup:
         if self.method == "ring":
             blocks = yield from cp_ring.forward(self._ring, inputs)
         else:
-            blocks = yield from cp_all_gather.forward(group, inputs)
+            blocks = yield from cp_all_gather.forward(self, inputs)
         blocks = _with_sinks(blocks, sinks)
         return blocks.out, blocks
 
@@ -124,7 +120,7 @@ class ContextParallelGroup:
     ) -> Task[tuple[Tensor, SavedContext]]:
         """What `attend` returned, from the inputs that were kept of it, with the same bits."""
         if self.group is not None and self.size > 1 and self.method == "ulysses":
-            return (yield from self._attend_heads(self.group, inputs, options, documents, sinks, kept))
+            return (yield from self._attend_heads(inputs, options, documents, sinks, kept))
         return (yield from self.attend(inputs.q, inputs.k, inputs.v, options, documents, sinks, kept))
 
     def join_inputs(
@@ -132,8 +128,7 @@ class ContextParallelGroup:
     ) -> Task[KeptInputs]:
         """Those of the exchange of Ulysses, of which the first rows were kept (see `inputs_by_token`), and of the rest
         this rank has its own [T, heads, D], before the exchange. Sequences have `length` positions on each rank."""
-        assert self.group is not None
-        exchanged = yield from to_heads(self.group, *(each.transpose(0, 1)[None] for each in rest))
+        exchanged = yield from to_heads(self, *(each.transpose(0, 1)[None] for each in rest))
         pairs = zip(first, exchanged, strict=True)
         tokens = (split.join(kept, each[0].transpose(0, 1)) for kept, each in pairs)  # [cp T, heads, D]
         parts = (each.unflatten(0, (self.size, -1, length)).permute(1, 3, 0, 2, 4) for each in tokens)
@@ -142,7 +137,6 @@ class ContextParallelGroup:
 
     def _attend_heads(
         self,
-        group: dist.ProcessGroup,
         inputs: KeptInputs,
         options: AttentionOptions,
         documents: DocumentMask | None,
@@ -152,7 +146,7 @@ class ContextParallelGroup:
         """Attention of full sequences of some heads, whose result goes back to the ranks of its positions."""
         q, k, v, kv_heads = inputs
         out, saved = _attend_local(q, k, v, options, documents, self._own_heads(sinks), kept)
-        positions = yield from to_positions(group, out)
+        positions = yield from to_positions(self, out)
         return positions[0], SavedUlysses(saved, kv_heads)
 
     def attend_backward(
@@ -160,36 +154,28 @@ class ContextParallelGroup:
     ) -> Task[tuple[QKVGrads, Tensor | None]]:
         """((dq, dk, dv) of this rank's inputs, its part of the gradient [N] of the sinks) from dout [B, N, S / cp, Dv],
         with the same sinks as forward."""
-        group = self.group
         if isinstance(saved, SavedUlysses):
-            assert group is not None
-            heads = yield from to_heads(group, dout)
+            heads = yield from to_heads(self, dout)
             dsinks = _sinks_grad(heads[0], saved.saved, self._own_heads(sinks))
             if dsinks is not None:  # of this rank's heads
                 before, after = self.rank * len(dsinks), (self.size - 1 - self.rank) * len(dsinks)
                 dsinks = F.pad(dsinks, (before, after))
-            dq, dk, dv = yield from to_positions(group, *_attend_local_backward(heads[0], saved.saved))
+            dq, dk, dv = yield from to_positions(self, *_attend_local_backward(heads[0], saved.saved))
             return (dq, sum_repeated(dk, saved.kv_heads), sum_repeated(dv, saved.kv_heads)), dsinks
         dsinks = _sinks_grad(dout, saved, sinks)
-        if group is None or self.size == 1 or isinstance(saved, SavedAttention):
+        if self.group is None or self.size == 1 or isinstance(saved, SavedAttention):
             return _attend_local_backward(dout, saved), dsinks
         if self.method == "ring":
             return (yield from cp_ring.backward(self._ring, saved, dout)), dsinks
-        return (yield from cp_all_gather.backward(group, saved, dout)), dsinks
+        return (yield from cp_all_gather.backward(self, saved, dout)), dsinks
 
     def sum(self, counts: Tensor) -> AsyncResult[Tensor]:
         """Integers [n], added up over the ranks."""
-        assert self.group is not None
-        if self.ranks is not None:
-            return cp_ring.sum_over(self._ring, counts)
-        total = counts.clone()
-        work = dist.all_reduce(total, group=self.group, async_op=True)
-        return AsyncResult((LayerWork(work, self.group),), lambda: total)
+        return super().sum(counts) if self.ranks is None else cp_ring.sum_over(self._ring, counts)
 
     @property
     def _ring(self) -> cp_ring.Ring:
-        assert self.group is not None
-        return cp_ring.Ring(self.group, self.ranks or tuple(range(self.size)), self.rank)
+        return cp_ring.Ring(self, self.ranks or tuple(range(self.size)), self.rank)
 
     def _own_heads(self, sinks: Tensor | None) -> Tensor | None:
         """The sinks of the heads that this rank has after the exchange of Ulysses."""

@@ -38,7 +38,8 @@ class ContextShare(NamedTuple):
     def group(self, pool: dist.ProcessGroup | None) -> ContextParallelGroup:
         """The ranks of the pool's group that share the sequence."""
         ranks, place, length, _ = self.sequence
-        return ContextParallelGroup(pool, len(ranks), place, "ring", ranks, length // len(ranks))
+        shared = length // len(ranks)
+        return ContextParallelGroup(pool, len(ranks), place, method="ring", ranks=ranks, passed=shared)
 
     @property
     def counted(self) -> Tensor:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 
 from pentad.kernels.attention.attention_merge import merge_partials_
 from pentad.kernels.attention.attention_partial import QKVGrads
 from pentad.kernels.backend import accumulation_dtype
-from pentad.workers.parallel.async_ops import AsyncResult, Task, all_gather_rows, reduce_scatter_rows
+from pentad.workers.parallel.async_ops import AsyncResult, Task
 from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, block_backward, block_forward, pack_kv, unpack_kv
 from pentad.workers.parallel.document_mask import Block, Step
+from pentad.workers.parallel.row_exchange import RowGroup
 
 KV = tuple[Tensor, Tensor]  # keys and values, or their gradients
 
 
-def forward(group: dist.ProcessGroup, inputs: Inputs) -> Task[SavedBlocks]:
+def forward(group: RowGroup, inputs: Inputs) -> Task[SavedBlocks]:
     """Attention of this rank's queries to the keys of all ranks."""
     q, k, v, steps, *_ = inputs
     in_flight = _gather_kv(group, k, v)
@@ -34,7 +34,7 @@ def forward(group: dist.ProcessGroup, inputs: Inputs) -> Task[SavedBlocks]:
     return SavedBlocks(inputs, out.to(q.dtype), lse)
 
 
-def backward(group: dist.ProcessGroup, saved: SavedBlocks, dout: Tensor) -> Task[QKVGrads]:
+def backward(group: RowGroup, saved: SavedBlocks, dout: Tensor) -> Task[QKVGrads]:
     """(dq, dk, dv) of this rank's inputs."""
     q, k, v, steps, *_ = saved.inputs
     wide = accumulation_dtype(q.dtype)
@@ -42,28 +42,28 @@ def backward(group: dist.ProcessGroup, saved: SavedBlocks, dout: Tensor) -> Task
     dq, *own = block_backward(saved, dout, steps[0][0], k, v)
     dq = dq.to(wide)
     kv_by_rank = yield from in_flight
-    packed = q.new_zeros(group.size(), k.numel() + v.numel(), dtype=wide)
+    packed = q.new_zeros(group.size, k.numel() + v.numel(), dtype=wide)
     dkv_by_rank = [unpack_kv(each, k, v) for each in packed]
-    for total, gradient in zip(dkv_by_rank[group.rank()], own, strict=True):
+    for total, gradient in zip(dkv_by_rank[group.rank], own, strict=True):
         total.copy_(gradient)
     for at, source in _further_blocks(group, steps):
         block_dq, *block_dkv = block_backward(saved, dout, at, *kv_by_rank[source])
         dq[at.rows, :, at.queries] += block_dq
         for total, gradient in zip(dkv_by_rank[source], block_dkv, strict=True):
             total[at.rows, :, at.keys] += gradient
-    (reduced,) = yield from reduce_scatter_rows(packed, group)
+    (reduced,) = yield from group.reduce_scatter(packed)
     dk, dv = unpack_kv(reduced, k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _gather_kv(group: dist.ProcessGroup, k: Tensor, v: Tensor) -> AsyncResult[list[KV]]:
+def _gather_kv(group: RowGroup, k: Tensor, v: Tensor) -> AsyncResult[list[KV]]:
     """Keys and values of full sequences, by rank."""
-    packed = all_gather_rows(pack_kv(k, v)[None], group)
+    packed = group.all_gather(pack_kv(k, v)[None])
     return packed.then(lambda by_rank: [unpack_kv(each, k, v) for each in by_rank])
 
 
-def _further_blocks(group: dist.ProcessGroup, steps: Sequence[Step]) -> Iterator[tuple[Block, int]]:
+def _further_blocks(group: RowGroup, steps: Sequence[Step]) -> Iterator[tuple[Block, int]]:
     """The blocks after the first, each with the rank whose keys it has."""
     for number, blocks in enumerate((steps[0][1:], *steps[1:])):
         for at in blocks:
-            yield at, (group.rank() - number) % group.size()
+            yield at, (group.rank - number) % group.size

@@ -17,12 +17,13 @@ from pentad.kernels.attention.attention_partial import QKVGrads
 from pentad.kernels.backend import accumulation_dtype
 from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task, Works
 from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, block_backward, block_forward, pack_kv, unpack_kv
+from pentad.workers.parallel.row_exchange import RowGroup
 
 
 class Ring(NamedTuple):
     """Ranks of a group, in the order in which keys and values pass through them; this rank is `ranks[place]`."""
 
-    group: dist.ProcessGroup
+    group: RowGroup
     ranks: tuple[int, ...]
     place: int
 
@@ -85,25 +86,14 @@ def backward(ring: Ring, saved: SavedBlocks, dout: Tensor) -> Task[QKVGrads]:
 
 
 def pass_on(ring: Ring, sent: Tensor, buffer: Tensor) -> AsyncResult[Tensor]:
-    """One step round the ring: sends to the next rank and receives into `buffer` from the previous one. No other rank
-    of the group takes part.
-
-    On GPUs a single torch call, unlike batch_isend_irecv: if a generation were aborted between the parts of a batch,
-    NCCL's group call would stay open, and nothing this thread launches later, in any generation, would ever start.
-    NCCL skips empty messages; gloo's all-to-all waits for all ranks of a group.
-    """
-    group, following, previous = ring.group, ring.ranks[(ring.place + 1) % len(ring.ranks)], ring.ranks[ring.place - 1]
-    if not sent.is_cuda:
-        works = dist.isend(sent, group=group, group_dst=following), dist.irecv(buffer, group=group, group_src=previous)
-        return AsyncResult((LayerWork(Works(works), group),), lambda: buffer, sent)
-    to, source = ([sent.numel() * (other == peer) for other in range(group.size())] for peer in (following, previous))
-    work = dist.all_to_all_single(buffer, sent, source, to, group=group, async_op=True)
-    return AsyncResult((LayerWork(work, group),), lambda: buffer, sent)
+    """One step round the ring: sends to the next rank and receives into `buffer` from the previous one."""
+    return ring.group.pass_on(sent, buffer, ring.ranks[(ring.place + 1) % len(ring.ranks)], ring.ranks[ring.place - 1])
 
 
 def sum_over(ring: Ring, counts: Tensor) -> AsyncResult[Tensor]:
     """Integers [n], added up over the ring's ranks, each of which sends its own to all others at once."""
-    group, own = ring.group, ring.ranks[ring.place]
+    group, own = ring.group.group, ring.ranks[ring.place]
+    assert group is not None
     others = [rank for rank in ring.ranks if rank != own]
     received = counts.new_empty(len(others), len(counts))
     if not counts.is_cuda:

@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pentad.kernels.backend import accumulation_dtype
-from pentad.workers.parallel.async_ops import AsyncResult, LayerWork
+from pentad.workers.parallel.async_ops import AsyncResult
+from pentad.workers.parallel.row_exchange import RowGroup
 
 
-def to_heads(group: dist.ProcessGroup, *tensors: Tensor) -> AsyncResult[list[Tensor]]:
+def to_heads(group: RowGroup, *tensors: Tensor) -> AsyncResult[list[Tensor]]:
     """[B, heads, S / cp, D] each, as [B, max(1, heads / cp), S, D]."""
-    size = group.size()
+    size = group.size
     sent = [_split(x.repeat_interleave(max(1, size // x.shape[1]), dim=1), 1, size) for x in tensors]
     return _exchange(group, sent, lambda x: x.permute(1, 2, 0, 3, 4).flatten(2, 3))
 
 
-def to_positions(group: dist.ProcessGroup, *tensors: Tensor) -> AsyncResult[list[Tensor]]:
+def to_positions(group: RowGroup, *tensors: Tensor) -> AsyncResult[list[Tensor]]:
     """The inverse: [B, heads, S, D] each, as [B, cp heads, S / cp, D]."""
-    sent = [_split(x, 2, group.size()) for x in tensors]
+    sent = [_split(x, 2, group.size) for x in tensors]
     return _exchange(group, sent, lambda x: x.permute(1, 0, 2, 3, 4).flatten(1, 2))
 
 
@@ -41,17 +41,13 @@ def _split(x: Tensor, dim: int, parts: int) -> Tensor:
     return torch.stack(x.chunk(parts, dim))
 
 
-def _exchange(
-    group: dist.ProcessGroup, sent: list[Tensor], join: Callable[[Tensor], Tensor]
-) -> AsyncResult[list[Tensor]]:
+def _exchange(group: RowGroup, sent: list[Tensor], join: Callable[[Tensor], Tensor]) -> AsyncResult[list[Tensor]]:
     """All-to-all of tensors [cp, ...] in one message per pair of ranks; `join` is applied to each tensor received."""
     flat = torch.cat([x.flatten(1) for x in sent], dim=1)
-    received = torch.empty_like(flat)
-    work = dist.all_to_all_single(received.view(-1), flat.view(-1), group=group, async_op=True)
     shapes = [x.shape[1:] for x in sent]
 
-    def result() -> list[Tensor]:
+    def split(received: Tensor) -> list[Tensor]:
         parts = received.split([shape.numel() for shape in shapes], dim=1)
         return [join(part.unflatten(1, shape)) for part, shape in zip(parts, shapes, strict=True)]
 
-    return AsyncResult((LayerWork(work, group),), result, flat)
+    return group.all_to_all(flat).then(split)

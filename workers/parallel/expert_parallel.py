@@ -8,6 +8,7 @@ the same two.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,16 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.kernels.moe.moe_permute import sum_rows
-from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task, all_gather_rows, ready, reduce_scatter_rows
+from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task, ready
+from pentad.workers.parallel.row_exchange import RowGroup
 
 DispatchMode = Literal["all_to_all", "all_gather"]
 
 
-class ExpertParallelGroup(NamedTuple):
-    """The ep group of a rank; `group` is None where a rank holds all experts."""
+@dataclass(frozen=True)
+class ExpertParallelGroup(RowGroup):
+    """The ep group of a rank."""
 
-    group: dist.ProcessGroup | None = None
-    rank: int = 0
     mode: DispatchMode = "all_to_all"
 
 
@@ -41,13 +42,13 @@ class LocalDispatcher(NamedTuple):
 class AllGatherDispatcher(NamedTuple):
     """Every rank gets all tokens of the group. Shapes do not depend on the routing, so the host never waits for it."""
 
-    group: dist.ProcessGroup
+    group: RowGroup
 
     def dispatch(self, x: Tensor) -> AsyncResult[Tensor]:
-        return all_gather_rows(x, self.group)
+        return self.group.all_gather(x)
 
     def combine(self, x: Tensor) -> AsyncResult[Tensor]:
-        return reduce_scatter_rows(x, self.group)
+        return self.group.reduce_scatter(x)
 
 
 class UnevenGatherDispatcher(NamedTuple):
@@ -103,7 +104,7 @@ def make_dispatcher(
     if group is None:
         return LocalDispatcher()
     if ep.mode == "all_gather":
-        return UnevenGatherDispatcher(group, held, ep.rank) if held else AllGatherDispatcher(group)
+        return UnevenGatherDispatcher(group, held, ep.rank) if held else AllGatherDispatcher(ep)
     visits = torch.zeros(experts.shape[0], group.size(), dtype=torch.bool, device=experts.device)
     visits.scatter_(1, experts // num_local, True)
     sent = visits.sum(0)

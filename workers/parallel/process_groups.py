@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain, product
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
+from pentad.workers.parallel.row_exchange import Rows
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the driver detects lost ranks, much sooner
@@ -40,6 +41,15 @@ class LayerGroups(NamedTuple):
     def is_local(self) -> bool:
         """Whether layers need no communication."""
         return self.tp.size == 1 and self.cp.size == 1 and self.ep.group is None and self.pool is None
+
+    @property
+    def rows(self) -> list[Rows]:
+        """What this rank exchanges rows through, for each axis where it does."""
+        return [group.rows for group in (self.tp, self.cp, self.ep) if group.rows is not None]
+
+    def with_rows(self, axis: Axis, rows: Rows) -> LayerGroups:
+        """Its ranks along an axis exchange rows through this."""
+        return self._replace(**{axis: replace(getattr(self, axis), rows=rows)})
 
 
 @dataclass(frozen=True)
@@ -204,12 +214,13 @@ def _layer_groups(plan: Plan, rank: int) -> LayerGroups:
     experts = along("ep")
     return LayerGroups(
         TensorParallelGroup(along("tp"), mesh.tp, at.tp),
-        ContextParallelGroup(along("cp"), mesh.cp, at.cp, plan.cp_method),
+        ContextParallelGroup(along("cp"), mesh.cp, at.cp, method=plan.cp_method),
         # A GPU's host must not wait for the routing.
         ExpertParallelGroup(
             _connected_pairs(experts, plan) if plan.batch.capacity else experts,
+            mesh.ep,
             at.ep,
-            "all_gather" if plan.device == "cuda" else "all_to_all",
+            mode="all_gather" if plan.device == "cuda" else "all_to_all",
         ),
         _connected_pairs(along("dp", "ep", "cp"), plan) if plan.batch.capacity else None,
     )

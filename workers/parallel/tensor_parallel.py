@@ -7,74 +7,20 @@ product itself: it has this rank's own rows before those of others arrive, and m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from pentad.kernels.optimizer.add_shards import add_shards_
 from pentad.schedules.spec.plan import num_tiles
-from pentad.workers.parallel.async_ops import (
-    Arrival,
-    AsyncResult,
-    LayerWork,
-    all_gather_rows,
-    ready,
-    reduce_scatter,
-    reduce_scatter_rows,
-)
+from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, reduce_scatter
+from pentad.workers.parallel.row_exchange import RowGroup
 
 SPLIT_ROWS = 1024  # of a rank, from which on its part of a product is computed by itself
 
 
-class Rows(Protocol):
-    """Exchanges of rows between tensor ranks, in the same order on each (workers/transport/peer_rows.py)."""
-
-    def begin_step(self) -> None: ...
-
-    def fits(self, elements: int, like: Tensor) -> bool: ...
-
-    def gather(self, own: Tensor, full: Tensor, *, keep: bool) -> Arrival: ...
-
-    def slot(self, shape: Sequence[int], like: Tensor) -> Tensor: ...
-
-    def read(self, parts: Sequence[tuple[int, int, Tensor]]) -> Arrival: ...
-
-    def close(self) -> None: ...
-
-
-class TensorParallelGroup(NamedTuple):
-    """The tp group of a rank. With a size of 1 there is no group, and nothing is communicated. `rows` exchanges what
-    fits into its slots."""
-
-    group: dist.ProcessGroup | None = None
-    size: int = 1
-    rank: int = 0
-    rows: Rows | None = None
-
-    def all_gather(self, x: Tensor) -> AsyncResult[Tensor]:
-        """The rows of all tokens [T, ...] from this rank's [T / tp, ...]."""
-        if self.group is None:
-            return ready(x)
-        if self.rows is None or not self.rows.fits(x.numel(), x):
-            return all_gather_rows(x, self.group)
-        full, work = self._gather(self.rows, x.contiguous(), keep=True)
-        return AsyncResult((work,), lambda: full, full)
-
-    def reduce_scatter(self, partial: Tensor) -> AsyncResult[Tensor]:
-        """This rank's rows [T / tp, ...] of the sum over ranks of partial results [T, ...]."""
-        if self.group is None:
-            return ready(partial)
-        if self.rows is None or not self.rows.fits(partial.numel(), partial):
-            return reduce_scatter_rows(partial, self.group)
-        slot = self.rows.slot(partial.shape, partial)
-        for others in self._others(partial.shape[0]):
-            slot[others].copy_(partial[others])
-        arrived, work = self._read_terms(self.rows, slot)
-        return AsyncResult((work,), lambda: self._add(partial[self._own(partial.shape[0])], arrived), arrived, partial)
+class TensorParallelGroup(RowGroup):
+    """The tp group of a rank."""
 
     def gathered_matmul(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> AsyncResult[Tensor]:
         """x @ matrix [K, N] + bias [N] of the rows x of all tokens [T, K], from this rank's [T / tp, K]."""
@@ -101,16 +47,6 @@ class TensorParallelGroup(NamedTuple):
     def all_gather_stacked(self, values: Tensor) -> AsyncResult[Tensor]:
         """The values [...] of all ranks, stacked [tp, ...]."""
         return self.all_gather(values[None])
-
-    def begin_step(self) -> None:
-        """A step or a round of an evaluation follows, on all ranks of the group."""
-        if self.rows is not None:
-            self.rows.begin_step()
-
-    def close(self) -> None:
-        """Call after this rank's last copy is done."""
-        if self.rows is not None:
-            self.rows.close()
 
     def _gather_matmul(
         self, x: Tensor, matrix: Tensor, bias: Tensor | None, *, keep: bool
@@ -150,37 +86,6 @@ class TensorParallelGroup(NamedTuple):
             works.append(LayerWork(work, self.group))
             partials.append(partial)
         return AsyncResult(works, lambda: own, partials)
-
-    def _own(self, tokens: int) -> slice:
-        """This rank's rows of so many."""
-        return slice(self.rank * tokens // self.size, (self.rank + 1) * tokens // self.size)
-
-    def _others(self, tokens: int) -> list[slice]:
-        """All other rows: those before and those after."""
-        own = self._own(tokens)
-        return [each for each in (slice(0, own.start), slice(own.stop, tokens)) if each.start < each.stop]
-
-    def _gather(self, rows: Rows, x: Tensor, *, keep: bool) -> tuple[Tensor, LayerWork]:
-        """(the rows of all ranks, of which those of the others arrive, what is in flight)"""
-        assert self.group is not None
-        full = x.new_empty(self.size, *x.shape)
-        return full.flatten(0, 1), LayerWork(rows.gather(x, full, keep=keep), self.group)
-
-    def _read_terms(self, rows: Rows, slot: Tensor) -> tuple[Tensor, LayerWork]:
-        """(partial results [tp - 1, T / tp, ...] of other ranks for this one's rows, what is in flight); `slot`
-        [T, ...] has this rank's for theirs."""
-        assert self.group is not None
-        own = slot[self._own(slot.shape[0])]
-        others = [index for index in range(self.size) if index != self.rank]
-        arrived, start = own.new_empty(len(others), *own.shape), self.rank * own.numel()
-        arrival = rows.read([(index, start, term) for index, term in zip(others, arrived, strict=True)])
-        return arrived, LayerWork(arrival, self.group)
-
-    def _add(self, own: Tensor, arrived: Tensor) -> Tensor:
-        """The sum of the ranks' terms, in the order of ranks."""
-        total = torch.empty_like(own)
-        add_shards_(total.view(-1), own.view(-1), arrived.flatten(1), self.rank, accumulate=False)
-        return total
 
 
 def _matmul(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -144,7 +144,8 @@ class Executor:
 
     def close(self) -> None:
         self.graphs = None  # and their memory
-        for each in (self.activations, self.optimizer_step, self.collectives, self.groups.layers.tp, self.transport):
+        rows = self.groups.layers.rows
+        for each in (self.activations, self.optimizer_step, self.collectives, *rows, self.transport):
             each.close()
 
     def validate(self) -> bool:
@@ -163,7 +164,8 @@ class Executor:
 
     def _begin_exchanges(self, program: RankProgram) -> None:
         self.transport.begin_step(program.number)
-        self.groups.layers.tp.begin_step()
+        for rows in self.groups.layers.rows:
+            rows.begin_step()
 
     def _repeated(self, program: RankProgram, batch: Batch) -> Hashable:
         """What is the same in all steps that are like this one to the GPU; None: no other is."""

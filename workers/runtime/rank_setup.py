@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import instructions_of
 from pentad.schedules.passes.post_validation import has_post_validation
-from pentad.schedules.spec.plan import ROW_SLOTS, ParamShard, Plan
+from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.row_slots import ROW_SLOTS, row_slot_elements
 from pentad.schedules.spec.zero_layout import inbox_elements
 from pentad.workers.checkpoint.snapshot import Files, Snapshots
 from pentad.workers.custom.stage import CustomStage
@@ -41,7 +42,7 @@ from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
 from pentad.workers.transport.peer_collectives import PeerCollectives
 from pentad.workers.transport.peer_memory import PeerMemory
-from pentad.workers.transport.peer_rows import SHARED_NAME, CudaLane, PeerRows
+from pentad.workers.transport.peer_rows import CudaLane, PeerRows
 from pentad.workers.transport.stream_flags import StreamFlags
 
 SWITCH_SECONDS = 2e-4
@@ -67,6 +68,8 @@ def prepare_device(kind: str, gpu: int, *, graphs: bool = False) -> torch.device
     torch.cuda.set_device(device)
     if graphs:
         torch.cuda.set_stream(stream_of(device, "compute"))
+        # NCCL would register the buffers of captured operations, for which the ranks' hosts wait for each other.
+        os.environ["NCCL_GRAPH_REGISTER"] = "0"
     return device
 
 
@@ -143,14 +146,17 @@ def make_flags(plan: Plan, rank: int, store: dist.Store, generation: int) -> Str
 def with_peer_rows(
     plan: Plan, groups: ProcessGroups, store: dist.Store, device: torch.device, flags: StreamFlags | None
 ) -> ProcessGroups:
-    """The groups of a rank whose tensor ranks exchange rows by copy engines, if they can."""
-    if flags is None or plan.row_slot_elements == 0:
+    """The groups of a rank that exchanges rows inside its layers by copy engines, along each axis where it can."""
+    if flags is None:
         return groups
-    rank, ranks, layers = groups.rank, plan.mesh.group(("tp",), groups.rank), groups.layers
-    slots = torch.empty(ROW_SLOTS, plan.row_slot_elements, dtype=DTYPES[plan.dtype], device=device).view(torch.uint8)
-    memory = PeerMemory(store, "rows", rank, {SHARED_NAME: slots}, [peer for peer in ranks if peer != rank])
-    rows = PeerRows(ranks, rank, flags, memory, slots, CudaLane(stream_of(device, "rows")))
-    return replace(groups, layers=layers._replace(tp=layers.tp._replace(rows=rows)))
+    rank, layers = groups.rank, groups.layers
+    for axis in peer_rows.axes_of(plan):
+        ranks, elements = plan.mesh.group((axis,), rank), row_slot_elements(plan, axis)
+        slots = torch.empty(ROW_SLOTS, elements, dtype=DTYPES[plan.dtype], device=device).view(torch.uint8)
+        memory = PeerMemory(store, f"rows/{axis}", rank, {axis: slots}, [peer for peer in ranks if peer != rank])
+        rows = PeerRows(axis, ranks, rank, flags, memory, slots, CudaLane(stream_of(device, f"rows/{axis}")))
+        layers = layers.with_rows(axis, rows)
+    return replace(groups, layers=layers)
 
 
 def make_transport(

@@ -1,4 +1,4 @@
-"""Rows that tensor ranks exchange inside their layers, between the GPUs of one host by copy engines.
+"""Rows that ranks exchange inside their layers, between the GPUs of one host by copy engines.
 
 A rank writes what it shares into a slot that its peers have mapped, and they read from it what they need beside
 compute: no SM waits or copies. All exchange in the same order. A flag for each slot and peer is TAKEN, SHARED and READ
@@ -16,12 +16,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pentad.schedules.spec.plan import ROW_SLOTS, Plan
+from pentad.schedules.spec.mesh import Axis
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.row_slots import LAYER_AXES, ROW_SLOTS, row_slot_elements
 from pentad.workers.parallel.async_ops import Arrival
 from pentad.workers.transport.peer_collectives import Flags, Memory
 from pentad.workers.transport.stream_flags import check_driver, handle_of
 
-SHARED_NAME = "rows"
 TAKEN, SHARED, READ = 0, 1, 2  # values of a flag; of a released one, which has every bit, no wait waits
 EVENTS = 64  # far more than exchanges are in flight
 MOST_VIEWS = 256  # of slots that are kept: a model has few shapes, uneven sequences any number
@@ -42,14 +43,16 @@ class Lane(Protocol):
 
 
 class PeerRows:
-    """Exchanges of one rank with the other tensor ranks: `gather`, or `slot` and then `read`."""
+    """Exchanges of one rank with the others along an axis: `gather`, or `slot` and then `read`. All of them take part
+    in each."""
 
     def __init__(
-        self, ranks: Sequence[int], rank: int, flags: Flags, memory: Memory, slots: Tensor, lane: Lane
+        self, axis: Axis, ranks: Sequence[int], rank: int, flags: Flags, memory: Memory, slots: Tensor, lane: Lane
     ) -> None:
-        """`ranks` of the mesh have tensor ranks 0, 1, ...; `slots` [ROW_SLOTS, bytes] is what they have mapped of this
-        one."""
-        self.ranks, self.rank, self.flags, self.memory, self.slots, self.lane = ranks, rank, flags, memory, slots, lane
+        """`ranks` of the mesh have the coordinates 0, 1, ... of the axis; `slots` [ROW_SLOTS, bytes] is what they have
+        mapped of this one, by the name of the axis."""
+        self.axis, self.ranks, self.rank, self.flags, self.memory = axis, ranks, rank, flags, memory
+        self.slots, self.lane = slots, lane
         self.index, self.peers = ranks.index(rank), [peer for peer in ranks if peer != rank]
         self.number = 0  # of the latest exchange, modulo ROW_SLOTS
         self.views = dict[Any, Tensor]()  # of the slots
@@ -62,7 +65,7 @@ class PeerRows:
         return elements * like.element_size() <= self.slots.shape[1]
 
     def gather(self, own: Tensor, full: Tensor, *, keep: bool) -> Arrival:
-        """Fills full [tp, ...] with every rank's `own`, both contiguous; with this rank's if it is to `keep` that too.
+        """Fills full [ranks, ...] with the `own` of every rank, both contiguous; its own only if it is to `keep` that.
 
         The slot is written by the current stream: copies within a GPU take SMs, and on the lane would wait for the last
         tiles of the product that is to run beside the exchange.
@@ -76,7 +79,7 @@ class PeerRows:
         """Where the current stream writes what this rank shares next, once the peers have read what was there."""
         self.number = (self.number + 1) % ROW_SLOTS
         for peer in self.peers:
-            flag = "rows", self.number, self.rank, peer
+            flag = self._flag(self.rank, peer)
             self.flags.wait_bit(flag, READ)
             self.flags.write(flag, TAKEN)
         key = self.number, tuple(shape), like.dtype
@@ -87,19 +90,24 @@ class PeerRows:
             self.views[key] = self.slots[key[0], :size].view(like.dtype).view(key[1])
         return self.views[key]
 
-    def read(self, parts: Sequence[tuple[int, int, Tensor]]) -> Arrival:
-        """Fills each contiguous tensor of (tensor rank, start, tensor) with the elements from `start` of that rank's
-        slot."""
+    def read(self, parts: Sequence[tuple[int, int, Tensor]], readers: Sequence[int] | None = None) -> Arrival:
+        """Fills each contiguous tensor of (coordinate, start, tensor) with the elements from `start` of that rank's
+        slot. `readers` are the coordinates of those that read this one's; None: all others."""
         self.lane.follow()
         stream, base = self.lane.handle, self.number * self.slots.shape[1]
         for peer in self.peers:
-            self.flags.write(("rows", self.number, self.rank, peer), SHARED, stream)
+            is_reader = readers is None or self.ranks.index(peer) in readers
+            self.flags.write(self._flag(self.rank, peer), SHARED if is_reader else READ, stream)
         for index, start, target in parts:
             peer = self.ranks[index]
-            self.flags.wait_bit(("rows", self.number, peer, self.rank), SHARED, stream)
-            self.memory.read(peer, SHARED_NAME, base // target.element_size() + start, target, stream)
-            self.flags.write(("rows", self.number, peer, self.rank), READ, stream)
+            self.flags.wait_bit(self._flag(peer, self.rank), SHARED, stream)
+            self.memory.read(peer, self.axis, base // target.element_size() + start, target, stream)
+            self.flags.write(self._flag(peer, self.rank), READ, stream)
         return self.lane.end()
+
+    def _flag(self, writer: int, reader: int) -> Hashable:
+        """Of the slot of the latest exchange."""
+        return self.axis, self.number, writer, reader
 
     def close(self) -> None:
         """Call after this rank's last copy is done."""
@@ -140,9 +148,19 @@ class _LaneEnd(NamedTuple):
         check_driver(self.driver.cuStreamWaitEvent(handle_of(None), self.event, 0))
 
 
+def axes_of(plan: Plan) -> list[Axis]:
+    """Those along which ranks exchange rows."""
+    return [axis for axis in LAYER_AXES if row_slot_elements(plan, axis)]
+
+
 def flags_of(plan: Plan) -> dict[Hashable, int]:
     """The flags of all ranks of a plan with what they say at first, in the same order on each: of a slot of a rank and
-    a tensor rank that reads it."""
-    ranks = range(plan.mesh.size if plan.row_slot_elements else 0)
-    pairs = [(rank, peer) for rank in ranks for peer in plan.mesh.group(("tp",), rank) if peer != rank]
-    return {("rows", slot, *pair): READ for pair in pairs for slot in range(ROW_SLOTS)}
+    one that may read it."""
+    pairs = [
+        (axis, rank, peer)
+        for axis in axes_of(plan)
+        for rank in range(plan.mesh.size)
+        for peer in plan.mesh.group((axis,), rank)
+        if peer != rank
+    ]
+    return {(axis, slot, *pair): READ for axis, *pair in pairs for slot in range(ROW_SLOTS)}

@@ -1,5 +1,5 @@
 """The planner's communication volumes equal what layers send, counted at every collective, and what programs
-contain."""
+contain; and all of it fits into the slots in which ranks of one host share rows."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import fake_groups
 import pytest
 import torch
-from fake_groups import FAMILIES, FakeGroup, in_tiles, make_stage
+from fake_groups import FAMILIES, in_tiles, make_stage
 from plans import MODEL, TILE, plan_of
 
-from pentad.orchestrator.activations.allocations import piece_of
+from pentad.orchestrator.activations.allocations import BYTES, piece_of
 from pentad.orchestrator.planning.comm_volume import (
     CommKind,
     CommVolume,
@@ -30,11 +30,13 @@ from pentad.schedules.spec import plan as plan_module
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Fp8Spec
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
+from pentad.schedules.spec.row_slots import LAYER_AXES, row_slot_elements
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import num_parameters
 from pentad.workers.model.base_stage import StageInputs
 from pentad.workers.parallel import cp_ring, cp_ulysses
 from pentad.workers.parallel.async_ops import AsyncResult, run_to_completion
+from pentad.workers.parallel.row_exchange import RowGroup
 
 
 @pytest.fixture
@@ -43,6 +45,7 @@ def sent(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommVolume
     found, caches = CommVolume(), (stage_volume, layer_volume)
 
     def pass_on(ring: cp_ring.Ring, block: torch.Tensor, buffer: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        fits_into_slot(ring.group, block.nbytes)
         found.add("cp", "ring", 1, block.nbytes)
         return fake_groups.pass_on(ring, block, buffer)
 
@@ -53,8 +56,9 @@ def sent(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommVolume
 
         return call
 
-    def exchange(group: FakeGroup, parts: list[torch.Tensor], joined: Any) -> AsyncResult[list[torch.Tensor]]:
-        found.add("cp", "all_to_all", 1, sum(each.nbytes for each in parts) * (group.size() - 1) // group.size())
+    def exchange(group: RowGroup, parts: list[torch.Tensor], joined: Any) -> AsyncResult[list[torch.Tensor]]:
+        fits_into_slot(group, sum(each.nbytes for each in parts))
+        found.add("cp", "all_to_all", 1, sum(each.nbytes for each in parts) * (group.size - 1) // group.size)
         return fake_groups.exchange(group, parts, joined)
 
     monkeypatch.setattr(cp_ring, "pass_on", pass_on)
@@ -66,6 +70,21 @@ def sent(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[CommVolume
     yield found
     for cache in caches:
         cache.cache_clear()
+
+
+class SlotSize(NamedTuple):
+    """Stands for rows that are exchanged through slots of so many bytes: what does not fit fails the test."""
+
+    bytes: int
+
+    def fits(self, elements: int, like: torch.Tensor) -> bool:
+        assert elements * like.element_size() <= self.bytes
+        return False  # so the process group sends it
+
+
+def fits_into_slot(group: RowGroup, size: int) -> None:
+    assert group.rows is not None
+    group.rows.fits(size, torch.empty(0, dtype=torch.uint8))
 
 
 def test_products_of_many_tokens_have_tiles() -> None:
@@ -150,6 +169,11 @@ def test_tokens_of_experts_are_sent_in_8_bits(sent, corpus, mode, axes):
 def check(sent: CommVolume, plan: Plan, index: int, device: str = "cpu") -> None:
     """Runs F, RECOMPUTE and B of a stage and compares the bytes sent by each."""
     stage = make_stage(plan, index)
+    groups: Any = stage.layer_context
+    for axis in (axis for axis in LAYER_AXES if getattr(plan.mesh, axis) > 1):
+        slot: Any = SlotSize(row_slot_elements(replace(plan, transport="peer"), axis) * BYTES[plan.dtype])
+        groups = groups._replace(**{axis: replace(getattr(groups, axis), rows=slot)})
+    stage.layer_context = groups
     tokens = torch.arange(plan.slice_tokens)
     shape = plan.sequence_parallel_tokens, plan.model.hidden
     received = None if stage.first else torch.randn(shape, dtype=torch.float64)

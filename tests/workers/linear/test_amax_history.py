@@ -11,7 +11,7 @@ from pentad.workers.linear.amax_history import AmaxHistory, reduce_maxima
 from pentad.workers.linear.casts import Casts, SplitOver
 from pentad.workers.linear.fp8_samples import Fp8Samples
 
-CPU, RECIPE, WHOLE = torch.device("cpu"), Recipe("tensor", "e5m2"), SplitOver(None, None)
+CPU, RECIPE, WHOLE = torch.device("cpu"), Recipe("tensor", "e5m2"), SplitOver()
 YES, NO = torch.tensor(True), torch.tensor(False)
 
 

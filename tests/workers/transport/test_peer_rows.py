@@ -1,4 +1,4 @@
-"""Rows that tensor ranks exchange by reads of peers' memory: in every order that lanes and flags allow each rank gets
+"""Rows that ranks exchange by reads of peers' memory: in every order that lanes and flags allow each rank gets
 what its peers shared in the same exchange, none waits for ever, and products over them equal those of one rank."""
 
 from __future__ import annotations
@@ -7,26 +7,29 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 from simulated_gpus import Condition, Lanes, SimulatedFlags, SimulatedMemory, run_in_some_order
 
-from pentad.schedules.spec.plan import ROW_SLOTS
+from pentad.schedules.spec.mesh import Axis
+from pentad.schedules.spec.row_slots import ROW_SLOTS
 from pentad.workers.parallel import tensor_parallel
+from pentad.workers.parallel.row_exchange import RowGroup
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
-from pentad.workers.transport.peer_rows import MOST_VIEWS, READ, SHARED, SHARED_NAME, PeerRows
+from pentad.workers.transport.peer_rows import MOST_VIEWS, READ, SHARED, PeerRows
 
 ELEMENTS = 12  # of a slot
 EXCHANGES = 11
+AXIS: Axis = "tp"
 STEP = 4  # exchanges, which is no multiple of the slots
-FIRST = 4  # rank of the mesh that is tensor rank 0
+FIRST = 4  # rank of the mesh whose coordinate is 0
 
 
 class Exchange(NamedTuple):
     size: int  # elements
-    gathers: bool
+    kind: Literal["gather", "part", "ring"]  # of slots read by the next rank of the ring alone
     in_flight: int  # at most, itself included if there are others
 
 
@@ -56,12 +59,12 @@ class SimulatedEvent:
 
 
 def flags_of(ranks: range) -> dict[Hashable, int]:
-    return {("rows", slot, a, b): READ for slot in range(ROW_SLOTS) for a in ranks for b in ranks}
+    return {(AXIS, slot, a, b): READ for slot in range(ROW_SLOTS) for a in ranks for b in ranks}
 
 
 def memory_of(ranks: range, lanes: Lanes) -> tuple[dict[int, torch.Tensor], SimulatedMemory]:
     slots = {rank: torch.full((ROW_SLOTS, ELEMENTS), torch.nan, dtype=torch.float64) for rank in ranks}
-    return slots, SimulatedMemory({rank: {SHARED_NAME: each.view(-1)} for rank, each in slots.items()}, lanes)
+    return slots, SimulatedMemory({rank: {AXIS: each.view(-1)} for rank, each in slots.items()}, lanes)
 
 
 def shared_in(exchange: int, rank: int, size: int) -> torch.Tensor:
@@ -75,7 +78,7 @@ def host(rank: int, ranks: range, lanes: Lanes, rows: PeerRows, plan: list[Excha
             rows.begin_step()
         size, start = exchange.size, number % exchange.size
         with lanes.on((rank, "compute")):
-            if exchange.gathers:
+            if exchange.kind == "gather":
                 own = torch.empty(size, dtype=torch.float64)
                 own.copy_(shared_in(number, rank, size))
                 full = own.new_empty(len(ranks), size)
@@ -83,8 +86,12 @@ def host(rank: int, ranks: range, lanes: Lanes, rows: PeerRows, plan: list[Excha
                 found = [(full[peer - FIRST], shared_in(number, peer, size)) for peer in ranks]
             else:
                 rows.slot((size,), torch.empty(0, dtype=torch.float64)).copy_(shared_in(number, rank, size))
-                parts = {peer: torch.empty(size - start, dtype=torch.float64) for peer in ranks if peer != rank}
-                arrival = rows.read([(peer - FIRST, start, each) for peer, each in parts.items()])
+                index, count = rank - FIRST, len(ranks)
+                previous, following = ranks[index - 1], (index + 1) % count
+                read = [previous] if exchange.kind == "ring" else [peer for peer in ranks if peer != rank]
+                parts = {peer: torch.empty(size - start, dtype=torch.float64) for peer in read}
+                readers = [following] if exchange.kind == "ring" else None
+                arrival = rows.read([(peer - FIRST, start, each) for peer, each in parts.items()], readers)
                 found = [(each, shared_in(number, peer, size)[start:]) for peer, each in parts.items()]
             in_flight.append((arrival, partial(check, found)))
             while len(in_flight) > exchange.in_flight:
@@ -105,13 +112,14 @@ def check(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def test_in_every_order_ranks_get_what_their_peers_shared(count: int, seed: int) -> None:
     random, ranks = Random(seed), range(FIRST, FIRST + count)
     plan = [
-        Exchange(random.randint(1, ELEMENTS), random.random() < 0.5, random.randint(0, 4)) for _ in range(EXCHANGES)
+        Exchange(random.randint(1, ELEMENTS), random.choice(["gather", "part", "ring"]), random.randint(0, 4))
+        for _ in range(EXCHANGES)
     ]
     lanes = Lanes()
     flags, (slots, memory) = SimulatedFlags(lanes, values=flags_of(ranks)), memory_of(ranks, lanes)
     hosts = []
     for rank in ranks:
-        rows = PeerRows(ranks, rank, flags, memory, slots[rank].view(torch.uint8), SimulatedLane(lanes, rank))
+        rows = PeerRows(AXIS, ranks, rank, flags, memory, slots[rank].view(torch.uint8), SimulatedLane(lanes, rank))
         hosts.append(host(rank, ranks, lanes, rows, plan))
     run_in_some_order(lanes, hosts, random)
 
@@ -123,8 +131,8 @@ def test_the_orders_tell_exchanges_that_ignore_a_flag(ignored: int) -> None:
         flags, (slots, memory) = SimulatedFlags(lanes, ignored, flags_of(ranks)), memory_of(ranks, lanes)
         hosts = []
         for rank in ranks:
-            rows = PeerRows(ranks, rank, flags, memory, slots[rank].view(torch.uint8), SimulatedLane(lanes, rank))
-            hosts.append(host(rank, ranks, lanes, rows, [Exchange(ELEMENTS, False, 4)] * EXCHANGES))
+            rows = PeerRows(AXIS, ranks, rank, flags, memory, slots[rank].view(torch.uint8), SimulatedLane(lanes, rank))
+            hosts.append(host(rank, ranks, lanes, rows, [Exchange(ELEMENTS, "part", 4)] * EXCHANGES))
         try:
             run_in_some_order(lanes, hosts, random)
         except AssertionError:
@@ -168,12 +176,12 @@ class EagerLane:
 def on_ranks(count: int, elements: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
     """What `work` returns on each of the ranks, which are threads."""
     slots = {rank: torch.full((ROW_SLOTS, elements), torch.nan, dtype=torch.float64) for rank in range(count)}
-    memory = SimulatedMemory({rank: {SHARED_NAME: each.view(-1)} for rank, each in slots.items()})
+    memory = SimulatedMemory({rank: {AXIS: each.view(-1)} for rank, each in slots.items()})
     flags = ThreadFlags(flags_of(range(count)))
     found: dict[int, Any] = {}
 
     def run(rank: int) -> None:
-        rows = PeerRows(range(count), rank, flags, memory, slots[rank].view(torch.uint8), EagerLane())
+        rows = PeerRows(AXIS, range(count), rank, flags, memory, slots[rank].view(torch.uint8), EagerLane())
         group: Any = object()
         found[rank] = work(TensorParallelGroup(group, count, rank, rows))
 
@@ -224,9 +232,34 @@ def test_products_over_ranks_equal_those_of_one(count: int) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_exchanges_give_each_rank_what_the_others_have_for_it(count: int) -> None:
+    def value(exchange: int, source: int, target: int) -> torch.Tensor:
+        return (100 * exchange + 10 * source + target + torch.arange(3)).double()
+
+    def work(group: RowGroup) -> list[Any]:
+        rank, found = group.rank, []
+        following, previous = (rank + 1) % count, (rank - 1) % count
+        for number in range(2 * ROW_SLOTS):
+            sent = torch.stack([value(number, rank, target) for target in range(count)])
+            own, of_all = sent[rank], torch.stack([value(number, source, source) for source in range(count)])
+            passed = group.pass_on(own, torch.empty_like(own), following, previous).wait()
+            found += [
+                (group.all_to_all(sent).wait(), torch.stack([value(number, source, rank) for source in range(count)])),
+                (passed, value(number, previous, previous)),
+                (group.sum(own).wait(), of_all.sum(0)),
+                (group.maximum(own).wait(), of_all.amax(0)),
+            ]
+        return found
+
+    for pairs in on_ranks(count, 3 * count, work):
+        for found, expected in pairs:
+            assert torch.equal(found, expected)
+
+
 def test_slots_of_any_number_of_shapes_are_views_of_the_same_memory() -> None:
     slots = torch.zeros(ROW_SLOTS, 4096, dtype=torch.uint8)
-    rows = PeerRows([0], 0, None, None, slots, None)  # type: ignore[arg-type]
+    rows = PeerRows(AXIS, [0], 0, None, None, slots, None)  # type: ignore[arg-type]
     for length in range(1, 2 * MOST_VIEWS):
         rows.slot((length,), torch.zeros(1)).fill_(length)
         assert len(rows.views) <= MOST_VIEWS

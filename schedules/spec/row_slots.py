@@ -1,0 +1,45 @@
+"""Slots in which a rank shares rows of activations with the ranks of its host that share its layers."""
+
+from __future__ import annotations
+
+from pentad.schedules.spec.mesh import Axis
+from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.plan import ALIGNMENT, Plan
+
+ROW_SLOTS = 3  # of an axis: two exchanges in flight, and the next
+LAYER_AXES: tuple[Axis, ...] = ("tp", "cp", "ep")  # whose ranks exchange rows inside layers
+
+
+def row_slot_elements(plan: Plan, axis: Axis) -> int:
+    """Elements in the dtype of compute of each of the ROW_SLOTS of an axis: the largest message that its ranks
+    exchange. 0 where they communicate by NCCL or gloo, as those of data-aware groups do along cp and ep: what they
+    exchange differs from step to step."""
+    size = getattr(plan.mesh, axis)
+    if size == 1 or plan.transport != "peer" or (axis != "tp" and plan.batch.capacity):
+        return 0
+    if axis == "cp":
+        elements = _context_elements(plan)
+    elif axis == "ep":  # each rank has tokens of its own
+        elements = size * plan.slice_tokens * plan.model.hidden
+    else:
+        elements = plan.slice_tokens * _gathered_width(plan.model)
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def _gathered_width(model: ModelSpec) -> int:
+    """Of a token's hidden vector or of its latent vectors, the widest."""
+    mla = model.mla
+    return model.hidden if mla is None else max(model.hidden, mla.q_lora_rank, mla.kv_lora_rank + mla.qk_rope_head_dim)
+
+
+def _context_elements(plan: Plan) -> int:
+    model, mesh, mla = plan.model, plan.mesh, plan.model.mla
+    tokens = plan.batch.micro_batch_size * plan.batch.sequence_length // mesh.cp
+    heads = model.heads // mesh.tp
+    kv_heads = heads if mla is not None else max(1, model.kv_heads // mesh.tp)
+    query, value = model.qk_head_dim, model.qk_head_dim if mla is None else mla.v_head_dim
+    if plan.cp_method == "ulysses":  # each rank gets a key-value head at least
+        return tokens * (heads * query + max(kv_heads, mesh.cp) * (query + value))
+    wide = 2 if plan.dtype == "bfloat16" else 1  # gradients of keys and values are summed in float32 or wider
+    senders = mesh.cp if plan.cp_method == "all_gather" else 1
+    return senders * wide * tokens * kv_heads * (query + value)

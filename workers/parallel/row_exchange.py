@@ -1,0 +1,163 @@
+"""Exchanges between the ranks that share a layer: by copy engines between the GPUs of one host, else by the process
+group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pentad.kernels.optimizer.add_shards import add_shards_
+from pentad.workers.parallel.async_ops import (
+    Arrival,
+    AsyncResult,
+    LayerWork,
+    Works,
+    all_gather_rows,
+    ready,
+    reduce_scatter_rows,
+)
+
+
+class Rows(Protocol):
+    """Exchanges of rows between the ranks of a group, in the same order on each (workers/transport/peer_rows.py)."""
+
+    def begin_step(self) -> None: ...
+
+    def fits(self, elements: int, like: Tensor) -> bool: ...
+
+    def gather(self, own: Tensor, full: Tensor, *, keep: bool) -> Arrival: ...
+
+    def slot(self, shape: Sequence[int], like: Tensor) -> Tensor: ...
+
+    def read(self, parts: Sequence[tuple[int, int, Tensor]], readers: Sequence[int] | None = None) -> Arrival: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Ranks that share a layer, of which this one is number `rank`. With a size of 1 there is no group, and nothing is
+    communicated. `rows` exchanges what fits into its slots."""
+
+    group: dist.ProcessGroup | None = None
+    size: int = 1
+    rank: int = 0
+    rows: Rows | None = None
+
+    def all_gather(self, x: Tensor) -> AsyncResult[Tensor]:
+        """The rows of all ranks in order [size T, ...], from this rank's [T, ...]."""
+        if self.group is None:
+            return ready(x)
+        if self.rows is None or not self.rows.fits(x.numel(), x):
+            return all_gather_rows(x, self.group)
+        full, work = self._gather(self.rows, x.contiguous(), keep=True)
+        return AsyncResult((work,), lambda: full, full)
+
+    def reduce_scatter(self, partial: Tensor) -> AsyncResult[Tensor]:
+        """This rank's rows [T / size, ...] of the sum over ranks of partial results [T, ...]."""
+        if self.group is None:
+            return ready(partial)
+        if self.rows is None or not self.rows.fits(partial.numel(), partial):
+            return reduce_scatter_rows(partial, self.group)
+        slot = self.rows.slot(partial.shape, partial)
+        for others in self._others(partial.shape[0]):
+            slot[others].copy_(partial[others])
+        arrived, work = self._read_terms(self.rows, slot)
+        return AsyncResult((work,), lambda: self._add(partial[self._own(partial.shape[0])], arrived), arrived, partial)
+
+    def all_to_all(self, sent: Tensor) -> AsyncResult[Tensor]:
+        """What each rank has for this one [size, ...], from what this one has for each [size, ...]."""
+        if self.group is None:
+            return ready(sent)
+        sent = sent.contiguous()
+        received = torch.empty_like(sent)
+        if self.rows is None or not self.rows.fits(sent.numel(), sent):
+            work: Arrival = dist.all_to_all_single(received.view(-1), sent.view(-1), group=self.group, async_op=True)
+        else:
+            slot, elements = self.rows.slot(sent.shape, sent), sent[0].numel()
+            for others in self._others(self.size):
+                slot[others].copy_(sent[others])
+            received[self.rank].copy_(sent[self.rank])
+            work = self.rows.read([(index, self.rank * elements, received[index]) for index in self._peers])
+        return AsyncResult((LayerWork(work, self.group),), lambda: received, sent)
+
+    def pass_on(self, sent: Tensor, buffer: Tensor, to: int, source: int) -> AsyncResult[Tensor]:
+        """Sends to rank `to` of the group and receives into `buffer` from rank `source`. No other rank of the group has
+        to take part, unless `rows` exchanges.
+
+        On GPUs a single torch call, unlike batch_isend_irecv: if a generation were aborted between the parts of a
+        batch, NCCL's group call would stay open, and nothing this thread launches later, in any generation, would ever
+        start. NCCL skips empty messages; gloo's all-to-all waits for all ranks of a group.
+        """
+        assert self.group is not None
+        work: Arrival
+        if self.rows is not None and self.rows.fits(sent.numel(), sent):
+            self.rows.slot(sent.shape, sent).copy_(sent)
+            work = self.rows.read([(source, 0, buffer)], [to])
+        elif sent.is_cuda:
+            counts, from_counts = (
+                [sent.numel() * (other == peer) for other in range(self.group.size())] for peer in (to, source)
+            )
+            work = dist.all_to_all_single(buffer, sent, from_counts, counts, group=self.group, async_op=True)
+        else:
+            sends = dist.isend(sent, group=self.group, group_dst=to)
+            work = Works((sends, dist.irecv(buffer, group=self.group, group_src=source)))
+        return AsyncResult((LayerWork(work, self.group),), lambda: buffer, sent)
+
+    def sum(self, counts: Tensor) -> AsyncResult[Tensor]:
+        """Integers, added up over the ranks."""
+        return self._all_reduce(counts, dist.ReduceOp.SUM, lambda each: each.sum(0))
+
+    def maximum(self, values: Tensor) -> AsyncResult[Tensor]:
+        """The largest of each over the ranks."""
+        return self._all_reduce(values, dist.ReduceOp.MAX, lambda each: each.amax(0))
+
+    def _all_reduce(
+        self, x: Tensor, op: dist.ReduceOp.RedOpType, reduce: Callable[[Tensor], Tensor]
+    ) -> AsyncResult[Tensor]:
+        if self.group is None:
+            return ready(x)
+        if self.rows is not None and self.rows.fits(x.numel(), x):
+            return self.all_gather(x[None]).then(reduce)
+        total = x.clone()
+        work = dist.all_reduce(total, op=op, group=self.group, async_op=True)
+        return AsyncResult((LayerWork(work, self.group),), lambda: total)
+
+    @property
+    def _peers(self) -> list[int]:
+        return [index for index in range(self.size) if index != self.rank]
+
+    def _own(self, rows: int) -> slice:
+        """This rank's rows of so many."""
+        return slice(self.rank * rows // self.size, (self.rank + 1) * rows // self.size)
+
+    def _others(self, rows: int) -> list[slice]:
+        """All other rows: those before and those after."""
+        own = self._own(rows)
+        return [each for each in (slice(0, own.start), slice(own.stop, rows)) if each.start < each.stop]
+
+    def _gather(self, rows: Rows, x: Tensor, *, keep: bool) -> tuple[Tensor, LayerWork]:
+        """(the rows of all ranks, of which those of the others arrive, what is in flight)"""
+        assert self.group is not None
+        full = x.new_empty(self.size, *x.shape)
+        return full.flatten(0, 1), LayerWork(rows.gather(x, full, keep=keep), self.group)
+
+    def _read_terms(self, rows: Rows, slot: Tensor) -> tuple[Tensor, LayerWork]:
+        """(partial results [size - 1, T / size, ...] of other ranks for this one's rows, what is in flight); `slot`
+        [T, ...] has this rank's for theirs."""
+        assert self.group is not None
+        own = slot[self._own(slot.shape[0])]
+        arrived, start = own.new_empty(len(self._peers), *own.shape), self.rank * own.numel()
+        arrival = rows.read([(index, start, term) for index, term in zip(self._peers, arrived, strict=True)])
+        return arrived, LayerWork(arrival, self.group)
+
+    def _add(self, own: Tensor, arrived: Tensor) -> Tensor:
+        """The sum of the ranks' terms, in the order of ranks."""
+        total = torch.empty(own.shape, dtype=own.dtype, device=own.device)
+        add_shards_(total.view(-1), own.reshape(-1), arrived.flatten(1), self.rank, accumulate=False)
+        return total
