@@ -352,8 +352,9 @@ class ClusterSection(Section):
     transport: Literal["auto", "peer", "nccl"] = "auto"
     """what moves activations, and does the collectives of ZeRO and of tensor parallelism; auto: peer copies if all GPUs
     are on one host, else NCCL"""
-    cuda_graphs: bool = False
-    """launch the compute of a step on GPUs as it was captured in an earlier step (docs/performance.md)"""
+    cuda_graphs: bool | None = None
+    """launch the compute of a step on GPUs as it was captured in an earlier step (docs/performance.md); null: if steps
+    repeat, and the plan's compute would otherwise wait for the host"""
     address: Text = "local"
     """Ray cluster: local starts one here, auto joins the running one, HOST:PORT joins the one there"""
     dashboard: bool = Field(default=True, description="start the Ray dashboard of a local cluster")

@@ -87,10 +87,15 @@ def rates_of(device: str, gpu: str = "") -> Rates:
 
 
 def rates_for(section: ClusterSection, device: str) -> Rates:
-    """Those that plans are made with on 'cpu' or 'cuda' devices (cluster.rates); no host issues what is in a graph.
-    Raises PentadError for a table that cannot be read."""
+    """Those that plans are made with on 'cpu' or 'cuda' devices (cluster.rates). Raises PentadError for a table that
+    cannot be read."""
     rates = _rates_for(section, device)
-    return replace(rates, issue=0.0, peer_issue=0.0, layer_issue=(0.0, 0.0, 0.0)) if section.cuda_graphs else rates
+    return launched(rates) if section.cuda_graphs else rates
+
+
+def launched(rates: Rates) -> Rates:
+    """With graphs: no host issues what is in one."""
+    return replace(rates, issue=0.0, peer_issue=0.0, layer_issue=(0.0, 0.0, 0.0))
 
 
 def _rates_for(section: ClusterSection, device: str) -> Rates:

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from pentad.orchestrator.activations.activation_memory import cuts, with_slots
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.cost_model import guess_costs
-from pentad.orchestrator.planning.estimate import document_costs
+from pentad.orchestrator.planning.estimate import costs_of, document_costs
 from pentad.orchestrator.planning.fit import DeviceMemory, device_memory, fit_of, host_memory, require_host
-from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, gpu_of, local_device, rates_for
+from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, gpu_of, launched, local_device, rates_for
 from pentad.orchestrator.planning.layout import (
     batch_spec,
     compute_dtype,
@@ -41,11 +41,13 @@ from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalData, EvalSpec
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan, split_layers_into_units
+from pentad.schedules.spec.row_slots import LAYER_AXES
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import LayerRange
 from pentad.schedules.spec.zero_layout import pool_sizes
 
 GATHERED_UNITS = 2  # one in use, one coming
+GRAPHS_GAIN = 1.05  # how many times longer compute must take without graphs for them to be used (docs/performance.md)
 
 
 def make_plan(
@@ -105,21 +107,36 @@ def make_plan(
     others = _other_programs(config, model, device, program, compiled)
     plan = replace(draft(config, model, device, program, layers, transport=transport, zero=options.zero), **others)
     evaluation = _eval(config, program, costs, transport, options)
-    return _with_repeated_steps(with_slots(replace(plan, eval=evaluation, offload=fractions)))
+    return _with_graphs(config.cluster.cuda_graphs, with_slots(replace(plan, eval=evaluation, offload=fractions)))
 
 
-def _with_repeated_steps(plan: Plan) -> Plan:
-    """Raises PentadError for a plan with graphs whose steps are hardly ever, or never, like an earlier one."""
+def _with_graphs(wanted: bool | None, plan: Plan) -> Plan:
+    """A plan whose compute is launched as graphs, if that is wanted; None: if compute gains by it. Raises PentadError
+    for one whose steps are hardly ever, or never, like an earlier one, or that communicates otherwise inside layers
+    than by peer copies."""
+    in_layers = [axis for axis in LAYER_AXES if getattr(plan.mesh, axis) > 1]
     reasons = {
         "CPU ranks": plan.device == "cpu",
         "model.custom, whose backward is that of autograd": plan.model.custom is not None,
         "memory.offload_fraction, since what comes back lies elsewhere": any(plan.offload),
         "data.document_mask, since every step has other documents": plan.data.document_mask,
         "data.balance = dynamic, since every step has other groups": plan.batch.capacity > 0,
+        f"mesh.{' and mesh.'.join(in_layers)} over NCCL": plan.transport == "nccl" and bool(in_layers),
     }
-    if plan.cuda_graphs and (found := [reason for reason, holds in reasons.items() if holds]):
+    found = [reason for reason, holds in reasons.items() if holds]
+    if wanted and found:
         raise PentadError(f"cluster.cuda_graphs is true: expected false with {found[0]}")
-    return plan
+    if found or wanted is False:
+        return plan
+    assert plan.rates is not None
+    graphs = replace(plan, cuda_graphs=True, rates=launched(plan.rates))
+    return graphs if wanted or _compute_seconds(plan) > GRAPHS_GAIN * _compute_seconds(graphs) else plan
+
+
+def _compute_seconds(plan: Plan) -> float:
+    """Of a microbatch on all stages."""
+    costs = costs_of(plan)
+    return sum(map(sum, (costs.forward, costs.backward, costs.weight)))
 
 
 def _guessed(
@@ -235,7 +252,6 @@ def draft(
         device=device,
         transport=transport,
         deterministic=config.precision.deterministic,
-        cuda_graphs=config.cluster.cuda_graphs,
         zero=zero,
         cp_method=config.mesh.cp_method,
         spikes=config.spikes.spec,

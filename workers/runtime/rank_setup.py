@@ -68,8 +68,6 @@ def prepare_device(kind: str, gpu: int, *, graphs: bool = False) -> torch.device
     torch.cuda.set_device(device)
     if graphs:
         torch.cuda.set_stream(stream_of(device, "compute"))
-        # NCCL would register the buffers of captured operations, for which the ranks' hosts wait for each other.
-        os.environ["NCCL_GRAPH_REGISTER"] = "0"
     return device
 
 

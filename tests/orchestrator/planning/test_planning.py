@@ -77,12 +77,14 @@ def test_peer_transport_needs_one_host() -> None:
         ("cpu", "data.packing=windows", "CPU ranks"),
         ("cuda", "memory.offload_fraction=0.5", "memory.offload_fraction, since what comes back lies elsewhere"),
         ("cuda", "data.document_mask=true", "data.document_mask, since every step has other documents"),
+        ("cuda", "mesh.pp=2 mesh.tp=2 cluster.transport=nccl", "mesh.tp over NCCL"),
     ],
 )
-def test_graphs_need_steps_that_repeat(device: str, override: str, reason: str) -> None:
+def test_graphs_need_steps_that_repeat_and_no_nccl_inside_layers(device: str, override: str, reason: str) -> None:
     with pytest.raises(PentadError, match=f"cluster.cuda_graphs is true: expected false with {reason}"):
-        plan_of("cluster.cuda_graphs=true", override, device=device)
+        plan_of("cluster.cuda_graphs=true", *override.split(), device=device)
     assert plan_of("cluster.cuda_graphs=true", device="cuda").cuda_graphs
+    assert not plan_of(*override.split(), device=device).cuda_graphs, "although a small model would gain by them"
 
 
 def test_instructions_of_graphs_take_the_host_no_time() -> None:
@@ -91,6 +93,13 @@ def test_instructions_of_graphs_take_the_host_no_time() -> None:
         for each in ("false", "true")
     )
     assert issued.forward[0] > 2 * launched.forward[0], "the model of the quickstart is small"
+
+
+def test_graphs_are_used_where_compute_would_wait_for_the_host() -> None:
+    small, large = "model.hidden=512", "model.hidden=8192 model.ffn=28672 model.heads=64 batch.sequence_length=4096"
+    assert plan_of(small, device="cuda").cuda_graphs
+    assert not plan_of(*large.split(), device="cuda").cuda_graphs
+    assert not plan_of(small, "cluster.cuda_graphs=false", device="cuda").cuda_graphs
 
 
 def test_null_warmup_and_minimum_learning_rate_are_a_tenth() -> None:
