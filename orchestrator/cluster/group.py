@@ -24,7 +24,15 @@ from pentad.orchestrator.cluster.placement import (
     strategy_of,
     strategy_on,
 )
-from pentad.orchestrator.cluster.worker import Actor, StaleGeneration, Status, WorkerPlace, read_status, streams_of
+from pentad.orchestrator.cluster.worker import (
+    Actor,
+    StaleGeneration,
+    StateSource,
+    Status,
+    WorkerPlace,
+    read_status,
+    streams_of,
+)
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.spikes import batch_of
@@ -84,7 +92,7 @@ class WorkerGroup:
         try:
             group._create(deadline)
             progress("loading the ranks")
-            group.load(deadline, keep=False)
+            group.load(deadline, "initial")
             progress("connecting the ranks")
             group.connect(deadline)
         except BaseException:
@@ -92,13 +100,12 @@ class WorkerGroup:
             raise
         return group
 
-    def load(self, deadline: float, *, keep: bool) -> None:
-        """Creates a runner on every rank for this plan and generation (with `keep` from what the rank holds), for which
-        a new process imports torch. Raises WorkerError, or PentadError when that lasts beyond the monotonic second
-        `deadline`."""
+    def load(self, deadline: float, state: StateSource) -> None:
+        """Creates a runner on every rank for this plan and generation, for which a new process imports torch. Raises
+        WorkerError, or PentadError when that lasts beyond the monotonic second `deadline`."""
         plan, bundles = ray.put(self.plan), tuple(self.bundles)
         ranks = enumerate(self.actors)
-        calls = {rank: actor.start.remote(self.generation, plan, rank, bundles, keep) for rank, actor in ranks}
+        calls = {rank: actor.start.remote(self.generation, plan, rank, bundles, state) for rank, actor in ranks}
         self.device_name = self.collect(calls, deadline=deadline)[0]
 
     def connect(self, deadline: float) -> None:

@@ -7,6 +7,7 @@ stuck in a collective, a third one writes checkpoints beside training, and a fou
 
 from __future__ import annotations
 
+import gc
 import os
 import pkgutil
 import signal
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import ray
 
@@ -43,6 +44,9 @@ if TYPE_CHECKING:  # imports torch, which the driver does without
 Streams = tuple[tuple[Action, ...], ...]  # of a rank, by program of the plan
 GPU_SECONDS = 5.0  # between two readings of a GPU
 POLL_SECONDS = 0.02
+# What a rank begins a generation with: what it holds of the one before, or zeros for what another rank will send; zeros
+# for what it will read; or initial values.
+StateSource = Literal["kept", "restored", "initial"]
 
 
 class WorkerPlace(NamedTuple):
@@ -116,25 +120,29 @@ class Worker:
         return self.label
 
     @ray.method(concurrency_group="train")
-    def start(self, generation: int, plan: Plan, rank: int, bundles: tuple[int, ...], keep: bool) -> str:
-        """Creates the runner; all ranks are in these `bundles`. With `keep` it takes over the state that this rank
-        holds from the generation before, and leaves uninitialized what it will receive from another rank.
-
-        Returns the name of its GPU, '' on a CPU.
-        """
+    def start(self, generation: int, plan: Plan, rank: int, bundles: tuple[int, ...], state: StateSource) -> str:
+        """Creates the runner; all ranks are in these `bundles`. Returns the name of its GPU, '' on a CPU."""
         kind = pkgutil.resolve_name(self.runner_class)
         self.gpu = self._gpu_number()
-        gpu = _visible_index(self.gpu) if plan.device == "cuda" else 0
-        previous = self.runner if keep else None
-        runner = kind(plan, rank, self.progress_file, generation, gpu, previous, blank=keep, copies=self.copies)
+        gpu, blank = _visible_index(self.gpu) if plan.device == "cuda" else 0, state != "initial"
         with self.changing:
-            if generation < self.generation:
-                raise StaleGeneration(f"generation {generation} is over")
+            self._require_current(generation)
+            if state != "kept":
+                self.runner = None
+        if state != "kept":
+            gc.collect()  # there may be no room for another state beside the one before
+        runner = kind(plan, rank, self.progress_file, generation, gpu, self.runner, blank=blank, copies=self.copies)
+        with self.changing:
+            self._require_current(generation)
             self.generation, self.runner = generation, runner
             self.plan, self.rank, self.bundles = plan, rank, bundles
             self.streams = streams_of(plan, rank)
         self.notice.watch(plan.notice)
         return _device_name(gpu) if plan.device == "cuda" else ""
+
+    def _require_current(self, generation: int) -> None:
+        if generation < self.generation:
+            raise StaleGeneration(f"generation {generation} is over")
 
     @ray.method(concurrency_group="train")
     def call(self, generation: int, method: str, *arguments: Any) -> Any:

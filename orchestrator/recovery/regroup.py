@@ -13,6 +13,7 @@ from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.gone_nodes import forget_gone_nodes
 from pentad.orchestrator.cluster.group import Member, Tick, WorkerGroup
 from pentad.orchestrator.cluster.placement import Place, living_bundles, order_places
+from pentad.orchestrator.cluster.worker import StateSource
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
@@ -80,7 +81,7 @@ class Regroup:
             self._start(group.plan, group.bundles, members, state)
             self._receive(state)
             return "repair"
-        self._start(group.plan, group.bundles, members, state, keep=False)
+        self._start(group.plan, group.bundles, members, state, _restored(copy))
         return self._restore(state, copy)
 
     def grow(self, state: RecoveryState) -> str:
@@ -96,7 +97,7 @@ class Regroup:
         if members is None:
             return self.repair(state, 0.0)
         copy = self._find_copy(state)
-        self._start(plan, bundles, members, state, keep=False)
+        self._start(plan, bundles, members, state, _restored(copy))
         self._restore(state, copy)
         return "grow"
 
@@ -121,7 +122,7 @@ class Regroup:
         self.config, self.full = config, plan
         self.bus.record(event, step=state.version, **facts)
         self.bus.display.note(facts["sentence"])
-        self._start(plan, group.bundles, members, state, keep=keep)
+        self._start(plan, group.bundles, members, state, "kept" if keep else _restored(copy))
         if keep:
             self._receive(state)
         else:
@@ -147,7 +148,7 @@ class Regroup:
         members = [(group.actors[rank], group.places[rank]) for rank in living]
         ranks = living[: plan.mesh.size]
         try:
-            self._start(plan, [group.bundles[rank] for rank in ranks], members[: len(ranks)], state, keep=False)
+            self._start(plan, [group.bundles[rank] for rank in ranks], members[: len(ranks)], state, _restored(copy))
             self._restore(state, copy)
         finally:  # spare ranks hold parts of the copy until then
             end_processes(members[len(ranks) :])
@@ -195,10 +196,9 @@ class Regroup:
         bundles: Sequence[int],
         members: Iterable[Member],
         state: RecoveryState,
-        *,
-        keep: bool = True,
+        source: StateSource = "kept",
     ) -> None:
-        """Starts a generation of these ranks, which `keep` what they hold if it is current."""
+        """Starts a generation of these ranks."""
         group = self.group
         if plan is not group.plan:
             self.bus.folder.replan(plan)
@@ -206,7 +206,7 @@ class Regroup:
         state.lost.clear()
         deadline = time.monotonic() + self.config.cluster.start_timeout_seconds
         with state.timed("load"):
-            group.load(deadline, keep=keep)
+            group.load(deadline, source)
         with state.timed("connect"):
             group.connect(deadline)
 
@@ -291,3 +291,8 @@ class Regroup:
         seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
         facts = {"seconds": seconds, "manifest": fingerprint(path), "bytes": size}
         self.bus.record("checkpoint", generation=group.generation, step=state.version, **facts)
+
+
+def _restored(copy: CopySource | None) -> StateSource:
+    """Of ranks that read this copy, or a newer checkpoint; without a copy what they start from may be initial values."""
+    return "initial" if copy is None else "restored"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import cache
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from pentad.orchestrator.cluster import worker as workers
-from pentad.orchestrator.cluster.worker import StaleGeneration, Worker, WorkerPlace
+from pentad.orchestrator.cluster.worker import StaleGeneration, StateSource, Worker, WorkerPlace
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.config.version import release
 from pentad.orchestrator.planning.planning import make_plan
@@ -87,7 +88,7 @@ def worker(gpus: list[str]) -> Iterator[Worker]:
     """Rank 1 of two, in generation 3."""
     made = Worker("rank1", f"{__name__}:StubRunner")
     assert repr(made) == "rank1" and made.leave(0).version == -1
-    assert made.start(3, plan(), 1, (5, 6), False) == ""
+    assert made.start(3, plan(), 1, (5, 6), "initial") == ""
     yield made
     made.close()
     assert not made.progress_file.exists()
@@ -114,10 +115,26 @@ def test_calls_of_a_generation_that_is_over_or_yet_to_come_are_refused(worker: W
     worker.abort(4)
     assert runner.calls[2:] == [("fence",), ("abort",)]
     with pytest.raises(StaleGeneration):
-        worker.start(3, plan(), 1, (), True)
+        worker.start(3, plan(), 1, (), "kept")
     assert worker.runner is runner
-    worker.start(5, plan(), 0, (), True)
+    worker.start(5, plan(), 0, (), "kept")
     assert worker.runner.previous is runner and worker.runner.more["blank"] and worker.runner.rank == 0
+
+
+@pytest.mark.parametrize(("state", "blank"), [("restored", True), ("initial", False)])
+def test_a_state_that_is_not_kept_is_gone_before_another_one_is_made(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, state: StateSource, blank: bool
+) -> None:
+    worker.runner.itself = worker.runner  # as tensors and threads refer to each other
+    before, made = weakref.ref(worker.runner), StubRunner.__init__
+
+    def init(self: StubRunner, *arguments: Any, **more: Any) -> None:
+        assert before() is None, "there may be no room for two"
+        made(self, *arguments, **more)
+
+    monkeypatch.setattr(StubRunner, "__init__", init)
+    worker.start(4, plan(), 0, (), state)
+    assert worker.runner.previous is None and worker.runner.more["blank"] is blank
 
 
 def test_storage_and_peers_at_fault_are_answers_and_end_nothing(worker: Worker) -> None:
