@@ -15,7 +15,7 @@ from pentad.orchestrator.activations.activation_memory import row_bytes
 from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import stage_volume
 from pentad.orchestrator.planning.hardware import FP8_SPEEDUPS, NODE_GPUS, expert_flops, links_of, ranks_on_host
-from pentad.orchestrator.planning.part_flops import part_flops
+from pentad.orchestrator.planning.part_flops import FORWARD_KERNELS, part_flops, part_kernels
 from pentad.schedules.passes.recompute import ROW_WISE, recomputed_parts
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.rates import Curve, Rates, rate_at
@@ -146,7 +146,7 @@ def _stage_seconds(
         backward=_with_communication(model, span, piece, rates, "B", compute.backward),
         weight=max(
             compute.weight + lookup * (span.has_embedding and lora is None),
-            _layer_issue(model, span, rates, "W") * (lora is None),
+            _layer_issue(model, span, piece, rates, "W") * (lora is None),
         ),
         parts=compute.parts,
     )
@@ -164,14 +164,18 @@ def _with_communication(
         links += link.seconds(exposed * volume.bytes, volume.operations)
         is_copied = kind.axis == "tp" and piece.mesh.size <= NODE_GPUS
         issued += volume.operations * (rates.peer_issue if is_copied else rates.issue)
-    return max(seconds + links, _layer_issue(model, span, rates, phase) + issued)
+    return max(seconds + links, _layer_issue(model, span, piece, rates, phase) + issued)
 
 
-def _layer_issue(model: ModelSpec, span: LayerRange, rates: Rates, phase: str) -> float:
-    """Seconds of the host to issue F, B, W or a RECOMPUTE of a stage without the exchanges inside its layers. A
-    RECOMPUTE of parts of layers is taken for one of whole layers."""
-    layers = len(span.numbers) + model.mtp_layers * span.has_head
-    return layers * rates.layer_issue["FBW".find(phase) if phase in ("B", "W") else 0]
+def _layer_issue(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates, phase: str) -> float:
+    """Seconds of the host to issue F, B, W or a RECOMPUTE of parts of a stage, without the exchanges inside its layers.
+    RECOMPUTE takes the share of F that it has of a dense layer's kernels, and no longer than F."""
+    if phase in ("F", "B", "W"):
+        layers = len(span.numbers) + model.mtp_layers * span.has_head
+        return layers * rates.layer_issue["FBW".find(phase)]
+    saves_rows = piece.saved_rows > 0
+    kernels = (part_kernels(model, layer, phase, saves_rows=saves_rows) for layer in span.numbers)
+    return rates.layer_issue[0] * sum(min(1.0, count / FORWARD_KERNELS) for count in kernels)
 
 
 def _recompute_seconds(
