@@ -14,7 +14,14 @@ from typing import NamedTuple
 from pentad.orchestrator.activations.activation_memory import row_bytes
 from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import stage_volume
-from pentad.orchestrator.planning.hardware import FP8_SPEEDUPS, NODE_GPUS, expert_flops, links_of, ranks_on_host
+from pentad.orchestrator.planning.hardware import (
+    FP8_SPEEDUPS,
+    NODE_GPUS,
+    expert_flops,
+    expert_rows,
+    links_of,
+    ranks_on_host,
+)
 from pentad.orchestrator.planning.part_flops import FORWARD_KERNELS, part_flops, part_kernels
 from pentad.schedules.passes.recompute import ROW_WISE, recomputed_parts
 from pentad.schedules.simulate.costs import Costs
@@ -234,7 +241,8 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
         width = experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
         routed = max(0, end - max(first, experts.first_k_dense)) * experts.top_k
         routed_flops = routed * (work * 3 * model.hidden * experts.intermediate_size)
-        expert_rates = expert_flops(rates, in_8_bits=piece.casts_experts and piece.device == "cuda")
+        rows, in_8_bits = expert_rows(experts, tokens, piece.mesh), piece.casts_experts and piece.device == "cuda"
+        expert_rates = expert_flops(rates, rows, in_8_bits=in_8_bits)
     linear, (forward, backward, weight) = dense, (routed_flops / each for each in expert_rates)
     if piece.fp8 is not None and piece.device == "cuda":
         matrices = fp8_matrices(model, piece.fp8, range(first, end))

@@ -112,10 +112,8 @@ def test_recompute_of_parts_takes_the_host_their_share_of_a_layer(mode: str, fra
     given = [f"memory.recompute={mode if mode in ('full', 'attention') else f'[{mode}]'}", "memory.unit_layers=2"]
     given += [f"memory.recompute_fraction={fraction}", "mesh.pp=1", "model.layers=2", "schedule.name=1f1b"]
     fast = ((1.0, 1e30),)
-    idle = replace(
-        rates_of("cuda", "NVIDIA H200"),
-        **{"products": fast, "attention": (AttentionRates(128, fast, fast),), "elementwise": 1e30, "memory": 1e30},
-    )
+    attention, usual = (AttentionRates(128, fast, fast),), rates_of("cuda", "NVIDIA H200")
+    idle = replace(usual, products=fast, attention=attention, elementwise=1e30, memory=1e30)
     plan = make_plan(load(None, given), "cuda")
     unit = next(unit for unit, held in enumerate(plan.layers) if held.numbers)
     costs = costs_of(plan, replace(idle, layer_issue=(10.0, 0.0, 0.0)))
