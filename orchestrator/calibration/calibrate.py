@@ -73,7 +73,7 @@ def table_of(found: dict[str, Any], hosts: list[int]) -> RateTable:
     }
     measured, ranks = datetime.now(UTC).strftime("%Y-%m-%d"), (len(hosts), len(set(hosts)))
     rates = _rates.validate_python(figures)
-    return RateTable(version=3, gpu=gpu, measured=measured, ranks=ranks, assumed=tuple(assumed), rates=rates)
+    return RateTable(version=4, gpu=gpu, measured=measured, ranks=ranks, assumed=tuple(assumed), rates=rates)
 
 
 def _exchange_seconds(gpu: str, layer: Sequence[float], pair: Sequence[float]) -> float:

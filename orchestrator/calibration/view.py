@@ -37,8 +37,9 @@ def _rows(rates: Rates, left_out: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     yield "products", f"{_span(rates.products)} FLOP/s"
     if rates.products_8bit:
         yield "products in 8 bits", f"{_span(rates.products_8bit)} FLOP/s"
-    for name, flops in zip(("", " in 8 bits"), rates.experts, strict=False):
-        yield f"experts' F, B, W{name}", f"{', '.join(map(_scaled, flops))} FLOP/s"
+    for name, experts in zip(("", " in 8 bits"), rates.experts, strict=False):
+        spans = ", ".join(map(_span, (experts.forward, experts.backward, experts.weight)))
+        yield f"experts' F, B, W{name}", f"{spans} FLOP/s"
     for each in rates.attention:
         yield f"attention of width {each.width}", f"{_span(each.forward)}, back {_span(each.backward)} FLOP/s"
     for name in ("memory", "elementwise", "update"):

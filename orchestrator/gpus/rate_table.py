@@ -24,7 +24,7 @@ class RateTable(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    version: Literal[3]
+    version: Literal[4]
     gpu: str
     measured: str
     ranks: tuple[int, int]

@@ -85,7 +85,9 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
         scale = scales[plan.fp8.scaling] + " by the step before" * plan.fp8.delayed
         facts["matmul"] = f"FP8 in {layers}, {scale}, gradients {plan.fp8.gradients}"
         if model.experts is not None:
-            reason = why_not(model, plan.fp8.scaling, plan.mesh, plan.rates) or "precision.fp8_experts is never"
+            tokens = batch.micro_batch_size * batch.sequence_length // plan.mesh.cp
+            slower = why_not(model, plan.fp8.scaling, plan.mesh, tokens, plan.rates)
+            reason = slower or "precision.fp8_experts is never"
             facts["experts"] = "FP8, W in the compute dtype" if plan.fp8.experts else f"{plan.dtype}: {reason}"
             if model.experts.shared_intermediate_size and not plan.fp8.shared_experts:
                 facts["experts"] += f"; the shared expert {plan.dtype}: {why_not_shared(model, plan.mesh)}"

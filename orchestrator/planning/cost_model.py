@@ -14,8 +14,15 @@ from typing import NamedTuple
 from pentad.orchestrator.activations.activation_memory import row_bytes
 from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.planning.comm_volume import stage_volume
-from pentad.orchestrator.planning.hardware import FP8_SPEEDUPS, NODE_GPUS, expert_flops, links_of, ranks_on_host
-from pentad.orchestrator.planning.part_flops import part_flops
+from pentad.orchestrator.planning.hardware import (
+    FP8_SPEEDUPS,
+    NODE_GPUS,
+    expert_flops,
+    expert_rows,
+    links_of,
+    ranks_on_host,
+)
+from pentad.orchestrator.planning.part_flops import FORWARD_KERNELS, part_flops, part_kernels
 from pentad.schedules.passes.recompute import ROW_WISE, recomputed_parts
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.rates import Curve, Rates, rate_at
@@ -146,7 +153,7 @@ def _stage_seconds(
         backward=_with_communication(model, span, piece, rates, "B", compute.backward),
         weight=max(
             compute.weight + lookup * (span.has_embedding and lora is None),
-            _layer_issue(model, span, rates, "W") * (lora is None),
+            _layer_issue(model, span, piece, rates, "W") * (lora is None),
         ),
         parts=compute.parts,
     )
@@ -164,14 +171,18 @@ def _with_communication(
         links += link.seconds(exposed * volume.bytes, volume.operations)
         is_copied = kind.axis == "tp" and piece.mesh.size <= NODE_GPUS
         issued += volume.operations * (rates.peer_issue if is_copied else rates.issue)
-    return max(seconds + links, _layer_issue(model, span, rates, phase) + issued)
+    return max(seconds + links, _layer_issue(model, span, piece, rates, phase) + issued)
 
 
-def _layer_issue(model: ModelSpec, span: LayerRange, rates: Rates, phase: str) -> float:
-    """Seconds of the host to issue F, B, W or a RECOMPUTE of a stage without the exchanges inside its layers. A
-    RECOMPUTE of parts of layers is taken for one of whole layers."""
-    layers = len(span.numbers) + model.mtp_layers * span.has_head
-    return layers * rates.layer_issue["FBW".find(phase) if phase in ("B", "W") else 0]
+def _layer_issue(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates, phase: str) -> float:
+    """Seconds of the host to issue F, B, W or a RECOMPUTE of parts of a stage, without the exchanges inside its layers.
+    RECOMPUTE takes the share of F that it has of a dense layer's kernels, and no longer than F."""
+    if phase in ("F", "B", "W"):
+        layers = len(span.numbers) + model.mtp_layers * span.has_head
+        return layers * rates.layer_issue["FBW".find(phase)]
+    saves_rows = piece.saved_rows > 0
+    kernels = (part_kernels(model, layer, phase, saves_rows=saves_rows) for layer in span.numbers)
+    return rates.layer_issue[0] * sum(min(1.0, count / FORWARD_KERNELS) for count in kernels)
 
 
 def _recompute_seconds(
@@ -230,7 +241,8 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
         width = experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
         routed = max(0, end - max(first, experts.first_k_dense)) * experts.top_k
         routed_flops = routed * (work * 3 * model.hidden * experts.intermediate_size)
-        expert_rates = expert_flops(rates, in_8_bits=piece.casts_experts and piece.device == "cuda")
+        rows, in_8_bits = expert_rows(experts, tokens, piece.mesh), piece.casts_experts and piece.device == "cuda"
+        expert_rates = expert_flops(rates, rows, in_8_bits=in_8_bits)
     linear, (forward, backward, weight) = dense, (routed_flops / each for each in expert_rates)
     if piece.fp8 is not None and piece.device == "cuda":
         matrices = fp8_matrices(model, piece.fp8, range(first, end))

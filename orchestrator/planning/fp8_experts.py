@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pentad.orchestrator.activations.allocations import FP8_TILE
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.hardware import EXPERT_FLOPS
+from pentad.orchestrator.planning.hardware import EXPERT_FLOPS, expert_rows
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.mesh import Mesh
@@ -18,16 +18,22 @@ def in_8_bits(config: RunConfig, model: ModelSpec, rates: Rates) -> bool:
         return False
     if wanted == "always" and (problem := _impossible(model, scaling, mesh)):
         raise PentadError(f"precision.fp8_experts is always, but {problem}: expected auto or never")
-    return wanted == "always" or not why_not(model, scaling, mesh, rates)
+    batch, replicas = config.batch, config.mesh.dp * config.mesh.ep * config.schedule.microbatches
+    tokens = batch.global_batch_size * batch.sequence_length // replicas // mesh.cp
+    return wanted == "always" or not why_not(model, scaling, mesh, tokens, rates)
 
 
-def why_not(model: ModelSpec, scaling: str, mesh: Mesh, rates: Rates | None) -> str:
-    """Why experts stay in the compute dtype, '' if 8 bits are faster at these rates, or on an H200."""
+def why_not(model: ModelSpec, scaling: str, mesh: Mesh, tokens: int, rates: Rates | None) -> str:
+    """Why experts stay in the compute dtype, '' if with so many tokens of a microbatch on a rank 8 bits are faster, at
+    these rates or on an H200."""
     if problem := _impossible(model, scaling, mesh):
         return problem
-    known = rates.experts if rates and len(rates.experts) > 1 else EXPERT_FLOPS
+    assert model.experts is not None
+    rows, measured = expert_rows(model.experts, tokens, mesh), rates.experts if rates else ()
+    is_known = len(measured) > 1
+    known = [each.at(rows) for each in measured] if is_known else EXPERT_FLOPS
     wide, narrow = (sum(1 / flops for flops in each) for each in known)  # F, B and W have as many FLOPs
-    where = "on an H200" if known is EXPERT_FLOPS else "by the rates of this GPU"
+    where = f"with {rows:,.0f} rows of an expert by the rates of this GPU" if is_known else "on an H200"
     return f"in 8 bits their products take {narrow / wide:.2f} times as long {where}" if narrow >= wide else ""
 
 

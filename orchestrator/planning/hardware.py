@@ -17,9 +17,9 @@ from pentad.orchestrator.gpus.measured import MEASURED, measured_gpu
 from pentad.orchestrator.gpus.rate_table import CPU, place_of, read_table
 from pentad.orchestrator.gpus.table import ASSUMED_GPU, GB, GPUS, Gpu
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.simulate.rates import HOST_ORDER, AttentionRates, Link, Links, Rates
+from pentad.schedules.simulate.rates import HOST_ORDER, AttentionRates, ExpertRates, Link, Links, Rates
 from pentad.schedules.spec.mesh import Axis, Mesh
-from pentad.schedules.spec.model import Scaling
+from pentad.schedules.spec.model import Experts, Scaling
 
 NODE_GPUS = 8  # of a host, with fast links among them
 
@@ -43,7 +43,7 @@ def _uniform(
     return Rates(
         products=constant,
         products_8bit=(),
-        experts=((GROUPED_EFFICIENCY * flops,) * 3,),
+        experts=(ExpertRates.uniform(*(GROUPED_EFFICIENCY * flops,) * 3),),
         attention=(AttentionRates(128, constant, constant),),
         memory=memory,
         elementwise=memory,
@@ -110,17 +110,22 @@ def _rates_for(section: ClusterSection, device: str) -> Rates:
 
 # How many times faster products in 8 bits are on a Hopper GPU, by what has a scale (tests/bench/results/fp8-h200.json).
 FP8_SPEEDUPS: dict[Scaling, float] = {"tensor": 1.8, "row": 1.75, "block": 1.5}
-# Rates.experts of an H200 (tests/bench/results/fp8-experts-h200.json).
+# Of an H200 in F, B and W, in the dtype of compute and in 8 bits (tests/bench/results/fp8-experts-h200.json).
 EXPERT_FLOPS = ((6.4e14, 6.1e14, 3.9e14), (5.9e14, 6.4e14, 3.6e14))
 
 
-def expert_flops(rates: Rates, *, in_8_bits: bool) -> tuple[float, ...]:
-    """FLOP/s of F, B and W of experts; in 8 bits, where that is unknown, as many times as fast as on an H200."""
-    if not in_8_bits:
-        return rates.experts[0]
-    if len(rates.experts) > 1:
-        return rates.experts[1]
-    return tuple(known * b / a for known, a, b in zip(rates.experts[0], *EXPERT_FLOPS, strict=True))
+def expert_rows(experts: Experts, tokens: int, mesh: Mesh) -> float:
+    """Mean rows of an expert in a product, with as many `tokens` of a microbatch on each rank of an ep group."""
+    return tokens * mesh.ep * experts.top_k / experts.num_experts
+
+
+def expert_flops(rates: Rates, rows: float, *, in_8_bits: bool) -> tuple[float, ...]:
+    """FLOP/s of F, B and W of experts with so many rows each; in 8 bits, where that is unknown, as many times as fast
+    as on an H200."""
+    if in_8_bits and len(rates.experts) > 1:
+        return rates.experts[1].at(rows)
+    known = rates.experts[0].at(rows)
+    return tuple(flops * b / a for flops, a, b in zip(known, *EXPERT_FLOPS, strict=True)) if in_8_bits else known
 
 
 def ranks_on_host(mesh: Mesh, axes: Collection[Axis], order: Sequence[str] = HOST_ORDER) -> int:

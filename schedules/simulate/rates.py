@@ -64,10 +64,32 @@ class AttentionRates:
 
 
 @dataclass(frozen=True)
+class ExpertRates:
+    """FLOP/s of the grouped products of experts in F, B and W, by the mean rows of an expert."""
+
+    forward: Curve
+    backward: Curve
+    weight: Curve
+
+    @staticmethod
+    def uniform(forward: float, backward: float, weight: float) -> ExpertRates:
+        """Without a difference between numbers of rows."""
+        return ExpertRates(*(((1.0, flops),) for flops in (forward, backward, weight)))
+
+    def at(self, rows: float) -> tuple[float, float, float]:
+        """Of F, B and W. With fewer rows than the first point has, an expert takes as long as there: it reads its
+        matrices, or adds to their gradients, all the same."""
+        forward, backward, weight = (
+            min(1.0, rows / curve[0][0]) * rate_at(curve, rows) for curve in (self.forward, self.backward, self.weight)
+        )
+        return forward, backward, weight
+
+
+@dataclass(frozen=True)
 class Rates:
     """FLOP/s of products by FLOPs of a product, in the dtype of compute and with one scale for each factor in 8 bits
-    (`products_8bit`, empty: unknown); of the grouped products of experts in F, B and W, in the dtype of compute and,
-    where they are known, in 8 bits with scales of blocks (`experts`); of attention.
+    (`products_8bit`, empty: unknown); of experts, in the dtype of compute and, where they are known, in 8 bits with
+    scales of blocks; of attention.
     Bytes/s of copies in a rank's memory, of what layers do besides products, and of an optimizer's update. Links inside
     layers to ranks on the host and to other hosts, those of transfers and ZeRO on a host where no operation leaves it
     (`peer`), and to host memory.
@@ -78,7 +100,7 @@ class Rates:
 
     products: Curve
     products_8bit: Curve
-    experts: tuple[tuple[float, float, float], ...]
+    experts: tuple[ExpertRates, ...]
     attention: tuple[AttentionRates, ...]
     memory: float
     elementwise: float
@@ -118,11 +140,15 @@ class Rates:
             replace(each, forward=_scaled(each.forward, times), backward=_scaled(each.backward, times))
             for each in self.attention
         )
+        experts = tuple(
+            ExpertRates(*(_scaled(curve, times) for curve in (each.forward, each.backward, each.weight)))
+            for each in self.experts
+        )
         return replace(
             self,
             products=_scaled(self.products, times),
             products_8bit=_scaled(self.products_8bit, times),
-            experts=tuple((times * f, times * b, times * w) for f, b, w in self.experts),
+            experts=experts,
             attention=attention,
         )
 

@@ -32,7 +32,7 @@ from pentad.orchestrator.planning.hardware import GROUPED_EFFICIENCY, rates_of
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.events import Events, acyclic_events
-from pentad.schedules.simulate.rates import AttentionRates, Links, Rates
+from pentad.schedules.simulate.rates import AttentionRates, ExpertRates, Links, Rates
 from pentad.schedules.spec.plan import Plan
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -213,7 +213,7 @@ def rates_with(gpu: str, given: dict[str, Any]) -> Rates:
     return replace(
         found,
         products=((1.0, flops),),
-        experts=((GROUPED_EFFICIENCY * flops,) * 3,),
+        experts=(ExpertRates.uniform(*(GROUPED_EFFICIENCY * flops,) * 3),),
         attention=(AttentionRates(128, attention, attention),),
         elementwise=elementwise,
         **others,

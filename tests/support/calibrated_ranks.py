@@ -12,7 +12,7 @@ from pentad.workers.health import calibration
 from pentad.workers.health.device_rates import Sizes
 from pentad.workers.parallel.process_groups import start_store
 
-SIZES = Sizes(1e-4, 0.0, ((8, 8, 8),), (16,), (16,), (16, 16, 32), (16, 16, 16, 2), 2**8, (2**8, 2**10), (2**8, 2**10))
+SIZES = Sizes(1e-4, 0.0, ((8, 8, 8),), (16,), (16,), (16, 16, 32), (8, 8, 8, (2,)), 2**8, (2**8, 2**10), (2**8, 2**10))
 
 
 def calibrate_all(hosts: Sequence[int]) -> list[dict[str, Any]]:

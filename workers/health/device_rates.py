@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
     widths: tuple[int, ...]
     lengths: tuple[int, ...]
     layer: tuple[int, int, int]  # tokens, hidden, ffn
-    grouped: tuple[int, int, int, int]  # rows, n, k, experts
+    grouped: tuple[int, int, int, tuple[int, ...]]  # rows, n, k, and of how many experts, in descending order
     elements: int
     host_bytes: tuple[int, ...]
     sent_bytes: tuple[int, ...]
@@ -48,11 +48,11 @@ _LAYER = [(tokens, 14336, 4096) for tokens in (4096, 8192, 16384)]
 SIZES = {
     "cuda": Sizes(
         *(0.4, 5.0, (*((each,) * 3 for each in (1024, 2048, 4096)), *_LAYER), (64, 128), (2048, 8192, 32768)),
-        *((8192, 4096, 14336), (32768, 1536, 2048, 16), 2**27),
+        *((8192, 4096, 14336), (32768, 1536, 2048, (256, 128, 64, 32, 16, 8)), 2**27),
         *((2**16, 2**20, 2**24, 2**28), (2**16, 2**20, 2**24, 2**28)),
     ),
     "cpu": Sizes(
-        *(0.01, 0.0, ((64,) * 3, (256,) * 3), (64,), (64, 256), (64, 128, 384), (128, 64, 64, 4), 2**16),
+        *(0.01, 0.0, ((64,) * 3, (256,) * 3), (64,), (64, 256), (64, 128, 384), (128, 64, 64, (8, 4)), 2**16),
         *((2**14, 2**20), (2**12, 2**16, 2**20)),
     ),
 }
@@ -98,7 +98,7 @@ class Clock:
 
 def num_device_timings(sizes: Sizes, device: torch.device) -> int:
     products = len(sizes.products) * (1 + 2 * has_fp8(device))
-    others = 4 + 3 * (1 + has_blocks(device)) + len(sizes.host_bytes)
+    others = 4 + 3 * (1 + has_blocks(device)) * len(sizes.grouped[-1]) + len(sizes.host_bytes)
     return products + 2 * len(sizes.widths) * len(sizes.lengths) + others
 
 
@@ -182,26 +182,37 @@ def _in_8_bits(x: Tensor, matrix: Tensor) -> Work:
     return partial(fp8_gemm, a, b, x.dtype)
 
 
-def _experts(sizes: Sizes, new: _Tensors, clock: Clock) -> list[list[float]]:
-    """FLOP/s of F, B and W of experts, in the dtype of compute and, where the GPU has them, in 8 bits with scales of
-    blocks, without casts to these."""
-    rows, n, k, experts = sizes.grouped
+def _experts(sizes: Sizes, new: _Tensors, clock: Clock) -> list[dict[str, list[tuple[float, float]]]]:
+    """By the mean rows of an expert, FLOP/s of F, B and W of experts: in the dtype of compute and, where the GPU has
+    them, in 8 bits with scales of blocks, without casts to these."""
+    rows, n, k, counts = sizes.grouped
+    found: list[dict[str, list[tuple[float, float]]]] = []
+    for experts in counts:
+        for number, works in enumerate(_grouped(rows, n, k, experts, new)):
+            if number == len(found):
+                found.append({phase: [] for phase in works})
+            for phase, work in works.items():
+                found[number][phase].append((rows / experts, 2.0 * rows * n * k / clock.seconds(work)))
+    return found
+
+
+def _grouped(rows: int, n: int, k: int, experts: int, new: _Tensors) -> Iterator[dict[str, Work]]:
+    """F, B and W of grouped products with weights [experts, n, k]. Rows are routed at random, and so make no whole
+    tiles of an expert."""
     x, dy, weights = new(rows, k), new(rows, n), new(experts, n, k)
     main = new(experts, n, k, dtype=torch.float32)
-    offsets = torch.arange(1, experts + 1, dtype=torch.int32, device=new.device) * (rows // experts)
-    kinds: list[list[Work]] = [
-        [
-            lambda: grouped_gemm(x, weights, offsets),
-            lambda: grouped_gemm(dy, weights.transpose(1, 2), offsets),
-            lambda: accumulate_grouped_gradient_(main, dy, x, offsets),
-        ]
-    ]
+    chosen = torch.randint(experts, (rows,), generator=torch.Generator().manual_seed(0))
+    offsets = torch.bincount(chosen, minlength=experts).cumsum(0).to(new.device, torch.int32)
+    yield {
+        "forward": lambda: grouped_gemm(x, weights, offsets),
+        "backward": lambda: grouped_gemm(dy, weights.transpose(1, 2), offsets),
+        "weight": lambda: accumulate_grouped_gradient_(main, dy, x, offsets),
+    }
     if has_blocks(new.device):
-        kinds.append(_experts_in_8_bits(main, dy, x, weights, offsets))
-    return [[2.0 * rows * n * k / clock.seconds(work) for work in each] for each in kinds]
+        yield _grouped_in_8_bits(main, dy, x, weights, offsets)
 
 
-def _experts_in_8_bits(main: Tensor, dy: Tensor, x: Tensor, weights: Tensor, offsets: Tensor) -> list[Work]:
+def _grouped_in_8_bits(main: Tensor, dy: Tensor, x: Tensor, weights: Tensor, offsets: Tensor) -> dict[str, Work]:
     recipe = Recipe("block")
     a, b = fp8_cast(x, recipe, "activation", columns=False).rows, fp8_cast(dy, recipe, "gradient", columns=False).rows
     matrices = ExpertMatrices.of(fp8_cast(weights.flatten(0, 1), recipe, "weight"), len(weights))
@@ -211,11 +222,11 @@ def _experts_in_8_bits(main: Tensor, dy: Tensor, x: Tensor, weights: Tensor, off
         wide, wide_x = (dequantize_rows(each, offsets, x.dtype) for each in (b, a))
         return accumulate_grouped_gradient_(main, wide, wide_x, offsets)
 
-    return [
-        lambda: fp8_grouped_gemm(a, matrices.rows, offsets, x.dtype),
-        lambda: fp8_grouped_gemm(b, matrices.columns, offsets, x.dtype),
-        gradient,
-    ]
+    return {
+        "forward": lambda: fp8_grouped_gemm(a, matrices.rows, offsets, x.dtype),
+        "backward": lambda: fp8_grouped_gemm(b, matrices.columns, offsets, x.dtype),
+        "weight": gradient,
+    }
 
 
 def _attention(sizes: Sizes, width: int, new: _Tensors, clock: Clock) -> dict[str, object]:

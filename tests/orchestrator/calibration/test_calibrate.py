@@ -19,7 +19,7 @@ from pentad.orchestrator.planning.hardware import local_gpus, rates_for, rates_o
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.rates import Rates
+from pentad.schedules.simulate.rates import ExpertRates, Rates
 from pentad.workers.health.calibration import calibrate
 
 GPU = "NVIDIA H200"
@@ -28,7 +28,7 @@ SIZES = ("model.hidden=1024", "model.ffn=4096", "model.heads=8", "batch.sequence
 
 
 def table(rates: Rates, gpu: str = GPU) -> RateTable:
-    return RateTable(version=3, gpu=gpu, measured="2026-11-26", ranks=(2, 1), assumed=(), rates=rates)
+    return RateTable(version=4, gpu=gpu, measured="2026-11-26", ranks=(2, 1), assumed=(), rates=rates)
 
 
 def config(*overrides: str) -> RunConfig:
@@ -101,11 +101,30 @@ def test_smaller_products_take_their_own_rate() -> None:
     assert costs(slow).weight[0] > 1.2 * costs(assumed).weight[0]
 
 
+@pytest.mark.parametrize("mesh", ["mesh.pp=2", "mesh.ep=2", "mesh.tp=2", "mesh.cp=2"])
+@pytest.mark.parametrize("phase", ["forward", "backward", "weight"])
+def test_experts_take_the_rate_of_their_rows(mesh: str, phase: str) -> None:
+    """Tokens of a microbatch visit 2 of 16 experts each; ep ranks have the visits of them all, and cp ranks have
+    half of each sequence."""
+    sizes = {"num_experts": 16, "top_k": 2, "intermediate_size": 1024}
+    given = ["model.family=qwen3-moe", *(f"model.experts.{key}={size}" for key, size in sizes.items())]
+    given += ["mesh.pp=1", mesh, "batch.global_batch_size=16", "schedule.microbatches=4", "schedule.name=1f1b"]
+    plan = make_plan(config(*given), "cuda")
+    assert plan.batch.micro_batch_size == (2 if mesh == "mesh.ep=2" else 4)
+    rows = plan.batch.micro_batch_size * 2048 * plan.mesh.ep // plan.mesh.cp * 2 / 16
+    idle = replace(rates_of("cuda", GPU), issue=0.0, peer_issue=0.0, layer_issue=(0.0, 0.0, 0.0))
+    uniform = ExpertRates.uniform(3e14, 3e14, 3e14)
+    curve = (rows / 2, 1e14), (rows, 2e14), (rows * 2, 8e14)
+    slower = costs_of(plan, replace(idle, experts=(replace(uniform, **{phase: curve}),)))
+    expected = costs_of(plan, replace(idle, experts=(replace(uniform, **{phase: ((1.0, 2e14),)}),)))
+    assert slower == expected != costs_of(plan, replace(idle, experts=(uniform,)))
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"gpu": "NVIDIA B200"}, "it is of NVIDIA B200"),
-        ({"version": 2}, "version: Input should be 3"),
+        ({"version": 3}, "version: Input should be 4"),
         ({"colour": "red"}, "colour: Extra inputs are not permitted"),
         ({"rates": {}}, "rates.products: Field required"),
         ({"rates": RATES | {"products": []}}, "rates.products is empty"),
@@ -154,6 +173,8 @@ def test_one_rank_measures_all_but_links(capsys: pytest.CaptureFixture[str]) -> 
     found = table_of(calibrate("cpu", -1, "", 0, [0]), [0])
     assert found.assumed == ("intra_host", "inter_host", "peer", "issue") and found.rates.issue == 0
     assert min(found.rates.layer_issue) > 0
+    (experts,) = found.rates.experts
+    assert all([rows for rows, _ in curve] == [16, 32] for curve in vars(experts).values())
     assert found.rates.intra_host == rates_of("cpu").intra_host
     steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["done"] for each in steps] == list(range(1, steps[-1]["total"] + 1))

@@ -19,6 +19,7 @@ from pentad.orchestrator.planning.hardware import rates_of
 from pentad.orchestrator.planning.numerics import require_fp8
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.rates import ExpertRates
 from pentad.schedules.spec.model import Fp8Spec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import fp8_matrices
@@ -162,13 +163,16 @@ def test_experts_multiply_in_8_bits_if_they_are_to() -> None:
 
 @pytest.mark.parametrize("times", [0.5, 2.0])
 def test_a_table_of_rates_decides_about_experts(tmp_path: Path, times: float) -> None:
-    rates = replace(rates_of("cpu"), experts=((1e9, 2e9, 1e9), (times * 1e9, times * 2e9, times * 1e9)))
-    found = RateTable(version=3, gpu=CPU, measured="2026-01-01", ranks=(1, 1), assumed=(), rates=rates)
+    """Of experts with their rows: with others it says the opposite. Each of 128 tokens visits two of four."""
+    narrow = (32.0, 1e9 / times), (64.0, times * 1e9), (128.0, 1e9 / times)
+    experts = ExpertRates.uniform(1e9, 1e9, 1e9), ExpertRates(narrow, narrow, narrow)
+    rates = replace(rates_of("cpu"), experts=experts)
+    found = RateTable(version=4, gpu=CPU, measured="2026-01-01", ranks=(1, 1), assumed=(), rates=rates)
     write_table(found, tmp_path / "rates.json")
     plan = plan_with({"matmul": "fp8-block"}, model=LARGE, cluster={"rates": str(tmp_path / "rates.json")})
     assert plan.fp8 is not None and plan.fp8.experts == (times > 1)
-    expected = "FP8, W in" if times > 1 else "in 8 bits their products take 2.00 times as long by the rates of this GPU"
-    assert expected in facts_of(plan)
+    reason = "in 8 bits their products take 2.00 times as long with 64 rows of an expert by the rates of this GPU"
+    assert ("FP8, W in" if times > 1 else reason) in facts_of(plan)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentad.schedules.simulate.rates import Link, fit_link, rate_at
+from pentad.schedules.simulate.rates import ExpertRates, Link, fit_link, rate_at
 
 CURVE = ((1e9, 100.0), (1e11, 300.0))
 
@@ -26,3 +26,14 @@ def test_a_fit_of_noise_has_no_negative_time() -> None:
 
 def test_rates_go_through_their_points_and_stay_between_them() -> None:
     assert [rate_at(CURVE, size) for size in (1.0, 1e9, 1e10, 1e11, 1e15)] == pytest.approx([100, 100, 200, 300, 300])
+
+
+def test_experts_with_fewer_rows_than_measured_take_as_long_as_with_the_fewest() -> None:
+    rates = ExpertRates(((64.0, 100.0), (256.0, 300.0)), ((64.0, 50.0),), ((128.0, 80.0),))
+    assert rates.at(128) == pytest.approx((200, 50, 80))
+    for rows in (1.0, 16.0, 64.0):
+        assert [rows / each for each in rates.at(rows)] == pytest.approx([64 / 100, 64 / 50, 128 / 80])
+
+
+def test_uniform_rates_are_those_of_any_rows() -> None:
+    assert {ExpertRates.uniform(3.0, 2.0, 1.0).at(rows) for rows in (1.0, 7.0, 1e6)} == {(3.0, 2.0, 1.0)}
