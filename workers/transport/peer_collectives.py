@@ -79,8 +79,8 @@ class PeerCollectives:
         for start in range(0, size, slots.shape[1]):
             end = min(size, start + slots.shape[1])
             arrived, first = slots[:, : end - start], own * size
-            for peer, target in zip(others, arrived, strict=True):
-                self.memory.read(peer, name, first + start, target)
+            for index in (*range(own, len(others)), *range(own)):  # as when weights are gathered
+                self.memory.read(others[index], name, first + start, arrived[index])
             add_shards_(part[start:end], full[first + start : first + end], arrived, own, accumulate=accumulate)
         self._announce("read", shard, others)
         return []

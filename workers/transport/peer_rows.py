@@ -98,7 +98,8 @@ class PeerRows:
         for peer in self.peers:
             is_reader = readers is None or self.ranks.index(peer) in readers
             self.flags.write(self._flag(self.rank, peer), SHARED if is_reader else READ, stream)
-        for index, start, target in parts:
+        # No two ranks read the same one at the same time.
+        for index, start, target in sorted(parts, key=lambda part: (part[0] - self.index) % len(self.ranks)):
             peer = self.ranks[index]
             self.flags.wait_bit(self._flag(peer, self.rank), SHARED, stream)
             self.memory.read(peer, self.axis, base // target.element_size() + start, target, stream)

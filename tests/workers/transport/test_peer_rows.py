@@ -257,6 +257,33 @@ def test_exchanges_give_each_rank_what_the_others_have_for_it(count: int) -> Non
             assert torch.equal(found, expected)
 
 
+def test_no_two_ranks_read_the_same_one_at_the_same_time() -> None:
+    ranks, lanes = range(FIRST, FIRST + 4), Lanes()
+    flags, (slots, memory) = SimulatedFlags(lanes, values=flags_of(ranks)), memory_of(ranks, lanes)
+    found = []
+    for rank in ranks:
+        reads = LoggedReads(memory)
+        rows = PeerRows(AXIS, ranks, rank, flags, reads, slots[rank].view(torch.uint8), SimulatedLane(lanes, rank))
+        own = torch.zeros(ELEMENTS, dtype=torch.float64)
+        rows.gather(own, own.new_empty(len(ranks), ELEMENTS), keep=False)
+        found.append(reads.peers)
+    assert all(len(set(at_once)) == len(ranks) for at_once in zip(*found, strict=True))
+
+
+class LoggedReads:
+    """Memory that knows in which order it was read."""
+
+    def __init__(self, memory: SimulatedMemory) -> None:
+        self.memory, self.peers = memory, list[int]()
+
+    def read(self, peer: int, *where: Any) -> None:
+        self.peers.append(peer)
+        self.memory.read(peer, *where)
+
+    def close(self) -> None:
+        self.memory.close()
+
+
 def test_slots_of_any_number_of_shapes_are_views_of_the_same_memory() -> None:
     slots = torch.zeros(ROW_SLOTS, 4096, dtype=torch.uint8)
     rows = PeerRows(AXIS, [0], 0, None, None, slots, None)  # type: ignore[arg-type]
