@@ -134,12 +134,16 @@ def kill(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
                     _wait(driver, printed, partial(_has_copies, run, generation))
                 _wait(driver, printed, partial(_has_steps, run, steps + args.steps))
                 at = time.time()
+                known = len(read_lines(run / "journal.jsonl"))
                 os.kill(each["pid"], signal.SIGKILL)
                 _wait(driver, printed, partial(_has_generation, run, generation + 1))
                 first = next(row for row in _metrics(run) if row["generation"] > generation)
                 recovered = _events(run, "recovered")[-1]
                 facts = {key: recovered[key] for key in ("how", "step", "steps_replayed", "seconds")}
-                noticed = _events(run, "lost")[-1]["time"] - at
+                events = read_lines(run / "journal.jsonl")[known:]
+                facts |= {"lost": [row["rank"] for row in events if row["event"] == "lost"]}
+                facts |= {"causes": [row["cause"] for row in events if "cause" in row]}
+                noticed = next(row["time"] for row in events if row["event"] == "lost") - at
                 rows.append({"rank": each["rank"], "noticed": noticed, "next_step": first["time"] - at, **facts})
                 print(json.dumps(rows[-1]), flush=True)
             plain = median(row["step_seconds"] for row in _metrics(run)[2:])
