@@ -34,8 +34,8 @@ from pentad.orchestrator.cluster.worker import (
     streams_of,
 )
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import Start
 from pentad.workers.checkpoint.location import Location
 from pentad.workers.data.mixture import drawn_by

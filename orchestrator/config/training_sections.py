@@ -14,8 +14,7 @@ from pentad.orchestrator.config.sections import Count, Section, Text
 from pentad.schedules.spec.learning_rate import DecayShape, LearningRate, ScheduleName
 from pentad.schedules.spec.lora import LoraSpec, trained_tensors
 from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.optimizer import AdjustLrFn, Method, original_name
-from pentad.schedules.spec.spikes import SpikeSpec
+from pentad.schedules.spec.optimizer import AdjustLrFn, Method, SpikeSpec, original_name
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 

@@ -294,5 +294,5 @@ class Regroup:
 
 
 def _restored(copy: CopySource | None) -> StateSource:
-    """Of ranks that read this copy, or a newer checkpoint; without a copy what they start from may be initial values."""
+    """Of ranks that read this copy, or a newer checkpoint; without a copy they may start from initial values."""
     return "initial" if copy is None else "restored"

@@ -24,7 +24,7 @@ from pentad.orchestrator.run.bit_checks import BitChecks
 from pentad.orchestrator.run.measure import History
 from pentad.orchestrator.run.replication import Replication
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.spikes import batch_of
+from pentad.schedules.spec.batch import batch_of
 from pentad.workers.checkpoint.checkpoint import fingerprint
 from pentad.workers.checkpoint.retention import discard
 from pentad.workers.data.mixture import Mixture

@@ -32,9 +32,9 @@ from pentad.orchestrator.run.resumed_optimizer import with_decay_steps
 from pentad.orchestrator.search.rebalanced_plan import with_rebalanced_layers
 from pentad.orchestrator.search.replanned_order import with_replanned_order
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.lora import LoraBase, lora_of
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import committed, newest, read_manifest
 from pentad.workers.checkpoint.location import Location
 from pentad.workers.data.mixture import require_lasting, require_resumable

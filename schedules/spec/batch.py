@@ -132,3 +132,9 @@ class BatchSpec:
         """The batches with so many microbatches of the same size for each replica."""
         size = microbatches * self.replicas * self.micro_batch_size
         return replace(self, global_batch_size=size, microbatches=microbatches, rampup=(), longer=())
+
+
+def batch_of(step: int, skipped: Sequence[tuple[int, int]]) -> int:
+    """The batch, from 0, that a step trains on: before step `first` of each (first, count) in `skipped` as many batches
+    are left out. A pure function, so a resumed or repaired run trains on the same samples."""
+    return step + sum(count for first, count in skipped if first <= step)

@@ -28,6 +28,16 @@ class ParamGroup:
     weight_decay: float | None = None
 
 
+@dataclass(frozen=True)
+class SpikeSpec:
+    """A step is a spike if its loss or gradient norm is more than `threshold` standard deviations above the mean of the
+    last `window` steps, once there are `min_steps` of them."""
+
+    threshold: float
+    window: int
+    min_steps: int
+
+
 class UpdateRule(NamedTuple):
     """How the elements of a tensor are updated."""
 

@@ -19,8 +19,7 @@ from pentad.schedules.spec.eval_spec import EvalSpec
 from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Coordinates, Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
-from pentad.schedules.spec.optimizer import OptimizerSpec
-from pentad.schedules.spec.spikes import SpikeSpec
+from pentad.schedules.spec.optimizer import OptimizerSpec, SpikeSpec
 from pentad.schedules.spec.tensors import LayerRange, Tensor
 
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16, the widest access of kernels and NCCL

@@ -18,9 +18,9 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Op
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.simulate.timeline import Span
+from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.mesh import Coordinates
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.checkpoint.storage import storage_errors, storage_of

@@ -11,7 +11,7 @@ from fleet import BadGradient, Call
 from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import plan_of
 
-from pentad.schedules.spec.spikes import SpikeSpec
+from pentad.schedules.spec.optimizer import SpikeSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90 * RANKS_A_GPU), two_gpus]
 SPIKES = SpikeSpec(threshold=50.0, window=4, min_steps=3)

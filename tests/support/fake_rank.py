@@ -11,8 +11,8 @@ from small_checkpoint import save_small
 
 from pentad.orchestrator.cluster.worker import StaleGeneration, StateSource, Status, WorkerPlace
 from pentad.schedules.simulate.timeline import Span
+from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.location import location
 from pentad.workers.replication.parts import CopyKey, HeldPart
 from pentad.workers.replication.replicator import SentPart

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pentad.schedules.spec.spikes import SpikeSpec
+from pentad.schedules.spec.optimizer import SpikeSpec
 
 TENSOR = "spikes.window"  # in a checkpoint
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.schedules.spec.spikes import batch_of
 from pentad.workers.checkpoint.checkpoint import Checkpoint, open_verified
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.shards import write_shard

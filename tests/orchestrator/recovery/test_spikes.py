@@ -14,7 +14,7 @@ from pentad.orchestrator.recovery.retention import pinned_checkpoints
 from pentad.orchestrator.recovery.spikes import skipped_batches
 from pentad.orchestrator.run import driver
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.spikes import batch_of
+from pentad.schedules.spec.batch import batch_of
 from pentad.workers.checkpoint.checkpoint import Start
 
 STEPS = 40

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pentad.schedules.spec.spikes import SpikeSpec
+from pentad.schedules.spec.optimizer import SpikeSpec
 from pentad.workers.params.spike_filter import SpikeFilter
 
 CPU = torch.device("cpu")

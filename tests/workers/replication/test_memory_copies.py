@@ -15,9 +15,9 @@ from plans import SHALLOW, plan_of
 from small_models import MOE
 from worker_processes import call_all, ranks_of, start_generation, start_run, uninterrupted
 
+from pentad.schedules.spec.optimizer import SpikeSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.schedules.spec.spikes import SpikeSpec
 from pentad.workers.runtime.abort import Aborted
 
 pytestmark = pytest.mark.timeout(150)

@@ -17,10 +17,9 @@ from small_models import FAMILIES, HEADS, MOE
 
 from pentad.schedules.spec.learning_rate import LearningRate
 from pentad.schedules.spec.lora import SEPARATE, LoraSpec
-from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup
+from pentad.schedules.spec.optimizer import OptimizerSpec, ParamGroup, SpikeSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.schedules.spec.spikes import SpikeSpec
 from pentad.workers.checkpoint import checkpoint, shards
 
 STEPS, STOP = 8, 5

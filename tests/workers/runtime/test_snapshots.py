@@ -19,9 +19,9 @@ from worker_processes import call_all, losses_and_state, recover, start_run
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.lora import LoraSpec
+from pentad.schedules.spec.optimizer import SpikeSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.schedules.spec.spikes import SpikeSpec
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.snapshot import Snapshots
 from pentad.workers.runtime.abort import Aborted

@@ -16,9 +16,9 @@ from resume import run_and_save
 from small_models import MOE
 from worker_processes import call_all, losses_and_state, recover, start_run
 
+from pentad.schedules.spec.optimizer import SpikeSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.schedules.spec.spikes import SpikeSpec
 from pentad.workers.checkpoint import checkpoint
 
 slow = pytest.mark.slow
