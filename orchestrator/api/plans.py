@@ -145,6 +145,7 @@ class PlannedRun:
             "device": plan.device,
             "dtype": plan.dtype,
             "transport": plan.transport,
+            "cuda_graphs": plan.cuda_graphs,
             "mesh": asdict(plan.mesh),
             "parameters": num_parameters(plan.model),
             "tokens": plan.batch.tokens,

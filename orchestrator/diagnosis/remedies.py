@@ -69,8 +69,7 @@ def remedy_of(cause: Cause, config: RunConfig, places: Mapping[int, str]) -> Rem
         case kind if kind == STARVED:
             return Remedy("other processes had the ranks' cores", "look at what else runs on their hosts", seconds)
         case kind if kind == HOST:
-            fewer = max(1, config.schedule.microbatches // 2)
-            return Remedy("the host issues late", f"schedule.microbatches={fewer}: fewer, larger instructions", seconds)
+            return Remedy("the host issues late", _less_to_issue(config), seconds)
         case kind:
             raise AssertionError(kind)
 
@@ -106,6 +105,12 @@ def left_of_parts(config: RunConfig) -> dict[str, float]:
     """The share of a part that would remain with its remedy, where it is not 0: of an update that ZeRO divides."""
     divides = not config.zero.stage and config.mesh.replicas > 1 and config.memory.optimizer == "device"
     return {"optimizer": 1 / config.mesh.replicas} if divides else {}
+
+
+def _less_to_issue(config: RunConfig) -> str:
+    if config.cluster.device == "cuda" and not config.cluster.cuda_graphs:
+        return "cluster.cuda_graphs=true"
+    return f"schedule.microbatches={max(1, config.schedule.microbatches // 2)}: fewer, larger instructions"
 
 
 def _optimizer(config: RunConfig, seconds: float) -> Remedy:

@@ -61,6 +61,7 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
     device = "GPUs" if plan.device == "cuda" else "CPUs"
     custom = f"{model.custom.text}, " if model.custom is not None else ""
     size_of_model = f"{model.layers} layers of {model.hidden}, vocabulary of {model.vocab:,}"
+    graphs = ", CUDA graphs" if plan.cuda_graphs else ""
     slices = f" in {program.slices} slices" if program.slices > 1 else ""
     microbatches = f"{program.microbatches} microbatches of {batch.micro_batch_size}{slices}"
     sequences = f"{batch.global_batch_size} sequences of {batch.sequence_length}"
@@ -68,7 +69,7 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
         "run": Text(plan.name, "bold"),
         "model": f"{custom}{format_count(num_parameters(model))} parameters: {size_of_model}",
         "batch": f"{sequences} = {batch.tokens:,} tokens a step",
-        "mesh": f"{plan.mesh}: {plan.mesh.size} ranks, {plan.dtype} on {device}, {plan.transport} transfers",
+        "mesh": f"{plan.mesh}: {plan.mesh.size} ranks, {plan.dtype} on {device}, {plan.transport} transfers{graphs}",
     }
     if batch.rampup:
         smaller = [f"{stage.global_batch_size} sequences in {stage.steps} steps" for stage in batch.rampup]

@@ -36,6 +36,8 @@ CASES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "data": ((), "data", "data on a local disk"),
     "starved": ((), STARVED, "look at what else runs on their hosts"),
     "host": (("schedule.microbatches=8",), HOST, "schedule.microbatches=4: fewer"),
+    "a GPU's host": (("cluster.device=cuda",), HOST, "cluster.cuda_graphs=true"),
+    "graphs": (("cluster.device=cuda", "cluster.cuda_graphs=true"), HOST, "schedule.microbatches="),
 }
 
 
