@@ -1,5 +1,5 @@
 """Which tests run, and which of them in one process: those marked gpu only where CUDA is, those marked quiet only where
-tests run one after the other, those marked slow or realmodel only when asked for."""
+tests run one after another, those marked slow or realmodel only when asked for."""
 
 import gc
 import os

@@ -65,7 +65,7 @@ def _visible(
     query, key, queries, keys, diagonal, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Of pairs of a query and a key. Under a causal mask keys behind the last are behind every query's own."""
+    """Which (query, key) pairs are visible. Under a causal mask, keys past the last one come after every query."""
     visible = query >= 0
     if not EVEN:
         visible = visible & (query < queries) & (key < keys)

@@ -87,7 +87,7 @@ class Piece(NamedTuple):
         return self.tokens * hidden * self.itemsize
 
     def of_layer(self, layer: int, layers: int) -> Piece:
-        """Of layer number `layer` of so many: with its own products in 8 bits, or none."""
+        """Of layer number `layer` of this many: with its own products in 8 bits, or none."""
         return self if self.fp8 is None or self.fp8.covers(layer, layers) else self._replace(fp8=None)
 
     def of_network(self, has_experts: bool) -> Piece:

@@ -32,7 +32,7 @@ from pentad.schedules.simulate.timeline import Timeline
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """All measured steps of a run, or evaluations after so many steps, beside the same simulated, of which `step` is
+    """All measured steps of a run, or evaluations after this many steps, beside the same simulated, of which `step` is
     shown, two rows per rank."""
 
     run: DrawnRun
@@ -92,7 +92,7 @@ class Comparison:
 
 def compare(folder: Path, step: int | None = None, *, evaluation: bool = False) -> Comparison:
     """Of the last run in `folder`, and of its last measured step if none is given; or of the last round of an
-    `evaluation` after so many steps. Raises PentadError if it has not measured that one."""
+    `evaluation` after this many steps. Raises PentadError if it has not measured that one."""
     measured = measured_timeline(folder, evaluation=evaluation)
     program = Program.load(folder / (EVAL_PROGRAM if evaluation else PROGRAM))
     run = DrawnRun.of_config(saved_config(folder), program)

@@ -51,7 +51,7 @@ Device = Literal["cpu", "cuda"]
 @dataclass(frozen=True, repr=False)
 class PlannedRun:
     """What would run: the plan, guessed costs of its instructions in seconds, whether it fits in memory, what its
-    evaluations cost (None: there are none) beside so many training steps, what is wrong with the data, '' if nothing
+    evaluations cost (None: there are none) beside this many training steps, what is wrong with the data, '' if nothing
     is, what to change if it does not fit, what is recomputed for nothing, what the planner chose in place of `auto`, as
     overrides; how evenly documents divide over ranks (None: attention crosses documents, or the data are not
     prepared); and why data.capacity_factor: auto is no larger (None: it is given, or nothing fits)."""

@@ -76,7 +76,7 @@ class Status(NamedTuple):
     axis: str = ""
 
 
-class Seat(NamedTuple):
+class RankPlacement(NamedTuple):
     """Which rank a worker was started as, -1: none yet, and in which bundles of the placement group all ranks were.
     `fits`: it runs the plan and the version of pentad that was asked about. `token` is that of its copies in memory."""
 
@@ -270,11 +270,11 @@ class Worker:
         return self.place()
 
     @ray.method(concurrency_group="control")
-    def seat(self, plan: Plan, version: str) -> Seat:
+    def rank_placement(self, plan: Plan, version: str) -> RankPlacement:
         """For a driver that may take this rank over, with this `plan` and in this `version` of pentad."""
         fits = self.plan == plan and version == release()
         token = self.copy_server.token if self.copy_server else None
-        return Seat(self.place(), self.generation, self.rank, self.bundles, fits, token)
+        return RankPlacement(self.place(), self.generation, self.rank, self.bundles, fits, token)
 
     @ray.method(concurrency_group="control")
     def folder_problem(self, folder: str) -> str | None:

@@ -39,8 +39,8 @@ def judge_versions(found: Mapping[str, str | None], *, has_gpus: bool) -> Findin
     missing = [name for name, number in found.items() if number is None and (name != "triton" or has_gpus)]
     old = [n for n, number in found.items() if number is not None and _numbers(number) < _numbers(WANTED[n])]
     if missing or old:
-        wanted = enumerated([f"{name} {WANTED[name]}" for name in (*missing, *old)])
-        return Finding("failure", f"{text}: expected at least {wanted}", _INSTALL, figures)
+        needed = enumerated([f"{name} {WANTED[name]}" for name in (*missing, *old)])
+        return Finding("failure", f"{text}: expected at least {needed}", _INSTALL, figures)
     return Finding("ok", text, figures=figures)
 
 

@@ -58,7 +58,7 @@ def _write(path: Path, text: str | None) -> None:
         part.write_text(text or "", encoding="utf-8")
         part.unlink() if text is None else part.replace(path)
     except OSError as error:
-        raise PentadError(f"{path} cannot be written ({error.strerror}): expected a place for a table") from None
+        raise PentadError(f"{path} cannot be written ({error.strerror}): expected a writable path") from None
 
 
 def read_table(path: Path, gpu: str, key: str = "cluster.rates") -> Rates:

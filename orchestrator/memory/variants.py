@@ -53,7 +53,7 @@ class Variants:
         return self._compiled(self.config).plan
 
     def words(self, mode: str, layers: int | None = None) -> Words:
-        """Overrides with which so many layers of each stage (None: all) recompute, by such a mode of a plan: another
+        """Overrides with which this many layers of each stage (None: all) recompute, by such a mode of a plan: another
         one than that of the configuration recomputes all rows."""
         found = (
             f"memory.recompute={config_text(mode)}",
@@ -72,8 +72,8 @@ class Variants:
         return (), self.plan(section.mode, section.recompute_layers)
 
     def plan(self, mode: str, layers: int | None = None, share: float | None = None) -> Plan:
-        """In which so many layers of each stage (None: all) recompute. Raises PentadError for a mode that the model or
-        other keys do not allow."""
+        """In which this many layers of each stage (None: all) recompute. Raises PentadError for a mode that the model
+        or other keys do not allow."""
         config = self._config(mode, layers, share)
         if (shared := self._shared_with(config)) is None:
             return self._compiled(config).plan

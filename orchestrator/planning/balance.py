@@ -25,9 +25,9 @@ STEPS = 4  # that are looked at
 
 
 class PoolBalance(NamedTuple):
-    """When the last of so many `ranks` ends, over the time of the documents' work divided equally: of sequences as they
-    are drawn, of the same sequences dealt to replicas and microbatches by cost, and of documents on as many ranks as
-    each needs. `gap` is the share by which the latter is above a time that no plan is under."""
+    """When the last of this many `ranks` ends, over the time of the documents' work divided equally: of sequences as
+    they are drawn, of the same sequences dealt to replicas and microbatches by cost, and of documents on as many ranks
+    as each needs. `gap` is the share by which the latter is above a time that no plan is under."""
 
     ranks: int
     fixed: float

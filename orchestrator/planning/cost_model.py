@@ -300,7 +300,7 @@ def _dense_sizes(model: ModelSpec, layer: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=65536)
 def _dense_seconds(model: ModelSpec, layer: int, work: float, products: Curve) -> float:
-    """Of the products with `_dense_sizes`, with so many FLOPs for each element."""
+    """Of the products with `_dense_sizes`, with this many FLOPs for each element."""
     return sum(work * size / rate_at(products, work * size) for size in _dense_sizes(model, layer))
 
 
@@ -351,7 +351,7 @@ def gather_seconds(
 def _shared_seconds(
     model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates, kind: str, itemsize: int
 ) -> float:
-    """Of a collective of a stage's parameters, with so many bytes each; those of experts have fewer holders."""
+    """Of a collective of a stage's parameters, with this many bytes each; those of experts have fewer holders."""
     seconds = 0.0
     axes: tuple[Axis, ...] = ("dp", "cp")  # along which ranks hold the same experts
     dense, experts = local_parameters(model, lora, span, mesh)

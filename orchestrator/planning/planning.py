@@ -59,7 +59,7 @@ def make_plan(
     memory: DeviceMemory | None = None,
     proved: bool = True,
 ) -> Plan:
-    """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of so many hosts (None: of NODE_GPUS
+    """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of this many hosts (None: of NODE_GPUS
     each).
 
     `model` is that of the run's first plan: a custom model's file may have changed since. So are the `units` of each

@@ -55,7 +55,7 @@ class Evictions:
         if asked.beside and may_leave and waited > BESIDE_SECONDS:
             self.cancel()
             self._ask(slow, beside=False)
-        elif waited > self.elastic.wait_seconds and asked.beside is not may_leave:  # and goes on asking
+        elif waited > self.elastic.wait_seconds and asked.beside is not may_leave:  # and keeps asking
             where = "no other node had room" if may_leave else "no other GPU of its node was free"
             for each in asked.slow:
                 self._stay(each, f"{where} within elastic.wait_seconds = {self.elastic.wait_seconds:g}")

@@ -105,7 +105,7 @@ class Recovery:
         return self.recover(fault, done)
 
     def end_generation(self) -> RecoveryState:
-        """What the ranks hold, of which none is lost, once a run ends because one of them refuses to go on."""
+        """What the ranks hold, of which none is lost, once a run ends because one of them fails."""
         state = RecoveryState()
         fence(self.group, state, self.bus.record)
         return state

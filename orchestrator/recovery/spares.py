@@ -129,7 +129,7 @@ class Spares:
 
 
 def spare_nodes(count: int, nodes: Sequence[str]) -> Counter[str]:
-    """How many of `count` spares each node gets, by the `nodes` of the ranks: one after the other, where there are most
+    """How many of `count` spares each node gets, by the `nodes` of the ranks: one after another, where there are most
     ranks for each spare."""
     ranks, found = Counter(nodes), Counter[str]()
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""What a run does about steps that its ranks have skipped: it goes on, stops, goes back, or fails after too many."""
+"""What a run does about steps that its ranks have skipped: it continues, stops, goes back, or fails after too many."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SpikeWatch:
 def roll_back(config: RunConfig, group: WorkerGroup, bus: EventBus, spike: int) -> int:
     """Takes the run back to `rollback_target`, from which on the batches up to the spike's are left out.
 
-    Restores the newest checkpoint of at most so many steps and returns its steps: a fault may have prevented that of
+    Restores the newest checkpoint of at most this many steps and returns its steps: a fault may have prevented that of
     the target, and the steps between give the same bits again. Later checkpoints are deleted, because their steps no
     longer count. Raises PentadError after too many rollbacks to the same step, and without such a checkpoint.
     """

@@ -88,7 +88,7 @@ class Work:
         self._parameters: dict[tuple[int, int, int], tuple[int, int]] = {}
 
     def _with_units(self, layers: int | None) -> RunConfig:
-        """The configuration with so many layers in a unit, whatever recomputes."""
+        """The configuration with this many layers in a unit, whatever recomputes."""
         changed = {"unit_layers": layers, "recompute": "none", "offload_fraction": 0.0}
         return self.config.model_copy(update={"memory": self.config.memory.model_copy(update=changed)})
 

@@ -215,7 +215,7 @@ class _Search:
                 self._push_group(Group(setting, timed, is_plain, is_saving, shardings))
 
     def _push_group(self, group: Group, least: float = 0.0) -> None:
-        """With the first of its later shardings, which takes at least so many seconds."""
+        """With the first of its later shardings, which takes at least this many seconds."""
         if group.later:
             (zero, gathered), *later = group.later
             setting = group.setting._replace(zero=zero, max_gathered=gathered)

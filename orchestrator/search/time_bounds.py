@@ -219,7 +219,7 @@ class Timed:
         return max(float(rank.starts[0]) + rank.work + waiting, float(lanes))
 
     def _first_wait(self, costs: Costs) -> float:
-        """All forwards wait for one of stage 0, whose units wait for their weights, gathered one after the other."""
+        """All forwards wait for one of stage 0, whose units wait for their weights, gathered one after another."""
         gathered = computed = most = 0.0
         for unit in self.layout.units_of_stages[0]:
             gathered += costs.gather[unit]

@@ -36,7 +36,7 @@ class FreeDevices:
         return f"expected at most {self.most}, the {kind} that are free"
 
     def take(self, ranks: int) -> tuple[str, ...] | None:
-        """Devices for so many ranks; None while there are too few."""
+        """Devices for this many ranks; None while there are too few."""
         needed = min(ranks, self.count)
         if needed > len(self.devices):
             return None

@@ -200,7 +200,7 @@ class SlowRanks:
         return found
 
     def _starved(self, entity: Entity) -> float:
-        """How much the score is in doubt by, as other processes use the cores of its ranks."""
+        """The uncertainty of the score: how much other processes use the cores of its ranks."""
         kind, *ranks = entity
         share = {"compute": COLD, "starved": 0.0}.get(kind, 1.0)
         return share * max(self.starved[rank].middle for rank in ranks if rank >= 0)

@@ -80,7 +80,7 @@ def is_row_wise(parts: Collection[str]) -> bool:
 
 
 def saved_rows(rows: int, fraction: float) -> int:
-    """Of so many rows of a rank's residual stream the first ones, which F saves if row-wise parts are recomputed for
+    """Of this many rows of a rank's residual stream the first ones, which F saves if row-wise parts are recomputed for
     this `fraction` of them, 0 to 1: less than a tile fewer than the others. Never more of fewer rows."""
     of_tiles = int((1 - fraction) * max(rows, LARGE)) // ROWS_OF_TILE * ROWS_OF_TILE
     return of_tiles if rows >= LARGE else min(of_tiles, int((1 - fraction) * rows) // ROWS * ROWS)

@@ -41,8 +41,8 @@ def documents_of(rows: Sequence[NDArray[np.int64]]) -> tuple[Document, ...]:
 
 @dataclass(eq=False)
 class _Group:
-    """The ranks of the pool that share `documents` of so many `tokens` in a microbatch. It cannot begin another before
-    `begin`, and its ranks have no more than `room` for it."""
+    """The ranks of the pool that share `documents` of this many `tokens` in a microbatch. It cannot begin another
+    before `begin`, and its ranks have no more than `room` for it."""
 
     microbatch: int
     ranks: tuple[int, ...]
@@ -52,7 +52,7 @@ class _Group:
     room: int = 0
 
     def added(self, tokens: int) -> int:
-        """Tokens that each rank gets of so many more."""
+        """Tokens that each rank gets of this many more."""
         return part_of(self.tokens + tokens, len(self.ranks)) - part_of(self.tokens, len(self.ranks))
 
 
@@ -128,7 +128,7 @@ def _narrower(batch: BatchSpec, cp: int) -> Iterator[int]:
 
 
 def _bound(lengths: NDArray[np.int64], least: NDArray[np.int64], pool: int, costs: DocumentCosts) -> float:
-    """Seconds before which no plan with at least so many ranks for each document ends."""
+    """Seconds before which no plan with at least this many ranks for each document ends."""
     narrow = costs.shared(lengths, least)
     fastest = np.minimum(narrow, costs.shared(lengths, np.full_like(least, pool)))
     return max(float((least * narrow).sum()) / pool, float(fastest.max(initial=0.0)))
@@ -203,7 +203,7 @@ class _Table:
         return self._deal(order[last + 1 :], times)
 
     def _share(self, document: int, count: int, seconds: float) -> bool:
-        """On the group of so many ranks, a new one or one that there is, that can begin it first."""
+        """On the group of this many ranks, a new one or one that there is, that can begin it first."""
         length, limit = self.lengths[document], self.limit - seconds
         part = part_of(length, count)
         begin, chosen = self._new(self.first, count, part, limit)

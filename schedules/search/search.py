@@ -63,7 +63,7 @@ class Search:
             self.best = sorted([*self.best, found], key=lambda other: other[:2])[:MOST_ORDERS]
 
     def list_schedules(self, operations: int) -> None:
-        """As many list schedules as place so many operations, at least one, until one meets the bound."""
+        """As many list schedules as place this many operations, at least one, until one meets the bound."""
         rules = _rules(self.problem)
         for stretch, rule in rules[: 1 + operations // self.problem.operations]:
             if self.is_optimal:
@@ -72,7 +72,7 @@ class Search:
             self.add("rules", list_schedule(self.problem, priority, rule))
 
     def tabu_search(self, operations: int) -> None:
-        """Tabu search from each of the best orders, timing so many operations, half of them from the best one."""
+        """Tabu search from each of the best orders, timing this many operations, half of them from the best one."""
         budget = min(operations // self.problem.operations, MOST_TIMINGS)
         for start in [*self.best]:
             budget //= 2

@@ -130,7 +130,7 @@ def band(plan: Plan, events: Events, costs: Costs) -> list[float]:
 
 
 def limits(plan: Plan, events: Events, typical: float) -> dict[str, float]:
-    """Shares of a step: what each of these takes away, one after the other."""
+    """Shares of a step: what each of these takes away, one after another."""
     rates, costs = rates_of("cuda", plan.gpu), costs_of(plan)
     full = seconds_of(plan, events, costs)
     alone = seconds_of(plan, events, replace(costs, reduce=(), gather=()))

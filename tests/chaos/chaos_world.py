@@ -34,7 +34,7 @@ class Host(Protocol):
 
 
 class Signal:
-    """Fires once; whoever waits then goes on, or gets the error."""
+    """Fires once; whoever waits then continues, or gets the error."""
 
     def __init__(self) -> None:
         self.fired, self.error = False, None

@@ -12,7 +12,7 @@ from pentad.orchestrator.planning.estimate import memory
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.sources import open_dataset
 
-TIED_COPIES = {"head", "predicted.embedding"}
+TIED_COPIES = {"head", "mtp.embedding"}
 
 
 def assert_equals_one_process(

@@ -144,7 +144,7 @@ class FakeRunner:
         pass
 
     def _step(self, step: int) -> StepResult:
-        assert self.rank or self.steps == step, "steps come in order, and a restored run goes on where it stopped"
+        assert self.rank or self.steps == step, "steps come in order, and a restored run continues where it stopped"
         start = time.monotonic()
         for counter in range(len(self.plan.program.streams[self.pp])):
             self.board.write(step, counter)

@@ -132,7 +132,7 @@ def _seconds_outside_waits() -> float:
 
 
 def slow_compute(runner: Any, factor: float) -> None:
-    """What `pad_compute` adds is so many times as long from now on."""
+    """What `pad_compute` adds is that many times as long from now on."""
     pads = runner.executor.pads
     pads.update({op: seconds * factor for op, seconds in pads.items()})
 

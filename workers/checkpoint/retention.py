@@ -185,7 +185,7 @@ def _abandoned_before(root: Location) -> float:
 
 
 def _newest_intact(root: Location, before: int, count: int) -> list[int]:
-    """Steps of the newest valid checkpoints of fewer steps, at most so many."""
+    """Steps of the newest valid checkpoints of fewer steps, at most this many."""
     older = ((step, folder) for step, folder in reversed(complete_folders(root).items()) if step < before)
     return list(islice((step for step, folder in older if is_intact(folder)), count))
 

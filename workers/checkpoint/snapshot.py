@@ -1,4 +1,4 @@
-"""A copy of a rank's training state in host memory, taken while training goes on and written from another thread.
+"""A copy of a rank's training state in host memory, taken while training continues and written from another thread.
 
 What makes it right: nothing but `update` blocks changes the state, and they run one after another on the train thread.
 A copy of `step` steps begins after the block that made them and is complete before the next block begins; on a GPU both

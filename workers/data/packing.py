@@ -21,7 +21,7 @@ from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.data.corpus import Corpus
 from pentad.workers.data.samples import Span
 
-RUN_POSITIONS = 2**22  # packed together; at least so many, so that sequences are nearly full
+RUN_POSITIONS = 2**22  # packed together; at least this many, so that sequences are nearly full
 VERSION = 1
 FIELDS = {"starts": np.int64, "sizes": np.int32, "first": np.int64}
 

@@ -138,7 +138,7 @@ def corpus_folder(data: str, vocab: int, cache: str) -> str | Path:
 
 
 def check_data(data: DataSpec, vocab: int, length: int, sizes: BatchSizes, steps: int) -> None:
-    """Raises PentadError as `open_sources` does, or if the data does not last for so many steps; but neither builds a
+    """Raises PentadError as `open_sources` does, or if the data does not last for this many steps; but neither builds a
     built-in corpus nor packs documents, without which it can check less, nor reads tokens."""
     if not all(_is_built(spec.path, vocab, data.cache) for spec in data.sources):
         return

@@ -65,7 +65,7 @@ _MIXTRAL = {
     "experts.down": ["block_sparse_moe.experts.*.w2.weight"],
 }
 _OF_FAMILY = {"olmo2": _POST_NORMS, "phi3": _PHI3, "gemma2": _POST_NORMS, "gemma3": _POST_NORMS, "gpt-oss": _GPT_OSS}
-# The same after `predicted.N.`
+# The same after `mtp.N.`
 _MTP = {
     "hidden_norm": ["hnorm.weight"],
     "embedding_norm": ["enorm.weight"],
@@ -125,8 +125,8 @@ class TensorTable(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How files store a family: `fused_experts` in one tensor as transformers 5 holds them in memory, else one each as
-    on the hub; `interleaved` rotary parts as DeepSeek-V3 unless its config.json says no."""
+    """How files store a family: `fused_experts` in one tensor as transformers 5 holds them in memory, otherwise one
+    each as on the hub; `interleaved` rotary parts as DeepSeek-V3 unless its config.json says no."""
 
     fused_experts: bool = False
     interleaved: bool = True
@@ -145,7 +145,7 @@ def tensor_table(family: str, model: ModelSpec, layout: Layout = Layout()) -> Te
             held[bias.name] = bias
         tables.append((f"layers.{layer}.", f"model.layers.{layer}.", of_layer))
         if layer >= model.layers:
-            tables.append((f"predicted.{layer - model.layers}.", f"model.layers.{layer}.", _MTP))
+            tables.append((f"mtp.{layer - model.layers}.", f"model.layers.{layer}.", _MTP))
     tables.append(("", "", _ENDS))
     entries = [
         _entry(held[ours + name], [theirs + each for each in names], rotary.get(name), stacks.get(name))

@@ -83,8 +83,8 @@ def export_adapter(source: Checkpoint, out: Path, request: Request, progress: Pr
 
 
 class PeftTensor(NamedTuple):
-    """A or B of an adapter as PEFT stores it: one matrix, also of all experts. B has a `part`, as its rows there are in
-    the order of the base's rows in files."""
+    """A or B of an adapter as PEFT stores it: one matrix, even for all experts. B has a `part`, as its rows there are
+    in the order of the base's rows in files."""
 
     name: str
     adapter: Tensor

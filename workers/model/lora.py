@@ -31,7 +31,7 @@ class Adapter(NamedTuple):
 
     @classmethod
     def bind_all(cls, params: Params, prefix: str, widths: Mapping[str, int]) -> tuple[Adapter, ...]:
-        """The adapters of modules whose outputs, so many of each, lie side by side in one product."""
+        """The adapters of modules whose outputs, this many of each, lie side by side in one product."""
         found, end = list[Adapter](), 0
         for name, width in widths.items():
             start, end, at = end, end + width, f"{prefix}.{name}"

@@ -127,7 +127,7 @@ class Stage(BaseStage):
         # A tied head is the embedding itself on the first stage, and a copy of it called "head" on any other one.
         tied = plan.model.tie_word_embeddings
         self.head_name = "embedding" if tied and self.first else "head"
-        self.embedding_name = "embedding" if self.first else "head" if tied else "predicted.embedding"
+        self.embedding_name = "embedding" if self.first else "head" if tied else "mtp.embedding"
         self.bind()
         self.kv_caches: dict[int, list[SlicedKVCache]] = {}  # by microbatch, one for each layer
         self.slice_contexts: dict[int, SliceContext] = {}  # by slice index

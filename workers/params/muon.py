@@ -178,8 +178,8 @@ class MuonExchange:
 
 
 def share_out(sizes: Sequence[tuple[int, int]], ranks: int, limit: int) -> Iterator[dict[int, int]]:
-    """The owner of each matrix of so many (rows, columns), by number and in rounds of at most `limit` elements, or one
-    matrix; the most expensive matrix of a round goes first, to the rank with the least work so far."""
+    """The owner of each matrix of this many (rows, columns), by number and in rounds of at most `limit` elements, or
+    one matrix; the most expensive matrix of a round goes first, to the rank with the least work so far."""
     loads = [0] * ranks
     for numbers in _rounds([rows * columns for rows, columns in sizes], limit):
         owners = {}

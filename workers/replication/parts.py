@@ -21,7 +21,7 @@ Index = dict[str, dict[str, Stored]]  # where the tensors of each file of a part
 
 
 class CopyKey(NamedTuple):
-    """A copy of the state after `step` steps, made in a generation of so many `ranks`."""
+    """A copy of the state after `step` steps, made in a generation of this many `ranks`."""
 
     generation: int
     step: int

@@ -93,7 +93,7 @@ class RemotePart:
 
 @contextmanager
 def open_remote(address: str, token: bytes, key: CopyKey, owner: int, check: Check) -> Iterator[RemotePart]:
-    """Raises OSError, also while it is read, if the process at `address` is gone or no longer has the part."""
+    """Raises OSError, even while it is read, if the process at `address` is gone or no longer has the part."""
     with _connected(address, token) as peer:
         yield RemotePart(peer, key, owner, check)
 

@@ -218,7 +218,7 @@ class Runner:
     def snapshot(self, step: int) -> None:
         """Has this rank's part of the state of `step` steps, the last of which may be open, copied to host memory.
 
-        Training goes on meanwhile: only the next update waits for the copy. `write` raises what goes wrong here.
+        Training continues meanwhile: only the next update waits for the copy. `write` raises what goes wrong here.
         """
         try:
             reserved(self.reservation, self.fence_flag.check)

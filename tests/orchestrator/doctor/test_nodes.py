@@ -101,7 +101,7 @@ def test_a_node_with_a_slow_or_wrong_gpu_is_named() -> None:
     found = compared("burn", {"a": burned(), "b": burned(), "c": burned(rate=6e14), "d": burned(digest="b")})
     assert [each.verdict for each in found.values()] == ["ok", "ok", "failure", "failure"]
     assert found["c"].text == "GPU 1 is 9% slower than its peers"
-    assert found["d"].text == "GPU 1 computes wrong: other bits than 7 of 8"
+    assert found["d"].text == "GPU 1 computes wrong results: other bits than 7 of 8"
     assert found["c"].remedy and found["c"].figures["units"]
 
 
@@ -112,7 +112,7 @@ def test_two_nodes_that_are_wrong_or_slow_all_over_are_told_from_each_other() ->
     found = compared("burn", {"a": burned(), "b": burned(rate=6e14)})
     assert [each.verdict for each in found.values()] == ["ok", "failure"]
     found = compared("burn", {"a": burned(), "b": burned(digest="b")})
-    assert all("or one of its peers computes wrong" in each.text for each in found.values())
+    assert all("or one of its peers computes wrong results" in each.text for each in found.values())
 
 
 def test_cores_are_not_compared_between_nodes() -> None:

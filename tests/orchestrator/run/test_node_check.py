@@ -19,7 +19,7 @@ BAD = Finding("failure", "GPU 1 is 9% slower than its peers", "look")
 WARNING = Finding("warning", "slow for checkpoints", "mend")
 CAUSES = {
     "SlowNode": "network: at most 1 GB/s from any other node: 10 GB/s is usual",
-    "WrongNode": "burn: GPU 1 computes wrong: other bits than 3 of 4",
+    "WrongNode": "burn: GPU 1 computes wrong results: other bits than 3 of 4",
 }
 NAMES = {"id-a": "a", "id-b": "b", "id-c": "c", "id-d": "d"}
 

@@ -1,4 +1,4 @@
-"""Trials beside each other, a row for each, whatever happens; a sweep that was interrupted goes on."""
+"""Trials beside each other, a row for each, whatever happens; a sweep that was interrupted continues."""
 
 from __future__ import annotations
 

@@ -29,9 +29,7 @@ from pentad.workers.hf.kept_files import read_files
 
 slow = pytest.mark.slow
 QUICK = ("llama-tied", "mixtral", "deepseek-v3-halves")
-NAMES = [
-    name if name in QUICK else pytest.param(name, marks=slow) for name in hf_models.MODELS if "predicted" not in name
-]
+NAMES = [name if name in QUICK else pytest.param(name, marks=slow) for name in hf_models.MODELS if "mtp" not in name]
 Saved = Callable[[str], Path]
 
 

@@ -206,7 +206,7 @@ class KilledError(BaseException):
 def test_a_build_that_is_killed_at_any_moment_continues_to_the_same_bytes(
     many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: bool
 ) -> None:
-    """Every change of the disk is a moment: it is the last one, or the process goes on to the next."""
+    """Every change of the disk is a moment: it is the last one, or the process continues to the next."""
     tokenizer = None if trained else tmp_path / "t.json"
     expected = content(build(many, tokenizer=tokenizer, out=tmp_path / "expected").path)
     left, replace, rename, unlink, rmtree = 0, os.replace, os.rename, Path.unlink, shutil.rmtree
