@@ -284,7 +284,7 @@ def attention_backward(
 
 
 def blocks_for(width: int, device: torch.device) -> tuple[Blocks, Blocks]:
-    """Of the kernel of dk and dv, and of that of dq."""
+    """The block sizes of the kernel of dk and dv, and of that of dq."""
     if width < 128:
         return Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)
     large = device.type != "cuda" or _shared_memory(device) >= LARGE_SHARED_MEMORY

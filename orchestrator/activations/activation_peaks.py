@@ -199,7 +199,7 @@ def _backward_and_weight(blocks: Sequence[tuple[Effect, int, int]], piece: Piece
 
 
 def _custom_stage(model: ModelSpec, custom: CustomModel, layers: LayerRange, piece: Piece) -> StageActivations:
-    """Of a custom model's layers, which run on meta tensors to be counted."""
+    """The stage of a custom model's layers, which run on meta tensors to be counted."""
     import torch
 
     from pentad.workers.custom.inspect import activation_bytes
@@ -232,13 +232,13 @@ class ActivationPeak(NamedTuple):
 
 
 def activation_peaks(plan: Plan, rank: int) -> ActivationPeak:
-    """Of a rank of the mesh over all programs of a plan, which run one after another."""
+    """The peak of a rank of the mesh over all programs of a plan, which run one after another."""
     peaks = [activation_peak(plan, program, rank) for program in plan.programs]
     return ActivationPeak(*map(max, zip(*peaks, strict=True)))
 
 
 def activation_peak(plan: Plan, program: Program, rank: int) -> ActivationPeak:
-    """Of a rank of the mesh in one of the plan's programs."""
+    """The peak of a rank of the mesh in one of the plan's programs."""
     pp = plan.mesh.coordinates(rank).pp
     _, peaks = bytes_over_stream(plan, program, pp)
     on_host, on_device = arena(program, pp, slots_of(plan)).bytes if _offloads(program, pp) else (0, 0)

@@ -91,7 +91,7 @@ class Comparison:
 
 
 def compare(folder: Path, step: int | None = None, *, evaluation: bool = False) -> Comparison:
-    """Of the last run in `folder`, and of its last measured step if none is given; or of the last round of an
+    """Compares the last run in `folder`, by its last measured step if none is given; or by the last round of an
     `evaluation` after this many steps. Raises PentadError if it has not measured that one."""
     measured = measured_timeline(folder, evaluation=evaluation)
     program = Program.load(folder / (EVAL_PROGRAM if evaluation else PROGRAM))
@@ -127,7 +127,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
 
 
 def measured_timeline(folder: Path, *, evaluation: bool = False) -> Timeline:
-    """Of the last steps of a run, or of its last evaluations. Raises PentadError if it has none."""
+    """The timeline of the last steps of a run, or of its last evaluations. Raises PentadError if it has none."""
     name, what = (EVAL_TIMELINE, "an evaluation") if evaluation else (TIMELINE, "a step")
     if not (folder / name).is_file():
         expected = f"a run that measured {what} (metrics.timeline_steps) and has ended"

@@ -266,7 +266,7 @@ def _balance_facts(found: DataBalance) -> dict[str, Any]:
 
 
 def _balance(plan: Plan, steps: int, pools: Sequence[int]) -> DataBalance | None:
-    """Of the first steps with a full batch size; without a document mask all sequences cost the same."""
+    """The balance of the first steps with a full batch size; without a document mask all sequences cost the same."""
     if not plan.data.document_mask or plan.batch.rampup:
         return None
     dataset = open_prepared(plan.data, plan.batch, plan.model.vocab, plan.seed)

@@ -42,7 +42,7 @@ def show_doctor(config: RunConfig, burn: float | None, console: Console, *, as_j
 
 
 def merged(rows: Sequence[Row]) -> list[Row]:
-    """Of the rows of a check that applies, one for all nodes where it is ok, and one for each other node."""
+    """For each check that applies, one row for all nodes where it is ok, and one for each other node."""
     fine = [row for row in rows if row.finding.verdict == "ok"]
     found = [row for row in rows if row.finding.verdict in ("warning", "failure")]
     if not fine:

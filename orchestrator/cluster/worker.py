@@ -254,7 +254,8 @@ class Worker:
 
     @ray.method(concurrency_group="train")
     def warm(self, device: str) -> WorkerPlace:
-        """Of a spare, which is no rank yet: once it has imported all that a rank needs. It touches no GPU."""
+        """Where a spare is, which is no rank yet; answers once it has imported all that a rank needs. It touches no
+        GPU."""
         pkgutil.resolve_name(self.runner_class)
         if device == "cuda":
             pkgutil.resolve_name("pentad.kernels.backend:import_twins")()
@@ -305,7 +306,8 @@ class Worker:
             yield
 
     def _gpu_number(self) -> int:
-        """Of the GPU that it was started on, or has taken; -1 without one, or if it has a name, as a MIG instance."""
+        """The number of the GPU that it was started on, or has taken; -1 without one, or if it has a name, as a MIG
+        instance."""
         return next((int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdecimal()), self.gpu)
 
     def _preload(self) -> None:

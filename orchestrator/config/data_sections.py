@@ -74,7 +74,7 @@ class DataSection(Section):
 
     @property
     def spec(self) -> DataSpec:
-        """Of sources that have not been opened yet."""
+        """The spec of sources that have not been opened yet."""
         if self.path is not None:
             sources: tuple[SourceSpec, ...] = (SourceSpec("data", self.path),)
         else:

@@ -252,7 +252,7 @@ class MemorySection(Section):
             yield Broken("offload_fraction", "0, or memory.max_resident_microbatches = null", found)
 
     def _row_rules(self) -> Iterator[Broken]:
-        """Of what recomputes some rows."""
+        """The rules for recomputing some of the rows."""
         if self.mode == "auto" or ROW_WISE.isdisjoint(recomputed_parts(self.mode)) or self.mode == "full":
             found = f"{config_text(self.mode)}, but memory.recompute_fraction is {self.recompute_fraction}"
             yield Broken("recompute", "attention, selective, or a list with mlp, qkv_linear or attn_proj", found)

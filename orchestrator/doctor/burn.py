@@ -23,8 +23,8 @@ _SLOW = "compare clocks, power and temperature (`nvidia-smi -q`); take it out of
 
 
 class Norm(NamedTuple):
-    """Of `total` units of one model that are not known to be wrong: their (upper) median rate, and the bits of most of
-    them, which `same` of them have."""
+    """What is normal for `total` units of one model that are not known to be wrong: their (upper) median rate, and the
+    bits of most of them, which `same` of them have."""
 
     rate: float
     digest: str
@@ -58,7 +58,7 @@ def norms(units: Sequence[Burned]) -> dict[str, Norm]:
 
 
 def judge_burn(units: Sequence[Burned], seconds: float, norms: Mapping[str, Norm]) -> Finding:
-    """Of all units of a machine, compared with the norm of their model."""
+    """Judges all units of a machine, compared with the norm of their model."""
     if not units:
         return Finding("failure", "torch finds no GPU", "look at CUDA_VISIBLE_DEVICES and the driver")
     figures = {"seconds": seconds, "units": [unit._asdict() for unit in units]}

@@ -20,7 +20,7 @@ def examine_gpus(subject: Subject) -> Finding:
 
 
 def judge_gpus(names: Sequence[str], expected: int) -> Finding:
-    """Of GPUs with these names, for this many local ranks with a GPU each."""
+    """Judges GPUs with these names, for this many local ranks with a GPU each."""
     if expected > len(names):
         text = f"mesh has {expected} ranks with a GPU each, but this process may use {len(names)}"
         return Finding("failure", text, "choose a smaller mesh, or cluster.address, a Ray cluster with enough GPUs")
@@ -72,7 +72,7 @@ def _ecc_text(gpu: GpuFacts) -> str:
 
 
 def judge_clocks(gpus: Sequence[GpuFacts]) -> Finding:
-    """Of GPUs at rest; a clock that is stuck shows in the burn."""
+    """Judges GPUs at rest; a clock that is stuck shows in the burn."""
     for cause, remedy in (
         ("hardware", "look at power cables and supplies, and for XIDs in `dmesg`"),
         ("thermal", "look at fans, cooling and the temperature of the air"),

@@ -42,7 +42,7 @@ def examine_pinned(_: Subject) -> Finding:
 
 
 def judge_files(soft: int, hard: int) -> Finding:
-    """Of limits in files, -1: none. Ray raises a low one of its processes as far as it may."""
+    """Judges the limits of open files, -1: none. Ray raises a low one of its processes as far as it may."""
     allowed = min((each for each in (soft, hard) if each >= 0), default=-1)
     text = "no limit" if allowed < 0 else f"at most {allowed:,}"
     if allowed < 0 or allowed >= MANY_FILES:

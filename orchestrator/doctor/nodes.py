@@ -29,7 +29,7 @@ Actors = dict[str, Any]  # an Examiner by the name of its node
 
 
 class Examiner:
-    """Of a node, in one bundle of a placement group. Answers are plain data."""
+    """Examines a node, in one bundle of a placement group. Answers are plain data."""
 
     def __init__(self, config: RunConfig, seconds: float | None) -> None:
         self.config, self.seconds = config, seconds

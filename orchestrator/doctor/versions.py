@@ -45,7 +45,8 @@ def judge_versions(found: Mapping[str, str | None], *, has_gpus: bool) -> Findin
 
 
 def judge_driver(driver: Driver | None, cuda: str | None) -> Finding:
-    """Of a torch built for `cuda`, None: for CPUs. A driver runs every minor version of the CUDA that it knows."""
+    """Judges the driver for a torch built for `cuda`, None: for CPUs. A driver runs every minor version of the CUDA
+    that it knows."""
     if driver is None:
         return Finding("failure", "it does not answer", "install it again, or reboot")
     text = f"{driver.version} for CUDA {driver.cuda[0]}.{driver.cuda[1]}"

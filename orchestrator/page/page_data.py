@@ -75,7 +75,7 @@ class Moment(NamedTuple):
 
 
 class PageData(Watcher):
-    """Of one run, over all its generations."""
+    """The data of one run's page, over all its generations."""
 
     def __init__(self, bus: Source, timeline_steps: int) -> None:
         self.bus, self.lock = bus, threading.Lock()  # held for moments, while the driver adds or a reader copies

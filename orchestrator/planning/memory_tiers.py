@@ -89,7 +89,7 @@ class _Search:
         return self.make(_with(self.config, step / max(1, self.steps), fraction, self.steps), units=self.units, **more)
 
     def first_step(self) -> int:
-        """Of the solution of the linear program, as if tensors could be cut anywhere."""
+        """The step of the solution of the linear program, as if tensors could be cut anywhere."""
         if self.config.memory.recompute_layers or not self.steps:
             return self.config.memory.recompute_layers or 0
         none, offloaded, recomputed = self.plan(0, 0.0), self.plan(0, 1.0), self.plan(self.steps, 0.0)

@@ -196,7 +196,7 @@ def assumed_plan(config: RunConfig) -> Plan:
 
 
 def assumed_hosts(config: RunConfig) -> int:
-    """Of NODE_GPUS each: 1, or 2 for more, which plans do not tell apart."""
+    """The number of hosts with NODE_GPUS each: 1, or 2 for any more, which plans do not distinguish."""
     return 1 + (config.mesh.size > NODE_GPUS and config.cluster.transport != "peer")
 
 
@@ -298,7 +298,7 @@ def _memory_options(
 
 
 def max_gathered(config: RunConfig, zero: int, units: Sequence[int], *, has_mirrors: bool) -> int | None:
-    """Of MemoryOptions: zero.max_gathered, or the default."""
+    """`max_gathered` of MemoryOptions: zero.max_gathered, or the default."""
     given = config.zero.max_gathered
     if zero < 3 or isinstance(given, int):
         return given if zero == 3 and isinstance(given, int) else None
@@ -311,7 +311,7 @@ def default_gathered(units: Sequence[int], *, has_mirrors: bool) -> int | None:
 
 
 def reduction(config: RunConfig, zero: int) -> Literal["step", "microbatch"] | None:
-    """Of MemoryOptions: zero.reduce, which only sharded gradients have."""
+    """`reduce` of MemoryOptions: zero.reduce, which only sharded gradients have."""
     return config.zero.reduce if zero > 1 else "step"
 
 

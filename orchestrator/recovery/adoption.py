@@ -40,7 +40,7 @@ class Membership(NamedTuple):
 
 
 def membership(found: Mapping[int, RankPlacement]) -> Membership | None:
-    """Of the workers that answer, by number. None if none of them is a rank of the plan.
+    """The membership of the workers that answer, by number. None if none of them is a rank of the plan.
 
     A former driver may have died while it started a generation: ranks that it had not reached yet are in the same
     bundles, and a rank that was replaced has a newer process.
@@ -103,7 +103,7 @@ def find_parked(config: RunConfig, full: Plan, placement: Placement, lease: Held
 
 
 def _rank_placements(actors: Mapping[int, Any], plan: Plan) -> dict[int, RankPlacement]:
-    """Of the workers that answer."""
+    """The placements of the workers that answer, by number."""
     known, version = ray.put(plan), release()
     refs = {actor.rank_placement.remote(known, version): number for number, actor in actors.items()}
     ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=ANSWER_SECONDS)

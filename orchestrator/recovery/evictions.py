@@ -32,8 +32,8 @@ class Asked(NamedTuple):
 
 
 class Evictions:
-    """Of one run. The room for a rank that is slow is found beside training, before anything else happens; then the
-    rank moves there as one that is lost. Without such room it stays."""
+    """The evictions of one run. The room for a rank that is slow is found beside training, before anything else
+    happens; then the rank moves there as one that is lost. Without such room it stays."""
 
     def __init__(self, elastic: ElasticSection, group: WorkerGroup, bus: EventBus) -> None:
         self.elastic, self.group, self.bus = elastic, group, bus

@@ -41,8 +41,8 @@ DONE = {
 
 
 class Recovery:
-    """Of one run. `recover` and `regroup` put the ranks of `group` together again and return what has survived: the run
-    continues from step `version` of it."""
+    """The recovery of one run. `recover` and `regroup` put the ranks of `group` together again and return what has
+    survived: the run continues from step `version` of it."""
 
     def __init__(
         self,

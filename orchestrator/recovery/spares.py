@@ -32,8 +32,8 @@ class Spare(NamedTuple):
 
 
 class Spares:
-    """Of one run: as many as `count` on the nodes of the ranks; None: as many as a node has ranks, on other nodes that
-    have room for them. Some may not be ready."""
+    """The spares of one run: as many as `count` on the nodes of the ranks; None: as many as a node has ranks, on other
+    nodes that have room for them. Some may not be ready."""
 
     def __init__(self, count: int | None, group: WorkerGroup, bus: EventBus) -> None:
         self.count, self.group, self.bus = count, group, bus

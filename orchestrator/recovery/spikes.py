@@ -19,7 +19,7 @@ Skipped = tuple[tuple[int, int], ...]  # batches left out, as for `batch_of`
 
 
 class SpikeWatch:
-    """Of one generation. `spike` is the step because of which the run has to go back, None if there is none."""
+    """Watches one generation. `spike` is the step because of which the run has to go back, None if there is none."""
 
     def __init__(self, section: SpikesSection, requests: ControlRequests) -> None:
         self.section, self.requests = section, requests

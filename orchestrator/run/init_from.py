@@ -122,7 +122,7 @@ def _require_same_tensors(now: ModelSection, before: ModelSection, name: str) ->
 
 
 def _tensor_shapes(section: ModelSection) -> dict[str, tuple[int, ...]]:
-    """Of all tensors; the routing biases, which are the same in every layer with experts, stand for one."""
+    """The shapes of all tensors; the routing biases, which are the same in every layer with experts, stand for one."""
     spec = section.spec
     shapes = {tensor.name: tensor.shape for tensor in tensors(spec)}
     if spec.experts is not None and spec.experts.has_bias:

@@ -50,9 +50,10 @@ def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:
 
 
 class _Path(NamedTuple):
-    """Of one piece through all stages. By stage: seconds of `forward`, of backward until the stage before continues
-    (`gradient`), and of all backward (`whole`); `arrival` of its first input, `turn` from the end of its forward to
-    the start of its backward, `left` from the end of its backward to that of stage 0, after which `last` follows."""
+    """The path of one piece through all stages. By stage: seconds of `forward`, of backward until the stage before
+    continues (`gradient`), and of all backward (`whole`); `arrival` of its first input, `turn` from the end of its
+    forward to the start of its backward, `left` from the end of its backward to that of stage 0, after which `last`
+    follows."""
 
     forward: list[float]
     gradient: list[float]

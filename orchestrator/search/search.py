@@ -77,7 +77,7 @@ class Found:
 def search(
     config: RunConfig, gpus: int, device: DeviceMemory, held: Collection[str] = (), listed: int = LISTED
 ) -> Found:
-    """Of all meshes of `gpus` GPUs with this much memory each, and all settings but the keys `held`."""
+    """Searches all meshes of `gpus` GPUs with this much memory each, and all settings but the keys `held`."""
     with gc_paused():
         return search_space(config, space_of(config, gpus, held), device, held, listed)
 

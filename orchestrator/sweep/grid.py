@@ -24,7 +24,8 @@ class Point(NamedTuple):
 
 
 def grid(words: Sequence[str]) -> list[Point]:
-    """Of `key=value` and `key=value,value`, the last key fastest. Raises PentadError for what is ambiguous."""
+    """The points of `key=value` and `key=value,value`, the last key fastest. Raises PentadError for what is
+    ambiguous."""
     keys = [word.partition("=")[0] for word in words]
     for number, key in enumerate(keys):
         if key in keys[:number]:

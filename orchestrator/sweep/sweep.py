@@ -38,7 +38,7 @@ Start = Callable[[Trial, FreeDevices, tuple[str, ...]], Running]
 
 @dataclass(frozen=True)
 class Progress:
-    """Of the trials of this call: how many have a row, run and wait; and the newest row, if one is new."""
+    """How many trials of this call have a row, run and wait; and the newest row, if one is new."""
 
     done: int
     running: int

@@ -49,7 +49,7 @@ _OF_MODES = {
 
 
 def parts_of(model: ModelSpec) -> tuple[Part, ...]:
-    """Those that the model's layers have; a custom model's have none."""
+    """The parts that the model's layers have; a custom model's have none."""
     if model.custom is not None:
         return ()
     missing = {"mla_up_proj" if model.mla is None else "qkv_linear"}
@@ -80,7 +80,7 @@ def is_row_wise(parts: Collection[str]) -> bool:
 
 
 def saved_rows(rows: int, fraction: float) -> int:
-    """Of this many rows of a rank's residual stream the first ones, which F saves if row-wise parts are recomputed for
+    """How many of the rows of a rank's residual stream, the first ones, F saves if row-wise parts are recomputed for
     this `fraction` of them, 0 to 1: less than a tile fewer than the others. Never more of fewer rows."""
     of_tiles = int((1 - fraction) * max(rows, LARGE)) // ROWS_OF_TILE * ROWS_OF_TILE
     return of_tiles if rows >= LARGE else min(of_tiles, int((1 - fraction) * rows) // ROWS * ROWS)

@@ -206,7 +206,7 @@ def gradient_waits(program: Program, rank: int) -> Iterator[tuple[int, int]]:
 
 
 def meeting_stages(program: Program, pool: Pool) -> dict[int, set[int]]:
-    """Of each stage in a pool of gradients those, itself among them, that it has elements in common with."""
+    """For each stage in a pool of gradients, the stages that share elements with it, itself included."""
     stages = [stage for stage, _ in pool.offsets]
     return {stage: {stage, *(other for other in stages if meet(program, pool, stage, other))} for stage in stages}
 
@@ -219,7 +219,8 @@ def meet(program: Program, pool: Pool, stage: int, other: int) -> bool:
 
 
 def accumulations(program: Program, rank: int, sharded: set[int]) -> Iterator[tuple[bool, int, int]]:
-    """Of each sum of gradients of `sharded` stages in turn the first W, with True, and the REDUCE_SCATTER: its row."""
+    """For each sum of gradients of `sharded` stages in turn: the row of its first W, with True, and of the
+    REDUCE_SCATTER."""
     columns, rows = program.columns, rows_of_rank(program, rank, IS_WEIGHT | _IS_SCATTER)
     rows = rows[np.isin(columns.stage[rows], list(sharded))]
     by_stage = rows[np.argsort(columns.stage[rows], kind="stable")]

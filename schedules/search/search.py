@@ -63,7 +63,8 @@ class Search:
             self.best = sorted([*self.best, found], key=lambda other: other[:2])[:MOST_ORDERS]
 
     def list_schedules(self, operations: int) -> None:
-        """As many list schedules as place this many operations, at least one, until one meets the bound."""
+        """Tries list schedules that place this many operations in total, at least one schedule, until one meets the
+        bound."""
         rules = _rules(self.problem)
         for stretch, rule in rules[: 1 + operations // self.problem.operations]:
             if self.is_optimal:

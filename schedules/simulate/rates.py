@@ -22,7 +22,7 @@ class Link:
     bandwidth: float
 
     def seconds(self, size: float, operations: int = 1) -> float:
-        """Of this many operations that send `size` bytes together."""
+        """Seconds of this many operations that send `size` bytes together."""
         return operations * self.latency + size / self.bandwidth
 
 
@@ -101,7 +101,7 @@ class Rates:
         return self.products[-1][1]
 
     def attention_of(self, width: int) -> AttentionRates:
-        """Those of the nearest width."""
+        """The attention rates of the nearest width."""
         return min(self.attention, key=lambda each: abs(log(each.width / width)))
 
     def typical(self, name: str) -> float:

@@ -106,7 +106,7 @@ class BatchSpec:
 
     @property
     def most_microbatches(self) -> int:
-        """Of a pipeline in a step."""
+        """The most microbatches of a pipeline in a step."""
         return max((self.microbatches, *self.longer))
 
     @property

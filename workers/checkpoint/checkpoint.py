@@ -159,7 +159,7 @@ def read_manifest(folder: Location) -> Manifest:
 
 
 def _read_manifest(folder: Location) -> tuple[Manifest, dict[str, File]]:
-    """With its file and those of its shards."""
+    """The manifest, with its file and those of its shards."""
 
     def read() -> tuple[Manifest, dict[str, File]]:
         files = _files(folder)
@@ -337,7 +337,7 @@ def _check_content(folder: Location, shard: Shard) -> None:
 
 
 def stored_tensors(file: Any, name: str, size: int) -> dict[str, Stored]:
-    """Those of an open shard of this name. Raises PentadError for another kind of file."""
+    """The tensors of an open shard of this name. Raises PentadError for another kind of file."""
     try:
         return read_header(file, size)
     except PentadError as error:
@@ -369,7 +369,7 @@ def folders(root: L) -> dict[int, L]:
 
 
 def complete_folders(root: L) -> dict[int, L]:
-    """Those with a manifest, of `folders`."""
+    """Those of `folders` with a manifest."""
     return {step: folder for step, folder in folders(root).items() if has_manifest(folder)}
 
 

@@ -80,7 +80,7 @@ class Storage(Protocol[L]):
 
 
 def sha256_of(file: Any) -> str:
-    """Of the rest of an open file."""
+    """The sha256 of the rest of an open file."""
     digest = hashlib.sha256()
     while chunk := file.read(atomic_io.CHUNK):
         digest.update(chunk)

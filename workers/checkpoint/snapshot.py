@@ -44,10 +44,10 @@ class Copy:
 
 
 class Snapshots:
-    """Of one rank and generation, one at a time, after `reserve`. `request` and `update` are for the train thread,
-    `take` and `release` for the one that writes. `version` is the number of steps in the state once the stream is as
-    far. With `in_place` state on the host is not copied; `check` is called while an update waits for it to be written,
-    and may raise."""
+    """The snapshots of one rank and generation, one at a time, after `reserve`. `request` and `update` are for the
+    train thread, `take` and `release` for the one that writes. `version` is the number of steps in the state once the
+    stream is as far. With `in_place` state on the host is not copied; `check` is called while an update waits for it to
+    be written, and may raise."""
 
     def __init__(
         self,

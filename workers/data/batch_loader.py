@@ -180,7 +180,7 @@ class BatchLoader:
         return self._pinned(found)
 
     def _prepared(self, samples: list[Sample], counts: np.ndarray | None = None) -> HostBatch:
-        """From the samples of this rank's slots."""
+        """The batch from the samples of this rank's slots."""
         size, is_masked = self.plan.batch.micro_batch_size, self.plan.data.document_mask
         kinds = np.array([self._kinds(sample) for sample in samples])
         # [microbatches, rows, kinds, positions] -> [microbatches, slices, kinds, T]
@@ -242,7 +242,7 @@ def rows_by_slot(dataset: Dataset, batch: BatchSpec, step: int, map_rows: MapRow
 
 
 def _shares_on_device(host: HostBatch, device: torch.device) -> dict[int, Tokens]:
-    """Of the microbatches in which the rank has tokens."""
+    """The tokens of the microbatches in which the rank has tokens."""
     sizes = [share.tokens.shape[1] for share in host.shares]
     parts = host.tokens.to(device, non_blocking=True).split(sizes, 1)
     none = host.tokens.new_empty(0, 0)

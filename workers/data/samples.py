@@ -84,7 +84,8 @@ def digest_of(batch: int, samples: Mapping[int, Sample]) -> int:
 
 
 def document_digest(batch: int, row: int, first: int, sample: Sample) -> int:
-    """Of a document, or a part of one, at position `first` of a row; 0 if it has no targets, and so trains nothing."""
+    """The digest of a document, or a part of one, at position `first` of a row; 0 if it has no targets, and so trains
+    nothing."""
     if not sample.is_target.any():
         return 0
     place = f"{batch}/{row}/{first}".encode()

@@ -98,7 +98,7 @@ def model_tensors(source: Checkpoint, request: Request, files: Mapping[str, byte
 
 
 def _written_dtype(dtype: str) -> str:
-    """That of config.json, and of what is not in 8 bits."""
+    """The dtype of config.json, and of all that is not in 8 bits."""
     return "bfloat16" if dtype == "fp8" else dtype
 
 

@@ -15,7 +15,7 @@ PROJECTIONS = re.compile(r".*\.layers\.\d+\..*(?<!eh)_proj(_with_mqa)?\.weight")
 
 
 class FileTensors:
-    """Those of one kind by name; with their `dtypes` and `shapes`.
+    """The file tensors of one kind by name, with their `dtypes` and `shapes`.
 
     `dtype` None: as in the checkpoint. Keeps the checkpoint tensor read last in memory, because the file tensors that
     it contains are read in a row.

@@ -33,7 +33,7 @@ class KeptGradients:
         self.kept = [gradient.to("cpu", copy=True) for _, gradient in self._counted()]
 
     def compared(self) -> PendingSums:
-        """With the gradients that are there now, which are complete too."""
+        """Compares with the gradients that are there now, which are complete too."""
         names, rows = list[str](), list[Tensor]()
         for (name, gradient), kept in zip(self._counted(), self.kept, strict=True):
             names.append(name)

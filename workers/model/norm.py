@@ -27,11 +27,11 @@ class SavedNorm(NamedTuple):
     rstd: Tensor  # [rows]
 
     def first(self, split: RowSplit) -> SavedNorm:
-        """Of the first rows."""
+        """What is saved of the first rows."""
         return SavedNorm(split.first(self.input), split.first(self.rstd))
 
     def joined(self, rest: SavedNorm, split: RowSplit) -> SavedNorm:
-        """Of all rows, of which these are the first ones."""
+        """What is saved of all rows, of which these are the first ones."""
         return SavedNorm(split.join(self.input, rest.input), split.join(self.rstd, rest.rstd))
 
 

@@ -169,7 +169,7 @@ class MuonExchange:
         )
 
     def _owned(self, number: int, blocks: dict[int, list[tuple[int, int]]]) -> OwnedMatrix:
-        """From the pieces, (first element, number), of every tp rank's block."""
+        """The owned matrix from the pieces, (first element, number), of every tp rank's block."""
         found = [
             Block(*_slices(self.matrices[tp][number]), tuple(piece for _, piece in sorted(pieces)))
             for tp, pieces in blocks.items()
@@ -236,7 +236,7 @@ def _assembled(matrix: OwnedMatrix, received: Sequence[torch.Tensor], like: torc
 
 
 def _orthogonalized(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of one shape together."""
+    """The orthogonalized matrices; those of one shape together."""
     by_shape: dict[torch.Size, list[int]] = {}
     for number, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(number)

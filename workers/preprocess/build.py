@@ -201,7 +201,7 @@ def _reporter(phase: str, parts: Iterable[SourceFile | Part], progress: Show) ->
 
 
 def _sha256(value: object) -> str:
-    """Of the representation of plain data."""
+    """The sha256 of the representation of plain data."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:32]
 
 

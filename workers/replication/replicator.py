@@ -26,7 +26,8 @@ class SentPart(NamedTuple):
 
 
 class Replicator:
-    """Of one rank and generation, after `reserve`. `request` is for the train thread, `send` for another one."""
+    """Replicates the state of one rank and generation, after `reserve`. `request` is for the train thread, `send` for
+    another one."""
 
     def __init__(self, copies: HostCopies, rank: int, device: torch.device) -> None:
         self.copies, self.rank, self.snapshots = copies, rank, Snapshots(device)

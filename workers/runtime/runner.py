@@ -327,7 +327,7 @@ class Runner:
 
     @property
     def _snapshots(self) -> tuple[Snapshots, Snapshots]:
-        """Of checkpoints, and of copies in memory."""
+        """The snapshots of checkpoints, and of copies in memory."""
         return self.snapshots, self.replicator.snapshots
 
     def _read(self, source: Checkpoint, *, optimizer: bool = True) -> None:
