@@ -125,6 +125,13 @@ def test_the_number_of_processes_changes_nothing(many: Path, tmp_path: Path, tok
     assert content(build(many, tokenizer=path, out=tmp_path / "three", workers=3).path) == expected
 
 
+@pytest.mark.usefixtures("forked")
+def test_two_processes_build_what_one_builds(many: Path, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    expected = content(build(many, tokenizer=path, out=tmp_path / "expected").path)
+    assert content(build(many, tokenizer=path, out=tmp_path / "two", workers=2).path) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_processes_build_what_one_builds_and_one_that_fails_or_dies_ends_the_build(many: Path, tmp_path: Path) -> None:
