@@ -10,12 +10,11 @@ from pentad.schedules.spec.model import Experts, ModelSpec
 from pentad.schedules.spec.validate import check_divisibility
 
 LENGTH = 12
-SIZES = {"layers": 2, "hidden": 24, "norm_eps": 1e-5}
 
 
 def model(heads: int, kv_heads: int, experts: int, ffn: int = 12, vocab: int = 12) -> ModelSpec:
     mixture = Experts(experts, 1, 12) if experts else None
-    return ModelSpec(**SIZES, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, experts=mixture)
+    return ModelSpec(layers=2, hidden=24, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, experts=mixture)
 
 
 def refusal(spec: ModelSpec, mesh: Mesh, rows: int, slices: int = 1) -> str:
