@@ -28,7 +28,7 @@ from pentad.orchestrator.config.errors import (
     without_control_characters,
 )
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.recompute import ROW_WISE, Part, config_text, mode_of, recomputed_parts
+from pentad.schedules.passes.recompute import ROW_WISE, LayerPart, config_text, mode_of, recomputed_parts
 from pentad.schedules.search.auto import AUTO
 from pentad.schedules.spec.batch import BatchSizes, RampupStage
 from pentad.schedules.spec.mesh import Mesh
@@ -40,7 +40,7 @@ MOST = 2**31 - 1  # of whatever is counted: more does not fit into 32 bits
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(without_control_characters)]
-Recompute = Literal["none", "selective", "attention", "full", "auto"] | list[Part]
+Recompute = Literal["none", "selective", "attention", "full", "auto"] | list[LayerPart]
 Share = Annotated[float | Literal["auto"], BeforeValidator(within_or_auto(0, 1))]
 
 

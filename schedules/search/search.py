@@ -26,7 +26,7 @@ MOST_ORDERS = 5  # of a placement that tabu search starts from
 MOST_TIMINGS = 3000  # of one placement's tabu search
 
 
-class Found(NamedTuple):
+class FoundOrder(NamedTuple):
     """Orders with their `step_ticks`, the peak memory of a rank in half activations of a chunk, and their origin."""
 
     ticks: int
@@ -41,7 +41,7 @@ class Search:
 
     problem: Problem
     bound: int
-    best: list[Found]
+    best: list[FoundOrder]
 
     @property
     def cost(self) -> float:
@@ -58,7 +58,7 @@ class Search:
         peaks = [peak_memory(self.problem, order) for order in orders]
         if timing is None or max(peaks) > self.problem.capacity:
             return
-        found = Found(step_ticks(self.problem, orders, timing.ends), max(peaks), origin, orders)
+        found = FoundOrder(step_ticks(self.problem, orders, timing.ends), max(peaks), origin, orders)
         if all(found[:2] != other[:2] for other in self.best):  # equally good orders are usually much alike
             self.best = sorted([*self.best, found], key=lambda other: other[:2])[:MOST_ORDERS]
 

@@ -27,7 +27,7 @@ from record import record
 
 from pentad.workers.data.encoder import Encoder
 from pentad.workers.data.tokenizer import load_tokenizer
-from pentad.workers.preprocess.build import Request, build_corpus
+from pentad.workers.preprocess.build import BuildRequest, build_corpus
 from pentad.workers.preprocess.part_builder import text_chunks, text_columns
 from pentad.workers.preprocess.readers import Span
 from pentad.workers.preprocess.source_files import find_files
@@ -94,7 +94,7 @@ def whole_build(texts: list[list[str]], tokenizer: Path, megabytes: float) -> di
         with rows.open("w") as sink:
             for group in texts:
                 sink.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in group)
-        request = Request((str(rows),), Path(folder) / "out", tokenizer, workers=2)
+        request = BuildRequest((str(rows),), Path(folder) / "out", tokenizer, workers=2)
         began = os.times()
         build_corpus(request, lambda line: None, lambda progress: None)
         ended = os.times()

@@ -75,7 +75,7 @@ class Start(NamedTuple):
     optimizer: bool = True
 
 
-class Found(NamedTuple):
+class NewestCheckpoint(NamedTuple):
     """The newest valid checkpoint, if any, and each newer one that is damaged, newest first, with the reason."""
 
     checkpoint: Checkpoint | None
@@ -216,7 +216,7 @@ def has_manifests(root: Location) -> bool:
     return bool(complete_folders(root))
 
 
-def newest(root: Location, open_: Callable[[Location], Checkpoint] = open_checkpoint) -> Found:
+def newest(root: Location, open_: Callable[[Location], Checkpoint] = open_checkpoint) -> NewestCheckpoint:
     """The valid checkpoint of the highest step under `root`, and newer damaged ones; incomplete ones do not count.
     Valid is what `open_` does not refuse.
 
@@ -225,15 +225,15 @@ def newest(root: Location, open_: Callable[[Location], Checkpoint] = open_checkp
     refused: list[tuple[Location, str]] = []
     for folder in reversed(complete_folders(root).values()):
         try:
-            return Found(open_(folder), tuple(refused))
+            return NewestCheckpoint(open_(folder), tuple(refused))
         except (UnknownVersion, Unreadable):
             raise
         except PentadError as error:
             refused.append((folder, str(error)))
-    return Found(None, tuple(refused))
+    return NewestCheckpoint(None, tuple(refused))
 
 
-def recover(root: Location, *, restart: bool = False) -> Found:
+def recover(root: Location, *, restart: bool = False) -> NewestCheckpoint:
     """`newest`, with the damaged ones renamed, so that they no longer count.
 
     Raises PentadError, with nothing renamed, if there are checkpoints and all are damaged, unless `restart`.

@@ -217,7 +217,7 @@ class Sequences(Protocol):
 
 
 @dataclass(frozen=True)
-class Source:
+class OpenSource:
     """An open source."""
 
     corpus: Corpus
@@ -227,7 +227,7 @@ class Source:
 class Dataset:
     """All samples of a run with this seed, in sequences of `length` tokens, and batches of these `sizes`."""
 
-    def __init__(self, data: DataSpec, sources: list[Source], seed: int, length: int, sizes: BatchSizes) -> None:
+    def __init__(self, data: DataSpec, sources: list[OpenSource], seed: int, length: int, sizes: BatchSizes) -> None:
         self.data, self.sources, self.seed, self.length = data, sources, seed, length
         self.mixture = Mixture(data, sizes)
         self.all_count = data.packing == "windows" and not (

@@ -12,7 +12,7 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.dcp.source import DcpModel
 from pentad.workers.dcp.titan_names import titan_table
 from pentad.workers.hf.config import is_interleaved
-from pentad.workers.hf.importer import Found, Imported, Target, write_import
+from pentad.workers.hf.importer import Imported, ModelTensors, Target, write_import
 from pentad.workers.hf.names import CONFIG, Layout, tensor_table
 
 
@@ -37,4 +37,4 @@ def import_dcp(
     if optimizer and not found.moments:
         raise PentadError(f"{source} has no optimizer state: expected moments of Adam")
     step, moments = (found.step, found.moments) if optimizer else (0, {})
-    return write_import(Found(family, model, table, found.weights, moments, step, kept), target)
+    return write_import(ModelTensors(family, model, table, found.weights, moments, step, kept), target)

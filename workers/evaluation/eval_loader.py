@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.batch_loader import BatchLoader, Tokens
-from pentad.workers.data.holdout import Part
+from pentad.workers.data.holdout import CorpusPart
 from pentad.workers.data.samples import Sample, Span, sample_of
 
 
@@ -23,7 +23,7 @@ class EvalLoader:
     Rows after the last sequence have no targets, so that all ranks run as many rounds.
     """
 
-    def __init__(self, plan: Plan, parts: list[Part], loader: BatchLoader) -> None:
+    def __init__(self, plan: Plan, parts: list[CorpusPart], loader: BatchLoader) -> None:
         assert plan.eval is not None
         self.parts, self.loader, self.length = parts, loader, plan.batch.sequence_length
         limit, size = plan.eval.sequences, plan.batch.global_batch_size

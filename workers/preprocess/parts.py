@@ -14,7 +14,7 @@ _SMALLEST, _LARGEST, _ABOUT = 2**23, 2**28, 64  # bytes of a part, and parts of 
 
 
 @dataclass(frozen=True)
-class Part:
+class BuildPart:
     """Spans of the sources that follow one another; `bytes` are those of their files."""
 
     spans: tuple[Span, ...]
@@ -29,21 +29,21 @@ class Part:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def cut(files: Iterable[SourceFile]) -> tuple[Part, ...]:
+def cut(files: Iterable[SourceFile]) -> tuple[BuildPart, ...]:
     """Parts in the order of the files, which depend on the files alone: neither on options nor on processes.
 
     Large JSONL and Parquet files become several parts; files of other formats are never split.
     """
     files = tuple(files)
     size = min(max(_SMALLEST, _power_of_two(sum(file.size for file in files) // _ABOUT)), _LARGEST)
-    parts, spans, total = list[Part](), list[Span](), 0
+    parts, spans, total = list[BuildPart](), list[Span](), 0
     for span, length in (each for file in files for each in _spans(file, size)):
         if spans and total + length > size:
-            parts.append(Part(tuple(spans), total))
+            parts.append(BuildPart(tuple(spans), total))
             spans, total = [], 0
         spans.append(span)
         total += length
-    return (*parts, Part(tuple(spans), total)) if spans else tuple(parts)
+    return (*parts, BuildPart(tuple(spans), total)) if spans else tuple(parts)
 
 
 def _power_of_two(size: int) -> int:

@@ -25,7 +25,7 @@ import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.safetensors_header import Stored
-from pentad.workers.replication.parts import CopyKey, HostCopies, Index, Part
+from pentad.workers.replication.parts import CopyKey, CopyPart, HostCopies, Index
 
 Check = Callable[[], None]  # raises if the transfer is no longer wanted
 
@@ -147,7 +147,7 @@ class _Handler(socketserver.BaseRequestHandler):
             _send_message(peer, {"error": "the bytes that arrived are not those that were sent"}, _nothing)
             return
         index = {file: {n: Stored(*stored) for n, stored in its.items()} for file, its in request["index"].items()}
-        copies.put(key, request["owner"], Part(index, data, data, copies.spare.append))
+        copies.put(key, request["owner"], CopyPart(index, data, data, copies.spare.append))
         _send_message(peer, {}, _nothing)
 
     def _get(self, peer: socket.socket, copies: HostCopies, key: CopyKey, request: dict[str, Any]) -> None:

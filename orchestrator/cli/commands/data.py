@@ -36,9 +36,9 @@ def build(
 ) -> None:
     """Turn text or conversations into token shards; continues a build that was interrupted."""
     from pentad.workers.data.corpus_index import plural
-    from pentad.workers.preprocess.build import Request, build_corpus
+    from pentad.workers.preprocess.build import BuildRequest, build_corpus
 
-    request = Request(tuple(sources), out, tokenizer, vocab, field, chat, chat_template, workers=workers)
+    request = BuildRequest(tuple(sources), out, tokenizer, vocab, field, chat, chat_template, workers=workers)
     with _ProgressLine() as line:
         corpus = build_corpus(request, line.note, line.show)
     facts = {"path": str(out), "tokens": corpus.tokens, "documents": corpus.documents, "vocab_size": corpus.vocab_size}

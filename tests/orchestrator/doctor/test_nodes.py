@@ -16,7 +16,7 @@ from pentad.orchestrator.config.config import load
 from pentad.orchestrator.doctor import disk, nodes
 from pentad.orchestrator.doctor.compare import SAME, compared
 from pentad.orchestrator.doctor.examine import NAMES
-from pentad.orchestrator.doctor.finding import Finding, Row
+from pentad.orchestrator.doctor.finding import Finding, FindingRow
 from pentad.orchestrator.doctor.nodes import examine_cluster, examine_joined
 from pentad.orchestrator.doctor.ray_cluster import Dashboard, judge_clock, judge_ray
 from pentad.workers.health.results import Burned, Link
@@ -39,7 +39,7 @@ def little_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "BLOCKS", 1)
 
 
-def examined(cluster: clusters.Cluster, folder: Path, ranks: int) -> dict[str, list[Row]]:
+def examined(cluster: clusters.Cluster, folder: Path, ranks: int) -> dict[str, list[FindingRow]]:
     overrides = ["cluster.address=auto", "cluster.device=cpu", f"mesh.pp={ranks}", f"run.folder={folder}"]
     found = list(examine_joined(cluster, load(None, overrides), 0.0, quiet))
     assert not [each for each in ray.util.placement_group_table().values() if each["state"] == "CREATED"]
@@ -168,8 +168,8 @@ def test_an_open_or_silent_cluster_is_warned_of(url: str, dashboard: Dashboard, 
 
 
 def test_nodes_that_are_fine_share_a_line() -> None:
-    rows = [Row("ECC", OK, node) for node in "abc"] + [Row("ECC", Finding("failure", "bad", "mend"), "d")]
+    rows = [FindingRow("ECC", OK, node) for node in "abc"] + [FindingRow("ECC", Finding("failure", "bad", "mend"), "d")]
     assert [(row.node, row.finding.text) for row in merged(rows)] == [("3 nodes", "fine"), ("d", "bad")]
-    different = [Row("memory", Finding("ok", f"{node} free"), node) for node in "ab"]
+    different = [FindingRow("memory", Finding("ok", f"{node} free"), node) for node in "ab"]
     assert [(row.node, row.finding.text) for row in merged(different)] == [("2 nodes, e.g. a", "a free")]
-    assert merged([Row("ECC", Finding("not applicable", "no GPU"))]) == []
+    assert merged([FindingRow("ECC", Finding("not applicable", "no GPU"))]) == []
