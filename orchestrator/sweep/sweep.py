@@ -37,7 +37,7 @@ Start = Callable[[Trial, FreeDevices, tuple[str, ...]], Running]
 
 
 @dataclass(frozen=True)
-class Progress:
+class SweepProgress:
     """How many trials of this call have a row, run and wait; and the newest row, if one is new."""
 
     done: int
@@ -46,7 +46,7 @@ class Progress:
     row: TrialRow | None = None
 
 
-Report = Callable[[Progress], object]
+Report = Callable[[SweepProgress], object]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def run_trials(
                 if (devices := free.take(trial.row.ranks or 1)) is not None:
                     waiting.remove(trial)
                     running.append(start(trial, free, devices))
-            report(Progress(done, len(running), len(waiting)))
+            report(SweepProgress(done, len(running), len(waiting)))
             time.sleep(POLL_SECONDS)
             for each in list(running):
                 if (row := each.poll()) is not None:
@@ -126,7 +126,7 @@ def run_trials(
                     free.give_back(each.devices)
                     record(row)
                     done += 1
-                    report(Progress(done, len(running), len(waiting), row))
+                    report(SweepProgress(done, len(running), len(waiting), row))
     finally:
         for each in running:
             each.end()

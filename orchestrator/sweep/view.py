@@ -13,8 +13,7 @@ from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.sweep.page import TEXTS
 from pentad.orchestrator.sweep.results import TrialRow, best_first
-from pentad.orchestrator.sweep.sweep import Progress as Done
-from pentad.orchestrator.sweep.sweep import Report, Sweep
+from pentad.orchestrator.sweep.sweep import Report, Sweep, SweepProgress
 
 
 @contextmanager
@@ -25,7 +24,7 @@ def progress(trials: int) -> Iterator[Report]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=trials)
 
-        def report(done: Done) -> None:
+        def report(done: SweepProgress) -> None:
             text = f"{done.done} of {trials} trials, {done.running} running"
             bar.update(task, completed=done.done, description=text)
             if done.row is not None:

@@ -19,7 +19,7 @@ from pentad.workers.dcp.writer import ToWrite, write_dcp
 from pentad.workers.hf.exporter import Dtype, Exported, ExportRequest, interleaves, make_files
 from pentad.workers.hf.file_tensors import FileTensors
 from pentad.workers.hf.kept_files import write_files
-from pentad.workers.hf.names import Layout, TensorTable, tensor_table
+from pentad.workers.hf.names import FileLayout, TensorTable, tensor_table
 from pentad.workers.hf.stored_tensors import StoredTensors
 from pentad.workers.params.sharded_state import optimizer_kinds
 
@@ -40,7 +40,9 @@ def export_dcp(
     if titan:
         table = titan_table(request.family, request.model)
     else:
-        table = tensor_table(request.family, request.model, Layout(fused_experts=True, interleaved=interleaves(kept)))
+        table = tensor_table(
+            request.family, request.model, FileLayout(fused_experts=True, interleaved=interleaves(kept))
+        )
     tensors = {each.path: each for each in _weights(weights, table, getattr(torch, chosen))}
     if request.optimizer:
         tensors |= {each.path: each for each in _moments(source, request.model, table)}

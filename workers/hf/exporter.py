@@ -21,7 +21,7 @@ from pentad.workers.hf.config_update import DEFAULT_POSITIONS, update_config
 from pentad.workers.hf.file_tensors import FileTensors, QuantizedTensors
 from pentad.workers.hf.kept_files import write_files as write_kept
 from pentad.workers.hf.layout import FP8_BLOCK
-from pentad.workers.hf.names import CONFIG, INDEX, OPTIMIZER, SINGLE, STATE, Layout, TensorTable, tensor_table
+from pentad.workers.hf.names import CONFIG, INDEX, OPTIMIZER, SINGLE, STATE, FileLayout, TensorTable, tensor_table
 from pentad.workers.hf.stored_tensors import StoredTensors
 from pentad.workers.params.sharded_state import optimizer_kinds
 
@@ -92,7 +92,7 @@ def model_tensors(
     source: Checkpoint, request: ExportRequest, files: Mapping[str, bytes]
 ) -> tuple[TensorTable, Weights]:
     """The tensors of an export with these files (see `make_files`), and the table they are made by."""
-    table = tensor_table(request.family, request.model, Layout(interleaved=interleaves(files)))
+    table = tensor_table(request.family, request.model, FileLayout(interleaved=interleaves(files)))
     dtype = getattr(torch, _written_dtype(request.dtype))
     weights = FileTensors(StoredTensors(source, "model", request.model), table, dtype)
     weights.dtypes.pop(HEAD if HEAD in table.copies else "", None)  # transformers leaves out a tied head, too

@@ -22,7 +22,7 @@ from pentad.workers.hf.folder import TensorFiles, read_config, read_optimizer
 from pentad.workers.hf.kept_files import FOLDER, read_files
 from pentad.workers.hf.kept_files import write_files as write_kept
 from pentad.workers.hf.layout import from_file, quantization_of
-from pentad.workers.hf.names import MODEL_FILE, Entry, Layout, TensorTable, tensor_table
+from pentad.workers.hf.names import MODEL_FILE, FileLayout, TensorEntry, TensorTable, tensor_table
 
 FILE_BYTES = 4 << 30
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")  # buffers in old files
@@ -95,7 +95,7 @@ def import_folder(source: Path, target: Target, *, optimizer: bool = False) -> I
         if not any(f"model.layers.{model.layers}." in name for name in files.names):
             model = replace(model, mtp_layers=0)  # transformers does not save those layers
         fused = any(name.endswith(".experts.gate_up_proj") for name in files.names)
-        table = tensor_table(family, model, Layout(fused, is_interleaved(config)))
+        table = tensor_table(family, model, FileLayout(fused, is_interleaved(config)))
         step, moments = read_optimizer(source, stack) if optimizer else (0, {})
         return write_import(ModelTensors(family, model, table, files, moments, step, kept), target)
 
@@ -134,7 +134,9 @@ def write_import(found: ModelTensors, target: Target) -> Imported:
     )
 
 
-def _stored(found: ModelTensors, sources: Mapping[str, TensorSource]) -> Iterator[tuple[str, TensorSource, Entry]]:
+def _stored(
+    found: ModelTensors, sources: Mapping[str, TensorSource]
+) -> Iterator[tuple[str, TensorSource, TensorEntry]]:
     """All weights, and what the optimizer has of them. Raises PentadError for a tensor that is missing or wrong."""
     for kind, source in sources.items():
         for entry in found.table.entries:

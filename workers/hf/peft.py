@@ -27,7 +27,7 @@ from pentad.workers.hf.config import is_interleaved
 from pentad.workers.hf.exporter import METADATA, Exported, ExportRequest
 from pentad.workers.hf.layout import from_file, to_file
 from pentad.workers.hf.names import CONFIG as HF_CONFIG
-from pentad.workers.hf.names import FileTensor, Layout, tensor_table
+from pentad.workers.hf.names import FileLayout, FileTensor, tensor_table
 from pentad.workers.params.sharded_state import read_full
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -115,7 +115,7 @@ class PeftTensor(NamedTuple):
 
 def _peft_tensors(request: ExportRequest, lora: LoraSpec) -> list[PeftTensor]:
     """All adapters of a model."""
-    layout = Layout(interleaved=is_interleaved(json.loads(request.kept.get(HF_CONFIG, b"{}"))))
+    layout = FileLayout(interleaved=is_interleaved(json.loads(request.kept.get(HF_CONFIG, b"{}"))))
     table = tensor_table(request.family, request.model, layout)
     parts, found = {entry.name: entry.parts[0] for entry in table.entries}, []
     for base in tensors(request.model):

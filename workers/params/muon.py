@@ -33,7 +33,7 @@ class Member(NamedTuple):
     layout: ZeroLayout
 
 
-class Block(NamedTuple):
+class MatrixBlock(NamedTuple):
     """A part of a matrix, as a tp rank holds it: the received `pieces` with these numbers, end to end."""
 
     rows: slice
@@ -46,7 +46,7 @@ class OwnedMatrix(NamedTuple):
 
     rows: int
     columns: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[MatrixBlock, ...]
 
 
 class Result(NamedTuple):
@@ -171,7 +171,7 @@ class MuonExchange:
     def _owned(self, number: int, blocks: dict[int, list[tuple[int, int]]]) -> OwnedMatrix:
         """The owned matrix from the pieces, (first element, number), of every tp rank's block."""
         found = [
-            Block(*_slices(self.matrices[tp][number]), tuple(piece for _, piece in sorted(pieces)))
+            MatrixBlock(*_slices(self.matrices[tp][number]), tuple(piece for _, piece in sorted(pieces)))
             for tp, pieces in blocks.items()
         ]
         return OwnedMatrix(self.matrices[0][number].rows, self.matrices[0][number].columns, tuple(found))

@@ -30,7 +30,7 @@ from pentad.workers.preprocess.chat_template import ChatTemplate, read_chat_temp
 from pentad.workers.preprocess.part_builder import Options, text_chunks, text_columns
 from pentad.workers.preprocess.parts import BuildPart, cut
 from pentad.workers.preprocess.pool import Done, Task, build_parts
-from pentad.workers.preprocess.readers import Columns, Span
+from pentad.workers.preprocess.readers import Columns, FileSpan
 from pentad.workers.preprocess.remote_out import RemoteOut
 from pentad.workers.preprocess.source_files import SourceFile, find_files
 
@@ -56,7 +56,7 @@ class BuildRequest:
     staging: Path = Path("~/.cache/pentad/builds")
 
 
-class Progress(NamedTuple):
+class BuildProgress(NamedTuple):
     """How far a phase is: bytes of the sources done, of the `total` that this call has to do, and characters read."""
 
     phase: str
@@ -66,7 +66,7 @@ class Progress(NamedTuple):
     seconds: float
 
 
-Show = Callable[[Progress], None]
+Show = Callable[[BuildProgress], None]
 
 
 def build_corpus(request: BuildRequest, note: Callable[[str], None], progress: Show) -> Corpus:
@@ -95,7 +95,7 @@ def _build_remote(
         _build_local(request, local, files, note, progress)
     began = time.monotonic()
     remote.upload(
-        local, lambda done, total: progress(Progress("uploading", done, total, done, time.monotonic() - began))
+        local, lambda done, total: progress(BuildProgress("uploading", done, total, done, time.monotonic() - began))
     )
     shutil.rmtree(local)
     return open_corpus(request.out, argument="OUT")
@@ -164,7 +164,7 @@ def _train(request: BuildRequest, files: Sequence[SourceFile], path: Path, repor
 
 def _texts(files: Iterable[SourceFile], columns: Columns, report: Callable[[Done], None]) -> Iterator[str]:
     for file in files:
-        span = Span(file)
+        span = FileSpan(file)
         for chunk in text_chunks([span], columns, {"empty": 0}):
             yield chunk.text
             report(Done(len(chunk.text)))
@@ -197,7 +197,7 @@ def _reporter(phase: str, parts: Iterable[SourceFile | BuildPart], progress: Sho
     def report(news: Done) -> None:
         nonlocal done, characters
         done, characters = done + (news.part.bytes if news.part else 0), characters + news.characters
-        progress(Progress(phase, done, total, characters, time.monotonic() - began))
+        progress(BuildProgress(phase, done, total, characters, time.monotonic() - began))
 
     return report
 

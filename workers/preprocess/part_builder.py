@@ -19,7 +19,7 @@ from pentad.workers.data.tokenizer import parse_tokenizer, vocab_size
 from pentad.workers.preprocess.chat import ChatEncoder, chat_columns
 from pentad.workers.preprocess.chat_template import ChatTemplate
 from pentad.workers.preprocess.parts import BuildPart
-from pentad.workers.preprocess.readers import Columns, SourceRow, Span, read_rows, read_text
+from pentad.workers.preprocess.readers import Columns, FileSpan, SourceRow, read_rows, read_text
 from pentad.workers.preprocess.source_files import reason
 
 _REPORTED = 2**22  # characters
@@ -102,7 +102,7 @@ def text_columns(field: str | None) -> Columns:
     return Columns(((field or "text",),), hint=" (--field names the column, --chat takes conversations)")
 
 
-def text_chunks(spans: Iterable[Span], columns: Columns, skipped: dict[str, int]) -> Iterator[TextChunk]:
+def text_chunks(spans: Iterable[FileSpan], columns: Columns, skipped: dict[str, int]) -> Iterator[TextChunk]:
     """The documents: one a text file, or one a row. Counts rows that are null or empty in `skipped`."""
     for span in spans:
         if span.file.format == ".txt":
@@ -131,7 +131,7 @@ def _chunks(blocks: Iterable[str]) -> Iterator[TextChunk]:
         yield TextChunk(pending, True)
 
 
-def _chat_rows(span: Span, columns: Columns) -> Iterator[SourceRow]:
+def _chat_rows(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
     if span.file.format == ".txt":
         raise PentadError(f"{span.file.uri} is a text file: expected conversations in JSONL, Parquet or Arrow (--chat)")
     return read_rows(span, columns)

@@ -25,7 +25,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
-class Span:
+class FileSpan:
     """The part of a file that is read together: the lines that start in these bytes of JSONL, these row groups of
     Parquet; of other formats the whole file. `stop` None: to the end."""
 
@@ -82,14 +82,14 @@ def read_text(file: SourceFile) -> Iterator[str]:
             raise _not_utf8(file.uri, offset - pending)
 
 
-def read_rows(span: Span, columns: Columns) -> Iterator[SourceRow]:
+def read_rows(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
     """The rows of a JSONL, CSV, Parquet or Arrow file. Raises PentadError for everything that is wrong with it."""
     read = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}[span.file.format]
     with readable(span.file.uri):
         yield from read(span, columns)
 
 
-def _jsonl(span: Span, columns: Columns) -> Iterator[SourceRow]:
+def _jsonl(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
     with span.file.open() as raw, io.BufferedReader(raw, _BLOCK) as source:
         offset = span.start
         if offset:  # the line that this byte is in starts before the span, unless the byte before it ends a line
@@ -129,7 +129,7 @@ def _line_name(file: SourceFile, offset: int) -> str:
     return f"{file.uri} line {lines}"
 
 
-def _csv(span: Span, columns: Columns) -> Iterator[SourceRow]:
+def _csv(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
     rows, name, limit = csv.reader(_lines(read_text(span.file)), strict=True), span.file.uri, csv.field_size_limit()
     csv.field_size_limit(_LONGEST_VALUE)
     try:
@@ -158,7 +158,7 @@ def _lines(blocks: Iterable[str]) -> Iterator[str]:
         yield rest
 
 
-def _parquet(span: Span, columns: Columns) -> Iterator[SourceRow]:
+def _parquet(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
     name = span.file.uri
     if span.file.codec:
         raise PentadError(f"{name} is compressed as a whole: expected a Parquet file, which compresses its columns")
@@ -182,7 +182,7 @@ def parquet_groups(file: SourceFile) -> int:
         raise PentadError(f"{file.uri} cannot be read ({error}): expected a Parquet file") from None
 
 
-def _arrow(span: Span, columns: Columns) -> Iterator[SourceRow]:
+def _arrow(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
     name = span.file.uri
     try:
         with span.file.open() as source:

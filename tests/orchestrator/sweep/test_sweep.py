@@ -24,7 +24,7 @@ from pentad.orchestrator.sweep.free_devices import FreeDevices, find_free_device
 from pentad.orchestrator.sweep.grid import grid
 from pentad.orchestrator.sweep.results import ARROW, CSV, SCHEMA, TrialRow, read_rows, write_rows
 from pentad.orchestrator.sweep.running import RunningTrial, standing_text
-from pentad.orchestrator.sweep.sweep import LOGS, PAGE, Progress, run_trials, sweep
+from pentad.orchestrator.sweep.sweep import LOGS, PAGE, SweepProgress, run_trials, sweep
 from pentad.orchestrator.sweep.trials import SweepRequest, Trial, trials_of
 from pentad.schedules.ir.errors import PentadError
 
@@ -91,7 +91,7 @@ def swept(folder: Path, stub: StubTrials, count: int = 6, *, retry: bool = False
 def test_each_trial_runs_once_and_never_are_more_devices_in_use_than_there_are(
     ranks: list[int], devices: int, polls: int
 ) -> None:
-    stub, rows, seen = StubTrials(polls), list[TrialRow](), list[Progress]()
+    stub, rows, seen = StubTrials(polls), list[TrialRow](), list[SweepProgress]()
     trials = [trial(number, count) for number, count in enumerate(ranks)]
     run_trials(trials, cpus(devices), stub, rows.append, seen.append)
     assert sorted(stub.started) == sorted(row.trial for row in rows) == sorted(each.name for each in trials)

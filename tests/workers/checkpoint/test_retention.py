@@ -11,12 +11,19 @@ from checkpoints import flip, save
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import MANIFEST, folder_of, recover
 from pentad.workers.checkpoint.local_storage import Local
-from pentad.workers.checkpoint.retention import Entry, delete_checkpoint, discard, listed, superseded, verified
+from pentad.workers.checkpoint.retention import (
+    CheckpointEntry,
+    delete_checkpoint,
+    discard,
+    listed,
+    superseded,
+    verified,
+)
 
 SHARD = "stage-0.safetensors"
 
 
-def states(entries: Collection[Entry]) -> list[tuple[int, str]]:
+def states(entries: Collection[CheckpointEntry]) -> list[tuple[int, str]]:
     return [(entry.step, entry.state) for entry in entries]
 
 

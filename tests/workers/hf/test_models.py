@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.hf.config import make_config, make_section, parse_config, parse_section
-from pentad.workers.hf.names import Layout, tensor_table
+from pentad.workers.hf.names import FileLayout, tensor_table
 
 
 class Case(NamedTuple):
@@ -192,7 +192,7 @@ def test_names_and_shapes_in_a_checkpoint_never_change(case: Callable[[str], Cas
 @pytest.mark.parametrize("name", [name for name in MODELS if "mtp" not in name])
 def test_the_fused_table_lists_what_transformers_holds_in_memory(case: Callable[[str], Case], name: str) -> None:
     it = case(name)
-    names = tensor_table(it.family, it.model, Layout(fused_experts=True))
+    names = tensor_table(it.family, it.model, FileLayout(fused_experts=True))
     held = {key: tuple(tensor.shape) for key, tensor in it.reference.state_dict().items() if key not in names.copies}
     assert {part.name: part.shape for entry in names.entries for part in entry.parts} == held
 
