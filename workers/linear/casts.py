@@ -47,7 +47,7 @@ class SplitOver(NamedTuple):
         return Amax(_largest(rows, [self.features]), _largest(columns, [self.tokens]))
 
     def whole(self, amax: Tensor) -> Tensor:
-        """The maximum [1, 1] of the tensor, from that of this rank's part."""
+        """That of the tensor [1, 1], from that of this rank's part."""
         return _largest(amax, self)
 
 
