@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 from paths import ROOT
 
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.doctor import links as doctor_links
 from pentad.orchestrator.doctor.burn import judge_burn, norms
 from pentad.orchestrator.doctor.disk import Speed, judge_disk
-from pentad.orchestrator.doctor.finding import Finding, worst
+from pentad.orchestrator.doctor.finding import Finding, Subject, worst
 from pentad.orchestrator.doctor.gpus import judge_clocks, judge_ecc, judge_gpus, judge_memory
 from pentad.orchestrator.doctor.host import judge_files, judge_pinned, judge_shm
 from pentad.orchestrator.doctor.host import judge_memory as judge_host_memory
-from pentad.orchestrator.doctor.links import judge_links, usual_bandwidth
+from pentad.orchestrator.doctor.links import examine_links, judge_links, seconds_of_links, usual_bandwidth
 from pentad.orchestrator.doctor.nccl import judge_variables
+from pentad.orchestrator.doctor.probe import ProbeError
 from pentad.orchestrator.doctor.versions import WANTED, judge_driver, judge_versions
 from pentad.orchestrator.planning import host_ram
 from pentad.workers.health.gpu_facts import Driver, GpuFacts
@@ -170,3 +173,24 @@ def test_the_versions_wanted_are_those_of_the_package() -> None:
     text = " ".join([*project["dependencies"], *project["optional-dependencies"]["test"]]).replace("[default]", "")
     assert project["requires-python"] == f">={WANTED['Python']}"
     assert all(f"{name}>={WANTED[name]}" in text for name in ("torch", "ray", "triton"))
+
+
+def test_links_are_judged_by_what_their_probe_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU has none; a probe that fails is the finding."""
+    config = load(None, ["cluster.device=cpu"])
+    assert examine_links(Subject(config, (GPU,), 0)).verdict == "not applicable"
+    subject, asked = Subject(config, tuple(gpus()), 0), list[float]()
+
+    def measured(name: str, *, seconds: float) -> list[dict[str, Any]]:
+        asked.append(seconds)
+        return [link._asdict() for link in links(bandwidth=100e9)]
+
+    monkeypatch.setattr(doctor_links, "probe", measured)
+    assert examine_links(subject) == links_of(links(bandwidth=100e9)) and asked == [20 * seconds_of_links(subject)]
+
+    def failing(name: str, *, seconds: float) -> list[dict[str, Any]]:
+        raise ProbeError("CUDA error: device-side assert")
+
+    monkeypatch.setattr(doctor_links, "probe", failing)
+    found = examine_links(subject)
+    assert found.verdict == "failure" and found.text == "copies between GPUs failed: CUDA error: device-side assert"
