@@ -111,7 +111,7 @@ class Simulation:
         self.adoptions, self.adopts, self.evictions, self.spares_used = 0, False, 0, 0
         self.bus: Any = None
         self.requests: Any = None
-        self.values = [INITIAL]  # of the state after so many steps
+        self.values = [INITIAL]  # of the state after this many steps
         self.total = self._samples(0)
         self.faults = Faults(self)
         self.log: list[str] = []

@@ -8,7 +8,7 @@
 | full | 1: every save finds the disk full |
 | saving | seconds that a rank takes to write its part of a checkpoint |
 | nan | 1: the gradient norm of step 1 is not a number |
-| evaluation | instead of a step: the evaluation after so many steps, in which `rank` obeys `how` |
+| evaluation | instead of a step: the evaluation after this many steps, in which `rank` obeys `how` |
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class FakeRunner:
 
 
 def eval_loss_of(step: int) -> float:
-    """The loss per token after so many steps, least after 6."""
+    """The loss per token after this many steps, least after 6."""
     return 1.0 + (step - 6) ** 2
 
 

@@ -39,7 +39,7 @@ def trial(number: int, ranks: int = 1, *, pruned: bool = False) -> Trial:
 
 
 class StubTrials:
-    """Starts trials that last so many polls; `at` is the trial at whose start the sweep is interrupted."""
+    """Starts trials that last this many polls; `at` is the trial at whose start the sweep is interrupted."""
 
     def __init__(self, polls: int = 1, at: str = "", outcome: str = "measured") -> None:
         self.polls, self.at, self.outcome = polls, at, outcome
