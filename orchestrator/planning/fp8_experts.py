@@ -13,16 +13,12 @@ from pentad.schedules.spec.model import ModelSpec
 
 def in_8_bits(config: RunConfig, model: ModelSpec, rates: Rates) -> bool:
     """Raises PentadError if experts cannot multiply in 8 bits but are to (precision.fp8_experts = always)."""
-    setting, mesh, scaling = (
-        config.precision.fp8_experts,
-        config.mesh.mesh,
-        config.precision.matmul.removeprefix("fp8-"),
-    )
-    if setting == "never" or (setting == "auto" and model.experts is None):
+    wanted, mesh, scaling = config.precision.fp8_experts, config.mesh.mesh, config.precision.matmul.removeprefix("fp8-")
+    if wanted == "never" or (wanted == "auto" and model.experts is None):
         return False
-    if setting == "always" and (problem := _impossible(model, scaling, mesh)):
+    if wanted == "always" and (problem := _impossible(model, scaling, mesh)):
         raise PentadError(f"precision.fp8_experts is always, but {problem}: expected auto or never")
-    return setting == "always" or not why_not(model, scaling, mesh, rates)
+    return wanted == "always" or not why_not(model, scaling, mesh, rates)
 
 
 def why_not(model: ModelSpec, scaling: str, mesh: Mesh, rates: Rates | None) -> str:
