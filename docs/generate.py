@@ -123,7 +123,7 @@ def _metrics() -> str:
         (f"`{name}`", metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.help)
         for name, metric in METRICS.items()
     ]
-    return _table(("metric", "type", "labels beside `job`", "meaning"), rows)
+    return _table(("metric", "type", "labels besides `job`", "meaning"), rows)
 
 
 def _gpus() -> str:

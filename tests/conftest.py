@@ -1,5 +1,5 @@
 """Which tests run, and which of them in one process: those marked gpu only where CUDA is, those marked quiet only where
-tests run one after the other, those marked slow or realmodel only when asked for."""
+tests run one after another, those marked slow or realmodel only when asked for."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 os.environ["PENTAD_CACHE"] = "/nonexistent"
 
 EXAMPLES = {"default": 10, "slow": 100}  # of each test of random data
-SLOW_SECONDS = 300  # after which a slow test hangs, also on a busy machine
+SLOW_SECONDS = 300  # after which a slow test hangs, even on a busy machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -95,7 +95,7 @@ def pytest_collection_finish() -> None:
 
 
 def mark_unsampled(items: list[pytest.Item], marks: dict[pytest.Item, set[str]]) -> None:
-    """Of the cases of a test marked sampled(count), all but so many, evenly spaced, are slow."""
+    """Of the cases of a test marked sampled(count), all but this many, evenly spaced, are slow."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if "sampled" in marks[item] and "slow" not in marks[item]:

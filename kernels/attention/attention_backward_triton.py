@@ -65,7 +65,7 @@ def _visible(
     query, key, queries, keys, diagonal, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Of pairs of a query and a key. Under a causal mask keys behind the last are behind every query's own."""
+    """Which (query, key) pairs are visible. Under a causal mask, keys past the last one come after every query."""
     visible = query >= 0
     if not EVEN:
         visible = visible & (query < queries) & (key < keys)
@@ -284,7 +284,7 @@ def attention_backward(
 
 
 def blocks_for(width: int, device: torch.device) -> tuple[Blocks, Blocks]:
-    """Of the kernel of dk and dv, and of that of dq."""
+    """The block sizes of the kernel of dk and dv, and of that of dq."""
     if width < 128:
         return Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)
     large = device.type != "cuda" or _shared_memory(device) >= LARGE_SHARED_MEMORY

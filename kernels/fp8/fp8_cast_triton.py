@@ -185,7 +185,7 @@ class Out:
 
 
 def parts(t: int, k: int, forms: int = 1, chunk: int = CHUNK) -> tuple[int]:
-    """Programs for so many forms of a matrix [t, k]."""
+    """Programs for this many forms of a matrix [t, k]."""
     return ((t // fp8_tensor.TILE) * (k // chunk) * forms,)
 
 

@@ -9,7 +9,7 @@ from torch.nn.functional import ScalingType
 from pentad.kernels.backend import accumulation_dtype
 from pentad.kernels.fp8.fp8_tensor import TILE, Fp8Tensor
 
-SCALE_ROWS = 4  # cuBLAS reads the scales of 128 x 128 tiles in so many
+SCALE_ROWS = 4  # of scales of 128 x 128 tiles that cuBLAS reads
 
 
 def fp8_gemm(a: Fp8Tensor, b: Fp8Tensor, dtype: torch.dtype) -> Tensor:

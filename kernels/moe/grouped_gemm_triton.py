@@ -15,7 +15,7 @@ ALIGNMENT = 16  # bytes, of the rows and matrices that torch's kernel supports
 
 @triton.jit
 def tile_of(tile, offsets, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """(expert, its rows in this tile, the end of its rows); the expert is `experts` behind the last tile."""
+    """(expert, its rows in this tile, the end of its rows); the expert is `experts` past the last tile."""
     number = tl.arange(0, EXPERTS)
     ends = tl.load(offsets + number, mask=number < experts, other=0)
     starts = tl.load(offsets + number - 1, mask=(number > 0) & (number < experts), other=0)
@@ -105,7 +105,7 @@ def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _torch_supports(x: Tensor, weights: Tensor) -> bool:
-    """Whether torch has a kernel that reads the offsets on the device; else it would loop over them on the host."""
+    """Whether torch has a kernel that reads the offsets on the device; otherwise it loops over them on the host."""
     divisible = all(width * x.element_size() % ALIGNMENT == 0 for width in weights.shape[1:])
     aligned = divisible and x.data_ptr() % ALIGNMENT == 0 and weights.data_ptr() % ALIGNMENT == 0
     return x.dtype == torch.bfloat16 and x.shape[0] > 0 and aligned and _is_hopper(x.device)

@@ -30,7 +30,8 @@ POST_NORM_GRADIENT = "gradient of the norm's input"  # the same where a norm fol
 
 @lru_cache(maxsize=4096)
 def sublayers(model: ModelSpec, has_experts: bool, has_window: bool, piece: Piece) -> list[list[list[Allocation]]]:
-    """Of attention and of the feed-forward network of a layer: the norm before it, itself, the norm after it."""
+    """The allocations of attention and of the feed-forward network of a layer: the norm before it, itself, the norm
+    after it."""
     mixer = attention(model, has_window, piece) if model.mla is None else latent_attention(model, model.mla, piece)
     if has_experts and model.experts is not None:
         network = moe(model.hidden, model.experts, piece, has_biases=model.expert_biases)
@@ -44,7 +45,7 @@ def sublayers(model: ModelSpec, has_experts: bool, has_window: bool, piece: Piec
 
 
 def _made_by(part: str, allocations: Iterable[Allocation]) -> list[Allocation]:
-    """Of them, RECOMPUTE of a part of the layer makes what F would save."""
+    """Those that RECOMPUTE of a part of the layer makes: what F would otherwise save."""
     return [each._replace(parts=(part,)) if each.life.startswith("F-") else each for each in allocations]
 
 
@@ -340,7 +341,7 @@ def offloadable(model: ModelSpec, held: LayerRange, piece: Piece, mode: str, *, 
 
 @lru_cache(maxsize=4096)
 def row_bytes(model: ModelSpec, held: LayerRange, piece: Piece, mode: str) -> int:
-    """Of what layers save without recomputation, the bytes that RECOMPUTE makes row by row."""
+    """The bytes of what layers save without recomputation that RECOMPUTE makes row by row."""
     parts, found = recomputed_parts(mode), 0
     for number in held.numbers:
         has_window, own = model.layer_kind(number).window > 0, piece.of_layer(number, model.layers)

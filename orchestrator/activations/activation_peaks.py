@@ -199,7 +199,7 @@ def _backward_and_weight(blocks: Sequence[tuple[Effect, int, int]], piece: Piece
 
 
 def _custom_stage(model: ModelSpec, custom: CustomModel, layers: LayerRange, piece: Piece) -> StageActivations:
-    """Of a custom model's layers, which run on meta tensors to be counted."""
+    """The stage of a custom model's layers, which run on meta tensors to be counted."""
     import torch
 
     from pentad.workers.custom.inspect import activation_bytes
@@ -232,13 +232,13 @@ class ActivationPeak(NamedTuple):
 
 
 def activation_peaks(plan: Plan, rank: int) -> ActivationPeak:
-    """Of a rank of the mesh over all programs of a plan, which run one after another."""
+    """The peak of a rank of the mesh over all programs of a plan, which run one after another."""
     peaks = [activation_peak(plan, program, rank) for program in plan.programs]
     return ActivationPeak(*map(max, zip(*peaks, strict=True)))
 
 
 def activation_peak(plan: Plan, program: Program, rank: int) -> ActivationPeak:
-    """Of a rank of the mesh in one of the plan's programs."""
+    """The peak of a rank of the mesh in one of the plan's programs."""
     pp = plan.mesh.coordinates(rank).pp
     _, peaks = bytes_over_stream(plan, program, pp)
     on_host, on_device = arena(program, pp, slots_of(plan)).bytes if _offloads(program, pp) else (0, 0)
@@ -268,13 +268,13 @@ def bytes_over_stream(plan: Plan, program: Program, pp: int) -> tuple[Array, Arr
 
 
 class _Place(NamedTuple):
-    """What the effect of an instruction depends on: its op code, its stage, whether the stages before and behind are on
+    """What the effect of an instruction depends on: its op code, its stage, whether the previous and next stages are on
     this rank as well, and whether this is the first and the last slice of a microbatch."""
 
     op: int
     stage: int
-    has_before: int
-    has_behind: int
+    has_previous: int
+    has_next: int
     is_first_slice: int
     is_last_slice: int
 
@@ -304,9 +304,9 @@ def _effect(
     """A result stays until it is sent, or until the next stage reads it if that is on the same rank. A RECOMPUTE of a
     unit that saves all has none."""
     stage, mode = stages[at.stage], plan.recompute_mode(at.stage)
-    before, behind = at.has_before * stage.input, at.has_behind * stage.input  # streams that stay on this rank
-    input_in_slot = 0 if at.stage == 0 or at.has_before else stage.input
-    incoming_in_slot = 0 if at.has_behind else stage.incoming
+    previous, following = at.has_previous * stage.input, at.has_next * stage.input  # streams that stay on this rank
+    input_in_slot = 0 if at.stage == 0 or at.has_previous else stage.input
+    incoming_in_slot = 0 if at.has_next else stage.incoming
     match OPS[at.op]:
         case Op.F:
             if program.forward_only:
@@ -314,7 +314,7 @@ def _effect(
             else:
                 effect = stage.forward(mode).without(input_in_slot)
             cache = allocate(at.is_first_slice * stage.kv_cache)
-            return sequence(cache, allocate(-before), allocate(behind), effect)
+            return sequence(cache, allocate(-previous), allocate(following), effect)
         case Op.RECOMPUTE:
             made = stage.saved - stage.kept(mode)
             return Effect(0, 0) if mode == "none" else Effect(made, made + stage.recompute)
@@ -328,4 +328,4 @@ def _effect(
             effect = Effect(held, effect.peak - incoming_in_slot)
             gradients = allocate(at.is_last_slice * stage.kv_gradients)
             freed = allocate(-at.is_first_slice * (stage.kv_cache + stage.kv_gradients))
-            return sequence(gradients, allocate(-behind), allocate(before), effect, freed)
+            return sequence(gradients, allocate(-following), allocate(previous), effect, freed)

@@ -52,12 +52,12 @@ class Piece(NamedTuple):
 
     @property
     def saved_rows(self) -> int:
-        """Of this rank's rows those that are saved of row-wise parts that are recomputed."""
+        """How many of this rank's rows are saved of row-wise parts that are recomputed."""
         return saved_rows(self.sequence_parallel_tokens, self.recompute_fraction)
 
     @property
     def rest(self) -> Piece:
-        """Of the rows that are recomputed, as tp ranks exchange them."""
+        """The piece of the rows that are recomputed, as tp ranks exchange them."""
         return self._replace(rows=1, length=self.tokens - self.saved_rows * self.mesh.tp)
 
     def saved_of(self, size: int, parts: Collection[str]) -> int:
@@ -87,11 +87,12 @@ class Piece(NamedTuple):
         return self.tokens * hidden * self.itemsize
 
     def of_layer(self, layer: int, layers: int) -> Piece:
-        """Of layer number `layer` of so many: with its own products in 8 bits, or none."""
+        """The piece as it is in layer number `layer` of this many: with its own products in 8 bits, or none."""
         return self if self.fp8 is None or self.fp8.covers(layer, layers) else self._replace(fp8=None)
 
     def of_network(self, has_experts: bool) -> Piece:
-        """Of a feed-forward network: what feeds experts, as a router reads it too, is not cast by its norm."""
+        """The piece as it is in a feed-forward network: what feeds experts, as a router reads it too, is not cast by
+        its norm."""
         return self._replace(fp8=None) if has_experts else self
 
     @property
@@ -122,12 +123,12 @@ class Piece(NamedTuple):
 
     @property
     def of_shared_experts(self) -> Piece:
-        """Of the products of shared experts."""
+        """The piece as it is in the products of shared experts."""
         return self if self.fp8 is None or self.fp8.shared_experts else self._replace(fp8=None)
 
     @property
     def of_head(self) -> Piece:
-        """Of the products of the output head."""
+        """The piece as it is in the products of the output head."""
         return self if self.fp8 is None or self.fp8.head else self._replace(fp8=None)
 
     def expert_rows(self, rows: int, width: int) -> int:

@@ -8,7 +8,7 @@ from pentad.orchestrator.activations.allocations import BYTES, Allocation, Piece
 from pentad.schedules.spec.model import ModelSpec
 
 TRITON_HEAD_DIMS = (32, 64, 128)  # of kernels/attention/attention_partial.py
-PROCESSORS = 132  # of a Hopper GPU: deterministic flash attention sums dq in at most so many parts
+PROCESSORS = 132  # of a Hopper GPU: deterministic flash attention sums dq in at most this many parts
 
 
 class AttentionShape(NamedTuple):
@@ -103,7 +103,7 @@ def attention_core(
         is_graph, saves_output = True, True
         other = Allocation(what, "F-B", graph * piece.wide, offload=False)
         forward, backward = forward + score_workspace, score_workspace
-    # A graph is built anew by computing the attention again; else its result is kept, once.
+    # A graph is built anew by computing the attention again; otherwise its result is kept, once.
     projections = "mla_up_proj" if shape.nope else "qkv_linear"
     again = ("core_attn", projections) if is_graph else ("core_attn",)
     is_apart = saves_output or is_exchanged

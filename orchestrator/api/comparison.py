@@ -32,7 +32,7 @@ from pentad.schedules.simulate.timeline import Timeline
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """All measured steps of a run, or evaluations after so many steps, beside the same simulated, of which `step` is
+    """All measured steps of a run, or evaluations after this many steps, beside the same simulated, of which `step` is
     shown, two rows per rank."""
 
     run: DrawnRun
@@ -91,8 +91,8 @@ class Comparison:
 
 
 def compare(folder: Path, step: int | None = None, *, evaluation: bool = False) -> Comparison:
-    """Of the last run in `folder`, and of its last measured step if none is given; or of the last round of an
-    `evaluation` after so many steps. Raises PentadError if it has not measured that one."""
+    """Compares the last run in `folder`, by its last measured step if none is given; or by the last round of an
+    `evaluation` after this many steps. Raises PentadError if it has not measured that one."""
     measured = measured_timeline(folder, evaluation=evaluation)
     program = Program.load(folder / (EVAL_PROGRAM if evaluation else PROGRAM))
     run = DrawnRun.of_config(saved_config(folder), program)
@@ -127,7 +127,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
 
 
 def measured_timeline(folder: Path, *, evaluation: bool = False) -> Timeline:
-    """Of the last steps of a run, or of its last evaluations. Raises PentadError if it has none."""
+    """The timeline of the last steps of a run, or of its last evaluations. Raises PentadError if it has none."""
     name, what = (EVAL_TIMELINE, "an evaluation") if evaluation else (TIMELINE, "a step")
     if not (folder / name).is_file():
         expected = f"a run that measured {what} (metrics.timeline_steps) and has ended"

@@ -69,7 +69,7 @@ class Curves:
 
 
 def curves_of(folder: Path) -> Curves:
-    """Of the run in `folder`. Raises PentadError if it has no finite loss yet."""
+    """The curves of the run in `folder`. Raises PentadError if it has no finite loss yet."""
     rows = read_lines(folder / METRICS, METRIC_KEYS)
     for number, row in enumerate(rows, 1):
         if not row.keys() & {"sources", "target_tokens"}:

@@ -104,7 +104,8 @@ class Explanation:
 
 
 def explain(folder: Path, step: int | None = None) -> Explanation:
-    """Of the last measured step if none is given. Raises PentadError if the run has not measured that one."""
+    """Explains a measured step, the last one if none is given. Raises PentadError if the run has not measured that
+    one."""
     found = compare(folder, step)
     config, mesh, program = saved_config(folder), found.run.mesh, found.run.program
     row = next((row for row in read_lines(folder / METRICS) if row.get("step") == found.step), {})

@@ -14,12 +14,12 @@ from pentad.workers.data.corpus_index import INDEX_FILE, parse_index
 from pentad.workers.data.sources import corpus_folder
 from pentad.workers.data.tokenizer import end_token, load_tokenizer
 from pentad.workers.hf.config import parse_section
-from pentad.workers.hf.exporter import Dtype, Request
+from pentad.workers.hf.exporter import Dtype, ExportRequest
 from pentad.workers.hf.kept_files import FOLDER, read_files
 from pentad.workers.hf.names import MODEL_FILE
 
 
-def export_request(checkpoint: Checkpoint, dtype: Dtype, limit: int) -> Request:
+def export_request(checkpoint: Checkpoint, dtype: Dtype, limit: int) -> ExportRequest:
     """Completes the manifest from the run's config.yaml or an import's model.yaml, two folders up."""
     home = home_of(checkpoint.folder)
     path = next((home / name for name in (CONFIG, MODEL_FILE) if (home / name).is_file()), None)
@@ -33,7 +33,7 @@ def export_request(checkpoint: Checkpoint, dtype: Dtype, limit: int) -> Request:
         files, special_tokens = _tokenizer_files(file)
         kept |= files
     positions = config.get("batch", {}).get("sequence_length", 0)
-    return Request(*parse_section(section), positions, kept, special_tokens, dtype, limit)
+    return ExportRequest(*parse_section(section), positions, kept, special_tokens, dtype, limit)
 
 
 def _tokenizer_files(file: Path) -> tuple[dict[str, bytes], dict[str, int]]:

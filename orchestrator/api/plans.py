@@ -51,7 +51,7 @@ Device = Literal["cpu", "cuda"]
 @dataclass(frozen=True, repr=False)
 class PlannedRun:
     """What would run: the plan, guessed costs of its instructions in seconds, whether it fits in memory, what its
-    evaluations cost (None: there are none) beside so many training steps, what is wrong with the data, '' if nothing
+    evaluations cost (None: there are none) beside this many training steps, what is wrong with the data, '' if nothing
     is, what to change if it does not fit, what is recomputed for nothing, what the planner chose in place of `auto`, as
     overrides; how evenly documents divide over ranks (None: attention crosses documents, or the data are not
     prepared); and why data.capacity_factor: auto is no larger (None: it is given, or nothing fits)."""
@@ -267,7 +267,7 @@ def _balance_facts(found: DataBalance) -> dict[str, Any]:
 
 
 def _balance(plan: Plan, steps: int, pools: Sequence[int]) -> DataBalance | None:
-    """Of the first steps with a full batch size; without a document mask all sequences cost the same."""
+    """The balance of the first steps with a full batch size; without a document mask all sequences cost the same."""
     if not plan.data.document_mask or plan.batch.rampup:
         return None
     dataset = open_prepared(plan.data, plan.batch, plan.model.vocab, plan.seed)

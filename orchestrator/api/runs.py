@@ -88,7 +88,7 @@ class Run:
 
     @checks_types
     def compare(self, step: int | None = None, *, evaluation: bool = False) -> Comparison:
-        """A measured step (None: the last), or the last round of an evaluation after so many steps, beside its
+        """A measured step (None: the last), or the last round of an evaluation after this many steps, beside its
         simulation, as `pentad timeline` shows it."""
         from pentad.orchestrator.api.comparison import compare
 

@@ -44,7 +44,8 @@ class StartingConfig:
 def starting_config(
     model: str, gpus: int, device: DeviceMemory, *, data: str, length: int | None, sequences: int | None
 ) -> StartingConfig:
-    """Of a model by one of MODEL_SIZES or the folder of a Hugging Face model, and the fastest mesh that fits.
+    """A configuration for a model by one of MODEL_SIZES or the folder of a Hugging Face model, and the fastest mesh
+    that fits.
 
     `length` is that of sequences (None: 4096, or the model's longest), `sequences` are those of a step (None: of about
     a million tokens). Raises PentadError for an unknown model, and if no mesh fits.

@@ -27,8 +27,8 @@ Progress = Callable[[], AbstractContextManager[Report]]
 
 
 def calibrate(config: RunConfig, progress: Progress) -> RateTable:
-    """Of this machine's GPUs or cores; or of as many on two nodes of the cluster that the run would join. Raises
-    PentadError."""
+    """Measures the rates of this machine's GPUs or cores; or of as many on two nodes of the cluster that the run would
+    join. Raises PentadError."""
     if config.cluster.address != "local":
         from pentad.orchestrator.calibration.nodes import measured_on_cluster  # imports ray
 
@@ -77,7 +77,8 @@ def table_of(found: dict[str, Any], hosts: list[int]) -> RateTable:
 
 
 def _exchange_seconds(gpu: str, layer: Sequence[float], pair: Sequence[float]) -> float:
-    """Of the host, to issue an exchange: what F and B of a layer take longer with those that the planner counts."""
+    """Seconds that the host takes to issue an exchange: how much longer F and B of a layer take with those that the
+    planner counts."""
     plan = host_plan("cpu" if gpu == CPU else "cuda", 1, 2)
     volumes = (layer_volume(plan.model, False, piece_of(plan), phase) for phase in "FB")
     exchanges = sum(volume.operations for its in volumes for volume in its.values())

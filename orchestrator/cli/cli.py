@@ -116,7 +116,7 @@ def plan(
     memory: Annotated[
         float | None, Option(min=0.001, help="GiB per device (default: cluster.gpu's, this machine's, or an H200's).")
     ] = None,
-    pool: Annotated[list[int] | None, Option(min=1, help="Balance the data on so many dp x ep x cp ranks too.")] = None,
+    pool: Annotated[list[int] | None, Option(min=1, help="Also balance the data on N dp x ep x cp ranks.")] = None,
     html: Annotated[Path | None, Option(help="Write a page with the memory of every rank over a step.")] = None,
     as_json: Json = False,
 ) -> int:

@@ -19,7 +19,7 @@ from pentad.orchestrator.recovery.retention import kept_steps
 from pentad.schedules.ir.errors import PentadError, printable
 from pentad.workers.checkpoint.checkpoint import has_manifest
 from pentad.workers.checkpoint.location import Location, location
-from pentad.workers.checkpoint.retention import Entry, delete_checkpoint, listed, superseded, verified
+from pentad.workers.checkpoint.retention import CheckpointEntry, delete_checkpoint, listed, superseded, verified
 
 
 def show_list(run: str, console: Console, *, as_json: bool) -> None:
@@ -88,7 +88,7 @@ def _folder(run: str, root: Location) -> Path:
     return next(found, None) or home_of(root / "any")
 
 
-def _row(entry: Entry, kept_as: Iterable[str] = ()) -> dict[str, Any]:
+def _row(entry: CheckpointEntry, kept_as: Iterable[str] = ()) -> dict[str, Any]:
     keys = ("step", "time", "bytes", "state", "problem")
     return {**{key: getattr(entry, key) for key in keys}, "kept_as": [*kept_as], "folder": str(entry.folder)}
 
@@ -106,7 +106,7 @@ def _notes(home: Path, saved: Collection[int]) -> dict[int, list[str]]:
     return found
 
 
-def _sentence(entry: Entry) -> str:
+def _sentence(entry: CheckpointEntry) -> str:
     if entry.state == "complete":
         return f"{entry.folder.name}: intact, {format_bytes(entry.bytes)}"
     return printable(f"{entry.folder.name}: {entry.state}: {entry.problem}")

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.doctor.examine import NAMES, examine
-from pentad.orchestrator.doctor.finding import Row, Verdict, worst
+from pentad.orchestrator.doctor.finding import FindingRow, Verdict, worst
 from pentad.orchestrator.planning.formatting import format_duration
 from pentad.schedules.ir.errors import printable
 
@@ -25,7 +25,7 @@ _LONG = 1.0  # seconds
 
 def show_doctor(config: RunConfig, burn: float | None, console: Console, *, as_json: bool) -> int:
     """Makes all checks and prints them. Returns the exit status: 1 if one has failed."""
-    rows: list[Row] = []
+    rows: list[FindingRow] = []
     for found in examine(config, burn, _under_way):
         rows += found
         for row in () if as_json else merged(found):
@@ -41,8 +41,8 @@ def show_doctor(config: RunConfig, burn: float | None, console: Console, *, as_j
     return int("failure" in verdicts)
 
 
-def merged(rows: Sequence[Row]) -> list[Row]:
-    """Of the rows of a check that applies, one for all nodes where it is ok, and one for each other node."""
+def merged(rows: Sequence[FindingRow]) -> list[FindingRow]:
+    """For each check that applies, one row for all nodes where it is ok, and one for each other node."""
     fine = [row for row in rows if row.finding.verdict == "ok"]
     found = [row for row in rows if row.finding.verdict in ("warning", "failure")]
     if not fine:
@@ -52,7 +52,7 @@ def merged(rows: Sequence[Row]) -> list[Row]:
     return [fine[0]._replace(node=node), *found]
 
 
-def show_row(row: Row, console: Console) -> None:
+def show_row(row: FindingRow, console: Console) -> None:
     """The name, the verdict and the sentence, and the remedy below; wrapped on a terminal only."""
     finding, where = row.finding, f"{row.node}: " if row.node else ""
     lines = [
@@ -67,7 +67,7 @@ def show_row(row: Row, console: Console) -> None:
     _print(lines, console)
 
 
-def _show_left_out(rows: Sequence[Row], console: Console) -> None:
+def _show_left_out(rows: Sequence[FindingRow], console: Console) -> None:
     """The checks that apply nowhere, by their reasons."""
     reasons = defaultdict(list)
     for name in dict.fromkeys(row.check for row in rows):
@@ -104,6 +104,6 @@ def _under_way(name: str, seconds: float) -> Iterator[None]:
         yield
 
 
-def _facts(row: Row) -> dict[str, object]:
+def _facts(row: FindingRow) -> dict[str, object]:
     finding = row.finding._asdict() | {"figures": dict(row.finding.figures)}
     return {"check": row.check, **({"node": row.node} if row.node else {}), **finding}

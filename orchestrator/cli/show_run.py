@@ -20,7 +20,7 @@ from pentad.schedules.ir.errors import PentadError
 def show_timeline(
     run: str, console: Console, *, step: int | None, evaluation: bool, files: Mapping[str, Path], as_json: bool
 ) -> None:
-    """Compares a measured step of a run, or an evaluation after so many steps, with its simulation at its own costs,
+    """Compares a measured step of a run, or an evaluation after this many steps, with its simulation at its own costs,
     two rows per rank.
 
     The default is the last one. `files` are by the option that asks for them: --html (all steps), --svg, --trace.

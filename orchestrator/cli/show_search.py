@@ -23,7 +23,7 @@ from pentad.orchestrator.planning.hardware import rates_for
 from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.planned import Planned
 from pentad.orchestrator.search.reasons import Flip, describe, flips, nearest_fits, reason, shares_of
-from pentad.orchestrator.search.search import Found, search
+from pentad.orchestrator.search.search import SearchResult, search
 from pentad.orchestrator.search.space import KEYS, overrides
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.atomic_io import write_file
@@ -77,7 +77,7 @@ def _show_rest(
     console: Console,
     command: Command,
     gpus: int,
-    found: Found,
+    found: SearchResult,
     changes: Sequence[Flip],
     nearest: Sequence[tuple[str, Planned]],
 ) -> None:
@@ -97,7 +97,7 @@ def _show_rest(
         _line(console, f" not possible: {sentence}{more}", "dim")
 
 
-def _refused(found: Found) -> dict[str, int]:
+def _refused(found: SearchResult) -> dict[str, int]:
     """For each reason why meshes have no plan: a sentence about the one that lacks least, and their number."""
     sentences, counts = dict[str, str](), Counter[str]()
     for each in sorted(found.refusals.values(), key=lambda each: each.least_bytes):

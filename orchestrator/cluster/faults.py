@@ -52,7 +52,7 @@ class WorkerError(PentadError):
 
 
 class Refusal(PentadError):
-    """A rank cannot go on for a reason that is no fault, such as data that cannot be read. The ranks keep what they
+    """A rank cannot continue for a reason that is no fault, such as data that cannot be read. The ranks keep what they
     hold."""
 
 

@@ -224,7 +224,7 @@ class WorkerGroup:
             raise fault
         if pending:
             late = ", ".join(map(self.label, sorted(pending.values())))
-            raise PentadError(f"cluster.start_timeout_seconds was not enough: {late} did not start within it")
+            raise PentadError(f"cluster.start_timeout_seconds was too short: {late} did not start within it")
         return [values[rank] for rank in refs]
 
     def gather(self, refs: Refs, seconds: float) -> tuple[dict[int, Any], dict[int, str]]:

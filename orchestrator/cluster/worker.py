@@ -80,7 +80,7 @@ class Status(NamedTuple):
     axis: str = ""
 
 
-class Seat(NamedTuple):
+class RankPlacement(NamedTuple):
     """Which rank a worker was started as, -1: none yet, and in which bundles of the placement group all ranks were.
     `fits`: it runs the plan and the version of pentad that was asked about. `token` is that of its copies in memory."""
 
@@ -262,7 +262,8 @@ class Worker:
 
     @ray.method(concurrency_group="train")
     def warm(self, device: str) -> WorkerPlace:
-        """Of a spare, which is no rank yet: once it has imported all that a rank needs. It touches no GPU."""
+        """Where a spare is, which is no rank yet; answers once it has imported all that a rank needs. It touches no
+        GPU."""
         pkgutil.resolve_name(self.runner_class)
         if device == "cuda":
             pkgutil.resolve_name("pentad.kernels.backend:import_twins")()
@@ -278,11 +279,11 @@ class Worker:
         return self.place()
 
     @ray.method(concurrency_group="control")
-    def seat(self, plan: Plan, version: str) -> Seat:
+    def rank_placement(self, plan: Plan, version: str) -> RankPlacement:
         """For a driver that may take this rank over, with this `plan` and in this `version` of pentad."""
         fits = self.plan == plan and version == release()
         token = self.copy_server.token if self.copy_server else None
-        return Seat(self.place(), self.generation, self.rank, self.bundles, fits, token)
+        return RankPlacement(self.place(), self.generation, self.rank, self.bundles, fits, token)
 
     @ray.method(concurrency_group="control")
     def folder_problem(self, folder: str) -> str | None:
@@ -313,7 +314,8 @@ class Worker:
             yield
 
     def _gpu_number(self) -> int:
-        """Of the GPU that it was started on, or has taken; -1 without one, or if it has a name, as a MIG instance."""
+        """The number of the GPU that it was started on, or has taken; -1 without one, or if it has a name, as a MIG
+        instance."""
         return next((int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdecimal()), self.gpu)
 
     def _preload(self) -> None:

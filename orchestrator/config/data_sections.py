@@ -54,7 +54,7 @@ class DataSection(Section):
     holdout: float = Field(default=0.0, ge=0, le=0.5)
     """share of the tokens that is held out from training for evaluation: the last documents of each corpus"""
     packing: Literal["windows", "documents"] = "windows"
-    """what a sequence holds: a window of all documents one after the other, cut where it ends; or documents, as many as
+    """what a sequence holds: a window of all documents one after another, cut where it ends; or documents, as many as
     fit, cut only if they are longer than a sequence"""
     document_mask: bool = False
     """attend only within a document where a sequence holds several"""
@@ -74,7 +74,7 @@ class DataSection(Section):
 
     @property
     def spec(self) -> DataSpec:
-        """Of sources that have not been opened yet."""
+        """The spec of sources that have not been opened yet."""
         if self.path is not None:
             sources: tuple[SourceSpec, ...] = (SourceSpec("data", self.path),)
         else:
@@ -189,7 +189,7 @@ class EvalSection(Section):
         return min(steps, -(-max(1, first) // self.every) * self.every) if self.every else steps
 
     def count(self, steps: int) -> int:
-        """The evaluations of a run of so many steps."""
+        """The evaluations of a run of this many steps."""
         return self.at_start + (-(-steps // self.every) if self.every else 1)
 
     def rules(self) -> Iterator[Broken | str]:

@@ -85,7 +85,7 @@ def read_text(path: Path, option: str) -> str:
 
 
 def leaves(values: Mapping[str, Any], path: str = "") -> list[str]:
-    """Dotted keys of all values, also of the mappings."""
+    """Dotted keys of all values, those of the mappings included."""
     found = []
     for key, value in values.items():
         found.append(f"{path}{key}")

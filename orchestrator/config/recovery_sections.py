@@ -28,7 +28,7 @@ class CheckpointSection(Section):
     """save a checkpoint as well when the run ends or is stopped; false: what came after the last one is lost"""
     keep: Count = Field(default=2, description="newest checkpoints to keep; older ones are deleted")
     keep_every: NonNegativeInt = 0
-    """milestones: after every so many steps a checkpoint is saved and kept for good; 0: none"""
+    """milestones: every this many steps a checkpoint is saved and kept for good; 0: none"""
     restart_if_damaged: bool = False
     """begin a run again if all its checkpoints are damaged; false: it ends with an error"""
     keep_best: bool | Text = False

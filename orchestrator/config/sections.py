@@ -28,7 +28,7 @@ from pentad.orchestrator.config.errors import (
     without_control_characters,
 )
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.recompute import ROW_WISE, Part, config_text, mode_of, recomputed_parts
+from pentad.schedules.passes.recompute import ROW_WISE, LayerPart, config_text, mode_of, recomputed_parts
 from pentad.schedules.search.auto import AUTO
 from pentad.schedules.spec.batch import BatchSizes, RampupStage
 from pentad.schedules.spec.mesh import Mesh
@@ -40,7 +40,7 @@ MOST = 2**31 - 1  # of whatever is counted: more does not fit into 32 bits
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(without_control_characters)]
-Recompute = Literal["none", "selective", "attention", "full", "auto"] | list[Part]
+Recompute = Literal["none", "selective", "attention", "full", "auto"] | list[LayerPart]
 Share = Annotated[float | Literal["auto"], BeforeValidator(within_or_auto(0, 1))]
 
 
@@ -175,7 +175,7 @@ class RampupSection(Section):
     """A stage of the batch-size ramp."""
 
     global_batch_size: Count = Field(description="sequences of a step over all ranks")
-    steps: Count = Field(description="steps with so many sequences")
+    steps: Count = Field(description="steps with this many sequences")
 
 
 class BatchSection(Section):
@@ -211,15 +211,15 @@ class MemorySection(Section):
     recompute_stages: list[NonNegativeInt] | None = None
     """pipeline stages that recompute; null: all"""
     recompute_layers: Count | None = None
-    """recompute only the first so many layers of each stage, rounded up to units; null: all"""
+    """recompute only the first layers of each stage, this many, rounded up to units; null: all"""
     recompute_fraction: Share = 1.0
     """share of each microbatch's tokens for which mlp, qkv_linear and attn_proj are recomputed, the last ones; what
     layers make of the others is saved, and goes to the host by offload_fraction. auto, with offload_fraction auto: the
     least with which each rank fits, in all layers"""
     unit_layers: Count | None = None
     """layers of a unit, in which stages gather and free weights, reduce gradients, recompute and offload, with the
-    embedding and the head in units of their own; null: one with recomputation; else all layers of a stage, or where
-    other ranks hold the same parameters as many as have 400 MiB of gradients"""
+    embedding and the head in units of their own; null: one with recomputation; otherwise all layers of a stage, or
+    where other ranks hold the same parameters as many as have 400 MiB of gradients"""
     max_resident_microbatches: PositiveFloat | None = None
     """most activations that stay on a device, in microbatches of all its layers; the others are offloaded to host
     memory until their backward; null: all stay"""
@@ -229,7 +229,7 @@ class MemorySection(Section):
     fits, and of memory.recompute the fewest layers"""
     host_gib: PositiveFloat | None = None
     """memory of a host, in GiB, for what its ranks keep there; null: 90 % of that of this machine, if the GPUs are
-    here; else it is unknown, and nothing is checked"""
+    here; otherwise it is unknown, and nothing is checked"""
     optimizer: Literal["device", "host"] = "device"
     """where master weights and optimizer state are. host: in host memory, from where they go through the device to be
     updated at the end of a step"""
@@ -252,7 +252,7 @@ class MemorySection(Section):
             yield Broken("offload_fraction", "0, or memory.max_resident_microbatches = null", found)
 
     def _row_rules(self) -> Iterator[Broken]:
-        """Of what recomputes some rows."""
+        """The rules for recomputing some of the rows."""
         if self.mode == "auto" or ROW_WISE.isdisjoint(recomputed_parts(self.mode)) or self.mode == "full":
             found = f"{config_text(self.mode)}, but memory.recompute_fraction is {self.recompute_fraction}"
             yield Broken("recompute", "attention, selective, or a list with mlp, qkv_linear or attn_proj", found)

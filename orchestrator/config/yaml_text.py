@@ -59,7 +59,7 @@ class _Loader(yaml.SafeLoader):
 def _values(node: yaml.Node, known: dict[int, int]) -> int:
     """Scalars and collections in a node, repeated ones counted again. Raises MarkedYAMLError if it holds itself."""
     if (found := known.get(id(node))) == 0:
-        raise yaml.MarkedYAMLError(problem="an alias stands for what it is in", problem_mark=node.start_mark)
+        raise yaml.MarkedYAMLError(problem="an alias refers to a value that contains it", problem_mark=node.start_mark)
     if found is None:
         known[id(node)] = 0
         inner = node.value if isinstance(node, yaml.CollectionNode) else []

@@ -28,7 +28,7 @@ class Certificate(NamedTuple):
 
     @property
     def context(self) -> ssl.SSLContext:
-        """Of a server in Python, which reads the key from a file: here from one in memory."""
+        """For a server in Python, which insists on reading the key from a file: here, one in memory."""
         made, file = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), os.memfd_create("certificate")
         try:
             os.write(file, self.key + self.text)

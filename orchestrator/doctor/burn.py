@@ -23,8 +23,8 @@ _SLOW = "compare clocks, power and temperature (`nvidia-smi -q`); take it out of
 
 
 class Norm(NamedTuple):
-    """Of `total` units of one model that are not known to be wrong: their (upper) median rate, and the bits of most of
-    them, which `same` of them have."""
+    """What is normal for `total` units of one model that are not known to be wrong: their (upper) median rate, and the
+    bits of most of them, which `same` of them have."""
 
     rate: float
     digest: str
@@ -58,7 +58,7 @@ def norms(units: Sequence[Burned]) -> dict[str, Norm]:
 
 
 def judge_burn(units: Sequence[Burned], seconds: float, norms: Mapping[str, Norm]) -> Finding:
-    """Of all units of a machine, compared with the norm of their model."""
+    """Judges all units of a machine, compared with the norm of their model."""
     if not units:
         return Finding("failure", "torch finds no GPU", "look at CUDA_VISIBLE_DEVICES and the driver")
     figures = {"seconds": seconds, "units": [unit._asdict() for unit in units]}
@@ -81,9 +81,9 @@ def _rates(units: Sequence[Burned]) -> str:
 def _own_fault(unit: Burned) -> str:
     """How a unit is wrong by itself; '' if it is not."""
     if unit.error > 1:
-        return f"{unit.unit} computes wrong: {unit.error:.3g} times the rounding error that is possible"
+        return f"{unit.unit} computes wrong results: {unit.error:.3g} times the possible rounding error"
     if unit.differing:
-        return f"{unit.unit} computes wrong: {unit.differing} of {unit.products} products differ"
+        return f"{unit.unit} computes wrong results: {unit.differing} of {unit.products} products differ"
     return ""
 
 
@@ -91,8 +91,8 @@ def _other_bits(unit: Burned, norm: Norm) -> str:
     if norm.same == norm.total or (unit.digest == norm.digest and 2 * norm.same > norm.total):
         return ""
     if 2 * norm.same > norm.total:
-        return f"{unit.unit} computes wrong: other bits than {norm.same} of {norm.total}"
-    return f"{unit.unit} or one of its peers computes wrong: their bits differ, with no majority"
+        return f"{unit.unit} computes wrong results: other bits than {norm.same} of {norm.total}"
+    return f"{unit.unit} or one of its peers computes wrong results: their bits differ, with no majority"
 
 
 def _slowness(unit: Burned, norm: Norm | None) -> str:

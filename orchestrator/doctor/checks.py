@@ -28,6 +28,6 @@ CHECKS = (
 
 
 def subject_of(config: RunConfig, seconds: float | None) -> Subject:
-    """This machine, with so many seconds to burn; None: the default on GPUs, and none on CPUs."""
+    """This machine, with this many seconds to burn; None: the default on GPUs, and none on CPUs."""
     found = read_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return Subject(config, found, (burn.GPU_SECONDS if found else 0.0) if seconds is None else seconds)

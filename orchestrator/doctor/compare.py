@@ -37,14 +37,14 @@ def _same(found: Findings, verdict: Verdict) -> Findings:
 
 
 def _difference(text: str, usual: str) -> str:
-    """Of two lists."""
+    """The difference of two lists."""
     here, there = text.split(", "), usual.split(", ")
     own = ", ".join(each for each in here if each not in there) or text
     return f"{own}, but other nodes: {', '.join(each for each in there if each not in here) or usual}"
 
 
 def _burn(found: Findings) -> Findings:
-    """Of GPUs. Cores have no model by which to compare them."""
+    """Compares GPUs. Cores have no model by which to compare them."""
     units = {node: [Burned(**unit) for unit in each.figures.get("units", ())] for node, each in found.items()}
     usual = norms([unit for its in units.values() for unit in its])
     return {

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.doctor.checks import CHECKS, subject_of
-from pentad.orchestrator.doctor.finding import Finding, Row, UnderWay
+from pentad.orchestrator.doctor.finding import Finding, FindingRow, UnderWay
 
 OF_CLUSTERS = ("nodes", "network", "clock offset")
 NAMES = ("Ray", OF_CLUSTERS[0], *(check.name for check in CHECKS), *OF_CLUSTERS[1:])
 
 
-def examine(config: RunConfig, seconds: float | None, under_way: UnderWay) -> Iterator[list[Row]]:
+def examine(config: RunConfig, seconds: float | None, under_way: UnderWay) -> Iterator[list[FindingRow]]:
     """The rows of each check as soon as it is made: one of this machine, or one of every node that the run would be
     placed on. `seconds` are those of the burn, None: the default on GPUs, and none on CPUs."""
     if config.cluster.address != "local":
@@ -24,6 +24,6 @@ def examine(config: RunConfig, seconds: float | None, under_way: UnderWay) -> It
     for check in CHECKS:
         with under_way(check.name, check.seconds(subject)):
             finding = check.run(subject)
-        yield [Row(check.name, finding)]
+        yield [FindingRow(check.name, finding)]
     for name in ("Ray", *OF_CLUSTERS):
-        yield [Row(name, Finding("not applicable", "this machine only"))]
+        yield [FindingRow(name, Finding("not applicable", "this machine only"))]

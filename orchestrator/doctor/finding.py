@@ -46,7 +46,7 @@ class Check(NamedTuple):
         return self.examine(subject)
 
 
-class Row(NamedTuple):
+class FindingRow(NamedTuple):
     """A check's finding; `node` is the address of a cluster's node, '' for this machine or the cluster."""
 
     check: str

@@ -15,14 +15,14 @@ TAKEN = 2**30  # bytes; a driver alone uses less
 
 def examine_gpus(subject: Subject) -> Finding:
     section = subject.config.cluster
-    wanted = subject.config.mesh.size if section.address == "local" and section.device == "cuda" else 0
-    return judge_gpus([gpu.name for gpu in subject.gpus], wanted)
+    expected = subject.config.mesh.size if section.address == "local" and section.device == "cuda" else 0
+    return judge_gpus([gpu.name for gpu in subject.gpus], expected)
 
 
-def judge_gpus(names: Sequence[str], wanted: int) -> Finding:
-    """Of GPUs with these names, for so many local ranks with a GPU each."""
-    if wanted > len(names):
-        text = f"mesh has {wanted} ranks with a GPU each, but this process may use {len(names)}"
+def judge_gpus(names: Sequence[str], expected: int) -> Finding:
+    """Judges GPUs with these names, for this many local ranks with a GPU each."""
+    if expected > len(names):
+        text = f"mesh has {expected} ranks with a GPU each, but this process may use {len(names)}"
         return Finding("failure", text, "choose a smaller mesh, or cluster.address, a Ray cluster with enough GPUs")
     if not names:
         return Finding("not applicable", "no GPU")
@@ -72,7 +72,7 @@ def _ecc_text(gpu: GpuFacts) -> str:
 
 
 def judge_clocks(gpus: Sequence[GpuFacts]) -> Finding:
-    """Of GPUs at rest; a clock that is stuck shows in the burn."""
+    """Judges GPUs at rest; a clock that is stuck shows in the burn."""
     for cause, remedy in (
         ("hardware", "look at power cables and supplies, and for XIDs in `dmesg`"),
         ("thermal", "look at fans, cooling and the temperature of the air"),

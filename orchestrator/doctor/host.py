@@ -42,7 +42,7 @@ def examine_pinned(_: Subject) -> Finding:
 
 
 def judge_files(soft: int, hard: int) -> Finding:
-    """Of limits in files, -1: none. Ray raises a low one of its processes as far as it may."""
+    """Judges the limits of open files, -1: none. Ray raises a low one of its processes as far as it may."""
     allowed = min((each for each in (soft, hard) if each >= 0), default=-1)
     text = "no limit" if allowed < 0 else f"at most {allowed:,}"
     if allowed < 0 or allowed >= MANY_FILES:
@@ -53,13 +53,13 @@ def judge_files(soft: int, hard: int) -> Finding:
 
 
 def judge_shm(total: int, free: int, gpus: int) -> Finding:
-    wanted = SHM_OBJECTS + SHM_GPU * gpus
+    needed = SHM_OBJECTS + SHM_GPU * gpus
     text = f"{format_bytes(free)} free of {format_bytes(total)}"
-    if free >= wanted:
+    if free >= needed:
         return Finding("ok", text)
     remedy = "start the container with `--shm-size=8g`; on Kubernetes mount an emptyDir of medium Memory there"
     verdict: Verdict = "failure" if gpus > 1 and free < SHM_GPU * gpus else "warning"
-    return Finding(verdict, f"{text}: Ray and NCCL want {format_bytes(wanted)}", remedy)
+    return Finding(verdict, f"{text}: Ray and NCCL need {format_bytes(needed)}", remedy)
 
 
 def judge_memory(total: int, available: int, limit: int | None, used: int) -> Finding:

@@ -37,7 +37,7 @@ def usual_bandwidth(links: Sequence[Link]) -> float:
 
 
 def judge_links(links: Sequence[Link], usual: float) -> Finding:
-    """Of all ordered pairs, compared with the `usual` bandwidth, also where no peer can be reached: copies then go
+    """Judges all ordered pairs, compared with the `usual` bandwidth, even where no peer can be reached: copies then go
     through the host."""
     figures = {"links": [link._asdict() for link in links]}
     slow = [link for link in links if link.bandwidth < SLOW * usual]

@@ -17,7 +17,7 @@ _REMEDY = "look at the node's interface (`ethtool`, `ibstat`), cable and switch 
 
 
 def examine_network(device: str, address: str, rank: int, size: int) -> Finding:
-    """Of this node, `rank` of `size`, which all call this; they meet at `address`."""
+    """Examines this node, `rank` of `size`, which all call this; they meet at `address`."""
     try:
         return Finding("ok", "", figures={"links": probe("network", device, address, rank, size, seconds=6 * SECONDS)})
     except ProbeError as error:

@@ -18,7 +18,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.doctor import network
 from pentad.orchestrator.doctor.checks import CHECKS, subject_of
 from pentad.orchestrator.doctor.compare import compared
-from pentad.orchestrator.doctor.finding import Finding, Row, UnderWay
+from pentad.orchestrator.doctor.finding import Finding, FindingRow, UnderWay
 from pentad.orchestrator.doctor.probe import START_SECONDS
 from pentad.orchestrator.doctor.ray_cluster import clock_offset, examine_ray
 from pentad.schedules.ir.errors import PentadError
@@ -29,7 +29,7 @@ Actors = dict[str, Any]  # an Examiner by the name of its node
 
 
 class Examiner:
-    """Of a node, in one bundle of a placement group. Answers are plain data."""
+    """Examines a node, in one bundle of a placement group. Answers are plain data."""
 
     def __init__(self, config: RunConfig, seconds: float | None) -> None:
         self.config, self.seconds = config, seconds
@@ -61,22 +61,22 @@ class Examiner:
         return time.time()
 
 
-def examine_cluster(config: RunConfig, seconds: float | None, under_way: UnderWay) -> Iterator[list[Row]]:
+def examine_cluster(config: RunConfig, seconds: float | None, under_way: UnderWay) -> Iterator[list[FindingRow]]:
     """The rows of each check, of all nodes. A cluster that cannot be joined, or has no room, is one row."""
     try:
         with launch(config.cluster, config.mesh.size) as head, join(config.cluster, config.mesh.size, head) as cluster:
             yield from examine_joined(cluster, config, seconds, under_way)
     except PentadError as error:
         remedy = "compare cluster.address, RAY_AUTH_TOKEN and mesh with `ray status` on the cluster's head"
-        yield [Row("Ray", Finding("failure", str(error), remedy))]
+        yield [FindingRow("Ray", Finding("failure", str(error), remedy))]
 
 
 def examine_joined(
     cluster: Cluster, config: RunConfig, seconds: float | None, under_way: UnderWay
-) -> Iterator[list[Row]]:
+) -> Iterator[list[FindingRow]]:
     """Raises PentadError if the cluster has no room for the run."""
     timeout = config.cluster.start_timeout_seconds
-    yield [Row("Ray", examine_ray(cluster))]
+    yield [FindingRow("Ray", examine_ray(cluster))]
     with under_way("room for the run", timeout):
         placement = reserve(config.mesh.mesh, cluster.device, timeout, fixed=cluster.local)
     try:
@@ -92,24 +92,24 @@ def examine_placement(
     seconds: float | None,
     under_way: UnderWay,
     left_out: Collection[str] = (),
-) -> Iterator[list[Row]]:
+) -> Iterator[list[FindingRow]]:
     """All checks but those `left_out`. A node that does not answer is asked no more."""
     with under_way("a process on each node", START_SECONDS):
         actors, times, silent = _start(placement, device, config, seconds)
-    yield [Row("nodes", finding, node) for node, finding in silent.items()] or [
-        Row("nodes", Finding("ok", f"{len(actors)} for {config.mesh.size} ranks"))
+    yield [FindingRow("nodes", finding, node) for node, finding in silent.items()] or [
+        FindingRow("nodes", Finding("ok", f"{len(actors)} for {config.mesh.size} ranks"))
     ]
     for name in (check.name for check in CHECKS if check.name not in left_out):
         longest = max((each[name] for each in times.values()), default=0.0)
         with under_way(name, longest):
             calls = {node: actor.examine.remote(name) for node, actor in actors.items()}
             found = compared(name, _answers(calls, START_SECONDS + 20 * longest))
-        yield [Row(name, finding, node) for node, finding in found.items()]
+        yield [FindingRow(name, finding, node) for node, finding in found.items()]
         actors = {node: actor for node, actor in actors.items() if found[node].remedy != _SILENT}
     with under_way("network", network.SECONDS):
         found = _network(actors, device)
-    yield [Row("network", finding, node) for node, finding in found.items()]
-    yield [Row("clock offset", clock_offset(actor), node) for node, actor in actors.items()]
+    yield [FindingRow("network", finding, node) for node, finding in found.items()]
+    yield [FindingRow("clock offset", clock_offset(actor), node) for node, actor in actors.items()]
 
 
 def _start(

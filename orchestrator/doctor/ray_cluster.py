@@ -32,7 +32,7 @@ def examine_ray(cluster: Cluster) -> Finding:
 
 
 def judge_ray(where: str, url: str, dashboard: Dashboard) -> Finding:
-    """Of a cluster that has accepted this Ray's version and token."""
+    """Judges a cluster that has accepted this Ray's version and token."""
     if dashboard == "silent":
         remedy = "look at dashboard.log in the head's session folder: `pentad submit` needs it"
         return Finding("warning", f"{where}, whose dashboard at {url} does not answer", remedy)
@@ -46,8 +46,8 @@ def judge_ray(where: str, url: str, dashboard: Dashboard) -> Finding:
 
 
 def clock_offset(actor: Any) -> Finding:
-    """Of a node's Examiner, by the answer that took least time; it was given in the middle of that, give or take half
-    of it."""
+    """Judges the clock of a node's Examiner, by the answer that took least time; it was given in the middle of that,
+    give or take half of it."""
     readings = []
     for _ in range(READINGS):
         began = time.time()
@@ -62,7 +62,7 @@ def clock_offset(actor: Any) -> Finding:
 
 
 def judge_clock(offset: float, delay: float) -> Finding:
-    """Of a clock that is `offset` seconds ahead of this one's, as measured by an answer after `delay` seconds."""
+    """Judges a clock that is `offset` seconds ahead of this one's, as measured by an answer after `delay` seconds."""
     figures = {"offset": offset, "delay": delay}
     text = f"{format_duration(abs(offset))} {'ahead of' if offset > 0 else 'behind'} this machine"
     if abs(offset) <= CLOSE + delay:

@@ -39,13 +39,14 @@ def judge_versions(found: Mapping[str, str | None], *, has_gpus: bool) -> Findin
     missing = [name for name, number in found.items() if number is None and (name != "triton" or has_gpus)]
     old = [n for n, number in found.items() if number is not None and _numbers(number) < _numbers(WANTED[n])]
     if missing or old:
-        wanted = enumerated([f"{name} {WANTED[name]}" for name in (*missing, *old)])
-        return Finding("failure", f"{text}: expected at least {wanted}", _INSTALL, figures)
+        needed = enumerated([f"{name} {WANTED[name]}" for name in (*missing, *old)])
+        return Finding("failure", f"{text}: expected at least {needed}", _INSTALL, figures)
     return Finding("ok", text, figures=figures)
 
 
 def judge_driver(driver: Driver | None, cuda: str | None) -> Finding:
-    """Of a torch built for `cuda`, None: for CPUs. A driver runs every minor version of the CUDA that it knows."""
+    """Judges the driver for a torch built for `cuda`, None: for CPUs. A driver runs every minor version of the CUDA
+    that it knows."""
     if driver is None:
         return Finding("failure", "it does not answer", "install it again, or reboot")
     text = f"{driver.version} for CUDA {driver.cuda[0]}.{driver.cuda[1]}"

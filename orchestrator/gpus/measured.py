@@ -17,7 +17,7 @@ PROBE = "pentad.kernels.gpu_figures"
 
 @cache
 def measured_gpu(name: str) -> Gpu:
-    """Of this machine's first GPU, called `name`. Raises PentadError if it cannot be measured."""
+    """Measures this machine's first GPU, called `name`. Raises PentadError if it cannot be measured."""
     command = [sys.executable, "-P", "-m", PROBE]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True)

@@ -58,7 +58,7 @@ def _write(path: Path, text: str | None) -> None:
         part.write_text(text or "", encoding="utf-8")
         part.unlink() if text is None else part.replace(path)
     except OSError as error:
-        raise PentadError(f"{path} cannot be written ({error.strerror}): expected a place for a table") from None
+        raise PentadError(f"{path} cannot be written ({error.strerror}): expected a writable path") from None
 
 
 def read_table(path: Path, gpu: str, key: str = "cluster.rates") -> Rates:
@@ -73,7 +73,7 @@ def read_table(path: Path, gpu: str, key: str = "cluster.rates") -> Rates:
 
 @lru_cache(maxsize=8)
 def _read(path: Path, gpu: str, key: str, written: int) -> Rates:
-    """Of the file as it was written at that time: a search makes hundreds of plans with it."""
+    """The rates in the file as it was written at that time: a search makes hundreds of plans with it."""
     expected = f"{key} is {path}: expected a table that `pentad calibrate` wrote for {gpu}"
     try:
         table = RateTable.model_validate_json(path.read_text(encoding="utf-8"))

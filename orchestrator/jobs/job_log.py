@@ -33,7 +33,7 @@ def follow(jobs: Jobs, job: str, write: Callable[[str], None]) -> tuple[Job, Out
 
 
 def outcome(job: Job, log: str) -> Outcome:
-    """Of a job that has ended and whose output ends with `log`."""
+    """The outcome of a job that has ended and whose output ends with `log`."""
     state, steps = _ENDING.findall(log)[-1] if _ENDING.search(log) else ("", "")
     if job.status == "FAILED":
         return Outcome(False, f"job {job.job} failed: {job.message}")

@@ -55,7 +55,7 @@ def choose(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
 
 
 def _fastest(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
-    """Of what fits, that with the least simulated time, then the least recomputation and memory; if nothing fits, that
+    """The plan that fits with the least simulated time, then the least recomputation and memory; if nothing fits, that
     which needs least."""
     if AUTO not in (config.memory.recompute, config.zero.max_gathered):
         return None

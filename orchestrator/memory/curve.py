@@ -124,7 +124,7 @@ def _merged(
 
 
 def _thinned(samples: Iterator[Sample], pools: int) -> list[Sample]:
-    """At most MOST_SAMPLES: the highest of each of so many equal parts of the time, at its start."""
+    """At most MOST_SAMPLES: the highest of each of this many equal parts of the time, at its start."""
     found = list(samples)
     if len(found) <= MOST_SAMPLES:
         return found

@@ -30,7 +30,8 @@ def shortened(config: RunConfig, rounds: int = ROUNDS) -> RunConfig:
 
 
 def estimated_seconds(config: RunConfig, device: str) -> float:
-    """Of a simulated step: that of its first microbatches, and for each further one what the last of those added."""
+    """The seconds of a simulated step: that of its first microbatches, and for each further one what the last of those
+    added."""
     short = shortened(config)
     seconds = simulated_seconds(make_plan(short, device))
     further = config.schedule.microbatches - short.schedule.microbatches

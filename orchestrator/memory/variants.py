@@ -38,8 +38,8 @@ class _Compiled:
 
 
 class Variants:
-    """Of a configuration whose memory.recompute and its layers are replaced by others, and offload_fraction if a share
-    is given, on ranks with this memory. Their programs are not proven: they are to be compared."""
+    """Variants of a configuration whose memory.recompute and its layers are replaced by others, and offload_fraction if
+    a share is given, on ranks with this memory. Their programs are not proven: they are to be compared."""
 
     def __init__(self, config: RunConfig, device: str, room: DeviceMemory) -> None:
         self.config, self.device, self.room = config, device, room
@@ -49,11 +49,11 @@ class Variants:
 
     @property
     def own(self) -> Plan:
-        """Of the configuration, with a program of its own."""
+        """The plan of the configuration, with a program of its own."""
         return self._compiled(self.config).plan
 
     def words(self, mode: str, layers: int | None = None) -> Words:
-        """Overrides with which so many layers of each stage (None: all) recompute, by such a mode of a plan: another
+        """Overrides with which this many layers of each stage (None: all) recompute, by such a mode of a plan: another
         one than that of the configuration recomputes all rows."""
         found = (
             f"memory.recompute={config_text(mode)}",
@@ -72,8 +72,8 @@ class Variants:
         return (), self.plan(section.mode, section.recompute_layers)
 
     def plan(self, mode: str, layers: int | None = None, share: float | None = None) -> Plan:
-        """In which so many layers of each stage (None: all) recompute. Raises PentadError for a mode that the model or
-        other keys do not allow."""
+        """In which this many layers of each stage (None: all) recompute. Raises PentadError for a mode that the model
+        or other keys do not allow."""
         config = self._config(mode, layers, share)
         if (shared := self._shared_with(config)) is None:
             return self._compiled(config).plan
@@ -91,7 +91,7 @@ class Variants:
         )
 
     def fit(self, plan: Plan) -> Fit:
-        """Of one of these plans."""
+        """The fit of one of these plans."""
         state = self._by_program[id(plan.program)].state
         return fit_of_ranks(memories(plan, state), self.room)
 
@@ -105,7 +105,7 @@ class Variants:
         return fullest_bytes(plan, self.room.bytes, self._by_program[id(plan.program)].state)
 
     def seconds(self, plan: Plan) -> float:
-        """Of a simulated step of one of these plans."""
+        """The seconds of a simulated step of one of these plans."""
         return simulated_seconds(plan, self._by_program[id(plan.program)].events)
 
     def _config(self, mode: str, layers: int | None, share: float | None) -> RunConfig:

@@ -36,7 +36,8 @@ class DrawnRun(NamedTuple):
 
     @staticmethod
     def of_config(config: RunConfig, program: Program) -> DrawnRun:
-        """Of a run with this program. A custom model is only named: to measure it would execute the user's file."""
+        """The drawing of a run with this program. A custom model is only named: to measure it would execute the user's
+        file."""
         from pentad.orchestrator.planning.layout import batch_spec
 
         batch, custom = batch_spec(config), config.model.custom

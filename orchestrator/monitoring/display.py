@@ -35,7 +35,7 @@ ENDED = ("finished", "stopped", "failed")  # states of a run that has no ranks
 
 class RunStream:
     """A terminal that may close, or a file whose disk may be full: what is written to it then is lost, while the run
-    ends in good order, or goes on. Whoever closes a pipe wants no more of the run."""
+    ends properly, or continues. Whoever closes a pipe wants no more of the run."""
 
     def __init__(self, stream: IO[str], *, is_terminal: bool) -> None:
         self.stream, self.is_terminal = stream, is_terminal

@@ -28,7 +28,7 @@ class ExpertLoads(NamedTuple):
 
 
 class EventBus:
-    """Of one run, over all its generations. `view` is its present state."""
+    """The events of one run, over all its generations. `view` is its present state."""
 
     def __init__(
         self, config: RunConfig, folder: RunFolder, display: Display, first: int, dashboard: str | None

@@ -158,7 +158,7 @@ def memory_line(plan: Plan, needs: Needs) -> RenderableType:
     saved = f"; a checkpoint takes up to {format_bytes(snapshot)} of host memory per rank" if snapshot else ""
     kept = f"; copies of state take up to {format_bytes(copies)} of host memory per rank" if copies else ""
     kept += f"; gradients to compare take up to {format_bytes(compared)} of host memory per rank" if compared else ""
-    text = f"rank {rank} needs most memory, {format_bytes(needs[rank]['total'])}: {', '.join(parts)}"
+    text = f"rank {rank} needs the most memory, {format_bytes(needs[rank]['total'])}: {', '.join(parts)}"
     return Padding(Text(f"{text}{offloaded}{state}{saved}{kept}", "dim"), (0, 1))
 
 

@@ -45,7 +45,7 @@ EVENT_OF_COLOUR = {
 }
 
 
-class Row(NamedTuple):
+class RayRow(NamedTuple):
     """Where Ray shows a rank: process title, thread ID (its hexadecimal form is the rank), coordinates, and row
     number."""
 
@@ -59,7 +59,7 @@ class Step(NamedTuple):
     """The spans of a step, or of a round of an evaluation, on all ranks, and the row of each rank."""
 
     name: str
-    rows: dict[int, Row]
+    rows: dict[int, RayRow]
     spans: tuple[Span, ...]
 
 
@@ -72,7 +72,7 @@ class RayTimeline(Watcher):
         self._keep, self._note = keep, note
         self._wall = time.time_ns() - time.monotonic_ns()
         self._numbers: dict[Coordinates, int] = {}
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, RayRow] = {}
         self._pending: deque[Step] = deque(maxlen=keep)
         self._closing = threading.Event()
         self._error: str | None = None
@@ -85,7 +85,7 @@ class RayTimeline(Watcher):
             at = rank.coordinates
             number = self._numbers.setdefault(at, len(self._numbers))
             if number < MAX_TASKS:
-                self._rows[rank.rank] = Row(f"pentad dp{at.dp}", _thread_id(rank.rank), str(at), number)
+                self._rows[rank.rank] = RayRow(f"pentad dp{at.dp}", _thread_id(rank.rank), str(at), number)
 
     def on_steps(self, rows: Sequence[dict[str, Any]], spans: Sequence[tuple[Span, ...]]) -> None:
         self._enqueue([Step(f"step {step[0].step}", self._rows, step) for step in spans])
@@ -177,7 +177,7 @@ class _Push:
         if reply.status.code:
             raise RuntimeError(f"the GCS answers {reply.status.message}")
 
-    def _task(self, request: Any, name: str, row: Row, spans: list[Span], ranks: int) -> None:
+    def _task(self, request: Any, name: str, row: RayRow, spans: list[Span], ranks: int) -> None:
         task = self._id(row, self.count % _tasks_per_rank(len(spans), self.keep, ranks))
         self.tasks.add(task)
         events = request.data.events_by_task.add(task_id=task, job_id=self.job)
@@ -194,7 +194,7 @@ class _Push:
             end = max(start, min(self._time(span.end), limit))
             profile.events.add(event_name=span.op, extra_data=json.dumps(_facts(span)), start_time=start, end_time=end)
 
-    def _id(self, row: Row, slot: int) -> bytes:
+    def _id(self, row: RayRow, slot: int) -> bytes:
         """Sorts first among the 10 000 tasks that the dashboard shows, ranks in order."""
         return bytes(3) + row.number.to_bytes(3) + slot.to_bytes(2) + b"\xff" * 12 + self.job
 

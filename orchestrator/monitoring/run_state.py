@@ -37,7 +37,7 @@ class RankView(NamedTuple):
 
 
 class EvalView(NamedTuple):
-    """The last evaluation of a data set, after so many steps; its loss is None where it was not finite."""
+    """The last evaluation of a data set, after this many steps; its loss is None where it was not finite."""
 
     data: str
     step: int
@@ -47,7 +47,7 @@ class EvalView(NamedTuple):
 class RunView(NamedTuple):
     """The run: `state` is one of RUN_STATES, `step` the number of steps done, `program` the hash of its program.
 
-    `verdict` says which rank a stalled run waits for, and which ranks are slow or were wrong; else it is ''.
+    `verdict` says which rank a stalled run waits for, and which ranks are slow or were wrong; otherwise ''.
     `endpoints` may have 'control' and 'metrics' (HOST:PORT), 'dashboard' and 'page' (URLs). The next evaluation is due
     after `next_evaluation` steps, None if no other is. `spares` processes wait to take the place of a lost rank.
     """

@@ -11,7 +11,7 @@ from pentad.schedules.spec.plan import Plan
 
 
 def data_flow(plan: Plan) -> dict[str, Any]:
-    """Of every pipeline rank: `sends` to others of its pipeline, with their number and bytes in a step, and
+    """For every pipeline rank: `sends` to others of its pipeline, with their number and bytes in a step, and
     `collectives` with the ranks along each axis, as planned."""
     sends, collectives = [], []
     for pp, stream in enumerate(plan.program.streams):

@@ -51,7 +51,7 @@ class Folder(Protocol):
     def journal(self) -> list[dict[str, Any]]: ...
 
 
-class Source(Protocol):
+class PageSource(Protocol):
     """What the page reads of a run's EventBus, or of what is left of a run."""
 
     @property
@@ -75,9 +75,9 @@ class Moment(NamedTuple):
 
 
 class PageData(Watcher):
-    """Of one run, over all its generations."""
+    """The data of one run's page, over all its generations."""
 
-    def __init__(self, bus: Source, timeline_steps: int) -> None:
+    def __init__(self, bus: PageSource, timeline_steps: int) -> None:
         self.bus, self.lock = bus, threading.Lock()  # held for moments, while the driver adds or a reader copies
         self.plan = bus.folder.plan
         self.now = Moment(bus.view, self.plan, {})

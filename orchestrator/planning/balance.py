@@ -25,9 +25,9 @@ STEPS = 4  # that are looked at
 
 
 class PoolBalance(NamedTuple):
-    """When the last of so many `ranks` ends, over the time of the documents' work divided equally: of sequences as they
-    are drawn, of the same sequences dealt to replicas and microbatches by cost, and of documents on as many ranks as
-    each needs. `gap` is the share by which the latter is above a time that no plan is under."""
+    """When the last of this many `ranks` ends, over the time of the documents' work divided equally: of sequences as
+    they are drawn, of the same sequences dealt to replicas and microbatches by cost, and of documents on as many ranks
+    as each needs. `gap` is the share by which the latter is above a time that no plan is under."""
 
     ranks: int
     fixed: float
@@ -54,9 +54,9 @@ class DataBalance(NamedTuple):
 
 
 def data_balance(plan: Plan, dataset: Dataset, steps: int, pools: Sequence[int] = ()) -> DataBalance:
-    """Of the first STEPS of `steps` steps, at least 1, and of other `pools`, each a number of dp x ep x cp ranks, whose
-    sequences are those of the run's first steps, as many for each replica, and repeated where they are too few. Proves
-    that what ranks exchange in layers meets; raises PentadError if it does not."""
+    """The balance of the first STEPS of `steps` steps, at least 1, and of other `pools`, each a number of dp x ep x cp
+    ranks, whose sequences are those of the run's first steps, as many for each replica, and repeated where they are too
+    few. Proves that what ranks exchange in layers meets; raises PentadError if it does not."""
     mesh, batch = plan.mesh, plan.batch if plan.batch.capacity else grouped(plan)
     found, shares, pipelines = list[PoolBalance](), list[float](), list[int]()
     for step in range(min(STEPS, steps)):

@@ -123,7 +123,7 @@ def end_seconds(
 
 
 def transfer_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> float:
-    """Of an activation, or its gradient, to the next stage."""
+    """Seconds to send an activation, or its gradient, to the next stage."""
     return links_of(rates, piece.mesh, ("pp",)).send.seconds(piece.stream(model.hidden))
 
 
@@ -188,7 +188,7 @@ def _layer_issue(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates,
 def _recompute_seconds(
     model: ModelSpec, span: LayerRange, stage: StageSeconds, mode: str, piece: Piece, rates: Rates
 ) -> float:
-    """Of one RECOMPUTE of a stage."""
+    """Seconds of one RECOMPUTE of a stage."""
     if mode in ("none", "full"):
         return stage.forward if mode == "full" else 0.0
     rest = 1 - piece.saved_rows / piece.sequence_parallel_tokens  # of rows
@@ -199,7 +199,7 @@ def _recompute_seconds(
 
 
 def _saving_seconds(model: ModelSpec, span: LayerRange, mode: str, piece: Piece, rates: Rates) -> float:
-    """Of the copies in F of rows that RECOMPUTE does not make again."""
+    """Seconds of the copies in F of rows that RECOMPUTE does not make again."""
     if not piece.saved_rows or mode in ("none", "full"):
         return 0.0
     share = piece.saved_rows / piece.sequence_parallel_tokens
@@ -312,7 +312,7 @@ def _dense_sizes(model: ModelSpec, layer: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=65536)
 def _dense_seconds(model: ModelSpec, layer: int, work: float, products: Curve) -> float:
-    """Of the products with `_dense_sizes`, with so many FLOPs for each element."""
+    """Seconds of the products with `_dense_sizes`, with this many FLOPs for each element."""
     return sum(work * size / rate_at(products, work * size) for size in _dense_sizes(model, layer))
 
 
@@ -363,7 +363,8 @@ def gather_seconds(
 def _shared_seconds(
     model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates, kind: str, itemsize: int
 ) -> float:
-    """Of a collective of a stage's parameters, with so many bytes each; those of experts have fewer holders."""
+    """Seconds of a collective of a stage's parameters, with this many bytes each; those of experts have fewer
+    holders."""
     seconds = 0.0
     axes: tuple[Axis, ...] = ("dp", "cp")  # along which ranks hold the same experts
     dense, experts = local_parameters(model, lora, span, mesh)

@@ -34,11 +34,11 @@ class EvalCost:
 
     @property
     def seconds(self) -> float | None:
-        """Of one evaluation, whose rounds follow each other without overlap."""
+        """Seconds of one evaluation, whose rounds follow each other without overlap."""
         return None if self.rounds is None else self.rounds * self.round_seconds
 
     def share(self, training_seconds: float) -> float | None:
-        """Of the time of a run that trains for so long besides."""
+        """Share of the time of a run that trains for `training_seconds` besides."""
         if self.seconds is None:
             return None
         evaluating = self.count * self.seconds
@@ -46,7 +46,8 @@ class EvalCost:
 
 
 def eval_cost(config: RunConfig, plan: Plan, costs: Costs, sequences: Sequence[int | None]) -> EvalCost | None:
-    """Of a plan, None if it evaluates nothing. `sequences` are how many of each data set are read, None: unknown."""
+    """What the evaluations of a plan cost, None if it evaluates nothing. `sequences` are how many of each data set are
+    read, None: unknown."""
     if plan.eval is None:
         return None
     batch, ranks = plan.batch.global_batch_size, [plan.mesh.move(0, pp=pp) for pp in range(plan.mesh.pp)]

@@ -56,8 +56,8 @@ class Fit:
 
 
 def device_memory(device: str, gib: float | None = None, *, gpu: str = "") -> DeviceMemory:
-    """Of `gib` GiB a rank if given, else of a GPU by its name ('': the assumed one), or of this machine, whose memory
-    CPU ranks share. Raises PentadError for an unknown GPU that is not here."""
+    """The memory of a device: `gib` GiB a rank if given, else of a GPU by its name ('': the assumed one), or of this
+    machine, whose memory CPU ranks share. Raises PentadError for an unknown GPU that is not here."""
     if gib is not None:
         return DeviceMemory(int(gib * 2**30), f"of a device of {gib:g} GiB")
     if device == "cpu":

@@ -1,5 +1,5 @@
 """How a run lays its model out before anything is compiled: the compute order, layers of stages, and their units; and
-its batches, also those of data-aware groups (data.balance dynamic)."""
+its batches, including those of data-aware groups (data.balance dynamic)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def units_of(
 ) -> tuple[int, ...]:
     """The number of units of each stage, given its layers: of memory.unit_layers each; by default of one where layers
     recompute or are offloaded, and of at most UNIT_BYTES of gradients where ranks have `shared` parameters, to reduce
-    some while backward goes on. What a custom model recomputes is a whole stage."""
+    some while backward continues. What a custom model recomputes is a whole stage."""
     found, lora = [], config.lora_spec
     for layers in stages:
         size = config.memory.unit_layers or len(layers.numbers)
@@ -77,7 +77,7 @@ def units_of(
 
 
 def compute_order(config: RunConfig, model: ModelSpec, device: str, microbatches: int) -> Program | None:
-    """The compute order of so many microbatches for a schedule from a file or 'auto', whose layout only its program
+    """The compute order of this many microbatches for a schedule from a file or 'auto', whose layout only its program
     tells.
 
     'auto' takes the order with the least makespan at guessed costs, or the one whose busiest rank ends first if there

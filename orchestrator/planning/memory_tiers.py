@@ -52,7 +52,7 @@ def cheapest(need: float, tiers: Sequence[Tier]) -> list[float]:
 def choose_tiers(config: RunConfig, device: DeviceMemory, host: HostMemory | None, make: Maker) -> Plan:
     """The plan with the least recomputation and offloading that fits; if none fits, with the most of both.
 
-    Without memory.recompute nothing recomputes; with memory.recompute_layers so many layers do. Raises PentadError if
+    Without memory.recompute nothing recomputes; with memory.recompute_layers that many layers do. Raises PentadError if
     something has to go to a host whose memory is unknown (None).
     """
     plain = make(_with(config, 0.0, 0.0))
@@ -72,7 +72,7 @@ def choose_tiers(config: RunConfig, device: DeviceMemory, host: HostMemory | Non
 
 
 class _Search:
-    """Tries plans that differ in their fractions and in what recomputes: so many of `steps`, which are layers of each
+    """Tries plans that differ in their fractions and in what recomputes: this many of `steps`, which are layers of each
     stage, or with memory.recompute_fraction auto parts of the rows. `most` does most of both."""
 
     def __init__(self, config: RunConfig, device: DeviceMemory, host: HostMemory, make: Maker, most: Plan) -> None:
@@ -89,7 +89,7 @@ class _Search:
         return self.make(_with(self.config, step / max(1, self.steps), fraction, self.steps), units=self.units, **more)
 
     def first_step(self) -> int:
-        """Of the solution of the linear program, as if tensors could be cut anywhere."""
+        """The step of the solution of the linear program, as if tensors could be cut anywhere."""
         if self.config.memory.recompute_layers or not self.steps:
             return self.config.memory.recompute_layers or 0
         none, offloaded, recomputed = self.plan(0, 0.0), self.plan(0, 1.0), self.plan(self.steps, 0.0)
@@ -145,7 +145,8 @@ class _Search:
 
 
 def _with(config: RunConfig, recomputed: float | None, fraction: float, layers: int = 0) -> RunConfig:
-    """In which this share recomputes (None: as much as configured), of the rows or of so many layers of each stage."""
+    """In which this share recomputes (None: as much as configured), of the rows or of this many layers of each
+    stage."""
     changed: dict[str, object] = {"offload_fraction": fraction}
     by_rows = config.memory.recompute_fraction == "auto"
     if recomputed == 0:

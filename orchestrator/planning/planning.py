@@ -61,7 +61,7 @@ def make_plan(
     memory: DeviceMemory | None = None,
     proved: bool = True,
 ) -> Plan:
-    """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of so many hosts (None: of NODE_GPUS
+    """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of this many hosts (None: of NODE_GPUS
     each).
 
     `model` is that of the run's first plan: a custom model's file may have changed since. So are the `units` of each
@@ -213,7 +213,7 @@ def assumed_plan(config: RunConfig) -> Plan:
 
 
 def assumed_hosts(config: RunConfig) -> int:
-    """Of NODE_GPUS each: 1, or 2 for more, which plans do not tell apart."""
+    """The number of hosts with NODE_GPUS each: 1, or 2 for any more, which plans do not distinguish."""
     return 1 + (config.mesh.size > NODE_GPUS and config.cluster.transport != "peer")
 
 
@@ -314,7 +314,7 @@ def _memory_options(
 
 
 def max_gathered(config: RunConfig, zero: int, units: Sequence[int], *, has_mirrors: bool) -> int | None:
-    """Of MemoryOptions: zero.max_gathered, or the default."""
+    """`max_gathered` of MemoryOptions: zero.max_gathered, or the default."""
     given = config.zero.max_gathered
     if zero < 3 or isinstance(given, int):
         return given if zero == 3 and isinstance(given, int) else None
@@ -327,7 +327,7 @@ def default_gathered(units: Sequence[int], *, has_mirrors: bool) -> int | None:
 
 
 def reduction(config: RunConfig, zero: int) -> Literal["step", "microbatch"] | None:
-    """Of MemoryOptions: zero.reduce, which only sharded gradients have."""
+    """`reduce` of MemoryOptions: zero.reduce, which only sharded gradients have."""
     return config.zero.reduce if zero > 1 else "step"
 
 

@@ -13,7 +13,7 @@ from pentad.workers.linear.fp8_sample import Fp8Sample, GradientSums, cosines, m
 MOST = 3  # sentences about a step
 UNDERFLOWED = 0.25  # share of an operand's values that are zero in 8 bits
 COSINE = 0.9  # of a gradient with that in the compute dtype, at least
-GROWTH, REMEMBERED, LEAST = 16.0, 16, 4  # of a maximum over the median of so many samples before, at least so many
+GROWTH, REMEMBERED, LEAST = 16.0, 16, 4  # of a maximum over the median of this many samples before, at least that many
 
 
 def fp8_row(samples: Iterable[Fp8Sample]) -> dict[str, Any]:

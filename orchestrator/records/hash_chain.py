@@ -41,7 +41,7 @@ def read_chain(lines: Iterable[bytes], where: str) -> Iterator[Entry]:
 
 
 def hash_of(last: bytes, where: str) -> str:
-    """That of the last line of a chain; '' where there is none yet. Raises PentadError for a line that is none of a
+    """The hash of the last line of a chain; '' where there is none yet. Raises PentadError for a line that is not of a
     chain."""
     return str(_entry(last, f"the last line of {where}")["hash"]) if last else ""
 

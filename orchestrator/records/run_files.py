@@ -29,7 +29,7 @@ class Change(NamedTuple):
 
 
 class RunFiles:
-    """`note` is told when the disk takes nothing, and when it does again."""
+    """`note` gets a message when the disk refuses writes, and when it accepts them again."""
 
     def __init__(self) -> None:
         self.note: Callable[[str], object] = lambda text: None

@@ -107,7 +107,7 @@ def replay(entries: Iterable[Entry], where: str) -> History:
 def _rewind(history: History, following: int, step: int, at: str) -> int:
     """The steps from `step` on no longer count. The first steps of a run may be another run's."""
     if step > following and history.steps:
-        raise PentadError(f"{at} goes on from step {step}: expected one up to {following}, the next step")
+        raise PentadError(f"{at} continues from step {step}: expected one up to {following}, the next step")
     undone = [number for number in history.steps if number >= step]
     for number in undone:
         del history.steps[number]

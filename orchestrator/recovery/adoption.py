@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.held_lease import HeldLease
 from pentad.orchestrator.cluster.placement import Placement
-from pentad.orchestrator.cluster.worker import Seat, WorkerPlace
+from pentad.orchestrator.cluster.worker import RankPlacement, WorkerPlace
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.config.version import release
 from pentad.orchestrator.planning.planning import shrunk_plan
@@ -29,7 +29,7 @@ NOWHERE = WorkerPlace("", "", -1, 0, "")  # of a rank that does not answer
 GONE = "it did not answer the driver that adopted the run"
 
 
-class Seating(NamedTuple):
+class Membership(NamedTuple):
     """Who of several workers, by number, is which rank; the ranks are in these bundles, by rank. `generation` is the
     highest that any worker has seen; `extra` are workers that are no ranks."""
 
@@ -39,22 +39,22 @@ class Seating(NamedTuple):
     generation: int
 
 
-def seating(seats: Mapping[int, Seat]) -> Seating | None:
-    """Of the workers that answer, by number. None if none of them is a rank of the plan.
+def membership(found: Mapping[int, RankPlacement]) -> Membership | None:
+    """The membership of the workers that answer, by number. None if none of them is a rank of the plan.
 
     A former driver may have died while it started a generation: ranks that it had not reached yet are in the same
     bundles, and a rank that was replaced has a newer process.
     """
-    fitting = {number: seat for number, seat in seats.items() if seat.fits and seat.rank >= 0}
+    fitting = {number: each for number, each in found.items() if each.fits and each.rank >= 0}
     if not fitting:
         return None
-    bundles = max(fitting.values(), key=lambda seat: seat.generation).bundles
+    bundles = max(fitting.values(), key=lambda each: each.generation).bundles
     members: dict[int, int] = {}
-    for number, seat in sorted(fitting.items(), key=lambda each: each[1].generation):
-        if seat.bundles == bundles:
-            members[seat.rank] = number
-    extra = tuple(number for number in seats if number not in members.values())
-    return Seating(bundles, members, extra, max(seat.generation for seat in seats.values()))
+    for number, each in sorted(fitting.items(), key=lambda item: item[1].generation):
+        if each.bundles == bundles:
+            members[each.rank] = number
+    extra = tuple(number for number in found if number not in members.values())
+    return Membership(bundles, members, extra, max(each.generation for each in found.values()))
 
 
 def can_adopt(journal: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], ranks: str) -> bool:
@@ -84,28 +84,28 @@ def find_parked(config: RunConfig, full: Plan, placement: Placement, lease: Held
     actors = dict(enumerate(lease.actors()))
     if not actors or placement.bundle_count != full.mesh.size:
         return None
-    plan, seats = full, _seats(actors, full)
-    sizes = {len(seat.bundles) for seat in seats.values() if seat.rank >= 0}
+    plan, answers = full, _rank_placements(actors, full)
+    sizes = {len(each.bundles) for each in answers.values() if each.rank >= 0}
     if sizes and max(sizes) < full.mesh.size and (smaller := shrunk_plan(config, full, max(sizes))) is not None:
-        plan, seats = smaller, _seats(actors, smaller)
-    found = seating(seats)
+        plan, answers = smaller, _rank_placements(actors, smaller)
+    found = membership(answers)
     if found is None:
         return None
-    for number in (*found.extra, *(actors.keys() - seats.keys())):
+    for number in (*found.extra, *(actors.keys() - answers.keys())):
         ray.kill(actors[number])
     group = WorkerGroup(plan, placement, found.generation, runner, lease)
-    living = {rank: (actors[number], seats[number].place) for rank, number in found.members.items()}
+    living = {rank: (actors[number], answers[number].place) for rank, number in found.members.items()}
     ranks = range(plan.mesh.size)
     group.adopt(plan, found.bundles, [living.get(rank, (None, NOWHERE)) for rank in ranks])
-    tokens = [seats[number].token for number in found.members.values()]
+    tokens = [answers[number].token for number in found.members.values()]
     lost = {rank: f"{group.label(rank)} is gone: {GONE}" for rank in ranks if rank not in living}
     return Parked(group, full, lost, next((token for token in tokens if token), None))
 
 
-def _seats(actors: Mapping[int, Any], plan: Plan) -> dict[int, Seat]:
-    """Of the workers that answer."""
+def _rank_placements(actors: Mapping[int, Any], plan: Plan) -> dict[int, RankPlacement]:
+    """The placements of the workers that answer, by number."""
     known, version = ray.put(plan), release()
-    refs = {actor.seat.remote(known, version): number for number, actor in actors.items()}
+    refs = {actor.rank_placement.remote(known, version): number for number, actor in actors.items()}
     ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=ANSWER_SECONDS)
     found = {}
     for ref in ready:

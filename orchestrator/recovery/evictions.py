@@ -32,8 +32,8 @@ class Asked(NamedTuple):
 
 
 class Evictions:
-    """Of one run. The room for a rank that is slow is found beside training, before anything else happens; then the
-    rank moves there as one that is lost. Without such room it stays."""
+    """The evictions of one run. The room for a rank that is slow is found beside training, before anything else
+    happens; then the rank moves there as one that is lost. Without such room it stays."""
 
     def __init__(self, elastic: ElasticSection, group: WorkerGroup, bus: EventBus) -> None:
         self.elastic, self.group, self.bus = elastic, group, bus
@@ -55,7 +55,7 @@ class Evictions:
         if asked.beside and may_leave and waited > BESIDE_SECONDS:
             self.cancel()
             self._ask(slow, beside=False)
-        elif waited > self.elastic.wait_seconds and asked.beside is not may_leave:  # and goes on asking
+        elif waited > self.elastic.wait_seconds and asked.beside is not may_leave:  # and keeps asking
             where = "no other node had room" if may_leave else "no other GPU of its node was free"
             for each in asked.slow:
                 self._stay(each, f"{where} within elastic.wait_seconds = {self.elastic.wait_seconds:g}")

@@ -39,8 +39,8 @@ class LayerChange(NamedTuple):
 
 
 class Rebalance:
-    """Of one run. A rank that is slow is looked at once in a generation, or every AGAIN steps, and so are layers that
-    have moved."""
+    """Moves layers in one run. A rank that is slow is looked at once in a generation, or every AGAIN steps, and so are
+    layers that have moved."""
 
     def __init__(self, config: RunConfig, group: WorkerGroup, bus: EventBus) -> None:
         self.config, self.group, self.bus = config, group, bus

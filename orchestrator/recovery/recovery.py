@@ -41,8 +41,8 @@ DONE = {
 
 
 class Recovery:
-    """Of one run. `recover` and `regroup` put the ranks of `group` together again and return what has survived: the run
-    continues from step `version` of it."""
+    """The recovery of one run. `recover` and `regroup` put the ranks of `group` together again and return what has
+    survived: the run continues from step `version` of it."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Recovery:
         return self.recover(fault, done)
 
     def end_generation(self) -> RecoveryState:
-        """What the ranks hold, of which none is lost, once a run ends because one of them refuses to go on."""
+        """What the ranks hold, of which none is lost, once a run ends because one of them fails."""
         state = RecoveryState()
         fence(self.group, state, self.bus.record)
         return state

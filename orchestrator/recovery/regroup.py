@@ -42,7 +42,7 @@ RETRY_SECONDS = 0.05
 
 
 class Regroup:
-    """Of the ranks of one run. `group` changes only once all ranks that it will have are there."""
+    """Regroups the ranks of one run. `group` changes only once all ranks that it will have are there."""
 
     def __init__(
         self,
@@ -244,8 +244,8 @@ class Regroup:
         return found
 
     def _newest_step(self) -> int:
-        """Of the newest checkpoint, which may be damaged; -1 without one. As the journal has it if the storage does not
-        answer: to go back beyond that would undo steps that are safe."""
+        """The step of the newest checkpoint, which may be damaged; -1 without one. As the journal has it if the storage
+        does not answer: to go back beyond that would undo steps that are safe."""
         with suppress(Unreadable):
             return max(complete_folders(self.bus.folder.checkpoints), default=-1)
         return newest_recorded(self.bus.folder.journal())

@@ -28,8 +28,8 @@ class OrderChange(NamedTuple):
 
 
 class Replan:
-    """Of one run. Looks once, at STEPS steps of the full batch after the first WARM_UP of a generation, which compile
-    kernels and allocate memory. The search runs in a thread beside the driver's."""
+    """Replans one run. Looks once, at STEPS steps of the full batch after the first WARM_UP of a generation, which
+    compile kernels and allocate memory. The search runs in a thread beside the driver's."""
 
     def __init__(self, config: RunConfig, group: WorkerGroup, bus: EventBus) -> None:
         self.group, self.bus, self.steps = group, bus, config.run.steps

@@ -18,8 +18,8 @@ def rollback_target(config: RunConfig, step: int) -> int | None:
 
 
 def kept_steps(config: RunConfig, saved: Collection[int], evaluations: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-    """Of the checkpoints of these steps, the best one by the lines of eval.jsonl, the milestones, and the one to which
-    a spike right after the newest takes the run back."""
+    """The checkpoints to keep of these steps: the best one by the lines of eval.jsonl, the milestones, and the one to
+    which a spike right after the newest takes the run back."""
     best, every = best_of(evaluations, config.checkpoint.keep_best, saved), config.checkpoint.keep_every
     target = rollback_target(config, max(saved, default=0))
     kept = [best.step] if best else []

@@ -32,8 +32,8 @@ class Spare(NamedTuple):
 
 
 class Spares:
-    """Of one run: as many as `count` on the nodes of the ranks; None: as many as a node has ranks, on other nodes that
-    have room for them. Some may not be ready."""
+    """The spares of one run: as many as `count` on the nodes of the ranks; None: as many as a node has ranks, on other
+    nodes that have room for them. Some may not be ready."""
 
     def __init__(self, count: int | None, group: WorkerGroup, bus: EventBus) -> None:
         self.count, self.group, self.bus = count, group, bus
@@ -129,7 +129,7 @@ class Spares:
 
 
 def spare_nodes(count: int, nodes: Sequence[str]) -> Counter[str]:
-    """How many of `count` spares each node gets, by the `nodes` of the ranks: one after the other, where there are most
+    """How many of `count` spares each node gets, by the `nodes` of the ranks: one after another, where there are most
     ranks for each spare."""
     ranks, found = Counter(nodes), Counter[str]()
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""What a run does about steps that its ranks have skipped: it goes on, stops, goes back, or fails after too many."""
+"""What a run does about steps that its ranks have skipped: it continues, stops, goes back, or fails after too many."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Skipped = tuple[tuple[int, int], ...]  # batches left out, as for `batch_of`
 
 
 class SpikeWatch:
-    """Of one generation. `spike` is the step because of which the run has to go back, None if there is none."""
+    """Watches one generation. `spike` is the step because of which the run has to go back, None if there is none."""
 
     def __init__(self, section: SpikesSection, requests: ControlRequests) -> None:
         self.section, self.requests = section, requests
@@ -49,7 +49,7 @@ class SpikeWatch:
 def roll_back(config: RunConfig, group: WorkerGroup, bus: EventBus, spike: int) -> int:
     """Takes the run back to `rollback_target`, from which on the batches up to the spike's are left out.
 
-    Restores the newest checkpoint of at most so many steps and returns its steps: a fault may have prevented that of
+    Restores the newest checkpoint of at most this many steps and returns its steps: a fault may have prevented that of
     the target, and the steps between give the same bits again. Later checkpoints are deleted, because their steps no
     longer count. Raises PentadError after too many rollbacks to the same step, and without such a checkpoint.
     """

@@ -22,7 +22,7 @@ class BitChecks:
         self.submitted, self.passed = first - 1, -1
 
     def due(self, step: int, *, saves: bool) -> bool:
-        """Whether to search after `step` steps: every so many, and before a checkpoint of them."""
+        """Whether to search after `step` steps: every `check_every`, and before a checkpoint of them."""
         if not self.every or step <= self.submitted:
             return False
         return saves or (step > 0 and step % self.every == 0)
@@ -32,7 +32,7 @@ class BitChecks:
         return [(step // self.every + 1) * self.every] if self.every else []
 
     def vouches_for(self, step: int) -> bool:
-        """Whether a checkpoint of so many steps may count."""
+        """Whether a checkpoint of this many steps may count."""
         return not self.every or step <= self.passed
 
     def conclude(self, step: int, checks: Sequence[RankCheck], seconds: float) -> None:

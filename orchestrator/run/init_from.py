@@ -24,7 +24,7 @@ from pentad.workers.hf.kept_files import FOLDER, read_files
 from pentad.workers.hf.names import MODEL_FILE
 
 if TYPE_CHECKING:
-    from pentad.workers.hf.exporter import Request
+    from pentad.workers.hf.exporter import ExportRequest
 
 _WITHOUT_TENSORS = ("family", "rope_theta", "rope_scaling", "norm_eps", "mtp_loss_weight")  # keys of the model section
 
@@ -84,11 +84,11 @@ def _adapter(config: RunConfig, lora: LoraSpec, home: Path) -> Path | None:
     return folder
 
 
-def adapter_request(config: RunConfig, home: Path) -> Request:
+def adapter_request(config: RunConfig, home: Path) -> ExportRequest:
     """What reading an adapter needs to know of its base model; `home` has the files that came with that."""
-    from pentad.workers.hf.exporter import Request  # imports torch
+    from pentad.workers.hf.exporter import ExportRequest  # imports torch
 
-    return Request(config.model.family, config.model.spec, 0, read_files(home / FOLDER))
+    return ExportRequest(config.model.family, config.model.spec, 0, read_files(home / FOLDER))
 
 
 def with_base(plan: Plan, base: LoraBase | None) -> Plan:
@@ -122,7 +122,7 @@ def _require_same_tensors(now: ModelSection, before: ModelSection, name: str) ->
 
 
 def _tensor_shapes(section: ModelSection) -> dict[str, tuple[int, ...]]:
-    """Of all tensors; the routing biases, which are the same in every layer with experts, stand for one."""
+    """The shapes of all tensors; the routing biases, which are the same in every layer with experts, stand for one."""
     spec = section.spec
     shapes = {tensor.name: tensor.shape for tensor in tensors(spec)}
     if spec.experts is not None and spec.experts.has_bias:

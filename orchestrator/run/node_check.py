@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pentad.orchestrator.cluster.cluster import Cluster
 from pentad.orchestrator.cluster.placement import Placement, node_names, release
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.doctor.finding import Row
+from pentad.orchestrator.doctor.finding import FindingRow
 from pentad.orchestrator.doctor.nodes import examine_placement
 from pentad.orchestrator.monitoring.display import Display
 from pentad.schedules.ir.errors import PentadError
@@ -27,7 +27,7 @@ class NodeCheck(NamedTuple):
     seconds: float
     nodes: int
     left_out: Mapping[str, str]
-    warnings: tuple[Row, ...]
+    warnings: tuple[FindingRow, ...]
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def reserve_checked(
         display.phase(f"examining the nodes: {name}")
         return nullcontext()
 
-    def examine(placement: Placement) -> list[Row]:
+    def examine(placement: Placement) -> list[FindingRow]:
         found = examine_placement(placement, cluster.device, config, seconds, under_way, LEFT_OUT)
         return [row for rows in found for row in rows]
 
@@ -59,7 +59,7 @@ def reserve_checked(
 
 def place_on_good_nodes(
     place: Callable[[Collection[str]], Placement],
-    examine: Callable[[Placement], list[Row]],
+    examine: Callable[[Placement], list[FindingRow]],
     names: Callable[[], Mapping[str, str]],
 ) -> tuple[Placement, NodeCheck]:
     """Until all nodes pass. `names` are those of nodes by their IDs. Raises PentadError, with nothing reserved."""
@@ -86,7 +86,7 @@ def place_on_good_nodes(
         left |= failed
 
 
-def failures(rows: Sequence[Row]) -> dict[str, str]:
+def failures(rows: Sequence[FindingRow]) -> dict[str, str]:
     """What is wrong with nodes, by their names; of those that only warn, nothing."""
     found = defaultdict[str, list[str]](list)
     for row in rows:

@@ -64,7 +64,7 @@ class Replication:
 
     def continue_(self, done: int, *, wait: Tick | None = None) -> None:
         """Has a copy count whose parts are all in place; waits for them if it gets the `tick` for that. Never before
-        its steps are recorded, else another driver could not go on from it.
+        its steps are recorded, or another driver could not continue from it.
 
         Raises WorkerError when a rank has failed.
         """

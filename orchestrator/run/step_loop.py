@@ -104,8 +104,8 @@ class StepLoop:
         self.hangs = HangDetector(group, config.elastic.hang_seconds, config.cluster.start_timeout_seconds)
 
     def run(self) -> None:
-        """Raises WorkerError when a rank fails, Refusal when one cannot go on, and PentadError when the last checkpoint
-        cannot be written."""
+        """Raises WorkerError when a rank fails, Refusal when one cannot continue, and PentadError when the last
+        checkpoint cannot be written."""
         try:
             self.replication.begin_generation()
             self._run()

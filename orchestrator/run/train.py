@@ -109,7 +109,7 @@ def train(
     if changed is not config:
         config, plan = changed, with_inputs_of(first_plan(changed), plan)
     if _is_finished(config, plan):
-        display.note(f"the run has all of its run.steps = {config.run.steps} already")
+        display.note(f"the run has already completed its run.steps = {config.run.steps}")
         return summary(config, config.run.steps)
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
@@ -168,7 +168,7 @@ def _best(config: RunConfig, folder: Path) -> dict[str, Any] | None:
 
 
 def _is_finished(config: RunConfig, plan: Plan) -> bool:
-    """Whether the run has all of its run.steps already, in a checkpoint that is intact.
+    """Whether the run has completed its run.steps, in a checkpoint that is intact.
 
     Raises PentadError when its checkpoints are of another corpus, or a port is taken.
     """

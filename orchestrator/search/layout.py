@@ -88,7 +88,7 @@ class Work:
         self._parameters: dict[tuple[int, int, int], tuple[int, int]] = {}
 
     def _with_units(self, layers: int | None) -> RunConfig:
-        """The configuration with so many layers in a unit, whatever recomputes."""
+        """The configuration with this many layers in a unit, whatever recomputes."""
         changed = {"unit_layers": layers, "recompute": "none", "offload_fraction": 0.0}
         return self.config.model_copy(update={"memory": self.config.memory.model_copy(update=changed)})
 
@@ -224,7 +224,7 @@ class Layout:
 
     @cached_property
     def layers(self) -> tuple[LayerRange, ...]:
-        """Of each unit."""
+        """The layers of each unit."""
         return split_layers_into_units(self.stages, self.units)
 
     @cached_property
@@ -237,7 +237,7 @@ class Layout:
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Of each unit: units of one kind cost and hold the same."""
+        """The kind of each unit: units of one kind cost and hold the same."""
         return tuple(map(self.work.kind, self.layers))
 
     def _of_kinds(self, value: Callable[[LayerRange], T]) -> tuple[T, ...]:
@@ -266,12 +266,12 @@ class Layout:
 
     @cached_property
     def plain(self) -> Costs:
-        """Of units, without ZeRO."""
+        """The costs of units, without ZeRO."""
         return self._costs(0)
 
     @cached_property
     def sharded(self) -> Costs:
-        """Of units, with ZeRO."""
+        """The costs of units, with ZeRO."""
         return self._costs(1)
 
     @cached_property

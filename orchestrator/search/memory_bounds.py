@@ -79,7 +79,8 @@ def _held(program: Program, rank: int) -> dict[tuple[str, int], Array]:
 
 
 class MemoryBounds:
-    """Of the settings with one layout and one compute order: those of the ranks at both ends of the pipeline."""
+    """Lower bounds on the memory of the settings with one layout and one compute order: those of the ranks at both ends
+    of the pipeline."""
 
     def __init__(self, layout: Layout, program: Program) -> None:
         self.layout, self.program = layout, program
@@ -120,7 +121,7 @@ class MemoryBounds:
         return found
 
     def _unit(self, unit: int, mode: str, offload: float) -> UnitBytes:
-        """Of what is offloaded nothing counts until it is back for its backward."""
+        """The bytes of a unit. What is offloaded does not count until it is back for its backward."""
         found = stage_activations(self.layout.model, self.layout.layers, unit, self.layout.piece)
         kept, least = found.kept(mode), min(found.kept(mode), found.not_offloadable)
         saved = least + int((1 - offload) * (kept - least)) if offload else kept

@@ -50,9 +50,10 @@ def placement_bound(layout: Layout, order: Order, microbatches: int) -> float:
 
 
 class _Path(NamedTuple):
-    """Of one piece through all stages. By stage: seconds of `forward`, of backward until the stage before goes on
-    (`gradient`), and of all backward (`whole`); `arrival` of its first input, `turn` from the end of its forward to
-    the start of its backward, `left` from the end of its backward to that of stage 0, after which `last` follows."""
+    """The path of one piece through all stages. By stage: seconds of `forward`, of backward until the stage before
+    continues (`gradient`), and of all backward (`whole`); `arrival` of its first input, `turn` from the end of its
+    forward to the start of its backward, `left` from the end of its backward to that of stage 0, after which `last`
+    follows."""
 
     forward: list[float]
     gradient: list[float]
@@ -81,7 +82,7 @@ class _Path(NamedTuple):
         return self.forward[stage] + self.whole[stage]
 
     def release(self, stage: int, pieces: int) -> float:
-        """The last of so many pieces does not add to a stage's gradients before."""
+        """The last of this many pieces does not add to a stage's gradients before."""
         forward, whole, others = self.forward[stage], self.whole[stage], pieces - 1
         after = max(others * (forward + whole), others * max(forward, whole) + self.turn[stage])
         return self.arrival[stage] + forward + after

@@ -14,7 +14,7 @@ from pentad.orchestrator.planning.hardware import NODE_GPUS, rates_for
 from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.placement_bounds import even_seconds
 from pentad.orchestrator.search.planned import Planned, plan_setting
-from pentad.orchestrator.search.search import Found, search
+from pentad.orchestrator.search.search import SearchResult, search
 from pentad.orchestrator.search.time_bounds import Timed, compute_order, update_seconds
 from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.simulate.rates import Rates
@@ -77,7 +77,7 @@ class Flip:
     other: Planned
 
 
-def flips(config: RunConfig, found: Found) -> Iterator[Flip]:
+def flips(config: RunConfig, found: SearchResult) -> Iterator[Flip]:
     """The rate closest to the assumed one at which the second mesh would be the fastest; and memory with which another
     setting would be."""
     if len(found.choices) > 1:
@@ -134,7 +134,9 @@ def _crossing(
     return outside
 
 
-def nearest_fits(config: RunConfig, gpus: int, found: Found, held: frozenset[str]) -> Iterator[tuple[str, Planned]]:
+def nearest_fits(
+    config: RunConfig, gpus: int, found: SearchResult, held: frozenset[str]
+) -> Iterator[tuple[str, Planned]]:
     """If nothing fits: with how little more memory something would, and on how many more GPUs; each with its plan."""
     least = min((each.least_bytes for each in found.refusals.values() if each.least_bytes), default=0)
     if not least:

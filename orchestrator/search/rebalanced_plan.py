@@ -31,7 +31,8 @@ def layers_per_stage(plan: Plan) -> tuple[int, ...]:
 
 
 def stage_work(plan: Plan, layers: Sequence[int]) -> list[float]:
-    """Work of stages with so many layers each: in layers, the head as in `split_layers`; in FLOPs of a custom model."""
+    """Work of stages with this many layers each: in layers, the head as in `split_layers`; in FLOPs of a custom
+    model."""
     if plan.model.custom is not None:
         each = iter(plan.model.custom.layers)
         return [sum(layer.flops for layer in islice(each, count)) for count in layers]
@@ -40,7 +41,7 @@ def stage_work(plan: Plan, layers: Sequence[int]) -> list[float]:
 
 
 def with_layers(config: RunConfig, layers: Sequence[int]) -> RunConfig:
-    """With so many layers per stage."""
+    """With this many layers per stage."""
     schedule = config.schedule.model_copy(update={"layers_per_stage": list(layers)})
     return config.model_copy(update={"schedule": schedule})
 

@@ -47,7 +47,7 @@ class ReplannedOrder(NamedTuple):
 
 
 def find_order(config: RunConfig, plan: Plan, steps: Sequence[Sequence[RankTime]], left: int) -> ReplannedOrder | str:
-    """A faster order at the costs that these steps had, for a run with so many steps `left`; or why it keeps its
+    """A faster order at the costs that these steps had, for a run with this many steps `left`; or why it keeps its
     own."""
     costs = measured_costs(plan, steps)
     if costs is None:
@@ -73,7 +73,7 @@ def replanned(config: RunConfig, plan: Plan, order: Program, costs: Costs) -> Re
 
 
 def _refusal(plan: Plan, found: ReplannedOrder, left: int) -> str:
-    """Why a run with so many steps `left` keeps its order; '' if it should not."""
+    """Why a run with this many steps `left` keeps its order; '' if it should not."""
     if found.gain < LEAST_GAIN:
         return f"by simulation no order takes {format_percent(LEAST_GAIN)} off a step"
     if (saved := left * (found.before - found.after)) < PAUSE_SECONDS:

@@ -57,7 +57,7 @@ class Missed(NamedTuple):
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The fastest plan of each of the best meshes, best first; `refusals` by mesh; `missed` is what might be fastest of
     all that does not fit; `planned` is the number of settings that were."""
 
@@ -76,15 +76,15 @@ class Found:
 
 def search(
     config: RunConfig, gpus: int, device: DeviceMemory, held: Collection[str] = (), listed: int = LISTED
-) -> Found:
-    """Of all meshes of `gpus` GPUs with this much memory each, and all settings but the keys `held`."""
+) -> SearchResult:
+    """Searches all meshes of `gpus` GPUs with this much memory each, and all settings but the keys `held`."""
     with gc_paused():
         return search_space(config, space_of(config, gpus, held), device, held, listed)
 
 
 def search_space(
     config: RunConfig, space: Space, device: DeviceMemory, held: Collection[str] = (), listed: int = LISTED
-) -> Found:
+) -> SearchResult:
     """Raises PentadError for a schedule that is not in the catalogue, and to recompute some rows only."""
     if "memory.recompute_fraction" in held and config.memory.recompute_fraction != 1:
         raise PentadError(f"memory.recompute_fraction is {config.memory.recompute_fraction}: expected 1 for a search")
@@ -100,7 +100,7 @@ class _Search:
     def __init__(self, config: RunConfig, space: Space, device: DeviceMemory, held: Collection[str]) -> None:
         self.config, self.space, self.device, self.held = config, space, device, held
         self.compared = without_evaluation(config)
-        self.work, self.found = Work(config), Found(device, space, held)
+        self.work, self.found = Work(config), SearchResult(device, space, held)
         self._heap: list[tuple[float, int, Branch]] = []
         self._numbers = count()
         self._refused: dict[Mesh, Counter[str]] = {}
@@ -215,7 +215,7 @@ class _Search:
                 self._push_group(Group(setting, timed, is_plain, is_saving, shardings))
 
     def _push_group(self, group: Group, least: float = 0.0) -> None:
-        """With the first of its later shardings, which takes at least so many seconds."""
+        """With the first of its later shardings, which takes at least this many seconds."""
         if group.later:
             (zero, gathered), *later = group.later
             setting = group.setting._replace(zero=zero, max_gathered=gathered)

@@ -113,7 +113,7 @@ class Space:
         return counts
 
     def orders_on(self, mesh: Mesh) -> Iterator[Order]:
-        """The orders that differ on so many pipeline ranks."""
+        """The orders that differ on this many pipeline ranks."""
         named = {order.name for order in self.orders}
         for order in self.orders:
             if mesh.pp > 1 or order.name in UNSPLIT or not named.intersection(UNSPLIT):
@@ -139,7 +139,7 @@ class Space:
 
 
 def space_of(config: RunConfig, gpus: int, held: Collection[str] = ()) -> Space:
-    """All settings of so many GPUs in which the keys `held` are as in the configuration; `auto` holds nothing."""
+    """All settings of this many GPUs in which the keys `held` are as in the configuration; `auto` holds nothing."""
     free = {key for key in KEYS if key not in held or value_of(config, key) == "auto"}
     model = config.model_spec("bfloat16")
 

@@ -76,7 +76,7 @@ class Timed:
 
     @cached_property
     def costs(self) -> Costs:
-        """Of parts, with the launches of all their units."""
+        """The costs of parts, with the launches of all their units."""
         costs, launch = self.layout.of_stages, self.layout.plain.launch
         if self.has_pairs:
             return self.layout.plain
@@ -162,7 +162,7 @@ class Timed:
         return begin + most + update_seconds(layout.work, costs)
 
     def bound_with(self, plain: float, setting: Setting) -> float:
-        """Of a setting that recomputes or offloads, with `plain` that of the same without."""
+        """The bound of a setting that recomputes or offloads; `plain` is that of the same setting without."""
         layout, most = self.layout, plain
         again = self._recomputed(setting) if setting.recompute != "none" else None
         moved = layout.offload(setting.recompute, setting.offload) if setting.offload and not self.has_pairs else None
@@ -219,7 +219,7 @@ class Timed:
         return max(float(rank.starts[0]) + rank.work + waiting, float(lanes))
 
     def _first_wait(self, costs: Costs) -> float:
-        """All forwards wait for one of stage 0, whose units wait for their weights, gathered one after the other."""
+        """All forwards wait for one of stage 0, whose units wait for their weights, gathered one after another."""
         gathered = computed = most = 0.0
         for unit in self.layout.units_of_stages[0]:
             gathered += costs.gather[unit]

@@ -36,7 +36,7 @@ class FreeDevices:
         return f"expected at most {self.most}, the {kind} that are free"
 
     def take(self, ranks: int) -> tuple[str, ...] | None:
-        """Devices for so many ranks; None while there are too few."""
+        """Devices for this many ranks; None while there are too few."""
         needed = min(ranks, self.count)
         if needed > len(self.devices):
             return None
@@ -52,7 +52,7 @@ class FreeDevices:
 
 
 def find_free_devices(section: ClusterSection, most_ranks: int = 2**16) -> FreeDevices:
-    """Of the machine or the cluster that a run would be on. Raises PentadError without a device."""
+    """The free devices of the machine or the cluster that a run would be on. Raises PentadError without a device."""
     if section.address != "local":
         return _on_cluster(section)
     if local_device(section, 1)[0] == "cpu":

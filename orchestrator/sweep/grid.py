@@ -24,7 +24,8 @@ class Point(NamedTuple):
 
 
 def grid(words: Sequence[str]) -> list[Point]:
-    """Of `key=value` and `key=value,value`, the last key fastest. Raises PentadError for what is ambiguous."""
+    """The points of `key=value` and `key=value,value`, the last key fastest. Raises PentadError for what is
+    ambiguous."""
     keys = [word.partition("=")[0] for word in words]
     for number, key in enumerate(keys):
         if key in keys[:number]:
@@ -50,15 +51,15 @@ def values_of(word: str) -> list[str]:
     key, _, text = word.partition("=")
     if "," not in text:
         return [text]
-    wanted = "expected values with commas between them (quotes make one text of commas and brackets)"
+    expected = "expected values with commas between them (quotes make one text of commas and brackets)"
     sequence = f"[{text}]"
     try:
         node = yaml.compose(sequence, Loader=yaml.SafeLoader)
     except yaml.YAMLError:
         node = None
     if not isinstance(node, yaml.SequenceNode) or node.end_mark.index != len(sequence) or text.rstrip().endswith(","):
-        raise PentadError(f"{key} is {shown(text)}: {wanted}")
+        raise PentadError(f"{key} is {shown(text)}: {expected}")
     found = [sequence[each.start_mark.index : each.end_mark.index] for each in node.value]
     if len(set(found)) < len(found) or not all(found):
-        raise PentadError(f"{key} is {shown(text)}, with a value that is empty or given twice: {wanted}")
+        raise PentadError(f"{key} is {shown(text)}, with a value that is empty or given twice: {expected}")
     return found

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from pentad.orchestrator.sweep.results import OUTCOMES, Row, best_first
+from pentad.orchestrator.sweep.results import OUTCOMES, TrialRow, best_first
 from pentad.schedules.draw.sweep import sweep_page
 
 
-def page_of(rows: Sequence[Row], title: str) -> str:
+def page_of(rows: Sequence[TrialRow], title: str) -> str:
     """HTML: the best of each model by GPUs, and all trials by their settings."""
     counts, best = Counter(row.outcome for row in rows), best_first(rows)
     facts = {"trials": str(len(rows))} | {

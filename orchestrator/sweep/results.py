@@ -22,7 +22,7 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 ARROW, CSV = "results.arrow", "results.csv"
 
 
-class Row(NamedTuple):
+class TrialRow(NamedTuple):
     """A trial: what it is, how it ended and why, what the planner predicted, and what was measured: medians of all
     steps but the first. None is what is unknown. `wall_seconds` is from its start to its end."""
 
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 
 _TYPES = {str: pa.string(), Outcome: pa.string(), int | None: pa.int64(), float | None: pa.float64()}
-SCHEMA = pa.schema([(name, _TYPES[kind]) for name, kind in get_type_hints(Row).items()])
+SCHEMA = pa.schema([(name, _TYPES[kind]) for name, kind in get_type_hints(TrialRow).items()])
 _TEXTS = [field.name for field in SCHEMA if field.type == pa.string()]
 
 
@@ -71,20 +71,20 @@ def writable(folder: Path) -> Iterator[None]:
         raise PentadError(f"{reason}: expected a folder of yours, on a disk with room") from None
 
 
-def write_rows(folder: Path, rows: Sequence[Row]) -> None:
+def write_rows(folder: Path, rows: Sequence[TrialRow]) -> None:
     """Both files, each replaced at once."""
-    table = pa.table({name: [getattr(row, name) for row in rows] for name in Row._fields}, schema=SCHEMA)
+    table = pa.table({name: [getattr(row, name) for row in rows] for name in TrialRow._fields}, schema=SCHEMA)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_table(table)
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([Row._fields, *rows])
+    csv.writer(text, lineterminator="\n").writerows([TrialRow._fields, *rows])
     with writable(folder):
         replace_file(folder / ARROW, sink.getvalue().to_pybytes())
         replace_file(folder / CSV, text.getvalue().encode())
 
 
-def read_rows(folder: Path) -> list[Row]:
+def read_rows(folder: Path) -> list[TrialRow]:
     """The rows of `results.arrow`, none if there is no such file. Raises PentadError for one that no sweep wrote."""
     path = folder / ARROW
     if not path.exists():
@@ -97,7 +97,7 @@ def read_rows(folder: Path) -> list[Row]:
         raise _foreign(path, str(error)) from None
     if table.schema != SCHEMA:
         raise _foreign(path, "its columns are others")
-    rows = [Row(**row) for row in table.to_pylist()]
+    rows = [TrialRow(**row) for row in table.to_pylist()]
     for row in rows:
         nulls = [name for name in _TEXTS if getattr(row, name) is None]
         if nulls or row.outcome not in OUTCOMES:
@@ -110,12 +110,12 @@ def _foreign(path: Path, why: str) -> PentadError:
     return PentadError(f"{path} is no table of trials ({why}): expected one that `pentad sweep` wrote, or none")
 
 
-def best_first(rows: Iterable[Row]) -> list[Row]:
+def best_first(rows: Iterable[TrialRow]) -> list[TrialRow]:
     """Those that were measured, the fastest first."""
     return sorted((row for row in rows if row.tokens_per_second), key=lambda row: -(row.tokens_per_second or 0.0))
 
 
-def merged(known: Iterable[Row], new: Collection[Row]) -> list[Row]:
+def merged(known: Iterable[TrialRow], new: Collection[TrialRow]) -> list[TrialRow]:
     """`known` rows, replaced by `new` ones of the same trials, and the others after them."""
     by_trial = {row.trial: row for row in known}
     return list((by_trial | {row.trial: row for row in new}).values())

@@ -20,7 +20,7 @@ from pentad.orchestrator.monitoring.runfolder import CONFIG, METRICS
 from pentad.orchestrator.planning.formatting import format_duration
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.sweep.free_devices import FreeDevices
-from pentad.orchestrator.sweep.results import Outcome, Row, writable
+from pentad.orchestrator.sweep.results import Outcome, TrialRow, writable
 from pentad.orchestrator.sweep.trials import Trial
 from pentad.schedules.ir.errors import PentadError
 
@@ -57,7 +57,7 @@ class RunningTrial:
                 )
         self.sessions = {self.process.pid}
 
-    def poll(self) -> Row | None:
+    def poll(self) -> TrialRow | None:
         """The row once the trial is over, which it is at its deadline; nothing is left of it then."""
         status = self.process.poll()
         if status is None:
@@ -118,11 +118,11 @@ class RunningTrial:
         except PentadError:
             return []
 
-    def _row(self, outcome: Outcome, cause: str) -> Row:
+    def _row(self, outcome: Outcome, cause: str) -> TrialRow:
         seconds = time.monotonic() - self.began
         return self.trial.row._replace(outcome=outcome, cause=" ".join(cause.split()), wall_seconds=round(seconds, 3))
 
-    def _measured(self) -> Row:
+    def _measured(self) -> TrialRow:
         """Medians of the steps but the first, which warms up."""
         rows = self._metrics()
         if not rows:

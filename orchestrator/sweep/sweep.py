@@ -16,7 +16,7 @@ from pentad.orchestrator.records.run_files import replace_file
 from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.orchestrator.sweep.free_devices import FreeDevices
 from pentad.orchestrator.sweep.page import page_of
-from pentad.orchestrator.sweep.results import Row, merged, read_rows, writable, write_rows
+from pentad.orchestrator.sweep.results import TrialRow, merged, read_rows, writable, write_rows
 from pentad.orchestrator.sweep.running import RunningTrial
 from pentad.orchestrator.sweep.trials import Trial
 
@@ -29,7 +29,7 @@ class Running(Protocol):
 
     devices: tuple[str, ...]
 
-    def poll(self) -> Row | None: ...
+    def poll(self) -> TrialRow | None: ...
     def end(self) -> None: ...
 
 
@@ -37,16 +37,16 @@ Start = Callable[[Trial, FreeDevices, tuple[str, ...]], Running]
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Of the trials of this call: how many have a row, run and wait; and the newest row, if one is new."""
+class SweepProgress:
+    """How many trials of this call have a row, run and wait; and the newest row, if one is new."""
 
     done: int
     running: int
     waiting: int
-    row: Row | None = None
+    row: TrialRow | None = None
 
 
-Report = Callable[[Progress], object]
+Report = Callable[[SweepProgress], object]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Sweep:
     """The rows of this call's trials, in their order; `ran` of them are new."""
 
     folder: Path
-    rows: list[Row]
+    rows: list[TrialRow]
     ran: int
 
 
@@ -85,7 +85,7 @@ def sweep(
         settled = {row.trial for row in known if row.outcome == "measured" or not (retry or row.outcome == "pruned")}
         rows, order = known, {trial.name: number for number, trial in enumerate(trials)}
 
-        def record(*new: Row) -> None:
+        def record(*new: TrialRow) -> None:
             nonlocal rows
             rows = sorted(merged(rows, new), key=lambda row: order.get(row.trial, -1))
             write_rows(folder, rows)
@@ -105,7 +105,7 @@ def run_trials(
     trials: Sequence[Trial],
     free: FreeDevices,
     start: Start,
-    record: Callable[[Row], object],
+    record: Callable[[TrialRow], object],
     report: Report,
     *,
     done: int = 0,
@@ -118,7 +118,7 @@ def run_trials(
                 if (devices := free.take(trial.row.ranks or 1)) is not None:
                     waiting.remove(trial)
                     running.append(start(trial, free, devices))
-            report(Progress(done, len(running), len(waiting)))
+            report(SweepProgress(done, len(running), len(waiting)))
             time.sleep(POLL_SECONDS)
             for each in list(running):
                 if (row := each.poll()) is not None:
@@ -126,7 +126,7 @@ def run_trials(
                     free.give_back(each.devices)
                     record(row)
                     done += 1
-                    report(Progress(done, len(running), len(waiting), row))
+                    report(SweepProgress(done, len(running), len(waiting), row))
     finally:
         for each in running:
             each.end()

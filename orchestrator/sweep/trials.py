@@ -20,7 +20,7 @@ from pentad.orchestrator.search.search import search
 from pentad.orchestrator.search.space import overrides
 from pentad.orchestrator.sweep.free_devices import FreeDevices
 from pentad.orchestrator.sweep.grid import MOST_TRIALS, Point
-from pentad.orchestrator.sweep.results import Row
+from pentad.orchestrator.sweep.results import TrialRow
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.passes.recompute import config_text
 from pentad.schedules.spec.tensors import num_parameters
@@ -32,7 +32,7 @@ AXES = ("dp", "pp", "cp", "tp", "ep")
 class Trial:
     """`row` has what is known before it runs; `config` is None if it is pruned."""
 
-    row: Row
+    row: TrialRow
     config: RunConfig | None = None
 
     @property
@@ -41,7 +41,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Request:
+class SweepRequest:
     """A configuration file, the points of a grid, steps of a trial; and, with a `search`, how many of the best meshes
     to try at each point, on each of these numbers of `gpus` (none: those of the point's mesh)."""
 
@@ -52,7 +52,7 @@ class Request:
     gpus: Sequence[int] = ()
 
 
-def trials_of(request: Request, free: FreeDevices, folder: Path) -> list[Trial]:
+def trials_of(request: SweepRequest, free: FreeDevices, folder: Path) -> list[Trial]:
     """In the order of the points, each configuration once; runs are in `folder`. Raises PentadError if there are too
     many."""
     found = dict[str, Trial]()
@@ -76,7 +76,7 @@ def first_valid(file: Path | None, points: Sequence[Point]) -> RunConfig:
     raise errors[0]
 
 
-def _candidates(request: Request, point: Point) -> Iterator[Point | Trial]:
+def _candidates(request: SweepRequest, point: Point) -> Iterator[Point | Trial]:
     """The search's best meshes at a point, as points; or why there are none."""
     try:
         config = load(request.file, point.words)
@@ -98,7 +98,7 @@ def _candidates(request: Request, point: Point) -> Iterator[Point | Trial]:
             yield _pruned(request, point, f"nothing fits on {gpus} GPUs{reason}", gpus)
 
 
-def plan_trial(request: Request, point: Point, free: FreeDevices, folder: Path) -> Trial:
+def plan_trial(request: SweepRequest, point: Point, free: FreeDevices, folder: Path) -> Trial:
     """Pruned if the configuration is not valid, does not fit, or needs more devices than there are."""
     try:
         config = trial_config(load(request.file, point.words), request.steps, free.device)
@@ -108,7 +108,7 @@ def plan_trial(request: Request, point: Point, free: FreeDevices, folder: Path) 
     except (PentadError, ScheduleError) as error:
         return _pruned(request, point, str(error).partition("\n")[0])
     name = _digest(dump(config))
-    row = Row(trial=name, **_written(request, point), **_facts(found, config.model.family or "custom"))
+    row = TrialRow(trial=name, **_written(request, point), **_facts(found, config.model.family or "custom"))
     if not found.ok:
         return Trial(
             row._replace(cause=". ".join(filter(None, (found.data_error or found.fit.sentence, found.remedy))))
@@ -134,7 +134,7 @@ def trial_config(config: RunConfig, steps: int, device: str) -> RunConfig:
     return load(without_evaluation(config), sections=changes)
 
 
-def _pruned(request: Request, point: Point, why: str, ranks: int | None = None) -> Trial:
+def _pruned(request: SweepRequest, point: Point, why: str, ranks: int | None = None) -> Trial:
     """With what the configuration says of its mesh and schedule, valid or not."""
     raw, facts = _sections(request, point), dict[str, Any]()
     mesh, schedule = raw.get("mesh"), raw.get("schedule")
@@ -147,17 +147,17 @@ def _pruned(request: Request, point: Point, why: str, ranks: int | None = None) 
     if isinstance(schedule, Mapping) and isinstance(schedule.get("name"), str):
         facts["schedule"] = schedule["name"]
     name = _digest(json.dumps([point.words, ranks, request.search]))
-    return Trial(Row(trial=name, **_written(request, point), ranks=ranks, cause=why, **facts))
+    return Trial(TrialRow(trial=name, **_written(request, point), ranks=ranks, cause=why, **facts))
 
 
-def _sections(request: Request, point: Point) -> dict[str, Any]:
+def _sections(request: SweepRequest, point: Point) -> dict[str, Any]:
     try:
         return unchecked(request.file, point.words)
     except PentadError:  # which is the reason
         return {}
 
 
-def _written(request: Request, point: Point) -> dict[str, Any]:
+def _written(request: SweepRequest, point: Point) -> dict[str, Any]:
     command = ["pentad", "train", *([str(request.file)] if request.file else []), *point.words]
     return {"settings": " ".join(point.varied), "command": shlex.join(command)}
 

@@ -12,9 +12,8 @@ from rich.text import Text
 from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.sweep.page import TEXTS
-from pentad.orchestrator.sweep.results import Row, best_first
-from pentad.orchestrator.sweep.sweep import Progress as Done
-from pentad.orchestrator.sweep.sweep import Report, Sweep
+from pentad.orchestrator.sweep.results import TrialRow, best_first
+from pentad.orchestrator.sweep.sweep import Report, Sweep, SweepProgress
 
 
 @contextmanager
@@ -25,7 +24,7 @@ def progress(trials: int) -> Iterator[Report]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=trials)
 
-        def report(done: Done) -> None:
+        def report(done: SweepProgress) -> None:
             text = f"{done.done} of {trials} trials, {done.running} running"
             bar.update(task, completed=done.done, description=text)
             if done.row is not None:
@@ -34,7 +33,7 @@ def progress(trials: int) -> Iterator[Report]:
         yield report
 
 
-def line_of(row: Row) -> str:
+def line_of(row: TrialRow) -> str:
     """'dp2 x pp2, 1f1b, ...: 12 ms a step, predicted 11 ms', or why there are no such figures."""
     name = row.layout or row.settings or row.command
     if row.outcome != "measured":
@@ -61,7 +60,7 @@ def show_sweep(found: Sweep, page: str, console: Console) -> None:
     console.print(Text(f" {found.ran} trials ran{before}: {page}"), soft_wrap=True)
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, list[str]]:
+def _columns(rows: Sequence[TrialRow]) -> dict[str, list[str]]:
     """The cells of each column, by its head, but for what is the same or unknown everywhere."""
     most = max(row.tokens_per_second or 0.0 for row in rows)
     found = {

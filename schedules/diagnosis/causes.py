@@ -84,5 +84,5 @@ def _uneven_stages(replay: Replay, base: float) -> Iterator[Cause]:
 
 
 def _faster(factors: Array, parts: Seconds) -> Seconds:
-    """With the work of every action divided by its factor."""
+    """A copy with the work of every action divided by its factor."""
     return parts | {name: parts[name] / factors for name in ("compute", RECOMPUTE)}

@@ -43,7 +43,8 @@ def svg_rank_times(times: Sequence[RankTime], mesh: Mesh, *, title: str) -> str:
 
 
 def _differences(values: dict[int, float], peers: dict[int, tuple[int, ...]]) -> dict[int, float]:
-    """Of each rank's value from the median of its peers', as a share of it; without those that have no peers."""
+    """How far each rank's value is from the median of its peers, as a share of that; without ranks that have no
+    peers."""
     found = dict[int, float]()
     for rank, value in values.items():
         others = [values[peer] for peer in peers[rank] if peer != rank and peer in values]

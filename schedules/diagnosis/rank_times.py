@@ -66,8 +66,8 @@ SCHEMA = pa.schema(list(zip(RankTime._fields, _TYPES, strict=True)))
 def times_of_step(
     program: Program, mesh: Mesh, spans: Sequence[Span], waits: Sequence[RankWaits]
 ) -> tuple[RankTime, ...]:
-    """Of the spans of one step. Ranks that have none are missing; what takes the program to tell, receives and HOST, is
-    missing in incomplete steps and in those with more than MOST_SPANS."""
+    """The times in the spans of one step. Ranks that have none are missing; what takes the program to tell, receives
+    and HOST, is missing in incomplete steps and in those with more than MOST_SPANS."""
     step, seconds = spans[0].step, dict[tuple[int, str, int], float]()
     waited = {(each.rank, op, stage): took for each in waits for op, stage, took in each.layers}
     starved = {(each.rank, op, stage): took for each in waits for op, stage, took in each.starved}

@@ -88,7 +88,7 @@ class _Series:
 
 
 class SlowRanks:
-    """Of one program on one mesh; a rank is reported once, until it is no longer slow."""
+    """The slow ranks of one program on one mesh; a rank is reported once, until it is no longer slow."""
 
     def __init__(self, program: Program, mesh: Mesh) -> None:
         self.mesh, self.steps = mesh, 0
@@ -132,7 +132,7 @@ class SlowRanks:
         return changes
 
     def lasting(self) -> list[SlowRank]:
-        """Those that compute CLEAR longer than their peers since LONG steps, as of now."""
+        """Ranks that have computed CLEAR longer than their peers for LONG steps."""
         return [
             self.named[entity]._replace(
                 step=self.series[entity].scores[-1][0],
@@ -172,7 +172,7 @@ class SlowRanks:
         return {("compute", rank, -1): above for group in groups for rank, above in group.items()}
 
     def _changes(self, logs: dict[int, float]) -> dict[Entity, float]:
-        """Since the first BASELINE steps, beside the changes of the other ranks."""
+        """How much each rank has changed since the first BASELINE steps, compared with the other ranks."""
         if self.mesh.size == 1:
             return {}
         if len(self.first[0]) < BASELINE:
@@ -200,7 +200,7 @@ class SlowRanks:
         return found
 
     def _starved(self, entity: Entity) -> float:
-        """How much the score is in doubt by, as other processes use the cores of its ranks."""
+        """The uncertainty of the score: how much other processes use the cores of its ranks."""
         kind, *ranks = entity
         share = {"compute": COLD, "starved": 0.0}.get(kind, 1.0)
         return share * max(self.starved[rank].middle for rank in ranks if rank >= 0)

@@ -59,7 +59,7 @@ class StepView:
         return self._times[rank, key]
 
     def action_times(self, rank: int, action: Action) -> Interval:
-        """Of both halves of an overlapped pair together."""
+        """Start and end of both halves of an overlapped pair together."""
         starts, ends = zip(*(self._times[rank, part.key] for part in action.parts), strict=True)
         return min(starts), max(ends)
 
@@ -154,7 +154,7 @@ class StepView:
 
 
 def _kind(op: Op) -> str:
-    """Of the time that an operation of another lane takes; '' for one of the compute lane."""
+    """The kind of the time that an operation of another lane takes; '' for one of the compute lane."""
     if op in RECEIVES:
         return BETWEEN_STAGES
     if op in COLLECTIVES:

@@ -63,7 +63,7 @@ class LossCurve:
 
     @property
     def losses(self) -> list[float]:
-        """Of training and of held-out data."""
+        """The losses of training and of held-out data."""
         return [loss for run in self.runs for _, loss in run] + [loss for _, loss in self.held_out]
 
     @property

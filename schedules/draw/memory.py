@@ -42,8 +42,8 @@ class Sample(NamedTuple):
 
 
 class MemoryCurve(NamedTuple):
-    """Of a pipeline rank: what it holds all the time, by name, the bytes of its `pools`, which are allocated whether in
-    use or not, its units, and the samples of a step."""
+    """The memory of a pipeline rank: what it holds all the time, by name, the bytes of its `pools`, which are allocated
+    whether in use or not, its units, and the samples of a step."""
 
     rank: int
     fixed: dict[str, int]

@@ -31,7 +31,7 @@ SHOWN = (
 
 
 def sweep_page(rows: Sequence[Mapping[str, Any]], *, title: str, facts: Mapping[str, str]) -> str:
-    """Of rows with the keys SETTINGS and SHOWN; `outcome` is 'measured', 'pruned' or what a trial failed of."""
+    """The page of rows with the keys SETTINGS and SHOWN; `outcome` is 'measured', 'pruned' or why a trial failed."""
     on_gpus = any(row["device"] == "cuda" for row in rows)
     names = SETTINGS | ({} if on_gpus else {"ranks": "ranks"})
     data = {"settings": names, "trials": [{key: row[key] for key in (*SETTINGS, *SHOWN)} for row in rows]}

@@ -119,7 +119,8 @@ def _transfers(slices: list[_Slice]) -> Iterator[tuple[int, int]]:
 
 
 def _microseconds(time: int) -> float:
-    """Of nanoseconds. Perfetto multiplies them by 1000 and truncates, which must not lose a nanosecond."""
+    """Microseconds from nanoseconds. Perfetto multiplies them by 1000 and truncates, which must not lose a
+    nanosecond."""
     value = time / 1000
     return value if value * 1000 >= time else math.nextafter(value, math.inf)
 

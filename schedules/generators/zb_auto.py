@@ -30,7 +30,7 @@ def zb_2p(spec: ScheduleSpec) -> Columns:
 
 
 def zb_auto(spec: ScheduleSpec, default_limit: float = inf) -> Columns:
-    """Of all orders tried, with one stage per rank, the one with the least longest, then makespan, then memory.
+    """The best order of those tried, with one stage per rank: the least `longest`, then makespan, then memory.
 
     No rank saves more than `spec.memory_limit` microbatches of activations, at least 1 (None: `default_limit`). Never
     slower than ZB-H1 or ZB-H2 if they keep to the limit too. Without `spec.costs`, F, B and W cost the same.

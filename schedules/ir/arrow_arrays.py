@@ -12,7 +12,7 @@ NUMBERS = {pa.int32(): np.int32, pa.int64(): np.int64, pa.float64(): np.float64}
 
 
 def filled_array(values: Iterable[object], kind: pa.DataType) -> pa.Array:
-    """Of texts, or of numbers of a `kind` in NUMBERS."""
+    """An array of texts, or of numbers of a `kind` in NUMBERS."""
     if kind == pa.string():
         texts = [str(value).encode() for value in values]
         offsets = np.cumsum([0, *map(len, texts)], dtype=np.int32)

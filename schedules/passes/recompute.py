@@ -27,7 +27,7 @@ from pentad.schedules.ir.rewrite import insert_rows
 from pentad.schedules.spec.model import ModelSpec
 
 RECOMPUTE_MODES = ("none", "selective", "attention", "full")  # each recomputes more than the one before
-Part = Literal[
+LayerPart = Literal[
     "mlp",  # gate and up products of a dense feed-forward network
     "moe",  # those of experts and of shared experts
     "core_attn",  # the result of attention and its log-sum-exps
@@ -35,7 +35,7 @@ Part = Literal[
     "mla_up_proj",  # those of multi-head latent attention, and its latents
     "attn_proj",  # the residual stream after attention, and what the norms beside it save
 ]
-PARTS: tuple[Part, ...] = get_args(Part)
+PARTS: tuple[LayerPart, ...] = get_args(LayerPart)
 ROW_WISE = frozenset[str]({"mlp", "qkv_linear", "attn_proj"})  # of one token each, whatever the others are
 # Products of some rows have the bits of those of all rows if both are multiples of this: of the rows that kernels for
 # CPUs, and for GPUs, take at once.
@@ -48,8 +48,8 @@ _OF_MODES = {
 }
 
 
-def parts_of(model: ModelSpec) -> tuple[Part, ...]:
-    """Those that the model's layers have; a custom model's have none."""
+def parts_of(model: ModelSpec) -> tuple[LayerPart, ...]:
+    """The parts that the model's layers have; a custom model's have none."""
     if model.custom is not None:
         return ()
     missing = {"mla_up_proj" if model.mla is None else "qkv_linear"}
@@ -80,7 +80,7 @@ def is_row_wise(parts: Collection[str]) -> bool:
 
 
 def saved_rows(rows: int, fraction: float) -> int:
-    """Of so many rows of a rank's residual stream the first ones, which F saves if row-wise parts are recomputed for
+    """How many of the rows of a rank's residual stream, the first ones, F saves if row-wise parts are recomputed for
     this `fraction` of them, 0 to 1: less than a tile fewer than the others. Never more of fewer rows."""
     of_tiles = int((1 - fraction) * max(rows, LARGE)) // ROWS_OF_TILE * ROWS_OF_TILE
     return of_tiles if rows >= LARGE else min(of_tiles, int((1 - fraction) * rows) // ROWS * ROWS)

@@ -23,7 +23,7 @@ def ended_sends(program: Program, rank: int) -> dict[Key, tuple[Key, ...]]:
     not when the one before it started. Those that only the end of the step comes after are not among them."""
     columns, events = program.columns, acyclic_events(program)
     actions = list(enumerate(program.streams[rank], int(columns.action_offsets[rank])))
-    sent: dict[str, list[Key]] = defaultdict(list)  # by lane, which sends one after the other
+    sent: dict[str, list[Key]] = defaultdict(list)  # by lane, which sends one after another
     for _, action in actions:
         if action.parts[0].op in SENDS:
             sent[action.lane].append(action.key)

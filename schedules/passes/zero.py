@@ -139,7 +139,8 @@ def rows_of_rank(program: Program, rank: int, mask: Array) -> Array:
 
 
 def _gathers(reads: Reads, room: int, ahead: int) -> Gathers:
-    """With `room` for stages that stay gathered between readers, and for `ahead` more that are gathered early."""
+    """The gathers of a rank with `room` for stages that stay gathered between readers, and for `ahead` more that are
+    gathered early."""
     firsts, lasts, evicted = _evictions(reads, room)
     stage, first, last = reads.stage[firsts], reads.action[firsts], reads.action[lasts]
     # Each gather after the first `room` evicts one, and the space of the `ahead` last ones is for early gathers.

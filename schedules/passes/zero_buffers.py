@@ -38,8 +38,8 @@ class Pool(NamedTuple):
 def weight_pool(program: Program, rank: int, sharded: set[int]) -> Pool:
     """For the gathers of `sharded` stages on a rank, each from ALL_GATHER to FREE.
 
-    All gathers of a stage get one place if that takes no more memory than is in use at some time, else each its own.
-    """
+    All gathers of a stage get one place if that takes no more memory than is in use at some time, otherwise each its
+    own."""
     stages, numbers, first, last = _gathered(program, rank, sharded)
     held, index = np.unique(stages, return_inverse=True)
     apart, in_use = np.zeros((len(held), len(held)), bool), _most_in_use(program, stages, first, last)
@@ -58,7 +58,7 @@ def _gathered(program: Program, rank: int, sharded: set[int]) -> tuple[Array, Ar
     """(stage, number, row of ALL_GATHER, row of FREE or the end) of every gather, in order."""
     columns, rows = program.columns, rows_of_rank(program, rank, _IS_GATHER_OR_FREE)
     rows = rows[np.isin(columns.stage[rows], list(sharded))]
-    rows = rows[np.lexsort((rows, columns.microbatch[rows], columns.stage[rows]))]  # each FREE behind its gather
+    rows = rows[np.lexsort((rows, columns.microbatch[rows], columns.stage[rows]))]  # each FREE after its gather
     begins = columns.op[rows] == _GATHER
     last = np.append(np.where(begins, columns.rows, rows), columns.rows)[1:][begins]
     order = np.argsort(rows[begins])
@@ -123,7 +123,7 @@ def longest(pools: Sequence[Pool]) -> tuple[int, ...]:
 
 def _laid_out(program: Program, places: list[Place], apart: Array, *, trained: bool = False) -> Pool:
     """By kind, the smaller of two layouts: largest first, each at the lowest address where it meets none of those that
-    it has to be `apart` from; or, where two do, in turn at the start and behind the largest that is there."""
+    it has to be `apart` from; or, where two do, in turn at the start and after the largest that is there."""
     if not places:
         return Pool({}, ())
     kinds = TRAINED_KINDS if trained else None
@@ -206,7 +206,7 @@ def gradient_waits(program: Program, rank: int) -> Iterator[tuple[int, int]]:
 
 
 def meeting_stages(program: Program, pool: Pool) -> dict[int, set[int]]:
-    """Of each stage in a pool of gradients those, itself among them, that it has elements in common with."""
+    """For each stage in a pool of gradients, the stages that share elements with it, itself included."""
     stages = [stage for stage, _ in pool.offsets]
     return {stage: {stage, *(other for other in stages if meet(program, pool, stage, other))} for stage in stages}
 
@@ -219,7 +219,8 @@ def meet(program: Program, pool: Pool, stage: int, other: int) -> bool:
 
 
 def accumulations(program: Program, rank: int, sharded: set[int]) -> Iterator[tuple[bool, int, int]]:
-    """Of each sum of gradients of `sharded` stages in turn the first W, with True, and the REDUCE_SCATTER: its row."""
+    """For each sum of gradients of `sharded` stages in turn: the row of its first W, with True, and of the
+    REDUCE_SCATTER."""
     columns, rows = program.columns, rows_of_rank(program, rank, IS_WEIGHT | _IS_SCATTER)
     rows = rows[np.isin(columns.stage[rows], list(sharded))]
     by_stage = rows[np.argsort(columns.stage[rows], kind="stable")]

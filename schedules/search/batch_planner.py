@@ -24,12 +24,6 @@ class Balance(NamedTuple):
     bound: float
 
     @property
-    def max_over_mean(self) -> float:
-        """How much longer the step takes than with all work divided equally; 1 is perfect."""
-        mean = float(self.work.mean())
-        return self.end / mean if mean else 1.0
-
-    @property
     def gap(self) -> float:
         """The share by which the end may be later than that of the best plan."""
         return self.end / self.bound - 1 if self.bound else 0.0

@@ -147,8 +147,8 @@ def _of_rank(rank: _Rank, path: _Path, objective: str) -> Iterator[Bound]:
 
 
 def _of_memory(rank: _Rank, path: _Path, head: float) -> Bound:
-    """A microbatch is saved from its F to its B, half of it until its W, and only so many fit at once. A BW, which
-    differs from B and W if launches cost, does not save that half."""
+    """A microbatch is saved from its F to its B, half of it until its W, and only a limited number fit at once. A BW,
+    which differs from B and W if launches cost, does not save that half."""
     half = 0.0 if rank.costs.launch else 0.5
     saved = sum(many * (rank.f[s] + path.turnaround[s] + half * rank.b[s]) for s, many in rank.runs.items())
     last = min(rank.w.values())

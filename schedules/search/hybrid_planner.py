@@ -41,8 +41,8 @@ def documents_of(rows: Sequence[NDArray[np.int64]]) -> tuple[Document, ...]:
 
 @dataclass(eq=False)
 class _Group:
-    """The ranks of the pool that share `documents` of so many `tokens` in a microbatch. It cannot begin another before
-    `begin`, and its ranks have no more than `room` for it."""
+    """The ranks of the pool that share `documents` of this many `tokens` in a microbatch. It cannot begin another
+    before `begin`, and its ranks have no more than `room` for it."""
 
     microbatch: int
     ranks: tuple[int, ...]
@@ -52,7 +52,7 @@ class _Group:
     room: int = 0
 
     def added(self, tokens: int) -> int:
-        """Tokens that each rank gets of so many more."""
+        """Tokens that each rank gets of this many more."""
         return part_of(self.tokens + tokens, len(self.ranks)) - part_of(self.tokens, len(self.ranks))
 
 
@@ -128,7 +128,7 @@ def _narrower(batch: BatchSpec, cp: int) -> Iterator[int]:
 
 
 def _bound(lengths: NDArray[np.int64], least: NDArray[np.int64], pool: int, costs: DocumentCosts) -> float:
-    """Seconds before which no plan with at least so many ranks for each document ends."""
+    """A lower bound on when a plan with at least this many ranks for each document ends, in seconds."""
     narrow = costs.shared(lengths, least)
     fastest = np.minimum(narrow, costs.shared(lengths, np.full_like(least, pool)))
     return max(float((least * narrow).sum()) / pool, float(fastest.max(initial=0.0)))
@@ -156,7 +156,8 @@ def _ranks_for(target: float, lengths: NDArray[np.int64], pool: int, costs: Docu
 
 
 def _orders(widths: _Widths) -> Iterable[NDArray[np.int64]]:
-    """Of dealing: longest-processing-time first, which balances best, then the widest first, which find most room."""
+    """Orders in which to deal documents: longest-processing-time first, which balances best, then the widest first,
+    which find most room."""
     number = np.arange(len(widths.ranks))
     longest = np.lexsort((number, -widths.ranks, -widths.seconds))
     widest = np.lexsort((number, -widths.seconds, -widths.ranks))
@@ -193,7 +194,7 @@ class _Table:
         self.groups = defaultdict[int, list[_Group]](list)  # by size
 
     def fill(self, order: Sequence[int], widths: _Widths) -> bool:
-        """With all documents. False if one finds no room, or the limit is reached."""
+        """Deals all documents. False if one finds no room, or the limit is reached."""
         ranks, times = widths.ranks.tolist(), widths.seconds.tolist()
         last = max((at for at, number in enumerate(order) if ranks[number] > 1), default=-1)
         for number in order[: last + 1]:
@@ -203,7 +204,7 @@ class _Table:
         return self._deal(order[last + 1 :], times)
 
     def _share(self, document: int, count: int, seconds: float) -> bool:
-        """On the group of so many ranks, a new one or one that there is, that can begin it first."""
+        """Deals a document to a group of this many ranks: the new or existing one that can begin it first."""
         length, limit = self.lengths[document], self.limit - seconds
         part = part_of(length, count)
         begin, chosen = self._new(self.first, count, part, limit)
@@ -250,7 +251,7 @@ class _Table:
         group.room = min([self.room[group.microbatch][rank] for rank in group.ranks])
 
     def _keep(self, document: int, seconds: float) -> bool:
-        """On the rank with least work that has room."""
+        """Deals a document to the rank with the least work that has room."""
         length = self.lengths[document]
         rank = next((rank for rank in self.idlest if any(room[rank] >= length for room in self.room)), None)
         if rank is None or self.work[rank] + seconds >= self.limit:
@@ -260,8 +261,8 @@ class _Table:
         return True
 
     def _place(self, rank: int, document: int, seconds: float) -> None:
-        """Of its first microbatches with room in one that lasts least longer, and of those the one with least work; or
-        in the earliest other one with room."""
+        """Places a document in the microbatch that it prolongs least, of the rank's first ones with room, and of equal
+        ones in that with the least work; or else in the earliest other one with room."""
         length = self.lengths[document]
 
         def longer(at: int) -> tuple[int, float, float]:
@@ -281,7 +282,7 @@ class _Table:
                 self.most[microbatch][each] = own
 
     def _deal(self, documents: Sequence[int], times: Sequence[float]) -> bool:
-        """As `_keep` each of them, in descending order of length."""
+        """Deals each document as `_keep` does, in descending order of length."""
         idlest = [(work, rank) for rank, work in enumerate(self.work)]
         heapify(idlest)
         full = list[tuple[int, int]]()  # (room, rank) of those without room for the document, negative

@@ -52,7 +52,7 @@ def best_layers(program: Program, costs: Costs, layers: Sequence[int], work_of: 
 
 
 def scaled(costs: Costs, factors: Sequence[float]) -> Costs:
-    """The costs of stages that compute so many times as long."""
+    """The costs of stages that take this many times as long to compute."""
 
     def times(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(value * factor for value, factor in zip(values, factors, strict=True)) if values else ()

@@ -26,7 +26,7 @@ MOST_ORDERS = 5  # of a placement that tabu search starts from
 MOST_TIMINGS = 3000  # of one placement's tabu search
 
 
-class Found(NamedTuple):
+class FoundOrder(NamedTuple):
     """Orders with their `step_ticks`, the peak memory of a rank in half activations of a chunk, and their origin."""
 
     ticks: int
@@ -41,7 +41,7 @@ class Search:
 
     problem: Problem
     bound: int
-    best: list[Found]
+    best: list[FoundOrder]
 
     @property
     def cost(self) -> float:
@@ -58,12 +58,13 @@ class Search:
         peaks = [peak_memory(self.problem, order) for order in orders]
         if timing is None or max(peaks) > self.problem.capacity:
             return
-        found = Found(step_ticks(self.problem, orders, timing.ends), max(peaks), origin, orders)
+        found = FoundOrder(step_ticks(self.problem, orders, timing.ends), max(peaks), origin, orders)
         if all(found[:2] != other[:2] for other in self.best):  # equally good orders are usually much alike
             self.best = sorted([*self.best, found], key=lambda other: other[:2])[:MOST_ORDERS]
 
     def list_schedules(self, operations: int) -> None:
-        """As many list schedules as place so many operations, at least one, until one meets the bound."""
+        """Tries list schedules that place this many operations in total, at least one schedule, until one meets the
+        bound."""
         rules = _rules(self.problem)
         for stretch, rule in rules[: 1 + operations // self.problem.operations]:
             if self.is_optimal:
@@ -72,7 +73,7 @@ class Search:
             self.add("rules", list_schedule(self.problem, priority, rule))
 
     def tabu_search(self, operations: int) -> None:
-        """Tabu search from each of the best orders, timing so many operations, half of them from the best one."""
+        """Tabu search from each of the best orders, timing this many operations, half of them from the best one."""
         budget = min(operations // self.problem.operations, MOST_TIMINGS)
         for start in [*self.best]:
             budget //= 2

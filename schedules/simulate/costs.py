@@ -118,7 +118,7 @@ class Costs:
                 return self.reduce[stage] if self.reduce else 0.0
             case Op.ALL_GATHER if self.gather:
                 return self.gather[stage]
-            case Op.REDUCE_SCATTER | Op.ALL_GATHER:  # an all-reduce is one after the other
+            case Op.REDUCE_SCATTER | Op.ALL_GATHER:  # an all-reduce is one after another
                 return self.reduce[stage] / 2 if self.reduce else 0.0
             case Op.NORM | Op.LOSS:
                 return self.norm

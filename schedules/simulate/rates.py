@@ -22,7 +22,7 @@ class Link:
     bandwidth: float
 
     def seconds(self, size: float, operations: int = 1) -> float:
-        """Of so many operations that send `size` bytes together."""
+        """Seconds of this many operations that send `size` bytes together."""
         return operations * self.latency + size / self.bandwidth
 
 
@@ -42,8 +42,8 @@ class Links:
         return Links(*(Link(latency, bandwidth) for _ in range(5)))
 
     def shared(self, ranks: int, most: Links) -> Links:
-        """Where so many ranks of a collective are on a host: bytes that pass from rank to rank use the links of all of
-        them, up to those on the host; sends and exchanges each rank its own."""
+        """Where this many ranks of a collective are on a host: bytes that pass from rank to rank use the links of all
+        of them, up to those on the host; sends and exchanges each rank its own."""
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
         bandwidths = {kind: min(ranks * self.of(kind).bandwidth, most.of(kind).bandwidth) for kind in kinds}
         return replace(self, **{kind: Link(self.of(kind).latency, each) for kind, each in bandwidths.items()})
@@ -123,7 +123,7 @@ class Rates:
         return self.products[-1][1]
 
     def attention_of(self, width: int) -> AttentionRates:
-        """Those of the nearest width."""
+        """The attention rates of the nearest width."""
         return min(self.attention, key=lambda each: abs(log(each.width / width)))
 
     def typical(self, name: str) -> float:
@@ -131,7 +131,7 @@ class Rates:
         return self.flops if name == "flops" else float(getattr(self, name).all_gather.bandwidth)
 
     def scaled(self, name: str, times: float) -> Rates:
-        """With all that `typical` stands for so many times as fast."""
+        """With all that `typical` stands for that many times as fast."""
         if name != "flops":
             names = ("intra_host", "peer") if name == "intra_host" else (name,)
             changed: dict[str, Any] = {each: _scaled_links(getattr(self, each), times) for each in names}

@@ -64,8 +64,8 @@ def simulate_step_time(program: Program, costs: Costs, events: Events | None = N
 
 
 def event_times(program: Program, events: Events, costs: Costs, seconds: Array | None = None) -> EventTimes:
-    """When every event of a program starts and ends (see `simulate`), if its rows take so many seconds (None: what they
-    cost)."""
+    """When every event of a program starts and ends (see `simulate`), if its rows take this many seconds (None: what
+    they cost)."""
     costs.validate(program.ranks)
     columns = program.columns
     seconds = instruction_seconds(program, costs) if seconds is None else seconds

@@ -20,7 +20,7 @@ class RampupStage(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sequences of each batch of a run: those of the stages of `rampup`, one after the other, then
+    """Sequences of each batch of a run: those of the stages of `rampup`, one after another, then
     `global_batch_size`."""
 
     global_batch_size: int
@@ -90,7 +90,7 @@ class BatchSpec:
     Each of the dp x ep `replicas` has its own samples, in `microbatches` microbatches. Steps of a stage of `rampup`
     have fewer microbatches of the same size. Sequences are dealt to replicas and microbatches by the `document_costs`
     of their documents (None: in the order in which they are drawn). With a `capacity`, documents are dealt to groups of
-    the dp x ep x cp ranks instead, each of which then holds at most so many tokens of a microbatch (0: sequences are
+    the dp x ep x cp ranks instead, each of which then holds at most this many tokens of a microbatch (0: sequences are
     dealt). A pipeline may then have more microbatches in a step with a full batch: up to the last of `longer`, the
     numbers that there are programs for besides, in ascending order.
     """
@@ -106,7 +106,7 @@ class BatchSpec:
 
     @property
     def most_microbatches(self) -> int:
-        """Of a pipeline in a step."""
+        """The most microbatches of a pipeline in a step."""
         return max((self.microbatches, *self.longer))
 
     @property
@@ -129,7 +129,7 @@ class BatchSpec:
         return BatchSizes(self.global_batch_size, self.rampup)
 
     def with_microbatches(self, microbatches: int) -> BatchSpec:
-        """The batches with so many microbatches of the same size for each replica."""
+        """The batches with this many microbatches of the same size for each replica."""
         size = microbatches * self.replicas * self.micro_batch_size
         return replace(self, global_batch_size=size, microbatches=microbatches, rampup=(), longer=())
 

@@ -67,7 +67,7 @@ class StepGroups(NamedTuple):
         return tuple(max(tp, count + -count % tp) if any(found) else 0 for count in found)
 
     def lengths(self, numbers: Sequence[int]) -> list[int]:
-        """Of documents."""
+        """The lengths of documents."""
         return [self.documents[number].length for number in numbers]
 
     def tokens(self, share: Share) -> int:

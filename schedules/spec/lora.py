@@ -49,7 +49,7 @@ class LoraSpec:
 
 
 def lora_of(meta: Mapping[str, Any]) -> LoraSpec | None:
-    """That of a checkpoint, from the metadata in its manifest; None if it has all parameters."""
+    """The LoRA of a checkpoint, from the metadata in its manifest; None if it has all parameters."""
     if meta.get("lora") is None:
         return None
     found = meta["lora"]
@@ -108,7 +108,7 @@ class Adapter(NamedTuple):
 
 
 def adapters_of(lora: LoraSpec, tensor: Tensor) -> list[Adapter]:
-    """Those of a tensor of the base model.
+    """The adapters of a tensor of the base model.
 
     Where tp splits the outputs of a target it splits B, and where it splits the inputs, A; the other one is replicated.
     A begins with values of the distribution of torch.nn.Linear, B with zeros.
@@ -127,7 +127,7 @@ def adapter_tensors(lora: LoraSpec, base: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _adapter(lora: LoraSpec, tensor: Tensor, target: str, number: int | None) -> Adapter:
-    """That of a target whose weight is a tensor, or segment `number` of its rows."""
+    """The adapter of a target whose weight is a tensor, or segment `number` of its rows."""
     *experts, rows, inputs = tensor.shape
     first, outputs = 0, len(experts)  # a row; the dimension of rows
     by_ep = tuple(split for split in tensor.splits if split.axis == "ep")
@@ -146,7 +146,7 @@ def _adapter(lora: LoraSpec, tensor: Tensor, target: str, number: int | None) ->
 
 
 def trained_tensors(model: ModelSpec, lora: LoraSpec | None) -> list[Tensor]:
-    """Of the whole model: the adapters, or without LoRA all its tensors."""
+    """The tensors of the model that are trained: the adapters, or without LoRA all of them."""
     found = tensors(model)
     return found if lora is None else adapter_tensors(lora, found)
 

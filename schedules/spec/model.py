@@ -122,12 +122,11 @@ class CustomModel:
 class Fp8Spec:
     """Products of decoder layers in 8 bits: the projections of attention, except those to latents, of dense
     feed-forward networks, of `shared_experts`, and of `experts`, with scales of blocks; in F, B and W. `scaling` and
-    the other two are the recipe's (kernels/fp8/fp8_tensor.py). The first and last layers of the model, so many each,
-    stay in the compute dtype. Every `sample_every` steps it is counted how well operands fit into 8 bits, and every
-    `compare_every` steps gradients are compared with those in the compute dtype (0: never). With `delayed` the scale of
-    a tensor of activations or gradients is that of the step before. With `head` the output head multiplies in 8 bits,
-    but not where multi-token prediction uses it.
-    """
+    the other two are the recipe's (kernels/fp8/fp8_tensor.py). The first and last layers of the model, as many of each
+    as given, stay in the compute dtype. Every `sample_every` steps it is counted how well operands fit into 8 bits, and
+    every `compare_every` steps gradients are compared with those in the compute dtype (0: never). With `delayed` the
+    scale of a tensor of activations or gradients is that of the step before. With `head` the output head multiplies in
+    8 bits, but not where multi-token prediction uses it."""
 
     scaling: Scaling
     gradients: Literal["e4m3", "e5m2"] = "e4m3"
@@ -148,7 +147,7 @@ class Fp8Spec:
         return self.compare_every > 0 and step % self.compare_every == 0
 
     def covers(self, layer: int, layers: int) -> bool:
-        """Whether layer number `layer` of so many has products in 8 bits."""
+        """Whether layer number `layer` of this many has products in 8 bits."""
         return self.skip_first <= layer < layers - self.skip_last
 
 
@@ -209,7 +208,7 @@ class ModelSpec:
 
     @property
     def dense_layers(self) -> int:
-        """The first so many layers have no experts."""
+        """The number of layers at the start that have no experts."""
         return self.layers if self.experts is None else self.experts.first_k_dense
 
     @property

@@ -16,7 +16,7 @@ IN_8_BITS = ("attention.qkv", "attention.query", "attention.keys_values", "atten
 
 SHARED_IN_8_BITS = ("shared.gate_up", "shared.down")
 EXPERTS_IN_8_BITS = ("experts.gate_up", "experts.down")
-HEAD = "head"  # the output head, also where it is the embedding
+HEAD = "head"  # the output head, even where it is the embedding
 
 
 class LayerRange(NamedTuple):
@@ -166,13 +166,13 @@ def _mtp(model: ModelSpec, *, has_embedding: bool) -> Iterator[Tensor]:
     """Multi-token prediction layers; on a stage without the embedding they need a copy of it."""
     h = model.hidden
     for number in range(model.mtp_layers):
-        at = f"predicted.{number}"
+        at = f"mtp.{number}"
         yield Tensor(f"{at}.join", (h, 2 * h), 0.02)
         for name in ("hidden_norm", "embedding_norm", "norm"):
             yield _norm(model, f"{at}.{name}", h)
         yield from _layer(model, model.layers + number)
     if model.mtp_layers and not has_embedding:
-        yield _embedding(model, "predicted.embedding", tied_to="embedding")
+        yield _embedding(model, "mtp.embedding", tied_to="embedding")
 
 
 def _embedding(model: ModelSpec, name: str, tied_to: str = "") -> Tensor:

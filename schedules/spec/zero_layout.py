@@ -53,8 +53,8 @@ def zero_layout(plan: Plan, shard: ParamShard, rank: int) -> ZeroLayout:
 def pool_sizes(
     model: ModelSpec, lora: LoraSpec | None, layers: Sequence[LayerRange], mesh: Mesh, mirrors: int = 1
 ) -> tuple[tuple[int, ...], ...]:
-    """The sizes of a Program whose units have these layers, each on so many ranks of a pipeline: the padded elements of
-    a unit's parameter shards, of all but experts and of experts, and of the frozen ones of both."""
+    """The sizes of a Program whose units have these layers, each on this many ranks of a pipeline: the padded elements
+    of a unit's parameter shards, of all but experts and of experts, and of the frozen ones of both."""
 
     def padded(unit: LayerRange, *, experts: bool, frozen: bool) -> int:
         if frozen and lora is None:

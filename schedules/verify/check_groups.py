@@ -72,7 +72,7 @@ def check_rings(groups: StepGroups, stream: Stream, cp: int = 1, ep: int = 1) ->
 
 
 def check_exchanges(events: Sequence[Sequence[Event]]) -> None:
-    """Of each rank, in its order."""
+    """Checks the events of each rank, in its order."""
     at, open_ranks = [0] * len(events), [*range(len(events))]
     while open_ranks:
         rank = open_ranks.pop()
@@ -107,7 +107,7 @@ def _met(events: Sequence[Sequence[Event]], at: Sequence[int], first: int) -> li
 
 
 def _exchanges(groups: StepGroups, rank: int, order: Sequence[Computed], experts: range) -> Iterator[Event]:
-    """Of one layer. No rank has a document in microbatches after those of the groups."""
+    """The exchanges of one layer. No rank has a document in microbatches after those of the groups."""
     for op, microbatch in order:
         if microbatch >= len(groups.shares):
             continue

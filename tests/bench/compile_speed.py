@@ -106,7 +106,7 @@ def replanning(ranks: int, microbatches: int) -> dict[str, float]:
 
 
 def with_units(ranks: int, microbatches: int, units: int) -> dict[str, float]:
-    """Seconds to compile and prove 1f1b with stages of so many units, by ZeRO stage."""
+    """Seconds to compile and prove 1f1b with stages of this many units, by ZeRO stage."""
     results = {}
     sizes = tuple((1000 + unit % units,) for unit in range(units * ranks))
     for zero in range(4):

@@ -27,9 +27,9 @@ from record import record
 
 from pentad.workers.data.encoder import Encoder
 from pentad.workers.data.tokenizer import load_tokenizer
-from pentad.workers.preprocess.build import Request, build_corpus
+from pentad.workers.preprocess.build import BuildRequest, build_corpus
 from pentad.workers.preprocess.part_builder import text_chunks, text_columns
-from pentad.workers.preprocess.readers import Span
+from pentad.workers.preprocess.readers import FileSpan
 from pentad.workers.preprocess.source_files import find_files
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def groups(source: str, megabytes: int) -> list[list[str]]:
     found: list[list[str]] = [[]]
     size = total = 0
     for file in find_files([source]):
-        for chunk in text_chunks([Span(file)], text_columns(None), {"empty": 0}):
+        for chunk in text_chunks([FileSpan(file)], text_columns(None), {"empty": 0}):
             if total >= megabytes * 1e6:
                 return found
             if size >= AT_ONCE:
@@ -94,7 +94,7 @@ def whole_build(texts: list[list[str]], tokenizer: Path, megabytes: float) -> di
         with rows.open("w") as sink:
             for group in texts:
                 sink.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in group)
-        request = Request((str(rows),), Path(folder) / "out", tokenizer, workers=2)
+        request = BuildRequest((str(rows),), Path(folder) / "out", tokenizer, workers=2)
         began = os.times()
         build_corpus(request, lambda line: None, lambda progress: None)
         ended = os.times()

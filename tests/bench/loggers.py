@@ -34,7 +34,7 @@ ROW = {
 
 
 def logged(kind: str, rows: int) -> tuple[float, float, float]:
-    """CPU seconds of the driver's thread, its process, and the logger's process, for a run of so many rows."""
+    """CPU seconds of the driver's thread, its process, and the logger's process, for a run of this many rows."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "trial").mkdir()

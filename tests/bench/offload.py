@@ -183,7 +183,7 @@ def step(words: Sequence[str], steps: int, budget: float) -> dict[str, Any]:
 
 def corpus() -> Path:
     """Random words, more than a sequence here is long."""
-    from pentad.workers.preprocess.build import Request, build_corpus
+    from pentad.workers.preprocess.build import BuildRequest, build_corpus
 
     folder = Path(tempfile.gettempdir(), "pentad-bench-words")
     if not (folder / "out").exists():
@@ -193,7 +193,7 @@ def corpus() -> Path:
         folder.mkdir(exist_ok=True)
         text = folder / "words.txt"
         text.write_text(" ".join(rng.choices(names, k=600_000)))
-        build_corpus(Request((str(text),), folder / "out", vocab=4096, workers=1), print, lambda progress: None)
+        build_corpus(BuildRequest((str(text),), folder / "out", vocab=4096, workers=1), print, lambda progress: None)
     return folder / "out"
 
 

@@ -1,4 +1,4 @@
-"""Times a forward and a backward of a mixture-of-experts stage on two ranks: interleaved, and one after the other.
+"""Times a forward and a backward of a mixture-of-experts stage on two ranks: interleaved, and one after another.
 
 PYTHONPATH=.typings:tests/support python tests/bench/overlap.py --json OUT
 

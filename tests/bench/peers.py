@@ -1,4 +1,4 @@
-"""Tokens per second and GPU of torchtitan 0.2.2 and of pentad, one after the other on the GPUs of one host.
+"""Tokens per second and GPU of torchtitan 0.2.2 and of pentad, one after another on the GPUs of one host.
 
 PYTHONPATH=.typings:tests/support:tests/bench python -P tests/bench/peers.py --out OUT --titan FOLDER 8b-dp4 8b-tp4
 

@@ -103,7 +103,7 @@ def seconds_of(plan: Plan, events: Events, costs: Costs, factors: Array | None =
 
 
 def largest(random: np.random.Generator, ranks: int, size: int) -> Array:
-    """The largest of so many standard normal draws each."""
+    """The largest of this many standard normal draws each."""
     grid = np.linspace(1e-4, 1 - 1e-4, 2001)
     values = np.array([NormalDist().inv_cdf(each) for each in grid ** (1 / ranks)])
     return np.interp(random.random(size), grid, values)
@@ -130,7 +130,7 @@ def band(plan: Plan, events: Events, costs: Costs) -> list[float]:
 
 
 def limits(plan: Plan, events: Events, typical: float) -> dict[str, float]:
-    """Shares of a step: what each of these takes away, one after the other."""
+    """Shares of a step: what each of these takes away, one after another."""
     rates, costs = rates_of("cuda", plan.gpu), costs_of(plan)
     full = seconds_of(plan, events, costs)
     alone = seconds_of(plan, events, replace(costs, reduce=(), gather=()))

@@ -31,7 +31,7 @@ ALSO = {  # what a point is reached by, besides itself
 
 
 class Faults:
-    """Those of one history. They happen one after the other, in the order of the scenario."""
+    """Those of one history. They happen one after another, in the order of the scenario."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.world, self.cluster = simulation, simulation.world, simulation.cluster

@@ -5,7 +5,7 @@ no sample is lost or counted twice     every committed step has the digest of it
 no earlier generation acts             neither commits a step nor a checkpoint, and no number is used twice
 committed steps never go back          beyond the newest state that survives: replicas, copies or checkpoints
 the run ends                           within an hour of virtual time, with status 0 if all steps are done and saved,
-                                       else with an error that the faults explain, and the same command goes on
+                                       else with an error that the faults explain, and the same command continues
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Simulation:
         self.adoptions, self.adopts, self.evictions, self.spares_used = 0, False, 0, 0
         self.bus: Any = None
         self.requests: Any = None
-        self.values = [INITIAL]  # of the state after so many steps
+        self.values = [INITIAL]  # of the state after this many steps
         self.total = self._samples(0)
         self.faults = Faults(self)
         self.log: list[str] = []

@@ -24,7 +24,7 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.checkpoint.storage import storage_errors, storage_of
-from pentad.workers.replication.parts import CopyKey, HostCopies, Part
+from pentad.workers.replication.parts import CopyKey, CopyPart, HostCopies
 from pentad.workers.replication.source import CopySource
 from pentad.workers.runtime.abort import Aborted, Fence
 from pentad.workers.runtime.progress_file import Progress
@@ -314,7 +314,7 @@ class SimRunner:
         state = yield from self._taken("copy", key.step)
         (only,) = set(state.values())
         data = np.array(only, np.int64).view(np.uint8)
-        self.copies.put(key, self.rank, Part({}, data, None, lambda memory: None))
+        self.copies.put(key, self.rank, CopyPart({}, data, None, lambda memory: None))
         holder = next(p for p in self.simulation.cluster.processes if str(p.pid) == address)
         yield self.world.random.uniform(*WRITE_SECONDS)
         self.fence_flag.check()
@@ -322,7 +322,7 @@ class SimRunner:
             return "connection refused"
         if holder.stopped or holder.node.cut_off or self.process.node.cut_off:
             yield self.simulation.never  # until the generation ends
-        holder.worker.copies.put(key, self.rank, Part({}, data, None, lambda memory: None))
+        holder.worker.copies.put(key, self.rank, CopyPart({}, data, None, lambda memory: None))
         return SimpleNamespace(bytes=16, snapshot_seconds=0.0, transfer_seconds=0.0)
 
     def _taken(self, kind: str, step: int) -> Generator[Any, None, dict[Any, State]]:

@@ -34,7 +34,7 @@ class Host(Protocol):
 
 
 class Signal:
-    """Fires once; whoever waits then goes on, or gets the error."""
+    """Fires once; whoever waits then continues, or gets the error."""
 
     def __init__(self) -> None:
         self.fired, self.error = False, None
@@ -114,7 +114,7 @@ class World:
         heappush(self.heap, (self.now + seconds, next(self.numbers), do))
 
     def wait(self, seconds: float, over: Callable[[], bool] = lambda: False) -> None:
-        """What the driver does: lets time pass until so many seconds are gone, or `over`."""
+        """What the driver does: lets time pass until this many seconds are gone, or `over`."""
         if self.inside:
             return  # a rank that would sleep in the middle of a call
         self.check()

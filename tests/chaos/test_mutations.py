@@ -98,7 +98,7 @@ def older_checkpoint(patch: Patch) -> None:
     """A recovery reads the oldest checkpoint that is intact."""
     recover = regroup.recover
 
-    def older(root: Any, **options: Any) -> checkpoint.Found:
+    def older(root: Any, **options: Any) -> checkpoint.NewestCheckpoint:
         found = recover(root, **options)
         oldest = next(iter(checkpoint.complete_folders(root).values()), None)
         return found if oldest is None else found._replace(checkpoint=checkpoint.open_checkpoint(oldest))

@@ -108,7 +108,7 @@ def _packed(seed: int) -> bytes:
 
 
 def fuzz(name: str, cases: int) -> dict[str, Any]:
-    """Plays so many cases in a process forked from this one, and goes on in another one after a failure."""
+    """Plays this many cases in a process forked from this one, and continues in another one after a failure."""
     began, first = time.monotonic(), 0
     failures, parts = list[dict[str, Any]](), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:

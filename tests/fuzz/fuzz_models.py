@@ -25,7 +25,7 @@ from pentad.schedules.spec.model import Experts
 from pentad.schedules.spec.tensors import num_parameters
 from pentad.workers.dcp.reader import METADATA, open_dcp
 from pentad.workers.hf.config import make_config, parse_config
-from pentad.workers.hf.exporter import Request
+from pentad.workers.hf.exporter import ExportRequest
 from pentad.workers.hf.folder import TensorFiles, read_config
 from pentad.workers.hf.names import CONFIG, tensor_table
 from pentad.workers.hf.peft import read_adapter
@@ -106,7 +106,7 @@ def _import(source: Path) -> None:
 @contextmanager
 def adapters(folder: Path) -> Iterator[Reader]:
     source = write_adapter(folder / "adapter", SMALL)
-    request, lora = Request("llama", SMALL, 64), LoraSpec(2, 4.0, ATTENTION)
+    request, lora = ExportRequest("llama", SMALL, 64), LoraSpec(2, 4.0, ATTENTION)
     path = source / "adapter_config.json"
     read_adapter(source, request, lora)
     read = _written(path, lambda: read_adapter(source, request, lora))

@@ -38,7 +38,7 @@ from pentad.workers.checkpoint.safetensors_header import read_header
 from pentad.workers.data.corpus import open_corpus
 from pentad.workers.data.corpus_index import INDEX_FILE, TOKENIZER_FILE
 from pentad.workers.data.tokenizer import encode, end_token, load_tokenizer, train_tokenizer
-from pentad.workers.preprocess.readers import Columns, Span, read_rows
+from pentad.workers.preprocess.readers import Columns, FileSpan, read_rows
 from pentad.workers.preprocess.source_files import SourceFile
 
 SIZES = ["model.layers=2", "mesh.pp=2", "schedule.name=1f1b", "schedule.microbatches=2", "batch.global_batch_size=2"]
@@ -244,7 +244,7 @@ def row_files(folder: Path) -> Iterator[Reader]:
         path = folder / f"rows.{kinds.get(content[:4], 'jsonl')}"
         path.write_bytes(content)
         try:
-            for _ in read_rows(Span(SourceFile(str(path), path.stat().st_size, 0)), columns):
+            for _ in read_rows(FileSpan(SourceFile(str(path), path.stat().st_size, 0)), columns):
                 pass
         finally:
             path.unlink()

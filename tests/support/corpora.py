@@ -14,17 +14,17 @@ from pentad.workers.data.corpus import Corpus
 from pentad.workers.data.corpus_writer import write_index, write_shards
 from pentad.workers.data.encoder import Encoder, TextChunk
 from pentad.workers.data.tokenizer import decode, end_token, load_tokenizer
-from pentad.workers.preprocess.build import Progress, Request, build_corpus
+from pentad.workers.preprocess.build import BuildProgress, BuildRequest, build_corpus
 
 
 def build(
     source: Path | str,
     note: Callable[[str], None] = lambda line: None,
-    progress: Callable[[Progress], None] = lambda progress: None,
+    progress: Callable[[BuildProgress], None] = lambda progress: None,
     **options: Any,
 ) -> Corpus:
     """The corpus of a source, in the folder `out` beside it, with a tokenizer of 300 tokens."""
-    request = Request((str(source),), Path(source).parent / "out", vocab=300, workers=1)
+    request = BuildRequest((str(source),), Path(source).parent / "out", vocab=300, workers=1)
     return build_corpus(replace(request, **options), note, progress)
 
 

@@ -12,14 +12,14 @@ from pentad.orchestrator.planning.estimate import memory
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.sources import open_dataset
 
-TIED_COPIES = {"head", "predicted.embedding"}
+TIED_COPIES = {"head", "mtp.embedding"}
 
 
 def assert_equals_one_process(
     fleet: Fleet, plan: Plan, expected: Trained | None = None, *, steps: int = 2, check_bytes: bool = False
 ) -> list[Outcome]:
     """Runs two steps in one call, and a third in another, in float64, and compares to 1e-10, with `expected` or the
-    plan's reference of so many `steps`. `check_bytes` also compares buffer sizes to the plan. Returns what the ranks
+    plan's reference of this many `steps`. `check_bytes` also compares buffer sizes to the plan. Returns what the ranks
     did."""
     losses, gradients, norms, weights = expected or reference(plan, steps)
     steps = len(losses)

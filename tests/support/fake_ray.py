@@ -59,13 +59,11 @@ class FakeRay:
     """A cluster of `nodes[bundle]`. Replaces, with `patch`, all that a WorkerGroup and a recovery use of Ray.
 
     `faults[step]` are the ranks that die in a step, or the node that is lost with its ranks; lost nodes return in the
-    steps `returns`. `eval_faults[step]` are the ranks that die in the evaluation after so many steps. In a step of
-    `commits` one survivor has taken the step by then, and the others lack only the norm.
-    In a step `unreadable`, the first rank that comes to it cannot read its data.
-    The rank in `writing`, (steps, rank), never finishes its part of the checkpoint of so many steps; those of the steps
-    `full` find the disk full.
-    A step on a batch of `spikes` is skipped; `trained[step]` is the batch that a step trained on last.
-    """
+    steps `returns`. `eval_faults[step]` are the ranks that die in the evaluation after this many steps. In a step of
+    `commits` one survivor has taken the step by then, and the others lack only the norm. In a step `unreadable`, the
+    first rank that comes to it cannot read its data. The rank in `writing`, (steps, rank), never finishes its part of
+    the checkpoint of this many steps; those of the steps `full` find the disk full. A step on a batch of `spikes` is
+    skipped; `trained[step]` is the batch that a step trained on last."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *nodes: str) -> None:
         self.now, self.nodes, self.first = 100.0, nodes, nodes

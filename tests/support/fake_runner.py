@@ -8,7 +8,7 @@
 | full | 1: every save finds the disk full |
 | saving | seconds that a rank takes to write its part of a checkpoint |
 | nan | 1: the gradient norm of step 1 is not a number |
-| evaluation | instead of a step: the evaluation after so many steps, in which `rank` obeys `how` |
+| evaluation | instead of a step: the evaluation after this many steps, in which `rank` obeys `how` |
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class FakeRunner:
         pass
 
     def _step(self, step: int) -> StepResult:
-        assert self.rank or self.steps == step, "steps come in order, and a restored run goes on where it stopped"
+        assert self.rank or self.steps == step, "steps come in order, and a restored run continues where it stopped"
         start = time.monotonic()
         for counter in range(len(self.plan.program.streams[self.pp])):
             self.board.write(step, counter)
@@ -186,7 +186,7 @@ class FakeRunner:
 
 
 def eval_loss_of(step: int) -> float:
-    """The loss per token after so many steps, least after 6."""
+    """The loss per token after this many steps, least after 6."""
     return 1.0 + (step - 6) ** 2
 
 

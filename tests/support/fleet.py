@@ -19,7 +19,7 @@ from pentad.orchestrator.activations.activation_memory import with_slots
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.results import Evaluation
 
-# First step, number of steps, whether more calls follow; or an evaluation after so many steps.
+# First step, number of steps, whether more calls follow; or an evaluation after this many steps.
 Call = tuple[int, int] | tuple[int, int, bool] | tuple[int]
 
 

@@ -121,5 +121,5 @@ def in_8_bits(
             found[name] = Fp8Experts(weight, spec)
     if spec.head:
         head = weights.get("head", weights["embedding"])
-        found |= {"head": Fp8Weight(head, spec, name="head", history=history), "predicted.head": head}
+        found |= {"head": Fp8Weight(head, spec, name="head", history=history), "mtp.head": head}
     return found

@@ -15,7 +15,7 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import open_checkpoint
 from pentad.workers.checkpoint.shards import read
-from pentad.workers.hf.exporter import Exported, Request, export_checkpoint
+from pentad.workers.hf.exporter import Exported, ExportRequest, export_checkpoint
 from pentad.workers.hf.importer import FILE_BYTES, Imported, Target, import_folder
 from pentad.workers.model.stage import Stage
 from pentad.workers.params.param_buffers import make_param_buffers
@@ -34,7 +34,7 @@ def take(source: Path, out: Path, limit: int = FILE_BYTES, **how: Any) -> Import
 
 
 def give(checkpoint: Path, out: Path, family: str, model: ModelSpec, **how: Any) -> Exported:
-    request = Request(family, model, positions=64, **how)
+    request = ExportRequest(family, model, positions=64, **how)
     return export_checkpoint(open_checkpoint(checkpoint), out, request, lambda done, total: None)
 
 

@@ -89,7 +89,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
-    "deepseek-v3-predicted": ("DeepseekV3", {**DEEP, "num_mtp_layers": 2}),
+    "deepseek-v3-mtp": ("DeepseekV3", {**DEEP, "num_mtp_layers": 2}),
 }
 
 

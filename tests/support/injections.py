@@ -94,9 +94,8 @@ def pad_compute(runner: Any, seconds: dict[str, float]) -> None:
     """Compute instructions take so long, by op, without what they wait for inside layers and for a core: they sleep for
     the rest.
 
-    So ranks are even, also where many processes share few cores. What an instruction sleeps too long the next ones take
-    less; the time that a process is stopped (SIGSTOP) is not made up for.
-    """
+    So ranks are equally fast, even where many processes share few cores. What an instruction sleeps too long the next
+    ones take less; the time that a process is stopped (SIGSTOP) is not made up for."""
     executor, pads, late = runner.executor, dict(seconds), [0.0]
     real = executor._execute
 
@@ -132,7 +131,7 @@ def _seconds_outside_waits() -> float:
 
 
 def slow_compute(runner: Any, factor: float) -> None:
-    """What `pad_compute` adds is so many times as long from now on."""
+    """What `pad_compute` adds is that many times as long from now on."""
     pads = runner.executor.pads
     pads.update({op: seconds * factor for op, seconds in pads.items()})
 

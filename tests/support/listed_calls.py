@@ -48,7 +48,7 @@ class Ranks:
         self.unfinished: set[str] = set()  # of a checkpoint
         self.slow: dict[int, float] = {}  # checkpoint -> seconds until it is written, for which somebody has to wait
         self.losses: dict[int, float] = {}  # of evaluations, else 1
-        self.states: dict[tuple[int, int], int] = {}  # after so many steps, by rank; else those of all are the same
+        self.states: dict[tuple[int, int], int] = {}  # after this many steps, by rank; else those of all are the same
 
     def _submit(self, *call: Any) -> list[tuple]:
         if call[0] in ("evaluate", "check"):

@@ -217,7 +217,7 @@ class Run:
         self.wait_for_step(recovered[-1]["step"] if recovered else -1)
 
     def wait_for_checkpoint(self, step: int) -> None:
-        """Waits until one of at least so many steps is committed; training goes on meanwhile."""
+        """Waits until one of at least this many steps is committed; training continues meanwhile."""
         self.wait_for(lambda: any(row["step"] >= step for row in self.events("checkpoint")))
 
     def signal_ranks(self, *ranks: int, how: int = signal.SIGKILL) -> None:

@@ -124,7 +124,7 @@ def plan_on_mesh(data: str | DataSpec, name: str, sizes: dict[str, int], **more:
 
 
 def with_rampup(plan: Plan, stages: dict[int, int], compiled: Callable[[int], Plan]) -> Plan:
-    """The plan with stages of a batch-size ramp: so many steps by number of microbatches, whose programs are those of
+    """The plan with stages of a batch-size ramp: this many steps by number of microbatches, whose programs are those of
     `compiled`."""
     rows = plan.batch.replicas * plan.batch.micro_batch_size
     rampup = tuple(RampupStage(microbatches * rows, steps) for microbatches, steps in stages.items())

@@ -74,7 +74,7 @@ def losses(
     is_target = torch.ones_like(tokens, dtype=torch.bool) if is_target is None else is_target
     count, targets = count or int(is_target.sum()), following.masked_fill(~is_target, -100)
     hidden, routes = _hidden(model, t, tokens, documents)
-    head = t.get("predicted.head", _head(model, t))
+    head = t.get("mtp.head", _head(model, t))
     logits, counted = _logits(model, t, hidden).flatten(0, 1), is_target.flatten()
     main = F.cross_entropy(logits, targets.flatten(), reduction="sum") / count
     squares = logits.logsumexp(-1)[counted].square().sum() / count
@@ -199,7 +199,7 @@ def _mtp(
     """
     found = []
     for number in range(model.mtp_layers):
-        prefix = f"predicted.{number}"
+        prefix = f"mtp.{number}"
         tokens = torch.cat([targets[:, number:], targets.new_zeros(len(targets), number)], 1)
         embedded = _norm(model, t[f"{prefix}.embedding_norm"], t["embedding"][tokens])
         hidden = _norm(model, t[f"{prefix}.hidden_norm"], hidden)

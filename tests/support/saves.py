@@ -37,7 +37,7 @@ def saved_at_rest(workers: list[WorkerProcess], plan: Plan, root: Path, *steps: 
 
 
 def written(workers: list[WorkerProcess], folder: Path, step: int) -> list[tuple[WorkerProcess, int]]:
-    """Has every rank write its snapshot of so many steps, beside what it does."""
+    """Has every rank write its snapshot of this many steps, beside what it does."""
     return [(worker, worker.call_beside("write", str(folder), step)) for worker in workers]
 
 

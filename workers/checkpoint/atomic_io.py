@@ -52,7 +52,7 @@ def new_folder(out: Path, argument: str = "OUT") -> Iterator[Path]:
     """A folder to fill: a hidden one that is renamed to `out` when the block ends, or `out` itself if it exists, empty.
 
     If the block fails, `out` is as before and nothing else is left. Raises PentadError, which names `argument`, if
-    `out` has content, also when another process creates it meanwhile, and for every OSError.
+    `out` has content, even if another process creates it meanwhile, and for every OSError.
     """
     require_empty(out, argument)
     existed = out.is_dir()

@@ -75,7 +75,7 @@ class Start(NamedTuple):
     optimizer: bool = True
 
 
-class Found(NamedTuple):
+class NewestCheckpoint(NamedTuple):
     """The newest valid checkpoint, if any, and each newer one that is damaged, newest first, with the reason."""
 
     checkpoint: Checkpoint | None
@@ -159,7 +159,7 @@ def read_manifest(folder: Location) -> Manifest:
 
 
 def _read_manifest(folder: Location) -> tuple[Manifest, dict[str, File]]:
-    """With its file and those of its shards."""
+    """The manifest, with its file and those of its shards."""
 
     def read() -> tuple[Manifest, dict[str, File]]:
         files = _files(folder)
@@ -216,7 +216,7 @@ def has_manifests(root: Location) -> bool:
     return bool(complete_folders(root))
 
 
-def newest(root: Location, open_: Callable[[Location], Checkpoint] = open_checkpoint) -> Found:
+def newest(root: Location, open_: Callable[[Location], Checkpoint] = open_checkpoint) -> NewestCheckpoint:
     """The valid checkpoint of the highest step under `root`, and newer damaged ones; incomplete ones do not count.
     Valid is what `open_` does not refuse.
 
@@ -225,15 +225,15 @@ def newest(root: Location, open_: Callable[[Location], Checkpoint] = open_checkp
     refused: list[tuple[Location, str]] = []
     for folder in reversed(complete_folders(root).values()):
         try:
-            return Found(open_(folder), tuple(refused))
+            return NewestCheckpoint(open_(folder), tuple(refused))
         except (UnknownVersion, Unreadable):
             raise
         except PentadError as error:
             refused.append((folder, str(error)))
-    return Found(None, tuple(refused))
+    return NewestCheckpoint(None, tuple(refused))
 
 
-def recover(root: Location, *, restart: bool = False) -> Found:
+def recover(root: Location, *, restart: bool = False) -> NewestCheckpoint:
     """`newest`, with the damaged ones renamed, so that they no longer count.
 
     Raises PentadError, with nothing renamed, if there are checkpoints and all are damaged, unless `restart`.
@@ -337,7 +337,7 @@ def _check_content(folder: Location, shard: Shard) -> None:
 
 
 def stored_tensors(file: Any, name: str, size: int) -> dict[str, Stored]:
-    """Those of an open shard of this name. Raises PentadError for another kind of file."""
+    """The tensors of an open shard of this name. Raises PentadError for another kind of file."""
     try:
         return read_header(file, size)
     except PentadError as error:
@@ -369,7 +369,7 @@ def folders(root: L) -> dict[int, L]:
 
 
 def complete_folders(root: L) -> dict[int, L]:
-    """Those with a manifest, of `folders`."""
+    """Those of `folders` with a manifest."""
     return {step: folder for step, folder in folders(root).items() if has_manifest(folder)}
 
 

@@ -32,7 +32,7 @@ class File(NamedTuple):
 class Storage(Protocol[L]):
     """Files in folders, whose names are those of places of one kind. Everything raises OSError."""
 
-    may_rot: bool  # whether a file may have other bytes than were written: else its size shows whether it is intact
+    may_rot: bool  # whether a file may hold other bytes than were written; otherwise its size proves it intact
     grace_seconds: float  # after which a file that no manifest lists is nobody's: until then others may be writing it
 
     def folders(self, root: L) -> list[str]:
@@ -63,7 +63,8 @@ class Storage(Protocol[L]):
         `is_exclusive`."""
 
     def is_exclusive(self, root: L) -> bool:
-        """Whether `write_new` lets one of two writers win; else the last one does. Fails if nothing can be written."""
+        """Whether `write_new` lets one of two writers win; otherwise the last one does. Fails if nothing can be
+        written."""
 
     def set_aside(self, folder: L, first: str) -> L:
         """Renames the folder of a damaged checkpoint, or its file `first`; returns the new name."""
@@ -79,7 +80,7 @@ class Storage(Protocol[L]):
 
 
 def sha256_of(file: Any) -> str:
-    """Of the rest of an open file."""
+    """The sha256 of the rest of an open file."""
     digest = hashlib.sha256()
     while chunk := file.read(atomic_io.CHUNK):
         digest.update(chunk)

@@ -116,7 +116,8 @@ atexit.register(_open.cache_clear)  # a file system that outlives the interprete
 
 
 def _s3_arguments(store: str, options: str) -> dict[str, Any]:
-    """Of pyarrow's S3FileSystem, for a URI such as it takes. Raises ValueError for an option that is unknown."""
+    """The arguments of pyarrow's S3FileSystem, for a URI such as it takes. Raises ValueError for an option that is
+    unknown."""
     from pyarrow import fs
 
     found: dict[str, Any] = dict(parse_qsl(options))

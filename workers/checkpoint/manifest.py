@@ -42,7 +42,7 @@ class Shard:
     tensors: dict[str, Spec]
 
     def plain(self) -> dict[str, Any]:
-        """As dicts, lists, strings and integers."""
+        """This shard as dicts, lists, strings and integers."""
         return asdict(self)
 
     @staticmethod

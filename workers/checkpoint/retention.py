@@ -38,7 +38,7 @@ _REFUSED_MANIFEST = re.compile(rf"{_MANIFEST.pattern}\.refused-[0-9]+")
 _LEFT = re.compile(rf".*\.(safetensors|partial)|{_REFUSED_MANIFEST.pattern}")  # files that a manifest should list
 
 
-class Entry(NamedTuple):
+class CheckpointEntry(NamedTuple):
     """A checkpoint's folder: `time` is that of its manifest (Unix seconds), `state` is complete, incomplete (without a
     manifest: a run writes or has abandoned it), damaged, refused (damaged, and renamed because of that) or foreign (of
     another version of pentad); `problem` says what is wrong."""
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
     problem: str = ""
 
 
-def listed(root: Location) -> list[Entry]:
+def listed(root: Location) -> list[CheckpointEntry]:
     """What is under `root`, by step. Reads manifests and sizes, no content. Raises Unreadable."""
 
     def names() -> list[str]:
@@ -68,7 +68,7 @@ def listed(root: Location) -> list[Entry]:
     return sorted(found, key=lambda entry: (entry.step, entry.folder.name))
 
 
-def verified(entry: Entry) -> Entry:
+def verified(entry: CheckpointEntry) -> CheckpointEntry:
     """The same with the state and problem that a comparison of every byte with its checksum finds."""
     try:
         open_checkpoint(entry.folder)
@@ -80,7 +80,9 @@ def verified(entry: Entry) -> Entry:
     return entry
 
 
-def superseded(root: Location, keep: int, pinned: Callable[[Collection[int]], Collection[int]]) -> list[Entry]:
+def superseded(
+    root: Location, keep: int, pinned: Callable[[Collection[int]], Collection[int]]
+) -> list[CheckpointEntry]:
     """What can be deleted while no run is live: the checkpoints that `delete_older` would delete with these `pinned`
     steps, of those saved, and incomplete ones of any step that nobody writes; damaged ones if they are older than an
     intact one.
@@ -185,12 +187,12 @@ def _abandoned_before(root: Location) -> float:
 
 
 def _newest_intact(root: Location, before: int, count: int) -> list[int]:
-    """Steps of the newest valid checkpoints of fewer steps, at most so many."""
+    """Steps of the newest valid checkpoints of fewer steps, at most this many."""
     older = ((step, folder) for step, folder in reversed(complete_folders(root).items()) if step < before)
     return list(islice((step for step, folder in older if is_intact(folder)), count))
 
 
-def _entry(folder: Location, step: int) -> Entry:
+def _entry(folder: Location, step: int) -> CheckpointEntry:
     def read() -> dict[str, File]:
         with _reading(f"checkpoint {folder}"):
             return storage_of(folder).files(folder)
@@ -199,8 +201,8 @@ def _entry(folder: Location, step: int) -> Entry:
     manifest, size = manifest_name(files), sum(file.bytes for file in files.values())
     if manifest is None:
         state = "refused" if any(map(_REFUSED_MANIFEST.fullmatch, files)) else "incomplete"
-        return Entry(folder, step, max((file.time for file in files.values()), default=0.0), size, state)
-    entry = Entry(folder, step, files[manifest].time, size, "complete")
+        return CheckpointEntry(folder, step, max((file.time for file in files.values()), default=0.0), size, state)
+    entry = CheckpointEntry(folder, step, files[manifest].time, size, "complete")
     try:
         read_manifest(folder)
     except Unreadable:

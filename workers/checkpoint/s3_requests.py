@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Of a bucket: its URL, and the region that signatures name."""
+    """The address of a bucket: its URL, and the region that signatures name."""
 
     url: str
     region: str

@@ -32,7 +32,7 @@ def read_header(file: Any, size: int) -> dict[str, Stored]:
         entries.pop("__metadata__", None)
         found = {name: _stored(entry, 8 + length, size) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise PentadError(f"a header that is none of safetensors ({type(error).__name__})") from None
+        raise PentadError(f"a header that is not one of safetensors ({type(error).__name__})") from None
     return found
 
 

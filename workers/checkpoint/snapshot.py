@@ -1,4 +1,4 @@
-"""A copy of a rank's training state in host memory, taken while training goes on and written from another thread.
+"""A copy of a rank's training state in host memory, taken while training continues and written from another thread.
 
 What makes it right: nothing but `update` blocks changes the state, and they run one after another on the train thread.
 A copy of `step` steps begins after the block that made them and is complete before the next block begins; on a GPU both
@@ -44,10 +44,10 @@ class Copy:
 
 
 class Snapshots:
-    """Of one rank and generation, one at a time, after `reserve`. `request` and `update` are for the train thread,
-    `take` and `release` for the one that writes. `version` is the number of steps in the state once the stream is as
-    far. With `in_place` state on the host is not copied; `check` is called while an update waits for it to be written,
-    and may raise."""
+    """The snapshots of one rank and generation, one at a time, after `reserve`. `request` and `update` are for the
+    train thread, `take` and `release` for the one that writes. `version` is the number of steps in the state once the
+    stream is as far. With `in_place` state on the host is not copied; `check` is called while an update waits for it to
+    be written, and may raise."""
 
     def __init__(
         self,

@@ -245,6 +245,6 @@ def _views(shapes: dict[str, torch.Size], dtype: torch.dtype) -> dict[str, Tenso
 
 
 def _storage_bytes(tensors: list[Tensor], excluded: set[int]) -> int:
-    """Of all distinct storages."""
+    """The bytes of all distinct storages."""
     sizes = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(size for storage, size in sizes.items() if storage not in excluded)

@@ -29,7 +29,7 @@ ParameterSlots = dict[str, list[tuple[nn.Module, str]]]  # (module, attribute), 
 
 
 def accepted_sizes(text: str, source: str, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Those of the sizes that the function has parameters for. Raises PentadError if it needs any other argument."""
+    """The sizes that the function has parameters for. Raises PentadError if it needs any other argument."""
     function = load_function(text, MODEL, source)
     found = "unknown"
     try:

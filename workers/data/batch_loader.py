@@ -180,7 +180,7 @@ class BatchLoader:
         return self._pinned(found)
 
     def _prepared(self, samples: list[Sample], counts: np.ndarray | None = None) -> HostBatch:
-        """From the samples of this rank's slots."""
+        """The batch from the samples of this rank's slots."""
         size, is_masked = self.plan.batch.micro_batch_size, self.plan.data.document_mask
         kinds = np.array([self._kinds(sample) for sample in samples])
         # [microbatches, rows, kinds, positions] -> [microbatches, slices, kinds, T]
@@ -242,7 +242,7 @@ def rows_by_slot(dataset: Dataset, batch: BatchSpec, step: int, map_rows: MapRow
 
 
 def _shares_on_device(host: HostBatch, device: torch.device) -> dict[int, Tokens]:
-    """Of the microbatches in which the rank has tokens."""
+    """The tokens of the microbatches in which the rank has tokens."""
     sizes = [share.tokens.shape[1] for share in host.shares]
     parts = host.tokens.to(device, non_blocking=True).split(sizes, 1)
     none = host.tokens.new_empty(0, 0)
@@ -270,13 +270,13 @@ class Prefetcher(Generic[T]):
         self.size, self.limit = size, limit
         self.changed = threading.Condition()
         self.ready: dict[int, T | BaseException] = {}
-        self.first, self.wanted, self.next_step, self.loading = 0, 0, 0, -1
+        self.first, self.requested, self.next_step, self.loading = 0, 0, 0, -1
         self.thread: threading.Thread | None = None
 
     def get(self, step: int, check: Callable[[], None]) -> T:
         """Waits for a step, and calls `check` meanwhile. Raises what `load` has raised for it."""
         with self.changed:
-            self.wanted, self.ready = step, {ahead: each for ahead, each in self.ready.items() if ahead >= step}
+            self.requested, self.ready = step, {ahead: each for ahead, each in self.ready.items() if ahead >= step}
             if step not in self.ready and step != self.loading:
                 self.ready.clear()
                 self.first = self.first if step == self.next_step else step
@@ -316,13 +316,13 @@ class Prefetcher(Generic[T]):
                 found = error
             with self.changed:
                 self.loading = -1
-                if step >= self.wanted and step + 1 == self.next_step:  # else it was left behind by a jump
+                if step >= self.requested and step + 1 == self.next_step:  # else it was left behind by a jump
                     self.ready[step] = found
                 self.changed.notify_all()
 
     def _has_room(self) -> bool:
         values = list(self.ready.values())
-        most = min(MOST_AHEAD, 1 + self.wanted - self.first)
+        most = min(MOST_AHEAD, 1 + self.requested - self.first)
         if any(isinstance(each, BaseException) for each in values) or len(values) >= most:
             return False
         sizes = [self.size(each) for each in values if not isinstance(each, BaseException)]

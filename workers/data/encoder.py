@@ -40,7 +40,7 @@ class TextChunk(NamedTuple):
 
 
 class Encoder:
-    """Encodes text as `tokenizer` does and ends every document with the token `end`. `note` is told when and why
+    """Encodes text as `tokenizer` does and ends every document with the token `end`. `note` gets a line when and why
     fastokens does not do it, or not all of it."""
 
     def __init__(self, tokenizer: Tokenizer, end: int, note: Callable[[str], None] = lambda line: None) -> None:
@@ -93,7 +93,7 @@ class Encoder:
         return [next(slow if is_odd else others) for is_odd in odd]
 
     def _groups(self, chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
-        """Whole documents together; only the last of a group may go on, from a place where it can be cut."""
+        """Whole documents together; only the last of a group may continue, from a place where it can be cut."""
         limit = _AT_ONCE if self.fast else _SLOW_AT_ONCE
         group: list[TextChunk] = []
         begun: list[str] = []  # of the document that has not ended

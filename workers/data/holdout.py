@@ -10,7 +10,7 @@ from pentad.workers.data.corpus import Corpus
 _SEARCHED = 2**20  # positions at a time
 
 
-class Part(NamedTuple):
+class CorpusPart(NamedTuple):
     """Positions `first` to `end` of a corpus's flat stream."""
 
     corpus: Corpus
@@ -27,9 +27,9 @@ def training_part(corpus: Corpus, holdout: float) -> Corpus:
     return replace(corpus, tokens=first_held_out(corpus, holdout)) if holdout else corpus
 
 
-def evaluation_part(corpus: Corpus, holdout: float) -> Part:
+def evaluation_part(corpus: Corpus, holdout: float) -> CorpusPart:
     """What is held out; with a share of 0, all."""
-    return Part(corpus, first_held_out(corpus, holdout) if holdout else 0, corpus.tokens)
+    return CorpusPart(corpus, first_held_out(corpus, holdout) if holdout else 0, corpus.tokens)
 
 
 def first_held_out(corpus: Corpus, holdout: float) -> int:

@@ -140,7 +140,7 @@ class Mixture:
     def draws(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """(source, index within the source) of `count` samples from number `first` on, both [count] int64.
 
-        Raises PentadError if there are not so many.
+        Raises PentadError if there are not that many.
         """
         if self.end is not None and first + count > self.end:
             raise PentadError(f"data.sources hold {self.end} samples: expected more, or more epochs of them")
@@ -207,7 +207,8 @@ def require_lasting(data: DataSpec, sizes: BatchSizes, steps: int) -> None:
 
 
 def drawn_by(data: DataSpec, sizes: BatchSizes, batches: int) -> list[dict[str, Any]]:
-    """What so many global batches have drawn of each source, for a checkpoint: `require_resumable` compares with it."""
+    """What this many global batches have drawn of each source, for a checkpoint: `require_resumable` compares with
+    it."""
     drawn = Mixture(data, sizes).drawn(sizes.first_sample(batches))
     return [
         {"name": source.name, "fingerprint": source.fingerprint, "sequences": int(count)}
@@ -216,7 +217,7 @@ def drawn_by(data: DataSpec, sizes: BatchSizes, batches: int) -> list[dict[str, 
 
 
 def require_resumable(data: DataSpec, sizes: BatchSizes, batches: int, saved: list[dict[str, Any]]) -> None:
-    """Raises PentadError unless so many global batches draw what a run has drawn of its sources (see `drawn_by`)."""
+    """Raises PentadError unless this many global batches draw what a run has drawn of its sources (see `drawn_by`)."""
     found = {each["fingerprint"]: each for each in drawn_by(data, sizes, batches)}
     before = {each["fingerprint"]: each for each in saved}
     for fingerprint in before:

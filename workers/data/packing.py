@@ -19,9 +19,9 @@ import numpy as np
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.data.corpus import Corpus
-from pentad.workers.data.samples import Span
+from pentad.workers.data.samples import TokenSpan
 
-RUN_POSITIONS = 2**22  # packed together; at least so many, so that sequences are nearly full
+RUN_POSITIONS = 2**22  # packed together; at least this many, so that sequences are nearly full
 VERSION = 1
 FIELDS = {"starts": np.int64, "sizes": np.int32, "first": np.int64}
 
@@ -46,9 +46,9 @@ class Packs:
         if not self.sequences:
             raise PentadError(f"{key} is '{corpus.path}', which has only empty documents: expected one of two tokens")
 
-    def spans(self, number: int) -> list[Span]:
+    def spans(self, number: int) -> list[TokenSpan]:
         items = self._items(number)
-        return [Span(*span) for span in zip(self.starts[items].tolist(), self.sizes[items].tolist(), strict=True)]
+        return [TokenSpan(*span) for span in zip(self.starts[items].tolist(), self.sizes[items].tolist(), strict=True)]
 
     def lengths(self, number: int) -> np.ndarray:
         return self.sizes[self._items(number)].astype(np.int64)
@@ -78,9 +78,9 @@ def pack(sizes: list[int], length: int) -> list[list[int]]:
     return sorted(sorted(items) for items in found)
 
 
-def packed(corpus: Corpus, length: int) -> Iterator[list[Span]]:
+def packed(corpus: Corpus, length: int) -> Iterator[list[TokenSpan]]:
     """The spans of every sequence, in the order of the corpus."""
-    pieces, positions = list[Span](), 0
+    pieces, positions = list[TokenSpan](), 0
     for piece in _pieces(corpus, length):
         pieces.append(piece)
         positions += piece.size
@@ -90,16 +90,16 @@ def packed(corpus: Corpus, length: int) -> Iterator[list[Span]]:
     yield from _packed(pieces, length)
 
 
-def _packed(pieces: list[Span], length: int) -> Iterator[list[Span]]:
+def _packed(pieces: list[TokenSpan], length: int) -> Iterator[list[TokenSpan]]:
     for items in pack([piece.size for piece in pieces], length):
         yield [pieces[item] for item in items]
 
 
-def _pieces(corpus: Corpus, length: int) -> Iterator[Span]:
+def _pieces(corpus: Corpus, length: int) -> Iterator[TokenSpan]:
     """Documents, cut where they are longer than a sequence. Parts of one share a token, as adjacent windows do."""
     for start, tokens in corpus.extents():
         for at in range(start, start + tokens - 1, length):
-            yield Span(at, min(length, start + tokens - 1 - at))
+            yield TokenSpan(at, min(length, start + tokens - 1 - at))
 
 
 def _folder(corpus: Corpus, length: int, cache: Path) -> Path:

@@ -29,7 +29,7 @@ MapRows = Callable[..., Iterable[Any]]  # map, or that of a thread pool
 DIGEST_BITS = 40  # sums of 2^13 digests are exact in float64
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens `start` to `start + size` of a corpus's flat stream, whose next tokens are their targets."""
 
     start: int
@@ -66,8 +66,8 @@ class Windows:
                 f"expected at least {length + 1} (batch.sequence_length + 1)"
             )
 
-    def spans(self, number: int) -> list[Span]:
-        return [Span(number * self.length, self.length)]
+    def spans(self, number: int) -> list[TokenSpan]:
+        return [TokenSpan(number * self.length, self.length)]
 
     def lengths(self, number: int) -> np.ndarray:
         edges = np.concatenate([[0], self.corpus.boundaries(number * self.length, self.length), [self.length]])
@@ -84,7 +84,8 @@ def digest_of(batch: int, samples: Mapping[int, Sample]) -> int:
 
 
 def document_digest(batch: int, row: int, first: int, sample: Sample) -> int:
-    """Of a document, or a part of one, at position `first` of a row; 0 if it has no targets, and so trains nothing."""
+    """The digest of a document, or a part of one, at position `first` of a row; 0 if it has no targets, and so trains
+    nothing."""
     if not sample.is_target.any():
         return 0
     place = f"{batch}/{row}/{first}".encode()
@@ -100,7 +101,7 @@ def _documents(sample: Sample) -> Iterator[tuple[int, Sample]]:
         yield first, sample.part(first, end)
 
 
-def sample_of(corpus: Corpus, spans: list[Span], length: int, eod_mask_loss: bool) -> Sample:
+def sample_of(corpus: Corpus, spans: list[TokenSpan], length: int, eod_mask_loss: bool) -> Sample:
     """The sequence of `length` tokens that consists of these spans, padded with zeros. See DataSpec for the mask."""
     windows, at = _windows(spans)
     tokens, used = _joined(corpus.read, windows, np.int64), len(at)
@@ -113,7 +114,7 @@ def sample_of(corpus: Corpus, spans: list[Span], length: int, eod_mask_loss: boo
     return Sample(inputs, following, is_target, tuple(np.flatnonzero(is_start).tolist()))
 
 
-def target_count(corpus: Corpus, spans: list[Span], eod_mask_loss: bool) -> int:
+def target_count(corpus: Corpus, spans: list[TokenSpan], eod_mask_loss: bool) -> int:
     """The number of targets in `sample_of`, without reading tokens."""
     if corpus.has_loss_mask:
         return int(_target_mask(corpus, *_windows(spans), eod_mask_loss).sum())
@@ -121,7 +122,7 @@ def target_count(corpus: Corpus, spans: list[Span], eod_mask_loss: bool) -> int:
     return sum(span.size for span in spans) - sum(ends)
 
 
-def _windows(spans: list[Span]) -> tuple[list[Span], np.ndarray]:
+def _windows(spans: list[TokenSpan]) -> tuple[list[TokenSpan], np.ndarray]:
     """What to read for spans and the token after each, and where the positions of the spans are in all that, joined.
     Spans close to each other are read at once: there may be thousands in a sequence."""
     if not spans:
@@ -134,11 +135,11 @@ def _windows(spans: list[Span]) -> tuple[list[Span], np.ndarray]:
     joined = np.cumsum(ends - begins) - (ends - begins)
     window = np.searchsorted(begins, starts, "right") - 1
     shifts = joined[window] - begins[window] + starts - (np.cumsum(sizes) - sizes)
-    windows = [Span(*each) for each in zip(begins.tolist(), (ends - begins).tolist(), strict=True)]
+    windows = [TokenSpan(*each) for each in zip(begins.tolist(), (ends - begins).tolist(), strict=True)]
     return windows, np.repeat(shifts, sizes) + np.arange(sizes.sum())
 
 
-def _clipped(spans: list[Span], parts: Sequence[tuple[int, int]]) -> Iterator[Span]:
+def _clipped(spans: list[TokenSpan], parts: Sequence[tuple[int, int]]) -> Iterator[TokenSpan]:
     """What the parts at (first position, length) of these spans, joined, are."""
     ends = [*accumulate(span.size for span in spans)]
     for first, length in parts:
@@ -149,15 +150,15 @@ def _clipped(spans: list[Span], parts: Sequence[tuple[int, int]]) -> Iterator[Sp
                 break
             begin, end = max(0, first - before), min(size, first + length - before)
             if begin < end:
-                yield Span(start + begin, end - begin)
+                yield TokenSpan(start + begin, end - begin)
 
 
-def _joined(read: Callable[[int, int], np.ndarray], windows: list[Span], dtype: type) -> np.ndarray:
+def _joined(read: Callable[[int, int], np.ndarray], windows: list[TokenSpan], dtype: type) -> np.ndarray:
     """[tokens of all windows]"""
     return np.concatenate([np.empty(0, dtype), *(read(*window) for window in windows)])
 
 
-def _document_starts(corpus: Corpus, windows: list[Span]) -> np.ndarray:
+def _document_starts(corpus: Corpus, windows: list[TokenSpan]) -> np.ndarray:
     """[tokens of all windows] bool."""
 
     def starts(start: int, count: int) -> np.ndarray:
@@ -168,7 +169,7 @@ def _document_starts(corpus: Corpus, windows: list[Span]) -> np.ndarray:
     return _joined(starts, windows, bool)
 
 
-def _target_mask(corpus: Corpus, windows: list[Span], at: np.ndarray, eod_mask_loss: bool) -> np.ndarray:
+def _target_mask(corpus: Corpus, windows: list[TokenSpan], at: np.ndarray, eod_mask_loss: bool) -> np.ndarray:
     """[positions] bool: whether the token after each position counts."""
     mask = _joined(corpus.loss_mask, windows, bool)[at + 1]
     return mask & ~_document_starts(corpus, windows)[at + 1] if eod_mask_loss else mask
@@ -209,14 +210,14 @@ class Sequences(Protocol):
 
     sequences: int
 
-    def spans(self, number: int) -> list[Span]: ...
+    def spans(self, number: int) -> list[TokenSpan]: ...
 
     def lengths(self, number: int) -> np.ndarray:
         """[documents] int64: positions of each document in a sequence, or of the part of one."""
 
 
 @dataclass(frozen=True)
-class Source:
+class OpenSource:
     """An open source."""
 
     corpus: Corpus
@@ -226,7 +227,7 @@ class Source:
 class Dataset:
     """All samples of a run with this seed, in sequences of `length` tokens, and batches of these `sizes`."""
 
-    def __init__(self, data: DataSpec, sources: list[Source], seed: int, length: int, sizes: BatchSizes) -> None:
+    def __init__(self, data: DataSpec, sources: list[OpenSource], seed: int, length: int, sizes: BatchSizes) -> None:
         self.data, self.sources, self.seed, self.length = data, sources, seed, length
         self.mixture = Mixture(data, sizes)
         self.all_count = data.packing == "windows" and not (
@@ -282,7 +283,7 @@ class Dataset:
     def _lengths(self, source: int, index: int) -> np.ndarray:
         return self.sources[source].cut.lengths(self._number(source, index))
 
-    def _spans(self, source: int, index: int) -> list[Span]:
+    def _spans(self, source: int, index: int) -> list[TokenSpan]:
         return self.sources[source].cut.spans(self._number(source, index))
 
     def _number(self, source: int, index: int) -> int:

@@ -19,10 +19,10 @@ from pentad.schedules.spec.eval_spec import EvalData
 from pentad.workers.checkpoint.atomic_io import new_folder
 from pentad.workers.data.corpus import Corpus, open_corpus
 from pentad.workers.data.corpus_index import INDEX_FILE, VERSION, plural, require_vocab
-from pentad.workers.data.holdout import Part, evaluation_part, training_part
+from pentad.workers.data.holdout import CorpusPart, evaluation_part, training_part
 from pentad.workers.data.mixture import another_corpus, require_lasting
 from pentad.workers.data.packing import Packs, is_packed
-from pentad.workers.data.samples import Dataset, Sequences, Source, Windows
+from pentad.workers.data.samples import Dataset, OpenSource, Sequences, Windows
 
 _BUILTIN_VOCAB = 4096  # half a megabyte of text does not train more tokens well
 _SHARD_TOKENS = 2**26
@@ -31,7 +31,7 @@ _VERIFIED_TOKENS = 2**28  # checked within a second; what is larger is checked w
 _TEXTS: dict[str, Callable[[], list[str]]] = {"pydoc": lambda: [topics[name] for name in sorted(topics)]}
 
 
-def open_sources(data: DataSpec, vocab: int, length: int, *, verify: bool = False) -> list[Source]:
+def open_sources(data: DataSpec, vocab: int, length: int, *, verify: bool = False) -> list[OpenSource]:
     """Opens all sources, building built-in ones in the folder `data.cache` on first use, and cuts them into sequences
     of `length` tokens.
 
@@ -41,7 +41,7 @@ def open_sources(data: DataSpec, vocab: int, length: int, *, verify: bool = Fals
     """
     corpora = _open_corpora(data, vocab, verify=verify)
     pairs = zip(data.sources, corpora, strict=True)
-    return [Source(corpus, _cut(corpus, data, length, spec.key)) for spec, corpus in pairs]
+    return [OpenSource(corpus, _cut(corpus, data, length, spec.key)) for spec, corpus in pairs]
 
 
 def _open_corpora(data: DataSpec, vocab: int, *, verify: bool = False) -> list[Corpus]:
@@ -78,7 +78,7 @@ def _cut(corpus: Corpus, data: DataSpec, length: int, key: str) -> Sequences:
 
 def open_eval_data(
     data_set: EvalData, vocab: int, length: int, cache: str, *, verify: bool = False, argument: str = "eval.data"
-) -> Part:
+) -> CorpusPart:
     """What a data set is evaluated on. Raises PentadError as `open_sources` does."""
     spec = SourceSpec(data_set.name, data_set.data, argument, fingerprint=data_set.fingerprint)
     corpus = _open(spec, vocab, cache, verify=verify)
@@ -119,7 +119,7 @@ def open_prepared(data: DataSpec, batch: BatchSpec, vocab: int, seed: int) -> Da
     return open_dataset(data, batch, vocab, seed)
 
 
-def described(data: DataSpec, sources: list[Source]) -> DataSpec:
+def described(data: DataSpec, sources: list[OpenSource]) -> DataSpec:
     """`data` with the fingerprints and sizes of its opened sources. Raises PentadError for `epochs` of no sequence."""
     found = []
     for spec, source in zip(data.sources, sources, strict=True):
@@ -138,7 +138,7 @@ def corpus_folder(data: str, vocab: int, cache: str) -> str | Path:
 
 
 def check_data(data: DataSpec, vocab: int, length: int, sizes: BatchSizes, steps: int) -> None:
-    """Raises PentadError as `open_sources` does, or if the data does not last for so many steps; but neither builds a
+    """Raises PentadError as `open_sources` does, or if the data does not last for this many steps; but neither builds a
     built-in corpus nor packs documents, without which it can check less, nor reads tokens."""
     if not all(_is_built(spec.path, vocab, data.cache) for spec in data.sources):
         return

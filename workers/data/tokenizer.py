@@ -88,7 +88,7 @@ def decode(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def _for_plain_text(tokenizer: Tokenizer) -> Tokenizer:
-    """Encodes a special token that a document spells out as plain text, else a page about tokenizers would be cut."""
+    """Encodes a special token that a document spells out as plain text, or a page about tokenizers would be cut."""
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()

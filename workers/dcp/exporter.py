@@ -16,16 +16,16 @@ from pentad.workers.checkpoint.safetensors_io import Progress
 from pentad.workers.dcp.source import MOMENTS
 from pentad.workers.dcp.titan_names import titan_table
 from pentad.workers.dcp.writer import ToWrite, write_dcp
-from pentad.workers.hf.exporter import Dtype, Exported, Request, interleaves, make_files
+from pentad.workers.hf.exporter import Dtype, Exported, ExportRequest, interleaves, make_files
 from pentad.workers.hf.file_tensors import FileTensors
 from pentad.workers.hf.kept_files import write_files
-from pentad.workers.hf.names import Layout, TensorTable, tensor_table
+from pentad.workers.hf.names import FileLayout, TensorTable, tensor_table
 from pentad.workers.hf.stored_tensors import StoredTensors
 from pentad.workers.params.sharded_state import optimizer_kinds
 
 
 def export_dcp(
-    source: Checkpoint, out: Path, request: Request, progress: Progress, *, titan: bool, dtype: Dtype | None
+    source: Checkpoint, out: Path, request: ExportRequest, progress: Progress, *, titan: bool, dtype: Dtype | None
 ) -> Exported:
     """Writes a checkpoint under torchtitan's names or those of transformers' modules, with all copies of tied tensors,
     in `dtype` (None: as it is stored), and beside it the files of an export but the weights.
@@ -40,7 +40,9 @@ def export_dcp(
     if titan:
         table = titan_table(request.family, request.model)
     else:
-        table = tensor_table(request.family, request.model, Layout(fused_experts=True, interleaved=interleaves(kept)))
+        table = tensor_table(
+            request.family, request.model, FileLayout(fused_experts=True, interleaved=interleaves(kept))
+        )
     tensors = {each.path: each for each in _weights(weights, table, getattr(torch, chosen))}
     if request.optimizer:
         tensors |= {each.path: each for each in _moments(source, request.model, table)}

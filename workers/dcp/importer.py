@@ -12,8 +12,8 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.dcp.source import DcpModel
 from pentad.workers.dcp.titan_names import titan_table
 from pentad.workers.hf.config import is_interleaved
-from pentad.workers.hf.importer import Found, Imported, Target, write_import
-from pentad.workers.hf.names import CONFIG, Layout, tensor_table
+from pentad.workers.hf.importer import Imported, ModelTensors, Target, write_import
+from pentad.workers.hf.names import CONFIG, FileLayout, tensor_table
 
 
 def import_dcp(
@@ -33,8 +33,8 @@ def import_dcp(
     else:
         fused = any(name.endswith(".experts.gate_up_proj") for name in names)
         config = json.loads(kept[CONFIG]) if CONFIG in kept else {}
-        table = tensor_table(family, model, Layout(fused, is_interleaved(config)))
+        table = tensor_table(family, model, FileLayout(fused, is_interleaved(config)))
     if optimizer and not found.moments:
         raise PentadError(f"{source} has no optimizer state: expected moments of Adam")
     step, moments = (found.step, found.moments) if optimizer else (0, {})
-    return write_import(Found(family, model, table, found.weights, moments, step, kept), target)
+    return write_import(ModelTensors(family, model, table, found.weights, moments, step, kept), target)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import ModelSpec
-from pentad.workers.hf.names import Entry, FileTensor, Rotary, TensorTable, tensor_table
+from pentad.workers.hf.names import FileTensor, Rotary, TensorEntry, TensorTable, tensor_table
 
 FAMILIES = ("llama", "qwen3")
 EMBEDDING = "tok_embeddings.weight"
@@ -59,5 +59,5 @@ def titan_table(family: str, model: ModelSpec, names: Collection[str] = ()) -> T
         return FileTensor(renamed(part.name), part.shape, Rotary(count, model.qk_head_dim) if count else None)
 
     table = tensor_table(family, model)
-    entries = (Entry(entry.name, entry.shape, tuple(map(part_of, entry.parts))) for entry in table.entries)
+    entries = (TensorEntry(entry.name, entry.shape, tuple(map(part_of, entry.parts))) for entry in table.entries)
     return TensorTable(tuple(entries), {renamed(copy): renamed(name) for copy, name in table.copies.items()})

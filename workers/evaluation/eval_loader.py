@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.batch_loader import BatchLoader, Tokens
-from pentad.workers.data.holdout import Part
-from pentad.workers.data.samples import Sample, Span, sample_of
+from pentad.workers.data.holdout import CorpusPart
+from pentad.workers.data.samples import Sample, TokenSpan, sample_of
 
 
 class Round(NamedTuple):
@@ -23,7 +23,7 @@ class EvalLoader:
     Rows after the last sequence have no targets, so that all ranks run as many rounds.
     """
 
-    def __init__(self, plan: Plan, parts: list[Part], loader: BatchLoader) -> None:
+    def __init__(self, plan: Plan, parts: list[CorpusPart], loader: BatchLoader) -> None:
         assert plan.eval is not None
         self.parts, self.loader, self.length = parts, loader, plan.batch.sequence_length
         limit, size = plan.eval.sequences, plan.batch.global_batch_size
@@ -40,5 +40,5 @@ class EvalLoader:
 
     def _sample(self, data_set: int, index: int) -> Sample:
         corpus, first, _ = self.parts[data_set]
-        spans = [Span(first + index * self.length, self.length)] if index < self.counts[data_set] else []
+        spans = [TokenSpan(first + index * self.length, self.length)] if index < self.counts[data_set] else []
         return sample_of(corpus, spans, self.length, self.loader.plan.data.eod_mask_loss)

@@ -11,7 +11,7 @@ from pentad.workers.rank_waits import rank_waits
 
 
 class LossTotals:
-    """Of every data set, the sum of its token losses so far and the number of its targets, in float64.
+    """For every data set, the sum of its token losses so far and the number of its targets, in float64.
 
     A round is one run of the forward-only program, on sequences of one data set. Its sums are added up by replica,
     microbatch and context rank: every entry has one contributor, so they are exact in any order.

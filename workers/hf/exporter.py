@@ -21,7 +21,7 @@ from pentad.workers.hf.config_update import DEFAULT_POSITIONS, update_config
 from pentad.workers.hf.file_tensors import FileTensors, QuantizedTensors
 from pentad.workers.hf.kept_files import write_files as write_kept
 from pentad.workers.hf.layout import FP8_BLOCK
-from pentad.workers.hf.names import CONFIG, INDEX, OPTIMIZER, SINGLE, STATE, Layout, TensorTable, tensor_table
+from pentad.workers.hf.names import CONFIG, INDEX, OPTIMIZER, SINGLE, STATE, FileLayout, TensorTable, tensor_table
 from pentad.workers.hf.stored_tensors import StoredTensors
 from pentad.workers.params.sharded_state import optimizer_kinds
 
@@ -38,7 +38,7 @@ QUANTIZATION = {
 METADATA = {"format": "pt"}  # transformers refuses files without it
 
 
-class Request(NamedTuple):
+class ExportRequest(NamedTuple):
     """What to export: files of at most `limit` bytes of tensors in `dtype`, and the state of the optimizer if asked.
     With fp8 the projections of layers are in 8 bits and all else in bfloat16.
 
@@ -65,7 +65,7 @@ class Exported(NamedTuple):
     bytes: int
 
 
-def export_checkpoint(source: Checkpoint, out: Path, request: Request, progress: Progress) -> Exported:
+def export_checkpoint(source: Checkpoint, out: Path, request: ExportRequest, progress: Progress) -> Exported:
     """Writes config.json, safetensors files (with an index if several) and the files kept from the import.
 
     Raises PentadError, and leaves no file, if the checkpoint holds another model than `request` says or the
@@ -88,9 +88,11 @@ def export_checkpoint(source: Checkpoint, out: Path, request: Request, progress:
     return Exported(files, request.dtype, len(weights.dtypes), num_bytes(_specs(weights).values()))
 
 
-def model_tensors(source: Checkpoint, request: Request, files: Mapping[str, bytes]) -> tuple[TensorTable, Weights]:
+def model_tensors(
+    source: Checkpoint, request: ExportRequest, files: Mapping[str, bytes]
+) -> tuple[TensorTable, Weights]:
     """The tensors of an export with these files (see `make_files`), and the table they are made by."""
-    table = tensor_table(request.family, request.model, Layout(interleaved=interleaves(files)))
+    table = tensor_table(request.family, request.model, FileLayout(interleaved=interleaves(files)))
     dtype = getattr(torch, _written_dtype(request.dtype))
     weights = FileTensors(StoredTensors(source, "model", request.model), table, dtype)
     weights.dtypes.pop(HEAD if HEAD in table.copies else "", None)  # transformers leaves out a tied head, too
@@ -98,11 +100,11 @@ def model_tensors(source: Checkpoint, request: Request, files: Mapping[str, byte
 
 
 def _written_dtype(dtype: str) -> str:
-    """That of config.json, and of what is not in 8 bits."""
+    """The dtype of config.json, and of all that is not in 8 bits."""
     return "bfloat16" if dtype == "fp8" else dtype
 
 
-def _optimizer_state(source: Checkpoint, request: Request, table: TensorTable) -> dict[str, FileTensors]:
+def _optimizer_state(source: Checkpoint, request: ExportRequest, table: TensorTable) -> dict[str, FileTensors]:
     """By kind; none unless `request` asks for it. Raises PentadError if the checkpoint has none."""
     kinds = optimizer_kinds(source) if request.optimizer else []
     if request.optimizer and not kinds:
@@ -139,7 +141,7 @@ def _write_files(
     return tuple(shard.file for shard in shards)
 
 
-def make_files(request: Request, dtype: str) -> dict[str, bytes]:
+def make_files(request: ExportRequest, dtype: str) -> dict[str, bytes]:
     """config.json of an export in `dtype`, and the kept files; special tokens are written to both configs.
 
     Raises PentadError for a model that the family's config.json cannot express.

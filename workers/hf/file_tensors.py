@@ -7,7 +7,7 @@ import re
 import torch
 
 from pentad.workers.hf.layout import FP8_BLOCK, SCALE_SUFFIX, quantized, scales_shape, to_file
-from pentad.workers.hf.names import Entry, FileTensor, TensorTable
+from pentad.workers.hf.names import FileTensor, TensorEntry, TensorTable
 from pentad.workers.hf.stored_tensors import StoredTensors
 
 BIAS = "experts.bias"
@@ -15,7 +15,7 @@ PROJECTIONS = re.compile(r".*\.layers\.\d+\..*(?<!eh)_proj(_with_mqa)?\.weight")
 
 
 class FileTensors:
-    """Those of one kind by name; with their `dtypes` and `shapes`.
+    """The file tensors of one kind by name, with their `dtypes` and `shapes`.
 
     `dtype` None: as in the checkpoint. Keeps the checkpoint tensor read last in memory, because the file tensors that
     it contains are read in a row.
@@ -23,7 +23,9 @@ class FileTensors:
 
     def __init__(self, source: StoredTensors, table: TensorTable, dtype: torch.dtype | None) -> None:
         self.source, kind = source, source.kind
-        self.parts: dict[str, tuple[Entry, FileTensor, int]] = {}  # its entry, itself, its first element in the entry
+        self.parts: dict[
+            str, tuple[TensorEntry, FileTensor, int]
+        ] = {}  # its entry, itself, its first element in the entry
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for entry in table.entries:
@@ -42,7 +44,7 @@ class FileTensors:
             for copy, original in table.copies.items():
                 self.parts[copy], self.shapes[copy] = self.parts[original], self.shapes[original]
                 self.dtypes[copy] = self.dtypes[original]
-        self._entry: Entry | None = None
+        self._entry: TensorEntry | None = None
         self._tensor = torch.empty(0)
 
     def read(self, name: str) -> torch.Tensor:

@@ -73,7 +73,7 @@ class TensorFiles(ExitStack):
 
     @property
     def names(self) -> Collection[str]:
-        """Those of the weights; scales and exponents of quantized ones belong to them."""
+        """The names of the weights; scales and exponents of quantized ones belong to them."""
         if self.has_mxfp4:
             packed = {name.removesuffix(PACKED_SUFFIX) for name in self.files if name.endswith(PACKED_SUFFIX)}
             parts = {name + suffix for name in packed for suffix in (PACKED_SUFFIX, EXPONENT_SUFFIX)}

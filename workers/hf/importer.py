@@ -22,7 +22,7 @@ from pentad.workers.hf.folder import TensorFiles, read_config, read_optimizer
 from pentad.workers.hf.kept_files import FOLDER, read_files
 from pentad.workers.hf.kept_files import write_files as write_kept
 from pentad.workers.hf.layout import from_file, quantization_of
-from pentad.workers.hf.names import MODEL_FILE, Entry, Layout, TensorTable, tensor_table
+from pentad.workers.hf.names import MODEL_FILE, FileLayout, TensorEntry, TensorTable, tensor_table
 
 FILE_BYTES = 4 << 30
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")  # buffers in old files
@@ -53,7 +53,7 @@ class Target(NamedTuple):
     name: str = "OUT"
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Tensors by name, of which `read` gives float32, or float64 where `dtype` says so."""
 
     folder: Path
@@ -69,15 +69,15 @@ class Source(Protocol):
     def read(self, name: str) -> torch.Tensor: ...
 
 
-class Found(NamedTuple):
+class ModelTensors(NamedTuple):
     """What is imported: a model's weights, the state of its optimizer by kind after `step` steps (none: step 0), the
     table of their names, and the files beside them."""
 
     family: str
     model: ModelSpec
     table: TensorTable
-    weights: Source
-    moments: Mapping[str, Source]
+    weights: TensorSource
+    moments: Mapping[str, TensorSource]
     step: int
     kept: Mapping[str, bytes]
 
@@ -95,12 +95,12 @@ def import_folder(source: Path, target: Target, *, optimizer: bool = False) -> I
         if not any(f"model.layers.{model.layers}." in name for name in files.names):
             model = replace(model, mtp_layers=0)  # transformers does not save those layers
         fused = any(name.endswith(".experts.gate_up_proj") for name in files.names)
-        table = tensor_table(family, model, Layout(fused, is_interleaved(config)))
+        table = tensor_table(family, model, FileLayout(fused, is_interleaved(config)))
         step, moments = read_optimizer(source, stack) if optimizer else (0, {})
-        return write_import(Found(family, model, table, files, moments, step, kept), target)
+        return write_import(ModelTensors(family, model, table, files, moments, step, kept), target)
 
 
-def write_import(found: Found, target: Target) -> Imported:
+def write_import(found: ModelTensors, target: Target) -> Imported:
     """Writes OUT. Raises PentadError, and leaves no file, for a tensor that is missing or wrong."""
     sources = {"model": found.weights} | {f"optimizer.{kind}": source for kind, source in found.moments.items()}
     entries = {f"{kind}.{entry.name}": (source, entry) for kind, source, entry in _stored(found, sources)}
@@ -134,7 +134,9 @@ def write_import(found: Found, target: Target) -> Imported:
     )
 
 
-def _stored(found: Found, sources: Mapping[str, Source]) -> Iterator[tuple[str, Source, Entry]]:
+def _stored(
+    found: ModelTensors, sources: Mapping[str, TensorSource]
+) -> Iterator[tuple[str, TensorSource, TensorEntry]]:
     """All weights, and what the optimizer has of them. Raises PentadError for a tensor that is missing or wrong."""
     for kind, source in sources.items():
         for entry in found.table.entries:
@@ -144,7 +146,7 @@ def _stored(found: Found, sources: Mapping[str, Source]) -> Iterator[tuple[str, 
                 yield kind, source, entry
 
 
-def _check_copies(found: Found) -> None:
+def _check_copies(found: ModelTensors) -> None:
     """Raises PentadError for a copy of a tensor that differs from it; copies may be missing."""
     source, shapes = found.weights, {part.name: part.shape for entry in found.table.entries for part in entry.parts}
     for name, original in found.table.copies.items():
@@ -154,7 +156,7 @@ def _check_copies(found: Found) -> None:
                 raise PentadError(f"tensor {name} in {source.folder} differs from {original}: expected a copy of it")
 
 
-def _refuse_unknown(found: Found) -> None:
+def _refuse_unknown(found: ModelTensors) -> None:
     """Raises PentadError for a tensor that the model does not have."""
     expected = {part.name for entry in found.table.entries for part in entry.parts} | found.table.copies.keys()
     for name in found.weights.names:

@@ -65,7 +65,7 @@ _MIXTRAL = {
     "experts.down": ["block_sparse_moe.experts.*.w2.weight"],
 }
 _OF_FAMILY = {"olmo2": _POST_NORMS, "phi3": _PHI3, "gemma2": _POST_NORMS, "gemma3": _POST_NORMS, "gpt-oss": _GPT_OSS}
-# The same after `predicted.N.`
+# The same after `mtp.N.`
 _MTP = {
     "hidden_norm": ["hnorm.weight"],
     "embedding_norm": ["enorm.weight"],
@@ -108,7 +108,7 @@ class FileTensor(NamedTuple):
     stack: Stack | None = None
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor of pentad by its global name, and the file tensors whose elements it consists of, in order."""
 
     name: str
@@ -120,19 +120,19 @@ class TensorTable(NamedTuple):
     """All tensors of a model. `copies` maps file tensors that repeat another one to that one; the files of models with
     tied embeddings may lack them."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     copies: dict[str, str]
 
 
-class Layout(NamedTuple):
-    """How files store a family: `fused_experts` in one tensor as transformers 5 holds them in memory, else one each as
-    on the hub; `interleaved` rotary parts as DeepSeek-V3 unless its config.json says no."""
+class FileLayout(NamedTuple):
+    """How files store a family: `fused_experts` in one tensor as transformers 5 holds them in memory, otherwise one
+    each as on the hub; `interleaved` rotary parts as DeepSeek-V3 unless its config.json says no."""
 
     fused_experts: bool = False
     interleaved: bool = True
 
 
-def tensor_table(family: str, model: ModelSpec, layout: Layout = Layout()) -> TensorTable:  # noqa: B008 (a constant)
+def tensor_table(family: str, model: ModelSpec, layout: FileLayout = FileLayout()) -> TensorTable:  # noqa: B008 (a constant)
     """The tensors of a model, layer by layer, then embedding, norm and head."""
     held = {tensor.name: tensor for tensor in tensors(model)}
     num_layers = model.layers + model.mtp_layers
@@ -145,7 +145,7 @@ def tensor_table(family: str, model: ModelSpec, layout: Layout = Layout()) -> Te
             held[bias.name] = bias
         tables.append((f"layers.{layer}.", f"model.layers.{layer}.", of_layer))
         if layer >= model.layers:
-            tables.append((f"predicted.{layer - model.layers}.", f"model.layers.{layer}.", _MTP))
+            tables.append((f"mtp.{layer - model.layers}.", f"model.layers.{layer}.", _MTP))
     tables.append(("", "", _ENDS))
     entries = [
         _entry(held[ours + name], [theirs + each for each in names], rotary.get(name), stacks.get(name))
@@ -161,7 +161,7 @@ def tensor_table(family: str, model: ModelSpec, layout: Layout = Layout()) -> Te
     return TensorTable(tuple(entries), copies)
 
 
-def _layer_names(family: str, model: ModelSpec, layout: Layout) -> dict[str, list[str]]:
+def _layer_names(family: str, model: ModelSpec, layout: FileLayout) -> dict[str, list[str]]:
     names = dict(_LAYER)
     if model.mla is not None:
         names |= _MLA if model.mla.q_lora_rank else _MLA_WITHOUT_QUERY_DOWN
@@ -172,14 +172,14 @@ def _layer_names(family: str, model: ModelSpec, layout: Layout) -> dict[str, lis
     return names | _OF_FAMILY.get(family, {})
 
 
-def _rotary_parts(model: ModelSpec, layout: Layout) -> dict[str, Rotary]:
+def _rotary_parts(model: ModelSpec, layout: FileLayout) -> dict[str, Rotary]:
     if model.mla is None or not layout.interleaved:
         return {}
     width = model.mla.qk_rope_head_dim
     return {"attention.query": Rotary(model.heads, width), "attention.latent": Rotary(1, width)}
 
 
-def _entry(tensor: Tensor, names: Sequence[str], rotary: Rotary | None, stack: Stack | None) -> Entry:
+def _entry(tensor: Tensor, names: Sequence[str], rotary: Rotary | None, stack: Stack | None) -> TensorEntry:
     if "*" in names[0]:
         count, rows, columns = tensor.shape
         shape = rows // len(names), columns
@@ -191,4 +191,4 @@ def _entry(tensor: Tensor, names: Sequence[str], rotary: Rotary | None, stack: S
     else:
         rows_of_each = (segment.size for segment in tensor.splits[0].segments)
         parts = [FileTensor(name, (size, *tensor.shape[1:])) for name, size in zip(names, rows_of_each, strict=True)]
-    return Entry(tensor.name, tensor.shape, tuple(parts))
+    return TensorEntry(tensor.name, tensor.shape, tuple(parts))

@@ -24,10 +24,10 @@ from pentad.workers.checkpoint.manifest import Spec
 from pentad.workers.checkpoint.safetensors_io import DTYPES, Progress, num_bytes, write_files
 from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.hf.config import is_interleaved
-from pentad.workers.hf.exporter import METADATA, Exported, Request
+from pentad.workers.hf.exporter import METADATA, Exported, ExportRequest
 from pentad.workers.hf.layout import from_file, to_file
 from pentad.workers.hf.names import CONFIG as HF_CONFIG
-from pentad.workers.hf.names import FileTensor, Layout, tensor_table
+from pentad.workers.hf.names import FileLayout, FileTensor, tensor_table
 from pentad.workers.params.sharded_state import read_full
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -44,7 +44,7 @@ _VARIANTS = ("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", 
 _KEEPING_W = (True, False, None, "gaussian", "orthogonal", "eva")  # initial values with which W is that of the model
 
 
-def export_adapter(source: Checkpoint, out: Path, request: Request, progress: Progress) -> Exported:
+def export_adapter(source: Checkpoint, out: Path, request: ExportRequest, progress: Progress) -> Exported:
     """Writes what `peft.PeftModel.from_pretrained` loads beside the model that the run began with.
 
     Raises PentadError, and leaves no file, if the checkpoint has no adapters.
@@ -83,8 +83,8 @@ def export_adapter(source: Checkpoint, out: Path, request: Request, progress: Pr
 
 
 class PeftTensor(NamedTuple):
-    """A or B of an adapter as PEFT stores it: one matrix, also of all experts. B has a `part`, as its rows there are in
-    the order of the base's rows in files."""
+    """A or B of an adapter as PEFT stores it: one matrix, even for all experts. B has a `part`, as its rows there are
+    in the order of the base's rows in files."""
 
     name: str
     adapter: Tensor
@@ -113,9 +113,9 @@ class PeftTensor(NamedTuple):
         return from_file(values, self.part).contiguous()
 
 
-def _peft_tensors(request: Request, lora: LoraSpec) -> list[PeftTensor]:
+def _peft_tensors(request: ExportRequest, lora: LoraSpec) -> list[PeftTensor]:
     """All adapters of a model."""
-    layout = Layout(interleaved=is_interleaved(json.loads(request.kept.get(HF_CONFIG, b"{}"))))
+    layout = FileLayout(interleaved=is_interleaved(json.loads(request.kept.get(HF_CONFIG, b"{}"))))
     table = tensor_table(request.family, request.model, layout)
     parts, found = {entry.name: entry.parts[0] for entry in table.entries}, []
     for base in tensors(request.model):
@@ -135,7 +135,7 @@ def _peft_name(name: str, lora: LoraSpec) -> str:
     return f"base_model.model.model.{layers}.{number}.{_FOLDERS[part]}.{module}.{matrix}.weight"
 
 
-def import_adapter(source: Path, checkpoints: Location, request: Request, lora: LoraSpec) -> Location:
+def import_adapter(source: Path, checkpoints: Location, request: ExportRequest, lora: LoraSpec) -> Location:
     """Writes a checkpoint of step 0 with the adapters in `source` and no optimizer state; returns its folder.
 
     Raises PentadError as `read_adapter` does, and if the storage fails.
@@ -147,7 +147,7 @@ def import_adapter(source: Path, checkpoints: Location, request: Request, lora: 
     return folder
 
 
-def read_adapter(folder: Path, request: Request, lora: LoraSpec) -> dict[str, torch.Tensor]:
+def read_adapter(folder: Path, request: ExportRequest, lora: LoraSpec) -> dict[str, torch.Tensor]:
     """The adapters of a folder that `peft.PeftModel.save_pretrained` wrote, by their names here, in float32 or float64.
     Of the request only the base model counts: its family, sizes and config.json.
 

@@ -14,7 +14,7 @@ from pentad.workers.params.sharded_state import read_full, stored_dtype
 
 
 class StoredTensors:
-    """Those of one kind: 'model', 'optimizer.m' ...
+    """The tensors of one kind: 'model', 'optimizer.m' ...
 
     Raises PentadError if the checkpoint has adapters, and the weights that they belong to cannot be read, or if their
     optimizer's state is asked for, which no other tensor has.

@@ -27,7 +27,7 @@ def digest(values: torch.Tensor) -> torch.Tensor:
 
 
 def read(digests: dict[str, torch.Tensor]) -> dict[str, int]:
-    """On the host, with one wait for each device."""
+    """The digests on the host, with one wait for each device."""
     found: dict[str, int] = {}
     for device in {each.device for each in digests.values()}:
         names = [name for name, each in digests.items() if each.device == device]

@@ -15,8 +15,8 @@ from pentad.workers.params.weight_shard import WeightShard
 
 
 def state_digests(weights: Iterable[WeightShard]) -> dict[str, torch.Tensor]:
-    """Of master weights, optimizer state and routing biases, of the weights in the dtype of compute, and of those that
-    LoRA freezes, tensor by tensor.
+    """Digests of master weights, optimizer state and routing biases, of the weights in the dtype of compute, and of
+    those that LoRA freezes, tensor by tensor.
 
     A ZeRO shard has a name of its own, with its elements: no other rank holds the same.
     """
@@ -24,7 +24,7 @@ def state_digests(weights: Iterable[WeightShard]) -> dict[str, torch.Tensor]:
 
 
 def gathered_digests(shard: WeightShard, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of the weights `flat` [padded_size] that a rank has gathered."""
+    """Digests of the weights `flat` [padded_size] that a rank has gathered."""
     return {f"weights.{stored_name(local)}": digest(flat[start:end]) for local, start, end in shard.spans()}
 
 

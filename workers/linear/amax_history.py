@@ -63,7 +63,7 @@ class AmaxHistory:
 
     @classmethod
     def of(cls, plan: Plan, stage: int, device: torch.device) -> AmaxHistory | None:
-        """That of a stage; None if it has no operands with delayed scaling."""
+        """The history of a stage; None if it has no operands with delayed scaling."""
         if plan.fp8 is None or not plan.fp8.delayed:
             return None
         layers = plan.layers[stage]

@@ -33,7 +33,7 @@ def _gather(tp: TensorParallelGroup, form: Fp8Tensor | None, dim: int) -> AsyncR
 
 
 def _along(tp: TensorParallelGroup, x: Tensor, dim: int) -> AsyncResult[Tensor]:
-    """The parts of all ranks, one after the other along a dimension."""
+    """The parts of all ranks, one after another along a dimension."""
     if dim == 0:
         return tp.all_gather(x)
     return tp.all_gather_stacked(x).then(lambda parts: parts.transpose(0, 1).flatten(1))

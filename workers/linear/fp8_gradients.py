@@ -33,7 +33,7 @@ class KeptGradients:
         self.kept = [gradient.to("cpu", copy=True) for _, gradient in self._counted()]
 
     def compared(self) -> PendingSums:
-        """With the gradients that are there now, which are complete too."""
+        """Compares with the gradients that are there now, which are complete too."""
         names, rows = list[str](), list[Tensor]()
         for (name, gradient), kept in zip(self._counted(), self.kept, strict=True):
             names.append(name)
@@ -59,6 +59,6 @@ def _sums(gradient: Tensor, kept: Tensor) -> Tensor:
     """[3], as in GradientSums, float64."""
     total = torch.zeros(3, dtype=torch.float64, device=gradient.device)
     for part, other in zip(gradient.split(CHUNK), kept.split(CHUNK), strict=True):
-        found, wanted = part.double(), other.to(part.device).double()
-        total += torch.stack((found.dot(wanted), found.dot(found), wanted.dot(wanted)))
+        found, expected = part.double(), other.to(part.device).double()
+        total += torch.stack((found.dot(expected), found.dot(found), expected.dot(expected)))
     return total

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class Fp8Sample(NamedTuple):
-    """Of all that one rank multiplied of an operand in a step. `amax` is the absolute maximum, nan if a value is not
-    finite; `saturated` values have the largest magnitude that 8 bits have, `underflowed` ones are zero."""
+    """What was counted of an operand in all products of one rank in a step. `amax` is the absolute maximum, nan if a
+    value is not finite; `saturated` values have the largest magnitude that 8 bits have, `underflowed` ones are zero."""
 
     weight: str  # the parameter whose product it is an operand of
     role: Role
@@ -37,7 +37,7 @@ Key = tuple[str, "Role"]
 
 
 def merged(samples: Iterable[Fp8Sample]) -> dict[Key, Fp8Sample]:
-    """Those of all ranks, by weight and role, in the order of names."""
+    """The samples of all ranks, by weight and role, in the order of names."""
     found: dict[Key, Fp8Sample] = {}
     for each in samples:
         key = each.weight, each.role
@@ -52,8 +52,8 @@ def merged(samples: Iterable[Fp8Sample]) -> dict[Key, Fp8Sample]:
 
 
 def cosines(sums: Iterable[GradientSums]) -> dict[str, float]:
-    """Of the angles between both gradients, from the sums of all ranks: by weight, in the order of names; nan if a
-    gradient is zero or not finite."""
+    """The cosines of the angles between both gradients, from the sums of all ranks: by weight, in the order of names;
+    nan if a gradient is zero or not finite."""
     found: dict[str, tuple[float, ...]] = {}
     for weight, *values in sums:
         before = found.get(weight, (0.0, 0.0, 0.0))

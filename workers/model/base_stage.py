@@ -132,7 +132,7 @@ class BaseStage(ABC):
         """The parameters as layers use them; `params` is empty where there are no weights."""
 
     def begin(self, step: int, microbatches: int, target_tokens: int) -> None:
-        """Starts a step of so many microbatches: its loss sums are zero. Each of the `target_tokens` of the global
+        """Starts a step of this many microbatches: its loss sums are zero. Each of the `target_tokens` of the global
         batch weighs the same."""
         self.microbatches = microbatches
         scale = 1.0 / target_tokens if target_tokens else 0.0
@@ -218,7 +218,7 @@ class BaseStage(ABC):
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Identifies a storage, also of fake tensors."""
+    """Identifies a storage, even of fake tensors."""
     return tensor.untyped_storage()._cdata
 
 

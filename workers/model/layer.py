@@ -35,7 +35,7 @@ class ResidualSaved(NamedTuple):
     post_norm: SavedNorm | None  # of rows [T, H]
 
     def rest(self, split: RowSplit | None) -> ResidualSaved:
-        """Of the rest of its rows, for `read_again`."""
+        """What is saved of the rest of its rows, for `read_again`."""
         if split is None:
             return self
         return self._replace(stream=split.rest(self.stream), rstd=None if self.rstd is None else split.rest(self.rstd))
@@ -275,7 +275,7 @@ class Layer(NamedTuple):
 
 
 def _first_rows(saved: LayerSaved, split: RowSplit) -> KeptStream:
-    """Of what attention's projection makes."""
+    """The first rows of what attention's projection makes."""
     stream, rstd, post_norm = saved.mlp.stream, saved.mlp.rstd, saved.attention.post_norm
     return KeptStream(
         split.first(stream),

@@ -52,7 +52,7 @@ class RotaryTable(NamedTuple):
     sin: Tensor  # [S, D / 2]
 
     def rest(self, split: RowSplit, tokens: int) -> RotaryTable:
-        """The angles of the rest of so many tokens of all sequences, one row for each."""
+        """The angles of the rest of this many tokens of all sequences, one row for each."""
         repeats = tokens // len(self.cos)
         return RotaryTable(self.start, *(split.rest(each.repeat(repeats, 1)) for each in (self.cos, self.sin)))
 

@@ -31,7 +31,7 @@ class Adapter(NamedTuple):
 
     @classmethod
     def bind_all(cls, params: Params, prefix: str, widths: Mapping[str, int]) -> tuple[Adapter, ...]:
-        """The adapters of modules whose outputs, so many of each, lie side by side in one product."""
+        """The adapters of modules whose outputs, this many of each, lie side by side in one product."""
         found, end = list[Adapter](), 0
         for name, width in widths.items():
             start, end, at = end, end + width, f"{prefix}.{name}"
@@ -41,13 +41,13 @@ class Adapter(NamedTuple):
 
 
 class ColumnAdapters(NamedTuple):
-    """Of modules with a common input, whose outputs tp splits: B is split, A replicated."""
+    """Adapters of modules with a common input, whose outputs tp splits: B is split, A replicated."""
 
     adapters: tuple[Adapter, ...] = ()
 
     @classmethod
     def bind(cls, params: Params, prefix: str, widths: Mapping[str, int], fused: str) -> ColumnAdapters:
-        """Those of modules with these widths, or that of the `fused` module which has all their outputs."""
+        """The adapters of modules with these widths, or that of the `fused` module which has all their outputs."""
         of_all = Adapter.bind_all(params, prefix, {fused: sum(widths.values())})
         return cls(of_all or Adapter.bind_all(params, prefix, widths))
 
@@ -84,7 +84,7 @@ class ColumnAdapters(NamedTuple):
 
 
 class RowAdapter(NamedTuple):
-    """Of a module whose inputs tp splits: A is split, B replicated. None: the module has no adapter."""
+    """The adapter of a module whose inputs tp splits: A is split, B replicated. None: the module has no adapter."""
 
     adapter: Adapter | None = None
 
@@ -123,7 +123,8 @@ class RowAdapter(NamedTuple):
 
 
 class LocalAdapter(NamedTuple):
-    """Of a module that every tp rank applies to its own tokens: A and B are replicated. None: it has no adapter."""
+    """The adapter of a module that every tp rank applies to its own tokens: A and B are replicated. None: it has no
+    adapter."""
 
     adapter: Adapter | None = None
 
@@ -149,7 +150,7 @@ class LocalAdapter(NamedTuple):
 
 
 class ExpertAdapter(NamedTuple):
-    """Of the matrices of experts; every expert has an A and a B of its own.
+    """The adapter of the matrices of experts; every expert has an A and a B of its own.
 
     tp splits B where it splits the outputs of the matrices, and A where it splits their inputs: either way the sum over
     the ranks of what they add is right, and so are the sums of the gradients of what is replicated. R rows, sorted by

@@ -48,7 +48,7 @@ class MTPLayer(NamedTuple):
     @classmethod
     def bind(cls, params: Params, model: ModelSpec, index: int, embedding: str, head: str) -> MTPLayer:
         """MTP layer `index`; the last two are the names of the embedding and the head on this stage."""
-        at, names = f"predicted.{index}", ("hidden_norm", "embedding_norm", "norm")
+        at, names = f"mtp.{index}", ("hidden_norm", "embedding_norm", "norm")
         norms = {name: Norm.bind(params, f"{at}.{name}", model) for name in names}
         layer = Layer.bind(params, model, model.layers + index)
         return cls(

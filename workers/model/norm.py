@@ -27,11 +27,11 @@ class SavedNorm(NamedTuple):
     rstd: Tensor  # [rows]
 
     def first(self, split: RowSplit) -> SavedNorm:
-        """Of the first rows."""
+        """What is saved of the first rows."""
         return SavedNorm(split.first(self.input), split.first(self.rstd))
 
     def joined(self, rest: SavedNorm, split: RowSplit) -> SavedNorm:
-        """Of all rows, of which these are the first ones."""
+        """What is saved of all rows, of which these are the first ones."""
         return SavedNorm(split.join(self.input, rest.input), split.join(self.rstd, rest.rstd))
 
 
@@ -67,7 +67,7 @@ class QKNormSaved(NamedTuple):
     key: SavedNorm  # of rows [T M, D], or [T, M D]
 
     def splits(self, split: RowSplit, tokens: int) -> tuple[RowSplit, RowSplit]:
-        """The split of both, of so many tokens."""
+        """The split of both, of this many tokens."""
         query, key = (split.of_each(len(each.rstd) // tokens) for each in self)
         return query, key
 
@@ -109,7 +109,7 @@ class QKNorm(NamedTuple):
         return self.of_all_heads and tp.size > 1
 
     def _rows(self, heads: Tensor) -> Tensor:
-        """A copy [T heads, D] or [T, heads D], also of a single head, where `reshape` would return a view."""
+        """A copy [T heads, D] or [T, heads D], even of a single head, where `reshape` would return a view."""
         width = heads.shape[1] * heads.shape[2] if self.of_all_heads else heads.shape[2]
         return heads.clone(memory_format=torch.contiguous_format).view(-1, width)
 

@@ -52,7 +52,7 @@ class SliceContext(NamedTuple):
 
 
 class TokenLosses(NamedTuple):
-    """Of every token of a slice, [T]; squares only with a z-loss."""
+    """The loss of every token of a slice, [T]; squares only with a z-loss."""
 
     losses: Tensor
     squared_lse: Tensor | None
@@ -127,7 +127,7 @@ class Stage(BaseStage):
         # A tied head is the embedding itself on the first stage, and a copy of it called "head" on any other one.
         tied = plan.model.tie_word_embeddings
         self.head_name = "embedding" if tied and self.first else "head"
-        self.embedding_name = "embedding" if self.first else "head" if tied else "predicted.embedding"
+        self.embedding_name = "embedding" if self.first else "head" if tied else "mtp.embedding"
         self.bind()
         self.kv_caches: dict[int, list[SlicedKVCache]] = {}  # by microbatch, one for each layer
         self.slice_contexts: dict[int, SliceContext] = {}  # by slice index
@@ -154,7 +154,7 @@ class Stage(BaseStage):
         )
 
     def _casts_of(self, layer: int) -> tuple[Casts | None, Casts | None, Casts | None]:
-        """Of its products, of those of experts, and of the shared expert's."""
+        """The casts of its products, of those of experts, and of the shared expert's."""
         fp8 = self.plan.fp8
         if fp8 is None or not self.in_8_bits or not fp8.covers(layer, self.model.layers):
             return None, None, None

@@ -33,7 +33,7 @@ class Member(NamedTuple):
     layout: ZeroLayout
 
 
-class Block(NamedTuple):
+class MatrixBlock(NamedTuple):
     """A part of a matrix, as a tp rank holds it: the received `pieces` with these numbers, end to end."""
 
     rows: slice
@@ -46,7 +46,7 @@ class OwnedMatrix(NamedTuple):
 
     rows: int
     columns: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[MatrixBlock, ...]
 
 
 class Result(NamedTuple):
@@ -169,17 +169,17 @@ class MuonExchange:
         )
 
     def _owned(self, number: int, blocks: dict[int, list[tuple[int, int]]]) -> OwnedMatrix:
-        """From the pieces, (first element, number), of every tp rank's block."""
+        """The owned matrix from the pieces, (first element, number), of every tp rank's block."""
         found = [
-            Block(*_slices(self.matrices[tp][number]), tuple(piece for _, piece in sorted(pieces)))
+            MatrixBlock(*_slices(self.matrices[tp][number]), tuple(piece for _, piece in sorted(pieces)))
             for tp, pieces in blocks.items()
         ]
         return OwnedMatrix(self.matrices[0][number].rows, self.matrices[0][number].columns, tuple(found))
 
 
 def share_out(sizes: Sequence[tuple[int, int]], ranks: int, limit: int) -> Iterator[dict[int, int]]:
-    """The owner of each matrix of so many (rows, columns), by number and in rounds of at most `limit` elements, or one
-    matrix; the most expensive matrix of a round goes first, to the rank with the least work so far."""
+    """The owner of each matrix of this many (rows, columns), by number and in rounds of at most `limit` elements, or
+    one matrix; the most expensive matrix of a round goes first, to the rank with the least work so far."""
     loads = [0] * ranks
     for numbers in _rounds([rows * columns for rows, columns in sizes], limit):
         owners = {}
@@ -236,7 +236,7 @@ def _assembled(matrix: OwnedMatrix, received: Sequence[torch.Tensor], like: torc
 
 
 def _orthogonalized(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of one shape together."""
+    """The orthogonalized matrices; those of one shape together."""
     by_shape: dict[torch.Size, list[int]] = {}
     for number, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(number)

@@ -61,7 +61,7 @@ class ExpertLoad:
         }
 
     def copy(self) -> PendingLoad:
-        """On the host."""
+        """A copy on the host."""
         host = torch.empty(self.counts.shape, dtype=torch.int64, pin_memory=self.counts.is_cuda)
         return PendingLoad(self.layers, host.copy_(self.counts, non_blocking=True))
 

@@ -105,13 +105,13 @@ def _has_state(source: Checkpoint, name: str) -> bool:
 
 
 def stored_dtype(source: Checkpoint, name: str) -> torch.dtype | None:
-    """That of a tensor or of its parts; None if the checkpoint has neither."""
+    """The dtype of a tensor or of its parts; None if the checkpoint has neither."""
     stored = next((key for key in source.tensors if key.partition("@")[0] == name), None)
     return None if stored is None else shards.dtype_of(source, stored)
 
 
 def optimizer_kinds(source: Checkpoint) -> list[str]:
-    """Of the optimizer's state, without the prefix: m, v."""
+    """The kinds of the optimizer's state, without the prefix: m, v."""
     return sorted({name.split(".")[1] for name in source.tensors if name.startswith("optimizer.")})
 
 

@@ -23,7 +23,7 @@ class Unwritten:
         return self.tensors.pop(_place(tensor), None) is not None
 
     def take_all(self) -> list[Tensor]:
-        """Those that are left: nothing was added to them."""
+        """The tensors that are left: nothing was added to them."""
         found, self.tensors = list(self.tensors.values()), {}
         return found
 

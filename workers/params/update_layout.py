@@ -76,7 +76,7 @@ def spans(local_tensors: Sequence[LocalTensor]) -> Iterator[tuple[LocalTensor, i
 
 
 def _runs(spec: OptimizerSpec, part: TensorPart) -> Iterator[Run]:
-    """Those of one part: matrices that are fused into a tensor can have different adjustments."""
+    """The runs of one part: matrices that are fused into a tensor can have different adjustments."""
     at, span, place = part.where, part.span, part.place
     if part.rule.method == "adamw":
         yield Run(part.where, part.rule, 1.0, place)

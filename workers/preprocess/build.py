@@ -28,15 +28,15 @@ from pentad.workers.preprocess.build_folder import (
 )
 from pentad.workers.preprocess.chat_template import ChatTemplate, read_chat_template, special_tokens
 from pentad.workers.preprocess.part_builder import Options, text_chunks, text_columns
-from pentad.workers.preprocess.parts import Part, cut
+from pentad.workers.preprocess.parts import BuildPart, cut
 from pentad.workers.preprocess.pool import Done, Task, build_parts
-from pentad.workers.preprocess.readers import Columns, Span
+from pentad.workers.preprocess.readers import Columns, FileSpan
 from pentad.workers.preprocess.remote_out import RemoteOut
 from pentad.workers.preprocess.source_files import SourceFile, find_files
 
 
 @dataclass(frozen=True)
-class Request:
+class BuildRequest:
     """What to build. Without a `tokenizer`, one of `vocab` tokens is trained on all of the text first.
 
     `chat`: rows are conversations, rendered with the template in the file `template` or of the tokenizer. `field` names
@@ -56,7 +56,7 @@ class Request:
     staging: Path = Path("~/.cache/pentad/builds")
 
 
-class Progress(NamedTuple):
+class BuildProgress(NamedTuple):
     """How far a phase is: bytes of the sources done, of the `total` that this call has to do, and characters read."""
 
     phase: str
@@ -66,10 +66,10 @@ class Progress(NamedTuple):
     seconds: float
 
 
-Show = Callable[[Progress], None]
+Show = Callable[[BuildProgress], None]
 
 
-def build_corpus(request: Request, note: Callable[[str], None], progress: Show) -> Corpus:
+def build_corpus(request: BuildRequest, note: Callable[[str], None], progress: Show) -> Corpus:
     """Builds the corpus and opens it; continues where an earlier call with the same request was ended.
 
     The same sources and options give the same bytes, whatever the number of workers and interruptions. `note` gets
@@ -84,7 +84,9 @@ def build_corpus(request: Request, note: Callable[[str], None], progress: Show) 
     return open_corpus(request.out, argument="OUT")
 
 
-def _build_remote(request: Request, files: Sequence[SourceFile], note: Callable[[str], None], progress: Show) -> Corpus:
+def _build_remote(
+    request: BuildRequest, files: Sequence[SourceFile], note: Callable[[str], None], progress: Show
+) -> Corpus:
     """Builds in a folder here, which is removed when all of it has been copied."""
     key = _sha256((VERSION, files, replace(request, workers=None, staging=Path())))
     remote, local = RemoteOut(folder_at(request.out, "OUT"), key), request.staging.expanduser() / key
@@ -93,14 +95,14 @@ def _build_remote(request: Request, files: Sequence[SourceFile], note: Callable[
         _build_local(request, local, files, note, progress)
     began = time.monotonic()
     remote.upload(
-        local, lambda done, total: progress(Progress("uploading", done, total, done, time.monotonic() - began))
+        local, lambda done, total: progress(BuildProgress("uploading", done, total, done, time.monotonic() - began))
     )
     shutil.rmtree(local)
     return open_corpus(request.out, argument="OUT")
 
 
 def _build_local(
-    request: Request, out: Path, files: Sequence[SourceFile], note: Callable[[str], None], progress: Show
+    request: BuildRequest, out: Path, files: Sequence[SourceFile], note: Callable[[str], None], progress: Show
 ) -> None:
     note(f"{plural(len(files), 'file')}, {sum(file.size for file in files) / 1e6:,.1f} MB")
     options = _options(request, request.tokenizer) if request.tokenizer else None
@@ -126,7 +128,7 @@ def _build_local(
         note(f"left out: {plural(origin.untrained_conversations, 'conversation')} without a turn to train")
 
 
-def _check(request: Request) -> None:
+def _check(request: BuildRequest) -> None:
     if request.shard_tokens < 1:
         raise PentadError(f"shard_tokens is {request.shard_tokens}: expected at least 1")
     if request.workers is not None and request.workers < 1:
@@ -141,7 +143,7 @@ def _check(request: Request) -> None:
         raise PentadError(f"--chat-template is '{request.template}' without --chat: expected both or neither")
 
 
-def _options(request: Request, path: Path) -> Options:
+def _options(request: BuildRequest, path: Path) -> Options:
     tokenizer = load_tokenizer(path)
     special = special_tokens(path)
     template = None
@@ -153,7 +155,7 @@ def _options(request: Request, path: Path) -> Options:
     return Options(tokenizer_text(tokenizer), end, request.field, template, request.shard_tokens)
 
 
-def _train(request: Request, files: Sequence[SourceFile], path: Path, report: Callable[[Done], None]) -> None:
+def _train(request: BuildRequest, files: Sequence[SourceFile], path: Path, report: Callable[[Done], None]) -> None:
     """Writes the file of a tokenizer trained on all of the text, unless an unfinished build has it already."""
     if not path.exists():
         trained = train_tokenizer(_texts(files, text_columns(request.field), report), request.vocab)
@@ -162,15 +164,15 @@ def _train(request: Request, files: Sequence[SourceFile], path: Path, report: Ca
 
 def _texts(files: Iterable[SourceFile], columns: Columns, report: Callable[[Done], None]) -> Iterator[str]:
     for file in files:
-        span = Span(file)
+        span = FileSpan(file)
         for chunk in text_chunks([span], columns, {"empty": 0}):
             yield chunk.text
             report(Done(len(chunk.text)))
-        report(Done(0, Part((span,), file.size)))
+        report(Done(0, BuildPart((span,), file.size)))
 
 
 def _build_missing(
-    request: Request,
+    request: BuildRequest,
     out: Path,
     tasks: list[Task],
     options: Options,
@@ -187,7 +189,7 @@ def _build_missing(
         build_parts(out, partial, options, missing, request.workers or _cpus(), report, note)
 
 
-def _reporter(phase: str, parts: Iterable[SourceFile | Part], progress: Show) -> Callable[[Done], None]:
+def _reporter(phase: str, parts: Iterable[SourceFile | BuildPart], progress: Show) -> Callable[[Done], None]:
     """Reports to `progress` how far a phase is."""
     total = sum(part.size if isinstance(part, SourceFile) else part.bytes for part in parts)
     began, done, characters = time.monotonic(), 0, 0
@@ -195,13 +197,13 @@ def _reporter(phase: str, parts: Iterable[SourceFile | Part], progress: Show) ->
     def report(news: Done) -> None:
         nonlocal done, characters
         done, characters = done + (news.part.bytes if news.part else 0), characters + news.characters
-        progress(Progress(phase, done, total, characters, time.monotonic() - began))
+        progress(BuildProgress(phase, done, total, characters, time.monotonic() - began))
 
     return report
 
 
 def _sha256(value: object) -> str:
-    """Of the representation of plain data."""
+    """The sha256 of the representation of plain data."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:32]
 
 

@@ -33,9 +33,8 @@ RESUMABLE = "what is built stays in OUT, and the same command continues"
 def build_folder(out: Path) -> Iterator[Path]:
     """A folder inside `out` for the parts of a build; no other build can have it meanwhile.
 
-    It stays if the block fails after a part is complete; else all is left as it was. Raises PentadError for an `out`
-    that holds something else, that another build is writing, and for every OSError.
-    """
+    It stays if the block fails after a part is complete; otherwise all is left as it was. Raises PentadError for an
+    `out` that holds something else, that another build is writing, and for every OSError."""
     created = [folder for folder in (out, *out.parents) if not os.path.lexists(folder)]
     try:
         with _locked(out):

@@ -14,7 +14,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus_writer import Document, token_dtype
 from pentad.workers.data.tokenizer import vocab_size
 from pentad.workers.preprocess.chat_template import ChatTemplate, Message, Rendered
-from pentad.workers.preprocess.readers import Columns, Row
+from pentad.workers.preprocess.readers import Columns, SourceRow
 
 _AT_ONCE = 64  # conversations
 # What `from` says in rows of `conversations`, and the role it means.
@@ -40,7 +40,7 @@ def chat_columns(field: str | None) -> Columns:
     return Columns(((field,),) if field else forms, ("tools",))
 
 
-def conversation(row: Row) -> Conversation | None:
+def conversation(row: SourceRow) -> Conversation | None:
     """The conversation of a row of `chat_columns`, None if it is null or empty. Raises PentadError, with the position.
 
     A row has a list of {role, content} or {from, value}, or a prompt and a completion, each a text or such a list.
@@ -110,7 +110,7 @@ class ChatEncoder:
         self.tokenizer = Tokenizer.from_str(json.dumps(content | {"post_processor": None}))
 
     def documents(
-        self, rows: Iterable[Row], skipped: dict[str, int], report: Callable[[int], None]
+        self, rows: Iterable[SourceRow], skipped: dict[str, int], report: Callable[[int], None]
     ) -> Iterator[Document]:
         """One document a conversation, exactly what the template renders.
 
@@ -127,7 +127,7 @@ class ChatEncoder:
                 else:
                     skipped["untrained"] += 1
 
-    def _rendered(self, rows: Iterable[Row], skipped: dict[str, int]) -> Iterator[Rendered]:
+    def _rendered(self, rows: Iterable[SourceRow], skipped: dict[str, int]) -> Iterator[Rendered]:
         for row in rows:
             found = conversation(row)
             if found is None:

@@ -96,10 +96,9 @@ class ChatTemplate:
     def trained_text(self, messages: Sequence[Message], tools: Any, first: int) -> Rendered:
         """The conversation as text, with the turns of the assistant from message `first` on to be trained.
 
-        Where the template marks generations, those are trained. Else a turn goes from where the template asks for it
-        to the special token that ends it; a turn that opens the conversation answers nothing and is not trained.
-        Raises PentadError for a template that rewrites earlier turns.
-        """
+        Where the template marks generations, those are trained. Otherwise a turn goes from where the template asks for
+        it to the special token that ends it; a turn that opens the conversation answers nothing and is not trained.
+        Raises PentadError for a template that rewrites earlier turns."""
         if self.marks_generation:
             return self._marked(messages, tools, first)
         text = self.render(messages, tools)

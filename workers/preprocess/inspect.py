@@ -46,8 +46,8 @@ def inspect_corpus(path: str | Path, samples: int, length: int) -> dict[str, Any
 
 
 def length_histogram(lengths: np.ndarray) -> list[dict[str, int]]:
-    """Of documents' `lengths` in tokens [documents] int64: how many have `shortest` to `longest` tokens, and how many
-    tokens these hold. Each bin ends where a power of two does; the first and last ones have documents."""
+    """A histogram of documents' `lengths` in tokens [documents] int64: how many have `shortest` to `longest` tokens,
+    and how many tokens these hold. Each bin ends where a power of two does; the first and last ones have documents."""
     last = np.maximum(np.ceil(np.log2(np.maximum(lengths, 1))), 0).astype(np.int64)  # 2^last is the longest of its bin
     documents, tokens = np.bincount(last), np.bincount(last, lengths).astype(np.int64)
     return [

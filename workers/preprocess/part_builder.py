@@ -18,8 +18,8 @@ from pentad.workers.data.encoder import Encoder, TextChunk
 from pentad.workers.data.tokenizer import parse_tokenizer, vocab_size
 from pentad.workers.preprocess.chat import ChatEncoder, chat_columns
 from pentad.workers.preprocess.chat_template import ChatTemplate
-from pentad.workers.preprocess.parts import Part
-from pentad.workers.preprocess.readers import Columns, Row, Span, read_rows, read_text
+from pentad.workers.preprocess.parts import BuildPart
+from pentad.workers.preprocess.readers import Columns, FileSpan, SourceRow, read_rows, read_text
 from pentad.workers.preprocess.source_files import reason
 
 _REPORTED = 2**22  # characters
@@ -55,7 +55,7 @@ class PartBuilder:
         self.chat = ChatEncoder(tokenizer, options.template) if options.template else None
         self.text = None if options.end is None else Encoder(tokenizer, options.end, note)
 
-    def build(self, part: Part, key: str, report: Callable[[int], None]) -> None:
+    def build(self, part: BuildPart, key: str, report: Callable[[int], None]) -> None:
         """Writes the folder `key`, complete or not at all; calls `report` with the characters read since its last call.
 
         Raises PentadError for what is wrong with a source, and for a folder that cannot be written.
@@ -73,7 +73,7 @@ class PartBuilder:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _write(self, part: Part, folder: Path, report: Callable[[int], None]) -> Index:
+    def _write(self, part: BuildPart, folder: Path, report: Callable[[int], None]) -> Index:
         skipped = {"empty": 0, "untrained": 0}
         documents = self._documents(part, skipped, report)
         shards = write_shards(folder, documents, token_dtype(self.vocab), self.options.shard_tokens)
@@ -84,7 +84,7 @@ class PartBuilder:
         origin = Origin(fields, template.sha256 if template else "", skipped["empty"], skipped["untrained"])
         return index_of(self.file, self.vocab, shards, origin)
 
-    def _documents(self, part: Part, skipped: dict[str, int], report: Callable[[int], None]) -> Iterator[Document]:
+    def _documents(self, part: BuildPart, skipped: dict[str, int], report: Callable[[int], None]) -> Iterator[Document]:
         if self.chat:
             rows = (row for span in part.spans for row in _chat_rows(span, self.options.columns))
             return self.chat.documents(rows, skipped, report)
@@ -102,7 +102,7 @@ def text_columns(field: str | None) -> Columns:
     return Columns(((field or "text",),), hint=" (--field names the column, --chat takes conversations)")
 
 
-def text_chunks(spans: Iterable[Span], columns: Columns, skipped: dict[str, int]) -> Iterator[TextChunk]:
+def text_chunks(spans: Iterable[FileSpan], columns: Columns, skipped: dict[str, int]) -> Iterator[TextChunk]:
     """The documents: one a text file, or one a row. Counts rows that are null or empty in `skipped`."""
     for span in spans:
         if span.file.format == ".txt":
@@ -131,7 +131,7 @@ def _chunks(blocks: Iterable[str]) -> Iterator[TextChunk]:
         yield TextChunk(pending, True)
 
 
-def _chat_rows(span: Span, columns: Columns) -> Iterator[Row]:
+def _chat_rows(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
     if span.file.format == ".txt":
         raise PentadError(f"{span.file.uri} is a text file: expected conversations in JSONL, Parquet or Arrow (--chat)")
     return read_rows(span, columns)

@@ -7,17 +7,17 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 
-from pentad.workers.preprocess.readers import Span, parquet_groups
+from pentad.workers.preprocess.readers import FileSpan, parquet_groups
 from pentad.workers.preprocess.source_files import SourceFile
 
 _SMALLEST, _LARGEST, _ABOUT = 2**23, 2**28, 64  # bytes of a part, and parts of a corpus between these sizes
 
 
 @dataclass(frozen=True)
-class Part:
+class BuildPart:
     """Spans of the sources that follow one another; `bytes` are those of their files."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[FileSpan, ...]
     bytes: int
 
     def key(self, options: str) -> str:
@@ -29,21 +29,21 @@ class Part:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def cut(files: Iterable[SourceFile]) -> tuple[Part, ...]:
+def cut(files: Iterable[SourceFile]) -> tuple[BuildPart, ...]:
     """Parts in the order of the files, which depend on the files alone: neither on options nor on processes.
 
     Large JSONL and Parquet files become several parts; files of other formats are never split.
     """
     files = tuple(files)
     size = min(max(_SMALLEST, _power_of_two(sum(file.size for file in files) // _ABOUT)), _LARGEST)
-    parts, spans, total = list[Part](), list[Span](), 0
+    parts, spans, total = list[BuildPart](), list[FileSpan](), 0
     for span, length in (each for file in files for each in _spans(file, size)):
         if spans and total + length > size:
-            parts.append(Part(tuple(spans), total))
+            parts.append(BuildPart(tuple(spans), total))
             spans, total = [], 0
         spans.append(span)
         total += length
-    return (*parts, Part(tuple(spans), total)) if spans else tuple(parts)
+    return (*parts, BuildPart(tuple(spans), total)) if spans else tuple(parts)
 
 
 def _power_of_two(size: int) -> int:
@@ -51,16 +51,16 @@ def _power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def _spans(file: SourceFile, size: int) -> Iterator[tuple[Span, int]]:
+def _spans(file: SourceFile, size: int) -> Iterator[tuple[FileSpan, int]]:
     """The spans of one file and their bytes, about `size` each."""
     if file.size <= size or file.codec or file.format not in (".jsonl", ".parquet"):
-        yield Span(file), file.size
+        yield FileSpan(file), file.size
     elif file.format == ".jsonl":
         for start in range(0, file.size, size):
-            yield Span(file, start, start + size), min(size, file.size - start)
+            yield FileSpan(file, start, start + size), min(size, file.size - start)
     else:
         groups = parquet_groups(file)
         each = max(1, groups * size // file.size)
         for start in range(0, groups, each):
             stop = min(start + each, groups)
-            yield Span(file, start, stop), file.size * (stop - start) // groups
+            yield FileSpan(file, start, stop), file.size * (stop - start) // groups

@@ -16,11 +16,11 @@ from typing import NamedTuple, cast
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.preprocess.part_builder import Options, PartBuilder
-from pentad.workers.preprocess.parts import Part
+from pentad.workers.preprocess.parts import BuildPart
 
 
 class Task(NamedTuple):
-    part: Part
+    part: BuildPart
     key: str
 
 
@@ -28,7 +28,7 @@ class Done(NamedTuple):
     """What was read since the last report: `characters`, and the part that is now complete."""
 
     characters: int
-    part: Part | None = None
+    part: BuildPart | None = None
 
 
 Note = Callable[[str], None]

@@ -25,7 +25,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
-class Span:
+class FileSpan:
     """The part of a file that is read together: the lines that start in these bytes of JSONL, these row groups of
     Parquet; of other formats the whole file. `stop` None: to the end."""
 
@@ -57,7 +57,7 @@ class Columns:
         )
 
 
-class Row(NamedTuple):
+class SourceRow(NamedTuple):
     """Values by column; `where` gives the position for an error."""
 
     values: dict[str, Any]
@@ -82,14 +82,14 @@ def read_text(file: SourceFile) -> Iterator[str]:
             raise _not_utf8(file.uri, offset - pending)
 
 
-def read_rows(span: Span, columns: Columns) -> Iterator[Row]:
+def read_rows(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
     """The rows of a JSONL, CSV, Parquet or Arrow file. Raises PentadError for everything that is wrong with it."""
     read = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}[span.file.format]
     with readable(span.file.uri):
         yield from read(span, columns)
 
 
-def _jsonl(span: Span, columns: Columns) -> Iterator[Row]:
+def _jsonl(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
     with span.file.open() as raw, io.BufferedReader(raw, _BLOCK) as source:
         offset = span.start
         if offset:  # the line that this byte is in starts before the span, unless the byte before it ends a line
@@ -98,7 +98,7 @@ def _jsonl(span: Span, columns: Columns) -> Iterator[Row]:
         while (span.stop is None or offset < span.stop) and (line := source.readline()):
             where = partial(_line_name, span.file, offset)
             if not line.isspace():
-                yield Row(_json_row(line, columns, where, offset, span.file), where)
+                yield SourceRow(_json_row(line, columns, where, offset, span.file), where)
             offset += len(line)
 
 
@@ -129,7 +129,7 @@ def _line_name(file: SourceFile, offset: int) -> str:
     return f"{file.uri} line {lines}"
 
 
-def _csv(span: Span, columns: Columns) -> Iterator[Row]:
+def _csv(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
     rows, name, limit = csv.reader(_lines(read_text(span.file)), strict=True), span.file.uri, csv.field_size_limit()
     csv.field_size_limit(_LONGEST_VALUE)
     try:
@@ -140,7 +140,7 @@ def _csv(span: Span, columns: Columns) -> Iterator[Row]:
             if row and len(row) != len(header):
                 raise PentadError(f"{where()} has {len(row)} values: expected {len(header)}, as in the first line")
             if row:
-                yield Row({column: row[number] for column, number in chosen.items()}, where)
+                yield SourceRow({column: row[number] for column, number in chosen.items()}, where)
     except csv.Error as error:
         raise PentadError(
             f"{name} line {rows.line_num} is not CSV ({error}): expected comma-separated values"
@@ -158,7 +158,7 @@ def _lines(blocks: Iterable[str]) -> Iterator[str]:
         yield rest
 
 
-def _parquet(span: Span, columns: Columns) -> Iterator[Row]:
+def _parquet(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
     name = span.file.uri
     if span.file.codec:
         raise PentadError(f"{name} is compressed as a whole: expected a Parquet file, which compresses its columns")
@@ -182,7 +182,7 @@ def parquet_groups(file: SourceFile) -> int:
         raise PentadError(f"{file.uri} cannot be read ({error}): expected a Parquet file") from None
 
 
-def _arrow(span: Span, columns: Columns) -> Iterator[Row]:
+def _arrow(span: FileSpan, columns: Columns) -> Iterator[SourceRow]:
     name = span.file.uri
     try:
         with span.file.open() as source:
@@ -223,7 +223,7 @@ def _ipc_batches(source: pa.NativeFile, seekable: bool) -> Iterator[Any]:
     yield from stream
 
 
-def _table_rows(batches: Iterable[pa.RecordBatch], name: str, first: int) -> Iterator[Row]:
+def _table_rows(batches: Iterable[pa.RecordBatch], name: str, first: int) -> Iterator[SourceRow]:
     for batch in batches:
         try:
             rows = batch.to_pylist()
@@ -232,7 +232,7 @@ def _table_rows(batches: Iterable[pa.RecordBatch], name: str, first: int) -> Ite
                 _decoded_row(batch.slice(number, 1), f"{name} row {first + number}") for number in range(len(batch))
             ]
         for number, values in enumerate(rows, first):
-            yield Row(values, f"{name} row {number}".format)
+            yield SourceRow(values, f"{name} row {number}".format)
         first += len(batch)
 
 

@@ -36,7 +36,7 @@ class SourceFile:
 
     @property
     def format(self) -> str:
-        """One of TABLES, or .txt, also for the endings that only files named by the user have."""
+        """One of TABLES, or .txt, even for the endings that only files named by the user have."""
         suffix = _suffix(_without_query(self.uri)[0])
         return suffix if suffix in TABLES else ".txt"
 

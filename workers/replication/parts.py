@@ -21,7 +21,7 @@ Index = dict[str, dict[str, Stored]]  # where the tensors of each file of a part
 
 
 class CopyKey(NamedTuple):
-    """A copy of the state after `step` steps, made in a generation of so many `ranks`."""
+    """A copy of the state after `step` steps, made in a generation of this many `ranks`."""
 
     generation: int
     step: int
@@ -40,7 +40,7 @@ class HeldPart(NamedTuple):
 
 
 @dataclass
-class Part:
+class CopyPart:
     """A part in memory: `data` [bytes]. `memory`, which has it, goes to `recycle` when the part is dropped."""
 
     index: Index
@@ -54,13 +54,13 @@ class HostCopies:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.parts: dict[tuple[CopyKey, int], Part] = {}
+        self.parts: dict[tuple[CopyKey, int], CopyPart] = {}
         self.committed: CopyKey | None = None
         self.spare: list[np.ndarray] = []  # memory of parts of other ranks that were dropped
         self.own_spare: list[Any] = []  # that of the process's own rank, of `own_bytes` bytes each
         self.own_bytes = -1
 
-    def put(self, key: CopyKey, owner: int, part: Part) -> None:
+    def put(self, key: CopyKey, owner: int, part: CopyPart) -> None:
         """Adds a part, in place of those of this rank that are of no committed copy."""
         self.discard(owner)
         with self.lock:

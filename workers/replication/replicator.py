@@ -10,7 +10,7 @@ import torch
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.snapshot import Files, Snapshots, layout, snapshot_bytes
 from pentad.workers.host_memory import HostMemory
-from pentad.workers.replication.parts import CopyKey, HostCopies, Part
+from pentad.workers.replication.parts import CopyKey, CopyPart, HostCopies
 from pentad.workers.replication.transfer import Check, send_part
 
 MEMORIES = 2  # of a rank's own part: of the copy that counts, and of the one that is made
@@ -26,7 +26,8 @@ class SentPart(NamedTuple):
 
 
 class Replicator:
-    """Of one rank and generation, after `reserve`. `request` is for the train thread, `send` for another one."""
+    """Replicates the state of one rank and generation, after `reserve`. `request` is for the train thread, `send` for
+    another one."""
 
     def __init__(self, copies: HostCopies, rank: int, device: torch.device) -> None:
         self.copies, self.rank, self.snapshots = copies, rank, Snapshots(device)
@@ -60,7 +61,7 @@ class Replicator:
         files, snapshot_seconds = self.snapshots.take(key.step, check)
         index, memory = layout(files), self.snapshots.detach()
         data = memory.buffer.numpy()
-        self.copies.put(key, self.rank, Part(index, data, memory, self.copies.own_spare.append))
+        self.copies.put(key, self.rank, CopyPart(index, data, memory, self.copies.own_spare.append))
         began = time.monotonic()
         try:
             send_part(address, token, key, self.rank, index, data, check)

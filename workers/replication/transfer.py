@@ -25,7 +25,7 @@ import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.safetensors_header import Stored
-from pentad.workers.replication.parts import CopyKey, HostCopies, Index, Part
+from pentad.workers.replication.parts import CopyKey, CopyPart, HostCopies, Index
 
 Check = Callable[[], None]  # raises if the transfer is no longer wanted
 
@@ -93,7 +93,7 @@ class RemotePart:
 
 @contextmanager
 def open_remote(address: str, token: bytes, key: CopyKey, owner: int, check: Check) -> Iterator[RemotePart]:
-    """Raises OSError, also while it is read, if the process at `address` is gone or no longer has the part."""
+    """Raises OSError, even while it is read, if the process at `address` is gone or no longer has the part."""
     with _connected(address, token) as peer:
         yield RemotePart(peer, key, owner, check)
 
@@ -147,7 +147,7 @@ class _Handler(socketserver.BaseRequestHandler):
             _send_message(peer, {"error": "the bytes that arrived are not those that were sent"}, _nothing)
             return
         index = {file: {n: Stored(*stored) for n, stored in its.items()} for file, its in request["index"].items()}
-        copies.put(key, request["owner"], Part(index, data, data, copies.spare.append))
+        copies.put(key, request["owner"], CopyPart(index, data, data, copies.spare.append))
         _send_message(peer, {}, _nothing)
 
     def _get(self, peer: socket.socket, copies: HostCopies, key: CopyKey, request: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ class AbandonableThread:
 
     gloo, when it closes a connection, wakes those who wait for operations that have not begun. One that is partly
     written or read, or whose write failed because the peer had closed first, it forgets: who waits for that wakes up at
-    the timeout of the group, and nothing interrupts him (torch 2.13). Of long messages one is nearly always under way.
+    the timeout of the group, and nothing interrupts it (torch 2.13). Of long messages one is nearly always under way.
     """
 
     def __init__(self, fence: Fence) -> None:

@@ -64,7 +64,7 @@ class ActivationOffload:
 
     @staticmethod
     def of(plan: Plan, rank: int, lanes: Lanes, device: torch.device) -> ActivationOffload:
-        """Of a rank of the mesh."""
+        """The offload of a rank of the mesh."""
         pp = plan.mesh.coordinates(rank).pp
         arenas = [arena(program, pp, plan.offload_slots) for program in plan.trained_programs]
         fractions = plan.offload or (1.0,) * plan.program.stages

@@ -366,7 +366,7 @@ class Executor:
         return works
 
     def _rows(self, part: Instruction) -> int | None:
-        """Of the residual stream that a transfer brings; None: as many as always."""
+        """The rows of the residual stream that a transfer brings; None: as many as always."""
         tokens = self.tokens.get(part.microbatch)
         if tokens is None or tokens.share is None:
             return None

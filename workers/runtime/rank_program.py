@@ -17,7 +17,7 @@ from pentad.schedules.spec.plan import Plan
 @dataclass(frozen=True)
 class RankProgram:
     """One rank's stream of a program, which is number `number` of those of the plan, and what the executor looks up in
-    it. The rows of its batches fill so many `microbatches`; the program may have more."""
+    it. The rows of its batches fill this many `microbatches`; the program may have more."""
 
     number: int
     microbatches: int

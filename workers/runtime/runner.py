@@ -218,7 +218,7 @@ class Runner:
     def snapshot(self, step: int) -> None:
         """Has this rank's part of the state of `step` steps, the last of which may be open, copied to host memory.
 
-        Training goes on meanwhile: only the next update waits for the copy. `write` raises what goes wrong here.
+        Training continues meanwhile: only the next update waits for the copy. `write` raises what goes wrong here.
         """
         try:
             reserved(self.reservation, self.fence_flag.check)
@@ -327,7 +327,7 @@ class Runner:
 
     @property
     def _snapshots(self) -> tuple[Snapshots, Snapshots]:
-        """Of checkpoints, and of copies in memory."""
+        """The snapshots of checkpoints, and of copies in memory."""
         return self.snapshots, self.replicator.snapshots
 
     def _read(self, source: Checkpoint, *, optimizer: bool = True) -> None:

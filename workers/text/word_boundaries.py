@@ -42,7 +42,7 @@ _CUT = re.compile(r"(?<=[A-Za-z0-9])(?= )|(?<=\S\n)(?=[^\s/])")
 
 def why_not_by_words(content: dict[str, Any]) -> str | None:
     """None if a tokenizer with this `content` of a tokenizer.json is a byte-level BPE that is known to encode words by
-    themselves, else what keeps it from that. Special tokens are taken as plain text."""
+    themselves, or what keeps it from that. Special tokens are taken as plain text."""
     model = content["model"]
     if model.get("type") != "BPE":
         return f"its model is {model.get('type')}, not BPE"

@@ -43,7 +43,7 @@ def calibrate(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, if that is a terminal; yields what it is told of each measurement."""
+    """A bar on stderr, if that is a terminal; yields the function to call with each measurement."""
     console = Console(stderr=True)
     columns = (TextColumn(" measuring"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

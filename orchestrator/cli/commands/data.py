@@ -14,7 +14,7 @@ from typer import Argument, Option
 from pentad.orchestrator.cli.arguments import Json
 
 if TYPE_CHECKING:
-    from pentad.workers.preprocess.build import Progress
+    from pentad.workers.preprocess.build import BuildProgress
 
 data = typer.Typer(help="Build and inspect token shards.", no_args_is_help=True)
 _LINE_EVERY = 10.0  # seconds, where the progress line cannot be rewritten
@@ -36,9 +36,9 @@ def build(
 ) -> None:
     """Turn text or conversations into token shards; continues a build that was interrupted."""
     from pentad.workers.data.corpus_index import plural
-    from pentad.workers.preprocess.build import Request, build_corpus
+    from pentad.workers.preprocess.build import BuildRequest, build_corpus
 
-    request = Request(tuple(sources), out, tokenizer, vocab, field, chat, chat_template, workers=workers)
+    request = BuildRequest(tuple(sources), out, tokenizer, vocab, field, chat, chat_template, workers=workers)
     with _ProgressLine() as line:
         corpus = build_corpus(request, line.note, line.show)
     facts = {"path": str(out), "tokens": corpus.tokens, "documents": corpus.documents, "vocab_size": corpus.vocab_size}
@@ -67,7 +67,7 @@ class _ProgressLine:
     def note(self, line: str) -> None:
         self.console.print(line, markup=False, soft_wrap=True)
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: BuildProgress) -> None:
         if self.status:
             self.status.update(Text(progress_text(progress)))
             self.status.start()
@@ -76,7 +76,7 @@ class _ProgressLine:
             self.note(progress_text(progress))
 
 
-def progress_text(progress: Progress) -> str:
+def progress_text(progress: BuildProgress) -> str:
     """'encoding: 41 of 97 MB, 18.2 MB/s, 3 s left'; what is left is known once a part is done."""
     megabytes, rate = progress.characters / 1e6, progress.characters / 1e6 / max(progress.seconds, 1e-9)
     text = f"{progress.phase}: {megabytes:,.0f} MB of text, {rate:.1f} MB/s"

@@ -35,7 +35,7 @@ def sweep(
     from pentad.orchestrator.sweep.grid import grid
     from pentad.orchestrator.sweep.sweep import PAGE, RUNS
     from pentad.orchestrator.sweep.sweep import sweep as run
-    from pentad.orchestrator.sweep.trials import Request, first_valid, trials_of
+    from pentad.orchestrator.sweep.trials import SweepRequest, first_valid, trials_of
     from pentad.orchestrator.sweep.view import progress, show_sweep
     from pentad.schedules.ir.errors import PentadError
 
@@ -47,7 +47,7 @@ def sweep(
     folder = out or Path("sweeps") / config.run.name
     free = find_free_devices(config.cluster)
     with Console(stderr=True).status("planning"):
-        trials = trials_of(Request(file, points, steps, search, gpus or ()), free, folder / RUNS)
+        trials = trials_of(SweepRequest(file, points, steps, search, gpus or ()), free, folder / RUNS)
     title = f"Sweep of {config.run.name}"
     with progress(len(trials)) as report:
         found = run(trials, free, folder, title, deadline, report, retry=retry)

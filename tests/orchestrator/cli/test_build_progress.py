@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from pentad.orchestrator.cli.commands.data import _ProgressLine, progress_text
-from pentad.workers.preprocess.build import Progress
+from pentad.workers.preprocess.build import BuildProgress
 
 
-def at(seconds: float, done: int = 0, phase: str = "encoding") -> Progress:
-    return Progress(phase, done, 100, int(2e6 * seconds), seconds)
+def at(seconds: float, done: int = 0, phase: str = "encoding") -> BuildProgress:
+    return BuildProgress(phase, done, 100, int(2e6 * seconds), seconds)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def at(seconds: float, done: int = 0, phase: str = "encoding") -> Progress:
         (at(0.0), "encoding: 0 MB of text, 0.0 MB/s"),
     ],
 )
-def test_what_is_left_is_known_once_a_part_is_done(progress: Progress, text: str) -> None:
+def test_what_is_left_is_known_once_a_part_is_done(progress: BuildProgress, text: str) -> None:
     assert progress_text(progress) == text
 
 

@@ -19,7 +19,7 @@ from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
-from pentad.workers.preprocess.readers import Columns, Span, read_rows
+from pentad.workers.preprocess.readers import Columns, FileSpan, read_rows
 from pentad.workers.preprocess.source_files import SourceFile
 
 SIZES = ["model.layers=2", "mesh.pp=2", "schedule.name=1f1b", "schedule.microbatches=2", "batch.global_batch_size=2"]
@@ -185,5 +185,5 @@ def test_escape_sequences_of_a_journal_are_shown_not_obeyed(pentad: Pentad, tria
         assert "\\x1b" in out + err, words
 
 
-def span_of(path: Path) -> Span:
-    return Span(SourceFile(str(path), path.stat().st_size, 0))
+def span_of(path: Path) -> FileSpan:
+    return FileSpan(SourceFile(str(path), path.stat().st_size, 0))

@@ -282,7 +282,7 @@ def test_ranks_that_do_not_start_in_time_are_named_and_killed(
     cluster: clusters.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the node and the process once these are known, however long a busy machine takes to create them."""
-    words = "^cluster.start_timeout_seconds was not enough: {0}, {1} did not start within it$"
+    words = "^cluster.start_timeout_seconds was too short: {0}, {1} did not start within it$"
     with pytest.raises(PentadError, match=words.format(r"rank 0 \(dp0 pp0\)", r"rank 1 \(dp0 pp1\)")):
         start(plan_of("fake:slow=300", "mesh.pp=2"), seconds=0)
     create, where = WorkerGroup._create, r"node 127\.0\.0\.1, pid \d+"

@@ -194,12 +194,12 @@ def test_a_gpu_is_read_now_and_then(worker: Worker, gpus: list[str], monkeypatch
     assert worker.status().gpu == "reading" and read == [2, 2]
 
 
-def test_a_seat_fits_the_plan_and_the_version_that_it_runs(worker: Worker) -> None:
-    seat = worker.seat(plan(), release())
-    assert seat.fits and (seat.generation, seat.rank, seat.bundles, seat.token) == (3, 1, (5, 6), None)
-    assert seat.place == WorkerPlace(NODE, IP, -1, os.getpid(), str(worker.progress_file))
+def test_a_placement_fits_the_plan_and_the_version_that_it_runs(worker: Worker) -> None:
+    found = worker.rank_placement(plan(), release())
+    assert found.fits and (found.generation, found.rank, found.bundles, found.token) == (3, 1, (5, 6), None)
+    assert found.place == WorkerPlace(NODE, IP, -1, os.getpid(), str(worker.progress_file))
     other = make_plan(load(None, ["model.layers=4", "mesh.pp=2", "schedule.microbatches=4"]), "cpu")
-    assert not worker.seat(plan(), "0.0").fits and not worker.seat(other, release()).fits
+    assert not worker.rank_placement(plan(), "0.0").fits and not worker.rank_placement(other, release()).fits
 
 
 def test_a_spare_takes_the_gpu_of_a_process_once_that_is_gone(worker: Worker, gpus: list[str]) -> None:

@@ -11,7 +11,7 @@ from pentad.orchestrator.cli.show_doctor import show_row
 from pentad.orchestrator.doctor import checks, disk
 from pentad.orchestrator.doctor import probe as probes
 from pentad.orchestrator.doctor.examine import NAMES
-from pentad.orchestrator.doctor.finding import Finding, Row
+from pentad.orchestrator.doctor.finding import Finding, FindingRow
 from pentad.orchestrator.doctor.probe import ProbeError, probe
 
 NEEDS_GPU = ["driver", "GPUs", "GPU memory", "ECC", "clocks", "links"]
@@ -55,7 +55,7 @@ def test_a_line_a_check_with_its_remedy_below(pentad: Pentad, tmp_path: Path) ->
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_no_line_is_wider_than_the_terminal(width: int, capsys: pytest.CaptureFixture[str]) -> None:
-    row = Row("pinned memory", Finding("failure", "word " * 40, "remedy " * 30), "10.0.0.1")
+    row = FindingRow("pinned memory", Finding("failure", "word " * 40, "remedy " * 30), "10.0.0.1")
     show_row(row, Console(width=width, force_terminal=True, color_system=None))
     out = capsys.readouterr().out
     assert out.startswith(" pinned memory failure 10.0.0.1: word")

@@ -15,7 +15,7 @@ from rich.console import Console
 from pentad.orchestrator.cluster.placement import Place
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.doctor import nodes, ray_cluster
-from pentad.orchestrator.doctor.finding import Check, Finding, Row, Subject
+from pentad.orchestrator.doctor.finding import Check, Finding, FindingRow, Subject
 from pentad.orchestrator.doctor.nodes import Examiner, examine_cluster, examine_joined
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.run import node_check
@@ -83,7 +83,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRay]:
     assert not reserved, "room that was not given back"
 
 
-def examined(device: str = "cpu", words: tuple[str, ...] = ("run.name=mine",)) -> dict[str, list[Row]]:
+def examined(device: str = "cpu", words: tuple[str, ...] = ("run.name=mine",)) -> dict[str, list[FindingRow]]:
     cluster: Any = SimpleNamespace(device=device, local=False, address="h:1", dashboard="http://h:8265")
     config = load(None, ["mesh.dp=2", "mesh.pp=4", *words])
     found = list(examine_joined(cluster, config, 0.0, lambda name, seconds: nullcontext()))

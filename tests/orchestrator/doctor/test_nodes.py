@@ -16,7 +16,7 @@ from pentad.orchestrator.config.config import load
 from pentad.orchestrator.doctor import disk, nodes
 from pentad.orchestrator.doctor.compare import SAME, compared
 from pentad.orchestrator.doctor.examine import NAMES
-from pentad.orchestrator.doctor.finding import Finding, Row
+from pentad.orchestrator.doctor.finding import Finding, FindingRow
 from pentad.orchestrator.doctor.nodes import examine_cluster, examine_joined
 from pentad.orchestrator.doctor.ray_cluster import Dashboard, judge_clock, judge_ray
 from pentad.workers.health.results import Burned, Link
@@ -39,7 +39,7 @@ def little_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "BLOCKS", 1)
 
 
-def examined(cluster: clusters.Cluster, folder: Path, ranks: int) -> dict[str, list[Row]]:
+def examined(cluster: clusters.Cluster, folder: Path, ranks: int) -> dict[str, list[FindingRow]]:
     overrides = ["cluster.address=auto", "cluster.device=cpu", f"mesh.pp={ranks}", f"run.folder={folder}"]
     found = list(examine_joined(cluster, load(None, overrides), 0.0, quiet))
     assert not [each for each in ray.util.placement_group_table().values() if each["state"] == "CREATED"]
@@ -101,7 +101,7 @@ def test_a_node_with_a_slow_or_wrong_gpu_is_named() -> None:
     found = compared("burn", {"a": burned(), "b": burned(), "c": burned(rate=6e14), "d": burned(digest="b")})
     assert [each.verdict for each in found.values()] == ["ok", "ok", "failure", "failure"]
     assert found["c"].text == "GPU 1 is 9% slower than its peers"
-    assert found["d"].text == "GPU 1 computes wrong: other bits than 7 of 8"
+    assert found["d"].text == "GPU 1 computes wrong results: other bits than 7 of 8"
     assert found["c"].remedy and found["c"].figures["units"]
 
 
@@ -112,7 +112,7 @@ def test_two_nodes_that_are_wrong_or_slow_all_over_are_told_from_each_other() ->
     found = compared("burn", {"a": burned(), "b": burned(rate=6e14)})
     assert [each.verdict for each in found.values()] == ["ok", "failure"]
     found = compared("burn", {"a": burned(), "b": burned(digest="b")})
-    assert all("or one of its peers computes wrong" in each.text for each in found.values())
+    assert all("or one of its peers computes wrong results" in each.text for each in found.values())
 
 
 def test_cores_are_not_compared_between_nodes() -> None:
@@ -168,8 +168,8 @@ def test_an_open_or_silent_cluster_is_warned_of(url: str, dashboard: Dashboard, 
 
 
 def test_nodes_that_are_fine_share_a_line() -> None:
-    rows = [Row("ECC", OK, node) for node in "abc"] + [Row("ECC", Finding("failure", "bad", "mend"), "d")]
+    rows = [FindingRow("ECC", OK, node) for node in "abc"] + [FindingRow("ECC", Finding("failure", "bad", "mend"), "d")]
     assert [(row.node, row.finding.text) for row in merged(rows)] == [("3 nodes", "fine"), ("d", "bad")]
-    different = [Row("memory", Finding("ok", f"{node} free"), node) for node in "ab"]
+    different = [FindingRow("memory", Finding("ok", f"{node} free"), node) for node in "ab"]
     assert [(row.node, row.finding.text) for row in merged(different)] == [("2 nodes, e.g. a", "a free")]
-    assert merged([Row("ECC", Finding("not applicable", "no GPU"))]) == []
+    assert merged([FindingRow("ECC", Finding("not applicable", "no GPU"))]) == []

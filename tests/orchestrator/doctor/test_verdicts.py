@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 from paths import ROOT
 
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.doctor import links as doctor_links
 from pentad.orchestrator.doctor.burn import judge_burn, norms
 from pentad.orchestrator.doctor.disk import Speed, judge_disk
-from pentad.orchestrator.doctor.finding import Finding, worst
+from pentad.orchestrator.doctor.finding import Finding, Subject, worst
 from pentad.orchestrator.doctor.gpus import judge_clocks, judge_ecc, judge_gpus, judge_memory
 from pentad.orchestrator.doctor.host import judge_files, judge_pinned, judge_shm
 from pentad.orchestrator.doctor.host import judge_memory as judge_host_memory
-from pentad.orchestrator.doctor.links import judge_links, usual_bandwidth
+from pentad.orchestrator.doctor.links import examine_links, judge_links, seconds_of_links, usual_bandwidth
 from pentad.orchestrator.doctor.nccl import judge_variables
+from pentad.orchestrator.doctor.probe import ProbeError
 from pentad.orchestrator.doctor.versions import WANTED, judge_driver, judge_versions
 from pentad.orchestrator.planning import host_ram
 from pentad.workers.health.gpu_facts import Driver, GpuFacts
@@ -88,13 +91,21 @@ CASES = {
     "hot under load": (burn_of(burned(2, rate=4e14, throttles=("thermal",)), 30), "failure", "throttled (thermal)"),
     "stuck clock": (burn_of(burned(1, clock=345e6), 30), "failure", "GPU 0 is stuck at 345 MHz of 1,980"),
     "slow and alone": (burn_of(burned(1, rate=100e12), 30), "failure", "attains 10% of its data sheet's rate"),
-    "other bits": (burn_of(burned(digest="b"), 30), "failure", "GPU 3 computes wrong: other bits than 3 of 4"),
-    "two that differ": (burn_of(burned(2, digest="b"), 30), "failure", "GPU 0 or one of its peers computes wrong"),
+    "other bits": (burn_of(burned(digest="b"), 30), "failure", "GPU 3 computes wrong results: other bits than 3 of 4"),
+    "two that differ": (
+        burn_of(burned(2, digest="b"), 30),
+        "failure",
+        "GPU 0 or one of its peers computes wrong results",
+    ),
     "other models": (burn_of(burned(2, digest="b", model="NVIDIA L4", rate=6e13), 30), "ok", "2 GPUs"),
-    "wrong now and then": (burn_of(burned(differing=3), 30), "failure", "GPU 3 computes wrong: 3 of 100"),
-    "always wrong": (burn_of(burned(1, error=40.0), 30), "failure", "GPU 0 computes wrong: 40 times"),
+    "wrong now and then": (burn_of(burned(differing=3), 30), "failure", "GPU 3 computes wrong results: 3 of 100"),
+    "always wrong": (burn_of(burned(1, error=40.0), 30), "failure", "GPU 0 computes wrong results: 40 times"),
     "slow core": (burn_of([CORE, CORE._replace(unit="CPU 1", rate=1e9)], 1), "ok", "2 CPUs, 1 s"),
-    "wrong and another": (burn_of(burned(2, digest="b", differing=9), 30), "failure", "GPU 1 computes wrong: 9 of 100"),
+    "wrong and another": (
+        burn_of(burned(2, digest="b", differing=9), 30),
+        "failure",
+        "GPU 1 computes wrong results: 9 of 100",
+    ),
     "variables": (
         judge_variables({"NCCL_SOCKET_IFNAME": "eth,lo"}, ["lo", "eth0"]),
         "ok",
@@ -113,8 +124,8 @@ CASES = {
     "few files": (judge_files(256, 4096), "failure", "at most 256"),
     "no limit": (judge_files(-1, -1), "ok", "no limit"),
     "shm": (judge_shm(8 * GIB, 8 * GIB, 8), "ok", "8.0 GiB free"),
-    "Docker's shm": (judge_shm(2**26, 2**26, 2), "failure", "Ray and NCCL want 384.0 MiB"),
-    "Docker's shm on CPUs": (judge_shm(2**26, 2**26, 0), "warning", "Ray and NCCL want 256.0 MiB"),
+    "Docker's shm": (judge_shm(2**26, 2**26, 2), "failure", "Ray and NCCL need 384.0 MiB"),
+    "Docker's shm on CPUs": (judge_shm(2**26, 2**26, 0), "warning", "Ray and NCCL need 256.0 MiB"),
     "memory": (judge_host_memory(64 * GIB, 60 * GIB, None, 0), "ok", "60.0 GiB free of 64.0 GiB"),
     "container": (
         judge_host_memory(64 * GIB, 60 * GIB, 8 * GIB, 15 * GIB // 2),
@@ -162,3 +173,24 @@ def test_the_versions_wanted_are_those_of_the_package() -> None:
     text = " ".join([*project["dependencies"], *project["optional-dependencies"]["test"]]).replace("[default]", "")
     assert project["requires-python"] == f">={WANTED['Python']}"
     assert all(f"{name}>={WANTED[name]}" in text for name in ("torch", "ray", "triton"))
+
+
+def test_links_are_judged_by_what_their_probe_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU has none; a probe that fails is the finding."""
+    config = load(None, ["cluster.device=cpu"])
+    assert examine_links(Subject(config, (GPU,), 0)).verdict == "not applicable"
+    subject, asked = Subject(config, tuple(gpus()), 0), list[float]()
+
+    def measured(name: str, *, seconds: float) -> list[dict[str, Any]]:
+        asked.append(seconds)
+        return [link._asdict() for link in links(bandwidth=100e9)]
+
+    monkeypatch.setattr(doctor_links, "probe", measured)
+    assert examine_links(subject) == links_of(links(bandwidth=100e9)) and asked == [20 * seconds_of_links(subject)]
+
+    def failing(name: str, *, seconds: float) -> list[dict[str, Any]]:
+        raise ProbeError("CUDA error: device-side assert")
+
+    monkeypatch.setattr(doctor_links, "probe", failing)
+    found = examine_links(subject)
+    assert found.verdict == "failure" and found.text == "copies between GPUs failed: CUDA error: device-side assert"

@@ -1,4 +1,4 @@
-"""data.capacity_factor: auto. The largest capacity that fits is chosen, and kept when the run goes on."""
+"""data.capacity_factor: auto. The largest capacity that fits is chosen, and kept when the run continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation that saves nothing, or is not needed, is told."""
+"""Recomputation that saves nothing, or is not needed, is reported."""
 
 from __future__ import annotations
 

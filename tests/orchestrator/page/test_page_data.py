@@ -1,4 +1,4 @@
-"""What the page is told: ranks and whom they wait for, curves, kept steps, events; over rewinds and generations."""
+"""What the page gets: ranks and whom they wait for, curves, kept steps, events; over rewinds and generations."""
 
 from __future__ import annotations
 

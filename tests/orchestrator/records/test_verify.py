@@ -60,7 +60,10 @@ def test_any_history_of_rewinds_leaves_every_step_once(rewinds: list[int]) -> No
         ([step(0), step(0)], "line 2 commits step 0: expected step 1"),
         ([step(0), step(2)], "line 2 commits step 2: expected step 1"),
         ([step(0), step(1, batch=0)], "line 2 trains step 1 on batch 0, after batch 0: expected a later one"),
-        ([step(0), {"event": "rewind", "step": 2}], "line 2 goes on from step 2: expected one up to 1, the next step"),
+        (
+            [step(0), {"event": "rewind", "step": 2}],
+            "line 2 continues from step 2: expected one up to 1, the next step",
+        ),
         ([{"event": "step", "step": 0}], "line 1 is a step without batch, samples, loss, generation"),
     ],
 )

@@ -13,8 +13,8 @@ from fake_ray import FakeRun
 from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.faults import Superseded
 from pentad.orchestrator.cluster.group import WorkerGroup
-from pentad.orchestrator.cluster.worker import Seat, WorkerPlace
-from pentad.orchestrator.recovery.adoption import NOWHERE, Parked, can_adopt, seating
+from pentad.orchestrator.cluster.worker import RankPlacement, WorkerPlace
+from pentad.orchestrator.recovery.adoption import NOWHERE, Parked, can_adopt, membership
 from pentad.orchestrator.recovery.fence import RecoveryState, is_recordable
 from pentad.orchestrator.recovery.recovery import Recovery
 from pentad.orchestrator.run import driver
@@ -27,35 +27,35 @@ LINE = (*SMALL, "mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")
 StartRun = Callable[..., FakeRun]
 
 
-def seat(rank: int, generation: int = 3, *, bundles: tuple[int, ...] = (1, 0), fits: bool = True) -> Seat:
-    return Seat(WorkerPlace("node", "10.0.0.1", -1, 7, ""), generation, rank, bundles, fits, None)
+def placed(rank: int, generation: int = 3, *, bundles: tuple[int, ...] = (1, 0), fits: bool = True) -> RankPlacement:
+    return RankPlacement(WorkerPlace("node", "10.0.0.1", -1, 7, ""), generation, rank, bundles, fits, None)
 
 
 def test_every_rank_that_answers_has_its_place() -> None:
-    assert seating({5: seat(1), 6: seat(0)}) == ((1, 0), {0: 6, 1: 5}, (), 3)
-    assert seating({5: seat(1)}) == ((1, 0), {1: 5}, (), 3)
+    assert membership({5: placed(1), 6: placed(0)}) == ((1, 0), {0: 6, 1: 5}, (), 3)
+    assert membership({5: placed(1)}) == ((1, 0), {1: 5}, (), 3)
 
 
 def test_ranks_of_two_generations_in_the_same_bundles_belong_together() -> None:
-    assert seating({0: seat(0, 4), 1: seat(1, 3)}) == ((1, 0), {0: 0, 1: 1}, (), 4)
+    assert membership({0: placed(0, 4), 1: placed(1, 3)}) == ((1, 0), {0: 0, 1: 1}, (), 4)
 
 
 def test_a_rank_that_was_replaced_gives_way_to_its_newer_process() -> None:
-    assert seating({0: seat(0), 1: seat(1, 2), 2: seat(1, 3)}) == ((1, 0), {0: 0, 1: 2}, (1,), 3)
+    assert membership({0: placed(0), 1: placed(1, 2), 2: placed(1, 3)}) == ((1, 0), {0: 0, 1: 2}, (1,), 3)
 
 
 def test_ranks_in_other_bundles_than_the_newest_and_workers_without_a_rank_are_extra() -> None:
-    found = seating({0: seat(0, 4), 1: seat(1, 3, bundles=(0, 1)), 2: seat(-1, 0, bundles=())})
+    found = membership({0: placed(0, 4), 1: placed(1, 3, bundles=(0, 1)), 2: placed(-1, 0, bundles=())})
     assert found == ((1, 0), {0: 0}, (1, 2), 4)
 
 
 def test_no_generation_is_used_twice_even_if_only_a_stranger_knows_of_it() -> None:
-    found = seating({0: seat(0, 4), 1: seat(1, 9, fits=False)})
+    found = membership({0: placed(0, 4), 1: placed(1, 9, fits=False)})
     assert found is not None and (found.generation, found.extra) == (9, (1,))
 
 
 def test_ranks_of_another_plan_are_not_adopted() -> None:
-    assert seating({0: seat(0, fits=False)}) is None and seating({}) is None
+    assert membership({0: placed(0, fits=False)}) is None and membership({}) is None
 
 
 @pytest.mark.parametrize(

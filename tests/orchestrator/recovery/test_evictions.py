@@ -28,7 +28,7 @@ def slow(*ranks: int, step: int = 7) -> SlowRank:
 
 
 def asked(run: FakeRun, *found: SlowRank, seconds: float = CHECK_SECONDS) -> Any:
-    """What the steps hear after so many seconds with these slow ranks."""
+    """What the steps hear after this many seconds with these slow ranks."""
     run.bus.lasting_slow_ranks = found
     run.fake.now += seconds
     return run.recovery.should_regroup({})

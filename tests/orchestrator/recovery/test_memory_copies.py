@@ -52,7 +52,7 @@ def test_a_copy_counts_if_one_process_knows_it_and_all_parts_are_there() -> None
 
 
 def copied(start: StartRun, step: int, *overrides: str) -> FakeRun:
-    """A run with a copy of so many of its seven steps."""
+    """A run with a copy of this many of its seven steps."""
     run = start(*LINE, *overrides)
     run.copies.begin_generation()
     run.copies.submit(step)

@@ -34,7 +34,7 @@ def slow(*ranks: int) -> SlowRank:
 
 
 def times(plan: Plan, step: int, factors: dict[int, float]) -> tuple[RankTime, ...]:
-    """Every layer takes 1 ms in F and 2 ms in BW, on these ranks so many times as long."""
+    """Every layer takes 1 ms in F and 2 ms in BW, on these ranks that many times as long."""
     work = stage_work(plan, layers_per_stage(plan))
     return tuple(
         RankTime(step, rank, op, stage, seconds * work[stage] * factors.get(rank, 1.0))

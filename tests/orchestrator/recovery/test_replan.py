@@ -58,7 +58,7 @@ LINE = (
 
 
 def longer(stage: int, factor: float) -> Costs:
-    """One stage takes so many times as long as the others."""
+    """One stage takes that many times as long as the others."""
     seconds = tuple(factor if each == stage else 1.0 for each in range(4))
     return Costs(seconds, seconds, seconds)
 

@@ -170,7 +170,7 @@ def test_a_finished_run_does_nothing_and_keeps_its_program(train: Train, tmp_pat
     train("run.steps=2", "schedule.name=1f1b")
     before = events(tmp_path)
     result, printed = train("run.steps=2", "schedule.name=gpipe")
-    assert "all of its run.steps = 2" in printed
+    assert "already completed its run.steps = 2" in printed
     assert (result["state"], result["steps"]) == ("finished", 2)
     assert events(tmp_path) == before
     assert Program.load(tmp_path / "quickstart" / "program.arrow").name == "1f1b"

@@ -77,6 +77,36 @@ def test_a_row_has_every_metric() -> None:
     assert row["expert_load"] == {0: (1, 8), 1: (5, 8)}  # by layer, of all ranks
 
 
+def test_a_row_has_the_z_losses_that_are_configured() -> None:
+    """The mean squared log-sum-exp of a target token's logits, and of a token's router logits, times their weights.
+    Only ranks with the head, or with experts, have sums; all of those have the same."""
+    sizes = {"num_experts": 4, "top_k": 2, "intermediate_size": 32}
+    words = ["model.family=mixtral", *(f"model.experts.{key}={size}" for key, size in sizes.items())]
+    weights = ["optimizer.z_loss=0.25", "model.experts.router_z_loss_coef=0.5"]
+    plan = make_plan(load(None, ["mesh.dp=2", "mesh.pp=2", "cluster.device=cpu", *words, *weights]), "cpu")
+    step = [account(rank, 0, 5.0) for rank in range(4)]
+    step = [replace(each, squared_lse=8.0 * (rank % 2), router_squared_lse=6.0) for rank, each in enumerate(step)]
+    (row,) = History(plan, 1, keep=2).add([[each] for each in step])
+    assert row["z_loss"] == 0.25 * 8.0 / row["target_tokens"]
+    assert row["router_z_loss"] == 0.5 * 6.0 / row["tokens"]
+    (plain,) = History(PLAN, 1, keep=2).add(call(0, [5.0]))
+    assert not {"z_loss", "router_z_loss"} & plain.keys()
+
+
+def test_a_row_has_the_loss_of_each_of_several_sources() -> None:
+    """Null for one of which the step has no target token."""
+    specs = tuple(replace(PLAN.data.sources[0], name=name) for name in ("web", "code", "chat"))
+    plan = replace(PLAN, data=replace(PLAN.data, sources=specs))
+    sums = LossSum(6.0, 4), LossSum(3.0, PLAN.batch.tokens - 4), LossSum(0.0, 0)
+    (row,) = History(plan, 1, keep=2).add([[replace(account(rank, 0, 5.0), sources=sums)] for rank in range(4)])
+    assert row["sources"] == {
+        "web": {"loss": 1.5, "target_tokens": 4},
+        "code": {"loss": 3.0 / (PLAN.batch.tokens - 4), "target_tokens": PLAN.batch.tokens - 4},
+        "chat": {"loss": None, "target_tokens": 0},
+    }
+    assert "sources" not in History(PLAN, 1, keep=2).add(call(0, [5.0]))[0]
+
+
 def test_a_row_has_the_unix_time_at_which_its_step_ended() -> None:
     (row,) = History(PLAN, 1, keep=2).add(call(0, [time.monotonic() - SECONDS]))
     assert row["time"] == pytest.approx(time.time(), abs=1.0)

@@ -10,7 +10,7 @@ import pytest
 from elastic_cases import SMALL, Start
 from multinode import Cluster
 
-from pentad.orchestrator.doctor.finding import Finding, Row
+from pentad.orchestrator.doctor.finding import Finding, FindingRow
 from pentad.orchestrator.run import node_check
 from pentad.orchestrator.run.node_check import failures, place_on_good_nodes
 from pentad.schedules.ir.errors import PentadError
@@ -19,7 +19,7 @@ BAD = Finding("failure", "GPU 1 is 9% slower than its peers", "look")
 WARNING = Finding("warning", "slow for checkpoints", "mend")
 CAUSES = {
     "SlowNode": "network: at most 1 GB/s from any other node: 10 GB/s is usual",
-    "WrongNode": "burn: GPU 1 computes wrong: other bits than 3 of 4",
+    "WrongNode": "burn: GPU 1 computes wrong results: other bits than 3 of 4",
 }
 NAMES = {"id-a": "a", "id-b": "b", "id-c": "c", "id-d": "d"}
 
@@ -38,10 +38,10 @@ class Nodes:
         self.reserved.append(found)
         return found
 
-    def examine(self, placement: Any) -> list[Row]:
+    def examine(self, placement: Any) -> list[FindingRow]:
         nodes = [NAMES[node] for node in placement]
-        rows = [Row("burn", BAD if node in self.bad else Finding("ok", "fast"), node) for node in nodes]
-        return [Row("Ray", WARNING), *rows, Row("disk", WARNING, nodes[0])]
+        rows = [FindingRow("burn", BAD if node in self.bad else Finding("ok", "fast"), node) for node in nodes]
+        return [FindingRow("Ray", WARNING), *rows, FindingRow("disk", WARNING, nodes[0])]
 
     def result(self) -> Any:
         return place_on_good_nodes(self.place, self.examine, lambda: NAMES)
@@ -64,7 +64,7 @@ def test_without_enough_good_nodes_the_run_is_refused_and_they_are_named(monkeyp
 
 
 def test_all_that_is_wrong_with_a_node_is_said() -> None:
-    rows = [Row("burn", BAD, "a"), Row("ECC", BAD._replace(text="bad"), "a"), Row("Ray", BAD)]
+    rows = [FindingRow("burn", BAD, "a"), FindingRow("ECC", BAD._replace(text="bad"), "a"), FindingRow("Ray", BAD)]
     assert failures(rows) == {"a": "burn: GPU 1 is 9% slower than its peers; ECC: bad"}
 
 

@@ -15,7 +15,7 @@ from pentad.orchestrator.run.train import train
 from pentad.schedules.spec.lora import LoraSpec
 from pentad.workers.checkpoint import shards
 from pentad.workers.checkpoint.checkpoint import newest, open_checkpoint
-from pentad.workers.hf.exporter import Request
+from pentad.workers.hf.exporter import ExportRequest
 from pentad.workers.hf.peft import read_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
@@ -38,7 +38,9 @@ def run(folder: Path, name: str, *overrides: str) -> dict[str, torch.Tensor]:
 def test_a_run_starts_from_an_adapter_of_peft_and_needs_it_no_longer(tmp_path: Path, zero: int) -> None:
     run(tmp_path, "base", "run.steps=1")
     adapter, model = tmp_path / "adapter", load(None, SMALL).model.spec
-    expected = read_adapter(write_adapter(adapter, model), Request("llama", model, 0), LoraSpec(2, 4.0, ATTENTION))
+    expected = read_adapter(
+        write_adapter(adapter, model), ExportRequest("llama", model, 0), LoraSpec(2, 4.0, ATTENTION)
+    )
     keys = ("lora.rank=2", "lora.alpha=4", "run.init_from=base", f"lora.init_from={adapter}", f"zero.stage={zero}")
     whole = run(tmp_path, "whole", *keys, "run.steps=6")
     (start,) = [row for row in read_lines(tmp_path / "whole" / "journal.jsonl") if row["event"] == "start"]

@@ -31,7 +31,7 @@ from pentad.orchestrator.search.memory_bounds import MemoryBounds
 from pentad.orchestrator.search.placement_bounds import placement_bound, shape_bound
 from pentad.orchestrator.search.planned import plan_setting
 from pentad.orchestrator.search.reasons import describe, flips, nearest_fits
-from pentad.orchestrator.search.search import LISTED, Found, Missed, search, search_space
+from pentad.orchestrator.search.search import LISTED, Missed, SearchResult, search, search_space
 from pentad.orchestrator.search.space import Order, Setting, Space, all_meshes, space_of, with_setting
 from pentad.orchestrator.search.time_bounds import Timed, compute_order
 from pentad.schedules.ir.errors import PentadError, ScheduleError
@@ -175,11 +175,11 @@ def test_every_factorisation_is_tried_once() -> None:
 
 
 @pytest.fixture(scope="module")
-def eight() -> Found:
+def eight() -> SearchResult:
     return search(config_of(EIGHT), 8, H200)
 
 
-def test_listed_plans_fit_are_proven_and_come_best_first(eight: Found) -> None:
+def test_listed_plans_fit_are_proven_and_come_best_first(eight: SearchResult) -> None:
     seconds = [each.seconds for each in eight.choices]
     assert len(seconds) == LISTED and seconds == sorted(seconds)
     assert len({each.plan.mesh for each in eight.choices}) == LISTED
@@ -265,12 +265,12 @@ def test_where_nothing_fits_it_says_with_how_much_more_it_would(pentad: Pentad) 
 TINY = ("layers=4", "hidden=1024", "heads=16", "kv_heads=16", "ffn=4096", "vocab=32768")
 
 
-def two_plans() -> tuple[RunConfig, Found]:
+def two_plans() -> tuple[RunConfig, SearchResult]:
     """Of a small model on two GPUs, whose hosts are not the limit: split by tensors, and in stages."""
     config = config_of((*TINY, "hidden=4096", "ffn=16384"), 16, 2048, "data.holdout=0", "eval.every=0")
     settings = [Setting(mesh, 4, Order("1f1b")) for mesh in (Mesh(tp=2), Mesh(pp=2))]
     plans = sorted((plan_setting(config, each, ()) for each in settings), key=lambda each: each.seconds)
-    return config, Found(H200, space_of(config, 2), choices=plans)
+    return config, SearchResult(H200, space_of(config, 2), choices=plans)
 
 
 def test_at_the_rate_that_is_said_to_make_another_mesh_the_fastest_both_take_as_long() -> None:

@@ -21,7 +21,7 @@ from pentad.orchestrator.sweep.free_devices import FreeDevices, find_free_device
 from pentad.orchestrator.sweep.grid import Point
 from pentad.orchestrator.sweep.running import RunningTrial
 from pentad.orchestrator.sweep.sweep import LOGS, RUNS
-from pentad.orchestrator.sweep.trials import Request, plan_trial
+from pentad.orchestrator.sweep.trials import SweepRequest, plan_trial
 from pentad.schedules.ir.errors import PentadError
 
 TINY = ("model.layers=4", "model.hidden=64", "model.heads=4", "model.ffn=128", "cluster.device=cpu")
@@ -102,7 +102,7 @@ def test_a_trial_that_is_over_its_deadline_says_how_far_it_came(
     trial_module.write_text("import time; time.sleep(600)")
     (tmp_path / LOGS).mkdir()
     free = FreeDevices("cpu", ["0"], 1)
-    trial = plan_trial(Request(None, [], 4), Point((*TINY, "mesh.pp=1"), ()), free, tmp_path / RUNS)
+    trial = plan_trial(SweepRequest(None, [], 4), Point((*TINY, "mesh.pp=1"), ()), free, tmp_path / RUNS)
     late = RunningTrial(trial, free, ("0",), 0.0, tmp_path / LOGS)
     late.folder.mkdir(parents=True)
     for name, text in {"config.yaml": dump(load(None, [])), **files}.items():

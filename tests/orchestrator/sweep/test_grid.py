@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.sweep.free_devices import FreeDevices
 from pentad.orchestrator.sweep.grid import grid, values_of
-from pentad.orchestrator.sweep.trials import Request, Trial, first_valid, trial_config, trials_of
+from pentad.orchestrator.sweep.trials import SweepRequest, Trial, first_valid, trial_config, trials_of
 from pentad.schedules.ir.errors import PentadError
 
 SMALL = ("model.layers=4", "cluster.device=cpu")
@@ -23,7 +23,7 @@ def free(devices: int = 2, most: int = 2**16) -> FreeDevices:
 
 
 def trials(*words: str, search: int = 0, gpus: tuple[int, ...] = (), most: int = 2**16) -> list[Trial]:
-    return trials_of(Request(None, grid([*SMALL, *words]), 4, search, gpus), free(most=most), Path("runs"))
+    return trials_of(SweepRequest(None, grid([*SMALL, *words]), 4, search, gpus), free(most=most), Path("runs"))
 
 
 @settings(max_examples=10)

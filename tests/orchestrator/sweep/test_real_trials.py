@@ -16,10 +16,10 @@ from multinode import multinode_cluster
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.sweep.free_devices import FreeDevices, find_free_devices
 from pentad.orchestrator.sweep.grid import grid
-from pentad.orchestrator.sweep.results import Row, read_rows
+from pentad.orchestrator.sweep.results import TrialRow, read_rows
 from pentad.orchestrator.sweep.running import RunningTrial
-from pentad.orchestrator.sweep.sweep import LOGS, PAGE, Progress, sweep
-from pentad.orchestrator.sweep.trials import Request, Trial, first_valid, trials_of
+from pentad.orchestrator.sweep.sweep import LOGS, PAGE, SweepProgress, sweep
+from pentad.orchestrator.sweep.trials import SweepRequest, Trial, first_valid, trials_of
 
 pytestmark = pytest.mark.slow
 TINY = (
@@ -35,7 +35,7 @@ class Fault(RunningTrial):
     number: int = 0
     of_driver = False
 
-    def poll(self) -> Row | None:
+    def poll(self) -> TrialRow | None:
         if self.number and read_lines(self.folder / "metrics.jsonl"):
             (place,) = [row for row in read_lines(self.folder / "journal.jsonl") if row["event"] == "place"]
             os.kill(self.process.pid if self.of_driver else place["ranks"][1]["pid"], self.number)
@@ -50,9 +50,9 @@ def test_a_sweep_of_eight_trials_with_a_hang_and_a_crash_ends_by_itself_with_eig
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (*TINY, "schedule.name=1f1b,zb-h1", "schedule.microbatches=2,4", "memory.recompute=none,full")
-    trials = trials_of(Request(None, grid(words), 12), FreeDevices("cpu", list("012345"), 6), tmp_path / "runs")
+    trials = trials_of(SweepRequest(None, grid(words), 12), FreeDevices("cpu", list("012345"), 6), tmp_path / "runs")
     faults = {trials[1].name: signal.SIGSTOP, trials[4].name: signal.SIGKILL}
-    found, seen = Footprint(), list[Progress]()
+    found, seen = Footprint(), list[SweepProgress]()
     monkeypatch.setenv("FOOTPRINT", found.mark)
 
     def start(trial: Trial, free: FreeDevices, devices: tuple[str, ...]) -> Fault:
@@ -60,7 +60,7 @@ def test_a_sweep_of_eight_trials_with_a_hang_and_a_crash_ends_by_itself_with_eig
         made.number = faults.get(made.trial.name, 0)
         return made
 
-    def report(progress: Progress) -> None:
+    def report(progress: SweepProgress) -> None:
         seen.append(progress)
         with suppress(AssertionError):  # no trial has a file yet
             found.record()
@@ -88,7 +88,7 @@ def test_trials_on_a_cluster_run_beside_each_other_and_give_back_what_they_had(t
         points = grid(words)
         free = find_free_devices(first_valid(None, points).cluster)
         assert (free.device, free.most) == ("cpu", 4)
-        trials, seen = trials_of(Request(None, points, 12), free, tmp_path / "runs"), list[Progress]()
+        trials, seen = trials_of(SweepRequest(None, points, 12), free, tmp_path / "runs"), list[SweepProgress]()
 
         def start(trial: Trial, free: FreeDevices, devices: tuple[str, ...]) -> Fault:
             made = Fault(trial, free, devices, 300.0, tmp_path / LOGS)

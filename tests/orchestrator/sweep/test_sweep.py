@@ -1,4 +1,4 @@
-"""Trials beside each other, a row for each, whatever happens; a sweep that was interrupted goes on."""
+"""Trials beside each other, a row for each, whatever happens; a sweep that was interrupted continues."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from pentad.orchestrator.config.config import load
 from pentad.orchestrator.sweep import running
 from pentad.orchestrator.sweep.free_devices import FreeDevices, find_free_devices
 from pentad.orchestrator.sweep.grid import grid
-from pentad.orchestrator.sweep.results import ARROW, CSV, SCHEMA, Row, read_rows, write_rows
+from pentad.orchestrator.sweep.results import ARROW, CSV, SCHEMA, TrialRow, read_rows, write_rows
 from pentad.orchestrator.sweep.running import RunningTrial, standing_text
-from pentad.orchestrator.sweep.sweep import LOGS, PAGE, Progress, run_trials, sweep
-from pentad.orchestrator.sweep.trials import Request, Trial, trials_of
+from pentad.orchestrator.sweep.sweep import LOGS, PAGE, SweepProgress, run_trials, sweep
+from pentad.orchestrator.sweep.trials import SweepRequest, Trial, trials_of
 from pentad.schedules.ir.errors import PentadError
 
 CONFIG = load(None, ["cluster.device=cpu"])
 
 
 def trial(number: int, ranks: int = 1, *, pruned: bool = False) -> Trial:
-    row = Row(
+    row = TrialRow(
         f"t{number}", "", "pentad train", "pruned", "no" if pruned else "", "cpu", "llama 1 M", 10**6, ranks=ranks
     )
     return Trial(row, None if pruned else CONFIG)
 
 
 class StubTrials:
-    """Starts trials that last so many polls; `at` is the trial at whose start the sweep is interrupted."""
+    """Starts trials that last this many polls; `at` is the trial at whose start the sweep is interrupted."""
 
     def __init__(self, polls: int = 1, at: str = "", outcome: str = "measured") -> None:
         self.polls, self.at, self.outcome = polls, at, outcome
@@ -58,7 +58,7 @@ class StubTrial:
     def __init__(self, stub: StubTrials, trial: Trial, devices: tuple[str, ...]) -> None:
         self.stub, self.trial, self.devices, self.left = stub, trial, devices, stub.polls
 
-    def poll(self) -> Row | None:
+    def poll(self) -> TrialRow | None:
         self.left -= 1
         if self.left > 0:
             return None
@@ -80,7 +80,7 @@ def cpus(count: int) -> FreeDevices:
     return FreeDevices("cpu", list(map(str, range(count))), 2**16)
 
 
-def swept(folder: Path, stub: StubTrials, count: int = 6, *, retry: bool = False) -> list[Row]:
+def swept(folder: Path, stub: StubTrials, count: int = 6, *, retry: bool = False) -> list[TrialRow]:
     trials = [*(trial(number) for number in range(count)), trial(count, pruned=True)]
     found = sweep(trials, cpus(2), folder, "Sweep", 60.0, lambda _: None, retry=retry, start=stub)
     assert found.ran == len(stub.started)
@@ -91,7 +91,7 @@ def swept(folder: Path, stub: StubTrials, count: int = 6, *, retry: bool = False
 def test_each_trial_runs_once_and_never_are_more_devices_in_use_than_there_are(
     ranks: list[int], devices: int, polls: int
 ) -> None:
-    stub, rows, seen = StubTrials(polls), list[Row](), list[Progress]()
+    stub, rows, seen = StubTrials(polls), list[TrialRow](), list[SweepProgress]()
     trials = [trial(number, count) for number, count in enumerate(ranks)]
     run_trials(trials, cpus(devices), stub, rows.append, seen.append)
     assert sorted(stub.started) == sorted(row.trial for row in rows) == sorted(each.name for each in trials)
@@ -134,7 +134,10 @@ def test_failed_trials_run_again_only_with_retry_and_other_rows_are_kept(tmp_pat
 
 
 def test_the_tables_hold_the_rows(tmp_path: Path) -> None:
-    rows = [Row("a", "mesh.pp=2", 'pentad train "x, y"', "hang", "rank 1, it says", pp=2), Row("b", "", "", mfu=0.5)]
+    rows = [
+        TrialRow("a", "mesh.pp=2", 'pentad train "x, y"', "hang", "rank 1, it says", pp=2),
+        TrialRow("b", "", "", mfu=0.5),
+    ]
     write_rows(tmp_path, rows)
     assert read_rows(tmp_path) == rows
     table = pyarrow.csv.read_csv(tmp_path / CSV)
@@ -147,7 +150,7 @@ def damaged(path: Path) -> Iterator[bytes]:
     yield data[:-9]
     yield b""
     for changed in ({"outcome": "fine"}, {"trial": None}):
-        table = pa.Table.from_pylist([Row("a", "", "")._asdict() | changed], schema=SCHEMA)
+        table = pa.Table.from_pylist([TrialRow("a", "", "")._asdict() | changed], schema=SCHEMA)
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, SCHEMA) as writer:
             writer.write_table(table)
@@ -155,7 +158,7 @@ def damaged(path: Path) -> Iterator[bytes]:
 
 
 def test_a_table_that_no_sweep_wrote_is_refused_and_left_alone(tmp_path: Path) -> None:
-    write_rows(tmp_path, [Row("a", "", "")])
+    write_rows(tmp_path, [TrialRow("a", "", "")])
     for data in list(damaged(tmp_path / ARROW)):
         (tmp_path / ARROW).write_bytes(data)
         with pytest.raises(PentadError, match=r"results\.arrow is no table of trials"):
@@ -183,7 +186,7 @@ def test_a_trial_that_is_stuck_ends_at_its_deadline_with_all_that_it_started(
     monkeypatch.setattr(running, "PROCESS", "stuck_trial")
     monkeypatch.setattr(running, "HEAD_SECONDS", 0.1)
     monkeypatch.setenv("PYTHONPATH", str(TESTS / "support"))
-    trials = trials_of(Request(None, grid(["cluster.device=cpu"]), 4), cpus(1), tmp_path / "runs")
+    trials = trials_of(SweepRequest(None, grid(["cluster.device=cpu"]), 4), cpus(1), tmp_path / "runs")
     (tmp_path / LOGS).mkdir()
     stuck = RunningTrial(trials[0], cpus(1), ("0",), 30.0, tmp_path / LOGS)
     child = tmp_path / LOGS / f"{trials[0].name}.child"

@@ -14,7 +14,7 @@ from pentad.schedules.spec.mesh import Mesh
 
 
 def times(program: Program, mesh: Mesh, costs: Costs, slow: dict[int, float]) -> tuple[RankTime, ...]:
-    """Of a step in which the pipelines do not wait for each other; ranks take so many times as long."""
+    """Of a step in which the pipelines do not wait for each other; ranks take that many times as long."""
     spans = simulate(program, costs).spans
     found = times_of_step(program, Mesh(pp=mesh.pp), spans, ())
     return tuple(

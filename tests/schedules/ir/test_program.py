@@ -177,6 +177,33 @@ def test_a_table_without_its_metadata_is_refused(key: str) -> None:
         Program.from_arrow(table.replace_schema_metadata(meta))
 
 
+@pytest.mark.parametrize(
+    ("meta", "column", "fault"),
+    [
+        ({"placement": "0;2"}, {}, r"its placement holds the stages \[0, 2\]: expected 0 to 1"),
+        ({"microbatches": "99"}, {}, "microbatches is 99: expected 1 to"),
+        ({"chunks": "0"}, {}, "chunks is 0: expected 1 to"),
+        ({}, {"stage": 2}, "an instruction has stage 2: expected -1 to 1"),
+        ({}, {"peer": 5}, "an instruction has peer 5: expected -1 to 1"),
+        ({"units": "3,1"}, {}, r"units is \(3, 1\): expected positive numbers whose sum is 2"),
+        ({"units": "2,0"}, {}, r"units is \(2, 0\): expected positive numbers whose sum is 2"),
+        ({"sizes": "4,4"}, {}, r"sizes is \(\(4, 4\),\): expected as many counts of elements for each of 2 stages"),
+        ({"sizes": "4;4,4"}, {}, "sizes is .*: expected as many counts of elements for each of 2 stages"),
+    ],
+)
+def test_numbers_that_the_instructions_do_not_bear_out_are_refused(
+    tmp_path: Path, meta: dict[str, str], column: dict[str, int], fault: str
+) -> None:
+    """What is allocated follows them."""
+    table = table_with(**column)
+    kept = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
+    path = tmp_path / "program.arrow"
+    with pa.OSFile(str(path), "wb") as out, pa.ipc.new_file(out, table.schema.with_metadata(kept | meta)) as writer:
+        writer.write_table(table.replace_schema_metadata(kept | meta))
+    with pytest.raises(PentadError, match=f"is not a readable program: {fault}"):
+        Program.load(path)
+
+
 @pytest.mark.parametrize("type_", [pa.large_string(), pa.binary()])
 def test_a_table_with_other_column_types_is_refused(type_: pa.DataType) -> None:
     table = compiled("1f1b", 2, 2).to_arrow()

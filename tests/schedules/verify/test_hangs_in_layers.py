@@ -22,7 +22,8 @@ def place(program: Program, pp: int, name: str) -> int:
 
 
 def positions_in_layers(mesh: Mesh, operations: list[Axis], stopped: dict[int, int]) -> list[Position]:
-    """Where ranks stand in 0F0, whose layers wait for these operations in order, if some stop after so many of them."""
+    """Where ranks stand in 0F0, whose layers wait for these operations in order, if some stop after this many of
+    them."""
     counter = place(compiled("1f1b", 1, 2), 0, "0F0")
     begun, inside = [0] * mesh.size, [False] * mesh.size
     moved = True

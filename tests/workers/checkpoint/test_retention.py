@@ -1,7 +1,8 @@
 """What is under a folder of checkpoints, and which of it can be deleted."""
 
+import errno
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,20 @@ from checkpoints import flip, save
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import MANIFEST, folder_of, recover
-from pentad.workers.checkpoint.retention import Entry, delete_checkpoint, listed, superseded, verified
+from pentad.workers.checkpoint.local_storage import Local
+from pentad.workers.checkpoint.retention import (
+    CheckpointEntry,
+    delete_checkpoint,
+    discard,
+    listed,
+    superseded,
+    verified,
+)
 
 SHARD = "stage-0.safetensors"
 
 
-def states(entries: Collection[Entry]) -> list[tuple[int, str]]:
+def states(entries: Collection[CheckpointEntry]) -> list[tuple[int, str]]:
     return [(entry.step, entry.state) for entry in entries]
 
 
@@ -81,3 +90,28 @@ def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
     assert listed(tmp_path / "none") == [] == superseded(tmp_path, 1, nothing)
     shutil.copytree(save(tmp_path / "other", 5), tmp_path / "step-5")
     assert listed(tmp_path) == []
+
+
+@pytest.mark.parametrize("delete", [delete_checkpoint, discard])
+def test_a_folder_that_cannot_be_deleted_is_named(
+    root: Path, monkeypatch: pytest.MonkeyPatch, delete: Callable[[Path], None]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Local, "delete", refuse)
+    folder = folder_of(root, 10)
+    with pytest.raises(PentadError) as caught:
+        delete(folder)
+    assert str(caught.value) == (
+        f"checkpoint {folder} cannot be deleted (Read-only file system): expected writable storage"
+    )
+    assert states(listed(root))[0] == (10, "complete")
+
+
+@pytest.mark.parametrize("name", ["mine", "step-00000070"])
+def test_nothing_but_a_checkpoint_s_folder_is_deleted(root: Path, name: str) -> None:
+    """A link could lead to a checkpoint of another run."""
+    with pytest.raises(PentadError, match="expected the step-00000000 folder of a checkpoint"):
+        delete_checkpoint(root / name)
+    assert (root / name).exists() and folder_of(root, 10).exists()

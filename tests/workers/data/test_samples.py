@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.corpus import Corpus, Overlap
 from pentad.workers.data.corpus_index import RecordBatch
-from pentad.workers.data.samples import Span, Windows, permuted, sample_of, shuffled, target_count
+from pentad.workers.data.samples import TokenSpan, Windows, permuted, sample_of, shuffled, target_count
 
 
 class CountingShards:
@@ -99,7 +99,7 @@ def test_a_target_counts_unless_it_is_masked_or_starts_a_document(
     masked: bool, eod_mask_loss: bool, cuts: set[int], start: int, sizes: list[int]
 ) -> None:
     corpus = counting_corpus(50, tuple(sorted(cuts)), masked=masked)
-    spans = [Span(start + 2 * number, size) for number, size in enumerate(sizes)]
+    spans = [TokenSpan(start + 2 * number, size) for number, size in enumerate(sizes)]
     sample = sample_of(corpus, spans, 40, eod_mask_loss)
     used = sum(sizes)
     expected = [
@@ -112,5 +112,5 @@ def test_a_target_counts_unless_it_is_masked_or_starts_a_document(
 
 def test_documents_spans_and_padding_start_documents() -> None:
     corpus = counting_corpus(50, cuts=(4, 9, 30))
-    assert sample_of(corpus, [Span(0, 12)], 12, False).document_starts == (0, 4, 9)
-    assert sample_of(corpus, [Span(3, 4), Span(28, 4)], 10, False).document_starts == (0, 1, 4, 6, 8)
+    assert sample_of(corpus, [TokenSpan(0, 12)], 12, False).document_starts == (0, 4, 9)
+    assert sample_of(corpus, [TokenSpan(3, 4), TokenSpan(28, 4)], 10, False).document_starts == (0, 1, 4, 6, 8)

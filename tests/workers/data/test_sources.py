@@ -1,4 +1,4 @@
-"""Built-in corpora: built once and reused, also when processes race. And sources that vanish."""
+"""Built-in corpora are built once and reused, even when processes race; sources that vanish, or do not go together."""
 
 from __future__ import annotations
 
@@ -10,15 +10,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corpora import write_corpus
 from mixtures import random_corpus
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.data import DataSpec, SourceSpec
+from pentad.schedules.spec.eval_spec import EvalData
 from pentad.schedules.spec.plan import BatchSpec
 from pentad.workers.data.corpus import open_corpus
 from pentad.workers.data.corpus_writer import write_index
-from pentad.workers.data.sources import builtin_corpus, open_dataset
-from pentad.workers.data.tokenizer import decode, load_tokenizer
+from pentad.workers.data.sources import (
+    builtin_corpus,
+    count_eval_sequences,
+    described,
+    open_dataset,
+    open_eval_data,
+    open_sources,
+)
+from pentad.workers.data.tokenizer import decode, load_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +98,57 @@ def test_a_source_that_vanishes_during_a_run_is_named(tmp_path: Path) -> None:
     assert np.array_equal(dataset.sample(0, 0).inputs, before.inputs)
     with pytest.raises(PentadError, match=r"^shard .*/corpus/tokens-0000\d.arrow is missing: expected a file of"):
         [dataset.sample(0, index) for index in range(30)]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Corpora `a` and `b` of one tokenizer, and `c` of another one."""
+    folder = tmp_path_factory.mktemp("corpora")
+    one, other = (train_tokenizer([text], 270) for text in ("some words to join", "other letters, other pairs"))
+    for name, tokenizer in (("a", one), ("b", one), ("c", other)):
+        (folder / name).mkdir()
+        write_corpus(folder / name, [f"{name} text {number} " * 9 for number in range(30)], tokenizer)
+    return folder
+
+
+def sources(folder: Path, *names: str, **options: Any) -> DataSpec:
+    keys = enumerate(names)
+    specs = (SourceSpec(name, str(folder / name), f"data.sources[{k}].path", **options) for k, name in keys)
+    return DataSpec(tuple(specs), str(folder / "cache"))
+
+
+def test_a_corpus_is_the_source_of_one_share(three: Path) -> None:
+    with pytest.raises(PentadError) as caught:
+        open_sources(sources(three, "a", "b", "a"), 300, 16)
+    found, earlier = f"data.sources[2].path is {three / 'a'}", "data.sources[0].path"
+    assert str(caught.value) == f"{found}, the corpus of {earlier}: expected another one"
+
+
+def test_sources_have_one_tokenizer(three: Path) -> None:
+    assert len(open_sources(sources(three, "a", "b"), 300, 16)) == 2
+    hashes = [open_corpus(three / name).tokenizer[:12] for name in ("a", "c")]
+    with pytest.raises(PentadError) as caught:
+        open_sources(sources(three, "a", "c"), 300, 16)
+    found = f"data.sources[1].path is {three / 'c'}, whose tokenizer has sha256 {hashes[1]}"
+    assert str(caught.value) == f"{found}: expected {hashes[0]}, the tokenizer of data.sources[0].path"
+
+
+def test_a_source_gives_at_least_a_sequence(three: Path) -> None:
+    data = sources(three, "a", epochs=0.001)
+    (source,) = open_sources(data, 300, 16)
+    expected = rf"^data.sources\[0\].epochs is 0.001 of {source.cut.sequences} sequences: expected at least one"
+    with pytest.raises(PentadError, match=expected):
+        described(data, [source])
+
+
+def test_what_is_held_out_has_at_least_a_sequence(three: Path) -> None:
+    """It is counted as it is evaluated; of a built-in corpus that is not built nothing is known."""
+    path, length = str(three / "a"), 200
+    held = EvalData("holdout", path, 0.01)
+    with pytest.raises(
+        PentadError, match=r"^data.holdout is 0.01, which holds \d+ tokens of '.*/a' out: expected a share"
+    ):
+        count_eval_sequences(held, 300, length, str(three))
+    part = open_eval_data(held._replace(holdout=0.5), 300, length, str(three))
+    assert count_eval_sequences(held._replace(holdout=0.5), 300, length, str(three)) == part.windows(length) > 0
+    assert count_eval_sequences(EvalData("x", "builtin:pydoc"), 300, length, str(three / "none")) is None

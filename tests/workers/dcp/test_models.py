@@ -23,15 +23,13 @@ from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.dcp.exporter import export_dcp
 from pentad.workers.dcp.importer import import_dcp
 from pentad.workers.hf.config import parse_config
-from pentad.workers.hf.exporter import Request, export_checkpoint
+from pentad.workers.hf.exporter import ExportRequest, export_checkpoint
 from pentad.workers.hf.importer import Imported
 from pentad.workers.hf.kept_files import read_files
 
 slow = pytest.mark.slow
 QUICK = ("llama-tied", "mixtral", "deepseek-v3-halves")
-NAMES = [
-    name if name in QUICK else pytest.param(name, marks=slow) for name in hf_models.MODELS if "predicted" not in name
-]
+NAMES = [name if name in QUICK else pytest.param(name, marks=slow) for name in hf_models.MODELS if "mtp" not in name]
 Saved = Callable[[str], Path]
 
 
@@ -45,7 +43,7 @@ def described(files: Path) -> tuple[str, ModelSpec, dict[str, bytes]]:
 
 
 def give(done: Imported, out: Path, *, titan: bool = False, dtype: Any = None, **more: Any) -> Path:
-    request = Request(done.family, done.model, 64, read_files(done.folder.parent.parent / "hf"), **more)
+    request = ExportRequest(done.family, done.model, 64, read_files(done.folder.parent.parent / "hf"), **more)
     export_dcp(open_checkpoint(done.folder), out, request, lambda done, total: None, titan=titan, dtype=dtype)
     return out
 
@@ -80,7 +78,10 @@ def test_torch_loads_an_export_into_the_model_of_transformers(name: str, saved: 
 def test_torch_loads_an_export_of_hugging_face_files(saved: Saved, tmp_path: Path) -> None:
     done = take(saved("llama"), tmp_path / "in")
     export_checkpoint(
-        open_checkpoint(done.folder), tmp_path / "out", Request(done.family, done.model, 64), lambda done, total: None
+        open_checkpoint(done.folder),
+        tmp_path / "out",
+        ExportRequest(done.family, done.model, 64),
+        lambda done, total: None,
     )
     state = model_of(saved("llama")).state_dict()
     blank = {key: torch.zeros_like(tensor) for key, tensor in state.items()}

@@ -21,7 +21,7 @@ from pentad.schedules.spec.model import RopeScaling
 from pentad.workers.checkpoint.checkpoint import open_checkpoint
 from pentad.workers.hf.config import parse_config
 from pentad.workers.hf.config_update import update_config
-from pentad.workers.hf.exporter import Request, export_checkpoint
+from pentad.workers.hf.exporter import ExportRequest, export_checkpoint
 from pentad.workers.hf.kept_files import FOLDER, read_files
 
 EXTRA = {
@@ -109,7 +109,7 @@ def test_every_file_but_weights_goes_along_byte_for_byte(saved: Callable[[str], 
     for path in source.iterdir():
         (linked / path.name).symlink_to(path)
     done = take(linked, tmp_path / "run")
-    request = Request(done.family, done.model, 16, read_files(tmp_path / "run" / FOLDER))
+    request = ExportRequest(done.family, done.model, 16, read_files(tmp_path / "run" / FOLDER))
     export_checkpoint(open_checkpoint(done.folder), tmp_path / "out", request, lambda done, total: None)
     before, after = read_files(source), read_files(tmp_path / "out")
     assert EXTRA.keys() | {"config.json", "generation_config.json"} == before.keys() == after.keys() == set(done.kept)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.hf.config import make_config, make_section, parse_config, parse_section
-from pentad.workers.hf.names import Layout, tensor_table
+from pentad.workers.hf.names import FileLayout, tensor_table
 
 
 class Case(NamedTuple):
@@ -84,7 +84,7 @@ def test_logits_in_float64_are_those_of_transformers_in_float64(
 
 
 def test_mtp_layers_give_the_logits_of_transformers(case: Callable[[str], Case]) -> None:
-    it, (tokens, targets) = case("deepseek-v3-predicted"), batch()
+    it, (tokens, targets) = case("deepseek-v3-mtp"), batch()
     mtp = hf_models.mtp_model(it.reference)
     with torch.no_grad():
         found = reference.predictions(it.model, it.tensors, tokens, targets)
@@ -182,17 +182,17 @@ def test_names_and_shapes_in_a_checkpoint_never_change(case: Callable[[str], Cas
             f"layers.{layer}.shared.down": (h, narrow),
         }
     for number in range(2):
-        norms = {f"predicted.{number}.{kind}": (h,) for kind in ("hidden_norm", "embedding_norm", "norm")}
-        expected |= {**norms, f"predicted.{number}.join": (h, 2 * h)}
-    found = case("deepseek-v3-predicted").tensors
+        norms = {f"mtp.{number}.{kind}": (h,) for kind in ("hidden_norm", "embedding_norm", "norm")}
+        expected |= {**norms, f"mtp.{number}.join": (h, 2 * h)}
+    found = case("deepseek-v3-mtp").tensors
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
     assert all(tensor.dtype == torch.float32 for tensor in found.values())
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "predicted" not in name])
+@pytest.mark.parametrize("name", [name for name in MODELS if "mtp" not in name])
 def test_the_fused_table_lists_what_transformers_holds_in_memory(case: Callable[[str], Case], name: str) -> None:
     it = case(name)
-    names = tensor_table(it.family, it.model, Layout(fused_experts=True))
+    names = tensor_table(it.family, it.model, FileLayout(fused_experts=True))
     held = {key: tuple(tensor.shape) for key, tensor in it.reference.state_dict().items() if key not in names.copies}
     assert {part.name: part.shape for entry in names.entries for part in entry.parts} == held
 

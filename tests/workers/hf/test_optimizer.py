@@ -32,7 +32,7 @@ def with_moments(folder: Path, step: int, weights: dict[str, torch.Tensor]) -> P
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "deepseek-v3-predicted"])
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "deepseek-v3-mtp"])
 def test_moments_return_with_the_step(name: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
     done = take(saved(name), tmp_path / "in")
     checkpoint = with_moments(tmp_path, 17, tensors_of(done))

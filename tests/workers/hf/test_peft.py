@@ -25,7 +25,7 @@ from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.data.sources import open_dataset
-from pentad.workers.hf.exporter import Request, export_checkpoint
+from pentad.workers.hf.exporter import ExportRequest, export_checkpoint
 from pentad.workers.hf.importer import Imported
 from pentad.workers.hf.kept_files import FOLDER, read_files
 from pentad.workers.hf.peft import WEIGHTS, export_adapter, import_adapter, read_adapter
@@ -149,7 +149,7 @@ BAD_FOLDERS: list[tuple[dict[str, Any], LoraSpec, str]] = [
 def test_an_adapter_of_another_kind_is_refused(tmp_path, changes, lora, sentence):
     write_adapter(tmp_path, ADAPTED, **changes)
     good = write_adapter(tmp_path / "good", ADAPTED)
-    assert read_adapter(good, Request("llama", ADAPTED, 0), LoraSpec(2, 4.0, ATTENTION))
+    assert read_adapter(good, ExportRequest("llama", ADAPTED, 0), LoraSpec(2, 4.0, ATTENTION))
     refused_adapter(tmp_path, ADAPTED, lora, sentence)
 
 
@@ -188,7 +188,7 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path):
     file = write_adapter(tmp_path, ADAPTED) / WEIGHTS
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(PentadError, match=r"adapter_model\.safetensors cannot be read \(.*\): expected the adapters"):
-        read_adapter(tmp_path, Request("llama", ADAPTED, 0), lora)
+        read_adapter(tmp_path, ExportRequest("llama", ADAPTED, 0), lora)
     save_file({"base_model.model.lm_head.lora_A.weight": torch.zeros(2, 16)}, file)
     refused_adapter(
         tmp_path,
@@ -202,7 +202,7 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path):
 
 def refused_adapter(folder: Path, model: ModelSpec, lora: LoraSpec, sentence: str) -> None:
     with pytest.raises(PentadError) as caught:
-        read_adapter(folder, Request("llama", model, 0), lora)
+        read_adapter(folder, ExportRequest("llama", model, 0), lora)
     assert str(caught.value) == sentence.format(at=folder, file=folder / WEIGHTS)
 
 
@@ -238,9 +238,9 @@ def base_of(folder: Path) -> LoraBase:
     return LoraBase(str(folder), checkpoint.fingerprint(folder))
 
 
-def request_of(imported: Imported) -> Request:
+def request_of(imported: Imported) -> ExportRequest:
     kept = read_files(imported.folder.parent.parent / FOLDER)
-    return Request(imported.family, imported.model, positions=64, kept=kept)
+    return ExportRequest(imported.family, imported.model, positions=64, kept=kept)
 
 
 def without_balancing(model: ModelSpec) -> ModelSpec:

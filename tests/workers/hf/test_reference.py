@@ -83,7 +83,7 @@ def test_the_balance_loss_of_an_even_load_is_one() -> None:
 
 
 def test_the_mtp_loss_is_averaged_over_all_tokens(tmp_path: Path) -> None:
-    _, shape, tensors = imported("deepseek-v3-predicted", tmp_path)
+    _, shape, tensors = imported("deepseek-v3-mtp", tmp_path)
     found = reference.losses(shape, tensors, TOKENS, TARGETS)
     expected = 0.0
     for number, logits in enumerate(reference.predictions(shape, tensors, TOKENS, TARGETS)):

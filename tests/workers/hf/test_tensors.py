@@ -59,7 +59,7 @@ def test_import_and_export_hold_at_most_two_tensors(saved, tmp_path: Path) -> No
 
 
 def test_fp8_blocks_are_read_with_their_scales(saved, tmp_path: Path) -> None:
-    plain = load_file(saved("deepseek-v3-predicted") / SINGLE)
+    plain = load_file(saved("deepseek-v3-mtp") / SINGLE)
     stored, expected = dict(plain), dict(plain)
     for name, tensor in plain.items():
         if "_proj" in name and "eh_proj" not in name:
@@ -68,8 +68,8 @@ def test_fp8_blocks_are_read_with_their_scales(saved, tmp_path: Path) -> None:
             stored[name], stored[f"{name}_scale_inv"] = (tensor * 20).to(torch.float8_e4m3fn), scales
             expanded = scales.repeat_interleave(12, 0).repeat_interleave(12, 1)[: tensor.shape[0], : tensor.shape[1]]
             expected[name] = stored[name].float() * expanded
-    with_tensors(saved("deepseek-v3-predicted"), expected, tmp_path / "wide")
-    source = with_tensors(saved("deepseek-v3-predicted"), stored, tmp_path / "eight")
+    with_tensors(saved("deepseek-v3-mtp"), expected, tmp_path / "wide")
+    source = with_tensors(saved("deepseek-v3-mtp"), stored, tmp_path / "eight")
     refused(source, tmp_path, "F8_E4M3")
     hf_models.rewrite(source, quantization_config={"quant_method": "gptq"})
     refused(source, tmp_path, "quantization_config", "gptq")
@@ -136,9 +136,9 @@ def test_what_is_written_in_8_bits_is_read_back(saved, tmp_path: Path, name: str
 
 
 def test_mtp_layers_that_transformers_did_not_save_are_left_out(saved, tmp_path: Path) -> None:
-    kept = load_file(saved("deepseek-v3-predicted") / SINGLE)
+    kept = load_file(saved("deepseek-v3-mtp") / SINGLE)
     main = {name: kept[name] for name in kept if not name.startswith(("model.layers.3", "model.layers.4"))}
-    source = with_tensors(saved("deepseek-v3-predicted"), main, tmp_path / "files")
+    source = with_tensors(saved("deepseek-v3-mtp"), main, tmp_path / "files")
     assert take(source, tmp_path / "out").model.mtp_layers == 0
     save_file({name: kept[name] for name in kept if not name.startswith("model.layers.4.eh_proj")}, source / SINGLE)
     refused(source, tmp_path, "model.layers.4.eh_proj.weight")

@@ -29,7 +29,7 @@ class Counts:
 
 
 def step(*computed: float, sent: float = 0.0) -> Any:
-    """With instructions of so many seconds."""
+    """With instructions of this many seconds."""
     spans = [*(("compute", seconds) for seconds in computed), ("send 1", sent)]
     return SimpleNamespace(spans=[SimpleNamespace(lane=lane, start=1.0, end=1.0 + size) for lane, size in spans])
 

@@ -125,6 +125,13 @@ def test_the_number_of_processes_changes_nothing(many: Path, tmp_path: Path, tok
     assert content(build(many, tokenizer=path, out=tmp_path / "three", workers=3).path) == expected
 
 
+@pytest.mark.usefixtures("forked")
+def test_two_processes_build_what_one_builds(many: Path, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    expected = content(build(many, tokenizer=path, out=tmp_path / "expected").path)
+    assert content(build(many, tokenizer=path, out=tmp_path / "two", workers=2).path) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_processes_build_what_one_builds_and_one_that_fails_or_dies_ends_the_build(many: Path, tmp_path: Path) -> None:
@@ -206,7 +213,7 @@ class KilledError(BaseException):
 def test_a_build_that_is_killed_at_any_moment_continues_to_the_same_bytes(
     many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: bool
 ) -> None:
-    """Every change of the disk is a moment: it is the last one, or the process goes on to the next."""
+    """Every change of the disk is a moment: it is the last one, or the process continues to the next."""
     tokenizer = None if trained else tmp_path / "t.json"
     expected = content(build(many, tokenizer=tokenizer, out=tmp_path / "expected").path)
     left, replace, rename, unlink, rmtree = 0, os.replace, os.rename, Path.unlink, shutil.rmtree

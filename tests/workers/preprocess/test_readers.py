@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.data.tokenizer import train_tokenizer
 from pentad.workers.preprocess import parts, readers
-from pentad.workers.preprocess.readers import Columns, Span, read_rows, read_text
+from pentad.workers.preprocess.readers import Columns, FileSpan, read_rows, read_text
 from pentad.workers.preprocess.source_files import find_files
 
 POEM = "Über den Bergen,\r\nweit zu wandern,\n\n  say <|endoftext|> people — 山の向こう 🏔\n"
@@ -28,7 +28,7 @@ ROWS = [{"id": number, "text": POEM * (number % 3) or None, "tools": [number]} f
 
 
 def rows_of(path: Path, columns: Columns = TEXT) -> list[dict[str, Any]]:
-    return [row.values for file in find_files([str(path)]) for row in read_rows(Span(file), columns)]
+    return [row.values for file in find_files([str(path)]) for row in read_rows(FileSpan(file), columns)]
 
 
 def write_stream(path: Path) -> None:
@@ -94,7 +94,7 @@ def test_spans_of_a_file_hold_every_line_once(tmp_path_factory: Any, lines: list
     path = tmp_path_factory.mktemp("spans") / "a.jsonl"
     path.write_bytes(b"\n".join([*lines, b""] if ends else lines))
     (file,) = find_files([str(path)])
-    whole = [row.values for row in read_rows(Span(file), TEXT)]
+    whole = [row.values for row in read_rows(FileSpan(file), TEXT)]
     spans = [span for span, _ in parts._spans(file, size)]
     assert [row.values for span in spans for row in read_rows(span, TEXT)] == whole
     assert len(whole) == sum(bool(line) for line in lines)

@@ -1,4 +1,4 @@
-"""A run that loses ranks, of which no replica and no checkpoint has the state, goes on from copies in the memory of
+"""A run that loses ranks, of which no replica and no checkpoint has the state, continues from copies in the memory of
 ranks, to the bits of a run without a fault."""
 
 from __future__ import annotations

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pentad.workers.replication import transfer
 from pentad.workers.replication.parts import CopyKey, HostCopies
-from pentad.workers.replication.transfer import CopyServer, open_remote, send_part
+from pentad.workers.replication.transfer import Check, CopyServer, open_remote, send_part
 
 TOKEN, KEY = b"t" * 32, CopyKey(1, 4, 2)
 FOREIGN: tuple[Any, ...] = (
@@ -71,3 +72,51 @@ def test_foreign_requests_print_nothing_and_keep_nothing(
         part.readinto(found)
     assert (found == data).all()
     assert capfd.readouterr().err == ""
+
+
+def test_a_part_that_is_not_there_is_an_error_that_says_so(served: tuple[HostCopies, CopyServer]) -> None:
+    _, server = served
+    with (
+        pytest.raises(OSError, match="this process has no such bytes of rank 3"),
+        open_remote(server.address, TOKEN, KEY, 3, lambda: None) as part,
+    ):
+        part.readinto(np.zeros(8, np.uint8))
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a process that is stopped: its system accepts connections, and nothing is read or answered."""
+    monkeypatch.setattr(transfer, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(transfer, "IDLE_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def send(address: str, check: Check) -> None:
+    send_part(address, TOKEN, KEY, 0, {}, np.zeros(2**25, np.uint8), check)
+
+
+def receive(address: str, check: Check) -> None:
+    with open_remote(address, TOKEN, KEY, 0, check) as part:
+        part.readinto(np.zeros(8, np.uint8))
+
+
+@pytest.mark.parametrize("move", [send, receive])
+def test_a_transfer_to_a_stopped_process_ends_when_nothing_moves_or_it_is_no_longer_wanted(
+    silent: str, move: Callable[[str, Check], None]
+) -> None:
+    checks = 0
+
+    def count() -> None:
+        nonlocal checks
+        checks += 1
+
+    with pytest.raises(ConnectionError, match=r"^connection reset: nothing moved for 0\.1 s$"):
+        move(silent, count)
+    assert checks > 3
+
+    def abandon() -> None:
+        raise RuntimeError("the generation is over")
+
+    with pytest.raises(RuntimeError, match="the generation is over"):
+        move(silent, abandon)

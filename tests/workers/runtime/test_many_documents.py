@@ -37,7 +37,7 @@ MESHES: list[Any] = [
 
 
 def corpus_of(folder: Path, lengths: list[int]) -> str:
-    """Documents with so many tokens, the end token included."""
+    """Documents with this many tokens, the end token included."""
     folder.mkdir()
     random = np.random.default_rng(0)
     documents = [Document(np.append(random.integers(1, 257, length - 1), 0).astype(DTYPE)) for length in lengths]

@@ -1,4 +1,4 @@
-"""Overlapped pairs of a forward and a backward: interleaved, with the bits of running one after the other."""
+"""Overlapped pairs of a forward and a backward: interleaved, with the bits of running one after another."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 ROWS = [("zb-v", 0.5)]
 # Under tp, tiles of attn_proj are batched products, whose bits here are not those of the single one of the rest.
 ROWS_SLOW = [("dense tp2", 0.5), *((case, 0.4) for case in CASES if case != "experts tp2")]
-ALWAYS = [("zb-v", 5), ("dense tp2", 4), ("ulysses", 1)]  # with so many parts at once
+ALWAYS = [("zb-v", 5), ("dense tp2", 4), ("ulysses", 1)]  # with this many parts at once
 PAIRS = [(case, 2) for case in ("dense tp2", "experts tp2")]
 
 
@@ -67,7 +67,7 @@ PAIRS = [(case, 2) for case in ("dense tp2", "experts tp2")]
     ],
 )
 def test_recomputed_parts_change_no_bit(fleet, corpus, case, count) -> None:
-    """Every combination of so many parts."""
+    """Every combination of this many parts."""
     name, given = CASES[case]
     given = {"dp": 1, "pp": 1, "microbatches": 4, "data": corpus, "document_mask": "documents" in case, **given}
     plain = fleet.run(plan_of(name, **given), [(0, 2)])
