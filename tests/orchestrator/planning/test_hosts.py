@@ -58,7 +58,10 @@ def test_the_host_issues_peer_copies_where_no_rank_is_on_another(axis: Axis, rep
     plan = make_plan(load(None, ["model.family=qwen3-moe", *experts, *mesh, "schedule.microbatches=1"]), "cuda")
     assert plan.transport == ("peer" if replicas == 1 else "nccl")
     idle = replace(rates_of("cuda"), issue=0.0, peer_issue=0.0, layer_issue=(0.0, 0.0, 0.0))
-    found = {name: costs_of(plan, replace(idle, **{name: 1.0})) for name in ("issue", "peer_issue")}
+    found = {
+        "issue": costs_of(plan, replace(idle, issue=1.0)),
+        "peer_issue": costs_of(plan, replace(idle, peer_issue=1.0)),
+    }
     late = found.pop(issued)
     for phase, seconds in (("F", late.forward), ("B", late.backward)):
         volumes = stage_volume(plan.model, plan.layers[0], piece_of(plan), phase).values()
