@@ -17,7 +17,7 @@ from pentad.orchestrator.activations.attention_memory import attention_shape
 from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Op, instructions_of
 from pentad.schedules.passes.recompute import PARTS, recomputed_parts
 from pentad.schedules.spec.mesh import Axis
-from pentad.schedules.spec.model import MLA, Experts, ModelSpec
+from pentad.schedules.spec.model import Experts, ModelSpec
 from pentad.schedules.spec.plan import ParamShard, Plan, num_tiles
 from pentad.schedules.spec.tensors import LayerRange
 
@@ -80,7 +80,7 @@ def padded_elements(plan: Plan, shard: ParamShard) -> int:
 
 def comm_volume(plan: Plan, rank: int) -> CommVolume:
     """All that a rank sends in a step, except sums of a few bytes at its end."""
-    found, piece = CommVolume(), piece_of(plan)
+    found, piece, copied = CommVolume(), piece_of(plan), plan.transport == "peer"
     stream = piece.stream(plan.model.hidden)
     for instruction in instructions_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
         op, stage = instruction.op, instruction.stage
@@ -91,27 +91,29 @@ def comm_volume(plan: Plan, rank: int) -> CommVolume:
                 found.add("dp", op.value, *_collective(plan, instruction, shard))
         elif op in (Op.F, Op.B, Op.BW, Op.RECOMPUTE):
             phase = plan.recompute_mode(stage) if op is Op.RECOMPUTE else "F" if op is Op.F else "B"
-            found.include(stage_volume(plan.model, plan.layers[stage], piece, phase))
+            found.include(stage_volume(plan.model, plan.layers[stage], piece, phase, copied=copied))
     return found
 
 
 @lru_cache(maxsize=4096)
-def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: str) -> CommVolume:
-    """Of one piece on one stage: its layers, embedding and head. A `phase` is F, B or the mode of a RECOMPUTE."""
+def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: str, *, copied: bool = False) -> CommVolume:
+    """Of one piece on one stage: its layers, embedding and head. A `phase` is F, B or the mode of a RECOMPUTE. Where
+    exchanges are `copied` between the GPUs of a host, the result of a product is one exchange, else one a tile."""
     found = CommVolume()
     alike = Counter((layer >= model.dense_layers, piece.of_layer(layer, model.layers)) for layer in layers.numbers)
     for (has_experts, its), count in alike.items():
-        found.include(layer_volume(model, has_experts, its, phase), count)
+        found.include(layer_volume(model, has_experts, its, phase, copied=copied), count)
     mtp_layers = model.mtp_layers if layers.has_head and phase in WHOLE else 0
-    found.include(layer_volume(model, model.experts is not None, piece._replace(fp8=None), phase), mtp_layers)
+    plain = piece._replace(fp8=None)
+    found.include(layer_volume(model, model.experts is not None, plain, phase, copied=copied), mtp_layers)
     if piece.mesh.tp > 1 and phase in WHOLE:
         stream = piece.full_stream(model.hidden)
         embeddings, heads = (end + mtp_layers for end in (layers.has_embedding, layers.has_head))
         _add_tp(found, piece, "all_gather" if phase == "B" else "reduce_scatter", embeddings, embeddings * stream)
         _add_tp(found, piece, "all_gather", heads, heads * stream)
         if phase == "B":
-            in_8_bits = layers.has_head and piece.of_head.fp8 is not None  # not in tiles
-            tiles = (heads - in_8_bits) * num_tiles(piece.tokens) + in_8_bits
+            own = layers.has_head * _num_tiles(piece.of_head, copied=copied)
+            tiles = own + mtp_layers * _num_tiles(plain, copied=copied)
             _add_tp(found, piece, "reduce_scatter", tiles, heads * stream)
         else:  # log-sum-exps and targets' logits
             _add_tp(found, piece, "all_gather", heads, heads * piece.mesh.tp * 2 * piece.tokens * piece.wide)
@@ -119,16 +121,16 @@ def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: str)
 
 
 @lru_cache(maxsize=4096)
-def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: str) -> CommVolume:
+def layer_volume(model: ModelSpec, has_experts: bool, piece: Piece, phase: str, *, copied: bool = False) -> CommVolume:
     """Of one piece in one layer, whose sublayers read their input, and write their result."""
     found, is_whole = CommVolume(), phase in WHOLE
     of_rows = piece if is_whole else piece.rest  # of row-wise parts
-    tiles = num_tiles(of_rows.tokens)
+    tiles = _num_tiles(of_rows, copied=copied)
     parts = frozenset(PARTS) if is_whole else recomputed_parts(phase)
     reads, writes = ("qkv_linear" if model.mla is None else "mla_up_proj") in parts, "attn_proj" in parts
     if piece.mesh.tp > 1:
         if model.mla is not None:
-            _add_latent_attention(found, piece, of_rows, phase, model.hidden, model.mla, reads=reads, writes=writes)
+            _add_latent_attention(found, piece, of_rows, phase, model, tiles, reads=reads, writes=writes)
         else:
             _add_sublayer(found, of_rows, phase, model, tiles, reads=reads, writes=writes)
         if reads and model.qk_norm == "all_heads":  # means of queries and keys
@@ -156,6 +158,11 @@ def _collective(plan: Plan, instruction: Instruction, shard: ParamShard) -> Volu
     return Volume(1, rounds * full * (holders - 1) // holders * wide_bytes(plan.dtype))
 
 
+def _num_tiles(piece: Piece, *, copied: bool) -> int:
+    """In which the result of a product is scattered, one if it is in 8 bits."""
+    return 1 if copied or piece.fp8 is not None else num_tiles(piece.tokens)
+
+
 def _add_tp(found: CommVolume, piece: Piece, kind: str, operations: int, full: int) -> None:
     """`full` bytes of all ranks, in so many operations."""
     found.add("tp", kind, operations, full * (piece.mesh.tp - 1) // piece.mesh.tp)
@@ -165,8 +172,7 @@ def _add_sublayer(
     found: CommVolume, piece: Piece, phase: str, model: ModelSpec, tiles: int, *, reads: bool, writes: bool
 ) -> None:
     """Its input is gathered, and on the way back once more for W; its result is reduce-scattered, as is its gradient
-    (arXiv 2205.05198, 4.2.2). Products in 8 bits are not cut into tiles; the maxima for their scales are not counted.
-    """
+    (arXiv 2205.05198, 4.2.2). The maxima for scales of 8 bits are not counted."""
     stream, values = piece.full_stream(model.hidden), piece.tokens * model.hidden
     is_cast = piece.norm_casts and model.norms != "after"
     _add_tp(found, piece, "all_gather", int(reads), values if is_cast else stream)
@@ -174,21 +180,23 @@ def _add_sublayer(
         _add_tp(found, piece, "all_gather", 1, values // FP8_TILE * BYTES["float32"])
     if phase == "B":
         _add_tp(found, piece, "all_gather", 1, stream)
-    _add_tp(found, piece, "reduce_scatter", writes * (tiles if piece.fp8 is None else 1), stream)
+    _add_tp(found, piece, "reduce_scatter", writes * tiles, stream)
 
 
 def _add_latent_attention(
-    found: CommVolume, piece: Piece, written: Piece, phase: str, hidden: int, mla: MLA, *, reads: bool, writes: bool
+    found: CommVolume, piece: Piece, rows: Piece, phase: str, model: ModelSpec, tiles: int, *, reads: bool, writes: bool
 ) -> None:
-    """Latent vectors are gathered in place of the input. The result is of the rows `written`."""
-    token, key_values, queries = piece.tokens * piece.itemsize, mla.kv_lora_rank + mla.qk_rope_head_dim, mla.q_lora_rank
-    queries, tiles = queries or hidden, num_tiles(written.tokens) if piece.fp8 is None else 1
+    """Latent vectors are gathered in place of the input. The result is of `rows`."""
+    hidden, mla = model.hidden, model.mla
+    assert mla is not None
+    token, key_values = piece.tokens * piece.itemsize, mla.kv_lora_rank + mla.qk_rope_head_dim
+    queries = mla.q_lora_rank or hidden
     if phase == "B":
         _add_tp(found, piece, "all_gather", 3, token * (hidden + mla.kv_lora_rank + queries))
         _add_tp(found, piece, "reduce_scatter", 1 + tiles, token * (key_values + queries))
     else:
         _add_tp(found, piece, "all_gather", 2 * reads, token * (queries + key_values))
-        _add_tp(found, piece, "reduce_scatter", tiles * writes, written.full_stream(hidden))
+        _add_tp(found, piece, "reduce_scatter", tiles * writes, rows.full_stream(hidden))
 
 
 def _add_context_parallel(

@@ -162,14 +162,13 @@ def _stage_seconds(
 def _with_communication(
     model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates, phase: str, seconds: float
 ) -> float:
-    links, issued = 0.0, 0.0
-    volumes = stage_volume(model, span, piece, phase) if model.custom is None else {}
+    links, issued, is_copied = 0.0, 0.0, piece.device == "cuda" and piece.mesh.size <= NODE_GPUS
+    volumes = stage_volume(model, span, piece, phase, copied=is_copied) if model.custom is None else {}
     for kind, volume in volumes.items():
         link = links_of(rates, piece.mesh, (kind.axis,), in_layers=True).of(kind.kind)
         is_hidden = kind.axis == "tp" and ranks_on_host(piece.mesh, (kind.axis,), rates.host_order) == piece.mesh.tp
         exposed = 1 - rates.tp_hidden if is_hidden else 1.0
         links += link.seconds(exposed * volume.bytes, volume.operations)
-        is_copied = kind.axis == "tp" and piece.mesh.size <= NODE_GPUS
         issued += volume.operations * (rates.peer_issue if is_copied else rates.issue)
     return max(seconds + links, _layer_issue(model, span, piece, rates, phase) + issued)
 
@@ -248,7 +247,7 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
         matrices = fp8_matrices(model, piece.fp8, range(first, end))
         sizes = [work * math.prod(each.shape) for each in matrices if not each.experts]
         linear -= sum(_saved_by_8bit(rates, piece.fp8.scaling, size) for size in sizes)
-    head, head_casts = _head_seconds(model, piece, rates) if is_last else (0.0, 0.0)
+    head, loss, dloss = _head_seconds(model, piece, rates) if is_last else (0.0, 0.0, 0.0)
     speed = linear / dense if dense else 1.0
     join_flops = work * 2 * model.hidden**2  # of streams and embeddings
     linear += mtp_layers * join_flops / rate_at(rates.products, join_flops)
@@ -266,24 +265,26 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
     for part in products:  # what is read and written around each
         parts[part] += elementwise / len(products)
     return StageSeconds(
-        forward=linear + forward + attention + head + max(0.0, elementwise - unread[0]),
-        backward=linear + backward + attention_backward + head + head_casts + max(0.0, 1.5 * elementwise - unread[1]),
+        forward=linear + forward + attention + head + loss + max(0.0, elementwise - unread[0]),
+        backward=linear + backward + attention_backward + head + dloss + max(0.0, 1.5 * elementwise - unread[1]),
         weight=linear + weight + head,
         parts=parts,
     )
 
 
-def _head_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> tuple[float, float]:
-    """(of each product with the head and in multi-token prediction, of casts in B)."""
+def _head_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> tuple[float, float, float]:
+    """(of each product with the head and in multi-token prediction, and besides of F and of B: the loss reads the
+    logits, its gradient is written in their place, and cast)."""
     logits = piece.tokens * model.vocab / piece.mesh.tp
     flops = 2 * logits * model.hidden
     product, count = flops / rate_at(rates.products, flops), 1 + model.mtp_layers
+    loss = count * logits * piece.itemsize / rates.memory
     if piece.fp8 is None or not piece.fp8.head or piece.device != "cuda":
-        return count * product, 0.0
+        return count * product, loss, 2 * loss
     # the gradient of the logits is read for both forms, and before that where their scales are not known
     reads = 1 if piece.fp8.scaling == "block" or piece.fp8.delayed else 2
     casts = logits * (reads * piece.itemsize + 2) / rates.elementwise
-    return count * product - _saved_by_8bit(rates, piece.fp8.scaling, flops), casts
+    return count * product - _saved_by_8bit(rates, piece.fp8.scaling, flops), loss, 2 * loss + casts
 
 
 def _unread_seconds(model: ModelSpec, layers: Iterable[int], piece: Piece, rates: Rates) -> tuple[float, float]:

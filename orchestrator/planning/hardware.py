@@ -140,8 +140,9 @@ def ranks_on_host(mesh: Mesh, axes: Collection[Axis], order: Sequence[str] = HOS
 
 @lru_cache(maxsize=4096)
 def links_of(rates: Rates, mesh: Mesh, axes: tuple[Axis, ...], *, in_layers: bool = False) -> Links:
-    """Of the slowest link along the axes, between layers or inside them: where no rank is on another host, transfers
-    and ZeRO's collectives go by peer copies."""
+    """Of the slowest link along the axes, between layers or inside them. Where no rank is on another host, transfers
+    and ZeRO's collectives take the rates of peer copies; exchanges inside layers, whose copies wait for slots as well,
+    those of NCCL: at the others, runs with tp4 and ep4 were predicted worse."""
     held = ranks_on_host(mesh, axes, rates.host_order)
     if held < math.prod(getattr(mesh, axis) for axis in axes):
         return rates.inter_host.shared(held, rates.intra_host)

@@ -384,8 +384,8 @@ def _absolute(path: str) -> str:
 
 
 def transport_of(config: RunConfig, device: str, hosts: int) -> str:
-    """What moves activations, and what ZeRO gathers and reduces: 'gloo', 'peer' or 'nccl'. Raises PentadError if
-    cluster.transport cannot."""
+    """What moves activations and rows inside layers, and what ZeRO gathers and reduces: 'gloo', 'peer' or 'nccl'.
+    Raises PentadError if cluster.transport cannot."""
     chosen = config.cluster.transport
     if device == "cpu":
         return "gloo"

@@ -4,7 +4,7 @@ contain; and all of it fits into the slots in which ranks of one host share rows
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -166,29 +166,70 @@ def test_tokens_of_experts_are_sent_in_8_bits(sent, corpus, mode, axes):
     check(sent, plan, 1, device="cuda")
 
 
+@pytest.mark.parametrize("axes", [*AXES, {"ep": 2, "tp": 2}])
+@pytest.mark.parametrize("mode", ["none", "attention"])
+@pytest.mark.parametrize("family", ["llama", "deepseek with mtp"])
+def test_an_exchange_by_peer_copies_takes_one_slot(corpus, monkeypatch, family, mode, axes):
+    """The result of a product too, however many tokens it has."""
+    monkeypatch.setattr(plan_module, "TILE_TOKENS", TILE)
+    plan, rows = plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES[family], recompute=mode, **axes), SlotCount()
+    piece = piece_of(plan)._replace(device="cuda")
+    for index in range(3):
+        for phase, run in phases(plan, index, lambda _: rows):
+            rows.taken = 0
+            run()
+            volume = stage_volume(plan.model, plan.layers[index], piece, phase, copied=True)
+            assert rows.taken == sum(each.operations for each in volume.values()), phase
+
+
+class SlotCount:
+    """Stands for rows that are exchanged through slots; zeros arrive from other ranks."""
+
+    taken = 0
+
+    def fits(self, elements: int, like: torch.Tensor) -> bool:
+        return True
+
+    def slot(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        self.taken += 1
+        return like.new_empty(shape)
+
+    def gather(self, own: torch.Tensor, full: torch.Tensor, *, keep: bool) -> None:
+        self.slot(own.shape, own)
+        full.copy_(own.expand_as(full))
+
+    def read(self, parts: Sequence[tuple[int, int, torch.Tensor]], readers: Sequence[int] | None = None) -> None:
+        for _, _, target in parts:
+            target.zero_()
+
+
 def check(sent: CommVolume, plan: Plan, index: int, device: str = "cpu") -> None:
     """Runs F, RECOMPUTE and B of a stage and compares the bytes sent by each."""
+    piece, copying = piece_of(plan)._replace(device=device), replace(plan, transport="peer")
+    for phase, run in phases(plan, index, lambda axis: SlotSize(row_slot_elements(copying, axis) * BYTES[plan.dtype])):
+        sent.clear()
+        run()
+        assert sent == stage_volume(plan.model, plan.layers[index], piece, phase), phase
+
+
+def phases(plan: Plan, index: int, rows_of: Callable[[Axis], Any]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """F, RECOMPUTE and B of a stage, whose ranks exchange rows along each axis through what `rows_of` gives."""
     stage = make_stage(plan, index)
     groups: Any = stage.layer_context
     for axis in (axis for axis in LAYER_AXES if getattr(plan.mesh, axis) > 1):
-        slot: Any = SlotSize(row_slot_elements(replace(plan, transport="peer"), axis) * BYTES[plan.dtype])
-        groups = groups._replace(**{axis: replace(getattr(groups, axis), rows=slot)})
+        groups = groups._replace(**{axis: replace(getattr(groups, axis), rows=rows_of(axis))})
     stage.layer_context = groups
     tokens = torch.arange(plan.slice_tokens)
     shape = plan.sequence_parallel_tokens, plan.model.hidden
     received = None if stage.first else torch.randn(shape, dtype=torch.float64)
     dy = None if stage.last else torch.randn(shape, dtype=torch.float64)
-    piece, mode = piece_of(plan)._replace(device=device), plan.recompute_mode(index)
+    mode = plan.recompute_mode(index)
     mtp_tokens = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
-    steps: list[Any] = [("F", lambda: run_to_completion(stage.forward(0, StageInputs(received, *ends, mtp_tokens))))]
+    yield "F", lambda: run_to_completion(stage.forward(0, StageInputs(received, *ends, mtp_tokens)))
     if mode != "none":
-        steps.append((mode, lambda: stage.recompute(0)))
-    steps.append(("B", lambda: run_to_completion(stage.backward_input(0, dy))))
-    for phase, run in steps:
-        sent.clear()
-        run()
-        assert sent == stage_volume(plan.model, plan.layers[index], piece, phase), phase
+        yield mode, lambda: stage.recompute(0)
+    yield "B", lambda: run_to_completion(stage.backward_input(0, dy))
 
 
 def test_a_step_is_the_sum_of_its_instructions(corpus: str) -> None:

@@ -1,12 +1,18 @@
-"""Links between hosts in the cost model."""
+"""Links between hosts in the cost model, and exchanges inside layers on one host."""
 
 from dataclasses import replace
 
 import pytest
 
+from pentad.orchestrator.activations.allocations import piece_of
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.comm_volume import stage_volume
+from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.hardware import NODE_GPUS, links_of, ranks_on_host, rates_of
+from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.simulate.rates import Links
 from pentad.schedules.spec.mesh import Axis, Mesh
+from pentad.schedules.spec.row_slots import LAYER_AXES
 
 ON_HOST, BETWEEN = Links.uniform(1e-6, 100.0), Links.uniform(1e-6, 10.0)
 RATES = replace(rates_of("cuda", "NVIDIA H200"), intra_host=ON_HOST, inter_host=BETWEEN)
@@ -42,3 +48,22 @@ def test_the_order_of_ranks_decides_which_axis_leaves_the_host() -> None:
         [links_of(each, mesh, (axis,)).send.bandwidth for axis in ("pp", "dp")] for each in (RATES, outermost)
     ]
     assert bandwidths == [[100.0, 10.0], [10.0, 100.0]]
+
+
+@pytest.mark.parametrize("axis", LAYER_AXES)
+@pytest.mark.parametrize(("replicas", "issued"), [(1, "peer_issue"), (8, "issue")])
+def test_the_host_issues_peer_copies_where_no_rank_is_on_another(axis: Axis, replicas: int, issued: str) -> None:
+    experts = [f"model.experts.{key}" for key in ("num_experts=4", "top_k=2", "intermediate_size=64")]
+    mesh = [f"mesh.{axis}=2", f"mesh.dp={replicas}", "mesh.pp=1", "schedule.name=1f1b", "batch.global_batch_size=16"]
+    plan = make_plan(load(None, ["model.family=qwen3-moe", *experts, *mesh, "schedule.microbatches=1"]), "cuda")
+    assert plan.transport == ("peer" if replicas == 1 else "nccl")
+    idle = replace(rates_of("cuda"), issue=0.0, peer_issue=0.0, layer_issue=(0.0, 0.0, 0.0))
+    found = {
+        "issue": costs_of(plan, replace(idle, issue=1.0)),
+        "peer_issue": costs_of(plan, replace(idle, peer_issue=1.0)),
+    }
+    late = found.pop(issued)
+    for phase, seconds in (("F", late.forward), ("B", late.backward)):
+        volumes = stage_volume(plan.model, plan.layers[0], piece_of(plan), phase).values()
+        assert seconds == (sum(each.operations for each in volumes),)
+    assert [*found.values()] == [costs_of(plan, idle)]

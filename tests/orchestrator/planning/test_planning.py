@@ -19,6 +19,7 @@ from pentad.orchestrator.planning.estimate import (
     mfu,
     peak_flops,
 )
+from pentad.orchestrator.planning.hardware import rates_of
 from pentad.orchestrator.planning.planning import first_plan, make_plan, plan_on, shrunk_plan
 from pentad.schedules import compiler
 from pentad.schedules.catalogue import CATALOGUE
@@ -137,6 +138,16 @@ def test_estimated_costs_grow_with_the_work() -> None:
     assert big_head.forward[-1] > 5 * big_head.forward[1]
     on_gpu = costs_of(plan_of(device="cuda"))
     assert all(gpu < cpu for gpu, cpu in zip(on_gpu.forward, costs_of(plan_of()).forward, strict=True))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_loss_reads_the_logits_and_writes_their_gradient(tp: int) -> None:
+    plan = plan_of(f"mesh.tp={tp}", "mesh.pp=2", device="cuda")
+    usual = replace(rates_of("cuda"), issue=0.0, peer_issue=0.0, layer_issue=(0.0, 0.0, 0.0))
+    free, costs = costs_of(plan, replace(usual, memory=1e30)), costs_of(plan, usual)
+    read = plan.slice_tokens * plan.model.vocab // tp * 2 / usual.memory
+    assert costs.forward[-1] - free.forward[-1] == pytest.approx(read)
+    assert costs.backward[-1] - free.backward[-1] == pytest.approx(2 * read)
 
 
 def test_replicas_reduce_gradients() -> None:
