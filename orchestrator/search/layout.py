@@ -24,7 +24,7 @@ from pentad.orchestrator.planning.cost_model import (
     reduction_seconds,
     transfer_seconds,
 )
-from pentad.orchestrator.planning.hardware import gpu_of, rates_for
+from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_of, launched, rates_for
 from pentad.orchestrator.planning.layout import split, units_of
 from pentad.orchestrator.planning.numerics import fp8_spec
 from pentad.orchestrator.planning.planning import default_gathered
@@ -34,6 +34,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.units import place_units
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import split_layers_into_units
@@ -76,13 +77,14 @@ class Work:
         self.config, self.model = config, config.model_spec("bfloat16")
         self.dtype = "bfloat16" if config.precision.compute == "auto" else config.precision.compute
         self.lora, self.gpu, self.rates = config.lora_spec, gpu_of(config.cluster), rates_for(config.cluster, "cuda")
+        self.launched = launched(self.rates)
         self.fp8 = fp8_spec(config, self.model, self.rates)
         self.with_units, self.piece = cache(self._with_units), cache(self._piece)
         self.stages, self.end_seconds, self.order = cache(self._stages), cache(self._end_seconds), cache(self._order)
         self._layouts: dict[tuple[object, ...], Layout] = {}
         self._kinds: dict[LayerRange, int] = {}
         self._numbers: dict[Kind, int] = {}
-        self._compute: dict[Piece, dict[int, Compute]] = {}
+        self._compute: dict[tuple[Piece, bool], dict[int, Compute]] = {}  # by piece, and whether without graphs
         self._reduce: dict[tuple[Mesh, int, int], float] = {}
         self._gather: dict[tuple[Mesh, int], float] = {}
         self._parameters: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -129,12 +131,19 @@ class Work:
         by_layer = setting.recompute != "none" or setting.offload > 0
         return self.layout(setting.mesh, setting.microbatches, setting.order, setting.unit_layers, by_layer=by_layer)
 
+    def rates_of(self, mesh: Mesh) -> Rates:
+        """Those with which no plan on this mesh takes longer than with its own: those with graphs, if it may have
+        them."""
+        section, in_layers = self.config.cluster, mesh.tp * mesh.cp * mesh.ep
+        is_peer = section.transport == "peer" or (section.transport == "auto" and mesh.size <= NODE_GPUS)
+        return self.launched if section.cuda_graphs is not False and (is_peer or in_layers == 1) else self.rates
+
     def compute(self, piece: Piece, span: LayerRange) -> Compute:
         """F, B and W of one piece in a span of layers."""
-        alike = piece._replace(mesh=replace(piece.mesh, dp=1, pp=1))  # on which nothing depends
-        known = self._compute.setdefault(alike, {})
+        rates, mesh = self.rates_of(piece.mesh), replace(piece.mesh, dp=1, pp=1)  # on which nothing else depends
+        known = self._compute.setdefault((piece._replace(mesh=mesh), rates is self.rates), {})
         if (kind := self.kind(span)) not in known:
-            costs = guess_costs(self.model, [span], [range(1)], piece, self.rates, lora=self.lora)
+            costs = guess_costs(self.model, [span], [range(1)], piece, rates, lora=self.lora)
             known[kind] = Compute(*costs.forward, *costs.backward, *costs.weight)
         return known[kind]
 
@@ -302,5 +311,5 @@ class Layout:
         return self._with((), [each.bytes for each in moved]).offload
 
     def _with(self, modes: Sequence[str], offloaded: Sequence[int]) -> Costs:
-        work, placed = self.work, self.units_of_ranks
-        return guess_costs(self.model, self.layers, placed, self.piece, work.rates, modes, 0, work.lora, offloaded)
+        work, placed, rates = self.work, self.units_of_ranks, self.work.rates_of(self.mesh)
+        return guess_costs(self.model, self.layers, placed, self.piece, rates, modes, 0, work.lora, offloaded)

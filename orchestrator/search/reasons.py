@@ -18,6 +18,7 @@ from pentad.orchestrator.search.search import SearchResult, search
 from pentad.orchestrator.search.time_bounds import Timed, compute_order, update_seconds
 from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.simulate.rates import Rates
+from pentad.schedules.spec.plan import Plan
 
 FACTORS = (0.25, 4.0)  # by which a rate may be off
 STEPS = 6  # of a bisection between them
@@ -100,7 +101,7 @@ def _by_rates(best: Planned, second: Planned) -> Iterator[Flip]:
     found = list[tuple[float, str, float]]()
     for name in (*names, "intra_host", "flops"):
         for factor in FACTORS:
-            if (at := _crossing(name, factor, rates, (best, second), events)) is not None:
+            if (at := _crossing(name, factor, (best, second), events)) is not None:
                 found.append((max(at, 1 / at), name, at * rates.typical(name)))
     if found:
         _, name, rate = min(found)
@@ -115,14 +116,17 @@ def _by_rates(best: Planned, second: Planned) -> Iterator[Flip]:
         yield Flip(sentence, second)
 
 
-def _crossing(
-    name: str, factor: float, rates: Rates, plans: tuple[Planned, Planned], events: list[Events]
-) -> float | None:
+def _crossing(name: str, factor: float, plans: tuple[Planned, Planned], events: list[Events]) -> float | None:
     """The factor of a rate, between 1 and this one, from which on the second plan is faster; None if it is not."""
 
+    def changed(plan: Plan, times: float) -> Rates:
+        assert plan.rates is not None
+        return plan.rates.scaled(name, times)
+
     def gain(times: float) -> float:
-        changed = rates.scaled(name, times)
-        first, second = (simulated_seconds(p.plan, e, changed) for p, e in zip(plans, events, strict=True))
+        first, second = (
+            simulated_seconds(each.plan, e, changed(each.plan, times)) for each, e in zip(plans, events, strict=True)
+        )
         return first - second
 
     if gain(factor) <= 0:

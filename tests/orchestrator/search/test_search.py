@@ -23,7 +23,6 @@ from pentad.orchestrator.memory.variants import Variants
 from pentad.orchestrator.planning.estimate import memories, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, device_memory
 from pentad.orchestrator.planning.formatting import format_bytes, format_percent
-from pentad.orchestrator.planning.hardware import rates_for
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.search import reasons
 from pentad.orchestrator.search.layout import Work
@@ -281,8 +280,11 @@ def test_at_the_rate_that_is_said_to_make_another_mesh_the_fastest_both_take_as_
     assert said is not None, flip.sentence
     name, factor = ("intra_host" if said[3] == "GB" else "flops"), int(said[2]) / int(said[4])
     assert (said[1] == "less") == (factor < 1)
-    rates = rates_for(config.cluster, "cuda").scaled(name, factor)
-    seconds = [simulated_seconds(each.plan, acyclic_events(each.plan.program), rates) for each in found.choices]
+    seconds = list[float]()
+    for each in found.choices:
+        assert each.plan.rates is not None
+        changed = each.plan.rates.scaled(name, factor)
+        seconds.append(simulated_seconds(each.plan, acyclic_events(each.plan.program), changed))
     assert seconds[0] == pytest.approx(seconds[1], rel=0.03)
 
 
