@@ -28,7 +28,7 @@ from pentad.schedules.spec.batch import DocumentCosts
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import PIECE_ELEMENTS, PIECES, ROUND_ELEMENTS
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.schedules.spec.row_slots import LAYER_AXES, ROW_SLOTS, row_slot_elements
+from pentad.schedules.spec.row_slots import row_slots_size
 from pentad.schedules.spec.tensors import active_parameters, fp8_matrices
 from pentad.schedules.spec.zero_layout import inbox_elements, num_muon_elements
 
@@ -155,7 +155,7 @@ def _state(plan: Plan, rank: int) -> dict[str, int]:
         "activations": 0,
         "slots": received * plan.sequence_parallel_tokens * plan.model.hidden * compute
         + inbox_elements(plan, rank) * wide
-        + ROW_SLOTS * sum(row_slot_elements(plan, axis) for axis in LAYER_AXES) * compute,
+        + row_slots_size(plan) * compute,
         "tables": _tables(plan, rank),
     }
     kinds = (0, snapshot_bytes(plan, rank), on_host, copies_bytes(plan, rank), 0)

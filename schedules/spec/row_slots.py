@@ -6,14 +6,21 @@ from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import ALIGNMENT, Plan
 
-ROW_SLOTS = 3  # of an axis: two exchanges in flight, and the next
-LAYER_AXES: tuple[Axis, ...] = ("tp", "cp", "ep")  # whose ranks exchange rows inside layers
+# By axis whose ranks exchange rows inside layers: two exchanges in flight, and the next. One where sequences are long:
+# attention takes far longer than an exchange.
+ROW_SLOTS: dict[Axis, int] = {"tp": 3, "cp": 1, "ep": 3}
+LAYER_AXES = tuple(ROW_SLOTS)
+
+
+def row_slots_size(plan: Plan) -> int:
+    """Elements of all slots of a rank."""
+    return sum(count * row_slot_elements(plan, axis) for axis, count in ROW_SLOTS.items())
 
 
 def row_slot_elements(plan: Plan, axis: Axis) -> int:
-    """Elements in the dtype of compute of each of the ROW_SLOTS of an axis: the largest message that its ranks
-    exchange. 0 where they communicate by NCCL or gloo, as those of data-aware groups do along cp and ep: what they
-    exchange differs from step to step."""
+    """Elements in the dtype of compute of each slot of an axis: the largest message that its ranks exchange. 0 where
+    they communicate by NCCL or gloo, as those of data-aware groups do along cp and ep: what they exchange differs from
+    step to step."""
     size = getattr(plan.mesh, axis)
     if size == 1 or plan.transport != "peer" or (axis != "tp" and plan.batch.capacity):
         return 0

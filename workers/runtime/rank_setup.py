@@ -150,7 +150,7 @@ def with_peer_rows(
     rank, layers = groups.rank, groups.layers
     for axis in peer_rows.axes_of(plan):
         ranks, elements = plan.mesh.group((axis,), rank), row_slot_elements(plan, axis)
-        slots = torch.empty(ROW_SLOTS, elements, dtype=DTYPES[plan.dtype], device=device).view(torch.uint8)
+        slots = torch.empty(ROW_SLOTS[axis], elements, dtype=DTYPES[plan.dtype], device=device).view(torch.uint8)
         memory = PeerMemory(store, f"rows/{axis}", rank, {axis: slots}, [peer for peer in ranks if peer != rank])
         rows = PeerRows(axis, ranks, rank, flags, memory, slots, CudaLane(stream_of(device, f"rows/{axis}")))
         layers = layers.with_rows(axis, rows)

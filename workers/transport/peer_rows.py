@@ -49,12 +49,12 @@ class PeerRows:
     def __init__(
         self, axis: Axis, ranks: Sequence[int], rank: int, flags: Flags, memory: Memory, slots: Tensor, lane: Lane
     ) -> None:
-        """`ranks` of the mesh have the coordinates 0, 1, ... of the axis; `slots` [ROW_SLOTS, bytes] is what they have
+        """`ranks` of the mesh have the coordinates 0, 1, ... of the axis; `slots` [count, bytes] is what they have
         mapped of this one, by the name of the axis."""
         self.axis, self.ranks, self.rank, self.flags, self.memory = axis, ranks, rank, flags, memory
         self.slots, self.lane = slots, lane
         self.index, self.peers = ranks.index(rank), [peer for peer in ranks if peer != rank]
-        self.number = 0  # of the latest exchange, modulo ROW_SLOTS
+        self.number = 0  # of the latest exchange, modulo the slots
         self.views = dict[Any, Tensor]()  # of the slots
 
     def begin_step(self) -> None:
@@ -77,7 +77,7 @@ class PeerRows:
 
     def slot(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Where the current stream writes what this rank shares next, once the peers have read what was there."""
-        self.number = (self.number + 1) % ROW_SLOTS
+        self.number = (self.number + 1) % len(self.slots)
         for peer in self.peers:
             flag = self._flag(self.rank, peer)
             self.flags.wait_bit(flag, READ)
@@ -164,4 +164,4 @@ def flags_of(plan: Plan) -> dict[Hashable, int]:
         for peer in plan.mesh.group((axis,), rank)
         if peer != rank
     ]
-    return {(axis, slot, *pair): READ for axis, *pair in pairs for slot in range(ROW_SLOTS)}
+    return {(axis, slot, *pair): READ for axis, *pair in pairs for slot in range(ROW_SLOTS[axis])}

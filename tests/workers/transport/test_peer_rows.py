@@ -14,7 +14,6 @@ import torch
 from simulated_gpus import Condition, Lanes, SimulatedFlags, SimulatedMemory, run_in_some_order
 
 from pentad.schedules.spec.mesh import Axis
-from pentad.schedules.spec.row_slots import ROW_SLOTS
 from pentad.workers.parallel import tensor_parallel
 from pentad.workers.parallel.row_exchange import RowGroup
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
@@ -22,6 +21,7 @@ from pentad.workers.transport.peer_rows import MOST_VIEWS, READ, SHARED, PeerRow
 
 ELEMENTS = 12  # of a slot
 EXCHANGES = 11
+SLOTS = 3
 AXIS: Axis = "tp"
 STEP = 4  # exchanges, which is no multiple of the slots
 FIRST = 4  # rank of the mesh whose coordinate is 0
@@ -58,12 +58,12 @@ class SimulatedEvent:
         self.lanes.enqueue(ready=lambda: self.passed)
 
 
-def flags_of(ranks: range) -> dict[Hashable, int]:
-    return {(AXIS, slot, a, b): READ for slot in range(ROW_SLOTS) for a in ranks for b in ranks}
+def flags_of(ranks: range, count: int = SLOTS) -> dict[Hashable, int]:
+    return {(AXIS, slot, a, b): READ for slot in range(count) for a in ranks for b in ranks}
 
 
-def memory_of(ranks: range, lanes: Lanes) -> tuple[dict[int, torch.Tensor], SimulatedMemory]:
-    slots = {rank: torch.full((ROW_SLOTS, ELEMENTS), torch.nan, dtype=torch.float64) for rank in ranks}
+def memory_of(ranks: range, lanes: Lanes, count: int = SLOTS) -> tuple[dict[int, torch.Tensor], SimulatedMemory]:
+    slots = {rank: torch.full((count, ELEMENTS), torch.nan, dtype=torch.float64) for rank in ranks}
     return slots, SimulatedMemory({rank: {AXIS: each.view(-1)} for rank, each in slots.items()}, lanes)
 
 
@@ -108,15 +108,17 @@ def check(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 @pytest.mark.sampled(14)
 @pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("num_slots", [1, SLOTS])
 @pytest.mark.parametrize("seed", range(20))
-def test_in_every_order_ranks_get_what_their_peers_shared(count: int, seed: int) -> None:
+def test_in_every_order_ranks_get_what_their_peers_shared(count: int, num_slots: int, seed: int) -> None:
     random, ranks = Random(seed), range(FIRST, FIRST + count)
     plan = [
         Exchange(random.randint(1, ELEMENTS), random.choice(["gather", "part", "ring"]), random.randint(0, 4))
         for _ in range(EXCHANGES)
     ]
     lanes = Lanes()
-    flags, (slots, memory) = SimulatedFlags(lanes, values=flags_of(ranks)), memory_of(ranks, lanes)
+    flags = SimulatedFlags(lanes, values=flags_of(ranks, num_slots))
+    slots, memory = memory_of(ranks, lanes, num_slots)
     hosts = []
     for rank in ranks:
         rows = PeerRows(AXIS, ranks, rank, flags, memory, slots[rank].view(torch.uint8), SimulatedLane(lanes, rank))
@@ -175,7 +177,7 @@ class EagerLane:
 
 def on_ranks(count: int, elements: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
     """What `work` returns on each of the ranks, which are threads."""
-    slots = {rank: torch.full((ROW_SLOTS, elements), torch.nan, dtype=torch.float64) for rank in range(count)}
+    slots = {rank: torch.full((SLOTS, elements), torch.nan, dtype=torch.float64) for rank in range(count)}
     memory = SimulatedMemory({rank: {AXIS: each.view(-1)} for rank, each in slots.items()})
     flags = ThreadFlags(flags_of(range(count)))
     found: dict[int, Any] = {}
@@ -240,7 +242,7 @@ def test_exchanges_give_each_rank_what_the_others_have_for_it(count: int) -> Non
     def work(group: RowGroup) -> list[Any]:
         rank, found = group.rank, []
         following, previous = (rank + 1) % count, (rank - 1) % count
-        for number in range(2 * ROW_SLOTS):
+        for number in range(2 * SLOTS):
             sent = torch.stack([value(number, rank, target) for target in range(count)])
             own, of_all = sent[rank], torch.stack([value(number, source, source) for source in range(count)])
             passed = group.pass_on(own, torch.empty_like(own), following, previous).wait()
@@ -285,7 +287,7 @@ class LoggedReads:
 
 
 def test_slots_of_any_number_of_shapes_are_views_of_the_same_memory() -> None:
-    slots = torch.zeros(ROW_SLOTS, 4096, dtype=torch.uint8)
+    slots = torch.zeros(SLOTS, 4096, dtype=torch.uint8)
     rows = PeerRows(AXIS, [0], 0, None, None, slots, None)  # type: ignore[arg-type]
     for length in range(1, 2 * MOST_VIEWS):
         rows.slot((length,), torch.zeros(1)).fill_(length)
