@@ -116,7 +116,8 @@ def injected(rank: WorkerProcess, kind: str) -> Iterator[None]:
     arguments: dict[str, tuple[Any, ...]] = {
         "compute": ("slow_compute", 1.15),
         "doubled compute": ("slow_compute", 2.0),
-        "loader": ("slow_loader", 0.05),
+        # Four ranks on two cores are starved for up to 0.055 s a step; a loader counts if it is later than that.
+        "loader": ("slow_loader", 0.1),
         "link": ("slow_link", "SEND_F", 0.03),
     }
     if kind != "pauses":
