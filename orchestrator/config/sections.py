@@ -354,7 +354,7 @@ class ClusterSection(Section):
     GPUs are on one host, else NCCL"""
     cuda_graphs: bool | None = None
     """launch the compute of a step on GPUs as it was captured in an earlier step (docs/performance.md); null: if steps
-    repeat, and the plan's compute would otherwise wait for the host"""
+    repeat, the plan's compute would otherwise wait for the host, and GPUs have room for graphs"""
     address: Text = "local"
     """Ray cluster: local starts one here, auto joins the running one, HOST:PORT joins the one there"""
     dashboard: bool = Field(default=True, description="start the Ray dashboard of a local cluster")

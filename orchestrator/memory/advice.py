@@ -46,7 +46,7 @@ def _advice(config: RunConfig, plan: Plan, room: DeviceMemory, changed: Iterable
             found += ((seconds, (*words, *recompute)) for seconds, recompute in fitting)
     for _, words in sorted(found, key=lambda each: (each[0], len(each[1]), each[1])):  # of equals the least change
         changed_config = with_words(config, words)
-        changed_plan = make_plan(changed_config, plan.device)
+        changed_plan = make_plan(changed_config, plan.device, memory=room)
         if (after := fit_of(changed_plan, room)).ok and fits_host(changed_config, changed_plan):
             added = simulated_seconds(changed_plan) - simulated_seconds(plan)
             needs = format_bytes(after.needed)

@@ -48,6 +48,7 @@ def _curve(plan: Plan, pp: int, need: dict[str, int], spans: dict[tuple[int, str
         "weights": need["parameters"] - pools[0],
         "gradients": need["gradients"] - pools[1],
         "transfers, tables and workspaces": need["slots"] + need["tables"] + need["activations"] - highest,
+        "graphs": need["graphs"],
     }
     units = [UnitName(unit, str(plan.layers[unit])) for unit in program.placement[pp]]
     samples = _merged(gathered, summed, activations, [unit.number for unit in units])

@@ -21,7 +21,7 @@ def recompute_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
     memory.offload_fraction: auto, which weighs recomputation itself."""
     if config.memory.recompute == "none" or config.memory.offload_fraction == "auto":
         return ""
-    plain = make_plan(with_words(config, WITHOUT), plan.device, proved=False)
+    plain = make_plan(with_words(config, WITHOUT), plan.device, memory=fit.device, proved=False)
     without, key = fit_of(plain, fit.device), f"memory.recompute is {config_text(config.memory.mode)}"
     saved = without.needed - fit.needed
     if saved > WORTH * fit.needed and not (without.ok and fits_host(config, plain)):

@@ -32,6 +32,7 @@ from pentad.schedules.spec.row_slots import row_slots_size
 from pentad.schedules.spec.tensors import active_parameters, fp8_matrices
 from pentad.schedules.spec.zero_layout import inbox_elements, num_muon_elements
 
+GRAPHS_BYTES = 3 * 2**30  # of a GPU that CUDA graphs have taken at most (docs/performance.md)
 ON_HOST = ("host", "snapshot", "host_optimizer", "copies", "compared")  # kinds of memory that no GPU has
 States = dict[int, dict[str, int]]  # by rank: memory but for activations
 AMAX_BYTES = 2 * (3 + 64) * BYTES["float32"]  # of the operands of a matrix (workers/linear/amax_history.py)
@@ -106,7 +107,8 @@ def memory(plan: Plan, rank: int, state: States | None = None) -> dict[str, int]
 
     'parameters' are in the dtype of compute; 'master' is 0 if those are the master weights themselves. With ZeRO,
     'parameters', 'master', 'gradients' and 'optimizer' count shards and gather buffers. 'activations' include
-    workspaces, and those of Muon. 'tables' are tokens, rotary tables and cuBLAS's workspace. ON_HOST are not part of
+    workspaces, and those of Muon. 'tables' are tokens, rotary tables and cuBLAS's workspace, 'graphs' what
+    CUDA graphs take, which are no tensors. ON_HOST are not part of
     'total': 'host' is offloaded, 'snapshot' a copy of the rank's part of a checkpoint, 'host_optimizer' the master
     weights and optimizer state that live there ('optimizer' is then the memory through which they pass), and 'copies'
     are those parts of this rank and of another one, each of two steps (elastic.replicate_every). 'compared' are
@@ -157,6 +159,7 @@ def _state(plan: Plan, rank: int) -> dict[str, int]:
         + inbox_elements(plan, rank) * wide
         + row_slots_size(plan) * compute,
         "tables": _tables(plan, rank),
+        "graphs": GRAPHS_BYTES * plan.cuda_graphs,
     }
     kinds = (0, snapshot_bytes(plan, rank), on_host, copies_bytes(plan, rank), 0)
     return {**found, "total": 0, **dict(zip(ON_HOST, kinds, strict=True))}

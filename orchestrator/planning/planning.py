@@ -107,13 +107,14 @@ def make_plan(
     others = _other_programs(config, model, device, program, compiled)
     plan = replace(draft(config, model, device, program, layers, transport=transport, zero=options.zero), **others)
     evaluation = _eval(config, program, costs, transport, options)
-    return _with_graphs(config.cluster.cuda_graphs, with_slots(replace(plan, eval=evaluation, offload=fractions)))
+    plan = with_slots(replace(plan, eval=evaluation, offload=fractions))
+    return _with_graphs(config.cluster.cuda_graphs, plan, memory or device_memory(device, gpu=plan.gpu))
 
 
-def _with_graphs(wanted: bool | None, plan: Plan) -> Plan:
-    """A plan whose compute is launched as graphs, if that is wanted; None: if compute gains by it. Raises PentadError
-    for one whose steps are hardly ever, or never, like an earlier one, or that communicates otherwise inside layers
-    than by peer copies."""
+def _with_graphs(wanted: bool | None, plan: Plan, room: DeviceMemory) -> Plan:
+    """A plan whose compute is launched as graphs, if that is wanted; None: if compute gains by it and there is room.
+    Raises PentadError for one whose steps are hardly ever, or never, like an earlier one, or that communicates
+    otherwise inside layers than by peer copies."""
     in_layers = [axis for axis in LAYER_AXES if getattr(plan.mesh, axis) > 1]
     reasons = {
         "CPU ranks": plan.device == "cpu",
@@ -130,7 +131,10 @@ def _with_graphs(wanted: bool | None, plan: Plan) -> Plan:
         return plan
     assert plan.rates is not None
     graphs = replace(plan, cuda_graphs=True, rates=launched(plan.rates))
-    return graphs if wanted or _compute_seconds(plan) > GRAPHS_GAIN * _compute_seconds(graphs) else plan
+    if wanted:
+        return graphs
+    gains = _compute_seconds(plan) > GRAPHS_GAIN * _compute_seconds(graphs)
+    return graphs if gains and fit_of(graphs, room).ok else plan
 
 
 def _compute_seconds(plan: Plan) -> float:

@@ -331,7 +331,7 @@ class _Search:
         """As the whole configuration plans it, evaluation included; None if that does not fit."""
         config = with_setting(self.config, timed.setting, self.held)
         with suppress(PentadError):
-            plan = make_plan(config, "cuda")
+            plan = make_plan(config, "cuda", memory=self.device)
             fit = fit_of(plan, self.device)
             if fit.ok:
                 return Planned(timed.setting, config, plan, timed.seconds, fit.needed)

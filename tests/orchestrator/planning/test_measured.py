@@ -40,8 +40,9 @@ each_run = pytest.mark.parametrize(
 
 
 def planned(run: dict[str, Any]) -> Plan:
-    """Gradients were reduced in buckets in some runs, which took no memory."""
+    """Gradients were reduced in buckets in some runs, which took no memory. None had graphs."""
     overrides = [each for each in run["overrides"] if not each.startswith("zero.bucket_mib")]
+    overrides += ["cluster.cuda_graphs=false"]
     overrides += [] if run["has_units"] else ["memory.unit_layers=100"]
     plan = make_plan(load(TESTS.parent / run["config"], overrides), "cuda")
     assert str(plan.mesh) == run["mesh"]

@@ -12,6 +12,7 @@ from pentad.orchestrator.cli.cli import main
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning import layout, planning
 from pentad.orchestrator.planning.estimate import (
+    GRAPHS_BYTES,
     ON_HOST,
     costs_of,
     flops_per_token,
@@ -19,6 +20,7 @@ from pentad.orchestrator.planning.estimate import (
     mfu,
     peak_flops,
 )
+from pentad.orchestrator.planning.fit import device_memory, fit_of
 from pentad.orchestrator.planning.hardware import rates_of
 from pentad.orchestrator.planning.planning import first_plan, make_plan, plan_on, shrunk_plan
 from pentad.schedules import compiler
@@ -101,6 +103,15 @@ def test_graphs_are_used_where_compute_would_wait_for_the_host() -> None:
     assert plan_of(small, device="cuda").cuda_graphs
     assert not plan_of(*large.split(), device="cuda").cuda_graphs
     assert not plan_of(small, "cluster.cuda_graphs=false", device="cuda").cuda_graphs
+
+
+def test_graphs_are_used_only_where_there_is_room_for_them() -> None:
+    config, room = load(None, ["model.hidden=512"]), device_memory("cuda")
+    needed = fit_of(make_plan(config, "cuda"), room).needed
+    for size, uses_graphs in ((needed, True), (needed - 1, False)):
+        plan = make_plan(config, "cuda", memory=replace(room, bytes=size))
+        assert plan.cuda_graphs == uses_graphs
+        assert fit_of(plan, room).needed == needed - GRAPHS_BYTES * (not uses_graphs)
 
 
 def test_null_warmup_and_minimum_learning_rate_are_a_tenth() -> None:

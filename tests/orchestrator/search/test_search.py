@@ -92,11 +92,11 @@ class Brute(NamedTuple):
     bytes: int
 
 
-def brute_force(config: RunConfig, space: Space) -> Iterator[Brute]:
+def brute_force(config: RunConfig, space: Space, room: DeviceMemory | None = None) -> Iterator[Brute]:
     """By `make_plan` of every setting."""
     for setting in space.settings(config):
         with suppress(PentadError, ScheduleError):
-            plan = make_plan(with_setting(config, setting), "cuda", proved=False)
+            plan = make_plan(with_setting(config, setting), "cuda", memory=room, proved=False)
             if plan.zero == setting.zero:  # without anything to shard a plan has none
                 needed = max(each["total"] for each in memories(plan))
                 yield Brute(setting, simulated_seconds(plan), needed)
@@ -111,11 +111,10 @@ SLOW = [(5, ""), *((seed, held) for held in ("", "recompute", "offload") for see
 @pytest.mark.parametrize(("seed", "held"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
 def test_the_search_finds_what_brute_force_finds(seed: int, held: str) -> None:
     config, space = case(seed, held)
-    plans = list(brute_force(config, space))
-    needed = sorted(each.bytes for each in plans)
+    needed = sorted(each.bytes for each in brute_force(config, space))
     for share in (0.0, 0.2, 0.5, 1.0):
         room = DeviceMemory(needed[int(share * (len(needed) - 1))] - (share == 0), "of a test")
-        best = dict[Mesh, float]()
+        best, plans = dict[Mesh, float](), list(brute_force(config, space, room))
         for each in plans:
             if each.bytes <= room.bytes:
                 best[each.setting.mesh] = min(each.seconds, best.get(each.setting.mesh, math.inf))
