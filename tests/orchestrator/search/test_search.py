@@ -19,6 +19,7 @@ import pytest
 from commands import Pentad
 
 from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.memory.variants import Variants
 from pentad.orchestrator.planning.estimate import memories, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, device_memory
@@ -92,11 +93,12 @@ class Brute(NamedTuple):
     bytes: int
 
 
-def brute_force(config: RunConfig, space: Space, room: DeviceMemory | None = None) -> Iterator[Brute]:
-    """By `make_plan` of every setting."""
+def brute_force(config: RunConfig, space: Space, graphs: str) -> Iterator[Brute]:
+    """By `make_plan` of every setting, with this value of cluster.cuda_graphs."""
+    config = with_words(config, (f"cluster.cuda_graphs={graphs}",))
     for setting in space.settings(config):
         with suppress(PentadError, ScheduleError):
-            plan = make_plan(with_setting(config, setting), "cuda", memory=room, proved=False)
+            plan = make_plan(with_setting(config, setting), "cuda", proved=False)
             if plan.zero == setting.zero:  # without anything to shard a plan has none
                 needed = max(each["total"] for each in memories(plan))
                 yield Brute(setting, simulated_seconds(plan), needed)
@@ -111,10 +113,12 @@ SLOW = [(5, ""), *((seed, held) for held in ("", "recompute", "offload") for see
 @pytest.mark.parametrize(("seed", "held"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
 def test_the_search_finds_what_brute_force_finds(seed: int, held: str) -> None:
     config, space = case(seed, held)
-    needed = sorted(each.bytes for each in brute_force(config, space))
+    pairs = list(zip(*(brute_force(config, space, graphs) for graphs in ("null", "false")), strict=True))
+    needed = sorted(each.bytes for pair in pairs for each in set(pair))
     for share in (0.0, 0.2, 0.5, 1.0):
         room = DeviceMemory(needed[int(share * (len(needed) - 1))] - (share == 0), "of a test")
-        best, plans = dict[Mesh, float](), list(brute_force(config, space, room))
+        # By default graphs are used where there is room for them.
+        best, plans = dict[Mesh, float](), [a if a.bytes <= room.bytes else b for a, b in pairs]
         for each in plans:
             if each.bytes <= room.bytes:
                 best[each.setting.mesh] = min(each.seconds, best.get(each.setting.mesh, math.inf))
