@@ -43,12 +43,12 @@ def _curve(plan: Plan, pp: int, need: dict[str, int], spans: dict[tuple[int, str
     if plan.zero > 1:
         pools[1] = wide * sum(longest([gradient_pool(each, pp) for each in plan.trained_programs]))
     activations, highest = _activations(plan, pp, times)
+    rest = sum(need[kind] for kind in ("slots", "tables", "graphs", "activations")) - highest
     fixed = {
         "optimizer state and master weights": need["optimizer"] + need["master"],
         "weights": need["parameters"] - pools[0],
         "gradients": need["gradients"] - pools[1],
-        "transfers, tables and workspaces": need["slots"] + need["tables"] + need["activations"] - highest,
-        "graphs": need["graphs"],
+        "transfers, tables, graphs and workspaces": rest,
     }
     units = [UnitName(unit, str(plan.layers[unit])) for unit in program.placement[pp]]
     samples = _merged(gathered, summed, activations, [unit.number for unit in units])
