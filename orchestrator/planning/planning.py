@@ -138,7 +138,7 @@ def _with_graphs(wanted: bool | None, plan: Plan, room: DeviceMemory) -> Plan:
 
 
 def _compute_seconds(plan: Plan) -> float:
-    """Of a microbatch on all stages."""
+    """Seconds of F, B and W of a microbatch on all stages."""
     costs = costs_of(plan)
     return sum(map(sum, (costs.forward, costs.backward, costs.weight)))
 

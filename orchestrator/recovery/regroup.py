@@ -294,5 +294,5 @@ class Regroup:
 
 
 def _restored(copy: CopySource | None) -> StateSource:
-    """Of ranks that read this copy, or a newer checkpoint; without a copy they may start from initial values."""
+    """What ranks begin with: state to read from this copy or a newer checkpoint; without a copy, initial values."""
     return "initial" if copy is None else "restored"

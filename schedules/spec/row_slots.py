@@ -34,7 +34,7 @@ def row_slot_elements(plan: Plan, axis: Axis) -> int:
 
 
 def _gathered_width(model: ModelSpec) -> int:
-    """Of a token's hidden vector or of its latent vectors, the widest."""
+    """The widest of a token's hidden vector and its latent vectors."""
     mla = model.mla
     return model.hidden if mla is None else max(model.hidden, mla.q_lora_rank, mla.kv_lora_rank + mla.qk_rope_head_dim)
 
