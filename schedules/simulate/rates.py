@@ -93,7 +93,7 @@ class Rates:
     Bytes/s of copies in a rank's memory, of what layers do besides products, and of an optimizer's update. Links inside
     layers to ranks on the host and to other hosts, those of transfers and ZeRO on a host where no operation leaves it
     (`peer`), and to host memory.
-    Seconds to launch an instruction, and of the host to issue an exchange inside a layer (`issue`; `peer_issue`: by peer
+    Seconds to launch an instruction, and of the host to issue exchanges inside a layer (`issue`; `peer_issue`: by peer
     copies, where no rank is on another host), and F, B and W of a layer without any (`layer_issue`). `source` says
     where they come from. The share of tp's bytes that products hide, and the order of axes in which ranks fill hosts.
     """
