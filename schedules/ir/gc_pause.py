@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """For work whose objects form no cycles, where scanning them again and again as they grow takes as long as the work,
-    and for work that a finalizer would disturb."""
+    """For work whose objects form no cycles, where scanning them again and again takes as long as the work, and for
+    work that a finalizer would disturb."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -59,10 +59,15 @@ def test_nothing_is_collected_while_a_graph_is_captured():
         def __del__(self) -> None:
             captured.append(torch.cuda.is_current_stream_capturing())
 
+    def work() -> None:
+        x.add_(1)
+        for _ in range(10 * gc.get_threshold()[0]):
+            Cycle()
+
     memory, x = CudaGraphMemory(), torch.zeros(1, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
         graph = memory.graph()
-        graph.capture(lambda: [x.add_(1), [Cycle() for _ in range(10 * gc.get_threshold()[0])]])
+        graph.capture(work)
         graph.launch()
     torch.cuda.synchronize()
     gc.collect()
