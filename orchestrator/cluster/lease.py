@@ -91,13 +91,16 @@ class Keeper:
         with self.changing:
             return self.lease.acquire(driver, replaces, time.monotonic())
 
+    @ray.method(enable_task_events=False)
     def renew(self, driver: Holder) -> bool:
         with self.changing:
             return self.lease.renew(driver, time.monotonic())
 
+    @ray.method(enable_task_events=False)
     def view(self) -> LeaseView:
         return self.lease.view(time.monotonic())
 
+    @ray.method(enable_task_events=False)
     def found(self) -> tuple[str, Placement | None]:
         """`ranks`, and their room, if there is some."""
         return self.ranks, find_placement(self.ranks)

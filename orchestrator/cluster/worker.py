@@ -173,7 +173,7 @@ class Worker:
         if self.runner is not None and generation == self.generation:
             self.runner.abort()
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="control", enable_task_events=False)
     def read_progress_of(self, progress_file: str, streams: Streams) -> Status:
         """The status of another rank of this node, which does not answer."""
         return read_status(Path(progress_file), streams)
@@ -290,7 +290,7 @@ class Worker:
         """Why the folder of a run's checkpoints cannot be read from here; None if it can."""
         return access_problem(location(folder))
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="control", enable_task_events=False)
     def status(self) -> Status:
         """Without a generation until `start` has created the runner."""
         leaving, of_node = self.notice.text, self.notice.of_node
@@ -300,7 +300,7 @@ class Worker:
         found = status_of(state, self.streams)
         return found._replace(gpu=self._telemetry(), leaving=leaving, node_leaving=of_node)
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="control", enable_task_events=False)
     def clock(self) -> float:
         """Monotonic seconds of this node."""
         return time.monotonic()

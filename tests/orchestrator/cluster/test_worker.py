@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from pentad.orchestrator.cluster import worker as workers
+from pentad.orchestrator.cluster.lease import Keeper
 from pentad.orchestrator.cluster.worker import StaleGeneration, StateSource, Worker, WorkerPlace
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.config.version import release
@@ -223,3 +224,10 @@ def test_the_cuda_index_of_a_gpu_is_its_position_among_the_visible_ones(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     gpus.append("7")
     assert workers._visible_index(-1) == workers._visible_index(7) == index
+
+
+@pytest.mark.parametrize(
+    "method", [Worker.status, Worker.clock, Worker.read_progress_of, Keeper.renew, Keeper.view, Keeper.found]
+)
+def test_what_the_driver_asks_again_and_again_is_not_in_rays_timeline(method: Any) -> None:
+    assert method.__ray_enable_task_events__ is False
