@@ -22,7 +22,7 @@ from pentad.orchestrator.memory.curve import memory_curves
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.memory.useless_recompute import recompute_note
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
-from pentad.orchestrator.monitoring.runfolder import with_kept_capacity
+from pentad.orchestrator.monitoring.runfolder import with_kept_division
 from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.balance import DataBalance, data_balance, require_pools
 from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume
@@ -238,7 +238,7 @@ def planned(
     if place == "cuda":
         require_tp_on_node(config.mesh.mesh, across=config.mesh.tp_across_nodes)
     room = device_memory(place, device_gib, gpu=gpu_of(config.cluster))
-    config = with_kept_capacity(config)
+    config = with_kept_division(config)
     is_open, choice = config.data.capacity_factor == "auto", choose(config, place, room)
     chosen = () if choice is None else choice.words
     config = with_words(config, chosen)

@@ -11,7 +11,7 @@ from pentad.orchestrator.api.rendering import log_console
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.choice import with_choices
 from pentad.orchestrator.monitoring.display import Display
-from pentad.orchestrator.monitoring.runfolder import with_kept_capacity
+from pentad.orchestrator.monitoring.runfolder import with_kept_division
 from pentad.orchestrator.planning.fit import device_of
 from pentad.orchestrator.run.interrupts import OnStep
 from pentad.schedules.ir.argument_types import checks_types
@@ -50,7 +50,7 @@ def run_displayed(
         if note:
             display.note(note)
         display.phase("checking the data and planning")
-        config = with_choices(with_kept_capacity(config), *device_of(config))
+        config = with_choices(with_kept_division(config), *device_of(config))
         from pentad.orchestrator.run.train import prepare
         from pentad.orchestrator.run.train import train as run
 

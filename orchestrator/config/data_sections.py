@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator
 
-from pentad.orchestrator.config.errors import Broken, within_or_auto
+from pentad.orchestrator.config.errors import Broken, two_costs, within_or_auto
 from pentad.orchestrator.config.sections import Count, Section, Text
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.data import DataSpec, SourceSpec, WeightChange
@@ -19,6 +19,8 @@ from pentad.workers.data.mixture import shares_of
 MOST_FACTOR = 100
 Factor = Annotated[float, Field(ge=1, le=MOST_FACTOR)]
 FactorOrAuto = Annotated[Factor | Literal["auto"], BeforeValidator(within_or_auto(1, MOST_FACTOR))]
+Cost = Annotated[float, Field(ge=0)]
+CostsOrAuto = Annotated[list[Cost] | Literal["auto"], BeforeValidator(two_costs)]
 
 
 class SourceSection(Section):
@@ -64,6 +66,10 @@ class DataSection(Section):
     """how a step is divided over ranks and microbatches: sequences in the order in which they are drawn; sequences by
     the work of their documents, so that replicas have as equal work as possible; or document by document, each on as
     many of the dp x ep x cp ranks as it needs, which change with every step"""
+    document_costs: CostsOrAuto = "auto"
+    """how long a document takes the ranks among which balance divides, beside 1 for each of its tokens: for the square
+    of its tokens, which is attention, and for each token that ranks of a group pass to each other, such as
+    [2.0e-5, 0.01]. auto: by the rates of the plan; a resumed run keeps its costs"""
     capacity_factor: FactorOrAuto = 1.25
     """with balance dynamic, the most tokens that a rank holds of a microbatch, over those that it would have if all
     ranks had equally many. auto: as many as its memory has room for, up to 3 times; a resumed run keeps its factor"""

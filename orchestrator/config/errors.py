@@ -8,6 +8,7 @@ import reprlib
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -185,6 +186,15 @@ def within_or_auto(least: int, most: int) -> Callable[[object], object]:
         return value
 
     return check
+
+
+def two_costs(value: object) -> object:
+    """As `within_or_auto`, for data.document_costs."""
+    pair = value if isinstance(value, list | tuple) and len(value) == 2 else (True,)
+    is_pair = all(isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each < inf for each in pair)
+    if value != "auto" and not is_pair:
+        raise PydanticCustomError("costs", "two numbers, at least 0, such as [2.0e-5, 0.01], or auto")
+    return value
 
 
 def mode_or_parts(value: object) -> object:

@@ -1,5 +1,6 @@
-"""memory.recompute: auto, and zero.max_gathered: auto: what fits and takes the least simulated time; and then
-data.capacity_factor: auto: as many tokens as there is room for.
+"""memory.recompute: auto, and zero.max_gathered: auto: what fits and takes the least simulated time; then
+data.document_costs: auto, those at the plan's rates, and data.capacity_factor: auto, as many tokens as there is room
+for.
 
 All end as ordinary values of the configuration, so a run with `auto` is the one with these values, bit by bit.
 """
@@ -46,11 +47,14 @@ def with_choices(config: RunConfig, device: str, room: DeviceMemory) -> RunConfi
 def choose(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
     """What takes the place of `auto`; None without it. Room for more tokens than the even share is what the fastest
     plan leaves. Raises PentadError if the configuration allows nothing."""
-    found = _fastest(config, device, room)
-    if config.data.capacity_factor != AUTO:
+    found, data = _fastest(config, device, room), config.data
+    if data.balance == "none" or AUTO not in (data.capacity_factor, data.document_costs):
         return found
     words, plan = found or Choice((), make_plan(config, device, memory=room))
-    words = (*words, f"data.capacity_factor={fitting_factor(with_words(config, words), plan, room)}")
+    if data.document_costs == AUTO and (costs := plan.batch.document_costs) is not None:
+        words = (*words, f"data.document_costs=[{costs.quadratic}, {costs.ring}]")
+    if data.capacity_factor == AUTO:
+        words = (*words, f"data.capacity_factor={fitting_factor(with_words(config, words), plan, room)}")
     return Choice(words, make_plan(with_words(config, words), device, memory=room))
 
 

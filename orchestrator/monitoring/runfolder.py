@@ -337,13 +337,17 @@ def resumed_config(config: RunConfig) -> RunConfig | None:
     return saved
 
 
-def with_kept_capacity(config: RunConfig) -> RunConfig:
-    """A resumed run has the factor of its first steps in place of data.capacity_factor: auto, and so the same groups on
-    any devices."""
-    saved = resumed_config(config) if config.data.capacity_factor == "auto" else None
-    if saved is None or saved.data.balance != "dynamic":
+def with_kept_division(config: RunConfig) -> RunConfig:
+    """A resumed run has the factor and the costs of its first steps in place of data.capacity_factor: auto and
+    data.document_costs: auto, and so the same groups on any devices, with any rates."""
+    data = config.data
+    is_open = data.balance != "none" and "auto" in (data.capacity_factor, data.document_costs)
+    saved = resumed_config(config) if is_open else None
+    if saved is None or saved.data.balance != data.balance:
         return config
-    return load(config, [f"data.capacity_factor={saved.data.capacity_factor}"])
+    kept = {"capacity_factor": saved.data.capacity_factor, "document_costs": saved.data.document_costs}
+    words = [f"data.{key}={value}" for key, value in kept.items() if getattr(data, key) == "auto" != value]
+    return load(config, words) if words else config
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> Changes:

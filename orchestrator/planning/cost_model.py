@@ -140,7 +140,7 @@ def _stage_seconds(
     model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates, lora: LoraSpec | None
 ) -> StageSeconds:
     """Compute, and communication inside layers, for which they wait; devices wait for the host to start it."""
-    compute = _compute_seconds(model, span, piece, rates)
+    compute = compute_seconds(model, span, piece, rates)
     if lora is not None:
         adapters = _active_adapters(model, lora, span)
         seconds = 2 * piece.tokens * adapters / (rates.flops * piece.mesh.tp)
@@ -212,7 +212,8 @@ def _active_adapters(model: ModelSpec, lora: LoraSpec, span: LayerRange) -> floa
     return sum(math.prod(each.shape) * (visited if each.experts else 1.0) for each in found)
 
 
-def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates) -> StageSeconds:
+def compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates) -> StageSeconds:
+    """Without communication, and without the host."""
     first, end, _, is_last = span
     if model.custom is not None:
         seconds = piece.rows * sum(layer.flops for layer in model.custom.layers[first:end]) / rates.flops

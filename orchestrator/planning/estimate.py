@@ -24,7 +24,6 @@ from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.simulate.simulate import event_times
 from pentad.schedules.simulate.timeline import Timeline
-from pentad.schedules.spec.batch import DocumentCosts
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import PIECE_ELEMENTS, PIECES, ROUND_ELEMENTS
 from pentad.schedules.spec.plan import ParamShard, Plan
@@ -77,13 +76,6 @@ def flops_per_token(model: ModelSpec, length: int, *, causal: bool = True, froze
     parameters = sum(active_parameters(model, layer) for layer in range(layers)) + model.hidden
     parameters += (1 + model.mtp_layers) * model.vocab * model.hidden + 2 * model.mtp_layers * model.hidden**2
     return (4.0 if frozen else 6.0) * parameters + (6.0 if causal else 12.0) * attention
-
-
-def document_costs(model: ModelSpec, length: int) -> DocumentCosts:
-    """In FLOPs of training: linear in the tokens but for attention, whose share is that at `length` tokens."""
-    least, most = flops_per_token(model, 1), flops_per_token(model, length)
-    quadratic = (most - least) / max(1, length - 1)
-    return DocumentCosts(quadratic, least - quadratic)
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

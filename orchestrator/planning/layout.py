@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pentad.orchestrator.activations.allocations import BYTES, Piece, wide_bytes
+from pentad.orchestrator.activations.allocations import BYTES, Piece, piece_of, wide_bytes
 from pentad.orchestrator.config.config import Layout, RunConfig
-from pentad.orchestrator.planning.cost_model import guess_costs, local_parameters
-from pentad.orchestrator.planning.estimate import document_costs
+from pentad.orchestrator.planning.cost_model import compute_seconds, guess_costs, local_parameters
 from pentad.orchestrator.planning.hardware import gpu_of, links_of, rates_for, rates_of
 from pentad.orchestrator.planning.numerics import fp8_spec
 from pentad.schedules.catalogue import CATALOGUE, generate
@@ -21,7 +20,7 @@ from pentad.schedules.passes.units import place_units
 from pentad.schedules.search.auto import AUTO, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.spec.batch import BatchSpec
+from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import Plan, layers_of_sizes, num_units, split_layers, split_layers_by_cost
@@ -163,16 +162,44 @@ def compute_dtype(config: RunConfig, device: str) -> str:
     return {"cuda": "bfloat16", "cpu": "float32"}[device] if chosen == "auto" else chosen
 
 
+def divided(config: RunConfig, plan: Plan) -> BatchSpec:
+    """A plan's batch, as data.balance divides it."""
+    section = config.data
+    if section.balance == "none":
+        return plan.batch
+    given = section.document_costs
+    costs = document_costs(plan) if given == "auto" else DocumentCosts(given[0], 1.0, given[1])
+    batch = replace(plan.batch, document_costs=costs)
+    factor = 1.0 if section.capacity_factor == "auto" else section.capacity_factor
+    return grouped(replace(plan, batch=batch), factor) if section.balance == "dynamic" else batch
+
+
 def grouped(plan: Plan, factor: float = CAPACITY_FACTOR) -> BatchSpec:
     """A plan's batch with data-aware groups, in which a rank holds at most `factor` times its even share of tokens."""
-    batch, mesh, model = plan.batch, plan.mesh, plan.model
-    rates = plan.rates or rates_of(plan.device, plan.gpu)
-    bandwidth = links_of(rates, mesh, ("cp" if mesh.cp > 1 else "dp",), in_layers=True).send.bandwidth
-    costs = document_costs(model, batch.sequence_length)
-    costs = costs._replace(ring=_ring_bytes(model, plan.dtype) / bandwidth * rates.flops)
+    batch, mesh = plan.batch, plan.mesh
     even = batch.micro_batch_size * batch.sequence_length / mesh.cp
     unit = math.lcm(2, mesh.tp)  # of a shared sequence's two chunks, and of tokens that tp ranks divide
+    costs = batch.document_costs or document_costs(plan)
     return replace(batch, document_costs=costs, capacity=unit * math.ceil(factor * even / unit))
+
+
+def document_costs(plan: Plan) -> DocumentCosts:
+    """Seconds of F, B and W at the plan's rates, over those of a token without attention: quadratic in the tokens of a
+    document for attention, whose rate is that at the length of a sequence. Rounded, for config.yaml."""
+    model, mesh, length = plan.model, plan.mesh, plan.batch.sequence_length
+    rates, whole = plan.rates or rates_of(plan.device, plan.gpu), LayerRange(0, model.layers, True, True)
+    tokens, alone = plan.batch.micro_batch_size * length, Mesh(tp=mesh.tp, ep=mesh.ep)
+
+    def seconds(of: int) -> float:
+        piece = piece_of(plan)._replace(rows=tokens // of, length=of, slices=1, mesh=alone)
+        found = compute_seconds(model, whole, piece, rates)
+        return (found.forward + found.backward + found.weight) / tokens
+
+    link = links_of(rates, mesh, ("cp" if mesh.cp > 1 else "dp",), in_layers=True).send
+    attention = (seconds(length) - seconds(1)) / max(1, length - 1)
+    linear = seconds(1) - attention
+    ring = _ring_bytes(model, plan.dtype) / link.bandwidth
+    return DocumentCosts(*(float(f"{each / linear:.4g}") for each in (attention, linear, ring)))
 
 
 def _ring_bytes(model: ModelSpec, dtype: str) -> int:

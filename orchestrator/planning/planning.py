@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pentad.orchestrator.activations.activation_memory import cuts, with_slots
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.cost_model import guess_costs
-from pentad.orchestrator.planning.estimate import costs_of, document_costs
+from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.fit import DeviceMemory, device_memory, fit_of, host_memory, require_host
 from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_name, gpu_of, launched, local_device, rates_for
 from pentad.orchestrator.planning.layout import (
@@ -23,8 +23,8 @@ from pentad.orchestrator.planning.layout import (
     compute_dtype,
     compute_order,
     default_units,
+    divided,
     first_piece,
-    grouped,
     layout_of,
     require_groups,
     row_fraction,
@@ -240,8 +240,6 @@ def draft(
 ) -> Plan:
     """A plan with a given program."""
     batch, rates = batch_spec(config), rates_for(config.cluster, device)
-    if config.data.balance == "documents":
-        batch = replace(batch, document_costs=document_costs(model, batch.sequence_length))
     plan = Plan(
         name=config.run.name,
         mesh=config.mesh.mesh,
@@ -273,9 +271,7 @@ def draft(
     require_fp8(plan, config.cluster.gpu or gpu_name())
     if config.data.balance == "dynamic":
         require_groups(config, model, program)
-        factor = config.data.capacity_factor
-        plan = replace(plan, batch=grouped(plan, 1.0 if factor == "auto" else factor))
-    return plan
+    return replace(plan, batch=divided(config, plan))
 
 
 def _eval(config: RunConfig, program: Program, costs: Costs, transport: str, options: MemoryOptions) -> EvalSpec | None:

@@ -1,8 +1,8 @@
 """Simulates what room for more tokens gives data-aware groups, and plans how much room there is.
 
-python tests/bench/capacity.py RESULTS.json
+PYTHONPATH=.typings:tests/support python tests/bench/capacity.py RESULTS.json
 
-Nothing is trained, and no cost is measured. `balance`: steps of tests/bench/uneven.py, with its costs and lengths, in
+Nothing is trained. `balance`: steps of tests/bench/uneven.py, with its costs and lengths, in
 which a rank holds at most `factor` times its even share of tokens; the time of the last rank over the mean work of all,
 the mean of as many batches as stated. `planned`: the factor that data.capacity_factor: auto chooses for Llama 3.1 8B on
 eight H100 of 80 GB (dp2 x cp4, ZeRO-3, two microbatches of a sequence, memory.recompute: attention, a host of 2,000
@@ -69,7 +69,8 @@ def main(out: Path) -> None:
         room.append({"length": length, "factor": {f"{share:g}": planned_factor(length, share) for share in SHARES}})
         print(room[-1], flush=True)
     machine = f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
-    facts = {"kind": "simulation", "command": f"python tests/bench/capacity.py {out}", "machine": machine}
+    command = f"PYTHONPATH=.typings:tests/support python tests/bench/capacity.py {out}"
+    facts = {"kind": "simulation", "command": command, "machine": machine}
     facts |= {"date": datetime.now(UTC).date().isoformat(), "about": __doc__}
     out.write_text(json.dumps({**facts, "balance": balance, "planned": room}, indent=1) + "\n")
 

@@ -1,18 +1,19 @@
 """Simulates how long a step on documents of unequal lengths takes on pools of ranks, by method.
 
-python tests/bench/uneven.py RESULTS.json
+PYTHONPATH=.typings python tests/bench/uneven.py RESULTS.json
 
-Nothing is trained, and no cost is measured. A document of s tokens costs s + s^2 / 65,536 on one rank: attention is
-half of the work at 65,536 tokens; each token received in a ring costs 2 % of one that is computed. A step has two
-microbatches of 32,768 tokens for each rank. Sequences are as long as the longest document may be (the cap), and
-documents fill them as they are drawn, cut at their ends. `fixed`: cp ranks share every sequence, as many as give each
-32,768 tokens, and sequences are dealt as they are drawn; `packed`: on the same mesh, dealt by cost; `best_static`:
-dealt by cost on the best mesh of as many or more context ranks (fewer cannot hold a sequence); `dynamic`: ranks by
-document, each with room for 40,960 tokens of a microbatch (the planner of data.balance: dynamic), with the waits of the
-ranks of a group for each other. Lengths are those of two distributions, whose parameters the functions below state,
-and of real texts: a histogram (results/lengths-real-texts.json, with its commands), uniform within its bins. Times are
-those of the last rank over the lower bound of all groups, means of as many batches as stated; `speedup` is that of
-dynamic over fixed and over best_static. There are no pipelines.
+Nothing is trained. Costs of documents are those of Llama 3.1 8B at the rates that `pentad calibrate` measured on an
+H100 (results/calibration-h100.json): attention is half of the work at 32,300 tokens; each token received in a ring
+costs 2.3 % of one that is computed, over a link that is assumed. A step has two microbatches of 32,768 tokens for
+each rank. Sequences are as long as the longest document may be (the cap), and documents fill them as they are drawn,
+cut at their ends. `fixed`: cp ranks share every sequence, as many as give each 32,768 tokens, and sequences are dealt
+as they are drawn; `packed`: on the same mesh, dealt by cost; `best_static`: dealt by cost on the best mesh of as many
+or more context ranks (fewer cannot hold a sequence); `dynamic`: ranks by document, each with room for 40,960 tokens
+of a microbatch (the planner of data.balance: dynamic), with the waits of the ranks of a group for each other. Lengths
+are those of two distributions, whose parameters the functions below state, and of real texts: a histogram
+(results/lengths-real-texts.json, with its commands), uniform within its bins. Times are those of the last rank over
+the lower bound of all groups, means of as many batches as stated; `speedup` is that of dynamic over fixed and over
+best_static. There are no pipelines.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import count, takewhile
@@ -28,15 +30,31 @@ from statistics import fmean
 
 import numpy as np
 
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.layout import document_costs
+from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.search.batch_planner import balanced
 from pentad.schedules.search.hybrid_planner import hybrid
 from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
 
 TOKENS, MICROBATCHES = 2**15, 2
 CAPACITY = TOKENS * 5 // 4
-COSTS = DocumentCosts(1 / 65_536, 1.0, 0.02)
-TEXTS = json.loads((Path(__file__).parent / "results" / "lengths-real-texts.json").read_text())["lengths"]
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "tests" / "bench" / "results"
+TEXTS = json.loads((RESULTS / "lengths-real-texts.json").read_text())["lengths"]
 POOLS = [(ranks, cap) for cap in (2**18, 2**21) for ranks in (64, 256, 512, 4096)]
+
+
+def measured_costs() -> DocumentCosts:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as table:
+        table.write(json.dumps(json.loads((RESULTS / "calibration-h100.json").read_text())["table"]))
+        table.flush()
+        one = ["mesh.tp=1", "schedule.microbatches=1", "batch.global_batch_size=1", f"batch.sequence_length={TOKENS}"]
+        words = [*one, f"cluster.rates={table.name}", "cluster.gpu=NVIDIA H100 80GB HBM3"]
+        return document_costs(make_plan(load(ROOT / "deploy" / "jobs" / "llama-8b.yaml", words), "cuda"))
+
+
+COSTS = measured_costs()
 
 
 def lognormal_pareto(random: np.random.Generator, count: int) -> np.ndarray:
@@ -111,7 +129,8 @@ def main(out: Path) -> None:
             rows.append({"mix": mix, **sizes, **means, "speedup": gains})
             print(rows[-1], flush=True)
     machine = f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
-    facts = {"kind": "simulation", "command": f"python tests/bench/uneven.py {out}", "machine": machine}
+    command = f"PYTHONPATH=.typings python tests/bench/uneven.py {out}"
+    facts = {"kind": "simulation", "command": command, "machine": machine}
     facts |= {"date": datetime.now(UTC).date().isoformat(), "about": __doc__}
     out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 

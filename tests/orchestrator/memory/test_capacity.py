@@ -14,7 +14,7 @@ from pentad.orchestrator.api.training import train
 from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.memory.capacity import STEPS, USEFUL
 from pentad.orchestrator.memory.choice import choose, with_choices
-from pentad.orchestrator.monitoring.runfolder import with_kept_capacity
+from pentad.orchestrator.monitoring.runfolder import with_kept_division
 from pentad.orchestrator.planning.estimate import memory
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of, fits_host, host_bytes
 from pentad.orchestrator.planning.planning import make_plan
@@ -133,7 +133,7 @@ def test_plan_says_why_and_what_more_offloading_gives(config: RunConfig) -> None
     assert more[0.75] == chosen(load(config, ["memory.offload_fraction=0.75"]), room)
     tokens = f"a rank holds up to {found.plan.batch.capacity:,} tokens of a microbatch, {factor:.2f} times its even"
     text = " ".join(str(found).split())
-    assert tokens in text and f"chosen: data.capacity_factor={factor}" in text
+    assert tokens in text and f"data.capacity_factor={factor}" in text
     assert f"by memory.offload_fraction: {more[0.75]:.2f} with 0.75, {more[1.0]:.2f} with 1" in text
     assert found.facts()["capacity"]["offloaded"] == {"0.75": more[0.75], "1": more[1.0]}
     assert "more would hardly balance documents better" in " ".join(str(planned(config, "cuda", 1000.0)).split())
@@ -154,16 +154,28 @@ def test_what_makes_no_sense_is_refused_in_one_sentence(config: RunConfig, overr
 
 
 def test_a_resumed_run_keeps_its_factor_on_other_devices(config: RunConfig, tmp_path: Path) -> None:
-    assert with_kept_capacity(config) is config, "a new run"
+    assert with_kept_division(config) is config, "a new run"
     (tmp_path / "groups").mkdir()
     (tmp_path / "groups" / "config.yaml").write_text(dump(load(config, ["data.capacity_factor=1.37"])))
-    assert with_kept_capacity(config).data.capacity_factor == 1.37
-    assert with_kept_capacity(load(config, ["data.capacity_factor=1.5"])).data.capacity_factor == 1.5
+    assert with_kept_division(config).data.capacity_factor == 1.37
+    assert with_kept_division(load(config, ["data.capacity_factor=1.5"])).data.capacity_factor == 1.5
     found = planned(config, "cuda", 1000.0)
     assert found.capacity is None and found.plan.batch.capacity == 2 * -(-1.37 * 2048 // 2)
     other = load(config, ["data.balance=none", "data.capacity_factor=1.25"])
     (tmp_path / "groups" / "config.yaml").write_text(dump(other))
-    assert with_kept_capacity(config) is config, "its steps have had no groups"
+    assert with_kept_division(config) is config, "its steps have had no groups"
+
+
+def test_a_resumed_run_keeps_its_costs_with_other_rates(config: RunConfig, tmp_path: Path) -> None:
+    config = load(config, ["data.capacity_factor=1.5"])
+    chosen = with_choices(config, "cuda", DeviceMemory(2**60, "of a test"))
+    first = make_plan(chosen, "cuda").batch.document_costs
+    assert first is not None and chosen.data.document_costs == [first.quadratic, first.ring]
+    (tmp_path / "groups").mkdir()
+    (tmp_path / "groups" / "config.yaml").write_text(dump(chosen))
+    other = load(config, ["cluster.gpu=NVIDIA L40S"])
+    assert make_plan(other, "cuda").batch.document_costs != first
+    assert make_plan(with_kept_division(other), "cuda").batch.document_costs == first
 
 
 @pytest.mark.slow

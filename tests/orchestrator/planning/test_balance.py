@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from mixtures import mixed
-from plans import MODEL, plan_on_mesh
+from plans import plan_on_mesh
 
+from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.balance import data_balance, require_pools
-from pentad.orchestrator.planning.estimate import document_costs, flops_per_token
-from pentad.orchestrator.planning.layout import grouped
+from pentad.orchestrator.planning.estimate import flops_per_token
+from pentad.orchestrator.planning.layout import document_costs
+from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.rates import AttentionRates
 from pentad.schedules.spec.batch import DocumentCosts
 from pentad.schedules.spec.data import Packing
 from pentad.workers.data.sources import open_dataset, open_prepared
+
+BALANCED = ["data.balance=documents", "data.packing=documents", "data.document_mask=true"]
 
 
 @pytest.mark.parametrize("packing", ["windows", "documents"])
@@ -30,8 +36,7 @@ def test_balance_is_of_the_samples_that_steps_read(tmp_path: Path, packing: Pack
         work.append(read)
     lengths = [row.tolist() for row in dataset.document_lengths(0)]
     assert all(read[: len(each)] == each and sum(each) <= 8 for read, each in zip(work, lengths, strict=True))
-    costs = document_costs(MODEL, 8)
-    ring = grouped(plan).document_costs or costs
+    ring = costs = document_costs(plan)
     halves = [sum(two_ranks(ring, n) for row in half for n in row) for half in (work[:8], work[8:])]
     found = data_balance(plan, dataset, 1)
     even = costs.alone([n for row in lengths for n in row]).sum() / 4
@@ -73,9 +78,35 @@ def test_a_pool_that_cannot_be_is_one_sentence(
     assert str(caught.value) == sentence
 
 
-def test_costs_of_a_document_are_the_flops_of_training_on_it() -> None:
-    costs = document_costs(MODEL, 8)
-    assert costs.alone([1, 8]).tolist() == pytest.approx([n * flops_per_token(MODEL, n) for n in (1, 8)])
+def test_costs_of_a_document_are_the_planned_seconds_of_training_on_it() -> None:
+    """On a GPU whose attention attains half of what its products do, it takes twice as long, and in B five products
+    for four."""
+    config = load(Path("deploy/jobs/llama-8b.yaml"), ["mesh.tp=1", "batch.sequence_length=32768"])
+    model = config.model_spec("bfloat16")
+    plan = make_plan(config, "cuda")
+    assert plan.rates is not None
+    fast = replace(plan.rates, elementwise=math.inf, memory=math.inf)
+    half = ((1.0, fast.flops / 2),)
+    slow = replace(fast, attention=(AttentionRates(128, half, half),))
+    by_flops = flops_per_token(model, 32768) / flops_per_token(model, 1) - 1
+    for rates, times in ((fast, 1.0), (slow, 2.0)):
+        costs = document_costs(replace(plan, rates=rates))
+        share = costs.quadratic * 32768
+        assert share == pytest.approx(times * (1 + 2.5) / 3 * by_flops, rel=0.01)
+        assert costs.linear == 1.0 and costs.ring > 0
+
+
+def test_given_costs_are_those_of_the_plan() -> None:
+    config = load(Path("deploy/jobs/llama-1b.yaml"), [*BALANCED, "data.document_costs=[3.0e-5, 0.02]"])
+    assert make_plan(config, "cuda").batch.document_costs == DocumentCosts(3e-5, 1.0, 0.02)
+
+
+@pytest.mark.parametrize("value", ["[1.0]", "[1.0, -1.0]", "[1.0, true]", "[1.0, .inf]", "often"])
+def test_costs_that_are_none_are_refused_in_one_sentence(value: str) -> None:
+    with pytest.raises(PentadError) as caught:
+        load(Path("deploy/jobs/llama-1b.yaml"), [*BALANCED, f"data.document_costs={value}"])
+    assert str(caught.value).startswith("data.document_costs is ")
+    assert str(caught.value).endswith("expected two numbers, at least 0, such as [2.0e-5, 0.01], or auto")
 
 
 def test_nothing_is_packed_to_look_at_it(tmp_path: Path) -> None:
