@@ -29,6 +29,7 @@ class Replication:
         self.every, self.copies, self.bus = every, copies, bus
         self.attempted = -1  # steps in the newest copy submitted
         self.copied = -1  # and in the one that counts
+        self.most_meanwhile = 0  # steps that have run while a copy was made
         self.making: Transfer | None = None
         self.committing: Refs = {}  # the answers to the newest commit
 
@@ -80,11 +81,17 @@ class Replication:
             self.bus.display.note(f"no copy of step {making.step} in memory, training continues: {problem}")
             return
         self.committing = self.copies.commit(making.step)
+        seconds, meanwhile = round(time.monotonic() - making.began, 3), done - making.step
+        if meanwhile > max(self.every, self.most_meanwhile):
+            text = f"the copy of step {making.step} in memory took {seconds:.1f} s, and {meanwhile} steps ran meanwhile"
+            now = f"elastic.replicate_every is {self.every}: with as few steps copies are made one after the other"
+            self.bus.display.note(f"{text}, which a lost rank would cost; {now}")
+        self.most_meanwhile = max(self.most_meanwhile, meanwhile)
         if self.copied < 0:
-            seconds = round(time.monotonic() - making.began, 3)
             size, near = sum(answer.bytes for answer in answers), self.copies.num_on_the_same_node
             holders = list(self.copies.holders)
-            self.bus.record("copies", **facts, seconds=seconds, bytes=size, holders=holders, on_the_same_node=near)
+            took = {"seconds": seconds, "steps_meanwhile": meanwhile, "bytes": size}
+            self.bus.record("copies", **facts, **took, holders=holders, on_the_same_node=near)
             if near:
                 text = f"the state of {near} of {len(holders)} ranks is copied to ranks of the same node"
                 self.bus.display.note(f"{text}: that protects from the loss of ranks, not of the node")

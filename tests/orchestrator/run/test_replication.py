@@ -13,10 +13,19 @@ class StubCopies:
 
     def __init__(self) -> None:
         self.is_ready, self.asked = False, list[int]()
-        self.group = SimpleNamespace(is_ready=lambda refs: True, gather=lambda refs, seconds: ({}, {}))
+        self.group = SimpleNamespace(
+            generation=0,
+            is_ready=lambda refs: True,
+            gather=lambda refs, seconds: ({}, {}),
+            collect=lambda refs, tick: [SimpleNamespace(bytes=8)],
+        )
+        self.num_on_the_same_node, self.holders = 0, [0]
 
     def submit(self, step: int) -> dict[int, Any]:
         self.asked.append(step)
+        return {}
+
+    def commit(self, step: int) -> dict[int, Any]:
         return {}
 
 
@@ -39,3 +48,20 @@ def test_a_copy_that_hands_the_state_over_waits_for_memory(copies: StubCopies) -
     replication = Replication(10, copies, None)  # type: ignore[arg-type]
     replication.submit(3, required=True)
     assert copies.asked == [3]
+
+
+def test_copies_that_take_more_steps_than_are_between_them_are_noted_once(copies: StubCopies) -> None:
+    notes, events, files = list[str](), list[dict[str, Any]](), SimpleNamespace(waiting=False)
+    bus = SimpleNamespace(
+        folder=SimpleNamespace(files=files),
+        display=SimpleNamespace(note=notes.append),
+        record=lambda event, **facts: events.append(facts),
+    )
+    replication = Replication(4, copies, bus)  # type: ignore[arg-type]
+    copies.is_ready = True
+    for first, last in ((4, 30), (32, 36), (36, 62), (64, 91)):
+        replication.submit(first)
+        replication.continue_(last)
+    assert [each["steps_meanwhile"] for each in events] == [26], "of the first one"
+    assert [note.split(" in memory")[0] for note in notes] == ["the copy of step 4", "the copy of step 64"]
+    assert "26 steps ran meanwhile, which a lost rank would cost; elastic.replicate_every is 4" in notes[0]
