@@ -16,6 +16,7 @@ import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.safetensors_header import Stored
+from pentad.workers.prefault import prefault
 
 Index = dict[str, dict[str, Stored]]  # where the tensors of each file of a part begin in it
 
@@ -106,11 +107,13 @@ class HostCopies:
                     return self.spare.pop(number)
             self.spare.clear()
         try:
-            return np.empty(size, np.uint8)
+            memory = np.empty(size, np.uint8)
         except MemoryError:
             raise PentadError(
                 f"a copy of another rank's state needs {size} bytes of host memory: expected room"
             ) from None
+        prefault(memory)
+        return memory
 
     def _drop(self, which: tuple[CopyKey, int]) -> None:
         part = self.parts.pop(which)
