@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-PART_BYTES = 256 << 20  # which a thread fills at a time
+PART_BYTES = 64 << 20  # which a thread fills at a time
 MOST_THREADS = 8  # of one rank: others of the host do the same
 
 
