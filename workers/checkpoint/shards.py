@@ -96,7 +96,9 @@ def read_elements(
                 file.seek(at + (first - piece.start) * dtype.itemsize)
                 size = (end - start) * dtype.itemsize
                 if buffer is not None and (first, last) == (start, end) and hasattr(file, "view"):
-                    return torch.from_numpy(file.view(size)).view(dtype)
+                    if (content := file.view(size)).nbytes != size:
+                        raise missing(piece.file)
+                    return torch.from_numpy(content).view(dtype)
                 if found is None:
                     if buffer is None or buffer.numel() < size:
                         buffer = torch.empty(size, dtype=torch.uint8)
