@@ -82,6 +82,7 @@ class Trial:
             for worker in self.ranks:
                 worker.answer(worker.call_now("commit", self.copies.key(1, step)))
             facts["bytes_a_rank"] = answers[0].bytes
+            facts["sent_gb_per_s"] = min(answer.bytes / answer.transfer_seconds for answer in answers) / 1e9
         if kind == "checkpoint":
             facts["bytes_a_rank"] = sum(entry["bytes"] for entry in answers[0].entries)
             shutil.rmtree(self.folder)

@@ -78,19 +78,32 @@ def read(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, torch.Tensor
     return {name: read_elements(checkpoint, name, 0, math.prod(shape)).view(shape) for name, shape in shapes.items()}
 
 
-def read_elements(checkpoint: Checkpoint, name: str, start: int, end: int) -> torch.Tensor:
+def read_elements(
+    checkpoint: Checkpoint, name: str, start: int, end: int, buffer: torch.Tensor | None = None
+) -> torch.Tensor:
     """Elements `start` to `end`, in C order, of a tensor that the checkpoint has: flat, on the CPU in memory of their
-    own. Reads no others."""
+    own. Reads no others.
+
+    With a `buffer` [bytes] they are in it, if it has room for them, or a view of the file if that is in this process.
+    """
     found = None
     for piece in checkpoint.tensors[name]:
         first, last = max(start, piece.start), min(end, piece.end)
         if first < last:
             with _opened(checkpoint, piece.file) as (file, stored):
                 spec, at = stored[piece.stored]
+                dtype = _TORCH[spec["dtype"]]
+                file.seek(at + (first - piece.start) * dtype.itemsize)
+                size = (end - start) * dtype.itemsize
+                if buffer is not None and (first, last) == (start, end) and hasattr(file, "view"):
+                    if (content := file.view(size)).nbytes != size:
+                        raise missing(piece.file)
+                    return torch.from_numpy(content).view(dtype)
                 if found is None:
-                    found = torch.empty(end - start, dtype=_TORCH[spec["dtype"]])
+                    if buffer is None or buffer.numel() < size:
+                        buffer = torch.empty(size, dtype=torch.uint8)
+                    found = buffer[:size].view(dtype)
                 target = found[first - start : last - start].view(torch.uint8).numpy()
-                file.seek(at + (first - piece.start) * found.element_size())
                 if file.readinto(target) != target.nbytes:
                     raise missing(piece.file)  # cut off since it was verified
     return torch.empty(0, dtype=dtype_of(checkpoint, name)) if found is None else found

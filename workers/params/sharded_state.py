@@ -7,8 +7,10 @@ same part, or ZeRO shards of it, write a piece of it each (see `Piece`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
+from threading import BoundedSemaphore
 
 import torch
 
@@ -20,6 +22,11 @@ from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.checkpoint.manifest import piece_name
 from pentad.workers.params.local_tensor import LocalTensor
 from pentad.workers.params.parameters import Parameters, StatePart
+
+READ_ELEMENTS = 2**23  # of a tensor, which a thread reads at a time
+READ_BYTES = 4 * READ_ELEMENTS
+StateRead = Callable[[torch.Tensor], object]  # which gets a buffer [READ_BYTES]
+_ASSEMBLING = BoundedSemaphore(4)  # full tensors in memory at once
 
 
 def shard_file(plan: Plan, shard: ParamShard, index: int, count: int) -> str:
@@ -61,16 +68,31 @@ def _cut(parts: Sequence[StatePart], index: int, count: int) -> Iterator[StatePa
         at += values.numel()
 
 
-def read_part(source: Checkpoint, kind: str, local: LocalTensor, span: slice) -> torch.Tensor:
-    """Elements `span` of a rank's part of a tensor, flat, whatever parts it was stored in; otherwise as `read_full`.
+def state_reads(source: Checkpoint, part: StatePart) -> Iterator[StateRead]:
+    """What reads a part of the state from a checkpoint, in any order and at once.
 
-    Reads no other elements if the tensor is stored in the same parts, of which pieces may be in several files.
+    If the tensor is stored in the same parts, of which pieces may be in several files, nothing else is read, and at
+    most READ_ELEMENTS at a time, so that threads share a large tensor. Otherwise as `read_full`, once.
     """
+    kind, local, span, values = part
     name = f"{kind}.{local.tensor.tied_to or local.name}"
     stored = f"{kind}.{stored_name(local, local.tensor.tied_to or local.name)}"
     if stored in source.tensors and source.tensors[stored][0].shape == local.shape:
-        return shards.read_elements(source, stored, span.start, span.stop)
-    return local.slice_of(read_full(source, name, local.tensor.shape)).flatten()[span]
+        for at in range(0, values.numel(), READ_ELEMENTS):
+            yield partial(_read_stored, source, stored, span.start + at, values[at : at + READ_ELEMENTS])
+    else:
+        yield partial(_read_assembled, source, name, local, span, values)
+
+
+def _read_stored(source: Checkpoint, stored: str, start: int, values: torch.Tensor, buffer: torch.Tensor) -> None:
+    values.copy_(shards.read_elements(source, stored, start, start + values.numel(), buffer))
+
+
+def _read_assembled(
+    source: Checkpoint, name: str, local: LocalTensor, span: slice, values: torch.Tensor, buffer: torch.Tensor
+) -> None:
+    with _ASSEMBLING:
+        values.copy_(local.slice_of(read_full(source, name, local.tensor.shape)).flatten()[span])
 
 
 def read_full(source: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:

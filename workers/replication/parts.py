@@ -97,16 +97,16 @@ class HostCopies:
             part = self.parts.get((key, owner))
             return None if part is None else part.data
 
-    def room(self, size: int) -> np.ndarray:
-        """Memory for a part of another rank, if possible that of one that was dropped. Raises PentadError if there is
-        none."""
+    def room(self, size: int) -> tuple[np.ndarray, bool]:
+        """Memory for a part of another rank, if possible that of one that was dropped, and whether it is new: without
+        pages. Raises PentadError if there is none."""
         with self.lock:
             for number, memory in enumerate(self.spare):
                 if memory.nbytes == size:
-                    return self.spare.pop(number)
+                    return self.spare.pop(number), False
             self.spare.clear()
         try:
-            return np.empty(size, np.uint8)
+            return np.empty(size, np.uint8), True
         except MemoryError:
             raise PentadError(
                 f"a copy of another rank's state needs {size} bytes of host memory: expected room"

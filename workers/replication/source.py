@@ -33,7 +33,8 @@ class CopySource(NamedTuple):
 
 
 class LocalPart:
-    """A part in this process as a file, of which `readinto` reads."""
+    """A part in this process as a file, of which `readinto` reads, and `view` returns the next bytes themselves: those
+    of the process's own rank are pinned."""
 
     def __init__(self, data: np.ndarray) -> None:
         self.data, self.at = data, 0
@@ -41,10 +42,14 @@ class LocalPart:
     def seek(self, at: int) -> None:
         self.at = at
 
-    def readinto(self, target: np.ndarray) -> int:
-        found = self.data[self.at : self.at + target.nbytes]
-        target[: found.nbytes] = found
+    def view(self, size: int) -> np.ndarray:
+        found = self.data[self.at : self.at + size]
         self.at += found.nbytes
+        return found
+
+    def readinto(self, target: np.ndarray) -> int:
+        found = self.view(target.nbytes)
+        target[: found.nbytes] = found
         return found.nbytes
 
 

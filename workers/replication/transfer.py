@@ -4,8 +4,13 @@ Neither side takes part in a collective, so a transfer can neither block one nor
 dies, the other one gets an error. Whoever connects first sends the run's token, 32 bytes; then a request, as JSON
 after its length:
 
-    put   a part, with all of its bytes and their CRC-32 after the request; the answer says that it is there
+    put   a part, with all of its bytes and their checksum after the request; the answer says that it is there
     get   some bytes of a part, which are the answer
+
+The checksum is the CRC-32 of the CRC-32s of the part's chunks of CHUNK_BYTES, in order, in 4 bytes each, little-endian.
+Each side computes them in threads beside the connection. What is read back from memory is compared with nothing.
+
+The thread that moves bytes shares Python's lock with the one that trains: system calls move whole chunks.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -25,17 +31,21 @@ import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.safetensors_header import Stored
+from pentad.workers.prefault import prefault
 from pentad.workers.replication.parts import CopyKey, CopyPart, HostCopies, Index
 
 Check = Callable[[], None]  # raises if the transfer is no longer wanted
+Move = Callable[[socket.socket, memoryview, Check], None]
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 16 << 20
+CRC_THREADS = 4  # of one connection
+PREFAULT_BYTES = 1 << 30  # of new memory, ahead of what arrives: a whole multiple of chunks
 POLL_SECONDS = 0.2  # between two checks while nothing moves
 CONNECT_SECONDS = 5.0
 IDLE_SECONDS = 60.0  # without a byte, after which a connection is given up
 TOKEN_BYTES = 32
 MAX_REQUEST = 64 << 20  # bytes
-_LENGTH = struct.Struct("<Q")
+_LENGTH, _CRC, _TIMEVAL = struct.Struct("<Q"), struct.Struct("<I"), struct.Struct("@ll")
 _FOREIGN = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what reading other requests raises
 
 
@@ -69,7 +79,7 @@ def send_part(
     request = {"do": "put", "key": key, "owner": owner, "bytes": data.nbytes, "index": index}
     with _connected(address, token) as peer:
         _send_message(peer, request, check)
-        _send(peer, _LENGTH.pack(_send(peer, data.data, check)), check)
+        _send(peer, _CRC.pack(_move(_send, peer, data.data, check)), check)
         _receive_answer(peer, check)
 
 
@@ -102,10 +112,19 @@ def open_remote(address: str, token: bytes, key: CopyKey, owner: int, check: Che
 def _connected(address: str, token: bytes) -> Iterator[socket.socket]:
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), CONNECT_SECONDS) as peer:
-        peer.settimeout(POLL_SECONDS)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _set_up(peer)
         peer.sendall(token)
         yield peer
+
+
+def _set_up(peer: socket.socket) -> None:
+    """Has system calls return what they have moved so far after POLL_SECONDS: a time-out of Python's would have them
+    return as soon as they have moved anything."""
+    peer.settimeout(None)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    seconds, part = divmod(POLL_SECONDS, 1)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        peer.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(part * 1e6)))
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -121,8 +140,7 @@ class _Handler(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         peer, copies = self.request, self.server.copies
-        peer.settimeout(POLL_SECONDS)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _set_up(peer)
         with suppress(OSError, *_FOREIGN):  # the peer learns of it by the end of the connection
             token = bytearray(TOKEN_BYTES)
             _receive(peer, memoryview(token), _nothing)
@@ -137,13 +155,13 @@ class _Handler(socketserver.BaseRequestHandler):
 
     def _put(self, peer: socket.socket, copies: HostCopies, key: CopyKey, request: dict[str, Any]) -> None:
         try:
-            data = copies.room(request["bytes"])
+            data, is_new = copies.room(request["bytes"])
         except PentadError as error:
             _send_message(peer, {"error": str(error)}, _nothing)
             return
-        crc, sent = _receive(peer, data.data, _nothing), bytearray(_LENGTH.size)
+        crc, sent = _move(_receive, peer, data.data, _nothing, is_new), bytearray(_CRC.size)
         _receive(peer, memoryview(sent), _nothing)
-        if _LENGTH.unpack(sent) != (crc,):
+        if _CRC.unpack(sent) != (crc,):
             _send_message(peer, {"error": "the bytes that arrived are not those that were sent"}, _nothing)
             return
         index = {file: {n: Stored(*stored) for n, stored in its.items()} for file, its in request["index"].items()}
@@ -190,33 +208,42 @@ def _receive_answer(peer: socket.socket, check: Check) -> None:
         raise OSError(answer["error"])
 
 
-def _send(peer: socket.socket, data: memoryview | bytes, check: Check) -> int:
-    """Returns the CRC-32."""
-    view, at, crc, idle = memoryview(data).cast("B"), 0, 0, 0
+def _move(how: Move, peer: socket.socket, part: memoryview, check: Check, is_new: bool = False) -> int:
+    """Sends a part, or receives one into memory that `is_new` or not; returns its checksum."""
+    with ThreadPoolExecutor(CRC_THREADS) as pool:
+        crcs = []
+        for at in range(0, len(part), CHUNK_BYTES):
+            if is_new and at % PREFAULT_BYTES == 0:
+                prefault(np.frombuffer(part[at : at + PREFAULT_BYTES], np.uint8))
+            chunk = part[at : at + CHUNK_BYTES]
+            how(peer, chunk, check)
+            crcs.append(pool.submit(zlib.crc32, chunk))
+        return zlib.crc32(b"".join(_CRC.pack(each.result()) for each in crcs))
+
+
+def _send(peer: socket.socket, data: memoryview | bytes, check: Check) -> None:
+    view, at, idle = memoryview(data).cast("B"), 0, 0
     while at < len(view):
-        chunk = view[at : at + CHUNK_BYTES]
         try:
-            sent = peer.send(chunk)
-        except TimeoutError:
+            sent = peer.send(view[at : at + CHUNK_BYTES])
+        except BlockingIOError:
             idle = _waited(idle, check)
             continue
-        crc, at, idle = zlib.crc32(chunk[:sent], crc), at + sent, 0
-    return crc
+        at, idle = at + sent, 0
 
 
-def _receive(peer: socket.socket, into: memoryview, check: Check) -> int:
-    """Fills `into`; returns its CRC-32."""
-    view, at, crc, idle = into.cast("B"), 0, 0, 0
+def _receive(peer: socket.socket, into: memoryview, check: Check) -> None:
+    """Fills `into`."""
+    view, at, idle = into.cast("B"), 0, 0
     while at < len(view):
         try:
-            count = peer.recv_into(view[at : at + CHUNK_BYTES])
-        except TimeoutError:
+            count = peer.recv_into(view[at : at + CHUNK_BYTES], 0, socket.MSG_WAITALL)
+        except BlockingIOError:
             idle = _waited(idle, check)
             continue
         if not count:
             raise (ConnectionError if at else _Ended)("connection closed by peer")
-        crc, at, idle = zlib.crc32(view[at : at + count], crc), at + count, 0
-    return crc
+        at, idle = at + count, 0
 
 
 def _waited(idle: int, check: Check) -> int:

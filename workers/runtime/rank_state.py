@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -15,18 +17,26 @@ from pentad.schedules.spec.zero_layout import zero_layout
 from pentad.workers.checkpoint.checkpoint import Checkpoint
 from pentad.workers.checkpoint.shards import read
 from pentad.workers.custom.loader import initial_values
+from pentad.workers.host_memory import HostMemory
 from pentad.workers.linear.amax_history import AmaxHistory
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params import spike_filter
 from pentad.workers.params.frozen import FrozenWeights, frozen_weights
 from pentad.workers.params.host_state import StateStream
-from pentad.workers.params.parameters import Parameters, StatePart, create_parameters
-from pentad.workers.params.sharded_state import checkpoint_tensors, read_full, read_part, shard_file
+from pentad.workers.params.parameters import Parameters, create_parameters
+from pentad.workers.params.sharded_state import (
+    READ_BYTES,
+    StateRead,
+    checkpoint_tensors,
+    read_full,
+    shard_file,
+    state_reads,
+)
 from pentad.workers.params.spike_filter import SpikeFilter
 from pentad.workers.params.weight_shard import WeightShard
 from pentad.workers.rank_waits import rank_waits
 
-READERS = 4  # threads that read a checkpoint
+READERS = 8  # threads that read a checkpoint
 
 
 class RankState:
@@ -80,23 +90,19 @@ class RankState:
         """Reads weights and optimizer state, of these parameter shards or of all, from a verified checkpoint of any
         mesh; without `optimizer` that state is zero.
 
-        Several tensors are read at a time, and of each the elements that this rank holds, if the checkpoint is of a
-        mesh with the same tp, else all. Raises PentadError if a tensor is missing or has another shape.
+        Several pieces are read at a time, and of each tensor the elements that this rank holds, if the checkpoint is of
+        a mesh with the same tp, else all. Raises PentadError if a tensor is missing or has another shape.
         """
 
-        def read_values(part: StatePart) -> None:
-            kind, local, span, values = part
-            if kind.startswith("optimizer.") and not optimizer:
-                values.zero_()
+        own = {shard: each for shard, each in self.parameters.items() if shards is None or shard in shards}
+        reads = list[StateRead]()
+        for part in chain.from_iterable(each.state_parts() for each in own.values()):
+            if part[0].startswith("optimizer.") and not optimizer:
+                part[-1].zero_()
             else:
-                values.copy_(read_part(source, kind, local, span))
-
-        for shard, parameters in self.parameters.items():
-            if shards is not None and shard not in shards:
-                continue
-            with ThreadPoolExecutor(READERS) as pool:
-                for _ in pool.map(read_values, parameters.state_parts()):
-                    pass  # raises what has been raised there
+                reads += state_reads(source, part)
+        _execute(reads, self.device)
+        for shard, parameters in own.items():
             for name, bias in parameters.router_bias.by_name.items():
                 bias.copy_(read_full(source, f"model.{name}", tuple(bias.shape)))
             if (history := self._history_of(shard)) is not None:
@@ -141,6 +147,28 @@ class RankState:
             if tensors:
                 found[shard_file(self.plan, shard, index, count)] = tensors
         return found
+
+
+def _execute(reads: Sequence[StateRead], device: torch.device) -> None:
+    """Several at a time, with buffers that a GPU copies from at full speed."""
+    memory = HostMemory(min(READERS, len(reads)) * READ_BYTES, device, "reading a checkpoint needs")
+    buffers = SimpleQueue[torch.Tensor]()
+    for buffer in memory.buffer.split(READ_BYTES):
+        buffers.put(buffer)
+
+    def execute(read: StateRead) -> None:
+        buffer = buffers.get()
+        try:
+            read(buffer)
+        finally:
+            buffers.put(buffer)
+
+    try:
+        with ThreadPoolExecutor(READERS) as pool:
+            for _ in pool.map(execute, reads):
+                pass  # raises what has been raised there
+    finally:
+        memory.close()
 
 
 def _broadcast(tensor: torch.Tensor, device: torch.device, source: int, group: dist.ProcessGroup | None) -> None:

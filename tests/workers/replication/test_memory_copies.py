@@ -107,7 +107,7 @@ def test_a_copy_has_the_window_of_spikes_and_moves_to_another_mesh(workers, corp
     parts = call_all(workers, "state")
     source = copies.newest(set())
     call_all(workers, "close")
-    smaller = replace(plan_of("1f1b", 1, 2, 8, corpus, "float32", model=SHALLOW), spikes=plan.spikes)
+    smaller = replace(plan_of("1f1b", 1, 2, 8, corpus, "float32", model=plan.model), spikes=plan.spikes)
     start_generation(workers[:2], smaller, 2)
     call_all(workers[:2], "restore_copy", source)
     state = dict(ChainMap(*call_all(workers[:2], "state")))

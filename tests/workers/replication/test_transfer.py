@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -52,6 +53,13 @@ def message(request: object) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def checksum(data: bytes) -> bytes:
+    """As the protocol has it, chunk by chunk."""
+    chunks = [data[at : at + transfer.CHUNK_BYTES] for at in range(0, len(data), transfer.CHUNK_BYTES)]
+    crcs = [zlib.crc32(chunk).to_bytes(4, "little") for chunk in chunks]
+    return zlib.crc32(b"".join(crcs)).to_bytes(4, "little")
+
+
 def test_foreign_requests_print_nothing_and_keep_nothing(
     served: tuple[HostCopies, CopyServer], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,7 +68,7 @@ def test_foreign_requests_print_nothing_and_keep_nothing(
         say(server, TOKEN, message(request))
     for index in INDICES:
         put = {"do": "put", "key": KEY, "owner": 0, "bytes": 4, "index": index}
-        say(server, TOKEN, message(put), b"abcd", (0xED82CD11).to_bytes(8, "little"))
+        say(server, TOKEN, message(put), b"abcd", checksum(b"abcd"))
     say(server, TOKEN, (1 << 60).to_bytes(8, "little"))
     say(server, TOKEN, (5000).to_bytes(8, "little"), b"[" * 5000)
     assert say(server, b"x" * 32, message({})) == b""
@@ -72,6 +80,27 @@ def test_foreign_requests_print_nothing_and_keep_nothing(
         part.readinto(found)
     assert (found == data).all()
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 256, 1000])
+def test_a_part_is_stored_only_if_every_byte_that_arrives_is_the_one_that_was_sent(
+    served: tuple[HostCopies, CopyServer], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(transfer, "PREFAULT_BYTES", 300)
+    copies, server = served
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    put = message({"do": "put", "key": KEY, "owner": 0, "bytes": size, "index": {}})
+    swapped = np.roll(data, 100)  # chunks that are intact, in another order
+    flipped = [data ^ np.eye(1, size, at, dtype=np.uint8)[0] for at in {0, size // 2, size - 1} if size]
+    for other in [swapped] * (size > 100) + flipped:
+        answer = say(server, TOKEN, put, other.tobytes(), checksum(data.tobytes()))
+        assert b"the bytes that arrived are not those that were sent" in answer
+        assert not copies.held()
+    assert say(server, TOKEN, put, data.tobytes(), checksum(data.tobytes())) == message({})
+    send_part(server.address, TOKEN, KEY, 1, {}, data, lambda: None)
+    found = copies.find(KEY, 0), copies.find(KEY, 1)
+    assert all(each is not None and (each == data).all() for each in found)
 
 
 def test_a_part_that_is_not_there_is_an_error_that_says_so(served: tuple[HostCopies, CopyServer]) -> None:

@@ -66,9 +66,9 @@ def test_ranks_read_every_element_of_a_checkpoint_once(fleet, corpus, tmp_path, 
     stored = checkpoint.open_checkpoint(folder).tensors
     sizes, real = dict[str, int](), shards.read_elements
 
-    def counted(source, name, start, end):
+    def counted(source, name, start, end, buffer):
         sizes[name] = sizes.get(name, 0) + end - start
-        return real(source, name, start, end)
+        return real(source, name, start, end, buffer)
 
     monkeypatch.setattr(shards, "read_elements", counted)
     for rank in range(4):
