@@ -21,7 +21,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.step_profile import KERNEL, OpTime, op_times
 
 MOST_NAMES = 5  # of an op, on the terminal
-MOST_NAME = 60  # characters
+OTHER_COLUMNS = 42  # characters
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,7 +80,8 @@ class Profile:
             for index, each in enumerate(times[:MOST_NAMES]):
                 share = format_percent(each.seconds / _seconds(times)) if each.seconds else ""
                 shown = "" if index else op or "(none)"
-                rows.append((shown, _short(each.name), f"{each.calls:,}", f"{1e3 * each.seconds:,.2f} ms", share))
+                name = _shortened(each.name, options.max_width - OTHER_COLUMNS)
+                rows.append((shown, name, f"{each.calls:,}", f"{1e3 * each.seconds:,.2f} ms", share))
         heads = ("op", what, "calls>", "time>", "of op>")
         yield fitted_table(heads, rows, options.max_width, drop=("of op", "calls"), wrapped=what)
 
@@ -115,5 +116,6 @@ def _kernel(each: OpTime, times: list[OpTime]) -> dict[str, Any]:
     return {"name": each.name, "calls": each.calls, "seconds": each.seconds, "share": share}
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= MOST_NAME else f"{name[: MOST_NAME - 3]}..."
+def _shortened(name: str, most: int) -> str:
+    most = max(most, 20)
+    return name if len(name) <= most else f"{name[: most - 3]}..."

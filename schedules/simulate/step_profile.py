@@ -12,14 +12,15 @@ from pentad.schedules.ir.arrow_arrays import filled_array
 from pentad.schedules.ir.arrow_file import read_table, require_no_nulls, require_range
 from pentad.schedules.ir.errors import PentadError
 
-INSTRUCTION, OPERATOR, KERNEL = "instruction", "operator", "kernel"
-KINDS = (INSTRUCTION, KERNEL, OPERATOR)
+INSTRUCTION, OPERATOR, KERNEL, ASYNC = "instruction", "operator", "kernel", "async"
+KINDS = (INSTRUCTION, KERNEL, OPERATOR, ASYNC)
 LONGEST_NANOSECONDS = 2.0**62
 
 
 class ProfileEvent(NamedTuple):
     """Something that ran from `start` for some `nanoseconds`, on the rank's monotonic clock: an instruction as the host
-    issued it, an operator (or a call of the CUDA runtime) on a host thread, or a kernel or copy on a GPU stream.
+    issued it, an operator (or a call of the CUDA runtime) on a host thread, what such a thread began and did not wait
+    for (async), or a kernel or copy on a GPU stream.
     `track` is the number of the thread or stream; `instruction` and `op` are those that it belongs to ('1F4' and 'F',
     '1F4+2BW0' and 'F+BW'), '' outside of all."""
 
@@ -83,7 +84,7 @@ def unpack(data: bytes) -> tuple[ProfileEvent, ...]:
 
 
 def longest(events: Sequence[ProfileEvent], most: int) -> list[ProfileEvent]:
-    """At most so many: instructions, then kernels, then operators, and the longest of them; in their order."""
+    """At most so many: first of the kinds that come first in KINDS, and the longest of them; in their order."""
     if len(events) <= most:
         return list(events)
     order = sorted(range(len(events)), key=lambda i: (KINDS.index(events[i].kind), -events[i].nanoseconds))
@@ -135,12 +136,12 @@ OUTSIDE = "outside operators"
 
 
 def op_times(ranks: Iterable[Sequence[ProfileEvent]]) -> tuple[OpTime, ...]:
-    """The kernels of ranks that have any, and the operators of the others, without those that they call and with what
-    an instruction takes outside of them; added up over ranks, the longest first."""
+    """The kernels of ranks that have any, and the operators of the others' hosts, without those that they call and with
+    what an instruction takes outside of them; added up over ranks, the longest first."""
     calls, seconds = dict[tuple[str, str], int](), dict[tuple[str, str], int]()
     for events in ranks:
         kernels = [(event, event.nanoseconds) for event in events if event.kind == KERNEL]
-        for event, own in kernels or own_times(events):
+        for event, own in kernels or own_times(event for event in events if event.kind != ASYNC):
             key = event.op, OUTSIDE if event.kind == INSTRUCTION else event.name
             calls[key], seconds[key] = calls.get(key, 0) + 1, seconds.get(key, 0) + own
     found = (OpTime(*key, calls[key], took / 1e9) for key, took in seconds.items())

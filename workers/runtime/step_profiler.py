@@ -13,6 +13,7 @@ import torch
 
 from pentad.schedules.ir.instruction import Action
 from pentad.schedules.simulate.step_profile import (
+    ASYNC,
     INSTRUCTION,
     KERNEL,
     OPERATOR,
@@ -155,6 +156,8 @@ def _events(found: Sequence[Any], marks: Sequence[tuple[Action, int]]) -> Iterat
             issued = calls.get(event.correlation_id(), by_operator)
         elif name.startswith(MARK):
             kind, name = INSTRUCTION, name.removeprefix(MARK)
+        elif event.is_async():
+            kind = ASYNC
         at = bisect_right(starts, issued) - 1
         where = "", ""
         if at >= 0 and issued < ends[at]:

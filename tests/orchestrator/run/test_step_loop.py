@@ -139,3 +139,54 @@ def test_a_run_that_stops_leaves_the_evaluation_to_the_next(run: Run) -> None:
     ranks, calls = run("run.steps=100", *HELD_OUT, "eval.every=1", seconds=3.0, prepare=prepare)
     assert evaluations(ranks) == list(range(1, max(evaluations(ranks)) + 1))
     assert max(evaluations(ranks)) <= calls.done
+
+
+def profiling(*profiles: RankProfile) -> Callable[[Ranks], None]:
+    """What the two ranks report of step 3."""
+
+    def prepare(ranks: Ranks) -> None:
+        collect = ranks.collect
+
+        def profiled(refs: list[tuple], *, tick: Any = None) -> list:
+            found = collect(refs, tick=tick)
+            if refs[0][0] != "run":
+                return found
+            return [[reported(step, rank, each) for step in steps] for rank, (steps, each) in enumerate(zip(found, profiles))]
+
+        def reported(step: StepResult, rank: int, profile: RankProfile) -> StepResult:
+            spans = tuple(span._replace(rank=rank) for span in step.spans)
+            return replace(step, spans=spans, profile=profile if step.step == 3 else None)
+
+        ranks.collect = profiled  # type: ignore[method-assign]
+
+    return prepare
+
+
+def profile_events(folder: Path) -> list[dict[str, Any]]:
+    rows = read_lines(folder / "quickstart" / "journal.jsonl")
+    return [
+        {key: value for key, value in row.items() if key != "time"} for row in rows if row["event"].startswith("profile")
+    ]
+
+
+def test_profiles_are_written_and_problems_are_events(run: Run, tmp_path: Path) -> None:
+    data = pack([ProfileEvent("kernel", "gemm", "0F0", "F", 7, 10, 20)])
+    run("run.steps=5", prepare=profiling(RankProfile(data), RankProfile(problem="CUPTI is in use")))
+    at = {"generation": 0, "step": 3}
+    assert profile_events(tmp_path) == [
+        {"event": "profile", **at, "ranks": 2, "bytes": len(data)},
+        {"event": "profile failed", **at, "ranks": [1], "error": "CUPTI is in use"},
+    ]
+    found = load_profile(tmp_path / "quickstart", 3)
+    assert [len(events) for events in found.events.values()] == [1, 0] and found.timeline.steps == (3,)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_profile_that_fails_ends_no_run(run: Run, tmp_path: Path, is_full: bool) -> None:
+    data, failed = pack([]), RankProfile(problem="CUPTI is in use")
+    if is_full:  # as far as profiles go
+        (tmp_path / "quickstart").mkdir()
+        (tmp_path / "quickstart" / ".lock").touch()
+        (tmp_path / "quickstart" / "checkpoints").mkdir()
+    _, calls = run("run.steps=5", prepare=profiling(*[RankProfile(data) if is_full else failed] * 2))
+    assert calls.done == 5
