@@ -12,8 +12,8 @@ from rich.text import Text
 from pentad.orchestrator.api.comparison import compare
 from pentad.orchestrator.api.curves import curves_of
 from pentad.orchestrator.api.explanation import explain
-from pentad.orchestrator.api.profile import profile_of
 from pentad.orchestrator.cli.show_schedule import output_file, write
+from pentad.orchestrator.diagnosis.kernels import profile_of
 from pentad.orchestrator.monitoring.runfolder import resolve_run
 from pentad.schedules.ir.errors import PentadError
 

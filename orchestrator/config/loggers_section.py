@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeInt
 from pentad.orchestrator.config.errors import Broken
 from pentad.orchestrator.config.sections import Port, Section, Text
 
-MOST_PROFILES = 16  # each with up to 1 MB a rank
+MOST_PROFILES = 16  # each with less than 1 MB a rank
 
 
 class WandbSection(Section):

@@ -26,7 +26,7 @@ from pentad.workers.data.batch_loader import Batch
 from pentad.workers.runtime.executor import Executor, RunAction
 from pentad.workers.runtime.rank_program import RankProgram
 
-MOST_EVENTS = 100_000  # of a rank and step: about 1 MB
+MOST_EVENTS = 100_000  # of a rank and step: less than 1 MB, and some seconds of the host
 MOST_NAME = 200  # characters of a kernel's name
 MARK = "pentad instruction "  # what the profiler's names of instructions begin with
 # By the profiler's type of an activity; others are left out.
@@ -139,18 +139,20 @@ def _events(found: Sequence[Any], marks: Sequence[tuple[Action, int]]) -> Iterat
     difference is the difference of the clocks. Kernels are found by what launched them: a call of the CUDA runtime, or
     else an operator. A graph's kernels are those of the instruction that launched it.
     """
-    known = [event for event in found if event.activity_type() in KINDS]
-    begun = sorted((event for event in known if event.name().startswith(MARK)), key=lambda event: event.start_ns())
+    known = [(event, kind, event.name()) for event in found if (kind := event.activity_type()) in KINDS]
+    begun = sorted((event for event, _, name in known if name.startswith(MARK)), key=lambda event: event.start_ns())
     if not begun or [event.name() for event in begun] != [MARK + _text(action) for action, _ in marks]:
         raise RuntimeError(f"torch's profiler saw {len(begun)} of {len(marks)} instructions")
     offset = min(event.start_ns() - at for event, (_, at) in zip(begun, marks, strict=True))
     starts, ends = [event.start_ns() for event in begun], [event.end_ns() for event in begun]
+    names = [(_text(action), "+".join(part.op.value for part in action.parts)) for action, _ in marks]
     operators, calls = dict[int, int](), dict[int, int]()  # starts by correlation, of what launches kernels
-    for event in known:
-        if KINDS[kind := event.activity_type()] == OPERATOR:
+    for event, kind, _ in known:
+        if KINDS[kind] == OPERATOR:
             (calls if kind.startswith("cuda") else operators)[event.correlation_id()] = event.start_ns()
-    for event in known:
-        kind, name, issued = KINDS[event.activity_type()], event.name(), event.start_ns()
+    for event, activity, name in known:
+        kind, start = KINDS[activity], event.start_ns()
+        issued = start
         if kind == KERNEL:
             by_operator = operators.get(event.linked_correlation_id(), -1)
             issued = calls.get(event.correlation_id(), by_operator)
@@ -159,11 +161,8 @@ def _events(found: Sequence[Any], marks: Sequence[tuple[Action, int]]) -> Iterat
         elif event.is_async():
             kind = ASYNC
         at = bisect_right(starts, issued) - 1
-        where = "", ""
-        if at >= 0 and issued < ends[at]:
-            action = marks[at][0]
-            where = _text(action), "+".join(part.op.value for part in action.parts)
-        placed = event.device_resource_id(), event.start_ns() - offset, event.duration_ns()
+        where = names[at] if at >= 0 and issued < ends[at] else ("", "")
+        placed = event.device_resource_id(), start - offset, event.duration_ns()
         yield ProfileEvent(kind, name[:MOST_NAME], *where, *placed)
 
 

@@ -183,6 +183,7 @@ def test_a_profile_has_a_bounded_number_of_events(begin, plan, monkeypatch):
     monkeypatch.setattr(step_profiler, "MOST_EVENTS", 50)
     with closing(begin(plan)) as runner:
         (result,) = runner.run(1, 1)
+    assert result.profile is not None
     events = unpack(result.profile.data)
     assert len(events) == 50 and result.profile.left_out > 50
     stream = plan.program.streams[0]

@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from pentad.orchestrator.api.rendering import as_text, line
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.runfolder import saved_config
 from pentad.orchestrator.monitoring.tables import fitted_table
@@ -24,7 +23,7 @@ MOST_NAMES = 5  # of an op, on the terminal
 OTHER_COLUMNS = 42  # characters
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Profile:
     """A profiled step: `times` are of all ranks together, the longest first."""
 
@@ -69,11 +68,11 @@ class Profile:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         has_kernels = any(event.kind == KERNEL for events in self.saved.events.values() for event in events)
         what, ranks = "kernel" if has_kernels else "operator", len(self.saved.events)
-        yield line((f" step {self.step}", "bold"), f" of {self.run}, profiled: {what}s of {ranks} ranks together")
+        yield _line((f" step {self.step}", "bold"), f" of {self.run}, profiled: {what}s of {ranks} ranks together")
         for rank, problem in self.saved.problems.items():
-            yield line((f" rank {rank}: {problem}", "dim"))
+            yield _line((f" rank {rank}: {problem}", "dim"))
         if left := sum(self.saved.left_out.values()):
-            yield line((f" without the {left:,} shortest ones", "dim"))
+            yield _line((f" without the {left:,} shortest ones", "dim"))
         yield Text()
         rows = list[tuple[str, ...]]()
         for op, times in self.by_op().items():
@@ -84,9 +83,6 @@ class Profile:
                 rows.append((shown, name, f"{each.calls:,}", f"{1e3 * each.seconds:,.2f} ms", share))
         heads = ("op", what, "calls>", "time>", "of op>")
         yield fitted_table(heads, rows, options.max_width, drop=("of op", "calls"), wrapped=what)
-
-    def __repr__(self) -> str:
-        return as_text(self)
 
 
 def profile_of(folder: Path, step: int | None = None) -> Profile:
@@ -114,6 +110,11 @@ def _seconds(times: list[OpTime]) -> float:
 def _kernel(each: OpTime, times: list[OpTime]) -> dict[str, Any]:
     share = each.seconds / total if (total := _seconds(times)) else 0.0
     return {"name": each.name, "calls": each.calls, "seconds": each.seconds, "share": share}
+
+
+def _line(*parts: str | tuple[str, str]) -> Text:
+    """Never wrapped, however narrow the terminal."""
+    return Text.assemble(*parts, no_wrap=True, overflow="ignore")
 
 
 def _shortened(name: str, most: int) -> str:
