@@ -15,7 +15,9 @@ from pentad.orchestrator.monitoring.evaluations import evaluation_state
 from pentad.orchestrator.monitoring.run_state import RankView, RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.records.fp8_health import Fp8Health
+from pentad.orchestrator.records.profiles import StepProfile, save_profile
 from pentad.schedules.diagnosis.slow_ranks import SlowRank
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
 from pentad.workers.runtime.telemetry import GpuState
 
@@ -107,6 +109,7 @@ class EventBus:
         times = [row.pop("rank_times", ()) for row in rows]
         loads = [ExpertLoads(row["step"], row.pop("expert_load", {})) for row in rows]
         self.expert_load = next((each for each in reversed(loads) if each.layers), self.expert_load)
+        profiles = [row.pop("profile", None) for row in rows]
         self.folder.rank_times.extend(times)
         rows = [self.folder.metrics(row) for row in rows]
         for row in rows:
@@ -118,6 +121,8 @@ class EventBus:
             for warning in self.fp8_health.warnings(row):
                 self.display.note(f"step {row['step']}: {warning}")
                 self.record("fp8 warning", step=row["step"], warning=warning)
+        for profile in filter(None, profiles):
+            self._profiled(profile)
         self.on_first_step()
         self.on_first_step = lambda: None
         for watcher in self.watchers:
@@ -127,6 +132,19 @@ class EventBus:
         last, pace = rows[-1], rows[-1]["tokens_per_second"]
         verdict = "; ".join(filter(None, (self.flipped_bits, self.slow_ranks)))
         self.update(step=last["step"] + 1, loss=last["loss"], tokens_per_second=pace, verdict=verdict)
+
+    def _profiled(self, profile: StepProfile) -> None:
+        """Writes what ranks saw of a profiled step, and to the journal what came of it."""
+        facts, problems = {"generation": self.view.generation, "step": profile.step}, profile.problems
+        try:
+            if profile.bytes:
+                save_profile(self.folder.path, profile)
+                self.record("profile", **facts, ranks=len(profile.ranks), bytes=profile.bytes)
+        except PentadError as error:
+            problems = {str(error): list(profile.ranks)}
+        for problem, ranks in problems.items():
+            self.record("profile failed", **facts, ranks=ranks, error=problem)
+            self.display.note(f"the profile of step {profile.step} failed, training continues: {problem}")
 
     def evaluated(self, rows: Sequence[dict[str, Any]], spans: tuple[Span, ...]) -> None:
         """Records a completed evaluation: its rows of eval.jsonl, and the spans of its last round."""

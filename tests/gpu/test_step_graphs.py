@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from small_models import MOE
 from pentad.schedules.compiler import NO_MEMORY_OPTIONS
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.lanes.step_graphs import CudaGraphMemory
 from pentad.workers.runtime.runner import Runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90 * RANKS_A_GPU)]
@@ -44,6 +46,32 @@ def test_launched_steps_have_the_bits_of_issued_ones(gpus, corpus, name, sizes, 
     for a, b in zip(issued, launched, strict=True):
         assert [(r.losses, r.grad_norm) for r in a.results] == [(r.losses, r.grad_norm) for r in b.results]
         assert same_bits(a.state, b.state)
+
+
+def test_nothing_is_collected_while_a_graph_is_captured():
+    """Finalizers of an earlier generation unpin memory and the like, which ends a capture."""
+    captured = list[bool]()
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            captured.append(torch.cuda.is_current_stream_capturing())
+
+    def work() -> None:
+        x.add_(1)
+        for _ in range(10 * gc.get_threshold()[0]):
+            Cycle()
+
+    memory, x = CudaGraphMemory(), torch.zeros(1, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph = memory.graph()
+        graph.capture(work)
+        graph.launch()
+    torch.cuda.synchronize()
+    gc.collect()
+    assert captured and not any(captured) and x.item() == 1
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2"])

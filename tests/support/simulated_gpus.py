@@ -4,13 +4,16 @@ events between them and the flags between ranks allow."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from pentad.workers.transport.stream_flags import FlagWait, FlagWrite
 
 Condition = Callable[[], bool]
 Lane = tuple[int, str]  # rank and name
@@ -69,10 +72,19 @@ class SimulatedFlags:
             with self.lanes.moved_to(stream):
                 self.lanes.enqueue(ready=lambda: self.values[flag] >= value)
 
-    def wait_bit(self, flag: Hashable, bit: int, stream: Lane | None = None) -> None:
-        if bit != self.ignored:
-            with self.lanes.moved_to(stream):
-                self.lanes.enqueue(ready=lambda: self.values[flag] & bit != 0)
+    def batch(self, steps: Sequence[FlagWrite | FlagWait]) -> Sequence[FlagWrite | FlagWait]:
+        return steps
+
+    def run(self, batch: Sequence[FlagWrite | FlagWait], stream: Lane | None = None) -> None:
+        for step in batch:
+            if isinstance(step, FlagWrite):
+                self.write(*step, stream)
+            elif step.bit != self.ignored:
+                with self.lanes.moved_to(stream):
+                    self.lanes.enqueue(ready=partial(self._has, *step))
+
+    def _has(self, flag: Hashable, bit: int) -> bool:
+        return self.values[flag] & bit != 0
 
 
 class SimulatedMemory:

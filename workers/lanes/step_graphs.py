@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
+from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.ir.instruction import COMPUTE, Op
 
 T = TypeVar("T")
@@ -97,15 +98,16 @@ class CudaGraph:
         self.graph, self.pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, work: Callable[[], None]) -> None:
-        # Other threads may allocate meanwhile, or ask for the state of their events.
-        self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-        try:
-            work()
-        except BaseException:
-            with suppress(RuntimeError):  # that the capture failed, and not why
-                self.graph.capture_end()
-            raise
-        self.graph.capture_end()
+        with gc_paused():  # what is freed of an earlier generation, such as pinned memory, would end the capture
+            # Other threads may allocate meanwhile, or ask for the state of their events.
+            self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # that the capture failed, and not why
+                    self.graph.capture_end()
+                raise
+            self.graph.capture_end()
 
     def launch(self) -> None:
         self.graph.replay()

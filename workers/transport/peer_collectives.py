@@ -21,14 +21,12 @@ from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
 
 
 class Flags(Protocol):
-    """Counters that only grow, or bits, shared by all ranks (workers/transport/stream_flags.py). A `stream` of None is
-    the current one."""
+    """Counters that only grow, shared by all ranks (workers/transport/stream_flags.py). A `stream` of None is the
+    current one."""
 
     def write(self, flag: Hashable, value: int, stream: Any = None) -> None: ...
 
     def wait(self, flag: Hashable, value: int, stream: Any = None) -> None: ...
-
-    def wait_bit(self, flag: Hashable, bit: int, stream: Any = None) -> None: ...
 
 
 class Memory(Protocol):

@@ -9,7 +9,7 @@ step alone, so a CUDA graph of a part of a step can be launched in every step.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple, Protocol
 
@@ -20,12 +20,24 @@ from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.row_slots import LAYER_AXES, ROW_SLOTS, row_slot_elements
 from pentad.workers.parallel.async_ops import Arrival
-from pentad.workers.transport.peer_collectives import Flags, Memory
-from pentad.workers.transport.stream_flags import check_driver, handle_of
+from pentad.workers.transport.peer_collectives import Memory
+from pentad.workers.transport.stream_flags import FlagWait, FlagWrite, check_driver, handle_of
 
 TAKEN, SHARED, READ = 0, 1, 2  # values of a flag; of a released one, which has every bit, no wait waits
 EVENTS = 64  # far more than exchanges are in flight
 MOST_VIEWS = 256  # of slots that are kept: a model has few shapes, uneven sequences any number
+
+
+Steps = list[FlagWrite | FlagWait]
+
+
+class Flags(Protocol):
+    """Flags shared by all ranks, which a stream waits for and writes, several at a time. A `stream` of None is the
+    current one."""
+
+    def batch(self, steps: Sequence[FlagWrite | FlagWait]) -> Any: ...
+
+    def run(self, batch: Any, stream: Any = None) -> None: ...
 
 
 class Lane(Protocol):
@@ -56,6 +68,7 @@ class PeerRows:
         self.index, self.peers = ranks.index(rank), [peer for peer in ranks if peer != rank]
         self.number = 0  # of the latest exchange, modulo the slots
         self.views = dict[Any, Tensor]()  # of the slots
+        self.batches = dict[Any, list[Any]]()  # of flags, by what they are for
 
     def begin_step(self) -> None:
         """Slots are taken in the order of every other step."""
@@ -78,10 +91,7 @@ class PeerRows:
     def slot(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Where the current stream writes what this rank shares next, once the peers have read what was there."""
         self.number = (self.number + 1) % len(self.slots)
-        for peer in self.peers:
-            flag = self._flag(self.rank, peer)
-            self.flags.wait_bit(flag, READ)
-            self.flags.write(flag, TAKEN)
+        self.flags.run(self._batches(self._taken)[0])
         key = self.number, tuple(shape), like.dtype
         if key not in self.views:  # making one takes as long as a copy
             if len(self.views) == MOST_VIEWS:
@@ -95,16 +105,39 @@ class PeerRows:
         slot. `readers` are the coordinates of those that read this one's; None: all others."""
         self.lane.follow()
         stream, base = self.lane.handle, self.number * self.slots.shape[1]
-        for peer in self.peers:
-            is_reader = readers is None or self.ranks.index(peer) in readers
-            self.flags.write(self._flag(self.rank, peer), SHARED if is_reader else READ, stream)
         # No two ranks read the same one at the same time.
-        for index, start, target in sorted(parts, key=lambda part: (part[0] - self.index) % len(self.ranks)):
-            peer = self.ranks[index]
-            self.flags.wait_bit(self._flag(peer, self.rank), SHARED, stream)
-            self.memory.read(peer, self.axis, base // target.element_size() + start, target, stream)
-            self.flags.write(self._flag(peer, self.rank), READ, stream)
+        parts = sorted(parts, key=lambda part: (part[0] - self.index) % len(self.ranks))
+        key = None if readers is None else tuple(readers), tuple(index for index, *_ in parts)
+        before, *after = self._batches(self._read, *key)
+        self.flags.run(before, stream)
+        for (index, start, target), flags in zip(parts, after, strict=True):
+            first = base // target.element_size() + start
+            self.memory.read(self.ranks[index], self.axis, first, target, stream)
+            self.flags.run(flags, stream)
         return self.lane.end()
+
+    def _batches(self, steps: Callable[..., list[Steps]], *arguments: Any) -> list[Any]:
+        """Those of the latest exchange's slot, which making again would take longer than running."""
+        key = self.number, steps.__name__, *arguments
+        if key not in self.batches:
+            self.batches[key] = [self.flags.batch(each) for each in steps(*arguments)]
+        return self.batches[key]
+
+    def _taken(self) -> list[Steps]:
+        own = [self._flag(self.rank, peer) for peer in self.peers]
+        return [[each for flag in own for each in (FlagWait(flag, READ), FlagWrite(flag, TAKEN))]]
+
+    def _read(self, readers: tuple[int, ...] | None, order: tuple[int, ...]) -> list[Steps]:
+        """What comes before the first copy, between two, and after the last one."""
+        shared: Steps = [
+            FlagWrite(self._flag(self.rank, peer), SHARED if readers is None or index in readers else READ)
+            for index, peer in enumerate(self.ranks)
+            if peer != self.rank
+        ]
+        theirs = [self._flag(self.ranks[index], self.rank) for index in order]
+        waits: list[Steps] = [[FlagWait(flag, SHARED)] for flag in theirs]
+        reads: list[Steps] = [[FlagWrite(flag, READ)] for flag in theirs]
+        return [done + wait for done, wait in zip([shared, *reads], [*waits, []], strict=True)]
 
     def _flag(self, writer: int, reader: int) -> Hashable:
         """Of the slot of the latest exchange."""

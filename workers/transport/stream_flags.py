@@ -10,9 +10,9 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,18 @@ RELEASED = 2**30 - 1  # above any count, and has every bit; the driver compares 
 RELEASE_SECONDS = 0.005
 _PORTABLE_AND_MAPPED = 3
 SHARED_MEMORY = Path("/dev/shm")
+
+
+class FlagWrite(NamedTuple):
+    flag: Hashable
+    value: int
+
+
+class FlagWait(NamedTuple):
+    """A wait until the flag has the bit."""
+
+    flag: Hashable
+    bit: int
 
 
 class StreamFlags:
@@ -80,9 +92,14 @@ class StreamFlags:
         address = self._address(flag)
         check_driver(self.driver.cuStreamWaitValue32(handle_of(stream), address, value & 0xFFFFFFFF, self.at_least))
 
-    def wait_bit(self, flag: Hashable, bit: int, stream: int | None = None) -> None:
-        """Makes a stream wait until the flag has the bit."""
-        check_driver(self.driver.cuStreamWaitValue32(handle_of(stream), self._address(flag), bit, self.any_bit))
+    def batch(self, steps: Sequence[FlagWrite | FlagWait]) -> list[Any]:
+        """What `run` enqueues as one operation: these steps, in order."""
+        return [self._parameters(step) for step in steps]
+
+    def run(self, batch: list[Any], stream: int | None = None) -> None:
+        """Enqueues a batch. Six waits and writes of their own take six times as long to issue, and twice as long on the
+        GPU."""
+        check_driver(self.driver.cuStreamBatchMemOp(handle_of(stream), len(batch), batch, 0))
 
     def release(self) -> None:
         """Ends every wait of all ranks, now and until `close`. From any thread.
@@ -103,6 +120,18 @@ class StreamFlags:
         if self.releaser is not None:
             self.releaser.join()
         check_driver(self.driver.cuMemHostUnregister(self.address))
+
+    def _parameters(self, step: FlagWrite | FlagWait) -> Any:
+        found, kinds = self.driver.CUstreamBatchMemOpParams(), self.driver.CUstreamBatchMemOpType
+        if isinstance(step, FlagWrite):
+            found.operation = found.writeValue.operation = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
+            found.writeValue.address, found.writeValue.value = self._address(step.flag), step.value
+            found.writeValue.flags = 0
+        else:
+            found.operation = found.waitValue.operation = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+            found.waitValue.address, found.waitValue.value = self._address(step.flag), step.bit
+            found.waitValue.flags = int(self.any_bit)
+        return found
 
     def _address(self, flag: Hashable) -> int:
         return self.address + self.numbers[flag] * FLAG_STRIDE

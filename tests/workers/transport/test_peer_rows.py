@@ -4,7 +4,7 @@ what its peers shared in the same exchange, none waits for ever, and products ov
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from random import Random
 from typing import Any, Literal, NamedTuple
@@ -18,6 +18,7 @@ from pentad.workers.parallel import tensor_parallel
 from pentad.workers.parallel.row_exchange import RowGroup
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 from pentad.workers.transport.peer_rows import MOST_VIEWS, READ, SHARED, PeerRows
+from pentad.workers.transport.stream_flags import FlagWait, FlagWrite
 
 ELEMENTS = 12  # of a slot
 EXCHANGES = 11
@@ -148,18 +149,20 @@ class ThreadFlags:
     def __init__(self, values: dict[Hashable, int]) -> None:
         self.values, self.changed = values, threading.Condition()
 
-    def write(self, flag: Hashable, value: int, stream: None = None) -> None:
-        with self.changed:
-            self.values[flag] = value
-            self.changed.notify_all()
+    def batch(self, steps: Sequence[FlagWrite | FlagWait]) -> Sequence[FlagWrite | FlagWait]:
+        return steps
 
-    def wait(self, flag: Hashable, value: int, stream: None = None) -> None:
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.values[flag] >= value, 20)
+    def run(self, batch: Sequence[FlagWrite | FlagWait], stream: None = None) -> None:
+        for step in batch:
+            with self.changed:
+                if isinstance(step, FlagWrite):
+                    self.values[step.flag] = step.value
+                    self.changed.notify_all()
+                else:
+                    assert self.changed.wait_for(partial(self._has, *step), 20)
 
-    def wait_bit(self, flag: Hashable, bit: int, stream: None = None) -> None:
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.values[flag] & bit, 20)
+    def _has(self, flag: Hashable, bit: int) -> bool:
+        return self.values[flag] & bit != 0
 
 
 class EagerLane:
@@ -288,7 +291,7 @@ class LoggedReads:
 
 def test_slots_of_any_number_of_shapes_are_views_of_the_same_memory() -> None:
     slots = torch.zeros(SLOTS, 4096, dtype=torch.uint8)
-    rows = PeerRows(AXIS, [0], 0, None, None, slots, None)  # type: ignore[arg-type]
+    rows = PeerRows(AXIS, [0], 0, ThreadFlags({}), None, slots, None)  # type: ignore[arg-type]
     for length in range(1, 2 * MOST_VIEWS):
         rows.slot((length,), torch.zeros(1)).fill_(length)
         assert len(rows.views) <= MOST_VIEWS
