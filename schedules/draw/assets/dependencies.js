@@ -1,70 +1,27 @@
 // ---- dependencies between spans, which go by their number in the panel ----
 
+const isMeasured = (panel) => panel.data.source === "measured";
 const isReceive = (panel, n) => kinds.lane[panel.kind[n]].startsWith("RECV");
 /** When dependents of a span may start: the results of the first half of an overlapped pair are there when it ends. */
-const doneAt = (panel, n, why) => panel.end[why !== "order" && panel.overlapped.has(n) ? panel.next[n] : n];
+const doneAt = (panel, n, why) =>
+  why === "order" && !isMeasured(panel) ? panel.end[n] : Math.max(panel.end[n], panel.end[panel.pair[n]]);
 /** The spans that run as one event with a span: a send and its receive, or the members of a collective. */
 const eventOf = (panel, n) => panel.events[panel.eventIndex[n]] ?? [n];
 
-function linkSpans(panel) {
-  const { dependencies, events, overlapped, slots, critical } = panel.data.program;
-  const { count } = panel;
-  panel.overlapped = new Set(overlapped);
-  panel.eventIndex = new Int32Array(count).fill(-1);
-  events.forEach((members, i) => members.forEach((n) => (panel.eventIndex[n] = i)));
-  Object.assign(panel, { events, slots, critical, ...laneNeighbours(panel) });
-  panel.dependencies = { from: offsets(dependencies.count), to: Uint32Array.from(dependencies.number) };
-  panel.dependents = reversed(panel.dependencies, count);
-  panel.activations = decodeActivations(panel);
-  updateHighlights(panel);
-}
-
-/** The span before and after each span on its lane, or -1. */
-function laneNeighbours(panel) {
-  const previous = new Int32Array(panel.count);
-  const next = new Int32Array(panel.count).fill(-1);
-  for (const track of panel.tracks) {
-    const last = new Map();
-    for (let n = track.first; n < track.end; n++) {
-      const lane = kinds.lane[panel.kind[n]];
-      previous[n] = last.get(lane) ?? -1;
-      if (previous[n] >= 0) next[previous[n]] = n;
-      last.set(lane, n);
-    }
-  }
-  return { previous, next };
-}
-
-function offsets(counts) {
-  const found = new Uint32Array(counts.length + 1);
-  for (let i = 0; i < counts.length; i++) found[i + 1] = found[i] + counts[i];
-  return found;
-}
-
-const linksOf = ({ from, to }, n) => to.subarray(from[n], from[n + 1]);
-
-function reversed(links, count) {
-  const counts = new Uint32Array(count);
-  for (const n of links.to) counts[n]++;
-  const from = offsets(counts);
-  const next = from.slice();
-  const to = new Uint32Array(links.to.length);
-  for (let n = 0; n < count; n++) for (const other of linksOf(links, n)) to[next[other]++] = n;
-  return { from, to };
-}
-
-/** [number, why] of what the event of a span depends on if `upstream`, else of what depends on it. */
+/** [number, why, via] of what the event of a span depends on if `upstream`, else of what depends on it, and the span of
+ *  the event that it is linked with. */
 function neighbours(panel, n, upstream) {
   const found = new Map(); // by event
-  const add = (other, why) => {
+  const add = (other, why, via) => {
     const event = panel.eventIndex[other] < 0 ? -1 - other : panel.eventIndex[other];
-    if (!found.has(event)) found.set(event, [other, why]);
+    if (!found.has(event)) found.set(event, [other, why, via]);
   };
   const links = upstream ? panel.dependencies : panel.dependents;
-  for (const m of eventOf(panel, n)) for (const other of linksOf(links, m)) add(other, reason(panel, m, other, upstream));
+  for (const m of eventOf(panel, n))
+    for (const other of linksOf(links, m)) add(other, reason(panel, m, other, upstream), m);
   for (const m of eventOf(panel, n)) {
     const other = (upstream ? panel.previous : panel.next)[m];
-    if (other >= 0 && !isReceive(panel, m)) add(other, "order"); // a receive is in the lane of its send
+    if (other >= 0 && !isReceive(panel, m)) add(other, "order", m); // a receive is in the lane of its send
   }
   return [...found.values()];
 }
@@ -76,17 +33,52 @@ function reason(panel, n, other, upstream) {
 }
 
 /** One node per neighbour; the children of a transfer or collective are what lies beyond it, on other ranks.
- *  `slack` is the time from the end of the one to the start of the other; without slack the dependency is `binding`. */
+ *  `slack` is the time between the two, and a neighbour is `binding` if the later of the two waited for nothing longer. */
 function dependencyTree(panel, n, upstream, depth = 0) {
   return neighbours(panel, n, upstream)
     .filter(([other, why]) => !depth || why !== "order" || panel.eventIndex[other] < 0)
-    .map(([other, why]) => {
-      const [source, target] = upstream ? [other, n] : [n, other];
-      const slack = panel.start[target] - doneAt(panel, source, why);
+    .map(([other, why, via]) => {
+      const [source, target] = upstream ? [other, n] : [via, other];
+      const done = doneAt(panel, source, why);
       const goesOn = panel.eventIndex[other] >= 0 && depth < 2;
       const children = goesOn ? dependencyTree(panel, other, upstream, depth + 1) : [];
-      return { n: other, why, slack, binding: Math.abs(slack) <= 1, children };
+      if (isMeasured(panel)) return { n: other, why, children, ...measuredWait(panel, target, source, done) };
+      const slack = panel.start[target] - done;
+      return { n: other, why, children, slack, binding: Math.abs(slack) <= 1 };
     })
-    .sort((a, b) => b.binding - a.binding);
+    .sort((a, b) => b.binding - a.binding || (isMeasured(panel) ? a.slack - b.slack : 0));
 }
 
+/** What a measured span waited for until it could begin, and whose dependencies these are: those of a receive and its
+ *  send, or of the last to start of a collective. A receive is posted early, and begins once they have ended. */
+function lastNeeded(panel, n) {
+  const event = eventOf(panel, n);
+  const isTransfer = panel.program.transfers.has(panel.rowOf[n]);
+  const needs = (m) => {
+    const both = isReceive(panel, m) ? event : [m];
+    const needed = both.flatMap((k) => [...linksOf(panel.dependencies, k)]);
+    const half = panel.pair[m];
+    if (half !== m) needed.push(...linksOf(panel.dependencies, half));
+    if (panel.previous[m] >= 0) needed.push(panel.previous[m]);
+    return needed;
+  };
+  const ends = (m) => needs(m).map((k) => [doneAt(panel, k), k]);
+  const latest = (m) => ends(m).reduce((a, b) => (b[0] > a[0] ? b : a), [-Infinity, -1]);
+  const members = isTransfer ? [n] : event;
+  const last = members.reduce((a, b) => {
+    const [first, second] = [panel.start[a], panel.start[b]];
+    return second > first || (second === first && latest(b)[0] > latest(a)[0]) ? b : a;
+  });
+  return { via: last, ready: latest(last)[0], n: latest(last)[1] };
+}
+
+/** `slack` is how long the target took to begin, or a receive to end, after its last dependency; else how much earlier
+ *  than that one the source ended. */
+function measuredWait(panel, target, source, done) {
+  const { via, ready, n } = lastNeeded(panel, target);
+  const binding = n === source || panel.pair[n] === source || (n >= 0 && eventOf(panel, n).includes(source));
+  if (!binding) return { binding, slack: ready - done };
+  const took = isReceive(panel, target) ? "transfer" : "host";
+  const begin = took === "transfer" ? panel.end[target] : Math.min(panel.start[via], panel.start[panel.pair[via]]);
+  return { binding, slack: begin - ready, took };
+}

@@ -1,5 +1,6 @@
 // ---- the selected instruction and what is highlighted ----
 
+const NO_PROGRAM = "the page has no program that was run in this order.";
 const WHY = { data: "its result", transfer: "what it transfers", slot: "its receive buffer", order: "order on the lane" };
 const MOST_LINES = 200; // of a list
 
@@ -8,7 +9,7 @@ function select(panel, n) {
   for (const p of panels) {
     const isSelected = p === panel && n >= 0;
     p.selected = isSelected
-      ? { n, dependencies: dependencyTree(p, n, true), dependents: dependencyTree(p, n, false) }
+      ? { n, ...(p.program && { dependencies: dependencyTree(p, n, true), dependents: dependencyTree(p, n, false) }) }
       : null;
     updateHighlights(p);
   }
@@ -22,15 +23,16 @@ function select(panel, n) {
 /** Highlights the selected span with its neighbours, the critical path if it is shown, and what a search matches. */
 function updateHighlights(panel) {
   const { selected, critical, matches } = panel;
-  const showsPath = IS_SCHEDULE && byId("critical").checked;
+  const showsPath = critical !== null && byId("critical").checked;
   panel.highlighted = selected || showsPath || matches ? new Uint8Array(panel.count) : null;
   if (matches) panel.highlighted.set(matches);
-  if (showsPath) for (const n of critical.number) panel.highlighted[n] = 1;
+  if (showsPath) for (const { n } of critical) panel.highlighted[n] = 1;
   const mark = ({ n, children }) => {
     for (const m of eventOf(panel, n)) panel.highlighted[m] = 1;
     children.forEach(mark);
   };
-  if (selected) mark({ n: selected.n, children: [...selected.dependencies, ...selected.dependents] });
+  if (selected?.dependencies) mark({ n: selected.n, children: [...selected.dependencies, ...selected.dependents] });
+  else if (selected) panel.highlighted[selected.n] = 1;
 }
 
 /** Shows the row of a span and moves the view to it. */
@@ -76,11 +78,16 @@ function showSelection() {
   box.classList.toggle("empty", !panel);
   if (!panel) {
     const hint = "Click an instruction, or press an arrow key, to see what it waits for and what waits for it.";
-    return box.replaceChildren(make("p", hint, "hint"));
+    const unknown = `What the instructions of step ${currentStep} wait for is not known: ${NO_PROGRAM}`;
+    return box.replaceChildren(make("p", panels.some((p) => p.program) ? hint : unknown, "hint"));
   }
   const { n, dependencies, dependents } = panel.selected;
   const about = make("div");
-  about.append(spanTitle(panel, n), factList(factsOf(panel, n)));
+  about.append(spanTitle(panel, n), factList(factsOf(panel, n)), ...pathPart(panel, n));
+  if (!panel.program) {
+    const unknown = make("p", `What step ${panel.step.step} waits for is not known: ${NO_PROGRAM}`, "hint");
+    return box.replaceChildren(about, unknown);
+  }
   const before = dependencyList(panel, "Waits for", dependencies, true);
   box.replaceChildren(about, before, dependencyList(panel, "Needed by", dependents, false));
 }
@@ -98,6 +105,15 @@ function factList(lines) {
   return list;
 }
 
+/** What of the critical path a span is, if it is on it. */
+function pathPart(panel, n) {
+  const pieces = (panel.critical ?? []).filter((piece) => piece.n === n && piece.end > piece.start);
+  if (!pieces.length) return [];
+  const length = pieces.reduce((sum, { start, end }) => sum + end - start, 0);
+  const parts = IS_SCHEDULE ? [] : pieces.map(({ part, start, end }) => [part, end - start]);
+  return [pathLine([["of the critical path", length], ...parts])];
+}
+
 function dependencyList(panel, title, nodes, upstream) {
   const box = make("div");
   const rows = make("ul");
@@ -111,15 +127,27 @@ function dependencyList(panel, title, nodes, upstream) {
   return box;
 }
 
-function dependencyLine(panel, { n, why, slack, binding }, depth, upstream) {
+function slackOf({ slack, binding }, upstream) {
+  const [ifBinding, otherwise] = upstream ? ["set its start", "earlier"] : ["starts at once", "later"];
+  return binding ? ifBinding : `${duration(slack)} ${otherwise}`;
+}
+
+/** By the times that were measured: how long before the last of them, or what passed after it. */
+function waited({ slack, binding, took }) {
+  if (!binding) return `${duration(slack)} before the last`;
+  return slack < 0 ? `last, ${duration(-slack)} after the start` : `last, then ${duration(slack)} ${took}`;
+}
+
+function dependencyLine(panel, node, depth, upstream) {
+  const { n, why, binding } = node;
   const button = make("button", "", binding ? "binding" : "");
   button.style.marginLeft = `${depth * 16}px`;
   const [start, end, done] = [panel.start[n], panel.end[n], doneAt(panel, n, why)];
   const pair = upstream && done > end ? `, its pair to ${duration(done)}` : "";
-  const when = `rank ${panel.ranks[rankOf(panel, n)].rank}, ${duration(start)} to ${duration(end)}${pair}`;
-  const [ifBinding, otherwise] = upstream ? ["set its start", "earlier"] : ["starts at once", "later"];
+  const times = isMeasured(panel) ? `to ${duration(done)}` : `${duration(start)} to ${duration(end)}${pair}`;
+  const when = `rank ${panel.ranks[rankOf(panel, n)].rank}, ${times}`;
   button.append(swatch(FILLS[panel.fill[n]]), make("b", nameOf(panel, n)));
-  button.append(make("span", when), make("em", binding ? ifBinding : `${duration(slack)} ${otherwise}`));
+  button.append(make("span", when), make("em", isMeasured(panel) ? waited(node) : slackOf(node, upstream)));
   button.title = WHY[why];
   button.addEventListener("click", () => select(panel, n));
   const item = make("li");

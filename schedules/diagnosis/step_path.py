@@ -1,0 +1,127 @@
+"""What a step took as long as it did for: the chain of instructions that leads to its end, by the times they ran at.
+
+Each instruction is led back to the last to end of what it waited for: its dependencies, the instruction before it on
+its lane and, for what moves data, those of the other ranks that take part (as in `StepView.available`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pentad.schedules.diagnosis.attribution import FIRST_START, part_of
+from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, HOST, StepView, kind_of
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Action, Key
+from pentad.schedules.ir.program import Program
+from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.spec.mesh import Mesh
+
+Place = tuple[int, Key]  # a rank of the mesh, and an instruction of it
+Previous = tuple[dict[Key, Key], ...]  # by pipeline rank, the instruction before each one on its lane
+
+
+class Piece(NamedTuple):
+    """A part of the step's time, in nanoseconds from its first start: an instruction of a rank ran, or moved data, as
+    `kind` says (see PARTS in attribution.py); or it could have begun and had not been issued, if `kind` is HOST."""
+
+    rank: int
+    key: Key
+    kind: str
+    start: int
+    end: int
+
+
+def path_of(program: Program, mesh: Mesh, timeline: Timeline) -> tuple[Piece, ...] | None:
+    """`step_path` of one step over the ranks of the mesh; None if the step has not run this program, in this order."""
+    try:
+        view = StepView(program, mesh, timeline)
+    except PentadError:
+        return None
+    return step_path(view) if len(timeline.spans) == view.size and _is_in_order(view) else None
+
+
+def step_path(view: StepView) -> tuple[Piece, ...]:
+    """Pieces that follow each other from the first start of the step to its last end, without gaps."""
+    previous = tuple(map(_previous, view.program.streams))
+    ends = ((view.action_times(rank, action)[1], rank, action.key) for rank, action in _actions(view))
+    until, *last = max(ends, key=lambda end: end[0])
+    at: Place | None = (last[0], last[1])
+    path: list[Piece] = []
+    while at is not None:
+        (waiting, begin), action = _begin(view, previous, at), view.action(*at)
+        of, at = at[0], max(_needed(view, previous, waiting), key=lambda place: _end(view, place), default=None)
+        ready = FIRST_START if at is None else min(until, _end(view, at))
+        begin = min(max(begin, ready), until)
+        path.append(Piece(of, action.key, _kind(action), begin, until))
+        if begin > ready:
+            path.append(Piece(*waiting, HOST, ready, begin))
+        until = ready
+    return tuple(reversed(path))
+
+
+def _begin(view: StepView, previous: Previous, at: Place) -> tuple[Place, int]:
+    """Whose dependencies decided when an instruction began, and the earliest moment that it can have begun: a receive
+    is posted early, and begins once what it waits for has ended; a collective begins with the last of its members."""
+    rank, key = at
+    if key.op in RECEIVES:
+        return at, FIRST_START
+    if key.op not in COLLECTIVES or not view.instruction(rank, key).group:
+        return at, view.action_times(rank, view.action(rank, key))[0]
+
+    def start(member: Place) -> tuple[int, int]:
+        needed = (_end(view, place) for place in _needed(view, previous, member))
+        return view.times(*member)[0], max(needed, default=FIRST_START)
+
+    last = max(((member, key) for member in view.members(rank, key)), key=start)
+    return last, start(last)[0]
+
+
+def _needed(view: StepView, previous: Previous, at: Place) -> Iterator[Place]:
+    """What an instruction waits for."""
+    rank, key = at
+    action, mesh, own = view.action(rank, key), view.mesh, view.coordinates[rank]
+    yield from ((rank, each) for each in action.waits)
+    if (before := previous[own.pp].get(action.key)) is not None:
+        yield rank, before
+    if key.op in RECEIVES:
+        peer, send = view.sender(rank, key)
+        yield from ((peer, each) for each in view.instruction(peer, send).waits)
+    elif key.op in COLLECTIVES and (peer := view.instruction(rank, key).peer) >= 0:  # a NORM along a chain of ranks
+        yield mesh.rank(own._replace(pp=peer)), key
+
+
+def _end(view: StepView, at: Place) -> int:
+    """Of an overlapped pair both halves end when the pair does."""
+    rank, key = at
+    return view.action_times(rank, view.action(rank, key))[1]
+
+
+def _kind(action: Action) -> str:
+    return BETWEEN_STAGES if action.key.op in SENDS else kind_of(action.key.op) or part_of(action.parts[0])
+
+
+def _previous(stream: tuple[Action, ...]) -> dict[Key, Key]:
+    found, last = dict[Key, Key](), dict[str, Key]()
+    for action in stream:
+        if action.lane in last:
+            found[action.key] = last[action.lane]
+        last[action.lane] = action.key
+    return found
+
+
+def _actions(view: StepView) -> Iterator[tuple[int, Action]]:
+    return ((rank, action) for rank in range(view.mesh.size) for action in view.stream(rank))
+
+
+def _is_in_order(view: StepView) -> bool:
+    """Whether every rank's compute lane ran in the order of the program."""
+    last = [FIRST_START] * view.mesh.size
+    for rank, action in _actions(view):
+        if action.lane != "compute":
+            continue
+        start = view.action_times(rank, action)[0]
+        if start < last[rank]:
+            return False
+        last[rank] = start
+    return True
