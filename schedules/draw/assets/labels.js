@@ -81,25 +81,20 @@ function showHeader(panel) {
   panel.header.replaceChildren(title, figures, ...pathSummary(panel));
 }
 
-/** A line of [term, time] pairs. */
-function pathLine(pairs) {
-  const line = make("p", "", "path");
-  for (const [term, time] of pairs) {
-    const pair = make("span", `${term} `);
-    pair.append(make("b", duration(time)));
-    line.append(pair);
-  }
-  line.title = "host: an instruction could have run, and had not been issued";
-  return line;
-}
-
 /** What a step's critical path is made of, longest first. */
 function pathSummary(panel) {
   if (IS_SCHEDULE || !panel.critical || !byId("critical").checked) return [];
   const parts = new Map();
   for (const { part, start, end } of panel.critical) parts.set(part, (parts.get(part) ?? 0) + end - start);
   const length = panel.critical.at(-1).end - panel.critical[0].start;
-  return [pathLine([["critical path", length], ...[...parts].sort((a, b) => b[1] - a[1])])];
+  const line = make("p", "", "path");
+  for (const [part, time] of [["critical path", length], ...[...parts].sort((a, b) => b[1] - a[1])]) {
+    const pair = make("span", `${part} `);
+    pair.append(make("b", duration(time)));
+    line.append(pair);
+  }
+  line.title = "host: an instruction could have run, and had not been issued";
+  return [line];
 }
 
 /** How a figure of a schedule differs from that of the first schedule. */

@@ -3,8 +3,7 @@
 /** Finds the spans of the step's program; without one, no span has a dependency. */
 function linkSpans(panel) {
   const program = panel.step.path ? programs[panel.data.program] : null;
-  panel.program = program;
-  panel.memory = null;
+  Object.assign(panel, { program, memory: null, slots: null, events: [], eventIndex: [] });
   panel.critical = panel.step.path ? decodePath(panel.step.path) : null;
   if (!program) return;
   const { spanOf, rowOf } = matchRows(panel, program);

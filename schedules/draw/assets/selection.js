@@ -8,9 +8,8 @@ const MOST_LINES = 200; // of a list
 function select(panel, n) {
   for (const p of panels) {
     const isSelected = p === panel && n >= 0;
-    p.selected = isSelected
-      ? { n, ...(p.program && { dependencies: dependencyTree(p, n, true), dependents: dependencyTree(p, n, false) }) }
-      : null;
+    const tree = (upstream) => (p.program ? dependencyTree(p, n, upstream) : []);
+    p.selected = isSelected ? { n, dependencies: tree(true), dependents: tree(false) } : null;
     updateHighlights(p);
   }
   view.selected = panels.find((p) => p.selected) ?? null;
@@ -31,8 +30,7 @@ function updateHighlights(panel) {
     for (const m of eventOf(panel, n)) panel.highlighted[m] = 1;
     children.forEach(mark);
   };
-  if (selected?.dependencies) mark({ n: selected.n, children: [...selected.dependencies, ...selected.dependents] });
-  else if (selected) panel.highlighted[selected.n] = 1;
+  if (selected) mark({ n: selected.n, children: [...selected.dependencies, ...selected.dependents] });
 }
 
 /** Shows the row of a span and moves the view to it. */
@@ -83,7 +81,7 @@ function showSelection() {
   }
   const { n, dependencies, dependents } = panel.selected;
   const about = make("div");
-  about.append(spanTitle(panel, n), factList(factsOf(panel, n)), ...pathPart(panel, n));
+  about.append(spanTitle(panel, n), factList(factsOf(panel, n)));
   if (!panel.program) {
     const unknown = make("p", `What step ${panel.step.step} waits for is not known: ${NO_PROGRAM}`, "hint");
     return box.replaceChildren(about, unknown);
@@ -96,6 +94,8 @@ function spanTitle(panel, n) {
   const title = make("p");
   const { label } = looks[kinds.op[panel.kind[n]]];
   title.append(swatch(FILLS[panel.fill[n]]), make("b", nameOf(panel, n)), make("span", label));
+  const isCritical = panel.critical?.some((piece) => piece.n === n && piece.part !== "host" && piece.end > piece.start);
+  if (isCritical) title.append(make("em", "on the critical path"));
   return title;
 }
 
@@ -103,15 +103,6 @@ function factList(lines) {
   const list = make("dl");
   for (const [term, value] of lines) list.append(make("dt", term), make("dd", value));
   return list;
-}
-
-/** What of the critical path a span is, if it is on it. */
-function pathPart(panel, n) {
-  const pieces = (panel.critical ?? []).filter((piece) => piece.n === n && piece.end > piece.start);
-  if (!pieces.length) return [];
-  const length = pieces.reduce((sum, { start, end }) => sum + end - start, 0);
-  const parts = IS_SCHEDULE ? [] : pieces.map(({ part, start, end }) => [part, end - start]);
-  return [pathLine([["of the critical path", length], ...parts])];
 }
 
 function dependencyList(panel, title, nodes, upstream) {
