@@ -7,7 +7,7 @@ its lane and, for what moves data, those of the other ranks that take part (as i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from pentad.schedules.diagnosis.attribution import FIRST_START, part_of
 from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, HOST, StepView, kind_of
@@ -44,16 +44,16 @@ def path_of(program: Program, mesh: Mesh, timeline: Timeline) -> tuple[Piece, ..
 def step_path(view: StepView) -> tuple[Piece, ...]:
     """Pieces that follow each other from the first start of the step to its last end, without gaps."""
     previous = tuple(map(_previous, view.program.streams))
-    ends = ((view.action_times(rank, action)[1], rank, action.key) for rank, action in _actions(view))
-    until, *last = max(ends, key=lambda end: end[0])
-    at: Place | None = (last[0], last[1])
-    path: list[Piece] = []
+    places = ((rank, action.key) for rank, action in _actions(view))
+    last = max(places, key=lambda place: _end(view, place))
+    at, until, path = cast("Place | None", last), _end(view, last), list[Piece]()
     while at is not None:
-        (waiting, begin), action = _begin(view, previous, at), view.action(*at)
-        of, at = at[0], max(_needed(view, previous, waiting), key=lambda place: _end(view, place), default=None)
+        rank, action = at[0], view.action(*at)
+        waiting, begin = _begin(view, previous, at)
+        at = max(_needed(view, previous, waiting), key=lambda place: _end(view, place), default=None)
         ready = FIRST_START if at is None else min(until, _end(view, at))
         begin = min(max(begin, ready), until)
-        path.append(Piece(of, action.key, _kind(action), begin, until))
+        path.append(Piece(rank, action.key, _kind(action), begin, until))
         if begin > ready:
             path.append(Piece(*waiting, HOST, ready, begin))
         until = ready

@@ -82,7 +82,9 @@ def timeline_page(
     Time zero of a panel is the first compute start of its step. Raises PentadError if there is no span to draw.
     """
     paths = run.paths if run else [None] * len(timelines)
-    drawn = [_Drawn(timeline, None, path or {}) for timeline, path in zip(timelines, paths, strict=True) if timeline.spans]
+    drawn = [
+        _Drawn(timeline, None, path or {}) for timeline, path in zip(timelines, paths, strict=True) if timeline.spans
+    ]
     if not drawn:
         raise PentadError("timeline_page has no spans to draw: expected a timeline with at least one")
     data = _timelines(drawn) | {"unit": "s", "programs": []}
@@ -106,7 +108,7 @@ def schedule_page(
         for one in schedules
     ]
     drawn = [
-        _Drawn(one.timeline, one.program.placement, {step: path for step in one.timeline.steps})
+        _Drawn(one.timeline, one.program.placement, dict.fromkeys(one.timeline.steps, path))
         for one, path in zip(schedules, paths, strict=True)
     ]
     data = _timelines(drawn) | {"unit": "", "programs": []}

@@ -64,9 +64,9 @@ def drawn_program(program: Program, memory: DrawnMemory, kinds: Mapping[str, int
     """`kind` has the kind of the spans of each row (`kinds`: by name), `counts` the rows of each pipeline rank.
 
     `dependencies` has `count` numbers for each row, by how many rows they are before it. `events` are groups of rows
-    that run as one: a `transfers` pair on a replica, the members of `collectives` on all replicas that share them, those
-    of `everyone` on all ranks. `overlapped` are the first halves of overlapped pairs, whose results are available when
-    the pair ends; `slots` has -1 for all but receives.
+    that run as one: the pairs of `transfers` on each replica, members of `collectives` on all replicas that share them,
+    and those of `everyone` on all ranks. `overlapped` are the first halves of overlapped pairs, whose results are
+    available when the pair ends; `slots` has -1 for all but receives.
     """
     parts = [list(instructions_of(stream)) for stream in program.streams]
     first = list(accumulate(map(len, parts), initial=0))

@@ -33,9 +33,7 @@ class MeasuredRun(NamedTuple):
             measured[0] = measured_run(other_step).measured.of_step(steps[0])
         batch = BatchSpec(16, 128, self.program.microbatches, 2)
         run = DrawnRun("trial", self.mesh, self.program, batch, "a model")
-        timelines = (Timeline(s, tuple(p for t in some for p in t.spans)) for s, some in
-                     (("measured", measured), ("simulated", simulated)))  # fmt: skip
-        return comparison_page(run, *timelines)
+        return comparison_page(run, _joined(measured), _joined(simulated))
 
     def pair_of(self, key: tuple[int, str]) -> list[tuple[int, str]]:
         """Both halves of an overlapped pair, for the first of them; else the instruction alone."""
@@ -52,11 +50,16 @@ def measured_run(name: str, seed: int = 7) -> MeasuredRun:
     program = compile_program(name, 4, 8, replicas=2, post_validation=bool(post_validation))
     simulated, measured = list[Span](), list[Span]()
     for step in STEPS:
-        costs = Costs(*(_uneven(drawn, program.stages, each) for each in (1e-3, 1.3e-3, 0.7e-3)), transfer=7e-5)
+        forward, backward, weight = (_uneven(drawn, program.stages, each) for each in (1e-3, 1.3e-3, 0.7e-3))
+        costs = Costs(forward, backward, weight, transfer=7e-5)
         spans = to_mesh_ranks(simulate(program, costs, step=step), mesh).spans
         simulated += spans
         measured += [_late(drawn, span, 1e5 + step) for span in spans]
     return MeasuredRun(program, mesh, Timeline("measured", tuple(measured)), Timeline("simulated", tuple(simulated)))
+
+
+def _joined(steps: list[Timeline]) -> Timeline:
+    return Timeline(steps[0].source, tuple(span for step in steps for span in step.spans))
 
 
 def _uneven(drawn: random.Random, stages: int, seconds: float) -> tuple[float, ...]:

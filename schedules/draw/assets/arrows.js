@@ -80,10 +80,8 @@ function paintCriticalPath(context, panel) {
     for (const { part, start, end, bar } of pieces) {
       const y = bar[1] + bar[3] - 1;
       const at = [x(panel, start), y];
-      if (last && (part === "host") === isIdle) {
-        context.moveTo(...last);
-        context.lineTo(...at);
-      } else context.moveTo(...at);
+      context.moveTo(...(last && !isIdle ? last : at));
+      if (last && !isIdle) context.lineTo(...at);
       last = [x(panel, end), y];
       if ((part === "host") === isIdle) context.lineTo(...last);
     }

@@ -88,7 +88,8 @@ function pathSummary(panel) {
   for (const { part, start, end } of panel.critical) parts.set(part, (parts.get(part) ?? 0) + end - start);
   const length = panel.critical.at(-1).end - panel.critical[0].start;
   const line = make("p", "", "path");
-  for (const [part, time] of [["critical path", length], ...[...parts].sort((a, b) => b[1] - a[1])]) {
+  const ordered = [...parts].filter(([, time]) => time > 0).sort((a, b) => b[1] - a[1]);
+  for (const [part, time] of [["critical path", length], ...ordered]) {
     const pair = make("span", `${part} `);
     pair.append(make("b", duration(time)));
     line.append(pair);

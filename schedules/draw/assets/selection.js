@@ -1,6 +1,5 @@
 // ---- the selected instruction and what is highlighted ----
 
-const NO_PROGRAM = "the page has no program that was run in this order.";
 const WHY = { data: "its result", transfer: "what it transfers", slot: "its receive buffer", order: "order on the lane" };
 const MOST_LINES = 200; // of a list
 
@@ -76,18 +75,20 @@ function showSelection() {
   box.classList.toggle("empty", !panel);
   if (!panel) {
     const hint = "Click an instruction, or press an arrow key, to see what it waits for and what waits for it.";
-    const unknown = `What the instructions of step ${currentStep} wait for is not known: ${NO_PROGRAM}`;
-    return box.replaceChildren(make("p", panels.some((p) => p.program) ? hint : unknown, "hint"));
+    const unknown = panels.filter((p) => !p.program).map(noProgram);
+    return box.replaceChildren(...(unknown.length < panels.length ? [make("p", hint, "hint")] : []), ...unknown);
   }
   const { n, dependencies, dependents } = panel.selected;
   const about = make("div");
   about.append(spanTitle(panel, n), factList(factsOf(panel, n)));
-  if (!panel.program) {
-    const unknown = make("p", `What step ${panel.step.step} waits for is not known: ${NO_PROGRAM}`, "hint");
-    return box.replaceChildren(about, unknown);
-  }
+  if (!panel.program) return box.replaceChildren(about, noProgram(panel));
   const before = dependencyList(panel, "Waits for", dependencies, true);
   box.replaceChildren(about, before, dependencyList(panel, "Needed by", dependents, false));
+}
+
+function noProgram({ step, data }) {
+  const what = `${data.source} step ${step.step} ran a program that this page does not have`;
+  return make("p", `What instructions waited for is not known: the ${what}.`, "hint");
 }
 
 function spanTitle(panel, n) {

@@ -37,9 +37,7 @@ def step_of(
     name: str, axes: dict[str, int], memory: MemoryOptions, *, post_validation: bool = False
 ) -> tuple[Program, Mesh, Costs, Timeline]:
     mesh = Mesh(pp=4, **axes)
-    program = compiled(
-        name, 4, 8, replicas=mesh.size // 4, memory_options=memory, post_validation=post_validation
-    )
+    program = compiled(name, 4, 8, replicas=mesh.size // 4, memory_options=memory, post_validation=post_validation)
     costs = Costs.uniform(program.stages, 1e-3, 1.3e-3, 0.7e-3, chunks=program.chunks, transfer=7e-5)
     return program, mesh, costs, to_mesh_ranks(simulate(program, costs), mesh)
 

@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from saved_activations import activations_over_time
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.simulate.timeline import Timeline
 
 PROGRAMS = [("gpipe", 1, 3), ("1f1b", 4, 6), ("zb-h1", 3, 5), ("zb-h2", 3, 6), ("zb-v", 3, 6), ("dualpipe", 4, 8)]
 compiled = cache(compile_program)
