@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from pentad.orchestrator.memory.curve import planned_memory
-from pentad.schedules.diagnosis.step_path import path_of
+from pentad.schedules.diagnosis.step_path import step_paths
 from pentad.schedules.draw.html import RunProgram, timeline_page
 from pentad.schedules.draw.page_program import DrawnMemory, PathPiece, saved_activations
 from pentad.schedules.draw.palette import grouped
@@ -23,6 +24,8 @@ from pentad.schedules.spec.tensors import num_parameters
 
 if TYPE_CHECKING:
     from pentad.orchestrator.config.config import RunConfig  # slow to import, for a process that draws
+
+_STEP = attrgetter("step")
 
 
 class DrawnRun(NamedTuple):
@@ -89,15 +92,12 @@ def comparison_page(run: DrawnRun, measured: Timeline, simulated: Timeline, figu
 
 def _paths(run: DrawnRun, timeline: Timeline) -> dict[int, list[PathPiece]]:
     """The critical path of each step that has run the program."""
-    found = {}
-    for step, spans in grouped(timeline.spans, lambda span: span.step).items():
-        if (path := path_of(run.program, run.mesh, Timeline(timeline.source, tuple(spans)))) is not None:
-            zero = min(span.start for span in spans)
-            found[step] = [
-                PathPiece(piece.rank, str(piece.key), piece.kind, zero + piece.start / 1e9, zero + piece.end / 1e9)
-                for piece in path
-            ]
-    return found
+    zeros = {step: min(span.start for span in spans) for step, spans in grouped(timeline.spans, _STEP).items()}
+    return {
+        step: [PathPiece(rank, str(key), kind, zeros[step] + start / 1e9, zeros[step] + end / 1e9)
+               for rank, key, kind, start, end in path]
+        for step, path in step_paths(run.program, run.mesh, timeline).items()
+    }  # fmt: skip
 
 
 def comparison_svg(plan: Plan | DrawnRun, measured: Timeline, simulated: Timeline) -> str:

@@ -7,10 +7,12 @@ its lane and, for what moves data, those of the other ranks that take part (as i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple, cast
 
 from pentad.schedules.diagnosis.attribution import FIRST_START, part_of
 from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, HOST, StepView, kind_of
+from pentad.schedules.draw.palette import grouped
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Action, Key
 from pentad.schedules.ir.program import Program
@@ -32,20 +34,23 @@ class Piece(NamedTuple):
     end: int
 
 
-def path_of(program: Program, mesh: Mesh, timeline: Timeline) -> tuple[Piece, ...] | None:
-    """`step_path` of one step over the ranks of the mesh; None if the step has not run this program, in this order."""
-    try:
-        view = StepView(program, mesh, timeline)
-    except PentadError:
-        return None
-    return step_path(view) if len(timeline.spans) == view.size and _is_in_order(view) else None
+def step_paths(program: Program, mesh: Mesh, timeline: Timeline) -> dict[int, tuple[Piece, ...]]:
+    """By step, over the ranks of the mesh: pieces that follow each other from its first start to its last end, without
+    gaps. Steps that have not run this program, in this order, are left out."""
+    previous, paths = tuple(map(_previous, program.streams)), dict[int, tuple[Piece, ...]]()
+    order = tuple([a.key for a in stream if a.lane == "compute"] for stream in program.streams)
+    for step, spans in grouped(timeline.spans, lambda span: span.step).items():
+        try:
+            view = StepView(program, mesh, Timeline(timeline.source, tuple(spans)))
+        except PentadError:
+            continue
+        if len(spans) == view.size and _is_in_order(view, order):
+            paths[step] = _path(view, previous)
+    return paths
 
 
-def step_path(view: StepView) -> tuple[Piece, ...]:
-    """Pieces that follow each other from the first start of the step to its last end, without gaps."""
-    previous = tuple(map(_previous, view.program.streams))
-    places = ((rank, action.key) for rank, action in _actions(view))
-    last = max(places, key=lambda place: _end(view, place))
+def _path(view: StepView, previous: Previous) -> tuple[Piece, ...]:
+    last = view.last
     at, until, path = cast("Place | None", last), _end(view, last), list[Piece]()
     while at is not None:
         rank, action = at[0], view.action(*at)
@@ -110,18 +115,10 @@ def _previous(stream: tuple[Action, ...]) -> dict[Key, Key]:
     return found
 
 
-def _actions(view: StepView) -> Iterator[tuple[int, Action]]:
-    return ((rank, action) for rank in range(view.mesh.size) for action in view.stream(rank))
-
-
-def _is_in_order(view: StepView) -> bool:
+def _is_in_order(view: StepView, order: tuple[list[Key], ...]) -> bool:
     """Whether every rank's compute lane ran in the order of the program."""
-    last = [FIRST_START] * view.mesh.size
-    for rank, action in _actions(view):
-        if action.lane != "compute":
-            continue
-        start = view.action_times(rank, action)[0]
-        if start < last[rank]:
+    for rank, at in enumerate(view.coordinates):
+        starts = [view.times(rank, key)[0] for key in order[at.pp]]
+        if any(before > after for before, after in pairwise(starts)):
             return False
-        last[rank] = start
     return True

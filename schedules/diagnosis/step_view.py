@@ -116,6 +116,11 @@ class StepView:
         """Instructions of all ranks."""
         return len(self._times)
 
+    @property
+    def last(self) -> tuple[int, Key]:
+        """The last to end of all ranks."""
+        return max(self._times, key=lambda place: self._times[place][1])
+
     def action(self, rank: int, key: Key) -> Action:
         pp = self.coordinates[rank].pp
         return self.program.streams[pp][self.program.positions[pp][key]]

@@ -40,6 +40,7 @@ SCRIPTS = (
 _Kind = tuple[str, str, str, int, int, int]  # name, op, lane, stage, microbatch, peer
 _Placement = tuple[tuple[int, ...], ...]  # stages of each rank
 _Row = tuple[str, list[Span]]
+_RankRows = tuple[int, list[_Row]]
 _Paths = Mapping[int, Sequence[PathPiece]]  # by step
 
 
@@ -189,16 +190,16 @@ def _panel(drawn: _Drawn, kinds: dict[_Kind, int], parts: dict[str, int]) -> dic
     steps = []
     for step in sorted(by_step):
         timeline = Timeline(source, tuple(by_step[step]))
-        path = drawn.paths.get(step)
-        steps.append(_step(timeline, drawn.placement, kinds) | {"path": path and _path(path, timeline, parts)})
+        rows, path = _rows(timeline), drawn.paths.get(step)
+        drawn_path = None if path is None else _path(path, rows, zero_of(timeline), parts)
+        steps.append(_step(timeline, rows, drawn.placement, kinds) | {"path": drawn_path})
     return {"source": source, "steps": steps}
 
 
-def _path(path: Sequence[PathPiece], timeline: Timeline, parts: dict[str, int]) -> dict[str, Any]:
+def _path(path: Sequence[PathPiece], rows: list[_RankRows], zero: float, parts: dict[str, int]) -> dict[str, Any]:
     """The pieces of a critical path, each of which begins where the one before it ends: its span, the number of its
-    kind, and its length; the first one is at `begin`. Times are in nanoseconds."""
-    zero = zero_of(timeline)
-    spans = (span for _, rows in _rows(timeline) for _, row in rows for span in row)
+    kind, and its length; the first one is at `begin`. Times are in nanoseconds after `zero`."""
+    spans = (span for _, own in rows for _, row in own for span in row)
     number = {(span.rank, span.name): n for n, span in enumerate(spans)}
     times = [round((time - zero) * 1e9) for time in (path[0].start, *(piece.end for piece in path))]
     return {
@@ -209,7 +210,9 @@ def _path(path: Sequence[PathPiece], timeline: Timeline, parts: dict[str, int]) 
     }
 
 
-def _step(timeline: Timeline, placement: _Placement | None, kinds: dict[_Kind, int]) -> dict[str, Any]:
+def _step(
+    timeline: Timeline, rows: list[_RankRows], placement: _Placement | None, kinds: dict[_Kind, int]
+) -> dict[str, Any]:
     """One step. Its figures are null without compute, for then there is no bubble."""
     busy, zero = timeline.busy_by_rank(), zero_of(timeline)
     computed = grouped((span for span in timeline.compute if span.stage >= 0), lambda span: span.rank)
@@ -222,9 +225,9 @@ def _step(timeline: Timeline, placement: _Placement | None, kinds: dict[_Kind, i
             "rank": rank,
             "busy": busy[rank][2] / makespan if makespan and rank in busy else None,
             "stages": placement[rank] if placement else stages.get(rank, []),
-            "tracks": [{"row": row, **_columns(spans, zero, kinds)} for row, spans in rows],
+            "tracks": [{"row": row, **_columns(spans, zero, kinds)} for row, spans in own],
         }
-        for rank, rows in _rows(timeline)
+        for rank, own in rows
     ]
     return {
         "step": timeline.spans[0].step,
@@ -236,7 +239,7 @@ def _step(timeline: Timeline, placement: _Placement | None, kinds: dict[_Kind, i
     }
 
 
-def _rows(timeline: Timeline) -> list[tuple[int, list[_Row]]]:
+def _rows(timeline: Timeline) -> list[_RankRows]:
     """The spans of one step in the order of the page. Spans of one lane keep their order."""
     zero = zero_of(timeline)
     by_rank = grouped(timeline.spans, lambda span: span.rank)

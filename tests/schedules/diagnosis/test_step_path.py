@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.diagnosis.step_path import Piece, path_of
+from pentad.schedules.diagnosis.step_path import Piece, step_paths
 from pentad.schedules.diagnosis.step_view import HOST
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
@@ -67,8 +67,7 @@ def jittered(timeline: Timeline, seed: int) -> Timeline:
 
 
 def found(program: Program, mesh: Mesh, timeline: Timeline) -> tuple[Piece, ...]:
-    path = path_of(program, mesh, timeline)
-    assert path is not None
+    (path,) = step_paths(program, mesh, timeline).values()
     return path
 
 
@@ -128,8 +127,8 @@ def test_a_pause_between_instructions_is_a_piece_of_the_host(
 
 def test_a_step_of_another_program_or_order_has_no_path() -> None:
     program, mesh, costs, timeline = step_of("1f1b", {"dp": 2}, MemoryOptions())
-    assert path_of(compiled("1f1b", 4, 6, replicas=2), mesh, timeline) is None  # of a ramp
-    assert path_of(compiled("gpipe", 4, 8, replicas=2), mesh, timeline) is None  # the same instructions
-    assert path_of(program, mesh, Timeline("measured", timeline.spans[1:])) is None
+    assert step_paths(compiled("1f1b", 4, 6, replicas=2), mesh, timeline) == {}  # of a ramp
+    assert step_paths(compiled("gpipe", 4, 8, replicas=2), mesh, timeline) == {}  # the same instructions
+    assert step_paths(program, mesh, Timeline("measured", timeline.spans[1:])) == {}
     other = to_mesh_ranks(simulate(compiled("1f1b", 4, 10, replicas=2), costs), mesh)
-    assert path_of(program, mesh, other) is None
+    assert step_paths(program, mesh, other) == {}
