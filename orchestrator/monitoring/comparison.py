@@ -86,7 +86,8 @@ def comparison_page(run: DrawnRun, measured: Timeline, simulated: Timeline, figu
     }
     timelines = [measured, simulated]
     paths = [_paths(run, timeline) for timeline in timelines]
-    ran = RunProgram(program, run.mesh, run.memory or saved_activations(program), paths)
+    saved = None if program.forward_only else saved_activations(program)
+    ran = RunProgram(program, run.mesh, run.memory or saved, paths)
     return timeline_page(timelines, title=f"pentad run {run.name}", facts=facts, figure=figure, run=ran)
 
 

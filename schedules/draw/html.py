@@ -34,8 +34,9 @@ from pentad.schedules.spec.mesh import Mesh
 
 STYLES = ("page.css", "panels.css")
 SCRIPTS = (
-    *("data.js", "labels.js", "layout.js", "canvas.js", "paint.js", "links.js", "dependencies.js", "arrows.js"),
-    *("selection.js", "search.js", "memory_curve.js", "tooltip.js", "navigation.js", "main.js"),
+    *("data.js", "labels.js", "layout.js", "canvas.js", "paint.js", "program/links.js", "program/dependencies.js"),
+    *("program/arrows.js", "program/memory_curve.js", "selection.js", "search.js", "tooltip.js", "navigation.js"),
+    "main.js",
 )
 _Kind = tuple[str, str, str, int, int, int]  # name, op, lane, stage, microbatch, peer
 _Placement = tuple[tuple[int, ...], ...]  # stages of each rank
@@ -59,12 +60,12 @@ class SimulatedProgram(NamedTuple):
 
 
 class RunProgram(NamedTuple):
-    """What the steps of a run have run, over the ranks of its mesh, and the memory that it takes. `paths` are those of
-    steps of each timeline by their numbers; a step without one has run something else, which is not known."""
+    """What the steps of a run have run, over the ranks of its mesh, and the memory that it takes, if any. `paths` are
+    the critical ones, for each timeline by step; a step without one has run something else, which is not known."""
 
     program: Program
     mesh: Mesh
-    memory: DrawnMemory
+    memory: DrawnMemory | None
     paths: Sequence[_Paths]
 
 

@@ -60,7 +60,7 @@ def rank_groups(mesh: Mesh) -> dict[str, list[int]]:
     }
 
 
-def drawn_program(program: Program, memory: DrawnMemory, kinds: Mapping[str, int]) -> dict[str, Any]:
+def drawn_program(program: Program, memory: DrawnMemory | None, kinds: Mapping[str, int]) -> dict[str, Any]:
     """`kind` has the kind of the spans of each row (`kinds`: by name), `counts` the rows of each pipeline rank.
 
     `dependencies` has `count` numbers for each row, by how many rows they are before it. `events` are groups of rows
@@ -88,7 +88,7 @@ def drawn_program(program: Program, memory: DrawnMemory, kinds: Mapping[str, int
             if isinstance(action, Overlap)
         ],
         "slots": [part.slot for some in parts for part in some],
-        "memory": memory._asdict(),
+        "memory": memory and memory._asdict(),
     }
 
 

@@ -6,15 +6,16 @@ import random
 from typing import NamedTuple
 
 from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page
-from pentad.schedules.compiler import compile_program
+from pentad.schedules.compiler import compile_forward_only, compile_program
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.mesh import Mesh, to_mesh_ranks
+from pentad.schedules.spec.schedule_spec import MemoryOptions
 
-NAMES = ["1f1b", "zb-h2", "zb-v", "dualpipe", "seq-1f1b", "zb-h2 post-validation"]
+NAMES = ["1f1b", "zb-h2", "zb-v", "dualpipe", "seq-1f1b", "zb-h2 post-validation", "1f1b evaluation"]
 STEPS = (3, 4, 5)
 
 
@@ -44,10 +45,13 @@ class MeasuredRun(NamedTuple):
 
 
 def measured_run(name: str, seed: int = 7) -> MeasuredRun:
-    """A schedule on dp2 x pp4; 'NAME post-validation' validates its optimizer steps."""
-    name, _, post_validation = name.partition(" ")
+    """A schedule on dp2 x pp4; 'NAME post-validation' validates its optimizer steps, 'NAME evaluation' only goes
+    forward."""
+    name, _, how = name.partition(" ")
     mesh, drawn = Mesh(dp=2, pp=4), random.Random(seed)
-    program = compile_program(name, 4, 8, replicas=2, post_validation=bool(post_validation))
+    program = compile_program(name, 4, 8, replicas=2, post_validation=how == "post-validation")
+    if how == "evaluation":
+        program = compile_forward_only(program, memory_options=MemoryOptions())
     simulated, measured = list[Span](), list[Span]()
     for step in STEPS:
         forward, backward, weight = (_uneven(drawn, program.stages, each) for each in (1e-3, 1.3e-3, 0.7e-3))

@@ -171,6 +171,16 @@ def test_a_phone_shows_all_of_it(tab: Browser, tmp_path: Path, dark: bool) -> No
     assert tab.errors == []
 
 
+def test_an_evaluation_has_a_critical_path_and_no_memory(tab: Browser, tmp_path: Path) -> None:
+    opened(tab, measured_run("1f1b evaluation").page(), tmp_path)
+    tab.value("document.getElementById('critical').click()")
+    click(tab, "1F3", 2)
+    assert "last, then" in tab.value(SELECTION) and "critical path" in tab.value(HEADER)
+    assert "peak" not in tab.value(HEADER)
+    assert tab.value("panels.every((panel) => panel.memory === null && panel.curve.canvas.hidden)")
+    assert tab.errors == []
+
+
 def test_a_page_without_a_program_says_so_and_still_shows_what_ran(tab: Browser, tmp_path: Path) -> None:
     run = measured_run("zb-h2")
     opened(tab, timeline_page([run.measured, run.simulated], title="t", facts={}), tmp_path)

@@ -14,7 +14,7 @@ function linkSpans(panel) {
   panel.dependencies = linkWaits(panel, program, spanOf);
   panel.dependents = reversed(panel.dependencies, panel.count);
   Object.assign(panel, laneNeighbours(panel, program, spanOf));
-  panel.memory = decodeMemory(panel, program, spanOf);
+  if (program.memory) panel.memory = decodeMemory(panel, program, spanOf);
 }
 
 /** The pieces of a critical path: their spans, kinds, starts and ends. */
