@@ -15,7 +15,17 @@ function select(panel, n) {
   if (view.selected) reveal(panel, n);
   if (isNarrow()) byId("tip").hidden = true;
   showSelection();
+  if (view.selected) uncover(panel, n);
   draw();
+}
+
+/** Scrolls the page so that the selected span lies in the window, above the section that describes it. */
+function uncover(panel, n) {
+  const [, top, , tall] = barOf(panel, n) ?? [0, 0, 0, 0];
+  const above = panel.canvas.getBoundingClientRect().top + top - 12;
+  const covered = above + tall + 24 - byId("selection").getBoundingClientRect().top;
+  if (covered > 0) scrollBy(0, covered);
+  else if (above < 0) scrollBy(0, above);
 }
 
 /** Highlights the selected span with its neighbours, the critical path if it is shown, and what a search matches. */
@@ -127,6 +137,7 @@ function slackOf({ slack, binding }, upstream) {
 /** By the times that were measured: how long before the last of them, or what passed after it. */
 function waited({ slack, binding, took }) {
   if (!binding) return `${duration(slack)} before the last`;
+  if (!slack) return "last";
   return slack < 0 ? `last, ${duration(-slack)} after the start` : `last, then ${duration(slack)} ${took}`;
 }
 

@@ -166,6 +166,17 @@ def test_a_phone_shows_all_of_it(tab: Browser, tmp_path: Path, dark: bool) -> No
     click(tab, "1F3", 2)
     assert tab.value(SELECTED) == "1F3" and "last, then" in tab.value(SELECTION)
     assert tab.value("document.documentElement.scrollWidth <= innerWidth")
+    tab.press("ArrowDown", "ArrowDown", "ArrowDown")  # the panel is higher than what the selection leaves of the window
+    assert "\nrank\n5\n" in tab.value(SELECTION)
+    assert tab.value(
+        """
+        (() => {
+          const [left, top, wide, tall] = barOf(panels[0], panels[0].selected.n);
+          const box = panels[0].canvas.getBoundingClientRect();
+          return document.elementFromPoint(box.left + left + wide / 2, box.top + top + tall / 2) === panels[0].canvas;
+        })()
+        """
+    )
     rights = "[...document.querySelectorAll('header *, #selection *')].map((e) => e.getBoundingClientRect().right)"
     assert max(tab.value(rights)) <= 390.5
     assert tab.errors == []
