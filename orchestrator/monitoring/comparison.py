@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from pentad.orchestrator.memory.curve import planned_memory
-from pentad.schedules.diagnosis.step_path import step_paths
+from pentad.schedules.diagnosis.step_path import Piece, step_paths
 from pentad.schedules.draw.html import RunProgram, timeline_page
 from pentad.schedules.draw.page_program import DrawnMemory, PathPiece, saved_activations
 from pentad.schedules.draw.palette import grouped
@@ -94,11 +94,12 @@ def comparison_page(run: DrawnRun, measured: Timeline, simulated: Timeline, figu
 def _paths(run: DrawnRun, timeline: Timeline) -> dict[int, list[PathPiece]]:
     """The critical path of each step that has run the program."""
     zeros = {step: min(span.start for span in spans) for step, spans in grouped(timeline.spans, _STEP).items()}
-    return {
-        step: [PathPiece(rank, str(key), kind, zeros[step] + start / 1e9, zeros[step] + end / 1e9)
-               for rank, key, kind, start, end in path]
-        for step, path in step_paths(run.program, run.mesh, timeline).items()
-    }  # fmt: skip
+    paths = step_paths(run.program, run.mesh, timeline)
+    return {step: [_on_clock(piece, zeros[step]) for piece in path] for step, path in paths.items()}
+
+
+def _on_clock(piece: Piece, zero: float) -> PathPiece:
+    return PathPiece(piece.rank, str(piece.key), piece.kind, zero + piece.start / 1e9, zero + piece.end / 1e9)
 
 
 def comparison_svg(plan: Plan | DrawnRun, measured: Timeline, simulated: Timeline) -> str:
