@@ -19,7 +19,7 @@ from pentad.orchestrator.records.profiles import StepProfile, save_profile
 from pentad.schedules.diagnosis.slow_ranks import SlowRank
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
-from pentad.workers.runtime.telemetry import GpuState
+from pentad.workers.runtime.telemetry import XIDS, GpuState
 
 
 class ExpertLoads(NamedTuple):
@@ -97,9 +97,20 @@ class EventBus:
                 view = view._replace(state=state, step=status.step, instruction=status.instruction)
             views.append(view._replace(heartbeat=last_heard.get(view.rank, view.heartbeat)))
         self._set_ranks(tuple(views))
-        self.gpus = {rank: status.gpu for rank, status in statuses.items() if status.gpu is not None}
+        before, self.gpus = self.gpus, {rank: each.gpu for rank, each in statuses.items() if each.gpu is not None}
+        for view in views:
+            known, found = (states.get(view.rank, GpuState()).xids or () for states in (before, self.gpus))
+            self._xids(view, found[len(known) :] if found[: len(known)] == known else found)
         for watcher in self.watchers:
             watcher.on_gpu_states(self.gpus)
+
+    def _xids(self, view: RankView, xids: Sequence[int]) -> None:
+        """What the driver of a rank's GPU has reported since it was asked last."""
+        for xid in xids:
+            facts = {"rank": view.rank, "node": view.node, "gpu": view.gpu, "xid": xid}
+            self.record("xid", generation=self.view.generation, **facts)
+            what = f"reported XID {xid}: {XIDS.get(xid, 'see dmesg there')}"
+            self.display.note(f"GPU {view.gpu} of {view.node}, rank {view.rank}, {what}")
 
     def rank_lost(self, rank: int) -> None:
         self._set_ranks(tuple(v._replace(state="lost") if v.rank == rank else v for v in self.view.ranks))
