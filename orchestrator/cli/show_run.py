@@ -13,6 +13,7 @@ from pentad.orchestrator.api.comparison import compare
 from pentad.orchestrator.api.curves import curves_of
 from pentad.orchestrator.api.explanation import explain
 from pentad.orchestrator.cli.show_schedule import output_file, write
+from pentad.orchestrator.diagnosis.kernels import profile_of
 from pentad.orchestrator.monitoring.runfolder import resolve_run
 from pentad.schedules.ir.errors import PentadError
 
@@ -54,6 +55,38 @@ def show_explanation(run: str, console: Console, *, step: int | None, refused: S
         print(json.dumps({"run": str(folder), **found.facts()}))
     else:
         console.print(found, crop=False)
+
+
+def show_profile(
+    run: str,
+    console: Console,
+    *,
+    step: int | None,
+    explained: bool,
+    trace: Path | None,
+    refused: Sequence[str],
+    as_json: bool,
+) -> None:
+    """The kernels of a profiled step by op, written to a trace too (default: beside the profile); or, if it is
+    `explained`, below what the step's time went into. Raises PentadError with other options."""
+    if refused:
+        option = "--explain --profile" if explained else "--profile"
+        raise PentadError(f"{refused[0]} is given: expected {option} without it, which is of a step")
+    folder = resolve_run(run)
+    found = profile_of(folder, step)
+    explanation, path = explain(folder, found.step) if explained else None, trace or found.default_trace
+    if not explained:
+        with output_file("--trace", path) as file:
+            found.write_trace(file)
+    if as_json:
+        facts = {"profile": found.facts()} if explanation else {**found.facts(), "trace": str(path)}
+        print(json.dumps({"run": str(folder), **(explanation.facts() if explanation else {}), **facts}))
+        return
+    if explanation:
+        console.print(explanation, "", crop=False, sep="\n")
+    console.print(found, crop=False)
+    if not explained:
+        console.print(Text(f" written to {path}, for https://ui.perfetto.dev"), soft_wrap=True)
 
 
 def show_curves(run: str, console: Console, *, svg: Path | None, as_json: bool) -> None:

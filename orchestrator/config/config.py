@@ -138,6 +138,7 @@ class RunConfig(sections.Section):
         if self.optimizer.decay_steps is None:
             yield from self.optimizer.phase_rules("run.steps", self.run.steps, "optimizer.")
         yield from self._state_rules()
+        yield from self.metrics.step_rules(self.run.steps)
         yield from self._eval_rules()
         yield from self._lora_rules()
         if self.spikes.policy == "rollback" and not self.checkpoint.every:

@@ -32,6 +32,7 @@ _EXPECTED = {  # by pydantic's type of error
     "bool_type": "true or false",
     "list_type": "a list such as [0, 1]",
     "string_pattern_mismatch": "letters, digits, '_', '-' and '.', the first no '-' or '.'",
+    "too_long": "at most {max_length} items",
     "string_too_long": "at most {max_length} characters",
     "greater_than_equal": "at least {ge}",
     "greater_than": "more than {gt}",

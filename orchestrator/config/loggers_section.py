@@ -10,6 +10,8 @@ from pydantic import Field, NonNegativeInt
 from pentad.orchestrator.config.errors import Broken
 from pentad.orchestrator.config.sections import Port, Section, Text
 
+MOST_PROFILES = 16  # each with less than 1 MB a rank
+
 
 class WandbSection(Section):
     """Weights & Biases. `wandb login` or WANDB_API_KEY gives the key; without one, or without a network, a run logs
@@ -58,3 +60,10 @@ class MetricsSection(Section):
     control_port: Port = Field(default=0, description="port of the control service; 0: a free one")
     page_port: Port = Field(default=0, description="port of the run's page; 0: a free one")
     timeline_steps: NonNegativeInt = Field(default=5, description="last steps whose measured timeline is kept")
+    profile_steps: list[NonNegativeInt] = Field(default=[], max_length=MOST_PROFILES)
+    """steps in which ranks run torch's profiler, for `pentad timeline RUN --profile`"""
+
+    def step_rules(self, steps: int) -> Iterator[Broken]:
+        """A run has steps 0 to `steps` - 1."""
+        if max(self.profile_steps, default=0) >= steps:
+            yield Broken("metrics.profile_steps", f"steps below run.steps = {steps}")

@@ -91,4 +91,5 @@ def _clock(rank: int, gpus: Mapping[int, GpuState]) -> list[str]:
         found.append(f"its clock is {own.clock / 1e6:.0f} MHz, that of others {usual / 1e6:.0f} MHz")
     if own.ecc_errors:
         found.append(f"{own.ecc_errors} uncorrected ECC errors")
+    found += [f"XID {xid}" for xid in dict.fromkeys(own.xids or ())]
     return found

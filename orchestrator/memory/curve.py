@@ -10,6 +10,7 @@ from pentad.orchestrator.activations.activation_peaks import bytes_over_stream
 from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
 from pentad.orchestrator.planning.estimate import costs_of, memories
 from pentad.schedules.draw.memory import MemoryCurve, Sample, UnitName
+from pentad.schedules.draw.page_program import DrawnMemory
 from pentad.schedules.ir.instruction import COMPUTE, Instruction, Op, instructions_of
 from pentad.schedules.passes.zero_buffers import TRAINED_KINDS, gradient_pool, longest, sharded_stages, weight_pool
 from pentad.schedules.simulate.simulate import simulate
@@ -28,6 +29,36 @@ def memory_curves(plan: Plan, timeline: Timeline | None = None) -> list[MemoryCu
     needs = memories(plan)
     ranks = [plan.mesh.move(0, pp=pp) for pp in range(plan.program.ranks)]
     return [_curve(plan, pp, needs[rank], spans) for pp, rank in enumerate(ranks)]
+
+
+def planned_memory(plan: Plan) -> DrawnMemory:
+    """The bytes that a step's instructions take and free, beside those that each rank holds all the time."""
+    starts, ends, fixed = list[int](), list[int](), list[int]()
+    needs = memories(plan)
+    for pp, stream in enumerate(plan.program.streams):
+        held, peaks = (each.tolist() for each in bytes_over_stream(plan, plan.program, pp))
+        fixed.append(needs[plan.mesh.move(0, pp=pp)]["total"] - max(peaks, default=0))
+        changes = _changes(list(instructions_of(stream)), held, peaks)
+        for column, change in zip((starts, ends), zip(*changes, strict=True), strict=True):
+            column += change
+    return DrawnMemory(True, 1, fixed, starts, ends)
+
+
+def _changes(parts: list[Instruction], held: list[int], peaks: list[int]) -> list[list[int]]:
+    """At the start and at the end of each instruction of a stream. A RELOAD's memory is taken with the compute before
+    it, as in `_activations`."""
+    changes = [[0, 0] for _ in parts]
+    last, before, pending = -1, 0, 0
+    for row, (part, after, peak) in enumerate(zip(parts, held, peaks, strict=True)):
+        if part.op in ON_COMPUTE_LANE:
+            changes[row] = [peak - before + pending, after - peak]
+            last, pending = row, 0
+        elif part.op is Op.RELOAD and last < 0:
+            pending += after - before
+        elif part.op is Op.RELOAD:
+            changes[last][1] += after - before
+        before = after
+    return changes
 
 
 def _curve(plan: Plan, pp: int, need: dict[str, int], spans: dict[tuple[int, str], tuple[float, float]]) -> MemoryCurve:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from pentad.schedules.draw.html import timeline_page
+from pentad.orchestrator.memory.curve import planned_memory
+from pentad.schedules.diagnosis.step_path import Piece, step_paths
+from pentad.schedules.draw.html import RunProgram, timeline_page
+from pentad.schedules.draw.page_program import DrawnMemory, PathPiece, saved_activations
+from pentad.schedules.draw.palette import grouped
 from pentad.schedules.draw.svg import svg_comparison
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
@@ -20,19 +25,24 @@ from pentad.schedules.spec.tensors import num_parameters
 if TYPE_CHECKING:
     from pentad.orchestrator.config.config import RunConfig  # slow to import, for a process that draws
 
+_STEP = attrgetter("step")
+
 
 class DrawnRun(NamedTuple):
-    """What drawings say about a run; `model` is a description."""
+    """What drawings say about a run; `model` is a description. `memory` is what its plan has for each instruction, if
+    the plan is known."""
 
     name: str
     mesh: Mesh
     program: Program
     batch: BatchSpec
     model: str
+    memory: DrawnMemory | None = None
 
     @staticmethod
     def of_plan(plan: Plan) -> DrawnRun:
-        return DrawnRun(plan.name, plan.mesh, plan.program, plan.batch, _size(plan.model))
+        memory = planned_memory(plan)
+        return DrawnRun(plan.name, plan.mesh, plan.program, plan.batch, _size(plan.model), memory)
 
     @staticmethod
     def of_config(config: RunConfig, program: Program) -> DrawnRun:
@@ -64,7 +74,8 @@ def simulate_steps(plan: Plan | DrawnRun, measured: Timeline, costs: Costs) -> T
 
 
 def comparison_page(run: DrawnRun, measured: Timeline, simulated: Timeline, figure: str = "") -> str:
-    """The HTML page of all measured steps; `simulated` is of `simulate_steps`, `figure` an SVG text below them."""
+    """The HTML page of all measured steps; `simulated` is of `simulate_steps`, `figure` an SVG text below them. Without
+    a plan it shows how many microbatches the ranks save instead of planned bytes."""
     program = run.program
     facts = {
         "schedule": f"{program.name}, {program.microbatches} microbatches",
@@ -73,7 +84,22 @@ def comparison_page(run: DrawnRun, measured: Timeline, simulated: Timeline, figu
         "batch": f"{run.batch.global_batch_size} x {run.batch.sequence_length} tokens",
         "program": program.hash[:12],
     }
-    return timeline_page([measured, simulated], title=f"pentad run {run.name}", facts=facts, figure=figure)
+    timelines = [measured, simulated]
+    paths = [_paths(run, timeline) for timeline in timelines]
+    saved = None if program.forward_only else saved_activations(program)
+    ran = RunProgram(program, run.mesh, run.memory or saved, paths)
+    return timeline_page(timelines, title=f"pentad run {run.name}", facts=facts, figure=figure, run=ran)
+
+
+def _paths(run: DrawnRun, timeline: Timeline) -> dict[int, list[PathPiece]]:
+    """The critical path of each step that has run the program."""
+    zeros = {step: min(span.start for span in spans) for step, spans in grouped(timeline.spans, _STEP).items()}
+    paths = step_paths(run.program, run.mesh, timeline)
+    return {step: [_on_clock(piece, zeros[step]) for piece in path] for step, path in paths.items()}
+
+
+def _on_clock(piece: Piece, zero: float) -> PathPiece:
+    return PathPiece(piece.rank, str(piece.key), piece.kind, zero + piece.start / 1e9, zero + piece.end / 1e9)
 
 
 def comparison_svg(plan: Plan | DrawnRun, measured: Timeline, simulated: Timeline) -> str:

@@ -15,9 +15,11 @@ from pentad.orchestrator.monitoring.evaluations import evaluation_state
 from pentad.orchestrator.monitoring.run_state import RankView, RunView, Watcher
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.records.fp8_health import Fp8Health
+from pentad.orchestrator.records.profiles import StepProfile, save_profile
 from pentad.schedules.diagnosis.slow_ranks import SlowRank
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
-from pentad.workers.runtime.telemetry import GpuState
+from pentad.workers.runtime.telemetry import XIDS, GpuState
 
 
 class ExpertLoads(NamedTuple):
@@ -95,9 +97,20 @@ class EventBus:
                 view = view._replace(state=state, step=status.step, instruction=status.instruction)
             views.append(view._replace(heartbeat=last_heard.get(view.rank, view.heartbeat)))
         self._set_ranks(tuple(views))
-        self.gpus = {rank: status.gpu for rank, status in statuses.items() if status.gpu is not None}
+        before, self.gpus = self.gpus, {rank: each.gpu for rank, each in statuses.items() if each.gpu is not None}
+        for view in views:
+            known, found = (states.get(view.rank, GpuState()).xids or () for states in (before, self.gpus))
+            self._xids(view, found[len(known) :] if found[: len(known)] == known else found)
         for watcher in self.watchers:
             watcher.on_gpu_states(self.gpus)
+
+    def _xids(self, view: RankView, xids: Sequence[int]) -> None:
+        """What the driver of a rank's GPU has reported since it was asked last."""
+        for xid in xids:
+            facts = {"rank": view.rank, "node": view.node, "gpu": view.gpu, "xid": xid}
+            self.record("xid", generation=self.view.generation, **facts)
+            what = f"reported XID {xid}: {XIDS.get(xid, 'see dmesg there')}"
+            self.display.note(f"GPU {view.gpu} of {view.node}, rank {view.rank}, {what}")
 
     def rank_lost(self, rank: int) -> None:
         self._set_ranks(tuple(v._replace(state="lost") if v.rank == rank else v for v in self.view.ranks))
@@ -107,6 +120,7 @@ class EventBus:
         times = [row.pop("rank_times", ()) for row in rows]
         loads = [ExpertLoads(row["step"], row.pop("expert_load", {})) for row in rows]
         self.expert_load = next((each for each in reversed(loads) if each.layers), self.expert_load)
+        profiles = [row.pop("profile", None) for row in rows]
         self.folder.rank_times.extend(times)
         rows = [self.folder.metrics(row) for row in rows]
         for row in rows:
@@ -118,6 +132,8 @@ class EventBus:
             for warning in self.fp8_health.warnings(row):
                 self.display.note(f"step {row['step']}: {warning}")
                 self.record("fp8 warning", step=row["step"], warning=warning)
+        for profile in filter(None, profiles):
+            self._profiled(profile)
         self.on_first_step()
         self.on_first_step = lambda: None
         for watcher in self.watchers:
@@ -127,6 +143,19 @@ class EventBus:
         last, pace = rows[-1], rows[-1]["tokens_per_second"]
         verdict = "; ".join(filter(None, (self.flipped_bits, self.slow_ranks)))
         self.update(step=last["step"] + 1, loss=last["loss"], tokens_per_second=pace, verdict=verdict)
+
+    def _profiled(self, profile: StepProfile) -> None:
+        """Writes what ranks saw of a profiled step, and to the journal what came of it."""
+        facts, problems = {"generation": self.view.generation, "step": profile.step}, profile.problems
+        try:
+            if profile.bytes:
+                save_profile(self.folder.path, profile)
+                self.record("profile", **facts, ranks=len(profile.ranks), bytes=profile.bytes)
+        except PentadError as error:
+            problems = {str(error): list(profile.ranks)}
+        for problem, ranks in problems.items():
+            self.record("profile failed", **facts, ranks=ranks, error=problem)
+            self.display.note(f"the profile of step {profile.step} failed, training continues: {problem}")
 
     def evaluated(self, rows: Sequence[dict[str, Any]], spans: tuple[Span, ...]) -> None:
         """Records a completed evaluation: its rows of eval.jsonl, and the spans of its last round."""

@@ -139,6 +139,9 @@ METRICS = {
     "pentad_gpu_ecc_errors_total": Metric(
         "counter", "ECC errors of the rank's GPU since its driver was loaded.", (*RANK, "type")
     ),
+    "pentad_gpu_xid_errors_total": Metric(
+        "counter", "Errors of the rank's GPU that its driver has reported to the rank, by XID.", (*RANK, "xid")
+    ),
 }
 FAMILIES: dict[str, Any] = {
     "gauge": GaugeMetricFamily,
@@ -273,6 +276,11 @@ class Exporter(Watcher, Collector):
                 (*labels, "uncorrected"): float(state.ecc_errors)
                 for labels, state in known
                 if state.ecc_errors is not None
+            }
+            self._values["pentad_gpu_xid_errors_total"] = {
+                (*labels, str(xid)): float(count)
+                for labels, state in known
+                for xid, count in Counter(state.xids or ()).items()
             }
 
     def on_evaluation(self, rows: Sequence[dict[str, Any]], spans: tuple[Span, ...]) -> None:

@@ -30,6 +30,7 @@ from pentad.orchestrator.records.checkpoint_places import (
 )
 from pentad.orchestrator.records.hash_chain import AUDIT, hash_of, linked
 from pentad.orchestrator.records.json_lines import line_of, reported, trim
+from pentad.orchestrator.records.profiles import drop_profiles
 from pentad.orchestrator.records.run_files import RunFiles, atomic_file, replace_file
 from pentad.schedules.diagnosis.rank_rows import svg_rank_times
 from pentad.schedules.diagnosis.rank_times import RankTime, save
@@ -183,8 +184,10 @@ class RunFolder:
         self.files.replace(self.path / ORDER, order.to_bytes())
 
     def rewind(self, step: int) -> None:
-        """Drops the metrics of `step` and later, which the run will replay, and what was evaluated after more steps."""
+        """Drops the metrics and profiles of `step` and later, which the run will replay, and what was evaluated after
+        more steps."""
         self._audit({"event": "rewind", "step": step})
+        drop_profiles(self.path, step)
         if (evaluations := self.evaluations()) and max(row["step"] for row in evaluations) > step:
             kept = [row for row in evaluations if row["step"] <= step]
             self.files.replace_rows(self.path / EVALUATIONS, kept)

@@ -18,6 +18,7 @@ from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page,
 from pentad.schedules.diagnosis import rank_times
 from pentad.schedules.diagnosis.rank_rows import svg_rank_times
 from pentad.schedules.diagnosis.rank_times import RankTime
+from pentad.schedules.draw.page_program import DrawnMemory
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
@@ -41,6 +42,7 @@ def timeline_html(plan: Plan, measured: Timeline, costs: Costs) -> str:
         "mesh": asdict(run.mesh),
         "batch": [getattr(run.batch, size) for size in _SIZES],
         "model": run.model,
+        "memory": run.memory,
         "costs": asdict(costs),
     }
     with TemporaryDirectory(prefix="pentad-") as name:
@@ -75,7 +77,8 @@ def _draw(folder: Path) -> str:
         return svg_rank_times(rank_times.load(folder / TIMES), Mesh(**facts["mesh"]), title=facts["title"])
     program, measured = Program.load(folder / PROGRAM), Timeline.load(folder / MEASURED)
     batch = BatchSpec(**dict(zip(_SIZES, facts["batch"], strict=True)))
-    run = DrawnRun(facts["name"], Mesh(**facts["mesh"]), program, batch, facts["model"])
+    memory = DrawnMemory(*facts["memory"])
+    run = DrawnRun(facts["name"], Mesh(**facts["mesh"]), program, batch, facts["model"], memory)
     costs: dict[str, Any] = {
         name: tuple(map(_tuple, each)) if isinstance(each, list) else each for name, each in facts["costs"].items()
     }

@@ -106,8 +106,8 @@ def make_plan(
     program = compiled(config.schedule.microbatches, order)
     others = _other_programs(config, model, device, program, compiled)
     plan = replace(draft(config, model, device, program, layers, transport=transport, zero=options.zero), **others)
-    evaluation = _eval(config, program, costs, transport, options)
-    plan = with_slots(replace(plan, eval=evaluation, offload=fractions))
+    evaluation, steps = _eval(config, program, costs, transport, options), tuple(config.metrics.profile_steps)
+    plan = with_slots(replace(plan, eval=evaluation, offload=fractions, profile_steps=steps))
     return _with_graphs(config.cluster.cuda_graphs, plan, memory or device_memory(device, gpu=plan.gpu))
 
 

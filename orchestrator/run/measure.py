@@ -12,6 +12,7 @@ from typing import Any
 
 from pentad.orchestrator.planning.estimate import costs_of, mfu
 from pentad.orchestrator.records.fp8_health import fp8_row, gradients_row
+from pentad.orchestrator.records.profiles import StepProfile
 from pentad.schedules.diagnosis.rank_times import RankTime, RankWaits, times_of_step
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.read_costs import read_costs
@@ -54,7 +55,7 @@ class History:
 
     def add(self, results: Sequence[Sequence[StepResult]]) -> list[dict[str, Any]]:
         """Adds the results of a call, [rank][step]; returns the row of each step, without `total_tokens`,
-        but with its `rank_times` and `expert_load`.
+        but with its `rank_times`, `expert_load` and `profile`.
 
         The results of lost ranks may be missing.
         """
@@ -135,6 +136,7 @@ class History:
             "expert_load": total_load(result.expert_load for result in step),
             **self._sources(step),
             **fp8_row(sample for result in step for sample in result.fp8),
+            **self._profile(step, spans),
             **gradients_row(sums for result in step for sums in result.fp8_gradients),
         }
 
@@ -142,6 +144,15 @@ class History:
         ran = (each for each in step if each.spans)
         waits = [RankWaits(r.spans[0].rank, r.data_wait_seconds, r.layer_waits, r.starved) for r in ran]
         return times_of_step(self.plan.programs[step[0].program], self.plan.mesh, spans, waits)
+
+    def _profile(self, step: Sequence[StepResult], spans: tuple[Span, ...]) -> dict[str, StepProfile]:
+        """That of a step in metrics.profile_steps, of the ranks whose results are known."""
+        ranks = {result.spans[0].rank: result.profile for result in step if result.profile is not None}
+        if not ranks:
+            return {}
+        names = {rank: f"rank {rank} ({self.plan.mesh.coordinates(rank)})" for rank in ranks}
+        offsets = {rank: self.offsets[rank] for rank in ranks}
+        return {"profile": StepProfile(step[0].step, spans, ranks, names, offsets)}
 
     def _sources(self, step: Sequence[StepResult]) -> dict[str, Any]:
         """Loss and target tokens by source, where there are several."""

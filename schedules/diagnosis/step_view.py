@@ -111,18 +111,30 @@ class StepView:
         places = product(range(mesh.dp), self.program.holders(key.stage), range(mesh.cp), range(mesh.ep))
         return tuple(mesh.rank(at._replace(dp=dp, pp=pp, cp=cp, ep=ep)) for dp, pp, cp, ep in places)
 
-    def instruction(self, rank: int, key: Key) -> Instruction:
+    @property
+    def size(self) -> int:
+        """Instructions of all ranks."""
+        return len(self._times)
+
+    @property
+    def last(self) -> tuple[int, Key]:
+        """The last to end of all ranks."""
+        return max(self._times, key=lambda place: self._times[place][1])
+
+    def action(self, rank: int, key: Key) -> Action:
         pp = self.coordinates[rank].pp
-        action = self.program.streams[pp][self.program.positions[pp][key]]
-        return next(part for part in action.parts if part.key == key)
+        return self.program.streams[pp][self.program.positions[pp][key]]
+
+    def instruction(self, rank: int, key: Key) -> Instruction:
+        return next(part for part in self.action(rank, key).parts if part.key == key)
 
     def _idle(self, rank: int, last: Key | None, begin: int, end: int) -> dict[str, int]:
         if begin == end:
             return {}
-        if last is None or (ready := min(end, self._times[rank, last][1])) <= begin or not _kind(last.op):
+        if last is None or (ready := min(end, self._times[rank, last][1])) <= begin or not kind_of(last.op):
             return {HOST: end - begin}
         under_way = self._under_way(rank, last, begin, ready)
-        found = {_kind(last.op): under_way, LATE: ready - begin - under_way, HOST: end - ready}
+        found = {kind_of(last.op): under_way, LATE: ready - begin - under_way, HOST: end - ready}
         return {kind: length for kind, length in found.items() if length}
 
     def _under_way(self, rank: int, last: Key, begin: int, end: int) -> int:
@@ -153,7 +165,7 @@ class StepView:
         return max(found, self._times[rank, key][0])
 
 
-def _kind(op: Op) -> str:
+def kind_of(op: Op) -> str:
     """The kind of the time that an operation of another lane takes; '' for one of the compute lane."""
     if op in RECEIVES:
         return BETWEEN_STAGES

@@ -6,12 +6,12 @@ are numbered in the order of the page: by rank, by row, by time.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pentad.schedules.draw.page import html_page
+from pentad.schedules.draw.page_program import DrawnMemory, PathPiece, drawn_program, rank_groups, saved_activations
 from pentad.schedules.draw.palette import (
     BACKGROUNDS,
     OP_STYLES,
@@ -26,21 +26,29 @@ from pentad.schedules.draw.palette import (
     zero_of,
 )
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, Overlap
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.critical_path import critical_path
-from pentad.schedules.simulate.memory import activations_over_time
 from pentad.schedules.simulate.timeline import COMPUTE, Span, Timeline
+from pentad.schedules.spec.mesh import Mesh
 
 STYLES = ("page.css", "panels.css")
 SCRIPTS = (
-    *("data.js", "labels.js", "layout.js", "canvas.js", "paint.js", "dependencies.js", "arrows.js"),
-    *("selection.js", "search.js", "activations.js", "tooltip.js", "navigation.js", "main.js"),
+    *("data.js", "labels.js", "layout.js", "canvas.js", "paint.js", "program/links.js", "program/dependencies.js"),
+    *("program/arrows.js", "program/memory_curve.js", "selection.js", "search.js", "tooltip.js", "navigation.js"),
+    "main.js",
 )
 _Kind = tuple[str, str, str, int, int, int]  # name, op, lane, stage, microbatch, peer
 _Placement = tuple[tuple[int, ...], ...]  # stages of each rank
 _Row = tuple[str, list[Span]]
+_RankRows = tuple[int, list[_Row]]
+_Paths = Mapping[int, Sequence[PathPiece]]  # by step
+
+
+class _Drawn(NamedTuple):
+    timeline: Timeline
+    placement: _Placement | None
+    paths: _Paths
 
 
 class SimulatedProgram(NamedTuple):
@@ -51,16 +59,42 @@ class SimulatedProgram(NamedTuple):
     timeline: Timeline
 
 
-def timeline_page(timelines: Sequence[Timeline], *, title: str, facts: dict[str, str], figure: str = "") -> str:
+class RunProgram(NamedTuple):
+    """What the steps of a run have run, over the ranks of its mesh, and the memory that it takes, if any. `paths` are
+    the critical ones, for each timeline by step; a step without one has run something else, which is not known."""
+
+    program: Program
+    mesh: Mesh
+    memory: DrawnMemory | None
+    paths: Sequence[_Paths]
+
+
+def timeline_page(
+    timelines: Sequence[Timeline],
+    *,
+    title: str,
+    facts: dict[str, str],
+    figure: str = "",
+    run: RunProgram | None = None,
+) -> str:
     """The page of a run: a panel per timeline, of which the reader chooses a step, and below them the SVG text of a
-    figure, if there is one. Times are in seconds.
+    figure, if there is one. Times are in seconds. With what the steps have run, it also shows dependencies, the
+    critical path and memory.
 
     Time zero of a panel is the first compute start of its step. Raises PentadError if there is no span to draw.
     """
-    drawn = [timeline for timeline in timelines if timeline.spans]
+    paths = run.paths if run else [None] * len(timelines)
+    drawn = [
+        _Drawn(timeline, None, path or {}) for timeline, path in zip(timelines, paths, strict=True) if timeline.spans
+    ]
     if not drawn:
         raise PentadError("timeline_page has no spans to draw: expected a timeline with at least one")
-    return _page(_timelines(drawn, [None] * len(drawn)) | {"unit": "s"}, title, facts, figure)
+    data = _timelines(drawn) | {"unit": "s", "programs": []}
+    if run is not None:
+        data["programs"].append(drawn_program(run.program, run.memory, _numbers(data["kinds"])))
+        for panel in data["panels"]:
+            panel |= {"program": 0, "groups": rank_groups(run.mesh)}
+    return _page(data, title, facts, figure)
 
 
 def schedule_page(
@@ -71,10 +105,20 @@ def schedule_page(
     Times have the unit of the costs. `limit` is drawn as the most activations that a rank may save, in microbatches of
     all its layers.
     """
-    data = _timelines([one.timeline for one in schedules], [one.program.placement for one in schedules])
-    for panel, schedule in zip(data["panels"], schedules, strict=True):
-        panel["program"] = _program(schedule, limit)
-    return _page(data | {"unit": ""}, title, facts)
+    paths = [
+        [PathPiece(part.rank, part.key, "", part.start, part.end) for part in critical_path(one.program, one.costs)]
+        for one in schedules
+    ]
+    drawn = [
+        _Drawn(one.timeline, one.program.placement, dict.fromkeys(one.timeline.steps, path))
+        for one, path in zip(schedules, paths, strict=True)
+    ]
+    data = _timelines(drawn) | {"unit": "", "programs": []}
+    numbers = _numbers(data["kinds"])
+    for number, (panel, one) in enumerate(zip(data["panels"], schedules, strict=True)):
+        data["programs"].append(drawn_program(one.program, saved_activations(one.program, limit), numbers))
+        panel |= {"program": number, "groups": rank_groups(Mesh(pp=one.program.ranks))}
+    return _page(data, title, facts)
 
 
 def _page(data: dict[str, Any], title: str, facts: dict[str, str], figure: str = "") -> str:
@@ -84,14 +128,17 @@ def _page(data: dict[str, Any], title: str, facts: dict[str, str], figure: str =
 # ---- timelines ----
 
 
-def _timelines(timelines: list[Timeline], placements: list[_Placement | None]) -> dict[str, Any]:
+def _timelines(drawn: list[_Drawn]) -> dict[str, Any]:
     """A table of distinct instructions (`kinds`) and, for each panel, step, rank and row, columns of its spans.
 
     `kind` is an index into the table, `gap` is start minus the previous start, `length` is end minus start, both in
-    nanoseconds. Without a placement, the stages of a rank are in ascending order.
+    nanoseconds. Without a placement, the stages of a rank are in ascending order. `parts` are the kinds of pieces of
+    critical paths.
     """
     kinds: dict[_Kind, int] = {}
-    panels = [_panel(timeline, placement, kinds) for timeline, placement in zip(timelines, placements, strict=True)]
+    pieces = (piece for one in drawn for path in one.paths.values() for piece in path)
+    parts = {kind: number for number, kind in enumerate(dict.fromkeys(piece.kind for piece in pieces))}
+    panels = [_panel(one, kinds, parts) for one in drawn]
     ops_used = {kind[1] for kind in kinds}
     ops = [op for op in OP_STYLES if op in ops_used] + sorted(ops_used - OP_STYLES.keys())
     chunks = max(1, *(len(rank["stages"]) for panel in panels for step in panel["steps"] for rank in step["ranks"]))
@@ -99,6 +146,7 @@ def _timelines(timelines: list[Timeline], placements: list[_Placement | None]) -
         "kinds": _table(list(kinds)),
         "looks": {op: _look(op, chunks if op in COMPUTE else 1) for op in ops},
         "rows": row_order(row_of(kind[2]) for kind in kinds),
+        "parts": list(parts),
         "panels": panels,
     }
 
@@ -117,6 +165,17 @@ def _table(kinds: list[_Kind]) -> dict[str, Any]:
     }
 
 
+def _numbers(kinds: dict[str, Any]) -> dict[str, int]:
+    """Of each name of an instruction, the first kind."""
+    parts = zip(kinds["stage"], kinds["op"], kinds["microbatch"], strict=True)
+    names = [f"{_number(stage)}{kinds['ops'][op]}{_number(microbatch)}" for stage, op, microbatch in parts]
+    named = (kinds["names"].get(str(number), name) for number, name in enumerate(names))
+    found: dict[str, int] = {}
+    for number, name in enumerate(named):
+        found.setdefault(name, number)
+    return found
+
+
 def _number(value: int) -> str:
     return str(value) if value >= 0 else ""
 
@@ -127,13 +186,34 @@ def _look(op: str, chunks: int) -> dict[str, Any]:
     return {"label": op_style(op).label, **fills, **text}
 
 
-def _panel(timeline: Timeline, placement: _Placement | None, kinds: dict[_Kind, int]) -> dict[str, Any]:
-    by_step = grouped(timeline.spans, lambda span: span.step)
-    steps = [_step(Timeline(timeline.source, tuple(by_step[step])), placement, kinds) for step in sorted(by_step)]
-    return {"source": timeline.source, "steps": steps}
+def _panel(drawn: _Drawn, kinds: dict[_Kind, int], parts: dict[str, int]) -> dict[str, Any]:
+    source, by_step = drawn.timeline.source, grouped(drawn.timeline.spans, lambda span: span.step)
+    steps = []
+    for step in sorted(by_step):
+        timeline = Timeline(source, tuple(by_step[step]))
+        rows, path = _rows(timeline), drawn.paths.get(step)
+        drawn_path = None if path is None else _path(path, rows, zero_of(timeline), parts)
+        steps.append(_step(timeline, rows, drawn.placement, kinds) | {"path": drawn_path})
+    return {"source": source, "steps": steps}
 
 
-def _step(timeline: Timeline, placement: _Placement | None, kinds: dict[_Kind, int]) -> dict[str, Any]:
+def _path(path: Sequence[PathPiece], rows: list[_RankRows], zero: float, parts: dict[str, int]) -> dict[str, Any]:
+    """The pieces of a critical path, each of which begins where the one before it ends: its span, the number of its
+    kind, and its length; the first one is at `begin`. Times are in nanoseconds after `zero`."""
+    spans = (span for _, own in rows for _, row in own for span in row)
+    number = {(span.rank, span.name): n for n, span in enumerate(spans)}
+    times = [round((time - zero) * 1e9) for time in (path[0].start, *(piece.end for piece in path))]
+    return {
+        "begin": times[0],
+        "number": [number[piece.rank, piece.name] for piece in path],
+        "part": [parts[piece.kind] for piece in path],
+        "length": [end - start for start, end in pairwise(times)],
+    }
+
+
+def _step(
+    timeline: Timeline, rows: list[_RankRows], placement: _Placement | None, kinds: dict[_Kind, int]
+) -> dict[str, Any]:
     """One step. Its figures are null without compute, for then there is no bubble."""
     busy, zero = timeline.busy_by_rank(), zero_of(timeline)
     computed = grouped((span for span in timeline.compute if span.stage >= 0), lambda span: span.rank)
@@ -146,9 +226,9 @@ def _step(timeline: Timeline, placement: _Placement | None, kinds: dict[_Kind, i
             "rank": rank,
             "busy": busy[rank][2] / makespan if makespan and rank in busy else None,
             "stages": placement[rank] if placement else stages.get(rank, []),
-            "tracks": [{"row": row, **_columns(spans, zero, kinds)} for row, spans in rows],
+            "tracks": [{"row": row, **_columns(spans, zero, kinds)} for row, spans in own],
         }
-        for rank, rows in _rows(timeline)
+        for rank, own in rows
     ]
     return {
         "step": timeline.spans[0].step,
@@ -160,7 +240,7 @@ def _step(timeline: Timeline, placement: _Placement | None, kinds: dict[_Kind, i
     }
 
 
-def _rows(timeline: Timeline) -> list[tuple[int, list[_Row]]]:
+def _rows(timeline: Timeline) -> list[_RankRows]:
     """The spans of one step in the order of the page. Spans of one lane keep their order."""
     zero = zero_of(timeline)
     by_rank = grouped(timeline.spans, lambda span: span.rank)
@@ -184,64 +264,3 @@ def _columns(spans: list[Span], zero: float, kinds: dict[_Kind, int]) -> dict[st
         columns["level"] = [level for level, _ in levels]
         columns["depth"] = [depth for _, depth in levels]
     return columns
-
-
-# ---- programs ----
-
-
-def _program(schedule: SimulatedProgram, limit: float | None) -> dict[str, Any]:
-    """What a page knows about a program besides its spans.
-
-    `dependencies` has `count` span numbers for each span; `events` are groups of spans that run as one, a send with its
-    receive or the members of a collective; `overlapped` are the first halves of overlapped pairs, whose results are
-    available when the pair ends; `slots` has -1 for spans other than receives; `critical` is the critical path.
-    """
-    program = schedule.program
-    spans = [span for _, rows in _rows(schedule.timeline) for _, row in rows for span in row]
-    number = {(span.rank, span.name): i for i, span in enumerate(spans)}
-    dependencies: list[list[int]] = [[] for _ in number]
-    slots, overlapped = [-1] * len(number), []
-    channels: dict[tuple, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, stream in enumerate(program.streams):
-        for action in stream:
-            if isinstance(action, Overlap):
-                overlapped.append(number[rank, str(action.key)])
-            elif channel := _channel(rank, action):
-                channels[channel][rank].append(number[rank, str(action.key)])
-            for part in action.parts:
-                # The first half of a pair waits for what either half needs.
-                waits = action.waits if part is action.parts[0] else part.waits
-                i = number[rank, str(part.key)]
-                dependencies[i] = [number[rank, str(key)] for key in dict.fromkeys(waits)]
-                slots[i] = part.slot
-    # The k-th send of a channel meets its k-th receive, and so do the members of a collective.
-    events = [list(event) for sides in channels.values() for event in zip(*sides.values(), strict=True)]
-    path = critical_path(program, schedule.costs)
-    return {
-        "name": program.name,
-        "dependencies": {"count": list(map(len, dependencies)), "number": [i for some in dependencies for i in some]},
-        "events": [event for event in events if len(event) > 1],
-        "overlapped": overlapped,
-        "slots": slots,
-        "critical": {"number": [number[part.rank, part.key] for part in path], "why": [part.why for part in path]},
-        "activations": _activations(program, schedule.timeline, limit),
-    }
-
-
-def _channel(rank: int, part: Instruction) -> tuple | None:
-    if part.op in SENDS:
-        return part.op, rank, part.peer
-    if part.op in RECEIVES:
-        return RECEIVES[part.op], part.peer, rank
-    return (part.lane, part.group) if part.group else None
-
-
-def _activations(program: Program, timeline: Timeline, limit: float | None) -> dict[str, Any]:
-    """Saved activations of each rank over time, in units of `unit` microbatches of all its layers."""
-    unit, zero = 0.5 / (program.chunks * program.slices), zero_of(timeline)
-    ranks = []
-    for changes in activations_over_time(program, timeline):
-        times = [round((time - zero) * 1e9) for time, _ in changes]
-        gaps = [after - before for before, after in pairwise([0, *times])]
-        ranks.append({"gap": gaps, "saved": [round(saved / unit) for _, saved in changes]})
-    return {"unit": unit, "limit": limit, "ranks": ranks}

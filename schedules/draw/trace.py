@@ -6,14 +6,19 @@ import gzip
 import io
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pentad.schedules.draw.palette import grouped, nanoseconds, op_style, row_of, row_order, stack_overlaps
+from pentad.schedules.draw.profile_trace import profile_threads
+from pentad.schedules.simulate.step_profile import ProfileEvent
 from pentad.schedules.simulate.timeline import Span, Timeline
 
 Event = dict[str, Any]
+Profiles = Mapping[int, Sequence[ProfileEvent]]  # by rank
 
 
 class _Slice(NamedTuple):
@@ -26,11 +31,17 @@ class _Slice(NamedTuple):
     tid: int
 
 
-def write_trace(path: Path, timelines: Sequence[Timeline], *, process_names: dict[int, str] | None) -> None:
+def write_trace(
+    path: Path,
+    timelines: Sequence[Timeline],
+    *,
+    process_names: dict[int, str] | None,
+    profiles: Profiles = MappingProxyType({}),
+) -> None:
     """Writes gzipped JSON; equal timelines give equal bytes. Each timeline starts at time 0, in its own processes.
 
     `process_names` (rank -> name, such as 'rank 2 (dp0 pp2)') name measured ranks, and simulated ones if those are the
-    same ranks.
+    same ranks. `profiles` are of ranks of the first timeline, on its clock: each is below the lanes of its rank.
     """
     stride = 10 ** len(str(max((span.rank for timeline in timelines for span in timeline.spans), default=0)))
     encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -43,27 +54,46 @@ def write_trace(path: Path, timelines: Sequence[Timeline], *, process_names: dic
         separator = "\n"
         for index, timeline in enumerate(timelines):
             # Trace viewers take process 0 and thread 0 for the idle task.
-            for event in _events(timeline, 1 + index * stride, process_names or {}, len(timelines) > 1):
+            its = profiles if index == 0 else {}
+            for event in _events(timeline, 1 + index * stride, process_names or {}, len(timelines) > 1, its):
                 sink.write(separator + encode(event))
                 separator = ",\n"
         sink.write("\n]}\n")
 
 
-def _events(timeline: Timeline, first_pid: int, names: dict[int, str], several: bool) -> Iterator[Event]:
+def _events(
+    timeline: Timeline, first_pid: int, names: dict[int, str], several: bool, profiles: Profiles
+) -> Iterator[Event]:
     if timeline.source == "simulated" and set(names) != set(timeline.ranks):
         names = {}
     slices: list[_Slice] = []
-    zero = min((span.start for span in timeline.spans), default=0.0)
+    starts = (event.start / 1e9 for events in profiles.values() for event in events)
+    zero = min(chain((span.start for span in timeline.spans), starts), default=0.0)
     for rank, spans in sorted(grouped(timeline.spans, lambda span: span.rank).items()):
         pid = first_pid + rank
         name = names.get(rank, f"rank {rank}")
         yield _metadata("process_name", pid, pid, name=f"{timeline.source} {name}" if several else name)
         yield _metadata("process_sort_index", pid, pid, sort_index=pid)
+        thread = 1000 * pid
         for thread, lane, placed in _threads(spans, zero, pid):
-            yield _metadata("thread_name", pid, thread, name=lane)
-            yield _metadata("thread_sort_index", pid, thread, sort_index=thread)
+            yield from _named_thread(lane, pid, thread)
             slices += placed
+        for tid, (track, events) in enumerate(profile_threads(profiles.get(rank, ())), thread + 1):
+            yield from _named_thread(track, pid, tid)
+            for event in events:
+                yield _profile_event(event, round(zero * 1e9), pid, tid)
     yield from _ordered(slices, first_pid)
+
+
+def _named_thread(name: str, pid: int, tid: int) -> Iterator[Event]:
+    yield _metadata("thread_name", pid, tid, name=name)
+    yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+
+
+def _profile_event(event: ProfileEvent, zero: int, pid: int, tid: int) -> Event:
+    times = {"ts": _microseconds(event.start - zero), "dur": _microseconds(event.nanoseconds)}
+    what = {"ph": "X", "name": event.name, "cat": event.kind, "pid": pid, "tid": tid, **times}
+    return {**what, "args": {"instruction": event.instruction}}
 
 
 def _metadata(name: str, pid: int, tid: int, /, **args: Any) -> Event:

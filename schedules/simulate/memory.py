@@ -1,17 +1,14 @@
-"""How many activations each rank saves, and when."""
+"""How many activations each rank saves."""
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
-from operator import itemgetter
+from itertools import pairwise
 
 import numpy as np
 
 from pentad.schedules.ir.columns import CODE, OPS, Array, op_mask
-from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import COMPUTE, Op, instructions_of
+from pentad.schedules.ir.instruction import COMPUTE, Op
 from pentad.schedules.ir.program import Program
-from pentad.schedules.simulate.timeline import Timeline
 
 # Change in saved activations, in chunks of one microbatch: B frees half of them, W the rest; OFFLOAD frees them for the
 # compute instruction that waits for it.
@@ -53,30 +50,3 @@ def peak_activations(program: Program) -> list[float]:
     return [
         float(np.max(np.cumsum(changes[a:b]), initial=0.0)) for a, b in pairwise(program.columns.rank_offsets.tolist())
     ]
-
-
-def activations_over_time(program: Program, timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """By rank, (time, microbatches saved from then on) at every change, in microbatches of all layers of the rank.
-
-    A forward takes memory when it starts, a backward frees it when it ends. `timeline` is one step of the program on
-    the program's ranks. Raises PentadError if an instruction has no span in it, or several.
-    """
-    spans = {(span.rank, span.name): span for span in timeline.spans}
-    if len(spans) < len(timeline.spans):
-        raise PentadError(f"the timeline has steps {list(timeline.steps)}: expected one step")
-    change_of_row = iter(activation_changes(program).tolist())
-    found = []
-    for rank, stream in enumerate(program.streams):
-        changes = []
-        for part in instructions_of(stream):
-            change = next(change_of_row)
-            if part.op in SAVED_CHANGE:
-                span = spans.get((rank, str(part.key)))
-                if span is None:
-                    text = f"the timeline has no {part.key} of rank {rank}"
-                    raise PentadError(f"{text}: expected every instruction of program {program.name}")
-                changes.append((span.start if change > 0 else span.end, change))
-        changes.sort(key=itemgetter(0))  # those at the same time stay in stream order
-        times, amounts = [time for time, _ in changes], (change for _, change in changes)
-        found.append(list(zip(times, accumulate(amounts), strict=True)))
-    return found

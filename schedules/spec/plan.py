@@ -67,7 +67,7 @@ class Plan:
     `gpu` names the GPU whose figures the plan is made with ('': unknown), and `rates` are those of its costs (None:
     what is assumed of that GPU).
     The state of each rank is copied into the memory of another one every `replicate_every` steps, 0: never.
-    The end of a node is announced by the file or URL `notice`.
+    The end of a node is announced by the file or URL `notice`. In `profile_steps` ranks run torch's profiler.
     """
 
     name: str
@@ -102,6 +102,7 @@ class Plan:
     rates: Rates | None = None
     replicate_every: int = 0
     notice: str | None = None
+    profile_steps: tuple[int, ...] = ()
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -77,6 +77,12 @@ class Browser:
             self.do("Input.dispatchKeyEvent", type="keyDown", **facts)
             self.do("Input.dispatchKeyEvent", type="keyUp", **facts)
 
+    def click(self, across: float, down: float) -> None:
+        """At a point of the window, in pixels."""
+        at = {"x": across, "y": down, "button": "left", "clickCount": 1}
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.do("Input.dispatchMouseEvent", type=kind, **at)
+
     def write(self, text: str) -> None:
         self.do("Input.insertText", text=text)
 

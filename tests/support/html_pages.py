@@ -85,6 +85,23 @@ def keys_of(data: dict, panel: dict) -> list[tuple[int, str]]:
     return [(rank["rank"], names[kind]) for rank in ranks for track in rank["tracks"] for kind in track["kind"]]
 
 
+def rows_of(data: dict, number: int) -> list[tuple[int, str]]:
+    """Pipeline rank and name of each row of a program."""
+    names, program = spelled_out(data["kinds"])["name"], data["programs"][number]
+    ranks = [rank for rank, count in enumerate(program["counts"]) for _ in range(count)]
+    return [(rank, names[kind]) for rank, kind in zip(ranks, program["kind"], strict=True)]
+
+
+def dependencies_of(data: dict, number: int) -> dict[tuple[int, str], set[tuple[int, str]]]:
+    """What each row of a program waits for, both as pipeline rank and name."""
+    rows, dependencies = rows_of(data, number), data["programs"][number]["dependencies"]
+    before = iter(dependencies["before"])
+    counts = enumerate(dependencies["count"])
+    found = {rows[row]: {rows[row - next(before)] for _ in range(count)} for row, count in counts}
+    assert not list(before)
+    return found
+
+
 def page_of(*schedules: SimulatedProgram, limit: float | None = None) -> str:
     return schedule_page(schedules, title="t", facts={}, limit=limit)
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.host_memory import HostMemory, in_background, reserved
-from pentad.workers.prefault import prefault
+from pentad.workers.host_memory import HostMemory, fill, in_background, reserved
 
 CPU = torch.device("cpu")
 
@@ -17,7 +16,7 @@ def test_a_buffer_has_the_bytes_that_were_asked_for(size: int) -> None:
     memory = HostMemory(size, CPU, "a test needs")
     assert memory.buffer.numel() == size
     memory.buffer.fill_(7)
-    prefault(memory.buffer.numpy(), part_bytes=1000)
+    fill(memory.buffer, part_bytes=1000)
     assert not memory.buffer.any()
     memory.close()
 

@@ -7,8 +7,10 @@ finds and then tells everybody (`commit`); until then the copy before it is kept
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,20 +99,23 @@ class HostCopies:
             part = self.parts.get((key, owner))
             return None if part is None else part.data
 
-    def room(self, size: int) -> tuple[np.ndarray, bool]:
-        """Memory for a part of another rank, if possible that of one that was dropped, and whether it is new: without
-        pages. Raises PentadError if there is none."""
+    def room(self, size: int) -> np.ndarray:
+        """Memory for a part of another rank, if possible that of one that was dropped. Raises PentadError if there is
+        none."""
         with self.lock:
             for number, memory in enumerate(self.spare):
                 if memory.nbytes == size:
-                    return self.spare.pop(number), False
+                    return self.spare.pop(number)
             self.spare.clear()
         try:
-            return np.empty(size, np.uint8), True
-        except MemoryError:
+            pages = mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError):
             raise PentadError(
                 f"a copy of another rank's state needs {size} bytes of host memory: expected room"
             ) from None
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(pages, np.uint8, size)
 
     def _drop(self, which: tuple[CopyKey, int]) -> None:
         part = self.parts.pop(which)

@@ -31,7 +31,6 @@ import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.safetensors_header import Stored
-from pentad.workers.prefault import prefault
 from pentad.workers.replication.parts import CopyKey, CopyPart, HostCopies, Index
 
 Check = Callable[[], None]  # raises if the transfer is no longer wanted
@@ -39,7 +38,6 @@ Move = Callable[[socket.socket, memoryview, Check], None]
 
 CHUNK_BYTES = 16 << 20
 CRC_THREADS = 4  # of one connection
-PREFAULT_BYTES = 1 << 30  # of new memory, ahead of what arrives: a whole multiple of chunks
 POLL_SECONDS = 0.2  # between two checks while nothing moves
 CONNECT_SECONDS = 5.0
 IDLE_SECONDS = 60.0  # without a byte, after which a connection is given up
@@ -155,11 +153,11 @@ class _Handler(socketserver.BaseRequestHandler):
 
     def _put(self, peer: socket.socket, copies: HostCopies, key: CopyKey, request: dict[str, Any]) -> None:
         try:
-            data, is_new = copies.room(request["bytes"])
+            data = copies.room(request["bytes"])
         except PentadError as error:
             _send_message(peer, {"error": str(error)}, _nothing)
             return
-        crc, sent = _move(_receive, peer, data.data, _nothing, is_new), bytearray(_CRC.size)
+        crc, sent = _move(_receive, peer, data.data, _nothing), bytearray(_CRC.size)
         _receive(peer, memoryview(sent), _nothing)
         if _CRC.unpack(sent) != (crc,):
             _send_message(peer, {"error": "the bytes that arrived are not those that were sent"}, _nothing)
@@ -208,13 +206,11 @@ def _receive_answer(peer: socket.socket, check: Check) -> None:
         raise OSError(answer["error"])
 
 
-def _move(how: Move, peer: socket.socket, part: memoryview, check: Check, is_new: bool = False) -> int:
-    """Sends a part, or receives one into memory that `is_new` or not; returns its checksum."""
+def _move(how: Move, peer: socket.socket, part: memoryview, check: Check) -> int:
+    """Sends or receives a part; returns its checksum."""
     with ThreadPoolExecutor(CRC_THREADS) as pool:
         crcs = []
         for at in range(0, len(part), CHUNK_BYTES):
-            if is_new and at % PREFAULT_BYTES == 0:
-                prefault(np.frombuffer(part[at : at + PREFAULT_BYTES], np.uint8))
             chunk = part[at : at + CHUNK_BYTES]
             how(peer, chunk, check)
             crcs.append(pool.submit(zlib.crc32, chunk))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
 
+RunAction = Callable[[Action], None]
 OF_MICROBATCH = {*COMPUTE, *SENDS, *RECEIVES, Op.RECOMPUTE, Op.OFFLOAD, Op.RELOAD}
 # What a rehearsal of a step leaves out.
 ENDS = frozenset({Op.LOSS, Op.NORM, Op.STEP, Op.VALIDATE, Op.ROLLBACK})
@@ -77,8 +78,11 @@ class Executor:
         self.kept: KeptGradients | None = None
         self.gradient_sums = dict[int, PendingSums]()  # by step that was compared
 
-    def run(self, program: RankProgram, step: int, batch: Batch) -> None:
-        """Issues one step. Raises Aborted if the generation ends."""
+    def run(
+        self, program: RankProgram, step: int, batch: Batch, marked: Callable[[RunAction], RunAction] | None = None
+    ) -> None:
+        """Issues one step; `marked` wraps what runs each action. Raises Aborted if the generation ends."""
+        run_action = self._run_action if marked is None else marked(self._run_action)
         self.issued[step] = IssuedStep(program, batch.row_sources, batch.rows_by_slot)
         compares = self.optimizer_step.compares(step)
         if compares:
@@ -98,7 +102,7 @@ class Executor:
         counter = 0
         while counter < len(program.stream):
             self.progress.write(step, counter, program.number)
-            self._run_action(program.stream[counter])
+            run_action(program.stream[counter])
             counter += 1
             if self.restart:
                 self._restart_step(program)

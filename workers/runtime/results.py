@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pentad.schedules.simulate.step_profile import RankProfile
 from pentad.schedules.simulate.timeline import Span
 from pentad.workers.linear.fp8_sample import Fp8Sample, GradientSums
 
@@ -34,7 +35,8 @@ class StepResult:
     that was compared with the compute dtype. On a CPU `layer_waits` are the seconds, by op and stage, that the host
     waited for communication inside layers, and `starved` those that it was ready to run while other processes had the
     cores (HOST: between instructions). `expert_load` has, by layer and in some steps, the visits of this rank's
-    tokens to each expert (see LOAD_EVERY); of tensor ranks the first has them.
+    tokens to each expert (see LOAD_EVERY); of tensor ranks the first has them. `profile` is that of a step in the
+    plan's `profile_steps`.
     """
 
     step: int
@@ -57,6 +59,7 @@ class StepResult:
     layer_waits: tuple[tuple[str, int, float], ...] = ()
     starved: tuple[tuple[str, int, float], ...] = ()
     expert_load: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    profile: RankProfile | None = None
 
 
 @dataclass(frozen=True)

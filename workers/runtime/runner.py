@@ -45,6 +45,7 @@ from pentad.workers.runtime.results import (
     longest_instruction,
     sums_by_source,
 )
+from pentad.workers.runtime.step_profiler import StepProfiler
 from pentad.workers.runtime.zero import ZeroShards
 
 CALLS_KEPT = 4  # recent calls whose results the driver may ask for again
@@ -81,14 +82,13 @@ class Runner:
             previous.shards.clear()
         self.shards: ZeroShards = ZeroShards(plan, rank, self.stages)
         self.offload_memory: HostMemory | None = previous.offload_memory if previous else None
-        check = self.fence_flag.check
-        self.snapshots: Snapshots = Snapshots(self.device, in_place=plan.host_optimizer, check=check)
+        self.snapshots: Snapshots = Snapshots(self.device, in_place=plan.host_optimizer, check=self.fence_flag.check)
         self.copies = copies if copies is not None else HostCopies()
         self.replicator = Replicator(self.copies, rank, self.device)
         self.programs = [RankProgram.of(plan, number, rank) for number in range(len(plan.programs))]
         self.load_batch = rank_setup.make_batch_loader(plan, rank, self.device)
         self.eval_loader = rank_setup.make_eval_loader(plan, self.load_batch)
-        self.data_wait_seconds = dict[int, float]()  # by step
+        self.data_wait_seconds, self.profiler = dict[int, float](), StepProfiler(plan.profile_steps, self.device)
         self.newest_losses: tuple[int, tuple[float, ...]] = (-1, ())  # step and losses of the newest CommittedStep
         calls = (*previous.recent_calls, previous.unreported) if previous else ()
         self.recent_calls: deque[list[StepResult]] = deque(calls, maxlen=CALLS_KEPT)
@@ -178,10 +178,9 @@ class Runner:
         with self.fence_flag.guard():
             for step in range(first_step, first_step + count):
                 began = time.monotonic()
-                number = batch_of(step, skipped_batches)
-                batch = self.load_batch(number, self.fence_flag.check)
+                batch = self.load_batch(batch_of(step, skipped_batches), self.fence_flag.check)
                 self.data_wait_seconds[step] = time.monotonic() - began
-                self._connected.run(self.programs[batch.program], step, batch)
+                self.profiler.run(self._connected, self.programs[batch.program], step, batch)
             if more:
                 self._collect_results(num_open=1)
             else:
@@ -391,6 +390,7 @@ class Runner:
             learning_rate=self.plan.optimizer.learning_rate.at(committed.step),
             skipped=not bool(committed.taken.isfinite()),
             spans=spans_of(self.plan, self.rank, committed.step, times),
+            profile=self.profiler.take(committed.step),
             **self._connected.lanes.take_waits(),
             expert_load=self._connected.take_expert_load(committed.step),
             data_wait_seconds=self.data_wait_seconds.pop(committed.step, 0.0),

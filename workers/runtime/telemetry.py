@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -15,6 +16,21 @@ THROTTLES = {
     "thermal": nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksEventReasonHwThermalSlowdown,
     "hardware": nvml.nvmlClocksEventReasonHwSlowdown,
 }
+# Errors that the driver reports, by what they mean in NVIDIA's list of XIDs.
+XIDS = {
+    13: "an error in a kernel",
+    31: "a kernel read or wrote a wrong address",
+    48: "an uncorrectable memory error",
+    63: "a row of memory was replaced",
+    64: "a row of memory could not be replaced",
+    74: "an NVLink error",
+    79: "the GPU has fallen off the bus",
+    94: "a contained memory error",
+    95: "an uncontained memory error",
+    119: "the GPU's system processor does not answer",
+}
+MOST_XIDS = 100  # that a process remembers of a GPU
+_seen: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=MOST_XIDS))
 
 
 class GpuState(NamedTuple):
@@ -22,7 +38,7 @@ class GpuState(NamedTuple):
 
     Memory is in bytes over all processes, `power` in watts, `clock` (of the SMs) in hertz, `temperature` in degrees
     Celsius. `ecc_errors` counts uncorrectable memory errors since the driver was loaded. `throttles` are keys of
-    THROTTLES.
+    THROTTLES. `xids` are the errors that the driver has reported since this process first asked, in order.
     """
 
     memory_used: int | None = None
@@ -32,6 +48,7 @@ class GpuState(NamedTuple):
     temperature: float | None = None
     ecc_errors: int | None = None
     throttles: tuple[str, ...] | None = None
+    xids: tuple[int, ...] | None = None
 
 
 def read_gpu(index: int) -> GpuState | None:
@@ -57,6 +74,7 @@ def read_gpu(index: int) -> GpuState | None:
             nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         ),
         throttles=None if reasons is None else tuple(name for name, bits in THROTTLES.items() if reasons & bits),
+        xids=_xids(index),
     )
     return None if state == GpuState() else state
 
@@ -66,6 +84,25 @@ def _handle(index: int) -> Any:
     """Failures are not cached: a driver that is still loading answers later."""
     nvml.nvmlInit()
     return nvml.nvmlDeviceGetHandleByIndex(index)
+
+
+def _xids(index: int) -> tuple[int, ...] | None:
+    try:
+        events = _events(index)
+    except nvml.NVMLError:
+        return None
+    with suppress(nvml.NVMLError):  # that no event is left
+        while True:
+            _seen[index].append(int(nvml.nvmlEventSetWait_v2(events, 0).eventData))
+    return tuple(_seen[index])
+
+
+@functools.cache
+def _events(index: int) -> Any:
+    """Where NVML keeps the XIDs of a GPU until they are read."""
+    events = nvml.nvmlEventSetCreate()
+    nvml.nvmlDeviceRegisterEvents(_handle(index), nvml.nvmlEventTypeXidCriticalError, events)
+    return events
 
 
 def _query(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -20,15 +20,22 @@ def timeline(
     explain: Annotated[
         bool, Option("--explain", help="Show what each rank's time went into, and what would shorten the step.")
     ] = False,
+    profile: Annotated[
+        bool, Option("--profile", help="Show the kernels of a profiled step (metrics.profile_steps), in its trace too.")
+    ] = False,
     html: Annotated[Path | None, Option(help="Write an interactive page of all measured steps.")] = None,
     svg: Annotated[Path | None, Option(help="Write a figure of the step.")] = None,
     trace: Annotated[Path | None, Option(help="Write a trace that opens in Perfetto (.json.gz).")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare a measured step of a run with the same step simulated at its measured costs."""
-    from pentad.orchestrator.cli.show_run import show_explanation, show_timeline
+    from pentad.orchestrator.cli.show_run import show_explanation, show_profile, show_timeline
 
     files = files_by_option(html=html, svg=svg, trace=trace)
+    if profile:
+        refused = ["--eval"] * evaluation + [option for option in files if explain or option != "--trace"]
+        show_profile(run, Console(), step=step, explained=explain, trace=trace, refused=refused, as_json=as_json)
+        return
     if explain:
         show_explanation(run, Console(), step=step, refused=["--eval"] * evaluation + [*files], as_json=as_json)
         return

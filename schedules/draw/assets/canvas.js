@@ -75,7 +75,7 @@ const crisp = (px) => Math.round(px * devicePixelRatio) / devicePixelRatio;
 
 function markStale(panel) {
   panel.stale = true;
-  if (panel.curve) panel.curve.stale = true;
+  panel.curve.stale = true;
 }
 
 let frame = 0;
@@ -86,7 +86,7 @@ function draw(moved = true) {
     frame = 0;
     for (const panel of panels) {
       paint(panel);
-      if (panel.curve && panel.canvas.width) paintActivations(panel);
+      if (panel.canvas.width) paintMemory(panel);
     }
     byId("mixed").hidden = !panels.some((panel) => panel.hasMixed);
   });

@@ -6,7 +6,8 @@ const OPS = Object.keys(looks);
 const FILLS = OPS.flatMap((op) => looks[op].light.map((_, chunk) => [op, chunk])); // an op in the shade of a chunk
 const FIRST_FILL = Object.fromEntries(OPS.map((op) => [op, FILLS.findIndex((fill) => fill[0] === op)]));
 const CHUNKS = Math.max(...OPS.map((op) => looks[op].light.length));
-const IS_SCHEDULE = DATA.panels.every((panel) => panel.program); // dependencies are known
+const IS_SCHEDULE = !DATA.unit; // of simulated programs, else of the steps of a run
+const programs = DATA.programs.map(decodeProgram);
 const STEPS = [...new Set(DATA.panels.flatMap((panel) => panel.steps.map((s) => s.step)))].sort((a, b) => a - b);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const byId = (id) => document.getElementById(id);
@@ -56,7 +57,7 @@ function loadStep(panel, step) {
   panel.usualLength = ordered[ordered.length >> 2] ?? 0;
   panel.scroll = 0;
   panel.selected = panel.matches = panel.highlighted = null;
-  if (panel.data.program) linkSpans(panel);
+  linkSpans(panel);
 }
 
 /** Fills the columns of a track's spans, `first` up to `end`. */
@@ -88,13 +89,14 @@ function showStep(step) {
   view.hover = view.cursor = view.selected = null;
   for (const panel of panels) loadStep(panel, step);
   panels.forEach(showHeader);
+  panels.forEach(updateHighlights);
   view.first = Math.min(...panels.map((p) => p.first));
   view.last = Math.max(...panels.map((p) => p.last));
   find(byId("find").value);
   if (all) showAll();
   else show(view.from, view.to);
   arrange();
-  if (IS_SCHEDULE) showSelection();
+  showSelection();
 }
 
 function changeStep(by) {

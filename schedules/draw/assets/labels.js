@@ -27,6 +27,27 @@ function swatch(fill) {
   return box;
 }
 
+const MEMORY = {
+  true: { meaning: "Most bytes that a rank holds at once, as planned", of: "planned bytes", title: "planned bytes held" },
+  false: {
+    meaning: "Most activations that a rank saves at once, in microbatches of all its layers",
+    of: "microbatches saved",
+    title: "microbatches saved",
+  },
+};
+const BYTES = [
+  [2 ** 30, "GiB"],
+  [2 ** 20, "MiB"],
+  [2 ** 10, "KiB"],
+  [1, "B"],
+];
+/** A value of a memory curve, with few digits. */
+function amount(panel, value, digits = 6) {
+  if (!panel.memory.in_bytes) return number(value, digits);
+  const [size, unit] = BYTES.find(([least]) => value >= least) ?? BYTES[3];
+  return `${number(value / size, 3)} ${unit}`;
+}
+
 const MEASURES = {
   makespan: "First compute start to last compute end over all ranks; its bubble is that of a step with a barrier",
   longest: "First compute start to last compute end of the busiest rank; its bubble is that of a step without a barrier",
@@ -35,9 +56,10 @@ const MEASURES = {
 /** Name, step and figures of a panel. */
 function showHeader(panel) {
   const { step, data } = panel;
-  const title = make("h2", data.program?.name ?? data.source[0].toUpperCase() + data.source.slice(1));
+  const source = data.source[0].toUpperCase() + data.source.slice(1);
+  const title = make("h2", IS_SCHEDULE ? panel.program.name : source);
   const about = data.source === "simulated" ? `step ${step.step}, at its measured costs` : `step ${step.step}`;
-  if (!data.program) title.append(make("span", about));
+  if (!IS_SCHEDULE) title.append(make("span", about));
   const figures = make("dl", "", "figures");
   const add = (term, meaning, ...values) => {
     const pair = make("div");
@@ -51,12 +73,29 @@ function showHeader(panel) {
     const bubble = [make("span", "bubble"), percent(step.bubble[term])];
     add(term, meaning, duration(step[term] * 1e9), ...bubble, ...difference(panel, (p) => p.step[term]));
   }
-  if (panel.activations) {
-    const peakOf = (p) => p.activations.peak * p.activations.unit;
-    const meaning = "Most activations that a rank saves at once, in microbatches of all its layers";
-    add("peak", meaning, number(peakOf(panel)), make("span", "microbatches saved"), ...difference(panel, peakOf));
+  if (panel.memory) {
+    const peakOf = (p) => p.memory.peak * p.memory.unit;
+    const { meaning, of } = MEMORY[panel.memory.in_bytes];
+    add("peak", meaning, amount(panel, peakOf(panel)), make("span", of), ...difference(panel, peakOf));
   }
-  panel.header.replaceChildren(title, figures);
+  panel.header.replaceChildren(title, figures, ...pathSummary(panel));
+}
+
+/** What a step's critical path is made of, longest first. */
+function pathSummary(panel) {
+  if (IS_SCHEDULE || !panel.critical || !byId("critical").checked) return [];
+  const parts = new Map();
+  for (const { part, start, end } of panel.critical) parts.set(part, (parts.get(part) ?? 0) + end - start);
+  const length = panel.critical.at(-1).end - panel.critical[0].start;
+  const line = make("p", "", "path");
+  const ordered = [...parts].filter(([, time]) => time > 0).sort((a, b) => b[1] - a[1]);
+  for (const [part, time] of [["critical path", length], ...ordered]) {
+    const pair = make("span", `${part} `);
+    pair.append(make("b", duration(time)));
+    line.append(pair);
+  }
+  line.title = "host: an instruction could have run, and had not been issued";
+  return [line];
 }
 
 /** How a figure of a schedule differs from that of the first schedule. */

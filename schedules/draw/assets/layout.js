@@ -1,6 +1,6 @@
 // ---- layout ----
 
-// Pixels: a panel's time axis and bottom margin, the tallest compute row, the activations of a panel.
+// Pixels: a panel's time axis and bottom margin, the tallest compute row, the memory of a panel.
 const TOP = 24;
 const BOTTOM = 8;
 const TALLEST = 36;
@@ -30,9 +30,9 @@ function arrange() {
   [LEFT, RIGHT] = isNarrow() ? [46, 52] : [84, 70];
   const top = panels[0].plot.getBoundingClientRect().top + scrollY;
   const edges = TOP + BOTTOM;
-  const curves = IS_SCHEDULE ? CURVE * panels.length : 0;
+  const curves = CURVE * panels.filter((p) => p.memory).length;
   const headers = panels.reduce((sum, p) => sum + p.header.offsetHeight + 14, 0) - panels[0].header.offsetHeight;
-  const below = IS_SCHEDULE && innerWidth >= 900 ? 44 + SELECTION : 44;
+  const below = innerWidth >= 900 ? 44 + SELECTION : 44;
   const room = Math.max(innerHeight - top - headers - curves - below, 160 * panels.length);
   const ranks = panels.reduce((sum, p) => sum + p.ranks.length, 0);
   const low = Math.max(Math.floor((room - edges * panels.length) / ranks), 3);
@@ -54,7 +54,8 @@ function arrange() {
     // A finger scrolls the page unless the panel itself scrolls.
     panel.plot.style.touchAction = own > panel.height ? "none" : "pan-y";
     resizeCanvas(panel.canvas, panel.width, panel.height);
-    if (panel.curve) resizeCanvas(panel.curve.canvas, panel.width, CURVE);
+    panel.curve.canvas.hidden = !panel.memory;
+    resizeCanvas(panel.curve.canvas, panel.width, CURVE);
   }
   if (byId("heights").hidden === growable) {
     byId("heights").hidden = !growable;

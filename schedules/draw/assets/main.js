@@ -9,7 +9,7 @@ function openPanel(data) {
   describe(plot, `${data.source} timeline, one row per rank`);
   plot.append(panel.canvas);
   section.append(header, plot);
-  if (data.program) section.append(openCurve(panel));
+  section.append(openCurve(panel));
   byId("panels").append(section);
   listen(plot, {
     pointermove: (event) => onMove(panel, event),
@@ -26,7 +26,7 @@ function openPanel(data) {
 function openCurve(panel) {
   panel.curve = openCanvas();
   panel.curve.canvas.className = "curve";
-  describe(panel.curve.canvas, "microbatches saved by each rank over time");
+  describe(panel.curve.canvas, "memory of each rank over time");
   listen(panel.curve.canvas, { pointermove: (event) => onCurveMove(panel, event), pointerleave: onLeave });
   return panel.curve.canvas;
 }
@@ -62,6 +62,13 @@ function addRowToggles() {
   }
 }
 
+/** Marks the critical paths, and says what they are made of, or no longer. */
+function showPaths() {
+  panels.forEach(updateHighlights);
+  panels.forEach(showHeader);
+  arrange();
+}
+
 function start() {
   panels = DATA.panels.map(openPanel);
   addRowToggles();
@@ -84,11 +91,11 @@ function start() {
   dark.addEventListener("change", () => {
     readTheme();
     showLegend();
-    if (IS_SCHEDULE) showSelection();
+    showSelection();
     draw();
   });
-  byId("paths").hidden = byId("selection").hidden = byId("walking").hidden = !IS_SCHEDULE;
-  listen(byId("critical"), { change: () => (panels.forEach(updateHighlights), draw()) });
+  byId("paths").hidden = !programs.length;
+  listen(byId("critical"), { change: showPaths });
   addEventListener("resize", arrange);
   readTheme();
   showStep(STEPS.at(-1));

@@ -53,7 +53,7 @@ function onPress(panel, event) {
 /** A press without a drag selects. */
 function onRelease(panel, event) {
   const isClick = event.type === "pointerup" && panel.drag?.distance < 5;
-  if (IS_SCHEDULE && isClick) select(panel, spanAt(panel, ...pointOn(panel.canvas, event)));
+  if (isClick) select(panel, spanAt(panel, ...pointOn(panel.canvas, event)));
   panel.drag = null;
   panel.plot.classList.remove("moving");
 }
@@ -89,11 +89,11 @@ function onCurveMove(panel, event) {
   draw(false);
 }
 
-/** Arrow keys walk from instruction to instruction if dependencies are known, and otherwise, or with Shift, move. */
+/** Arrow keys walk from instruction to instruction, and with Shift they move. */
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.target.matches("select, input:not([type=checkbox])")) return;
-  const walks = IS_SCHEDULE && !event.shiftKey;
+  const walks = !event.shiftKey;
   const acts = {
     ArrowLeft: () => (walks ? walk(-1, 0) : pan(-0.1)),
     ArrowRight: () => (walks ? walk(1, 0) : pan(0.1)),
@@ -109,7 +109,7 @@ function onKey(event) {
     "/": () => byId("find").select(),
     Escape: () => {
       endSearch();
-      if (IS_SCHEDULE) select(panels[0], -1);
+      select(panels[0], -1);
     },
   };
   const act = acts[event.key];

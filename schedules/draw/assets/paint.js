@@ -42,7 +42,7 @@ function paintBase(panel) {
     const isMatch = (n) => panel.matches?.[n];
     const bars = paintHighlighted(base, panel, (n) => panel.highlighted[n], isMatch);
     paintOutlines(base, bars, theme.accent, 1.5);
-    if (IS_SCHEDULE) paintArrows(base, panel);
+    paintArrows(base, panel);
     const match = search.matches[search.index];
     if (match?.panel === panel) paintOutlines(base, [barOf(panel, match.n)], theme.text, 3);
   });

@@ -52,8 +52,7 @@ function stepMatch(by) {
   if (!matches.length) return;
   search.index = index < 0 ? (by > 0 ? 0 : matches.length - 1) : (index + by + matches.length) % matches.length;
   const { panel, n } = matches[search.index];
-  if (IS_SCHEDULE) select(panel, n);
-  else reveal(panel, n);
+  select(panel, n);
   const bar = barOf(panel, n);
   if (bar?.[2] > 0 && bar[2] < 6) zoom(bar[2] / 12, middleOf(panel, n)); // wide enough to see
   showFound();

@@ -7,25 +7,34 @@ const MOST_LINES = 200; // of a list
 function select(panel, n) {
   for (const p of panels) {
     const isSelected = p === panel && n >= 0;
-    p.selected = isSelected
-      ? { n, dependencies: dependencyTree(p, n, true), dependents: dependencyTree(p, n, false) }
-      : null;
+    const tree = (upstream) => (p.program ? dependencyTree(p, n, upstream) : []);
+    p.selected = isSelected ? { n, dependencies: tree(true), dependents: tree(false) } : null;
     updateHighlights(p);
   }
   view.selected = panels.find((p) => p.selected) ?? null;
   if (view.selected) reveal(panel, n);
   if (isNarrow()) byId("tip").hidden = true;
   showSelection();
+  if (view.selected) uncover(panel, n);
   draw();
+}
+
+/** Scrolls the page so that the selected span lies in the window, above the section that describes it. */
+function uncover(panel, n) {
+  const [, top, , tall] = barOf(panel, n) ?? [0, 0, 0, 0];
+  const above = panel.canvas.getBoundingClientRect().top + top - 12;
+  const covered = above + tall + 24 - byId("selection").getBoundingClientRect().top;
+  if (covered > 0) scrollBy(0, covered);
+  else if (above < 0) scrollBy(0, above);
 }
 
 /** Highlights the selected span with its neighbours, the critical path if it is shown, and what a search matches. */
 function updateHighlights(panel) {
   const { selected, critical, matches } = panel;
-  const showsPath = IS_SCHEDULE && byId("critical").checked;
+  const showsPath = critical !== null && byId("critical").checked;
   panel.highlighted = selected || showsPath || matches ? new Uint8Array(panel.count) : null;
   if (matches) panel.highlighted.set(matches);
-  if (showsPath) for (const n of critical.number) panel.highlighted[n] = 1;
+  if (showsPath) for (const { n } of critical) panel.highlighted[n] = 1;
   const mark = ({ n, children }) => {
     for (const m of eventOf(panel, n)) panel.highlighted[m] = 1;
     children.forEach(mark);
@@ -76,19 +85,28 @@ function showSelection() {
   box.classList.toggle("empty", !panel);
   if (!panel) {
     const hint = "Click an instruction, or press an arrow key, to see what it waits for and what waits for it.";
-    return box.replaceChildren(make("p", hint, "hint"));
+    const unknown = panels.filter((p) => !p.program).map(noProgram);
+    return box.replaceChildren(...(unknown.length < panels.length ? [make("p", hint, "hint")] : []), ...unknown);
   }
   const { n, dependencies, dependents } = panel.selected;
   const about = make("div");
   about.append(spanTitle(panel, n), factList(factsOf(panel, n)));
+  if (!panel.program) return box.replaceChildren(about, noProgram(panel));
   const before = dependencyList(panel, "Waits for", dependencies, true);
   box.replaceChildren(about, before, dependencyList(panel, "Needed by", dependents, false));
+}
+
+function noProgram({ step, data }) {
+  const what = `${data.source} step ${step.step} ran a program that this page does not have`;
+  return make("p", `What instructions waited for is not known: the ${what}.`, "hint");
 }
 
 function spanTitle(panel, n) {
   const title = make("p");
   const { label } = looks[kinds.op[panel.kind[n]]];
   title.append(swatch(FILLS[panel.fill[n]]), make("b", nameOf(panel, n)), make("span", label));
+  const isCritical = panel.critical?.some((piece) => piece.n === n && piece.part !== "host" && piece.end > piece.start);
+  if (isCritical) title.append(make("em", "on the critical path"));
   return title;
 }
 
@@ -111,15 +129,28 @@ function dependencyList(panel, title, nodes, upstream) {
   return box;
 }
 
-function dependencyLine(panel, { n, why, slack, binding }, depth, upstream) {
+function slackOf({ slack, binding }, upstream) {
+  const [ifBinding, otherwise] = upstream ? ["set its start", "earlier"] : ["starts at once", "later"];
+  return binding ? ifBinding : `${duration(slack)} ${otherwise}`;
+}
+
+/** By the times that were measured: how long before the last of them, or what passed after it. */
+function waited({ slack, binding, took }) {
+  if (!binding) return `${duration(slack)} before the last`;
+  if (!slack) return "last";
+  return slack < 0 ? `last, ${duration(-slack)} after the start` : `last, then ${duration(slack)} ${took}`;
+}
+
+function dependencyLine(panel, node, depth, upstream) {
+  const { n, why, binding } = node;
   const button = make("button", "", binding ? "binding" : "");
   button.style.marginLeft = `${depth * 16}px`;
   const [start, end, done] = [panel.start[n], panel.end[n], doneAt(panel, n, why)];
   const pair = upstream && done > end ? `, its pair to ${duration(done)}` : "";
-  const when = `rank ${panel.ranks[rankOf(panel, n)].rank}, ${duration(start)} to ${duration(end)}${pair}`;
-  const [ifBinding, otherwise] = upstream ? ["set its start", "earlier"] : ["starts at once", "later"];
+  const times = isMeasured(panel) ? `to ${duration(done)}` : `${duration(start)} to ${duration(end)}${pair}`;
+  const when = `rank ${panel.ranks[rankOf(panel, n)].rank}, ${times}`;
   button.append(swatch(FILLS[panel.fill[n]]), make("b", nameOf(panel, n)));
-  button.append(make("span", when), make("em", binding ? ifBinding : `${duration(slack)} ${otherwise}`));
+  button.append(make("span", when), make("em", isMeasured(panel) ? waited(node) : slackOf(node, upstream)));
   button.title = WHY[why];
   button.addEventListener("click", () => select(panel, n));
   const item = make("li");

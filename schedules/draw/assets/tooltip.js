@@ -80,7 +80,8 @@ function dependencyFacts(panel, n) {
   const name = (node) => nameOf(panel, node.n);
   const binding = nodes.filter((node) => node.binding).map(name);
   const names = [...nodes.slice(0, 6).map(name), ...(nodes.length > 6 ? [`${nodes.length - 6} more`] : [])];
-  const start = binding.length ? [["start set by", binding.slice(0, 3).join(", ")]] : [];
+  const term = isMeasured(panel) ? "longest for" : "start set by";
+  const start = binding.length ? [[term, binding.slice(0, 3).join(", ")]] : [];
   return [["waits for", names.join(", ") || "nothing"], ...start];
 }
 
@@ -91,7 +92,8 @@ function showTip(event) {
   tip.hidden = !hover || event.pointerType === "touch" || (isNarrow() && view.selected !== null);
   if (tip.hidden) return;
   const { panel, n } = hover;
-  const facts = [...factsOf(panel, n), ...(IS_SCHEDULE ? dependencyFacts(panel, n) : comparisonFacts(hover))];
+  const dependencies = panel.program ? dependencyFacts(panel, n) : [];
+  const facts = [...factsOf(panel, n), ...(IS_SCHEDULE ? [] : comparisonFacts(hover)), ...dependencies];
   tip.replaceChildren(spanTitle(panel, n), factList(facts));
   const { offsetWidth: wide, offsetHeight: tall } = tip;
   const fits = event.clientX + 18 + wide <= innerWidth - 8;

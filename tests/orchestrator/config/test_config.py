@@ -260,6 +260,9 @@ def test_overrides_replace_the_file_and_earlier_overrides(file: Callable[[str | 
         ("cluster.dashboard=1", "cluster.dashboard is 1: expected true or false"),
         ("cluster.dashboard_port=70000", "cluster.dashboard_port is 70000: expected at most 65535"),
         ("cluster.device=tpu", "cluster.device is 'tpu': expected one of auto, cpu or cuda"),
+        ("metrics.profile_steps=[60]", "metrics.profile_steps is [60]: expected steps below run.steps = 60"),
+        ("metrics.profile_steps=[-1]", "metrics.profile_steps[0] is -1: expected at least 0"),
+        (f"metrics.profile_steps={[*range(17)]}", "16]: expected at most 16 items"),
         ("cluster.auth=none", "cluster.auth is 'none': expected one of token or disabled"),
     ],
 )  # fmt: skip

@@ -9,27 +9,29 @@ from commands import Pentad
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.memory import curve
-from pentad.orchestrator.memory.curve import memory_curves
+from pentad.orchestrator.memory.curve import ON_COMPUTE_LANE, memory_curves, planned_memory
 from pentad.orchestrator.planning.estimate import costs_of, memories
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.ir.instruction import instructions_of
 from pentad.schedules.simulate.simulate import simulate
 
 SIZES = ["model.layers=8", "cluster.device=cuda", "mesh.pp=2", "schedule.microbatches=8", "batch.global_batch_size=32"]
 UNITS = ["memory.unit_layers=1", "mesh.dp=2"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["schedule.name=1f1b"],
-        ["schedule.name=zb-h2", *UNITS, "zero.stage=1"],
-        ["schedule.name=1f1b", *UNITS, "zero.stage=2"],
-        ["schedule.name=zb-v", *UNITS, "zero.stage=3", "memory.recompute=attention"],
-        ["schedule.name=dualpipe", *UNITS, "zero.stage=3"],
-        ["schedule.name=1f1b", *UNITS, "zero.stage=3", "memory.max_resident_microbatches=1.5"],
-        ["schedule.name=seq-1f1b", "optimizer.name=muon"],
-    ],
-)
+PLANS = [
+    ["schedule.name=1f1b"],
+    ["schedule.name=zb-h2", *UNITS, "zero.stage=1"],
+    ["schedule.name=1f1b", *UNITS, "zero.stage=2"],
+    ["schedule.name=zb-v", *UNITS, "zero.stage=3", "memory.recompute=attention"],
+    ["schedule.name=dualpipe", *UNITS, "zero.stage=3"],
+    ["schedule.name=1f1b", *UNITS, "zero.stage=3", "memory.max_resident_microbatches=1.5"],
+    ["schedule.name=seq-1f1b", "optimizer.name=muon"],
+]
+plans = pytest.mark.parametrize("words", PLANS)
+
+
+@plans
 def test_the_highest_point_is_the_planned_peak(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(load(None, [*SIZES, *words]), "cuda")
     for samples in (480, 40):
@@ -37,6 +39,23 @@ def test_the_highest_point_is_the_planned_peak(words: list[str], monkeypatch: py
         for rank, found in enumerate(memory_curves(plan)):
             assert found.peak == memories(plan)[plan.mesh.move(0, pp=rank)]["total"]
             assert len(found.samples) <= max(samples, 40) + 1
+
+
+@plans
+def test_the_changes_of_instructions_add_up_to_the_planned_peak_and_to_nothing(words: list[str]) -> None:
+    """In the order of the program; and no instruction of another lane than that of compute takes memory."""
+    plan = make_plan(load(None, [*SIZES, *words]), "cuda")
+    found, row = planned_memory(plan), 0
+    assert found.in_bytes and len(found.starts) == len(found.ends) == plan.program.columns.rows
+    for pp, stream in enumerate(plan.program.streams):
+        held = peak = found.held[pp]
+        for part in instructions_of(stream):
+            assert part.op in ON_COMPUTE_LANE or (found.starts[row], found.ends[row]) == (0, 0)
+            peak = max(peak, held + found.starts[row])
+            held += found.starts[row] + found.ends[row]
+            assert held >= found.held[pp]
+            row += 1
+        assert (peak, held) == (memories(plan)[plan.mesh.move(0, pp=pp)]["total"], found.held[pp])
 
 
 @pytest.mark.parametrize("zero", [2, 3])

@@ -34,7 +34,7 @@ ROW = {
     **{"skipped": False, "peak_bytes": 5 << 30, "host_seconds": 0.01, "fp8_gradients": {"mlp": 0.875}},
     "fp8": {"layers.0.mlp.down": {"weight": {"amax": None, "saturated": 0.01, "underflowed": 0.5}}},
 }
-GPU = GpuState(10 << 30, 80 << 30, 512.5, 1.98e9, 61.0, 2, ("power",))
+GPU = GpuState(10 << 30, 80 << 30, 512.5, 1.98e9, 61.0, 2, ("power",), (31, 79, 31))
 RECOVERED = {
     **{"event": "recovered", "time": 1.7e9, "generation": 2, "step": 3, "mesh": "pp3", "how": "shrink"},
     **{"seconds": {"fence": 0.2, "place": 1.5, "connect": 0.4, "state": 0.1}, "steps_replayed": 2},
@@ -113,7 +113,8 @@ def test_promtool_accepts_names_units_and_help(full: Exporter) -> None:
 
 def test_labels_have_few_values(full: Exporter) -> None:
     own = {"version", "schedule_hash", "state", "tensor", "data", "op", "fault", "detector", "phase", "stage", "tier"}
-    assert {label for metric in METRICS.values() for label in metric.labels} <= {*RANK, *own, *FP8, "reason", "type"}
+    own |= {*RANK, *FP8, "reason", "type", "xid"}
+    assert {label for metric in METRICS.values() for label in metric.labels} <= own
     assert len(Op) * (len(COARSE) + 3) < 500 and len(FINE) < 100
 
 
@@ -208,11 +209,9 @@ def test_a_missing_gpu_reading_has_no_series(exporter: Exporter) -> None:
     assert [s.value for s in samples["pentad_gpu_power_watts"]] == [512.5, 100.0]
     assert value(samples, "pentad_gpu_ecc_errors_total", rank="0", type="uncorrected") == 2
     assert len(samples["pentad_gpu_ecc_errors_total"]) == 1
-    assert {s.labels["reason"]: s.value for s in samples["pentad_gpu_throttled"]} == {
-        "power": 1,
-        "thermal": 0,
-        "hardware": 0,
-    }
+    assert {s.labels["xid"]: s.value for s in samples["pentad_gpu_xid_errors_total"]} == {"31": 2, "79": 1}
+    throttled = {s.labels["reason"]: s.value for s in samples["pentad_gpu_throttled"]}
+    assert throttled == {"power": 1, "thermal": 0, "hardware": 0}
 
 
 def test_exactly_one_state_of_the_run_is_set(exporter: Exporter) -> None:

@@ -1,15 +1,23 @@
 """The calls that keep ranks busy, tested with a worker group that only lists its calls."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from listed_calls import HELD_OUT, Ranks, Run, loop_runner
 
+from pentad.orchestrator.monitoring import event_bus
 from pentad.orchestrator.monitoring.run_state import EvalView
 from pentad.orchestrator.monitoring.runfolder import METRICS
 from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.records.profiles import StepProfile, load_profile
 from pentad.orchestrator.run.step_loop import CALLS_IN_FLIGHT, StepLoop
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.simulate.step_profile import ProfileEvent, RankProfile, pack
+from pentad.workers.runtime.results import StepResult
 
 
 @pytest.fixture
@@ -139,3 +147,59 @@ def test_a_run_that_stops_leaves_the_evaluation_to_the_next(run: Run) -> None:
     ranks, calls = run("run.steps=100", *HELD_OUT, "eval.every=1", seconds=3.0, prepare=prepare)
     assert evaluations(ranks) == list(range(1, max(evaluations(ranks)) + 1))
     assert max(evaluations(ranks)) <= calls.done
+
+
+def profiling(*profiles: RankProfile) -> Callable[[Ranks], None]:
+    """What the two ranks report of step 3."""
+
+    def prepare(ranks: Ranks) -> None:
+        collect = ranks.collect
+
+        def profiled(refs: list[tuple], *, tick: Any = None) -> list:
+            found = collect(refs, tick=tick)
+            if refs[0][0] != "run":
+                return found
+            pairs = zip(found, profiles, strict=True)
+            return [[reported(step, rank, each) for step in steps] for rank, (steps, each) in enumerate(pairs)]
+
+        def reported(step: StepResult, rank: int, profile: RankProfile) -> StepResult:
+            spans = tuple(span._replace(rank=rank) for span in step.spans)
+            return replace(step, spans=spans, profile=profile if step.step == 3 else None)
+
+        ranks.collect = profiled  # type: ignore[method-assign]
+
+    return prepare
+
+
+def profile_events(folder: Path) -> list[dict[str, Any]]:
+    rows = read_lines(folder / "quickstart" / "journal.jsonl")
+    return [
+        {key: value for key, value in row.items() if key != "time"}
+        for row in rows
+        if row["event"].startswith("profile")
+    ]
+
+
+def test_profiles_are_written_and_problems_are_events(run: Run, tmp_path: Path) -> None:
+    data = pack([ProfileEvent("kernel", "gemm", "0F0", "F", 7, 10, 20)])
+    run("run.steps=5", prepare=profiling(RankProfile(data), RankProfile(problem="CUPTI is in use")))
+    at = {"generation": 0, "step": 3}
+    assert profile_events(tmp_path) == [
+        {"event": "profile", **at, "ranks": 2, "bytes": len(data)},
+        {"event": "profile failed", **at, "ranks": [1], "error": "CUPTI is in use"},
+    ]
+    found = load_profile(tmp_path / "quickstart", 3)
+    assert [len(events) for events in found.events.values()] == [1, 0] and found.timeline.steps == (3,)
+
+
+def test_a_profile_that_cannot_be_written_ends_no_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path, profile: StepProfile) -> None:
+        raise PentadError("the disk is full")
+
+    monkeypatch.setattr(event_bus, "save_profile", refuse)
+    _, calls = run("run.steps=5", prepare=profiling(*[RankProfile(pack([]))] * 2))
+    assert calls.done == 5
+    expected = {"event": "profile failed", "generation": 0, "step": 3, "ranks": [0, 1], "error": "the disk is full"}
+    assert profile_events(tmp_path) == [expected]

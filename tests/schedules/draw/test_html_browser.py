@@ -128,10 +128,10 @@ def test_every_start_is_set_by_a_dependency_that_ends_then(browse: Browse, name:
         }
         byId("critical").click();
         for (const row of ROWS) toggleRow(row, true);
-        select(panel, panel.critical.number.at(-2));
+        select(panel, panel.critical.at(-2).n);
         for (const factor of [0.3, 0.3, 3]) zoom(factor);
         paint(panel);
-        paintActivations(panel);
+        paintMemory(panel);
         return { wrong, edges: selectedEdges(panel).length, count: panel.count };
         """,
     )
@@ -270,7 +270,7 @@ for (const action of ACTIONS) {
   for (const panel of panels) {
     markStale(panel);
     paint(panel);
-    if (panel.curve) paintActivations(panel);
+    if (panel.curve) paintMemory(panel);
   }
 }
 for (const element of document.querySelectorAll("header *, nav *, #selection *, footer *"))

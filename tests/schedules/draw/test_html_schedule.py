@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
 from dependency_graph import build
-from html_pages import NAMES, Page, assert_holds, keys_of, page_of, payload, simulated_program
+from html_pages import (
+    NAMES,
+    Page,
+    assert_holds,
+    dependencies_of,
+    keys_of,
+    page_of,
+    payload,
+    rows_of,
+    simulated_program,
+)
+from saved_activations import activations_over_time
 
 from pentad.orchestrator.cli.cli import main
 from pentad.schedules.simulate.critical_path import critical_path
-from pentad.schedules.simulate.memory import activations_over_time
 
 SIZES = ("--ranks", "4", "--microbatches", "8")
 
@@ -29,9 +39,6 @@ def test_the_page_holds_the_timeline(name: str) -> None:
 def test_dependencies_are_the_waits_of_the_program(name: str) -> None:
     schedule = simulated_program(name)
     data = payload(page_of(schedule))
-    keys, program = keys_of(data, data["panels"][0]), data["panels"][0]["program"]
-    numbers, counts = iter(program["dependencies"]["number"]), program["dependencies"]["count"]
-    found = {key: {keys[next(numbers)] for _ in range(count)} for key, count in zip(keys, counts, strict=True)}
     streams = schedule.program.streams
     expected = {
         (rank, str(part.key)): {(rank, str(key)) for key in (action.waits if part is action.parts[0] else part.waits)}
@@ -39,54 +46,64 @@ def test_dependencies_are_the_waits_of_the_program(name: str) -> None:
         for action in stream
         for part in action.parts
     }
-    assert found == expected and not list(numbers)
+    assert dependencies_of(data, 0) == expected
     slots = {
         (rank, str(p.key)): p.slot for rank, stream in enumerate(streams) for action in stream for p in action.parts
     }
-    assert dict(zip(keys, program["slots"], strict=True)) == slots
+    assert dict(zip(rows_of(data, 0), data["programs"][0]["slots"], strict=True)) == slots
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_events_are_those_of_the_program(name: str) -> None:
     program = simulated_program(name).program
     data = payload(page_of(simulated_program(name)))
-    keys = keys_of(data, data["panels"][0])
-    found = {frozenset(keys[number] for number in event) for event in data["panels"][0]["program"]["events"]}
-    events = (
+    rows, events = rows_of(data, 0), data["programs"][0]["events"]
+    found = {frozenset(rows[row] for row in event) for scope in events.values() for event in scope}
+    expected = (
         {(node.rank, str(program.streams[node.rank][node.at].key)) for node in event}
         for event in build(program).members
     )
-    assert found == {frozenset(event) for event in events if len(event) > 1}
+    assert {event for event in found if len(event) > 1} == {frozenset(event) for event in expected if len(event) > 1}
 
 
 def test_the_first_halves_of_overlapped_pairs_are_marked() -> None:
     schedule = simulated_program("dualpipe")
     data = payload(page_of(schedule))
-    keys = keys_of(data, data["panels"][0])
-    streams = enumerate(schedule.program.streams)
+    rows, streams = rows_of(data, 0), enumerate(schedule.program.streams)
     expected = [(rank, str(action.key)) for rank, stream in streams for action in stream if len(action.parts) == 2]
-    assert expected and [keys[number] for number in data["panels"][0]["program"]["overlapped"]] == expected
+    assert expected and [rows[row] for row in data["programs"][0]["overlapped"]] == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_curves_are_the_saved_activations(name: str) -> None:
+def test_the_memory_is_that_of_the_saved_activations(name: str) -> None:
+    """At the times of the timeline, in the order of the program where they are equal."""
     schedule = simulated_program(name)
-    found = payload(page_of(schedule, limit=5.5))["panels"][0]["program"]["activations"]
-    assert found["limit"] == 5.5
-    expected = activations_over_time(schedule.program, schedule.timeline)
-    for rank, changes in zip(found["ranks"], expected, strict=True):
-        assert [nanos * 1e-9 for nanos in accumulate(rank["gap"])] == pytest.approx([t for t, _ in changes], abs=1.1e-9)
-        assert [units * found["unit"] for units in rank["saved"]] == pytest.approx([saved for _, saved in changes])
+    data = payload(page_of(schedule, limit=5.5))
+    found = data["programs"][0]["memory"]
+    assert found["limit"] == 5.5 and not found["in_bytes"] and not any(found["held"])
+    spans = {(span.rank, span.name): span for span in schedule.timeline.spans}
+    changes = [list[tuple[float, float]]() for _ in schedule.program.streams]
+    for key, start, end in zip(rows_of(data, 0), found["starts"], found["ends"], strict=True):
+        changes[key[0]] += [(spans[key].start, start * found["unit"]), (spans[key].end, end * found["unit"])]
+    for own, expected in zip(changes, activations_over_time(schedule.program, schedule.timeline), strict=True):
+        own = sorted((change for change in own if change[1]), key=lambda change: change[0])
+        levels = zip([time for time, _ in own], accumulate(by for _, by in own), strict=True)
+        times, saved = zip(*levels, strict=True)
+        kept = [now for before, now in pairwise([(0.0, 0.0), *expected]) if now[1] != before[1]]
+        assert times == pytest.approx([time for time, _ in kept])
+        assert saved == pytest.approx([level for _, level in kept])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_critical_path_is_that_of_the_program(name: str) -> None:
     schedule = simulated_program(name)
     data = payload(page_of(schedule))
-    keys, critical = keys_of(data, data["panels"][0]), data["panels"][0]["program"]["critical"]
+    keys, found = keys_of(data, data["panels"][0]), data["panels"][0]["steps"][0]["path"]
     path = critical_path(schedule.program, schedule.costs)
-    assert [keys[number] for number in critical["number"]] == [(segment.rank, segment.key) for segment in path]
-    assert critical["why"] == [segment.why for segment in path]
+    assert [keys[number] for number in found["number"]] == [(segment.rank, segment.key) for segment in path]
+    ends = accumulate(found["length"], initial=found["begin"])
+    zero = data["panels"][0]["steps"][0]["zero"]
+    assert [zero + end / 1e9 for end in ends] == pytest.approx([0.0, *(each.end for each in path)], abs=1.1e-9)
 
 
 def test_chunks_are_in_the_order_of_the_placement() -> None:
@@ -105,7 +122,7 @@ def test_two_schedules_share_a_page(tmp_path: Path, capsys: pytest.CaptureFixtur
     limited = ("zb-2p", *SIZES, "--memory-limit", "6", "--comm", "0.1")
     assert main(["schedule", *limited, "--html", str(file), "--beside", "zb-v"]) == 0
     data = payload(file.read_text())
-    assert [panel["program"]["name"] for panel in data["panels"]] == ["zb-2p", "zb-v"]
+    assert [program["name"] for program in data["programs"]] == ["zb-2p", "zb-v"]
     assert main(["schedule", "zb-v", *SIZES, "--comm", "0.1", "--json"]) == 0
     separate = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert data["panels"][1]["steps"][0]["makespan"] == separate["makespan"]
@@ -146,5 +163,5 @@ def test_a_path_as_a_name_stays_text(folder: str, tmp_path: Path) -> None:
         texts.append(file.read_text())
     plain, found, text = Page(texts[0]), Page(texts[1]), texts[1]
     assert found.tags == plain.tags and found.links == []
-    assert str(custom) in found.texts["h1"] and str(custom) in payload(text)["panels"][1]["program"]["name"]
+    assert str(custom) in found.texts["h1"] and str(custom) in payload(text)["programs"][1]["name"]
     assert not re.search(r"https?:|url\(|@import|fetch\(|XMLHttpRequest|\bsrc=|\bhref=", text.replace(str(custom), ""))

@@ -8,9 +8,11 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from profiles import events_of as profile_events
 from trace_cases import measured, simulated
 
 from pentad.schedules.draw.trace import write_trace
+from pentad.schedules.simulate.step_profile import KERNEL
 from pentad.schedules.simulate.timeline import Span, Timeline
 
 
@@ -124,3 +126,24 @@ def test_an_incomplete_recording_still_opens(tmp_path: Path) -> None:
     cut = Timeline("measured", tuple(span for span in plan.spans if span.start < 8e-3))
     assert all(len(pair) == 2 for pair in bound(events_of(tmp_path, cut)).values())
     assert events_of(tmp_path, Timeline("measured", ())) == []
+
+
+def test_a_profile_is_below_the_lanes_of_its_rank_on_their_clock(tmp_path: Path) -> None:
+    """Slices of a thread nest, and no two threads have one number."""
+    spans = tuple(s._replace(start=s.start + 5e5, end=s.end + 5e5) for s in simulated("dualpipe").spans)
+    profiles = {rank: profile_events([s for s in spans if s.rank == rank], kernels=True) for rank in (1, 2)}
+    path = tmp_path / "trace.json.gz"
+    write_trace(path, [Timeline("measured", spans)], process_names=None, profiles=profiles)
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert len(threads) == sum(e["name"] == "thread_name" for e in events)
+    by_rank: dict[int, set[str]] = defaultdict(set)
+    for event in (e for e in events if e["ph"] == "X"):
+        by_rank[event["pid"] - 1].add(threads[event["tid"]])
+    for rank, names in by_rank.items():
+        assert {"kernels, stream 7", "operators, thread 1"}.issubset(names) == (rank in profiles)
+    shown = [e for e in events if e["ph"] == "X" and threads[e["tid"]].startswith("kernels")]
+    kernels = [event for its in profiles.values() for event in its if event.kind == KERNEL]
+    zero = round(1e9 * min(s.start for s in spans))
+    assert sorted(round(1e3 * e["ts"]) for e in shown) == sorted(each.start - zero for each in kernels)
+    assert all(e["ts"] >= 0 for e in events if e["ph"] == "X")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reachability_proof import prove
+from saved_activations import activations_over_time
 
 from pentad.schedules.catalogue import generate
 from pentad.schedules.compiler import lower
@@ -18,7 +19,7 @@ from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.optimizer_pass import add_step
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import compute_times, data_dependencies
-from pentad.schedules.simulate.memory import activations_over_time, peak_activations
+from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.spec.schedule_spec import ScheduleOptions
 from pentad.schedules.verify.check import check, check_order

@@ -7,13 +7,12 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from saved_activations import activations_over_time
 
 from pentad.schedules.compiler import compile_program
-from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.costs import Costs
-from pentad.schedules.simulate.memory import activations_over_time, peak_activations
+from pentad.schedules.simulate.memory import peak_activations
 from pentad.schedules.simulate.simulate import simulate
-from pentad.schedules.simulate.timeline import Timeline
 
 PROGRAMS = [("gpipe", 1, 3), ("1f1b", 4, 6), ("zb-h1", 3, 5), ("zb-h2", 3, 6), ("zb-v", 3, 6), ("dualpipe", 4, 8)]
 compiled = cache(compile_program)
@@ -39,13 +38,3 @@ def test_the_maximum_is_the_peak_and_nothing_is_left(
 def test_a_microbatch_is_saved_from_its_forward_to_its_backward() -> None:
     saved = activations_over_time(compiled("zb-h1", 1, 2), simulate(compiled("zb-h1", 1, 2), Costs.uniform(1)))
     assert saved == [[(0, 1), (2, 0.5), (3, 0), (3, 1), (5, 0.5), (6, 0)]]
-
-
-def test_a_timeline_of_another_program_is_refused() -> None:
-    program = compiled("1f1b", 2, 3)
-    costs = Costs.uniform(2)
-    with pytest.raises(PentadError, match=r"^the timeline has no 0F2 of rank 0: expected every instruction of program"):
-        activations_over_time(program, simulate(compiled("1f1b", 2, 2), costs))
-    both = simulate(program, costs).spans + simulate(program, costs, step=1).spans
-    with pytest.raises(PentadError, match=r"^the timeline has steps \[0, 1\]: expected one step$"):
-        activations_over_time(program, Timeline("simulated", both))

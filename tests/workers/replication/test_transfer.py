@@ -87,7 +87,6 @@ def test_a_part_is_stored_only_if_every_byte_that_arrives_is_the_one_that_was_se
     served: tuple[HostCopies, CopyServer], monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(transfer, "PREFAULT_BYTES", 300)
     copies, server = served
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     put = message({"do": "put", "key": KEY, "owner": 0, "bytes": size, "index": {}})

@@ -20,6 +20,8 @@ ANSWERS: dict[str, Any] = {
     "nvmlDeviceGetTemperature": 61,
     "nvmlDeviceGetTotalEccErrors": 2,
     "nvmlDeviceGetCurrentClocksEventReasons": 0x4 | 0x40 | 0x1,
+    "nvmlEventSetCreate": "events",
+    "nvmlDeviceRegisterEvents": None,
 }
 FIELDS = {
     "nvmlDeviceGetMemoryInfo": ("memory_used", "memory_total"),
@@ -28,8 +30,9 @@ FIELDS = {
     "nvmlDeviceGetTemperature": ("temperature",),
     "nvmlDeviceGetTotalEccErrors": ("ecc_errors",),
     "nvmlDeviceGetCurrentClocksEventReasons": ("throttles",),
+    "nvmlDeviceRegisterEvents": ("xids",),
 }
-STATE = GpuState(10 << 30, 80 << 30, 512.5, 1.98e9, 61, 2, ("power", "thermal"))
+STATE = GpuState(10 << 30, 80 << 30, 512.5, 1.98e9, 61, 2, ("power", "thermal"), ())
 Refuse = Callable[..., list[str]]
 
 
@@ -50,7 +53,8 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuse]:
 
     for name in ANSWERS:
         monkeypatch.setattr(pynvml, name, fake(name))
-    telemetry._handle.cache_clear()
+    monkeypatch.setattr(pynvml, "nvmlEventSetWait_v2", no_event)
+    _forget()
 
     def refuse(*names: str) -> list[str]:
         refused.clear()
@@ -58,7 +62,17 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuse]:
         return calls
 
     yield refuse
+    _forget()
+
+
+def _forget() -> None:
     telemetry._handle.cache_clear()
+    telemetry._events.cache_clear()
+    telemetry._seen.clear()
+
+
+def no_event(events: Any, milliseconds: int) -> Any:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
 
 
 def test_a_state_is_in_base_units(nvml: Refuse) -> None:
@@ -79,8 +93,7 @@ def test_there_is_no_state_while_nvml_or_the_gpu_is_missing(nvml: Refuse, functi
     assert read_gpu(0) == STATE
 
 
-def test_a_gpu_that_stops_reporting_has_no_state(nvml: Refuse) -> None:
-    assert read_gpu(0) is not None
+def test_a_gpu_that_never_reports_anything_has_no_state(nvml: Refuse) -> None:
     nvml(*FIELDS)
     assert read_gpu(0) is None
 
@@ -97,6 +110,19 @@ def test_an_idle_gpu_is_not_throttled(nvml: Refuse, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(ANSWERS, "nvmlDeviceGetCurrentClocksEventReasons", pynvml.nvmlClocksEventReasonGpuIdle)
     assert read_gpu(0) == STATE._replace(throttles=())
     assert not any(bits & pynvml.nvmlClocksEventReasonGpuIdle for bits in THROTTLES.values())
+
+
+def test_errors_of_the_driver_are_remembered_in_order(nvml: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = [31, 79]
+
+    def event(events: Any, milliseconds: int) -> Any:
+        return SimpleNamespace(eventData=waiting.pop(0)) if waiting else no_event(events, milliseconds)
+
+    monkeypatch.setattr(pynvml, "nvmlEventSetWait_v2", event)
+    assert read_gpu(0) == STATE._replace(xids=(31, 79))
+    waiting.append(48)
+    assert read_gpu(0) == STATE._replace(xids=(31, 79, 48))
+    assert read_gpu(1) == STATE
 
 
 def test_a_state_can_be_pickled(nvml: Refuse) -> None:

@@ -26,7 +26,7 @@ function selectedEdges(panel) {
 }
 
 function paintArrows(context, panel) {
-  if (byId("critical").checked) paintCriticalPath(context, panel);
+  if (byId("critical").checked && panel.critical) paintCriticalPath(context, panel);
   if (!panel.selected) return;
   const edges = selectedEdges(panel).filter(([from, to]) => barOf(panel, from) && barOf(panel, to));
   for (const binding of [false, true]) {
@@ -67,20 +67,27 @@ function paintArrow(context, from, to, why) {
   context.fill();
 }
 
-/** Underlines and outlines the spans of the critical path, and joins them from rank to rank. */
+/** Underlines the pieces of the critical path, broken where nothing ran, and joins them from rank to rank. */
 function paintCriticalPath(context, panel) {
-  const bars = panel.critical.number.map((n) => barOf(panel, n)).filter(Boolean);
+  const pieces = panel.critical.map((piece) => ({ ...piece, bar: barOf(panel, piece.n) })).filter(({ bar }) => bar);
   context.strokeStyle = theme.accent;
   context.lineWidth = 3;
   context.lineJoin = "round";
-  context.beginPath();
-  bars.forEach(([left, top, width, tall], i) => {
-    const y = top + tall - 1;
-    if (i) context.lineTo(left, y);
-    else context.moveTo(left, y);
-    context.lineTo(left + width, y);
-  });
-  context.stroke();
-  paintOutlines(context, bars.filter(([, , width, tall]) => width > 3 && tall > 6), theme.accent, 1);
+  for (const isIdle of [false, true]) {
+    let last = null;
+    context.setLineDash(isIdle ? [2, 4] : []);
+    context.beginPath();
+    for (const { part, start, end, bar } of pieces) {
+      const y = bar[1] + bar[3] - 1;
+      const at = [x(panel, start), y];
+      context.moveTo(...(last && !isIdle ? last : at));
+      if (last && !isIdle) context.lineTo(...at);
+      last = [x(panel, end), y];
+      if ((part === "host") === isIdle) context.lineTo(...last);
+    }
+    context.stroke();
+  }
+  context.setLineDash([]);
+  const ran = pieces.filter(({ part, bar }) => part !== "host" && bar[2] > 3 && bar[3] > 6);
+  paintOutlines(context, ran.map(({ bar }) => bar), theme.accent, 1);
 }
-

@@ -1,34 +1,56 @@
-// ---- the activations that each rank saves, over time ----
+// ---- the memory that each rank takes, over time ----
 
 const ABOVE = 10; // pixels above the highest value
 
-function decodeActivations(panel) {
-  const { unit, ranks, limit } = panel.data.program.activations;
-  const curves = ranks.map(({ gap, saved }) => {
-    let at = 0;
-    const time = gap.map((by) => (at += by));
-    const peak = saved.reduce((a, b) => Math.max(a, b), 0);
-    return { time, saved, peak, peakAt: time[saved.indexOf(peak)] };
+/** A curve per rank, from the times at which its instructions started and ended. On the compute lane memory is taken in
+ *  the order of the program, as halves of a pair may run beside each other. */
+function decodeMemory(panel, program, spanOf) {
+  const { unit, in_bytes, held, starts, ends, limit } = program.memory;
+  const curves = panel.ranks.map(({ rank }, index) => {
+    const pp = panel.data.groups.pp[rank];
+    const { first } = program.ranks[pp];
+    const changes = [];
+    let latest = -Infinity;
+    spanOf[index].forEach((n, at) => {
+      const inOrder = kinds.lane[panel.kind[n]] === "compute";
+      const [start, end] = [panel.start[n], panel.end[n]].map((time) => (inOrder ? Math.max(time, latest) : time));
+      if (starts[first + at]) changes.push([start, starts[first + at]]);
+      if (ends[first + at]) changes.push([end, ends[first + at]]);
+      if (inOrder) latest = end;
+    });
+    return curveOf(changes, held[pp]);
   });
-  return { unit, limit, curves, peak: Math.max(...curves.map((curve) => curve.peak)) };
+  return { unit, in_bytes, limit, curves, peak: Math.max(...curves.map((curve) => curve.peak)) };
+}
+
+/** `saved` is from each `time` on what is held then. */
+function curveOf(changes, held) {
+  changes.sort((a, b) => a[0] - b[0]);
+  let sum = held;
+  const saved = changes.map(([, by]) => (sum += by));
+  const time = changes.map(([at]) => at);
+  const peak = saved.reduce((a, b) => Math.max(a, b), held);
+  return { time, saved, held, peak, peakAt: time[saved.indexOf(peak)] ?? 0 };
 }
 
 /** The highest value, the same in all panels. */
-const highest = () => Math.max(...panels.map(({ activations: a }) => Math.max(a.peak * a.unit, a.limit ?? 0)));
+const highest = () =>
+  Math.max(...panels.filter((p) => p.memory).map(({ memory: m }) => Math.max(m.peak * m.unit, m.limit ?? 0)));
 const curveY = (value) => CURVE - 18 - (value / highest()) * (CURVE - 18 - ABOVE);
 
 /** Index of the rank whose curve is emphasized: the selected, else the one below the pointer, else the one that saves most. */
 function emphasizedRank(panel) {
-  const { curves, peak } = panel.activations;
+  const { curves, peak } = panel.memory;
   if (view.curveRank !== null && view.curveRank < curves.length) return view.curveRank;
   if (panel.selected) return rankOf(panel, panel.selected.n);
   if (view.hover?.panel === panel) return rankOf(panel, view.hover.n);
   return curves.findIndex((curve) => curve.peak === peak);
 }
 
+/** What is held at a time. */
 function savedAt(curve, time) {
   const after = bisect(0, curve.time.length, (i) => curve.time[i] <= time);
-  return after ? curve.saved[after - 1] : 0;
+  return after ? curve.saved[after - 1] : curve.held;
 }
 
 function rankColour(index, count) {
@@ -37,26 +59,27 @@ function rankColour(index, count) {
   return `rgb(${low.map((v, i) => Math.round(v + (high[i] - v) * share)).join(" ")})`;
 }
 
-function paintActivations(panel) {
+function paintMemory(panel) {
   const { context } = panel.curve;
+  if (!panel.memory) return;
   scale(context);
   const strong = emphasizedRank(panel);
   if (panel.curve.stale || panel.curve.strong !== strong) paintCurves(panel, strong);
   context.drawImage(panel.curve.base.canvas, 0, 0, panel.width, CURVE);
   const cursor = cursorX(panel);
   if (cursor === null) return;
-  const value = savedAt(panel.activations.curves[strong], view.cursor) * panel.activations.unit;
+  const value = savedAt(panel.memory.curves[strong], view.cursor) * panel.memory.unit;
   box(context, theme.text, Math.round(cursor), 0, 1, CURVE - 14, 0.45);
   dot(context, cursor, curveY(value), theme.text, 3);
   const side = cursor > LEFT + panel.plotWidth / 2 ? "right" : "left";
-  const label = `rank ${panel.ranks[strong].rank} saves ${number(value)}`;
+  const label = `rank ${panel.ranks[strong].rank} ${panel.memory.in_bytes ? "holds" : "saves"} ${amount(panel, value)}`;
   tag(context, label, cursor + (side === "left" ? 8 : -8), Math.max(curveY(value) - 10, 8), side, theme.text);
 }
 
 /** Paints all curves, with peaks and limit, into the stored picture; the emphasized one comes last. */
 function paintCurves(panel, strong) {
   const { base } = panel.curve;
-  const { curves, unit, limit } = panel.activations;
+  const { curves, unit, limit } = panel.memory;
   clearBase(panel.curve);
   paintScale(base, panel);
   const colour = (index) => rankColour(index, curves.length);
@@ -67,7 +90,8 @@ function paintCurves(panel, strong) {
     curves.forEach((c, i) => dot(base, x(panel, c.peakAt), curveY(c.peak * unit), colour(i), i === strong ? 4 : 2));
   });
   const peak = curves[strong].peak * unit;
-  const label = isNarrow() ? number(peak, 4) : `peak ${number(peak, 4)}`;
+  const isShort = isNarrow() || panel.memory.in_bytes;
+  const label = isShort ? amount(panel, peak, 4) : `peak ${amount(panel, peak, 4)}`;
   text(base, label, panel.width - GUTTER, curveY(peak), "right", 11, theme.text, 600);
   Object.assign(panel.curve, { strong, stale: false });
 }
@@ -86,14 +110,15 @@ function paintLimit(context, panel, limit) {
 
 function paintScale(context, panel) {
   const top = highest();
-  const step = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find((n) => top / n <= 4) ?? top;
+  const steps = panel.memory.in_bytes ? 2 ** Math.ceil(Math.log2(top / 4)) : null;
+  const step = steps ?? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find((n) => top / n <= 4) ?? top;
   for (let value = 0; value <= top; value += step) {
     box(context, theme.grid, LEFT, Math.round(curveY(value)), panel.plotWidth, 1);
-    text(context, number(value), LEFT - 10, curveY(value), "right", 10, theme.soft);
+    text(context, amount(panel, value), LEFT - 10, curveY(value), "right", 10, theme.soft);
   }
-  const title = isNarrow() ? "microbatches saved" : "microbatches saved by each rank";
+  const title = MEMORY[panel.memory.in_bytes].title + (isNarrow() ? "" : " by each rank");
   text(context, title, LEFT, CURVE - 6, "left", 10, theme.soft);
-  if (panel.activations.curves.length < 2) return;
+  if (panel.memory.curves.length < 2) return;
   let at = LEFT + context.measureText(title).width + 16;
   for (const [index, colour] of [[0, theme.low], [-1, theme.high]]) {
     const label = `rank ${panel.ranks.at(index).rank}`;
@@ -104,9 +129,10 @@ function paintScale(context, panel) {
 }
 
 /** A line of steps. Of the changes within a pixel column only the highest and the last are painted. */
-function paintLine(context, panel, { time, saved }, colour, wide, alpha) {
-  const y = (value) => curveY(value * panel.activations.unit);
-  let value = savedAt({ time, saved }, view.from);
+function paintLine(context, panel, curve, colour, wide, alpha) {
+  const { time, saved } = curve;
+  const y = (value) => curveY(value * panel.memory.unit);
+  let value = savedAt(curve, view.from);
   let [column, high] = [LEFT, value];
   context.beginPath();
   context.moveTo(LEFT, y(value));
@@ -135,7 +161,7 @@ function paintLine(context, panel, { time, saved }, colour, wide, alpha) {
 
 /** Index of the rank whose curve is nearest to a point, or null. */
 function curveAt(panel, px, py) {
-  const { curves, unit } = panel.activations;
+  const { curves, unit } = panel.memory;
   const distances = curves.map((curve) => Math.abs(curveY(savedAt(curve, timeAt(panel, px)) * unit) - py));
   const least = Math.min(...distances);
   return least < 14 ? distances.indexOf(least) : null;
