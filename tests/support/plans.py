@@ -62,6 +62,7 @@ def plan_of(
     lora: LoraSpec | None = None,
     offload: float = 0.0,
     host_optimizer: bool = False,
+    logit_rows: int = 0,
 ) -> Plan:
     """A plan on CPU ranks: MODEL in `dtype`, with sequences of 8 tokens, two a microbatch. `document_mask` is for
     `data` that is a path; `max_resident` (in microbatches) and `offload` (a share) turn offloading on."""
@@ -73,7 +74,7 @@ def plan_of(
     sizes, units = pool_sizes(model, lora, layers, mesh, mirrors), units or memory_options.units
     offloaded = frozenset(np.flatnonzero(fractions).tolist())
     memory_options = memory_options._replace(offload=offloaded, sizes=sizes, units=units, recompute=recomputed)
-    memory_options = memory_options._replace(max_resident=max_resident)
+    memory_options = memory_options._replace(max_resident=max_resident, logits_in_w=logit_rows > 0)
     given: dict[str, Any] = {"memory_options": memory_options, "order": order, "replicas": dp * cp * ep}
     return Plan(
         name="exact",
@@ -90,6 +91,7 @@ def plan_of(
         transport="gloo",
         recompute=tuple(recompute if each.numbers else "none" for each in layers) if recomputed else (),
         recompute_fraction=recompute_fraction,
+        logit_rows=logit_rows,
         offload=fractions,
         host_optimizer=host_optimizer,
         zero=memory_options.zero,
