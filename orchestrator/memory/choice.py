@@ -1,5 +1,5 @@
-"""memory.recompute: auto, and zero.max_gathered: auto: what fits and takes the least simulated time; and then
-data.capacity_factor: auto: as many tokens as there is room for.
+"""memory.logits: auto; memory.recompute: auto, and zero.max_gathered: auto: what fits and takes the least simulated
+time; and then data.capacity_factor: auto: as many tokens as there is room for.
 
 All end as ordinary values of the configuration, so a run with `auto` is the one with these values, bit by bit.
 """
@@ -16,8 +16,9 @@ import numpy as np
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.capacity import fitting_factor
 from pentad.orchestrator.memory.first_microbatches import with_words
+from pentad.orchestrator.memory.logits import KEEP, chosen_logits
 from pentad.orchestrator.memory.variants import AUTO, Variants, Words
-from pentad.orchestrator.planning.estimate import costs_of
+from pentad.orchestrator.planning.estimate import costs_of, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.layout import unit_placement
 from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
@@ -46,12 +47,29 @@ def with_choices(config: RunConfig, device: str, room: DeviceMemory) -> RunConfi
 def choose(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
     """What takes the place of `auto`; None without it. Room for more tokens than the even share is what the fastest
     plan leaves. Raises PentadError if the configuration allows nothing."""
-    found = _fastest(config, device, room)
+    found = _with_logits(config, device, room)
     if config.data.capacity_factor != AUTO:
         return found
     words, plan = found or Choice((), make_plan(config, device, memory=room))
     words = (*words, f"data.capacity_factor={fitting_factor(with_words(config, words), plan, room)}")
     return Choice(words, make_plan(with_words(config, words), device, memory=room))
+
+
+def _with_logits(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
+    """With what else is chosen for kept logits, or for those that are made again: whichever takes less time."""
+    if not (logits := chosen_logits(config, device, room)):
+        return _fastest(config, device, room)
+    found = list[Choice]()
+    for words in (KEEP, logits):
+        given = with_words(config, words)
+        rest = _fastest(given, device, room) or Choice((), make_plan(given, device, memory=room))
+        found.append(Choice((*words, *rest.words), rest.plan))
+
+    def cost(choice: Choice) -> tuple[bool, float]:
+        fit = fit_of(choice.plan, room)
+        return not fit.ok, simulated_seconds(choice.plan) if fit.ok else fit.needed
+
+    return min(found, key=cost)
 
 
 def _fastest(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
