@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from commands import Pentad
+from custom_models import GPT
 
 from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.memory.advice import memory_advice
@@ -148,6 +150,16 @@ def test_bad_input_is_refused_in_one_sentence(pentad: Pentad, words: list[str], 
     given = [RECOMPUTE, *SIZES, *BATCH, "model.vocab=131072", "--device", "cuda"]
     status, _, error = pentad("plan", *given, *words)
     assert status != 0 and sentence in error and len(error.strip().splitlines()) == 1
+
+
+def test_the_loss_of_a_custom_model_is_its_own(pentad: Pentad, tmp_path: Path) -> None:
+    (tmp_path / "gpt.py").write_text(GPT)
+    given = "model.custom=gpt.py:gpt", "model.layers=2", "model.hidden=16", "model.heads=2", "model.vocab=300"
+    given += "mesh.pp=1", "schedule.name=1f1b", "batch.sequence_length=16", "--device", "cpu"
+    assert pentad("plan", *given)[0] == 0
+    status, _, error = pentad("plan", *given, RECOMPUTE)
+    sentence = "memory.logits is recompute with model.custom, whose loss is its own: expected keep or auto"
+    assert status != 0 and error == f"pentad: {sentence}\n"
 
 
 def test_auto_keeps_the_logits_of_a_head_in_8_bits() -> None:
