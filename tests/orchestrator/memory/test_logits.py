@@ -154,8 +154,8 @@ def test_bad_input_is_refused_in_one_sentence(pentad: Pentad, words: list[str], 
 
 def test_the_loss_of_a_custom_model_is_its_own(pentad: Pentad, tmp_path: Path) -> None:
     (tmp_path / "gpt.py").write_text(GPT)
-    given = "model.custom=gpt.py:gpt", "model.layers=2", "model.hidden=16", "model.heads=2", "model.vocab=300"
-    given += "mesh.pp=1", "schedule.name=1f1b", "batch.sequence_length=16", "--device", "cpu"
+    given = ["model.custom=gpt.py:gpt", "model.layers=2", "model.hidden=16", "model.heads=2", "model.vocab=300"]
+    given += ["mesh.pp=1", "schedule.name=1f1b", "batch.sequence_length=16", "--device", "cpu"]
     assert pentad("plan", *given)[0] == 0
     status, _, error = pentad("plan", *given, RECOMPUTE)
     sentence = "memory.logits is recompute with model.custom, whose loss is its own: expected keep or auto"
