@@ -71,6 +71,7 @@ def head_loss(
         logits = head.forward_gathered(axes, normed).wait()
         losses, lse = _losses(logits, targets, tp, loss.softcap)
         return LossSaved(normed, lse, targets, logits), losses
+    assert head.casts is None, "logits of a head in 8 bits are kept"
     full, parts = tp.all_gather(normed).wait(), list[tuple[Tensor, Tensor]]()
     partial = torch.empty_like(full) if has_backward else None
     for at, logits in logit_chunks(full, head.weight, rows):
