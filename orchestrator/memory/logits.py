@@ -13,8 +13,6 @@ from pentad.orchestrator.planning.planning import make_plan
 
 KEEP: Words = ("memory.logits=keep",)
 RECOMPUTE: Words = ("memory.logits=recompute",)
-# What keeps a plan as it is where the planner is to choose more than the logits.
-SPENT_LATER = {"memory.recompute": "none", "memory.offload_fraction": "0.0", "memory.recompute_fraction": "1.0"}
 
 
 def chosen_logits(config: RunConfig, device: str, room: DeviceMemory) -> Words:
@@ -31,13 +29,15 @@ def chosen_logits(config: RunConfig, device: str, room: DeviceMemory) -> Words:
 
 
 def _without_other_choices(config: RunConfig) -> Words:
-    found = [f"{key}={value}" for key, value in SPENT_LATER.items() if _value(config, key) == AUTO]
-    return (*found, "zero.max_gathered=null") if config.zero.max_gathered == AUTO else tuple(found)
-
-
-def _value(config: RunConfig, key: str) -> object:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
+    """Overrides of what else the planner may choose, with what it chooses where everything fits."""
+    section = config.memory
+    given = {
+        "memory.recompute=none": section.recompute,
+        "memory.offload_fraction=0.0": section.offload_fraction,
+        "memory.recompute_fraction=1.0": section.recompute_fraction,
+        "zero.max_gathered=null": config.zero.max_gathered,
+    }
+    return tuple(word for word, value in given.items() if value == AUTO)
 
 
 def _are_large(config: RunConfig, device: str) -> bool:

@@ -249,7 +249,7 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
         matrices = fp8_matrices(model, piece.fp8, range(first, end))
         sizes = [work * math.prod(each.shape) for each in matrices if not each.experts]
         linear -= sum(_saved_by_8bit(rates, piece.fp8.scaling, size) for size in sizes)
-    head = _head_seconds(model, piece, rates) if is_last else HeadSeconds(0.0, 0.0, 0.0, 0.0, 0.0)
+    head = _head_seconds(model, piece, rates) if is_last else HeadSeconds(*(0.0,) * 5)
     speed = linear / dense if dense else 1.0
     join_flops = work * 2 * model.hidden**2  # of streams and embeddings
     linear += mtp_layers * join_flops / rate_at(rates.products, join_flops)
