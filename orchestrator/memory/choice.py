@@ -16,10 +16,10 @@ import numpy as np
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.capacity import fitting_factor
 from pentad.orchestrator.memory.first_microbatches import with_words
-from pentad.orchestrator.memory.logits import KEEP, chosen_logits
+from pentad.orchestrator.memory.logits import KEEP, RECOMPUTE, are_open, without_other_choices
 from pentad.orchestrator.memory.variants import AUTO, Variants, Words
 from pentad.orchestrator.planning.estimate import costs_of, simulated_seconds
-from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
+from pentad.orchestrator.planning.fit import DeviceMemory, fit_of, fits_host
 from pentad.orchestrator.planning.layout import unit_placement
 from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
 from pentad.schedules.ir.columns import Array
@@ -56,20 +56,27 @@ def choose(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
 
 
 def _with_logits(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
-    """With what else is chosen for kept logits, or for those that are made again: whichever takes less time."""
-    if not (logits := chosen_logits(config, device, room)):
+    """Logits are kept if the run then fits without other choices. Otherwise it takes the best of those with kept logits,
+    or with logits that are made again: whichever takes less time."""
+    if not are_open(config, device):
         return _fastest(config, device, room)
-    found = list[Choice]()
-    for words in (KEEP, logits):
+    others = without_other_choices(config)
+    plain = with_words(config, others)
+    kept = make_plan(plain, device, memory=room)
+    if fit_of(kept, room).ok and fits_host(plain, kept):
+        return _fastest(config, device, room) if others else Choice((), kept)
+    found = [] if others else [Choice((), kept)]
+    for words in (KEEP, RECOMPUTE) if others else (RECOMPUTE,):
         given = with_words(config, words)
         rest = _fastest(given, device, room) or Choice((), make_plan(given, device, memory=room))
         found.append(Choice((*words, *rest.words), rest.plan))
+    return min(found, key=lambda each: _cost(each.plan, room))
 
-    def cost(choice: Choice) -> tuple[bool, float]:
-        fit = fit_of(choice.plan, room)
-        return not fit.ok, simulated_seconds(choice.plan) if fit.ok else fit.needed
 
-    return min(found, key=cost)
+def _cost(plan: Plan, room: DeviceMemory) -> tuple[bool, float]:
+    """Less is better: seconds of what fits, then bytes of what does not."""
+    fit = fit_of(plan, room)
+    return not fit.ok, simulated_seconds(plan) if fit.ok else fit.needed
 
 
 def _fastest(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:

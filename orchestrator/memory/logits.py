@@ -5,30 +5,23 @@ from __future__ import annotations
 
 from pentad.orchestrator.activations.allocations import BYTES
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.memory.first_microbatches import shortened, with_words
 from pentad.orchestrator.memory.variants import AUTO, Words
-from pentad.orchestrator.planning.fit import DeviceMemory, fit_of, fits_host
 from pentad.orchestrator.planning.layout import LOGIT_BYTES, compute_dtype, kept_logits
-from pentad.orchestrator.planning.planning import make_plan
 
 KEEP: Words = ("memory.logits=keep",)
 RECOMPUTE: Words = ("memory.logits=recompute",)
 
 
-def chosen_logits(config: RunConfig, device: str, room: DeviceMemory) -> Words:
-    """RECOMPUTE if the run does not fit otherwise, without what else the planner may choose, and needs less so; else
-    nothing, which keeps logits as they are."""
-    if config.memory.logits != AUTO or kept_logits(config) or not _are_large(config, device):
-        return ()
-    short = with_words(shortened(config), _without_other_choices(config))
-    kept = make_plan(short, device, memory=room, proved=False)
-    if (fit := fit_of(kept, room)).ok and fits_host(short, kept):
-        return ()
-    chunked = make_plan(with_words(short, RECOMPUTE), device, memory=room, proved=False)
-    return RECOMPUTE if fit_of(chunked, room).needed < fit.needed else ()
+def are_open(config: RunConfig, device: str) -> bool:
+    """Whether the planner is to choose, and has a choice: the logits of a rank take more than one chunk in a step."""
+    if config.memory.logits != AUTO or kept_logits(config):
+        return False
+    mesh = config.mesh
+    tokens = config.batch.global_batch_size * config.batch.sequence_length / (mesh.dp * mesh.ep * mesh.cp)
+    return tokens * config.model.vocab / mesh.tp * BYTES[compute_dtype(config, device)] > LOGIT_BYTES
 
 
-def _without_other_choices(config: RunConfig) -> Words:
+def without_other_choices(config: RunConfig) -> Words:
     """Overrides of what else the planner may choose, with what it chooses where everything fits."""
     section = config.memory
     given = {
@@ -38,10 +31,3 @@ def _without_other_choices(config: RunConfig) -> Words:
         "zero.max_gathered=null": config.zero.max_gathered,
     }
     return tuple(word for word, value in given.items() if value == AUTO)
-
-
-def _are_large(config: RunConfig, device: str) -> bool:
-    """Whether the logits of a rank take more than one chunk in a step."""
-    mesh = config.mesh
-    tokens = config.batch.global_batch_size * config.batch.sequence_length / (mesh.dp * mesh.ep * mesh.cp)
-    return tokens * config.model.vocab / mesh.tp * BYTES[compute_dtype(config, device)] > LOGIT_BYTES

@@ -76,8 +76,10 @@ def test_chunks_cost_one_product_with_the_head() -> None:
 
 def test_what_fits_keeps_its_logits_and_its_program() -> None:
     config, room = config_of(), DeviceMemory(needed(), "of a test")
-    assert choose(config, "cuda", room) is None
-    assert make_plan(config, "cuda", memory=room).program.hash == plan_with("memory.logits=keep").program.hash
+    found = choose(config, "cuda", room)
+    assert found is not None and not found.words
+    assert found.plan == plan_with("memory.logits=keep")
+    assert with_choices(config, "cuda", room) == config
 
 
 @pytest.mark.parametrize("zero", [0, 3])
