@@ -56,8 +56,8 @@ def choose(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
 
 
 def _with_logits(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
-    """Logits are kept if the run then fits without other choices. Otherwise it takes the best of those with kept logits,
-    or with logits that are made again: whichever takes less time."""
+    """Logits are kept if the run then fits without other choices. Otherwise the best of those is taken for kept logits,
+    or for logits that are made again: whichever takes less time."""
     if not are_open(config, device):
         return _fastest(config, device, room)
     others = without_other_choices(config)
