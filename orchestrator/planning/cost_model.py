@@ -257,6 +257,7 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
     values = count * (8 * model.hidden + 3 * width) / piece.mesh.tp + 3 * routed * model.hidden
     elementwise = tokens * piece.itemsize * values / rates.elementwise
     unread = _unread_seconds(model, range(first, end - mtp_layers), piece, rates)
+    moved = max(0.0, 1.5 * elementwise - unread[1])  # in B
     counts = part_flops(model, span, length)
     parts = {part: speed * work / 2 * count * pace for part, count in counts.items()}
     parts["core_attn"] = work / 2 * counts["core_attn"] / rate_at(of_width.forward, length)
@@ -268,12 +269,7 @@ def _compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Ra
         parts[part] += elementwise / len(products)
     return StageSeconds(
         forward=linear + forward + attention + head.forward + head.loss + max(0.0, elementwise - unread[0]),
-        backward=linear
-        + backward
-        + attention_backward
-        + head.backward
-        + head.dloss
-        + max(0.0, 1.5 * elementwise - unread[1]),
+        backward=linear + backward + attention_backward + head.backward + head.dloss + moved,
         weight=linear + weight + head.weight,
         parts=parts,
     )

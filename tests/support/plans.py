@@ -69,13 +69,12 @@ def plan_of(
     order = generate(name, pp, microbatches, ScheduleOptions(chunks=chunks, slices=slices))
     layers, units = _units(model, order.placement, unit_layers)
     recomputed = frozenset(stage for stage, each in enumerate(layers) if recompute != "none" and each.numbers)
-    mesh, mirrors = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep), len(order.holders(0))
+    mesh, units = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep), units or memory_options.units
     fractions = tuple(offload if each.numbers else 0.0 for each in layers) if offload else ()
-    sizes, units = pool_sizes(model, lora, layers, mesh, mirrors), units or memory_options.units
-    offloaded = frozenset(np.flatnonzero(fractions).tolist())
-    memory_options = memory_options._replace(offload=offloaded, sizes=sizes, units=units, recompute=recomputed)
-    memory_options = memory_options._replace(max_resident=max_resident, logits_in_w=logit_rows > 0)
-    given: dict[str, Any] = {"memory_options": memory_options, "order": order, "replicas": dp * cp * ep}
+    sizes = pool_sizes(model, lora, layers, mesh, len(order.holders(0)))
+    memory_options = memory_options._replace(sizes=sizes, units=units, recompute=recomputed, max_resident=max_resident)
+    fitted = memory_options._replace(offload=frozenset(np.flatnonzero(fractions).tolist()), logits_in_w=logit_rows > 0)
+    given: dict[str, Any] = {"memory_options": fitted, "order": order, "replicas": dp * cp * ep}
     return Plan(
         name="exact",
         mesh=mesh,
