@@ -64,8 +64,7 @@ def plan_of(
     host_optimizer: bool = False,
     logit_rows: int = 0,
 ) -> Plan:
-    """A plan on CPU ranks: MODEL in `dtype`, with sequences of 8 tokens, two a microbatch. `document_mask` is for
-    `data` that is a path; `max_resident` (in microbatches) and `offload` (a share) turn offloading on."""
+    """On CPU ranks, two sequences of 8 tokens a microbatch. `document_mask` needs a path; `offload` is a share."""
     order = generate(name, pp, microbatches, ScheduleOptions(chunks=chunks, slices=slices))
     layers, units = _units(model, order.placement, unit_layers)
     recomputed = frozenset(stage for stage, each in enumerate(layers) if recompute != "none" and each.numbers)
