@@ -218,8 +218,8 @@ class MemorySection(Section):
     least with which each rank fits, in all layers"""
     logits: Literal["keep", "recompute", "auto"] = "auto"
     """the logits between the head's forward and its weight gradient. keep: all of a microbatch are saved; recompute:
-    they are made in chunks of at most 512 MiB, and again for the weight gradient, so that no chunk is kept; auto: keep,
-    unless the run fits only without"""
+    they are made in chunks of at most 512 MiB, and again for the weight gradient, so that no chunk is kept; auto: keep
+    if the run fits so, else what fits and takes least time"""
     unit_layers: Count | None = None
     """layers of a unit, in which stages gather and free weights, reduce gradients, recompute and offload, with the
     embedding and the head in units of their own; null: one with recomputation; otherwise all layers of a stage, or
