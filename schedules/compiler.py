@@ -107,7 +107,7 @@ def compile_forward_only(
         check_order(order)
         program = add_transfers(order, costs or Costs.uniform(order.stages), gated=gated)
         options = memory_options._replace(
-            recompute=frozenset(), max_resident=None, offload=frozenset(), sizes=trained.sizes
+            recompute=frozenset(), max_resident=None, offload=frozenset(), sizes=trained.sizes, logits_in_w=False
         )
         program = add_loss(add_memory_passes(program, options))
         check(program)
@@ -119,7 +119,7 @@ def add_memory_passes(program: Program, options: MemoryOptions) -> Program:
     if not 0 <= options.zero <= 3:
         raise PentadError(f"zero.stage is {options.zero}: expected 0 to 3")
     if options.zero > 1:
-        program = replace(program, sizes=options.sizes)
+        program = replace(program, sizes=options.sizes, logits_in_w=options.logits_in_w and options.zero == 3)
     if options.recompute:
         program = add_recompute(program, options.recompute)
     if options.zero:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
-from pentad.orchestrator.activations.allocations import BYTES, INDEX, Allocation, Piece, piece_of
+from pentad.orchestrator.activations.allocations import BYTES, INDEX, Allocation, Life, Piece, piece_of
 from pentad.orchestrator.activations.attention_memory import AttentionShape, attention_core, attention_shape
 from pentad.schedules.ir.columns import CODE
 from pentad.schedules.ir.instruction import Op
@@ -237,15 +237,22 @@ def heads_and_mtp(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
 
 def head(model: ModelSpec, piece: Piece) -> Iterator[Allocation]:
     """The last norm, the output head and the loss; logits become their gradient, which in 8 bits is cast in both
-    forms."""
+    forms, or are made again in chunks."""
     width, hidden = model.vocab // piece.mesh.tp, model.hidden
     yield from norm(hidden, piece)
     yield Allocation("normed stream", "F-W" if piece.keeps_operands else "F-B", piece.stream(hidden))
-    yield Allocation("logits", "F-W" if piece.fp8 is None else "F-B", piece.tokens * width * piece.itemsize)
+    if piece.logit_rows:
+        chunk = min(piece.logit_rows, piece.tokens) * width * piece.itemsize
+        yield Allocation("gradient of the normed stream", "F-B", piece.stream(hidden))
+        yield Allocation("logits of a chunk, gathered input and its gradient", "F", chunk + 2 * piece.copy(hidden))
+        yield Allocation("logits of a chunk", "W", chunk)
+    else:
+        yield Allocation("logits", "F-W" if piece.fp8 is None else "F-B", piece.tokens * width * piece.itemsize)
     yield Allocation("gradient of the logits, cast", "B-W", piece.cast(width))
-    yield Allocation("log-sum-exps", "F-B", piece.tokens * piece.wide, offload=False)
+    until: Life = "F-W" if piece.logit_rows else "F-B"
+    yield Allocation("log-sum-exps", until, piece.tokens * piece.wide, offload=False)
     # tp ranks count targets from the first word of their shard
-    yield Allocation("targets", "F-B", piece.is_gathered * piece.tokens * INDEX, offload=False)
+    yield Allocation("targets", until, piece.is_gathered * piece.tokens * INDEX, offload=False)
     yield Allocation("gathered input", "B-W", piece.cast(hidden) or piece.copy(hidden))
     if piece.fp8 is not None:
         yield Allocation("gathered input and its cast", "F", piece.copy(hidden) + piece.cast(hidden))

@@ -139,7 +139,7 @@ def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations
     first, last, stream = held.has_embedding, held.has_head, piece.stream(model.hidden)
     copy = stream if model.norms == "after" and not first else 0  # of the input, which W reads
     end = total(memory.heads_and_mtp(model, piece) if last else ())
-    of_head = total(memory.head(model, piece.of_head) if last and piece.of_head.fp8 else ())
+    of_head = total(memory.head(model, piece.of_head) if last else ())
     embedding = total(memory.lookup(model, piece) if first else ())
     parts = [*(layer.totals for layer in layers), end, embedding]
     deferred = sum(part.deferred for part in parts)
@@ -164,7 +164,7 @@ def _stage(model: ModelSpec, held: LayerRange, piece: Piece) -> StageActivations
         recomputed = [sequence(layer.forward, allocate(-layer.totals.recomputed(mode, piece))) for layer in layers]
         return sequence(allocate(copy), *recomputed, allocate(end.saved), workspace(of_head.forward))
 
-    blocks = [(end_backward, end.deferred, lookup if model.mtp_layers and last else 0)]
+    blocks = [(end_backward, end.deferred, max(of_head.weight, lookup if model.mtp_layers and last else 0))]
     blocks += [(layer.backward, layer.totals.deferred, layer.totals.weight) for layer in reversed(layers)]
     blocks.append((allocate(-copy), 0, 0))
     blocks.append((allocate(embedding.deferred), embedding.deferred, lookup if first else 0))

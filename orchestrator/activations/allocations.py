@@ -27,7 +27,7 @@ def wide_bytes(dtype: str) -> int:
 class Piece(NamedTuple):
     """`rows` sequences with `length` positions each on a cp rank, one of `slices` of a microbatch; `fp8` says which
     products are in 8 bits (None: none), and `gpu` names the GPU ('': the assumed one). Of row-wise parts of layers the
-    share `recompute_fraction` is recomputed."""
+    share `recompute_fraction` is recomputed, and logits go in chunks of `logit_rows` (0: all are kept)."""
 
     rows: int
     length: int
@@ -41,6 +41,7 @@ class Piece(NamedTuple):
     fp8: Fp8Spec | None = None
     gpu: str = ""
     recompute_fraction: float = 1.0
+    logit_rows: int = 0
 
     @property
     def tokens(self) -> int:
@@ -141,6 +142,11 @@ class Piece(NamedTuple):
             return rows * width, rows * width // FP8_TILE * BYTES["float32"]
         return (rows * width * self.itemsize,)
 
+    @property
+    def logit_chunks(self) -> int:
+        """Chunks in which logits are made; 0 where they are kept."""
+        return -(-self.tokens // self.logit_rows) if self.logit_rows else 0
+
     def copy(self, hidden: int) -> int:
         """Bytes of a gathered stream, 0 without other tp ranks."""
         return self.is_gathered * self.full_stream(hidden)
@@ -207,5 +213,5 @@ def piece_of(plan: Plan) -> Piece:
     if plan.batch.capacity:  # one sequence of the tokens that a rank can hold
         rows, length = 1, plan.batch.capacity
     sizes = rows, length, plan.dtype, plan.device, plan.program.slices
-    mask, fraction = plan.data.document_mask, plan.recompute_fraction
-    return Piece(*sizes, plan.mesh, plan.cp_method, mask, plan.deterministic, plan.fp8, plan.gpu, fraction)
+    mask, fraction, chunk = plan.data.document_mask, plan.recompute_fraction, plan.logit_rows
+    return Piece(*sizes, plan.mesh, plan.cp_method, mask, plan.deterministic, plan.fp8, plan.gpu, fraction, chunk)

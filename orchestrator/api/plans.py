@@ -250,7 +250,7 @@ def planned(
     sequences, data_error = _data(config, found)
     evaluation = eval_cost(config, found, costs, sequences)
     remedy = "" if fit.ok else memory_advice(config, found, fit)
-    note = recompute_note(config, found, fit) if fit.ok and choice is None else ""
+    note = recompute_note(config, found, fit) if fit.ok and not chosen else ""
     factor, balance = config.data.capacity_factor, None
     assert factor != "auto"
     capacity = capacity_of(config, found, room, factor) if is_open and fit.ok else None

@@ -216,6 +216,10 @@ class MemorySection(Section):
     """share of each microbatch's tokens for which mlp, qkv_linear and attn_proj are recomputed, the last ones; what
     layers make of the others is saved, and goes to the host by offload_fraction. auto, with offload_fraction auto: the
     least with which each rank fits, in all layers"""
+    logits: Literal["keep", "recompute", "auto"] = "auto"
+    """the logits between the head's forward and its weight gradient. keep: all of a microbatch are saved; recompute:
+    they are made in chunks of at most 512 MiB, and again for the weight gradient, so that no chunk is kept; auto: keep
+    if the run fits so, else what fits and takes least time"""
     unit_layers: Count | None = None
     """layers of a unit, in which stages gather and free weights, reduce gradients, recompute and offload, with the
     embedding and the head in units of their own; null: one with recomputation; otherwise all layers of a stage, or
@@ -307,7 +311,13 @@ class MemorySection(Section):
         is_cut = max(units) > 1
         offload = frozenset(unit for unit, fraction in enumerate(fractions) if fraction)
         resident = self.max_resident_microbatches
-        return MemoryOptions(recompute=recompute, max_resident=resident, offload=offload, units=units if is_cut else ())
+        return MemoryOptions(
+            recompute=recompute,
+            max_resident=resident,
+            offload=offload,
+            units=units if is_cut else (),
+            logits_in_w=self.logits == "recompute",
+        )
 
 
 class ZeroSection(Section):

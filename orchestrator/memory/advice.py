@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import product
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.choice import Tried, fitting_recompute
 from pentad.orchestrator.memory.first_microbatches import estimated_seconds, shortened, with_words
+from pentad.orchestrator.memory.logits import RECOMPUTE
 from pentad.orchestrator.memory.variants import Variants, Words
 from pentad.orchestrator.planning.estimate import memory, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, Fit, fit_of, fits_host
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
+from pentad.orchestrator.planning.layout import kept_logits
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
@@ -71,13 +74,14 @@ def _fitting(config: RunConfig, device: str, room: DeviceMemory, tried: Tried) -
 
 
 def changes(config: RunConfig) -> Iterator[Words]:
-    """Overrides of ZeRO's stage and of the microbatches that need less memory, alone and together; first nothing."""
+    """Overrides of ZeRO's stage, of the microbatches and of kept logits that need less memory, alone and together;
+    first nothing."""
     zero = [(), *_zero_stages(config)]
     rows = config.batch.global_batch_size // (config.mesh.dp * config.mesh.ep)
     more = [count for count in (2 * config.schedule.microbatches, rows) if config.schedule.microbatches < count <= rows]
-    for microbatches in [(), *((f"schedule.microbatches={count}",) for count in dict.fromkeys(more))]:
-        for stage in zero:
-            yield (*stage, *microbatches)
+    logits = [(), RECOMPUTE] if config.memory.logits == "keep" and not kept_logits(config) else [()]
+    counts = [(), *((f"schedule.microbatches={count}",) for count in dict.fromkeys(more))]
+    yield from ((*stage, *microbatches, *made) for microbatches, stage, made in product(counts, zero, logits))
 
 
 def _zero_stages(config: RunConfig) -> list[Words]:

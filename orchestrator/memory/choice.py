@@ -1,6 +1,6 @@
-"""memory.recompute: auto, and zero.max_gathered: auto: what fits and takes the least simulated time; then
-data.document_costs: auto, those at the plan's rates, and data.capacity_factor: auto, as many tokens as there is room
-for.
+"""memory.logits: auto; memory.recompute: auto, and zero.max_gathered: auto: what fits and takes the least simulated
+time; then data.document_costs: auto, those at the plan's rates, and data.capacity_factor: auto, as many tokens as there
+is room for.
 
 All end as ordinary values of the configuration, so a run with `auto` is the one with these values, bit by bit.
 """
@@ -17,9 +17,10 @@ import numpy as np
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.capacity import fitting_factor
 from pentad.orchestrator.memory.first_microbatches import with_words
+from pentad.orchestrator.memory.logits import KEEP, RECOMPUTE, are_open, without_other_choices
 from pentad.orchestrator.memory.variants import AUTO, Variants, Words
-from pentad.orchestrator.planning.estimate import costs_of
-from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
+from pentad.orchestrator.planning.estimate import costs_of, simulated_seconds
+from pentad.orchestrator.planning.fit import DeviceMemory, fit_of, fits_host
 from pentad.orchestrator.planning.layout import unit_placement
 from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
 from pentad.schedules.ir.columns import Array
@@ -47,7 +48,7 @@ def with_choices(config: RunConfig, device: str, room: DeviceMemory) -> RunConfi
 def choose(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
     """What takes the place of `auto`; None without it. Room for more tokens than the even share is what the fastest
     plan leaves. Raises PentadError if the configuration allows nothing."""
-    found, data = _fastest(config, device, room), config.data
+    found, data = _with_logits(config, device, room), config.data
     if data.balance == "none" or AUTO not in (data.capacity_factor, data.document_costs):
         return found
     words, plan = found or Choice((), make_plan(config, device, memory=room))
@@ -56,6 +57,30 @@ def choose(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
     if data.capacity_factor == AUTO:
         words = (*words, f"data.capacity_factor={fitting_factor(with_words(config, words), plan, room)}")
     return Choice(words, make_plan(with_words(config, words), device, memory=room))
+
+
+def _with_logits(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:
+    """Logits are kept if the run then fits without other choices. Otherwise the best of those is taken for kept logits,
+    or for logits that are made again: whichever takes less time."""
+    if not are_open(config, device):
+        return _fastest(config, device, room)
+    others = without_other_choices(config)
+    plain = with_words(config, others)
+    kept = make_plan(plain, device, memory=room)
+    if fit_of(kept, room).ok and fits_host(plain, kept):
+        return _fastest(config, device, room) if others else Choice((), kept)
+    found = [] if others else [Choice((), kept)]
+    for words in (KEEP, RECOMPUTE) if others else (RECOMPUTE,):
+        given = with_words(config, words)
+        rest = _fastest(given, device, room) or Choice((), make_plan(given, device, memory=room))
+        found.append(Choice((*words, *rest.words), rest.plan))
+    return min(found, key=lambda each: _cost(each.plan, room))
+
+
+def _cost(plan: Plan, room: DeviceMemory) -> tuple[bool, float]:
+    """Less is better: seconds of what fits, then bytes of what does not."""
+    fit = fit_of(plan, room)
+    return not fit.ok, simulated_seconds(plan) if fit.ok else fit.needed
 
 
 def _fastest(config: RunConfig, device: str, room: DeviceMemory) -> Choice | None:

@@ -90,15 +90,26 @@ def comm_volume(plan: Plan, rank: int) -> CommVolume:
             for shard in _shared(plan, rank, instruction):
                 found.add("dp", op.value, *_collective(plan, instruction, shard))
         elif op in (Op.F, Op.B, Op.BW, Op.RECOMPUTE):
-            phase = plan.recompute_mode(stage) if op is Op.RECOMPUTE else "F" if op is Op.F else "B"
-            found.include(stage_volume(plan.model, plan.layers[stage], piece, phase, copied=copied))
+            mode = plan.recompute_mode(stage)
+            phase = mode if op is Op.RECOMPUTE else "F" if op is Op.F else "B"
+            given, is_repeated = (plan.model, plan.layers[stage], piece, phase), op is Op.F and mode == "full"
+            found.include(stage_volume(*given, copied=copied, is_repeated=is_repeated))
     return found
 
 
 @lru_cache(maxsize=4096)
-def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: str, *, copied: bool = False) -> CommVolume:
+def stage_volume(
+    model: ModelSpec,
+    layers: LayerRange,
+    piece: Piece,
+    phase: str,
+    *,
+    copied: bool = False,
+    is_repeated: bool = False,
+) -> CommVolume:
     """Of one piece on one stage: its layers, embedding and head. A `phase` is F, B or the mode of a RECOMPUTE. Where
-    exchanges are `copied` between the GPUs of a host, the result of a product is one exchange, else one a tile."""
+    exchanges are `copied` between the GPUs of a host, the result of a product is one exchange, else one a tile. An F
+    that `is_repeated` by RECOMPUTE makes no gradient of chunks of logits."""
     found = CommVolume()
     alike = Counter((layer >= model.dense_layers, piece.of_layer(layer, model.layers)) for layer in layers.numbers)
     for (has_experts, its), count in alike.items():
@@ -111,12 +122,16 @@ def stage_volume(model: ModelSpec, layers: LayerRange, piece: Piece, phase: str,
         embeddings, heads = (end + mtp_layers for end in (layers.has_embedding, layers.has_head))
         _add_tp(found, piece, "all_gather" if phase == "B" else "reduce_scatter", embeddings, embeddings * stream)
         _add_tp(found, piece, "all_gather", heads, heads * stream)
-        if phase == "B":
+        if piece.logit_rows:
+            if phase != "B" and not is_repeated:
+                _add_tp(found, piece, "reduce_scatter", heads, heads * stream)
+        elif phase == "B":
             own = layers.has_head * _num_tiles(piece.of_head, copied=copied)
             tiles = own + mtp_layers * _num_tiles(plain, copied=copied)
             _add_tp(found, piece, "reduce_scatter", tiles, heads * stream)
-        else:  # log-sum-exps and targets' logits
-            _add_tp(found, piece, "all_gather", heads, heads * piece.mesh.tp * 2 * piece.tokens * piece.wide)
+        if phase != "B":  # log-sum-exps and targets' logits
+            operations = heads * max(1, piece.logit_chunks)
+            _add_tp(found, piece, "all_gather", operations, heads * piece.mesh.tp * 2 * piece.tokens * piece.wide)
     return found
 
 

@@ -63,8 +63,10 @@ def guess_costs(
         keys.append((kind_of(model, piece.fp8, span), mode))
         if keys[-1] not in found:
             stage = _stage_seconds(model, span, piece, rates, lora)
+            kept = piece._replace(logit_rows=0)  # what RECOMPUTE repeats makes no gradient of chunks of logits
+            first = _stage_seconds(model, span, kept, rates, lora) if mode == "full" and piece.logit_rows else stage
             found[keys[-1]] = (
-                stage.forward + _saving_seconds(model, span, mode, piece, rates),
+                first.forward + _saving_seconds(model, span, mode, piece, rates),
                 stage.backward,
                 stage.weight,
                 _recompute_seconds(model, span, stage, mode, piece, rates),
@@ -248,7 +250,7 @@ def compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rat
         matrices = fp8_matrices(model, piece.fp8, range(first, end))
         sizes = [work * math.prod(each.shape) for each in matrices if not each.experts]
         linear -= sum(_saved_by_8bit(rates, piece.fp8.scaling, size) for size in sizes)
-    head, loss, dloss = _head_seconds(model, piece, rates) if is_last else (0.0, 0.0, 0.0)
+    head = _head_seconds(model, piece, rates) if is_last else HeadSeconds(*(0.0,) * 5)
     speed = linear / dense if dense else 1.0
     join_flops = work * 2 * model.hidden**2  # of streams and embeddings
     linear += mtp_layers * join_flops / rate_at(rates.products, join_flops)
@@ -256,6 +258,7 @@ def compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rat
     values = count * (8 * model.hidden + 3 * width) / piece.mesh.tp + 3 * routed * model.hidden
     elementwise = tokens * piece.itemsize * values / rates.elementwise
     unread = _unread_seconds(model, range(first, end - mtp_layers), piece, rates)
+    moved = max(0.0, 1.5 * elementwise - unread[1])  # in B
     counts = part_flops(model, span, length)
     parts = {part: speed * work / 2 * count * pace for part, count in counts.items()}
     parts["core_attn"] = work / 2 * counts["core_attn"] / rate_at(of_width.forward, length)
@@ -266,26 +269,42 @@ def compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rat
     for part in products:  # what is read and written around each
         parts[part] += elementwise / len(products)
     return StageSeconds(
-        forward=linear + forward + attention + head + loss + max(0.0, elementwise - unread[0]),
-        backward=linear + backward + attention_backward + head + dloss + max(0.0, 1.5 * elementwise - unread[1]),
-        weight=linear + weight + head,
+        forward=linear + forward + attention + head.forward + head.loss + max(0.0, elementwise - unread[0]),
+        backward=linear + backward + attention_backward + head.backward + head.dloss + moved,
+        weight=linear + weight + head.weight,
         parts=parts,
     )
 
 
-def _head_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> tuple[float, float, float]:
-    """(of each product with the head and in multi-token prediction, and besides of F and of B: the loss reads the
-    logits, its gradient is written in their place, and cast)."""
-    logits = piece.tokens * model.vocab / piece.mesh.tp
+class HeadSeconds(NamedTuple):
+    """Of F, B and W of the head, and besides of the loss in F and B."""
+
+    forward: float
+    backward: float
+    weight: float
+    loss: float
+    dloss: float
+
+
+def _head_seconds(model: ModelSpec, piece: Piece, rates: Rates) -> HeadSeconds:
+    """Products with the head, also in multi-token prediction; the loss reads the logits, its gradient is written in
+    their place, and cast. In chunks F makes that gradient too, and W makes it again."""
+    width, count, chunks = model.vocab / piece.mesh.tp, 1 + model.mtp_layers, piece.logit_chunks
+    logits = piece.tokens * width
     flops = 2 * logits * model.hidden
-    product, count = flops / rate_at(rates.products, flops), 1 + model.mtp_layers
+    product = flops / rate_at(rates.products, flops / max(1, chunks))
     loss = count * logits * piece.itemsize / rates.memory
+    if chunks:  # each reads and writes the gradient of the weight
+        sums = count * (chunks - 1) * 2 * BYTES["float32"] * width * model.hidden / rates.memory
+        products = 2 * count * product + 2 * loss
+        return HeadSeconds(products, 0.0, products + sums, loss, 0.0)
     if piece.fp8 is None or not piece.fp8.head or piece.device != "cuda":
-        return count * product, loss, 2 * loss
+        return HeadSeconds(*(count * product,) * 3, loss, 2 * loss)
     # the gradient of the logits is read for both forms, and before that where their scales are not known
     reads = 1 if piece.fp8.scaling == "block" or piece.fp8.delayed else 2
     casts = logits * (reads * piece.itemsize + 2) / rates.elementwise
-    return count * product - _saved_by_8bit(rates, piece.fp8.scaling, flops), loss, 2 * loss + casts
+    products = count * product - _saved_by_8bit(rates, piece.fp8.scaling, flops)
+    return HeadSeconds(*(products,) * 3, loss, 2 * loss + casts)
 
 
 def _unread_seconds(model: ModelSpec, layers: Iterable[int], piece: Piece, rates: Rates) -> tuple[float, float]:

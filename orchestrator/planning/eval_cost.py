@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pentad.orchestrator.activations.activation_peaks import activation_peak
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.estimate import memories, step_seconds
+from pentad.orchestrator.planning.estimate import costs_of, memories, step_seconds
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
@@ -54,7 +54,8 @@ def eval_cost(config: RunConfig, plan: Plan, costs: Costs, sequences: Sequence[i
     needed, trained = memories(plan), memories(replace(plan, eval=None))
     known = [count for count in sequences if count is not None]
     return EvalCost(
-        round=simulate(plan.eval.program, costs),
+        # nothing follows that would read gradients of chunks of logits
+        round=simulate(plan.eval.program, costs_of(replace(plan, logit_rows=0)) if plan.logit_rows else costs),
         rounds=sum(-(-count // batch) for count in known) if len(known) == len(sequences) else None,
         every=config.eval.every,
         count=config.eval.count(config.run.steps),

@@ -27,6 +27,8 @@ from pentad.schedules.spec.plan import Plan, layers_of_sizes, num_units, split_l
 from pentad.schedules.spec.tensors import LayerRange, head_in_layers
 
 UNIT_BYTES = 400 * 2**20  # of gradients: large enough for the full speed of a link, small beside a backward
+LOGIT_BYTES = 512 * 2**20  # of a chunk
+TILE_ROWS = 128
 CAPACITY_FACTOR = 1.25  # of ranks of data-aware groups, unless the configuration says otherwise
 LONGER = 4  # programs of more microbatches than schedule.microbatches, at most
 Placement = Sequence[Sequence[int]]
@@ -146,7 +148,26 @@ def first_piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None
     length = batch.sequence_length // slices // mesh.cp
     sizes = batch.micro_batch_size, length, compute_dtype(config, device), device, slices
     gpu, fraction = gpu_of(config.cluster) if device == "cuda" else "", row_fraction(config)
-    return Piece(*sizes, mesh, config.mesh.cp_method, fp8=fp8, gpu=gpu, recompute_fraction=fraction)
+    found = Piece(*sizes, mesh, config.mesh.cp_method, fp8=fp8, gpu=gpu, recompute_fraction=fraction)
+    return found._replace(logit_rows=logit_rows(config, mesh, found.dtype))
+
+
+def logit_rows(config: RunConfig, mesh: Mesh, dtype: str) -> int:
+    """The rows of a chunk of logits in such a dtype of compute, of LOGIT_BYTES at most and full tiles of a product if
+    those are no more; 0: all are kept. Raises PentadError for models whose logits cannot be made in chunks."""
+    if config.memory.logits != "recompute":
+        return 0
+    if found := kept_logits(config):
+        raise PentadError(f"memory.logits is recompute with {found}: expected keep or auto")
+    rows = LOGIT_BYTES * mesh.tp // (config.model.vocab * BYTES[dtype])
+    return max(1, rows // TILE_ROWS * TILE_ROWS or rows)
+
+
+def kept_logits(config: RunConfig) -> str:
+    """Why the logits cannot be made in chunks, '' if they can."""
+    if config.precision.fp8_head:
+        return "precision.fp8_head = true"
+    return "model.custom, whose loss is its own" if config.model.custom is not None else ""
 
 
 def row_fraction(config: RunConfig) -> float:

@@ -26,6 +26,7 @@ from pentad.orchestrator.planning.layout import (
     divided,
     first_piece,
     layout_of,
+    logit_rows,
     require_groups,
     row_fraction,
     split,
@@ -106,8 +107,7 @@ def make_plan(
     program = compiled(config.schedule.microbatches, order)
     others = _other_programs(config, model, device, program, compiled)
     plan = replace(draft(config, model, device, program, layers, transport=transport, zero=options.zero), **others)
-    evaluation, steps = _eval(config, program, costs, transport, options), tuple(config.metrics.profile_steps)
-    plan = with_slots(replace(plan, eval=evaluation, offload=fractions, profile_steps=steps))
+    plan = with_slots(replace(plan, eval=_eval(config, program, costs, transport, options), offload=fractions))
     return _with_graphs(config.cluster.cuda_graphs, plan, memory or device_memory(device, gpu=plan.gpu))
 
 
@@ -263,10 +263,12 @@ def draft(
         tp_across_nodes=config.mesh.tp_across_nodes,
         recompute=config.memory.modes(program.units or (1,) * program.stages, layers),
         recompute_fraction=row_fraction(config),
+        logit_rows=logit_rows(config, config.mesh.mesh, compute_dtype(config, device)),
         host_optimizer=config.memory.optimizer == "host",
         fp8=fp8_spec(config, model, rates),
         gpu=gpu_of(config.cluster) if device == "cuda" else "",
         rates=rates,
+        profile_steps=tuple(config.metrics.profile_steps),
     )
     require_fp8(plan, config.cluster.gpu or gpu_name())
     if config.data.balance == "dynamic":
@@ -303,11 +305,10 @@ def _memory_options(
     section, found = config.zero, config.memory.options(units, layers, fractions)
     if config.mesh.replicas == 1 and not layout.has_mirrors:
         return found
-    gathered = max_gathered(config, section.stage, units, has_mirrors=layout.has_mirrors)
     return found._replace(
         zero=section.stage,
         prefetch=section.prefetch,
-        max_gathered=gathered,
+        max_gathered=max_gathered(config, section.stage, units, has_mirrors=layout.has_mirrors),
         reduce=reduction(config, section.stage),
         sizes=pool_sizes(model, config.lora_spec, layers, config.mesh.mesh, 1 + layout.has_mirrors),
     )

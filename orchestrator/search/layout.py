@@ -25,7 +25,7 @@ from pentad.orchestrator.planning.cost_model import (
     transfer_seconds,
 )
 from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_of, launched, rates_for
-from pentad.orchestrator.planning.layout import split, units_of
+from pentad.orchestrator.planning.layout import logit_rows, split, units_of
 from pentad.orchestrator.planning.numerics import fp8_spec
 from pentad.orchestrator.planning.planning import default_gathered
 from pentad.orchestrator.search.space import Order, Setting
@@ -116,7 +116,8 @@ class Work:
         method, length = self.config.mesh.cp_method, self.config.batch.sequence_length
         check_divisibility(self.model, mesh, length, rows, slices, method)
         sizes = rows, length // slices // mesh.cp
-        return Piece(*sizes, self.dtype, "cuda", slices, mesh, method, fp8=self.fp8, gpu=self.gpu)
+        found = Piece(*sizes, self.dtype, "cuda", slices, mesh, method, fp8=self.fp8, gpu=self.gpu)
+        return found._replace(logit_rows=logit_rows(self.config, mesh, self.dtype))
 
     def layout(self, mesh: Mesh, microbatches: int, order: Order, unit_layers: int | None, *, by_layer: bool) -> Layout:
         """Raises PentadError for sizes that do not divide."""

@@ -37,7 +37,7 @@ class Program:
     `units[stage]` is the number of units that a pipeline stage is cut into (empty: one each); what `placement` and the
     instructions call a stage is then a unit (passes/units.py), and `chunks` counts units. `sizes[unit]` are the
     elements of its parameters on a rank, by kind, for which ZeRO lays out memory (passes/zero_buffers.py; empty: all
-    are equal).
+    are equal). With `logits_in_w` W of the last one makes logits, for which it reads its parameters.
 
     A `forward_only` program evaluates: it has no backwards and no optimizer step, and ends with LOSS.
     """
@@ -51,6 +51,7 @@ class Program:
     forward_only: bool = False
     units: tuple[int, ...] = ()
     sizes: tuple[tuple[int, ...], ...] = ()
+    logits_in_w: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.streams, Columns):
@@ -119,7 +120,7 @@ class Program:
         """SHA-256 of everything but the name; equal programs have equal hashes."""
         sizes = (VERSION, self.placement, self.microbatches, self.chunks, self.slices, self.columns.groups)
         rest = ("forward_only",) * self.forward_only + ("units", *self.units) * bool(self.units)
-        rest += ("sizes", *self.sizes) * bool(self.sizes)
+        rest += ("sizes", *self.sizes) * bool(self.sizes) + ("logits_in_w",) * self.logits_in_w
         digest = hashlib.sha256(repr((*sizes, *rest)).encode())
         for column in self.columns.arrays():
             digest.update(column.tobytes())
@@ -143,6 +144,7 @@ class Program:
         meta |= {"forward_only": "true"} if self.forward_only else {}
         meta |= {"units": ",".join(map(str, self.units))} if self.units else {}
         meta |= {"sizes": ";".join(",".join(map(str, each)) for each in self.sizes)} if self.sizes else {}
+        meta |= {"logits_in_w": "true"} if self.logits_in_w else {}
         return arrow.to_table(self.columns).replace_schema_metadata(meta)
 
     @staticmethod
@@ -223,8 +225,8 @@ def _from_table(table: pa.Table) -> Program:
     sizes = int(meta["microbatches"]), int(meta["chunks"]), int(meta.get("slices", "1"))
     units = tuple(map(int, meta["units"].split(","))) if "units" in meta else ()
     kinds = tuple(tuple(map(int, each.split(","))) for each in meta["sizes"].split(";")) if "sizes" in meta else ()
-    forward_only = "forward_only" in meta
-    return Program(meta["name"], streams, placement, *sizes, forward_only=forward_only, units=units, sizes=kinds)
+    flags = {name: name in meta for name in ("forward_only", "logits_in_w")}
+    return Program(meta["name"], streams, placement, *sizes, units=units, sizes=kinds, **flags)
 
 
 def index_of(stream: Stream) -> dict[Key, int]:

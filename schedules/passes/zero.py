@@ -20,8 +20,8 @@ from pentad.schedules.ir.lookup import IS_COMPUTE
 from pentad.schedules.ir.program import Program
 from pentad.schedules.ir.rewrite import insert_rows
 
-READERS = frozenset({Op.F, Op.B, Op.BW, Op.RECOMPUTE})  # of parameters; W needs only what B saved
-_IS_READER = op_mask(READERS)
+# Of parameters. W needs only what B saved, unless it makes logits.
+_IS_READER = op_mask({Op.F, Op.B, Op.BW, Op.RECOMPUTE})
 
 
 class Reads(NamedTuple):
@@ -116,8 +116,18 @@ def _inserted(program: Program, placed: Placed, ranks: Array, *, with_frees: boo
     return program.with_streams(insert_rows(columns, added, on, before))
 
 
+def is_reader(program: Program) -> Array:
+    """By row, whether it reads parameters."""
+    columns = program.columns
+    found: Array = _IS_READER[columns.op]
+    if program.logits_in_w:
+        found = found | ((columns.op == CODE[Op.W]) & (columns.stage == program.stages - 1))
+    return found
+
+
 def _reads(program: Program, rank: int) -> Reads:
-    columns, rows = program.columns, rows_of_rank(program, rank, _IS_READER)
+    columns, (first, end) = program.columns, program.columns.rank_offsets[rank : rank + 2]
+    rows = first + np.flatnonzero(is_reader(program)[first:end])
     action, stage = columns.action[rows] - columns.action_offsets[rank], columns.stage[rows]
     order = np.lexsort((rows, stage, action))
     action, stage, rows = action[order], stage[order], rows[order]

@@ -55,6 +55,7 @@ class Plan:
 
     `recompute[stage]` is a mode or names of parts of layers (schedules/passes/recompute.py); empty means none
     everywhere. Of parts that work on rows only the share `recompute_fraction` is recomputed, the last rows.
+    Logits are kept from F to W, or go in chunks of `logit_rows`, and W makes them again.
     `offload[stage]` is the share of the bytes of saved activations that OFFLOAD takes; empty: all;
     `offload_slots[stage]` the bytes that one needs in host memory, and on the device for what stays of a tensor that is
     cut. With `host_optimizer` master
@@ -86,6 +87,7 @@ class Plan:
     cuda_graphs: bool = False
     recompute: tuple[str, ...] = ()
     recompute_fraction: float = 1.0
+    logit_rows: int = 0
     offload: tuple[float, ...] = ()
     offload_slots: tuple[tuple[int, int], ...] = ()
     host_optimizer: bool = False

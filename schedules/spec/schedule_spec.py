@@ -27,7 +27,8 @@ class MemoryOptions(NamedTuple):
     device instead, all or some of the bytes (see Plan). `units[stage]` is the number of units that a
     pipeline stage is cut into (empty: one); all the others then speak of units where they speak of stages. `reduce`
     says after what gradients are reduced, with ZeRO 2 and 3: 'step', 'microbatch', or None, which is 'microbatch' where
-    more than two stages of a rank hold gradients at once. `sizes` are those of a Program, for ZeRO-2 and 3.
+    more than two stages of a rank hold gradients at once. `sizes` are those of a Program, for ZeRO-2 and 3, and
+    `logits_in_w`, for ZeRO-3.
     """
 
     zero: int = 0
@@ -39,6 +40,7 @@ class MemoryOptions(NamedTuple):
     units: tuple[int, ...] = ()
     reduce: Literal["step", "microbatch"] | None = "step"
     sizes: tuple[tuple[int, ...], ...] = ()
+    logits_in_w: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import COMPUTE, Action, Instruction, Key, Op
 from pentad.schedules.ir.program import Program, Stream, index_of
 from pentad.schedules.passes.post_validation import REPEATABLE, ROLLBACK, VALIDATE, has_post_validation
-from pentad.schedules.passes.zero import READERS
+from pentad.schedules.passes.zero import is_reader
 from pentad.schedules.passes.zero_buffers import accumulations, gradient_pool, meeting_stages
 from pentad.schedules.simulate.events import ON_COMPUTE_LANE
 from pentad.schedules.verify.check_order import error_at, refuse
@@ -22,7 +22,7 @@ ALLOCATING = COMPUTE | {Op.RECOMPUTE}
 COMPUTE_LANE = ALLOCATING | {Op.FREE}
 Fault = tuple[int, str]  # index in a rank's stream, and what is wrong there
 _ON_ACTIVATIONS, _ON_PARAMETERS = op_mask(SAVED_ACTIVATION_OPS), op_mask({Op.ALL_GATHER, Op.FREE})
-_IS_READER, _IS_GATHER, _IS_FREE = op_mask(READERS), op_mask({Op.ALL_GATHER}), op_mask({Op.FREE})
+_IS_GATHER, _IS_FREE = op_mask({Op.ALL_GATHER}), op_mask({Op.FREE})
 _GATHER, _FREE = CODE[Op.ALL_GATHER], CODE[Op.FREE]
 
 
@@ -89,7 +89,7 @@ class _GatherEvents(NamedTuple):
 
 def _gather_events(program: Program) -> _GatherEvents:
     columns = program.columns
-    row = columns.rows_of(_ON_PARAMETERS | _IS_READER)
+    row = np.flatnonzero(_ON_PARAMETERS[columns.op] | is_reader(program))
     holding = columns.rank[row] * program.stages + columns.stage[row]
     order = np.argsort(holding, kind="stable")
     row, holding = row[order], holding[order]
@@ -112,7 +112,7 @@ def _gather_faults(program: Program, events: _GatherEvents) -> Iterator[tuple[in
         yield int(row[k]), f"{columns.key(row[k])} gathers what {columns.key(before[k])} has gathered"
     for k in np.flatnonzero((op == _FREE) & ~(is_gathered & (number[before] == number[row]))).tolist():
         yield int(row[k]), f"{columns.key(row[k])} frees what is not gathered"
-    for k in np.flatnonzero(_IS_READER[op] & ~is_gathered).tolist():
+    for k in np.flatnonzero(is_reader(program)[row] & ~is_gathered).tolist():
         yield int(row[k]), f"{columns.key(row[k])} reads stage {columns.stage[row[k]]}, not gathered"
 
 

@@ -62,19 +62,18 @@ def plan_of(
     lora: LoraSpec | None = None,
     offload: float = 0.0,
     host_optimizer: bool = False,
+    logit_rows: int = 0,
 ) -> Plan:
-    """A plan on CPU ranks: MODEL in `dtype`, with sequences of 8 tokens, two a microbatch. `document_mask` is for
-    `data` that is a path; `max_resident` (in microbatches) and `offload` (a share) turn offloading on."""
+    """On CPU ranks, two sequences of 8 tokens a microbatch. `document_mask` needs a path; `offload` is a share."""
     order = generate(name, pp, microbatches, ScheduleOptions(chunks=chunks, slices=slices))
     layers, units = _units(model, order.placement, unit_layers)
     recomputed = frozenset(stage for stage, each in enumerate(layers) if recompute != "none" and each.numbers)
-    mesh, mirrors = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep), len(order.holders(0))
+    mesh, units = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep), units or memory_options.units
     fractions = tuple(offload if each.numbers else 0.0 for each in layers) if offload else ()
-    sizes, units = pool_sizes(model, lora, layers, mesh, mirrors), units or memory_options.units
-    offloaded = frozenset(np.flatnonzero(fractions).tolist())
-    memory_options = memory_options._replace(offload=offloaded, sizes=sizes, units=units, recompute=recomputed)
-    memory_options = memory_options._replace(max_resident=max_resident)
-    given: dict[str, Any] = {"memory_options": memory_options, "order": order, "replicas": dp * cp * ep}
+    sizes = pool_sizes(model, lora, layers, mesh, len(order.holders(0)))
+    memory_options = memory_options._replace(sizes=sizes, units=units, recompute=recomputed, max_resident=max_resident)
+    fitted = memory_options._replace(offload=frozenset(np.flatnonzero(fractions).tolist()), logits_in_w=logit_rows > 0)
+    given: dict[str, Any] = {"memory_options": fitted, "order": order, "replicas": dp * cp * ep}
     return Plan(
         name="exact",
         mesh=mesh,
@@ -90,6 +89,7 @@ def plan_of(
         transport="gloo",
         recompute=tuple(recompute if each.numbers else "none" for each in layers) if recomputed else (),
         recompute_fraction=recompute_fraction,
+        logit_rows=logit_rows,
         offload=fractions,
         host_optimizer=host_optimizer,
         zero=memory_options.zero,

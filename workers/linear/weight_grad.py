@@ -14,6 +14,7 @@ from pentad.kernels.fp8.fp8_tensor import Fp8Tensor
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_
 from pentad.kernels.moe.moe_permute import gather_rows
 from pentad.kernels.wgrad_gemm import accumulate_gradient_
+from pentad.workers.linear.logit_chunks import HeadWgrad
 from pentad.workers.params.unwritten import Unwritten
 
 
@@ -64,7 +65,7 @@ class GroupedWgrad(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-Wgrad = LinearWgrad | AddWgrad | EmbeddingWgrad | GroupedWgrad
+Wgrad = LinearWgrad | AddWgrad | EmbeddingWgrad | GroupedWgrad | HeadWgrad
 
 
 def bias_wgrad(bias: Param, dy: Tensor) -> AddWgrad:
@@ -83,6 +84,8 @@ def accumulate_wgrads(work: list[Wgrad], unwritten: Unwritten) -> None:
                 accumulate_gradient_(gradient, dy, x, overwrite=unwritten.take(gradient))
             case LinearWgrad(Tensor() as gradient, Fp8Tensor() as dy, Fp8Tensor() as x):
                 accumulate_fp8_gradient_(gradient, dy, x, overwrite=unwritten.take(gradient))
+            case HeadWgrad(Tensor() as gradient):
+                item.accumulate(gradient, overwrite=unwritten.take(gradient))
             case AddWgrad(Tensor() as gradient, dy):
                 _add(gradient, dy, overwrite=unwritten.take(gradient))
             case EmbeddingWgrad(Tensor() as gradient, dy, tokens):

@@ -71,7 +71,7 @@ class BaseStage(ABC):
         self.first, self.last, self.is_local = index == 0, index == plan.program.stages - 1, True
         self.recompute_mode, self.layer_numbers = plan.recompute_mode(index), plan.layers[index].numbers
         scale = 1.0 / plan.batch.tokens  # until `begin` knows the step's numbers of tokens and target tokens
-        self.layer_context = LayerContext(plan.model, plan.deterministic, scale, scale)
+        self.layer_context = LayerContext(plan.model, plan.deterministic, scale, scale, logit_rows=plan.logit_rows)
         if plan.lora is not None:
             self.layer_context = self.layer_context._replace(lora_scale=plan.lora.scale)
         self.device = param_buffers[0].parameters.compute.device

@@ -37,6 +37,7 @@ class LayerContext(NamedTuple):
     lora_scale: float = 0.0  # alpha / rank
     router_squared_lse: Tensor | None = None  # a float64 scalar: what routers add to in F, for their z-loss
     first_pass: bool = True  # False while RECOMPUTE runs a forward again, whose tokens are in all sums already
+    logit_rows: int = 0  # of a chunk of logits; 0: F keeps them all
     count_load: bool = False  # whether routers count the visits to each expert in this step
 
     @property

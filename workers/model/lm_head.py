@@ -1,6 +1,7 @@
 """The ends of a model, their vocabulary split over the tp ranks: the embedding, and the output head with its loss.
 
-Logits are never gathered: the ranks exchange two numbers a token (Megatron-LM, arXiv 1909.08053, section 3).
+Logits are never gathered: the ranks exchange two numbers a token (Megatron-LM, arXiv 1909.08053, section 3). In chunks
+of rows they are never kept either: F makes the gradient of the head's input at once, and W makes the logits again.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from torch import Tensor
 
 from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
 from pentad.workers.linear.linear import Axes, Linear
+from pentad.workers.linear.logit_chunks import HeadWgrad, TokenLoss, logit_chunks
 from pentad.workers.linear.weight_grad import EmbeddingWgrad, LinearWgrad, Param
 from pentad.workers.parallel.async_ops import gather2
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
 
 class LossSaved(NamedTuple):
-    """What B needs of the head and the loss."""
+    """What B needs of the head and the loss: of the logits themselves, or in chunks the gradient of `normed`."""
 
     normed: Tensor  # [T / tp, H]
-    logits: Tensor  # [T, V / tp]
     lse: Tensor  # [T]
     targets: Tensor  # [T], relative to this rank's first vocabulary entry
+    logits: Tensor | None = None  # [T, V / tp]
+    dnormed: Tensor | None = None  # [T / tp, H]
 
 
 def embed(param: Param, tokens: Tensor, tp: TensorParallelGroup) -> Tensor:
@@ -45,22 +48,40 @@ def embed_backward(param: Param, dy: Tensor, tokens: Tensor, tp: TensorParallelG
 
 
 def head_loss(
-    head: Linear, normed: Tensor, targets: Tensor, axes: Axes, softcap: float = 0.0
+    head: Linear,
+    normed: Tensor,
+    targets: Tensor,
+    axes: Axes,
+    loss: TokenLoss,
+    rows: int = 0,
+    *,
+    has_backward: bool = True,
 ) -> tuple[LossSaved, Tensor]:
     """(what B needs, losses [T], the same on every rank); `head` [V / tp, H] is this rank's part of the vocabulary.
 
-    A target of -100 has no loss. `softcap` is that of `cross_entropy`.
+    Logits are kept, or go in chunks of so many `rows`; then B needs what this makes only if it `has_backward`. A target
+    of -100 has no loss.
     """
     tp = axes.tp
-    logits = head.forward_gathered(axes, normed).wait()
     if tp.size > 1:
         first = tp.rank * head.weight.shape[0]
         # -1 is outside of every rank's vocabulary, and -100 stays as it is.
         targets = torch.where(targets < 0, targets, (targets - first).masked_fill(targets < first, -1))
-    losses, lse = cross_entropy(logits, targets, softcap)
-    if tp.size > 1:
-        losses, lse = _reduce_losses(losses, lse, targets, tp)
-    return LossSaved(normed, logits, lse, targets), losses
+    if not rows:
+        logits = head.forward_gathered(axes, normed).wait()
+        losses, lse = _losses(logits, targets, tp, loss.softcap)
+        return LossSaved(normed, lse, targets, logits), losses
+    assert head.casts is None, "logits of a head in 8 bits are kept"
+    full, parts = tp.all_gather(normed).wait(), list[tuple[Tensor, Tensor]]()
+    partial = torch.empty_like(full) if has_backward else None
+    for at, logits in logit_chunks(full, head.weight, rows):
+        parts.append(_losses(logits, targets[at], tp, loss.softcap))
+        if partial is not None:
+            cross_entropy_backward_(logits, targets[at], parts[-1][1], *loss)
+            torch.mm(logits, head.weight, out=partial[at])
+    losses, lse = (torch.cat(each) for each in zip(*parts, strict=True))
+    dnormed = None if partial is None else tp.reduce_scatter(partial).wait()
+    return LossSaved(normed, lse, targets, dnormed=dnormed), losses
 
 
 def squared_lse(saved: LossSaved) -> Tensor:
@@ -69,13 +90,14 @@ def squared_lse(saved: LossSaved) -> Tensor:
 
 
 def head_loss_backward(
-    head: Linear, saved: LossSaved, scale: float, axes: Axes, softcap: float = 0.0, z_loss: float = 0.0
-) -> tuple[Tensor, LinearWgrad]:
-    """(gradient [T / tp, H] of the normed stream, work for W), each token's loss with its `z_loss`, times `scale`.
-
-    The saved logits become their gradient in place.
-    """
-    cross_entropy_backward_(saved.logits, saved.targets, saved.lse, scale, softcap, z_loss)
+    head: Linear, saved: LossSaved, axes: Axes, loss: TokenLoss, rows: int = 0
+) -> tuple[Tensor, LinearWgrad | HeadWgrad]:
+    """(gradient [T / tp, H] of the normed stream, work for W). Kept logits become their gradient in place."""
+    if saved.logits is None:
+        assert saved.dnormed is not None
+        normed = axes.tp.all_gather(saved.normed).wait()
+        return saved.dnormed, HeadWgrad(head.gradient, head.weight, normed, saved.targets, saved.lse, loss, rows)
+    cross_entropy_backward_(saved.logits, saved.targets, saved.lse, *loss)
     dlogits = head.output_grad(axes, saved.logits)
     scattered = head.input_grad_scattered(axes, dlogits)
     dnormed, normed = gather2(scattered, axes.tp.all_gather(saved.normed)).wait()
@@ -87,6 +109,12 @@ def _local_rows(weight: Tensor, tokens: Tensor, tp: TensorParallelGroup) -> tupl
     rows = tokens - tp.rank * weight.shape[0]
     is_remote = (rows < 0) | (rows >= weight.shape[0])
     return rows.masked_fill(is_remote, 0), is_remote
+
+
+def _losses(logits: Tensor, targets: Tensor, tp: TensorParallelGroup, softcap: float) -> tuple[Tensor, Tensor]:
+    """(losses [T], lse [T]) over the full vocabulary, from this rank's logits [T, V / tp]."""
+    losses, lse = cross_entropy(logits, targets, softcap)
+    return _reduce_losses(losses, lse, targets, tp) if tp.size > 1 else (losses, lse)
 
 
 def _reduce_losses(losses: Tensor, lse: Tensor, targets: Tensor, tp: TensorParallelGroup) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pentad.schedules.spec.model import ModelSpec
 from pentad.workers.linear.linear import Linear
+from pentad.workers.linear.logit_chunks import TokenLoss
 from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params, Wgrad
 from pentad.workers.model import lm_head
 from pentad.workers.model.layer import Layer, LayerSaved
@@ -56,7 +57,14 @@ class MTPLayer(NamedTuple):
         )
 
     def forward(
-        self, context: LayerContext, sequence: SequenceContext, hidden: Tensor, tokens: Tensor, targets: Tensor
+        self,
+        context: LayerContext,
+        sequence: SequenceContext,
+        hidden: Tensor,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        has_backward: bool,
     ) -> tuple[Tensor, MTPSaved]:
         """(normed stream [t, H], what B needs) from the normed stream `hidden` [t, H] before this layer.
 
@@ -71,19 +79,17 @@ class MTPLayer(NamedTuple):
             self.layer.forward(context, sequence, torch.mm(joined, self.join.weight.t()), None)
         )
         normed, last_norm = self.norm.forward(branch, stream)
-        loss, _ = lm_head.head_loss(self.head, normed, targets, context.axes)
+        given = context.axes, _loss(context), context.logit_rows
+        loss, _ = lm_head.head_loss(self.head, normed, targets, *given, has_backward=has_backward)
         return normed, MTPSaved(tokens, embedding_norm, hidden_norm, joined, saved, recomputable, last_norm, loss)
 
     def backward(
         self, context: LayerContext, sequence: SequenceContext, saved: MTPSaved, dnormed: Tensor | None
     ) -> tuple[Tensor, list[Wgrad]]:
-        """(gradient of `hidden` [t, H], work for W); `dnormed` [t, H] is what the next MTP layer contributes, if any.
-
-        The losses of all MTP layers together weigh `mtp_loss_weight`.
-        """
-        model, tp = context.model, context.tp
-        scale = context.loss_scale * model.mtp_loss_weight / model.mtp_layers
-        dhead, head_work = lm_head.head_loss_backward(self.head, saved.loss, scale, context.axes)
+        """(gradient of `hidden` [t, H], work for W); `dnormed` [t, H] is what the next MTP layer contributes, if
+        any."""
+        given = context.axes, _loss(context), context.logit_rows
+        dhead, head_work = lm_head.head_loss_backward(self.head, saved.loss, *given)
         dhead = dhead if dnormed is None else dhead + dnormed
         dstream, last_norm = self.norm.backward(dhead, saved.norm)
         djoin, layer_work = run_to_completion(
@@ -93,5 +99,10 @@ class MTPLayer(NamedTuple):
         dembedding, embedding_norm = self.embedding_norm.backward(dembedded, saved.embedding_norm)
         dhidden, hidden_norm = self.hidden_norm.backward(dhidden, saved.hidden_norm)
         join = LinearWgrad(self.join.gradient, djoin, saved.joined)
-        embedding = lm_head.embed_backward(self.embedding, dembedding, saved.tokens, tp)
+        embedding = lm_head.embed_backward(self.embedding, dembedding, saved.tokens, context.tp)
         return dhidden, [head_work, *layer_work, join, last_norm, embedding_norm, hidden_norm, embedding]
+
+
+def _loss(context: LayerContext) -> TokenLoss:
+    """The losses of all MTP layers together weigh `mtp_loss_weight`."""
+    return TokenLoss(context.loss_scale * context.model.mtp_loss_weight / context.model.mtp_layers)

@@ -16,6 +16,7 @@ from pentad.schedules.spec.tensors import HEAD
 from pentad.workers.linear.amax_history import AmaxHistory
 from pentad.workers.linear.casts import Casts
 from pentad.workers.linear.linear import Linear
+from pentad.workers.linear.logit_chunks import HeadWgrad, TokenLoss
 from pentad.workers.linear.weight_grad import Param, Params, Wgrad
 from pentad.workers.model import lm_head
 from pentad.workers.model.base_stage import Activation, BaseStage, StageInputs, activation_storages, storage_id
@@ -248,6 +249,14 @@ class Stage(BaseStage):
         if self.is_local:
             yield
 
+    def backward_weight(self, slice_index: int) -> None:
+        """Logits are made again with the weights as they lie now: ZeRO-3 may have moved them since B."""
+        work, head = self.deferred.get(slice_index, []), self.bound.head
+        for index, each in enumerate(work):
+            if isinstance(each, HeadWgrad) and head is not None:
+                work[index] = each._replace(weight=head.weight)
+        super().backward_weight(slice_index)
+
     def offloadable(self, slice_index: int) -> list[torch.UntypedStorage]:
         """Without what another stage sent, which may be the transport's, and the keys and values that slices share."""
         saved = self.saved[slice_index]
@@ -283,7 +292,7 @@ class Stage(BaseStage):
             del layer_saved, recomputable  # what is not saved is free before the next layer allocates
         if inputs.targets is None:
             return branch, stream, saved, None
-        head, losses = self._head_forward(slice_index, branch, stream, inputs, context)
+        head, losses = self._head_forward(slice_index, branch, stream, inputs, context, has_backward=not is_full)
         return branch, stream, saved if is_full else saved._replace(head=head), losses
 
     def _row_split(self, stream: Tensor) -> RowSplit | None:
@@ -293,18 +302,26 @@ class Stage(BaseStage):
         return RowSplit(rows, saved) if saved else None
 
     def _head_forward(
-        self, slice_index: int, branch: Tensor, stream: Tensor | None, inputs: StageInputs, context: LayerContext
+        self,
+        slice_index: int,
+        branch: Tensor,
+        stream: Tensor | None,
+        inputs: StageInputs,
+        context: LayerContext,
+        *,
+        has_backward: bool,
     ) -> tuple[HeadSaved, TokenLosses]:
-        """(what B needs, the losses)."""
+        """(what B needs, if it follows; the losses)."""
         head, targets, mtp = self.bound.head, inputs.targets, list[MTPSaved]()
         assert self.bound.norm is not None and head is not None and targets is not None
         normed, saved_norm = self.bound.norm.forward(branch, stream)
-        softcap = self.model.final_logit_softcapping
-        loss, losses = lm_head.head_loss(head, normed, targets, context.axes, softcap)
+        given = context.axes, self._loss(context), context.logit_rows
+        loss, losses = lm_head.head_loss(head, normed, targets, *given, has_backward=has_backward)
         layers, mtp_targets = ([], ()) if inputs.mtp_targets is None else (self.bound.mtp, inputs.mtp_targets)
         tokens = (targets, *mtp_targets)[: len(layers)] if inputs.mtp_inputs is None else inputs.mtp_inputs
         for layer, following, further in zip(layers, tokens, mtp_targets, strict=True):
-            normed, saved = layer.forward(context, self._mtp_sequence(slice_index), normed, following, further)
+            given_mtp = context, self._mtp_sequence(slice_index), normed, following, further
+            normed, saved = layer.forward(*given_mtp, has_backward=has_backward)
             mtp.append(saved)
         squares = lm_head.squared_lse(loss) if self.plan.optimizer.z_loss else None
         return HeadSaved(saved_norm, loss, mtp), TokenLosses(losses, squares)
@@ -317,17 +334,14 @@ class Stage(BaseStage):
         for layer, saved in reversed(list(zip(bound.mtp, head.mtp, strict=True))):
             dhidden, mtp_work = layer.backward(context, self._mtp_sequence(slice_index), saved, dhidden)
             work += mtp_work
-        dnormed, head_work = lm_head.head_loss_backward(
-            bound.head,
-            head.loss,
-            context.loss_scale,
-            context.axes,
-            self.model.final_logit_softcapping,
-            self.plan.optimizer.z_loss,
-        )
+        given = context.axes, self._loss(context), context.logit_rows
+        dnormed, head_work = lm_head.head_loss_backward(bound.head, head.loss, *given)
         dnormed = dnormed if dhidden is None else dnormed + dhidden
         dstream, norm_work = bound.norm.backward(dnormed, head.norm)
         return dstream, [*work, head_work, norm_work]
+
+    def _loss(self, context: LayerContext) -> TokenLoss:
+        return TokenLoss(context.loss_scale, self.model.final_logit_softcapping, self.plan.optimizer.z_loss)
 
     def _sequences(self, slice_index: int) -> list[SequenceContext]:
         """What a slice is for each layer."""

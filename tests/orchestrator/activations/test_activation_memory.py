@@ -30,8 +30,8 @@ def check(plan: Plan, index: int) -> None:
     tokens = torch.arange(plan.slice_tokens)
     received = None if stage.first else torch.randn(shape).to(dtype)
     starts: list[tuple[int, int]] = [(0, 3)] * plan.batch.micro_batch_size if plan.data.document_mask else []
-    gradients = [buffers.gradients.flat for buffers in stage.param_buffers if buffers.gradients is not None]
-    excluded = [*gradients, received, tokens]
+    bound = [each for buffers in stage.param_buffers for each in buffers.bound if each is not None]
+    excluded = [*(each.flat for each in bound), received, tokens]
     mtp_tokens = tokens.expand(plan.model.mtp_layers, -1) if stage.last else None
     ends = tokens if stage.first else None, tokens if stage.last else None
 
@@ -69,6 +69,13 @@ CONTEXT_PARALLEL: list[dict[str, Any]] = [
 def test_stages(one_rank, corpus, family, mode, axes):
     for index in range(3):
         check(stage_plan(corpus, family, mode, **axes), index)
+
+
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}])
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("family", ["gemma2", "deepseek with mtp"])
+def test_last_stages_that_make_logits_in_chunks(one_rank, corpus, family, mode, axes):
+    check(stage_plan(corpus, family, mode, logit_rows=5, **axes), 2)
 
 
 @pytest.mark.slow

@@ -128,6 +128,21 @@ def test_layers_that_recompute_some_rows(sent, corpus, family, mode, axes):
     check(sent, plan, 1)
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek with mtp"])
+def test_chunks_of_logits(sent, corpus, family):
+    check(sent, plan_of("gpipe", 1, 3, 1, corpus, model=FAMILIES[family], logit_rows=5, tp=2), 2)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_a_step_with_chunks_of_logits(sent, corpus, mode):
+    """F of what RECOMPUTE repeats scatters no gradient."""
+    plan = plan_of("gpipe", 1, 1, 1, corpus, recompute=mode, logit_rows=5, tp=2)
+    for _, run in phases(plan, 0, lambda _: SlotSize(plan.slice_tokens * 2**20)):
+        run()
+    planned = comm_volume(plan, 0)
+    assert {key: volume for key, volume in planned.items() if key.axis == "tp"} == sent
+
+
 def cases_in_8_bits() -> list[Any]:
     always = [("llama", 128, "none", "block"), ("llama", 64, "attention", "tensor")]
     families = ["llama", "olmo2", "mixtral", "deepseek"]

@@ -49,7 +49,7 @@ def compiled(
 
 def most_gathered(program: Program) -> int:
     """The most stages gathered at once; asserts that every stage that is read is gathered."""
-    most = 0
+    most, made_in_w = 0, {program.stages - 1} if program.logits_in_w else set()
     for stream in program.streams:
         gathered: set[int] = set()
         for part in instructions_of(stream):
@@ -58,7 +58,7 @@ def most_gathered(program: Program) -> int:
                 gathered.add(part.stage)
             elif part.op is Op.FREE:
                 gathered.remove(part.stage)
-            elif part.op in READERS:
+            elif part.op in READERS or (part.op is Op.W and part.stage in made_in_w):
                 assert part.stage in gathered
             most = max(most, len(gathered))
     return most
@@ -119,6 +119,19 @@ def test_no_more_stages_are_gathered_than_allowed(name, p, m, chunks, gathered, 
     program = compiled(name, p, m, MemoryOptions(zero=3, max_gathered=gathered, prefetch=prefetch), chunks)
     assert most_gathered(program) == gathered
     simulate(program, Costs.uniform(program.stages))
+
+
+@pytest.mark.parametrize(("name", "p", "m", "chunks"), [("interleaved-zb", 4, 8, 3), ("zb-v", 2, 5, None)])
+def test_w_that_makes_logits_has_the_weights_of_the_last_stage(name, p, m, chunks):
+    plain, program = (
+        compiled(name, p, m, MemoryOptions(zero=3, max_gathered=1, prefetch=0, logits_in_w=each), chunks)
+        for each in (False, True)
+    )
+    assert most_gathered(program) == 1
+    assert Program.from_bytes(program.to_bytes()).logits_in_w
+    assert program.hash != replace(program, logits_in_w=False).hash
+    with pytest.raises(ScheduleError, match=f"reads stage {program.stages - 1}, not gathered"):
+        check(replace(plain, logits_in_w=True), replicas=2)
 
 
 def test_more_room_means_fewer_gathers_and_prefetching_hides_them():

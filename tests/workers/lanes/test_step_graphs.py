@@ -27,6 +27,8 @@ CASES: list[Any] = [
     pytest.param("1f1b", {"pp": 2, "microbatches": 3, "unit_layers": 1, "recompute": "full"}, marks=slow),
     pytest.param("1f1b", {"dp": 2, "pp": 2, "microbatches": 4, "memory_options": ZERO_3}, marks=slow),
     pytest.param("1f1b", {"pp": 1, "tp": 2, "microbatches": 2}, marks=slow),
+    pytest.param("zb-h2", {"pp": 2, "tp": 2, "microbatches": 4, "logit_rows": 5}, marks=slow),
+    pytest.param("zb-v", {"dp": 2, "pp": 2, "microbatches": 4, "logit_rows": 5, "memory_options": ZERO_3}, marks=slow),
     pytest.param("dualpipev", {"pp": 2, "tp": 2, "microbatches": 4}, marks=slow),
     pytest.param("1f1b", {"pp": 1, "cp": 2, "microbatches": 2, "cp_method": "all_gather"}, marks=slow),
 ]

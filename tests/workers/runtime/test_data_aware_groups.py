@@ -74,6 +74,8 @@ RANDOM = [
         marks=slow,
     ),
     pytest.param({"sizes": {"tp": 2, "dp": 2}, "microbatches": 3, "factor": 4}, marks=slow),
+    pytest.param({"sizes": {"tp": 2, "dp": 2}, "microbatches": 3, "factor": 4, "logit_rows": 7}, marks=slow),
+    pytest.param({"sizes": {"pp": 2, "cp": 2}, "microbatches": 4, "factor": 4, "logit_rows": 7}, marks=slow),
     pytest.param({"sizes": {"dp": 4}, "factor": 4, "ramp": {1: 2}}, marks=slow),
     pytest.param({"sizes": {"dp": 4}, "factor": 4, "memory_options": MemoryOptions(zero=3)}, marks=slow),
     *(

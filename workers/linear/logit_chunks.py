@@ -1,0 +1,52 @@
+"""The output head and its loss without the logits of all rows: chunk by chunk, each in the memory of the one before.
+
+What is saved of the logits is their log-sum-exps: W makes each chunk again. T tokens, V words of this rank's part of
+the vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pentad.kernels.cross_entropy import cross_entropy_backward_
+from pentad.kernels.wgrad_gemm import accumulate_gradient_
+
+
+class TokenLoss(NamedTuple):
+    """The loss of a token with its `z_loss`, times `scale`; `softcap` is that of `cross_entropy`."""
+
+    scale: float
+    softcap: float = 0.0
+    z_loss: float = 0.0
+
+
+def logit_chunks(normed: Tensor, weight: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their logits [rows, V]) of normed [T, H] and weight [V, H]; the next logits overwrite these."""
+    tokens = len(normed)
+    logits = normed.new_empty(min(rows, tokens), len(weight))
+    for start in range(0, tokens, rows):
+        end = min(start + rows, tokens)
+        yield slice(start, end), torch.mm(normed[start:end], weight.t(), out=logits[: end - start])
+
+
+class HeadWgrad(NamedTuple):
+    """gradient [V, H] += dlogits^T @ normed [T, H]; the logits are made again, `rows` at a time, of the same weight
+    [V, H]."""
+
+    gradient: Tensor | None
+    weight: Tensor
+    normed: Tensor
+    targets: Tensor  # [T]
+    lse: Tensor  # [T]
+    loss: TokenLoss
+    rows: int
+
+    def accumulate(self, gradient: Tensor, *, overwrite: bool) -> None:
+        """Adds to the gradient, or is to `overwrite` what it has."""
+        for at, logits in logit_chunks(self.normed, self.weight, self.rows):
+            cross_entropy_backward_(logits, self.targets[at], self.lse[at], *self.loss)
+            accumulate_gradient_(gradient, logits, self.normed[at], overwrite=overwrite and at.start == 0)
