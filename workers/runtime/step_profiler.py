@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
 from pentad.schedules.ir.instruction import Action
 from pentad.schedules.simulate.step_profile import (
@@ -29,11 +30,7 @@ from pentad.workers.runtime.rank_program import RankProgram
 MOST_EVENTS = 100_000  # of a rank and step: less than 1 MB, and some seconds of the host
 MOST_NAME = 200  # characters of a kernel's name
 MARK = "pentad instruction "  # what the profiler's names of instructions begin with
-# By the profiler's type of an activity; others are left out.
-KINDS = {
-    **dict.fromkeys(("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"), OPERATOR),
-    **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), KERNEL),
-}
+CUDA_CALLS = ("cuda", "cuLaunch", "cuMem", "cuStream", "cuEvent", "cuGraph")  # of the runtime, and of the driver
 NO_KERNELS = "torch's profiler saw no kernels: CUPTI is missing, or another profiler uses it"
 _in_use = threading.Lock()  # a process has one profiler, which a thread that was left behind may still hold
 
@@ -139,7 +136,7 @@ def _events(found: Sequence[Any], marks: Sequence[tuple[Action, int]]) -> Iterat
     difference is the difference of the clocks. Kernels are found by what launched them: a call of the CUDA runtime, or
     else an operator. A graph's kernels are those of the instruction that launched it.
     """
-    known = [(event, kind, event.name()) for event in found if (kind := event.activity_type()) in KINDS]
+    known = [(event, kind, event.name()) for event in found if (kind := _kind(event))]
     begun = sorted((event for event, _, name in known if name.startswith(MARK)), key=lambda event: event.start_ns())
     if not begun or [event.name() for event in begun] != [MARK + _text(action) for action, _ in marks]:
         raise RuntimeError(f"torch's profiler saw {len(begun)} of {len(marks)} instructions")
@@ -147,12 +144,11 @@ def _events(found: Sequence[Any], marks: Sequence[tuple[Action, int]]) -> Iterat
     starts, ends = [event.start_ns() for event in begun], [event.end_ns() for event in begun]
     names = [(_text(action), "+".join(part.op.value for part in action.parts)) for action, _ in marks]
     operators, calls = dict[int, int](), dict[int, int]()  # starts by correlation, of what launches kernels
-    for event, kind, _ in known:
-        if KINDS[kind] == OPERATOR:
-            (calls if kind.startswith("cuda") else operators)[event.correlation_id()] = event.start_ns()
-    for event, activity, name in known:
-        kind, start = KINDS[activity], event.start_ns()
-        issued = start
+    for event, kind, name in known:
+        if kind == OPERATOR:
+            (calls if name.startswith(CUDA_CALLS) else operators)[event.correlation_id()] = event.start_ns()
+    for event, kind, name in known:
+        issued = start = event.start_ns()
         if kind == KERNEL:
             by_operator = operators.get(event.linked_correlation_id(), -1)
             issued = calls.get(event.correlation_id(), by_operator)
@@ -164,6 +160,14 @@ def _events(found: Sequence[Any], marks: Sequence[tuple[Action, int]]) -> Iterat
         where = names[at] if at >= 0 and issued < ends[at] else ("", "")
         placed = event.device_resource_id(), start - offset, event.duration_ns()
         yield ProfileEvent(kind, name[:MOST_NAME], *where, *placed)
+
+
+def _kind(event: Any) -> str | None:
+    """None for a mark in the timeline of a GPU, which spans the kernels of an instruction. torch 2.11 does not tell the
+    type of an activity."""
+    if event.device_type() == DeviceType.CPU:
+        return OPERATOR
+    return None if event.is_user_annotation() or event.name().startswith(MARK) else KERNEL
 
 
 def _sentence(error: Exception) -> str:
