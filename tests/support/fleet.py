@@ -5,12 +5,14 @@ from __future__ import annotations
 import faulthandler
 import tempfile
 import traceback
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from bf16_sums import Reduced, recorded_reductions
 from gpus import gpu_of
 from plans import TILE
 from pool import Pool, send
@@ -26,8 +28,8 @@ Call = tuple[int, int] | tuple[int, int, bool] | tuple[int]
 @dataclass
 class Outcome:
     """One rank's results, its gradients of every step before clipping, its last state, its manifest entries, the bytes
-    of its buffers by kind, and its evaluations. Tensors are by global name; a ZeRO rank holds parts of them (see
-    `assemble`)."""
+    of its buffers by kind, its evaluations, and its reductions if they are in bfloat16. Tensors are by global name; a
+    ZeRO rank holds parts of them (see `assemble`)."""
 
     results: list
     gradients: list[dict[str, torch.Tensor]]
@@ -35,6 +37,7 @@ class Outcome:
     shards: list[dict]
     bytes: dict[str, int]
     evaluations: list[Evaluation]
+    reductions: list[Reduced]
 
 
 def tensors_by_name(parameters, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -181,7 +184,9 @@ def _run(
         return real_sum(parameters, counted)
 
     optimizer.step, optimizer.square_sum = recording_step, faulty_sum
-    with tempfile.TemporaryDirectory() as folder:
+    reductions: list[Reduced] = []
+    records = recorded_reductions(reductions) if plan.bf16_reduce else nullcontext()
+    with tempfile.TemporaryDirectory() as folder, records:
         runner = Runner(plan, rank, Path(folder, "progress"), gpu=gpu_of(rank))
         try:
             if rank == 0:
@@ -204,7 +209,7 @@ def _run(
         finally:
             optimizer.step, optimizer.square_sum = real_step, real_sum
         runner.close()  # not after a failure: it would wait for ranks that wait for this one
-    return Outcome(results, gradients, state, shards, sizes, evaluations)
+    return Outcome(results, gradients, state, shards, sizes, evaluations, reductions)
 
 
 def buffer_bytes(parameters, shards, frozen) -> dict[str, int]:
