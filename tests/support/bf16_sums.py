@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from pentad.schedules.spec.plan import ParamShard
+from pentad.schedules.spec.plan import ParamShard, Plan
 
 
 class Reduced(NamedTuple):
@@ -44,6 +45,23 @@ def sum_of_reductions(terms_by_holder: Sequence[Sequence[torch.Tensor]], like: t
         total = bf16_sum(terms, total).to(like.dtype)
     assert total is not None
     return total
+
+
+def assert_sums_of_rounded_terms(plan: Plan, reductions: Sequence[Sequence[Reduced]]) -> None:
+    """That every shard of every step has the bits of the sum in the order of ranks, of `reductions` by rank and step;
+    without ZeRO rounded once more."""
+    checked = 0
+    for step, shard in product(range(len(reductions[0])), plan.param_shards):
+        holders = plan.holders(shard)
+        if len(holders) == 1:
+            continue
+        of_holders = [reductions[rank][step] for rank in holders]
+        for index, found in enumerate(of_holders):
+            expected = sum_of_reductions([each.terms[shard] for each in of_holders], found.sums[shard])
+            expected = expected.view(len(holders), -1)[index] if plan.zero else rounded(expected).to(expected.dtype)
+            assert torch.equal(found.sums[shard], expected), f"step {step}: {shard} on rank {holders[index]}"
+            checked += int(expected.count_nonzero())
+    assert checked > 0
 
 
 @contextmanager

@@ -59,4 +59,5 @@ def test_memory_has_what_gradients_are_rounded_into(transport: str, zero: int) -
 def test_other_dtypes_are_refused_in_one_sentence() -> None:
     with pytest.raises(PentadError) as refused:
         load(None, ["precision.reduce=float16"])
-    assert str(refused.value) == "precision.reduce is 'float16': expected 'float32' or 'bfloat16'"
+    expected = "expected one of float32 or bfloat16 (did you mean bfloat16?)"
+    assert str(refused.value) == f"precision.reduce is 'float16': {expected}"
