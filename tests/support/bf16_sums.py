@@ -24,9 +24,9 @@ class Reduced(NamedTuple):
 
 def rounded(values: torch.Tensor) -> torch.Tensor:
     """The nearest numbers with 8 significant bits, as float32, of finite values; of two the one whose last bit is 0."""
-    bits = values.float().numpy().view(np.uint32).astype(np.uint64)
-    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
-    return torch.from_numpy(bits.astype(np.uint32).view(np.float32))
+    bits = values.float().numpy().view(np.uint32)
+    found = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
+    return torch.from_numpy(found.view(np.float32))
 
 
 def bf16_sum(terms: Sequence[torch.Tensor], before: torch.Tensor | None = None) -> torch.Tensor:

@@ -61,7 +61,7 @@ def test_a_transfer_ends_when_its_waiter_could_run_again(clock: Clock) -> None:
     lanes, receive = HostStreams(), Instruction(Op.RECV_F, stage=1, microbatch=0, peer=0)
     lanes.begin_step()
     with lanes.issue(receive):
-        lanes.end_with(receive, [SlowWork(clock, 5.0)])  # type: ignore[list-item]
+        lanes.end_with(receive, [SlowWork(clock, 5.0)])
     with lanes.issue(PART._replace(waits=(receive.key,))):
         pass
     ((_, start, end), _) = lanes.read_times(lambda: None)[0]

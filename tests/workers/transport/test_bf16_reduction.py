@@ -32,7 +32,7 @@ MESHES: list[tuple[str, dict[str, Any]]] = [
     ("zb-h2", {"dp": 2, "pp": 2, "post_validation": True}),
     ("zb-v", {"dp": 1, "pp": 2, "ep": 2, "model": MOE}),
 ]
-ALWAYS = [(2, 2), (4, 3), (5, 0), (7, 1)]  # mesh and ZeRO stage
+ALWAYS = [(2, 2), (4, 3), (5, 0)]  # mesh and ZeRO stage
 
 
 def narrow_plan(data: str, name: str, mesh: dict[str, Any], zero: int, dtype: str = "float32") -> Plan:
@@ -62,7 +62,7 @@ def test_a_sum_has_the_bits_of_rounded_terms_added_in_order(fleet: Fleet, corpus
     assert_sums_of_rounded_terms(plan, [outcome.reductions for outcome in fleet.run(plan, [(0, 2)])])
 
 
-@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=slow), 2, pytest.param(3, marks=slow)])
+@pytest.mark.parametrize("zero", [0, *(pytest.param(zero, marks=slow) for zero in (1, 2, 3))])
 def test_in_float64_it_is_as_close_to_one_process_as_rounding_allows(fleet: Fleet, corpus: str, zero: int) -> None:
     """Halves of a batch have gradients of about the same size, so their sum is as close as they are: within 2**-8
     for a rounding of terms and one of sums."""
@@ -79,7 +79,8 @@ def test_in_float64_it_is_as_close_to_one_process_as_rounding_allows(fleet: Flee
 
 
 @pytest.mark.parametrize(
-    ("number", "zero"), [(3, 2), *(pytest.param(*case, marks=slow) for case in ((1, 0), (2, 3), (6, 1), (9, 2)))]
+    ("number", "zero"),
+    [(0, 2), *(pytest.param(*case, marks=slow) for case in ((1, 0), (2, 3), (3, 2), (6, 1), (9, 2)))],
 )
 def test_runs_repeat_and_resume_bit_identically(
     fleet: Fleet, corpus: str, tmp_path: Any, number: int, zero: int
@@ -88,15 +89,11 @@ def test_runs_repeat_and_resume_bit_identically(
 
 
 @slow
-def test_shards_do_not_change_what_is_reduced_in_the_end_of_a_step(fleet: Fleet, corpus: str) -> None:
-    """ZeRO 1 and 2 with one reduction a step differ in where sums are kept alone."""
-    mesh = {"dp": 4, "pp": 1, "model": SHALLOW}
-    plans = [
-        replace(plan_of("1f1b", microbatches=3, data=corpus, dtype="float32", memory_options=options, **mesh),
-                bf16_reduce=True)
-        for options in (MemoryOptions(zero=1), MemoryOptions(zero=2, reduce="step"))
-    ]  # fmt: skip
-    assert_same_runs(*(fleet.run(plan, [(0, 3)]) for plan in plans))
+def test_zero_1_and_2_with_one_reduction_a_step_have_the_same_bits(fleet: Fleet, corpus: str) -> None:
+    """They differ only in where sums are kept."""
+    options = MemoryOptions(zero=1), MemoryOptions(zero=2, reduce="step")
+    plans = (plan_of("1f1b", 4, 1, 3, corpus, "float32", memory_options=each, model=SHALLOW) for each in options)
+    assert_same_runs(*(fleet.run(replace(plan, bf16_reduce=True), [(0, 3)]) for plan in plans))
 
 
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=slow), 3])
