@@ -65,11 +65,11 @@ def assert_sums_of_rounded_terms(plan: Plan, reductions: Sequence[Sequence[Reduc
 
 
 @contextmanager
-def recorded_reductions(found: list[Reduced]) -> Iterator[None]:
-    """Appends those of every step of the ranks in this process."""
+def recorded_reductions(plan: Plan) -> Iterator[list[Reduced]]:
+    """Those of every step that the rank in this process runs, if they are in bfloat16."""
     from pentad.workers.runtime import executor, optimizer_step, zero
 
-    terms: dict[ParamShard, list[torch.Tensor]] = {}
+    found, terms = list[Reduced](), dict[ParamShard, list[torch.Tensor]]()
 
     def record(shards: zero.ZeroShards, stage: int) -> None:
         for shard, buffers in shards.trained[stage]:
@@ -100,6 +100,6 @@ def recorded_reductions(found: list[Reduced]) -> Iterator[None]:
         **{(each, "reduce_norm"): reduce_norm for each in steps},
     }
     with ExitStack() as patches:
-        for (owner, name), wrapper in places.items():
+        for (owner, name), wrapper in places.items() if plan.bf16_reduce else ():
             patches.enter_context(patch.object(owner, name, wrapped(getattr(owner, name), wrapper)))
-        yield
+        yield found

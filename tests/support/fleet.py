@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import tempfile
 import traceback
-from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -184,9 +183,7 @@ def _run(
         return real_sum(parameters, counted)
 
     optimizer.step, optimizer.square_sum = recording_step, faulty_sum
-    reductions: list[Reduced] = []
-    records = recorded_reductions(reductions) if plan.bf16_reduce else nullcontext()
-    with tempfile.TemporaryDirectory() as folder, records:
+    with tempfile.TemporaryDirectory() as folder, recorded_reductions(plan) as reductions:
         runner = Runner(plan, rank, Path(folder, "progress"), gpu=gpu_of(rank))
         try:
             if rank == 0:
