@@ -185,6 +185,3 @@ def test_narrow_shards_add_up_in_float32(accumulate: bool) -> None:
     add_shards_(expected, terms[0], terms[1:], 0, accumulate=accumulate)
     add_shards_triton.add_shards_(found, terms[0], terms[1:], 0, accumulate=accumulate)
     assert torch.equal(found, expected), "not the bits of a sum in the order of ranks"
-    rounded = torch.empty(2500, dtype=torch.bfloat16)
-    add_shards_triton.add_shards_(rounded, terms[0], terms[1:], 0, accumulate=False)
-    assert torch.equal(rounded, terms.float().cumsum(0)[-1].bfloat16())
