@@ -17,7 +17,7 @@ import torch
 from pentad.schedules.ir.instruction import Instruction, Key
 from pentad.workers.lanes.gpu_progress import GpuProgress
 from pentad.workers.lanes.gpu_timer import GpuTimer, StepTimes
-from pentad.workers.parallel.async_ops import Arrival, host_waits
+from pentad.workers.parallel.async_ops import Arrival, ContinuedWork, host_waits
 from pentad.workers.rank_waits import rank_waits
 from pentad.workers.run_delay import run_delay
 
@@ -119,9 +119,11 @@ class HostStreams:
             return
         works, index = self.running.pop(key)
         delayed = run_delay()
-        with rank_waits.abandonable():
-            for work in works:
+        for work in works:
+            with rank_waits.abandonable():
                 work.wait()
+            if isinstance(work, ContinuedWork):
+                work.follow()
         times = self.steps[-1]
         part, start, _ = times[index]
         # Complete since this thread could run again: that it had no core is no part of a transfer.

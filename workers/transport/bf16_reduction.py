@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,20 +17,8 @@ import torch.distributed as dist
 from pentad.kernels.optimizer.add_shards import add_shards_
 from pentad.schedules.spec.plan import ALIGNMENT, aligned_part
 from pentad.schedules.spec.zero_layout import INBOX_ELEMENTS
-from pentad.workers.parallel.async_ops import Arrival, all_gather
-
-
-class ContinuedWork(NamedTuple):
-    """An operation in flight and what follows it, on a CPU's host or the current stream of a GPU. `sent` is in use
-    until then."""
-
-    work: Arrival
-    follow: Callable[[], object]
-    sent: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.follow()
+from pentad.workers.parallel.async_ops import Arrival, ContinuedWork, all_gather
+from pentad.workers.rank_waits import rank_waits
 
 
 def reduce_scatter_bf16(
@@ -41,7 +28,7 @@ def reduce_scatter_bf16(
     or adds that sum to it. `part` may be that row."""
     terms = full.view(group.size(), -1)
 
-    def exchanged(columns: slice) -> Arrival:
+    def exchanged(columns: slice) -> ContinuedWork:
         sent = terms[:, columns].to(torch.bfloat16, memory_format=torch.contiguous_format)
         return _exchange(sent, group, partial(_add, part[columns], accumulate=accumulate))
 
@@ -56,7 +43,7 @@ def all_reduce_bf16(flat: torch.Tensor, group: dist.ProcessGroup) -> list[Arriva
     the order in which they began.
     """
 
-    def exchanged(span: slice) -> Arrival:
+    def exchanged(span: slice) -> ContinuedWork:
         piece, ranks = flat[span], group.size()
         sent = piece.new_zeros(ranks, aligned_part(piece.numel(), ranks), dtype=torch.bfloat16)
         sent.view(-1)[: piece.numel()].copy_(piece)
@@ -71,17 +58,19 @@ def chunks(size: int, most: int) -> Iterator[slice]:
     return (slice(start, min(size, start + step)) for start in range(0, size, step))
 
 
-def _in_chunks(out: torch.Tensor, most: int, exchanged: Callable[[slice], Arrival]) -> list[Arrival]:
+def _in_chunks(out: torch.Tensor, most: int, exchanged: Callable[[slice], ContinuedWork]) -> list[Arrival]:
     """The exchanges of all chunks. On a GPU one is enqueued after the other, which bounds their memory; a CPU's host
     would have to wait between two, so there all of `out` is one chunk."""
     if not out.is_cuda:
         return [exchanged(slice(out.numel()))]
     for chunk in chunks(out.numel(), most):
-        exchanged(chunk).wait()  # the current stream, not the host
+        work = exchanged(chunk)
+        work.wait()  # the current stream, not the host
+        work.follow()
     return []
 
 
-def _exchange(sent: torch.Tensor, group: dist.ProcessGroup, follow: Callable[[torch.Tensor], object]) -> Arrival:
+def _exchange(sent: torch.Tensor, group: dist.ProcessGroup, follow: Callable[[torch.Tensor], object]) -> ContinuedWork:
     """Sends row i of `sent` [ranks, n] to rank i, and passes what all ranks have for this one [ranks, n] on."""
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
@@ -97,5 +86,6 @@ def _add(out: torch.Tensor, terms: torch.Tensor, *, accumulate: bool) -> None:
 def _gather_sums(flat: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, terms: torch.Tensor) -> None:
     """Fills `flat` [n] with the sums of all ranks, of which this one adds its `terms` [ranks, part] in `own` [part]."""
     _add(own, terms, accumulate=False)
-    all_gather(terms.view(-1), own, group=group)
+    with rank_waits.abandonable():
+        all_gather(terms.view(-1), own, group=group)
     flat.copy_(terms.view(-1)[: flat.numel()])
