@@ -153,6 +153,10 @@ class PrecisionSection(Section):
     compute: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
     """dtype of compute; auto: bfloat16 on GPUs and float32 on CPUs. Master weights, gradients and optimizer state are
     float32 (float64 if compute is)"""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    """dtype in which gradients go from rank to rank to be summed, over replicas and ZeRO's shards. float32: that of the
+    main gradients; bfloat16: half the bytes, with terms rounded and summed in float32, in the order of ranks
+    (docs/parallelism.md)"""
     optimizer_state: Literal["auto", "bfloat16"] = "auto"
     """dtype of moments and momentum; auto: that of the master weights"""
     matmul: Literal["compute", "fp8-tensor", "fp8-row", "fp8-block"] = "compute"
@@ -191,3 +195,7 @@ class PrecisionSection(Section):
             yield Broken("fp8_scaling", "current, or matmul = fp8-tensor, which has a scale per tensor", found)
         if self.fp8_head and self.matmul == "compute":
             yield Broken("fp8_head", "false, or a matmul in FP8", "true with precision.matmul = compute")
+
+    @property
+    def bf16_reduce(self) -> bool:
+        return self.reduce == "bfloat16"

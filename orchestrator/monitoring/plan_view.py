@@ -95,6 +95,8 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
     if plan.zero:
         shards = max(map(plan.num_zero_shards, plan.param_shards))
         facts["zero"] = f"stage {plan.zero}, {shards} shards of a pipeline stage"
+    if plan.bf16_reduce:
+        facts["reduce"] = "gradients in bfloat16, with sums in float32"
     facts["program"] = f"{program.name}, {microbatches}, hash {program.hash[:12]}"
     if batch.longer:
         facts["longer steps"] = f"{enumerated(batch.longer)} microbatches, a program each"

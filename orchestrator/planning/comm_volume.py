@@ -170,7 +170,8 @@ def _collective(plan: Plan, instruction: Instruction, shard: ParamShard) -> Volu
     if instruction.op is Op.ALL_GATHER:
         return Volume(1, full * (holders - 1) // holders * BYTES[plan.dtype])
     rounds = 2 if instruction.op is Op.ALL_REDUCE else 1
-    return Volume(1, rounds * full * (holders - 1) // holders * wide_bytes(plan.dtype))
+    itemsize = BYTES["bfloat16"] if plan.bf16_reduce else wide_bytes(plan.dtype)
+    return Volume(1, rounds * full * (holders - 1) // holders * itemsize)
 
 
 def _num_tiles(piece: Piece, *, copied: bool) -> int:

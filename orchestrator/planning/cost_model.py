@@ -46,6 +46,7 @@ def guess_costs(
     offloaded: Sequence[int] = (),
     *,
     host_optimizer: bool = False,
+    bf16_reduce: bool = False,
 ) -> Costs:
     """Seconds at these rates; embedding and head count to the first and last stage.
 
@@ -54,7 +55,8 @@ def guess_costs(
     the same parameters reduce their gradients, and with `zero` each updates a shard. The rank whose
     stages in `placement` have most parameters decides how long the end of a step takes. With `lora` only adapters have
     W, and ZeRO-3 gathers what is frozen as well. `offloaded` are the bytes of an OFFLOAD or RELOAD, by stage. A
-    `host_optimizer` has its state in host memory, from where it comes at the end of a step while it goes back.
+    `host_optimizer` has its state in host memory, from where it comes at the end of a step while it goes back. With
+    `bf16_reduce` gradients are reduced in bfloat16.
     """
     mesh = piece.mesh
     found: dict[tuple[Kind, str], tuple[float, ...]] = {}
@@ -70,7 +72,7 @@ def guess_costs(
                 stage.backward,
                 stage.weight,
                 _recompute_seconds(model, span, stage, mode, piece, rates),
-                reduction_seconds(model, lora, span, mesh, rates, zero),
+                reduction_seconds(model, lora, span, mesh, rates, zero, bf16=bf16_reduce),
                 gather_seconds(model, lora, span, piece, rates, zero),
             )
     forward, backward, weight, again, reduce, gather = zip(*map(found.__getitem__, keys), strict=True)
@@ -365,9 +367,17 @@ def _updated_bytes(model: ModelSpec, lora: LoraSpec | None, span: LayerRange, me
 
 
 def reduction_seconds(
-    model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates, zero: int
+    model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates, zero: int, *, bf16: bool
 ) -> float:
-    """Seconds of an all-reduce of a stage's gradients, or with ZeRO of two reduce-scatters."""
+    """Seconds of an all-reduce of a stage's gradients, or with ZeRO of two reduce-scatters. In `bf16` terms are rounded
+    and exchanged, or read by peers, and added, and without ZeRO sums are gathered."""
+    if bf16:
+        kind = "reduce_scatter" if zero and mesh.size <= NODE_GPUS else "all_to_all"  # the former's rate has the sum
+        narrow, (dense, experts) = BYTES["bfloat16"], local_parameters(model, lora, span, mesh)
+        passes = BYTES["float32"] + narrow * (1 if kind == "reduce_scatter" else 2)
+        terms = _shared_seconds(model, lora, span, mesh, rates, kind, narrow)
+        terms += passes * (dense + experts * (mesh.dp * mesh.cp > 1)) / rates.memory
+        return 2 * terms if zero else terms + _shared_seconds(model, lora, span, mesh, rates, "all_gather", narrow)
     if zero:
         return 2 * _shared_seconds(model, lora, span, mesh, rates, "reduce_scatter", BYTES["float32"])
     return _shared_seconds(model, lora, span, mesh, rates, "all_reduce", 2 * BYTES["float32"])

@@ -26,10 +26,10 @@ from pentad.schedules.simulate.simulate import event_times
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.optimizer import PIECE_ELEMENTS, PIECES, ROUND_ELEMENTS
-from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
 from pentad.schedules.spec.row_slots import row_slots_size
 from pentad.schedules.spec.tensors import active_parameters, fp8_matrices
-from pentad.schedules.spec.zero_layout import inbox_elements, num_muon_elements
+from pentad.schedules.spec.zero_layout import INBOX_ELEMENTS, inbox_elements, num_muon_elements, outbox_elements
 
 GRAPHS_BYTES = 3 * 2**30  # of a GPU that CUDA graphs have taken at most (docs/performance.md)
 ON_HOST = ("host", "snapshot", "host_optimizer", "copies", "compared")  # kinds of memory that no GPU has
@@ -46,7 +46,7 @@ def costs_of(plan: Plan, rates: Rates | None = None) -> Costs:
     offloaded = [each.bytes for each in cuts_of(even)]
     rates = rates or plan.rates or rates_of(plan.device, plan.gpu)
     given = plan.model, plan.layers, plan.program.placement, piece, rates, plan.recompute, plan.zero, plan.lora
-    return guess_costs(*given, offloaded, host_optimizer=plan.host_optimizer)
+    return guess_costs(*given, offloaded, host_optimizer=plan.host_optimizer, bf16_reduce=plan.bf16_reduce)
 
 
 def step_seconds(timeline: Timeline) -> float:
@@ -148,13 +148,26 @@ def _state(plan: Plan, rank: int) -> dict[str, int]:
         "optimizer": optimizer,
         "activations": 0,
         "slots": received * plan.sequence_parallel_tokens * plan.model.hidden * compute
-        + inbox_elements(plan, rank) * wide
+        + reduction_bytes(plan, rank)
         + row_slots_size(plan) * compute,
         "tables": _tables(plan, rank),
         "graphs": GRAPHS_BYTES * plan.cuda_graphs,
     }
     kinds = (0, snapshot_bytes(plan, rank), on_host, copies_bytes(plan, rank), 0)
     return {**found, "total": 0, **dict(zip(ON_HOST, kinds, strict=True))}
+
+
+def reduction_bytes(plan: Plan, rank: int) -> int:
+    """Of the memory in which gradients of other ranks arrive, and in bfloat16 those of the rank leave: on a GPU a
+    chunk's, on a CPU those of all reductions, which may all be under way."""
+    if not plan.bf16_reduce:
+        return inbox_elements(plan, rank) * wide_bytes(plan.dtype)
+    if plan.transport == "peer" and plan.zero:
+        return (inbox_elements(plan, rank) + outbox_elements(plan, rank)) * BYTES["bfloat16"]
+    holders = {shard: plan.num_holders(shard) for shard in plan.param_shards_of(rank)}
+    sent = [count * aligned_part(plan.size(shard), count) for shard, count in holders.items() if count > 1]
+    at_once = sum(sent) if plan.device == "cpu" else min(INBOX_ELEMENTS, max(sent, default=0))
+    return 2 * at_once * BYTES["bfloat16"]
 
 
 def fp8_weights(plan: Plan, rank: int, share: float) -> int:

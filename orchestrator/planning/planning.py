@@ -161,7 +161,8 @@ def _guessed(
     moved = [each.bytes for each in cuts(model, layers, stage_of, piece, modes, fractions)]
     placement = place_units(layout.placement, units)
     given = model, layers, placement, piece, rates, modes, zero, config.lora_spec, moved
-    return guess_costs(*given, host_optimizer=config.memory.optimizer == "host")
+    host_optimizer = config.memory.optimizer == "host"
+    return guess_costs(*given, host_optimizer=host_optimizer, bf16_reduce=config.precision.bf16_reduce)
 
 
 def _other_programs(
@@ -255,6 +256,7 @@ def draft(
         transport=transport,
         deterministic=config.precision.deterministic,
         zero=zero,
+        bf16_reduce=config.precision.bf16_reduce,
         cp_method=config.mesh.cp_method,
         spikes=config.spikes.spec,
         replicate_every=config.elastic.replicate_every,

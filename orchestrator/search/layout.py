@@ -152,7 +152,8 @@ class Work:
         """An all-reduce of a span's gradients, or with ZeRO two reduce-scatters."""
         key = mesh, self.kind(span), zero
         if key not in self._reduce:
-            self._reduce[key] = reduction_seconds(self.model, self.lora, span, mesh, self.rates, zero)
+            given = self.model, self.lora, span, mesh, self.rates, zero
+            self._reduce[key] = reduction_seconds(*given, bf16=self.config.precision.bf16_reduce)
         return self._reduce[key]
 
     def gather_seconds(self, piece: Piece, span: LayerRange) -> float:

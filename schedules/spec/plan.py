@@ -61,7 +61,8 @@ class Plan:
     cut. With `host_optimizer` master
     weights and optimizer state are in host memory. `zero` is the ZeRO stage (arXiv
     1910.02054): from 1 on the holders of a stage shard its master weights and optimizer state, from 2 on its gradients,
-    with 3 its compute weights.
+    with 3 its compute weights. With `bf16_reduce` gradients are reduced in bfloat16, with sums in float32
+    (workers/transport/bf16_reduction.py).
     `cp_method` is how context ranks attend to each other's tokens. Tensor ranks share a node unless `tp_across_nodes`.
     Steps that are `spikes` change no weight (None: only those with a norm that is not finite). With `lora` the model is
     frozen, and its adapters are the parameters. `fp8` says which products are in 8 bits (None: none).
@@ -92,6 +93,7 @@ class Plan:
     offload_slots: tuple[tuple[int, int], ...] = ()
     host_optimizer: bool = False
     zero: int = 0
+    bf16_reduce: bool = False
     cp_method: CpMethod = "ring"
     tp_across_nodes: bool = False
     eval: EvalSpec | None = None

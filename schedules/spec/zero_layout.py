@@ -13,7 +13,7 @@ from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
 from pentad.schedules.spec.tensors import LayerRange
 
-INBOX_ELEMENTS = 2**25  # of gradients on their way between peers, at most
+INBOX_ELEMENTS = 2**25  # of gradients on their way between peers, or in bfloat16 between any ranks, at most
 
 
 class ZeroLayout(NamedTuple):
@@ -74,6 +74,15 @@ def inbox_elements(plan: Plan, rank: int) -> int:
         return 0
     arriving = ((plan.num_zero_shards(shard) - 1) * plan.zero_shard_size(shard) for shard in plan.param_shards_of(rank))
     return min(INBOX_ELEMENTS, max(arriving))
+
+
+def outbox_elements(plan: Plan, rank: int) -> int:
+    """Elements of the memory of a rank in which its peers find its gradients in bfloat16; equal on all of them."""
+    if plan.transport != "peer" or not plan.bf16_reduce:
+        return 0
+    shards = [shard for shard in plan.param_shards_of(rank) if plan.num_zero_shards(shard) > 1]
+    read = (plan.num_zero_shards(shard) * plan.zero_shard_size(shard) for shard in shards)
+    return min(INBOX_ELEMENTS, max(read, default=0))
 
 
 def num_muon_elements(plan: Plan, shard: ParamShard, rank: int) -> int:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bf16_sums import assert_sums_of_rounded_terms
 from bits import same_bits
 from exactness import assert_equals_one_process
 from gpus import RANKS_A_GPU, on_gpu, two_gpus
@@ -64,6 +65,18 @@ def test_units_equal_one_process_and_are_repeatable(gpus, corpus, zero):
     plan = gpu_plan("1f1b", 2, 1, 3, None, zero, corpus, "float64", unit_layers=2)
     assert_equals_one_process(gpus, plan, check_bytes=True)
     assert_repeatable(gpus, gpu_plan("looped-bfs", 2, 1, 3, 4, zero, corpus, "bfloat16", unit_layers=1))
+
+
+@pytest.mark.sampled(3)
+@two_gpus
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize(("name", "dp", "pp", "m", "chunks"), CASES)
+def test_gradients_in_bfloat16_have_the_sums_of_rounded_terms(gpus, corpus, name, dp, pp, m, chunks, zero, transport):
+    plan = replace(gpu_plan(name, dp, pp, m, chunks, zero, corpus, "bfloat16", transport), bf16_reduce=True)
+    outcomes = gpus.run(plan, [(0, 2)])
+    assert_sums_of_rounded_terms(plan, [outcome.reductions for outcome in outcomes])
+    assert_repeatable(gpus, plan)
 
 
 @two_gpus

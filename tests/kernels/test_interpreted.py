@@ -176,3 +176,12 @@ def test_add_shards(ranks: int, position: int, accumulate: bool) -> None:
     add_shards_(expected, own.clone(), others, position, accumulate=accumulate)
     add_shards_triton.add_shards_(found, own, others, position, accumulate=accumulate)
     assert torch.equal(found, expected), "not the bits of a sum in the order of ranks"
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_narrow_shards_add_up_in_float32(accumulate: bool) -> None:
+    terms, found = torch.randn(5, 2500).bfloat16(), torch.randn(2500)
+    expected = found.clone()
+    add_shards_(expected, terms[0], terms[1:], 0, accumulate=accumulate)
+    add_shards_triton.add_shards_(found, terms[0], terms[1:], 0, accumulate=accumulate)
+    assert torch.equal(found, expected), "not the bits of a sum in the order of ranks"

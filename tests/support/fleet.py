@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from bf16_sums import Reduced, recorded_reductions
 from gpus import gpu_of
 from plans import TILE
 from pool import Pool, send
@@ -26,8 +27,8 @@ Call = tuple[int, int] | tuple[int, int, bool] | tuple[int]
 @dataclass
 class Outcome:
     """One rank's results, its gradients of every step before clipping, its last state, its manifest entries, the bytes
-    of its buffers by kind, and its evaluations. Tensors are by global name; a ZeRO rank holds parts of them (see
-    `assemble`)."""
+    of its buffers by kind, its evaluations, and its reductions if they are in bfloat16. Tensors are by global name; a
+    ZeRO rank holds parts of them (see `assemble`)."""
 
     results: list
     gradients: list[dict[str, torch.Tensor]]
@@ -35,6 +36,7 @@ class Outcome:
     shards: list[dict]
     bytes: dict[str, int]
     evaluations: list[Evaluation]
+    reductions: list[Reduced]
 
 
 def tensors_by_name(parameters, flat: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -181,7 +183,7 @@ def _run(
         return real_sum(parameters, counted)
 
     optimizer.step, optimizer.square_sum = recording_step, faulty_sum
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, recorded_reductions(plan) as reductions:
         runner = Runner(plan, rank, Path(folder, "progress"), gpu=gpu_of(rank))
         try:
             if rank == 0:
@@ -204,7 +206,7 @@ def _run(
         finally:
             optimizer.step, optimizer.square_sum = real_step, real_sum
         runner.close()  # not after a failure: it would wait for ranks that wait for this one
-    return Outcome(results, gradients, state, shards, sizes, evaluations)
+    return Outcome(results, gradients, state, shards, sizes, evaluations, reductions)
 
 
 def buffer_bytes(parameters, shards, frozen) -> dict[str, int]:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import Instruction, Key
 from pentad.workers.lanes.gpu_progress import GpuProgress
 from pentad.workers.lanes.gpu_timer import GpuTimer, StepTimes
-from pentad.workers.parallel.async_ops import host_waits
+from pentad.workers.parallel.async_ops import Arrival, ContinuedWork, host_waits
 from pentad.workers.rank_waits import rank_waits
 from pentad.workers.run_delay import run_delay
 
@@ -54,7 +53,7 @@ class HostStreams:
         host_waits.delay_clock = run_delay
         # Up to the end of the last instruction, in layers, and outside their waits.
         self.waited, self.delayed = host_waits.seconds, 0.0
-        self.running: dict[Key, tuple[list[dist.Work], int]] = {}  # works, and where their times are
+        self.running: dict[Key, tuple[Sequence[Arrival], int]] = {}  # works, and where their times are
 
     @property
     def has_unread_steps(self) -> bool:
@@ -80,7 +79,7 @@ class HostStreams:
             waits[where] = waits.get(where, 0.0) + host_waits.seconds - self.waited
             self.waited = host_waits.seconds
 
-    def end_with(self, part: Instruction, works: list[dist.Work]) -> None:
+    def end_with(self, part: Instruction, works: Sequence[Arrival]) -> None:
         self.running[part.key] = (works, len(self.steps[-1]))
 
     def throttle(self, check: Check, ahead: int = 0) -> None:
@@ -120,9 +119,11 @@ class HostStreams:
             return
         works, index = self.running.pop(key)
         delayed = run_delay()
-        with rank_waits.abandonable():
-            for work in works:
+        for work in works:
+            with rank_waits.abandonable():
                 work.wait()
+            if isinstance(work, ContinuedWork):
+                work.follow()
         times = self.steps[-1]
         part, start, _ = times[index]
         # Complete since this thread could run again: that it had no core is no part of a transfer.
@@ -187,7 +188,7 @@ class CudaStreams:
         self.ends[part.key] = (lane, end)
         self.timer.add(part, start, end)
 
-    def end_with(self, part: Instruction, works: list[dist.Work]) -> None:
+    def end_with(self, part: Instruction, works: Sequence[Arrival]) -> None:
         """Makes the instruction being issued end with these operations."""
         for work in works:
             work.wait()  # the lane's stream waits for NCCL's, not the host

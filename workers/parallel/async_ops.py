@@ -43,6 +43,18 @@ class Works(NamedTuple):
                 work.wait()
 
 
+class ContinuedWork(NamedTuple):
+    """An operation in flight, and what a host that has waited for it does then, while no abort leaves it behind.
+    `keep_alive` is in use until then."""
+
+    work: Arrival
+    follow: Callable[[], object]
+    keep_alive: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
 class LayerWork(NamedTuple):
     """An operation in flight inside a layer; the description of its group is the axis of the mesh."""
 

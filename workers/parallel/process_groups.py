@@ -108,7 +108,8 @@ def connect(
     )
     world = _connected_group(tuple(range(plan.mesh.size))) if plan.mesh.size > 1 else None
     channels = _channels(plan, rank, world, device)
-    gradients = _groups_by_stage(plan, rank, plan.holders)
+    exchanges = plan.bf16_reduce and not (plan.transport == "peer" and plan.zero)
+    gradients = _groups_by_stage(plan, rank, plan.holders, exchanges=exchanges)
     weights = _weight_groups(plan, rank) if plan.transport != "peer" else {}
     matrices = _groups_by_stage(plan, rank, plan.tp_holders) if plan.optimizer.name == "muon" else {}
     tied = [_connected_group(ranks) for ranks in _embedding_ranks(plan)]
@@ -176,9 +177,15 @@ def _channels(
     return channels
 
 
-def _groups_by_stage(plan: Plan, rank: int, ranks_of: Callable[[ParamShard], tuple[int, ...]]) -> GroupsByStage:
-    """New groups of the ranks of each parameter shard of this rank's stages."""
+def _groups_by_stage(
+    plan: Plan, rank: int, ranks_of: Callable[[ParamShard], tuple[int, ...]], *, exchanges: bool = False
+) -> GroupsByStage:
+    """New groups of the ranks of each parameter shard of this rank's stages; for `exchanges` all pairs are
+    connected."""
     made = _new_groups(map(ranks_of, plan.param_shards))
+    for ranks, group in made.items() if exchanges else ():
+        if rank in ranks:
+            _connected_pairs(group, plan)
     found: GroupsByStage = {stage: [] for stage in plan.stages_of(rank)}
     for shard in plan.param_shards_of(rank):
         found[shard.stage].append(made.get(ranks_of(shard)))

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
 
-import torch.distributed as dist
-
 from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Action, Instruction, Key, Op
 from pentad.workers.data.batch_loader import Batch, Tokens
 from pentad.workers.evaluation.loss_totals import LossTotals
@@ -20,7 +18,7 @@ from pentad.workers.linear.fp8_gradients import KeptGradients, PendingSums
 from pentad.workers.linear.fp8_sample import GradientSums
 from pentad.workers.linear.fp8_samples import PendingSamples
 from pentad.workers.model.base_stage import BaseStage, StageInputs
-from pentad.workers.parallel.async_ops import Task, host_waits, interleave, on_yield, run_to_completion
+from pentad.workers.parallel.async_ops import Arrival, Task, host_waits, interleave, on_yield, run_to_completion
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params.router_bias import PendingLoad, reports_load
 from pentad.workers.runtime.activation_offload import ActivationOffload
@@ -29,6 +27,7 @@ from pentad.workers.runtime.progress_file import ProgressFile
 from pentad.workers.runtime.rank_program import IssuedStep, RankProgram
 from pentad.workers.runtime.results import total_load
 from pentad.workers.runtime.zero import Collectives, ZeroShards
+from pentad.workers.transport.group_collectives import all_reduce
 from pentad.workers.transport.p2p import P2PTransport
 from pentad.workers.transport.p2p_ipc import IpcTransport
 
@@ -361,12 +360,12 @@ class Executor:
         self.lanes.join_sends()
         self.sent.clear()
 
-    def _all_reduce(self, part: Instruction) -> list[dist.Work]:
-        works, buffers = [], self.stages[part.stage].param_buffers
+    def _all_reduce(self, part: Instruction) -> list[Arrival]:
+        works, buffers = list[Arrival](), self.stages[part.stage].param_buffers
         for each, group in zip(buffers, self.groups.gradients[part.stage], strict=True):
             assert each.gradients is not None
             if group is not None and each.gradients.flat.numel():
-                works.append(dist.all_reduce(each.gradients.flat, group=group, async_op=True))
+                works += all_reduce(each.gradients.flat, group, bf16=self.optimizer_step.plan.bf16_reduce)
         return works
 
     def _rows(self, part: Instruction) -> int | None:

@@ -15,7 +15,7 @@ from pentad.schedules.ir.instruction import instructions_of
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.row_slots import ROW_SLOTS, row_slot_elements
-from pentad.schedules.spec.zero_layout import inbox_elements
+from pentad.schedules.spec.zero_layout import inbox_elements, outbox_elements
 from pentad.workers.checkpoint.snapshot import Files, Snapshots
 from pentad.workers.custom.stage import CustomStage
 from pentad.workers.data.batch_loader import BatchLoader
@@ -171,12 +171,15 @@ def make_collectives(
 ) -> Collectives:
     """ZeRO's."""
     if flags is None:
-        return GroupCollectives(groups)
-    peers = peer_collectives.peers_of(plan, groups.rank)
-    memory = PeerMemory(store, "zero", groups.rank, shards.shared(), peers)
+        return GroupCollectives(groups, plan.bf16_reduce)
+    rank, shared = groups.rank, shards.shared()
     gradient = next(iter(shards.stages.values())).param_buffers[0].parameters.gradient
-    inbox = gradient.new_empty(inbox_elements(plan, groups.rank))
-    return PeerCollectives(plan, groups.rank, flags, memory, inbox)
+    dtype, sizes = gradient.dtype, (inbox_elements(plan, rank), outbox_elements(plan, rank))
+    inbox, outbox = (gradient.new_empty(each, dtype=torch.bfloat16 if plan.bf16_reduce else dtype) for each in sizes)
+    if outbox.numel():
+        shared[peer_collectives.OUTBOX] = outbox
+    memory = PeerMemory(store, "zero", rank, shared, peer_collectives.peers_of(plan, rank))
+    return PeerCollectives(plan, rank, flags, memory, inbox, outbox)
 
 
 def make_optimizer_step(

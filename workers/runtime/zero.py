@@ -12,7 +12,6 @@ from itertools import chain
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import Instruction
 from pentad.schedules.passes.zero_buffers import (
@@ -25,7 +24,7 @@ from pentad.schedules.passes.zero_buffers import (
 )
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.model.base_stage import BaseStage
-from pentad.workers.parallel.async_ops import all_gather
+from pentad.workers.parallel.async_ops import Arrival, all_gather
 from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params.param_buffers import ParamBuffers, WeightBuffer
 from pentad.workers.rank_waits import rank_waits
@@ -84,9 +83,9 @@ class ZeroShards:
                 found[gradients_name(shard, program)] = self.full_gradients(shard, buffers, program)
         return found
 
-    def gather(self, part: Instruction, collectives: Collectives, program: int) -> list[dist.Work]:
+    def gather(self, part: Instruction, collectives: Collectives, program: int) -> list[Arrival]:
         """ALL_GATHER: fills a stage's full weights, at the place of this gather of a program."""
-        works = []
+        works = list[Arrival]()
         for shard, buffer in self._weights(part.stage):
             held = buffer.shard
             if held.layout.num_shards == 1:
@@ -108,9 +107,9 @@ class ZeroShards:
                 buffer.clear_weights()
         self.stages[part.stage].bind()
 
-    def scatter(self, part: Instruction, collectives: Collectives) -> list[dist.Work]:
+    def scatter(self, part: Instruction, collectives: Collectives) -> list[Arrival]:
         """REDUCE_SCATTER: this rank's shard of the sum of the full gradients, added to that of earlier microbatches."""
-        works = []
+        works = list[Arrival]()
         for shard, buffers in self.trained[part.stage]:
             sums = buffers.parameters.gradient
             if buffers.shard.layout.num_shards > 1:

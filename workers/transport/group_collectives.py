@@ -8,27 +8,39 @@ import torch
 import torch.distributed as dist
 
 from pentad.schedules.spec.plan import ParamShard
-from pentad.workers.parallel.async_ops import all_gather, reduce_scatter
+from pentad.workers.parallel.async_ops import Arrival, all_gather, reduce_scatter
 from pentad.workers.parallel.process_groups import ProcessGroups
+from pentad.workers.transport.bf16_reduction import all_reduce_bf16, reduce_scatter_bf16
+
+
+def all_reduce(gradients: torch.Tensor, group: dist.ProcessGroup, *, bf16: bool) -> list[Arrival]:
+    """Replaces gradients [n] by their sum over the ranks of the group, with terms in `bf16` if asked for."""
+    if bf16:
+        return all_reduce_bf16(gradients, group)
+    return [dist.all_reduce(gradients, group=group, async_op=True)]
 
 
 @dataclass(frozen=True)
 class GroupCollectives:
-    """Collectives of one rank; they end with the works that they return."""
+    """Collectives of one rank; they end with the works that they return. With `bf16_reduce` gradients go in
+    bfloat16."""
 
     groups: ProcessGroups
+    bf16_reduce: bool
 
-    def all_gather(self, shard: ParamShard, full: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
+    def all_gather(self, shard: ParamShard, full: torch.Tensor, part: torch.Tensor) -> list[Arrival]:
         """Fills `full` [holders part] with the weights of all holders, of which this rank has `part`."""
         return [all_gather(full, part, group=self.groups.weights[shard], async_op=True)]
 
     def reduce_scatter(
         self, shard: ParamShard, part: torch.Tensor, full: torch.Tensor, program: int, *, accumulate: bool
-    ) -> list[dist.Work]:
+    ) -> list[Arrival]:
         """Writes to `part` the sum over the holders of its elements in their gradients, of which this rank has `full`,
         or adds that sum to it. `part` may be its place in `full`."""
         group = self.groups.gradients[shard.stage][shard.experts]
         assert group is not None
+        if self.bf16_reduce:
+            return reduce_scatter_bf16(part, full, group, accumulate=accumulate)
         if accumulate:
             full.view(group.size(), -1)[group.rank()].add_(part)
         return [reduce_scatter(part, full, group=group, async_op=True)]

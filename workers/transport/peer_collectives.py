@@ -3,8 +3,10 @@
 Every rank reads what it needs from the memory of its peers, and flags in host memory say when it may. Weights may be
 read from one update to the next, so an ALL_GATHER waits for no other rank's ALL_GATHER. In a REDUCE_SCATTER each
 holder announces that its gradients are complete, adds the others' parts of its shard in the order of ranks, and leaves
-its gradients alone until all have read them. An update waits for nothing more: it needs the sums of its shard, which
-have the gradients of every holder, and so come after each one's last ALL_GATHER of the step.
+its gradients alone until all have read them. In bfloat16 it does so chunk by chunk: it rounds one into its outbox,
+where the others read it (the sums are those of workers/transport/bf16_reduction.py). An update waits for nothing more:
+it needs the sums of its shard, which have the gradients of every holder, and so come after each one's last ALL_GATHER
+of the step.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ from collections.abc import Hashable
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from pentad.kernels.optimizer.add_shards import add_shards_
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
+from pentad.workers.parallel.async_ops import Arrival
+from pentad.workers.transport.bf16_reduction import chunks
+
+OUTBOX = "outbox"  # under which ranks share theirs
 
 
 class Flags(Protocol):
@@ -40,14 +45,18 @@ class Memory(Protocol):
 class PeerCollectives:
     """Collectives of one rank; same interface as `GroupCollectives`."""
 
-    def __init__(self, plan: Plan, rank: int, flags: Flags, memory: Memory, inbox: torch.Tensor) -> None:
-        """`inbox` [elements], in the dtype of gradients, is where parts of other ranks arrive."""
-        self.rank, self.flags, self.memory, self.inbox = rank, flags, memory, inbox
+    def __init__(
+        self, plan: Plan, rank: int, flags: Flags, memory: Memory, inbox: torch.Tensor, outbox: torch.Tensor
+    ) -> None:
+        """`inbox` [elements], in the dtype of gradients, is where parts of other ranks arrive. They read this
+        rank's in bfloat16 from its `outbox` [elements], into an inbox of that dtype, or if it is empty where they
+        were added up."""
+        self.rank, self.flags, self.memory, self.inbox, self.outbox = rank, flags, memory, inbox, outbox
         self.holders, self.peers = _holders(plan, rank), peers_of(plan, rank)
         self.updates, self.awaited = 0, 0  # of the weights; those that the gathers have waited for
-        self.sums: Counter[ParamShard] = Counter()  # REDUCE_SCATTERs so far
+        self.sums: Counter[ParamShard] = Counter()  # that were added so far
 
-    def all_gather(self, shard: ParamShard, full: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
+    def all_gather(self, shard: ParamShard, full: torch.Tensor, part: torch.Tensor) -> list[Arrival]:
         """Fills `full` [holders part] with the weights of all holders, of which this rank has `part`."""
         holders = self.holders[shard]
         if self.awaited < self.updates:
@@ -66,22 +75,34 @@ class PeerCollectives:
 
     def reduce_scatter(
         self, shard: ParamShard, part: torch.Tensor, full: torch.Tensor, program: int, *, accumulate: bool
-    ) -> list[dist.Work]:
+    ) -> list[Arrival]:
         """Writes to `part` the sum over the holders of its elements in their gradients, of which this rank has `full`,
         or adds that sum to it. `part` may be its place in `full`."""
+        terms = full.view(len(self.holders[shard]), -1)
+        if not self.outbox.numel():
+            self._add(shard, part, terms, gradients_name(shard, program), accumulate=accumulate)
+            return []
+        for columns in chunks(part.numel(), self.outbox.numel() // len(terms)):
+            sent = terms[:, columns]
+            rounded = self.outbox[: sent.numel()].view(sent.shape)
+            rounded.copy_(sent)
+            self._add(shard, part[columns], rounded, OUTBOX, accumulate=accumulate)
+        return []
+
+    def _add(self, shard: ParamShard, part: torch.Tensor, terms: torch.Tensor, name: str, *, accumulate: bool) -> None:
+        """Sums for `part` [n] the holders' terms [holders, n], which each shares under this name."""
         holders, size = self.holders[shard], part.numel()
         own, others = holders.index(self.rank), [holder for holder in holders if holder != self.rank]
         self.sums[shard] += 1
         self._announce("complete", shard, others)
-        slots, name = self._slots(len(others)), gradients_name(shard, program)
+        slots = self._slots(len(others))
         for start in range(0, size, slots.shape[1]):
             end = min(size, start + slots.shape[1])
-            arrived, first = slots[:, : end - start], own * size
+            arrived = slots[:, : end - start]
             for index in (*range(own, len(others)), *range(own)):  # as when weights are gathered
-                self.memory.read(others[index], name, first + start, arrived[index])
-            add_shards_(part[start:end], full[first + start : first + end], arrived, own, accumulate=accumulate)
+                self.memory.read(others[index], name, own * size + start, arrived[index])
+            add_shards_(part[start:end], terms[own, start:end], arrived, own, accumulate=accumulate)
         self._announce("read", shard, others)
-        return []
 
     def after_update(self) -> None:
         """The weights are those of the next step."""

@@ -21,6 +21,22 @@ def test_all_ranks_get_the_bits_of_a_sum_in_their_order(ranks: int, accumulate: 
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bfloat16_terms_add_up_in_float32_and_are_rounded_once(device: str) -> None:
+    terms = torch.randn(7, 5000, device=device).bfloat16()
+    expected, own = terms[0].float(), torch.empty_like(terms[0])
+    for term in terms[1:]:
+        expected = expected + term.float()
+    add_shards_(own, terms[0], terms[1:], 0, accumulate=False)
+    assert torch.equal(own, expected.bfloat16())
+    found = torch.randn(5000, device=device)
+    before = found.clone()
+    add_shards_(found, terms[0], terms[1:], 0, accumulate=True)
+    for term in terms:
+        before = before + term.float()
+    assert torch.equal(found, before)
+
+
 def test_the_sum_may_replace_the_own_part() -> None:
     parts = torch.randn(3, 100, dtype=torch.float64)
     own = parts[1].clone()

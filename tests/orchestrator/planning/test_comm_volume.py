@@ -276,6 +276,16 @@ def test_zero_sends_the_volumes_of_its_paper(corpus: str, zero: int) -> None:
     assert all(volume.operations == 1 for volume in found.values())
 
 
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_in_bfloat16_are_a_half_or_a_quarter_of_the_bytes(corpus: str, zero: int, dtype: str) -> None:
+    plan = plan_of("gpipe", 4, 1, 2, corpus, dtype, memory_options=MemoryOptions(zero=zero))
+    wide, narrow = (comm_volume(each, 0) for each in (plan, replace(plan, bf16_reduce=True)))
+    for kind, (operations, size) in wide.items():
+        ratio = BYTES["bfloat16"] / BYTES[dtype] if kind.kind in ("ALL_REDUCE", "REDUCE_SCATTER") else 1
+        assert narrow[kind] == (operations, ratio * size)
+
+
 @pytest.mark.parametrize(
     ("mesh", "crossing"),
     [

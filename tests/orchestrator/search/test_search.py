@@ -66,7 +66,8 @@ def case(seed: int, held: str = "") -> Case:
     if draw.random() < 0.3:
         model += ["family=mixtral", "experts.num_experts=4", "experts.top_k=2", f"experts.intermediate_size={hidden}"]
     quiet = "data.holdout=0", "eval.every=0"  # the search leaves evaluation out of account, too
-    config = config_of(model, draw.choice([8, 16]), draw.choice([512, 2048]), *quiet)
+    reduce = f"precision.reduce={'bfloat16' if seed % 2 else 'float32'}"
+    config = config_of(model, draw.choice([8, 16]), draw.choice([512, 2048]), *quiet, reduce)
     every = space_of(config, draw.choice([2, 4]))
     space = replace(
         every,

@@ -1,13 +1,20 @@
-"""What a CPU rank's thread waits for a core is counted: with the instruction, between instructions, and not twice."""
+"""What a CPU rank's thread waits for a core is counted: with the instruction, between instructions, and not twice.
+An abort may leave a wait behind, and nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
 import pytest
+import torch
 
 from pentad.schedules.ir.instruction import Instruction, Op
 from pentad.workers.lanes import streams
 from pentad.workers.lanes.streams import HostStreams
-from pentad.workers.parallel.async_ops import LayerWork, host_waits
+from pentad.workers.parallel.async_ops import ContinuedWork, LayerWork, host_waits
+from pentad.workers.rank_waits import rank_waits
 
 PART = Instruction(Op.F, stage=1, microbatch=0)
 
@@ -61,7 +68,7 @@ def test_a_transfer_ends_when_its_waiter_could_run_again(clock: Clock) -> None:
     lanes, receive = HostStreams(), Instruction(Op.RECV_F, stage=1, microbatch=0, peer=0)
     lanes.begin_step()
     with lanes.issue(receive):
-        lanes.end_with(receive, [SlowWork(clock, 5.0)])  # type: ignore[list-item]
+        lanes.end_with(receive, [SlowWork(clock, 5.0)])
     with lanes.issue(PART._replace(waits=(receive.key,))):
         pass
     ((_, start, end), _) = lanes.read_times(lambda: None)[0]
@@ -79,3 +86,24 @@ def test_a_discarded_step_is_counted_anew(clock: Clock) -> None:
         clock.seconds += 2.0
     lanes.read_times(lambda: None)
     assert lanes.take_waits()["starved"] == (("F", 1, 2.0),)
+
+
+def test_what_follows_an_operation_is_outside_the_wait_that_an_abort_may_leave_behind(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[str]()
+
+    @contextmanager
+    def abandonable() -> Iterator[None]:
+        yield
+        found.append("waited")
+
+    monkeypatch.setattr(rank_waits, "abandonable", abandonable)
+    lanes, reduction = HostStreams(), Instruction(Op.ALL_REDUCE, stage=1)
+    lanes.begin_step()
+    with lanes.issue(reduction):
+        works = (ContinuedWork(SlowWork(clock, 1.0), partial(found.append, name), torch.empty(0)) for name in "ab")
+        lanes.end_with(reduction, list(works))
+    with lanes.issue(PART._replace(waits=(reduction.key,))):
+        pass
+    assert found == ["waited", "a", "waited", "b"]

@@ -43,10 +43,10 @@ LONG = 2**28  # elements, of which a fraction of a second moves few
 
 
 def make_plan(name: str, corpus: str, axes: dict[str, Any]) -> Plan:
-    optimizer = axes.get("optimizer", "adamw")
-    sizes = {key: value for key, value in axes.items() if key != "optimizer"}
+    optimizer, narrow = axes.get("optimizer", "adamw"), axes.get("bf16_reduce", False)
+    sizes = {key: value for key, value in axes.items() if key not in ("optimizer", "bf16_reduce")}
     plan = plan_of(**{"name": name, "dp": 1, "pp": 1, "data": corpus, "dtype": "float32", **sizes})
-    return with_slots(replace(plan, optimizer=replace(plan.optimizer, name=optimizer)))
+    return with_slots(replace(plan, optimizer=replace(plan.optimizer, name=optimizer), bf16_reduce=narrow))
 
 
 @pytest.mark.sampled(1)
@@ -214,6 +214,8 @@ def test_a_step_aborted_at_its_norm_can_still_be_committed(corpus, tmp_path, opt
         (signal.SIGSTOP, "1f1b", SQUARE),
         (None, "1f1b", SQUARE),
         (signal.SIGKILL, "zb-h2", {**SQUARE, "optimizer": "muon"}),
+        (signal.SIGSTOP, "dualpipe", {**PIPELINE, "bf16_reduce": True}),
+        (signal.SIGKILL, "1f1b", {**SQUARE, "bf16_reduce": True}),
         (signal.SIGKILL, "zb-h2", {**SQUARE, **ON_HOST}),
         (signal.SIGSTOP, "1f1b", {**SQUARE, **ON_HOST}),
     ],

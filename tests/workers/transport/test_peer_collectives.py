@@ -4,6 +4,7 @@ of its step, each shard gets the sum of its step, and no rank waits for ever."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from bf16_sums import sum_of_reductions
 from plans import plan_of
 from simulated_gpus import Condition, Lanes, SimulatedFlags, SimulatedMemory, run_in_some_order
 
@@ -27,7 +29,7 @@ from pentad.workers.params.parameters import create_parameters
 from pentad.workers.runtime.rank_setup import make_stages
 from pentad.workers.runtime.zero import ZeroShards
 from pentad.workers.transport import peer_collectives
-from pentad.workers.transport.peer_collectives import PeerCollectives, flag_names
+from pentad.workers.transport.peer_collectives import OUTBOX, PeerCollectives, flag_names
 
 STEPS = 2
 
@@ -50,9 +52,10 @@ CASES = [
 ]
 
 
-def plan_with(case: Case, zero: int) -> Plan:
+def plan_with(case: Case, zero: int, *, bf16: bool = False) -> Plan:
     name, dp, pp, microbatches, more = case
-    return plan_of(name, dp, pp, microbatches, "corpus", memory_options=MemoryOptions(zero=zero), **more)
+    plan = plan_of(name, dp, pp, microbatches, "corpus", memory_options=MemoryOptions(zero=zero), **more)
+    return replace(plan, bf16_reduce=bf16)
 
 
 class Expected:
@@ -69,8 +72,14 @@ class Expected:
         return self._values("gradient", shard, rank, step, microbatch)
 
     def total(self, shard: ParamShard, step: int, microbatches: dict[int, list[int]]) -> torch.Tensor:
-        terms = [self.gradient(shard, rank, step, each) for rank, own in microbatches.items() for each in own]
-        return torch.stack(terms).sum(0)
+        terms = {rank: [self.gradient(shard, rank, step, each) for each in own] for rank, own in microbatches.items()}
+        if not self.plan.bf16_reduce:
+            return torch.stack([each for own in terms.values() for each in own]).sum(0)
+        scatters = [part for part in instructions_of(self.plan.program.streams[0]) if part.op is Op.REDUCE_SCATTER]
+        if scatters[0].microbatch < 0:
+            terms = {rank: [torch.stack(own).cumsum(0)[-1]] for rank, own in terms.items()}
+        like = torch.empty(0, dtype=torch.float64)
+        return sum_of_reductions([terms[rank] for rank in sorted(terms)], like)
 
     def _values(self, kind: str, shard: ParamShard, *place: int) -> torch.Tensor:
         if (kind, shard, *place) not in self.found:
@@ -95,10 +104,17 @@ class Rank:
         self.issued = self.completed = 0  # instructions on the compute lane
         self.transfers: dict[Any, int] = {}
         self.sums: list[torch.Tensor] = []
+        chunk = ALIGNMENT * plan.mesh.size * plan.bf16_reduce
+        self.outbox = torch.full((chunk,), torch.nan, dtype=torch.bfloat16)
+
+    def shared(self) -> dict[str, torch.Tensor]:
+        return self.zero.shared() | {OUTBOX: self.outbox}
 
     def connect(self, flags: SimulatedFlags, memory: SimulatedMemory) -> None:
-        inbox = torch.full((ALIGNMENT * max(1, self.plan.mesh.size - 1),), torch.nan, dtype=torch.float64)
-        self.flags, self.collectives = flags, PeerCollectives(self.plan, self.rank, flags, memory, inbox)
+        dtype = torch.bfloat16 if self.plan.bf16_reduce else torch.float64
+        inbox = torch.full((ALIGNMENT * max(1, self.plan.mesh.size - 1),), torch.nan, dtype=dtype)
+        self.flags = flags
+        self.collectives = PeerCollectives(self.plan, self.rank, flags, memory, inbox, self.outbox)
         for shard, each in self.parameters.items():
             each.compute.copy_(self._own(self.expected.weights(shard, 0)[None], shard))
 
@@ -183,7 +199,8 @@ class Rank:
                 here = [part for part in stream if part.stage == shard.stage and part.op in (Op.W, Op.BW)]
                 by_rank[rank] = [part.microbatch for part in here]
             expected = self._own(self.expected.total(shard, step, by_rank)[None], shard)
-            _check(each.gradient, expected, f"sum of {shard} in step {step}", 1e-12)
+            tolerance = 0.0 if self.plan.bf16_reduce else 1e-12
+            _check(each.gradient, expected, f"sum of {shard} in step {step}", tolerance)
             self.sums.append(each.gradient.clone())
 
     def _own(self, full: torch.Tensor, shard: ParamShard) -> torch.Tensor:
@@ -199,7 +216,7 @@ def run(plan: Plan, seed: int, ignored: str = "") -> list[torch.Tensor]:
     lanes, expected = Lanes(), Expected(plan)
     ranks = [Rank(plan, rank, lanes, expected) for rank in range(plan.mesh.size)]
     flags = SimulatedFlags(lanes, ignored)
-    memory = SimulatedMemory({each.rank: each.zero.shared() for each in ranks})
+    memory = SimulatedMemory({each.rank: each.shared() for each in ranks})
     for each in ranks:
         each.connect(flags, memory)
 
@@ -230,15 +247,26 @@ def test_every_order_gives_the_weights_and_sums_of_the_step(case: Case, zero: in
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_in_bfloat16_every_order_gives_the_bits_of_rounded_terms_in_the_order_of_ranks(case: Case, zero: int) -> None:
+    """In chunks of 64 elements."""
+    plan = plan_with(case, zero, bf16=True)
+    for seed in range(2):
+        run(plan, seed)
+
+
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("event", "case", "zero"),
+    ("event", "case", "zero", "bf16"),
     [
-        *((event, CASES[0], zero) for event, zero in (("updated", 3), ("complete", 1), ("complete", 2))),
-        ("read", CASES[2], 2),
+        *((event, CASES[0], zero, False) for event, zero in (("updated", 3), ("complete", 1), ("complete", 2))),
+        ("read", CASES[2], 2, False),
+        *((event, CASES[0], 2, True) for event in ("complete", "read")),
     ],
 )
-def test_no_wait_can_be_left_out(event: str, case: Case, zero: int) -> None:
-    plan = plan_with(case, zero)
+def test_no_wait_can_be_left_out(event: str, case: Case, zero: int, bf16: bool) -> None:
+    plan = plan_with(case, zero, bf16=bf16)
     with pytest.raises(AssertionError, match=r"(of|in) step"):
         list(map(partial(run, plan, ignored=event), range(20)))
 

@@ -1,0 +1,105 @@
+"""What reductions in bfloat16 are to give, and what they were given in a rank process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from pentad.schedules.spec.plan import ParamShard, Plan
+
+
+class Reduced(NamedTuple):
+    """Of one step on one rank: the gradients [padded] that each reduction of a shard was given, in order, and what the
+    rank has of their sums [part] in the end."""
+
+    terms: dict[ParamShard, list[torch.Tensor]]
+    sums: dict[ParamShard, torch.Tensor]
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """The nearest numbers with 8 significant bits, as float32, of finite values; of two the one whose last bit is 0."""
+    bits = values.float().numpy().view(np.uint32)
+    found = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)
+    return torch.from_numpy(found.view(np.float32))
+
+
+def bf16_sum(terms: Sequence[torch.Tensor], before: torch.Tensor | None = None) -> torch.Tensor:
+    """The float32 sum of rounded terms in order, after what there is `before`."""
+    total = before
+    for term in map(rounded, terms):
+        total = term if total is None else total + term
+    assert total is not None
+    return total
+
+
+def sum_of_reductions(terms_by_holder: Sequence[Sequence[torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
+    """That of all reductions of a shard in a step, whose holders have these terms, in the dtype of `like`."""
+    total = None
+    for terms in zip(*terms_by_holder, strict=True):
+        total = bf16_sum(terms, total).to(like.dtype)
+    assert total is not None
+    return total
+
+
+def assert_sums_of_rounded_terms(plan: Plan, reductions: Sequence[Sequence[Reduced]]) -> None:
+    """That every shard of every step has the bits of the sum in the order of ranks, of `reductions` by rank and step;
+    without ZeRO rounded once more."""
+    checked = 0
+    for step, shard in product(range(len(reductions[0])), plan.param_shards):
+        holders = plan.holders(shard)
+        if len(holders) == 1:
+            continue
+        of_holders = [reductions[rank][step] for rank in holders]
+        for index, found in enumerate(of_holders):
+            expected = sum_of_reductions([each.terms[shard] for each in of_holders], found.sums[shard])
+            expected = expected.view(len(holders), -1)[index] if plan.zero else rounded(expected).to(expected.dtype)
+            assert torch.equal(found.sums[shard], expected), f"step {step}: {shard} on rank {holders[index]}"
+            checked += int(expected.count_nonzero())
+    assert checked > 0
+
+
+@contextmanager
+def recorded_reductions(plan: Plan) -> Iterator[list[Reduced]]:
+    """Those of every step that the rank in this process runs, if they are in bfloat16."""
+    from pentad.workers.runtime import executor, optimizer_step, zero
+
+    found, terms = list[Reduced](), dict[ParamShard, list[torch.Tensor]]()
+
+    def record(shards: zero.ZeroShards, stage: int) -> None:
+        for shard, buffers in shards.trained[stage]:
+            assert buffers.gradients is not None
+            terms.setdefault(shard, []).append(buffers.gradients.flat.clone())
+
+    def all_reduce(real: Callable[..., Any], self: executor.Executor, part: Any) -> Any:
+        record(self.shards, part.stage)
+        return real(self, part)
+
+    def scatter(real: Callable[..., Any], self: zero.ZeroShards, part: Any, *more: Any) -> Any:
+        record(self, part.stage)
+        return real(self, part, *more)
+
+    def reduce_norm(real: Callable[..., Any], self: Any, *more: Any) -> Any:
+        sums = {shard: each.gradient.clone() for shard, each in self._parameters().items()}
+        found.append(Reduced(dict(terms), sums))
+        terms.clear()
+        return real(self, *more)
+
+    def wrapped(real: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: wrapper(real, *arguments)
+
+    steps = (optimizer_step.BarrierStep, optimizer_step.PostValidatedStep)
+    places: Mapping[tuple[type, str], Callable[..., Any]] = {
+        (executor.Executor, "_all_reduce"): all_reduce,
+        (zero.ZeroShards, "scatter"): scatter,
+        **{(each, "reduce_norm"): reduce_norm for each in steps},
+    }
+    with ExitStack() as patches:
+        for (owner, name), wrapper in places.items() if plan.bf16_reduce else ():
+            patches.enter_context(patch.object(owner, name, wrapped(getattr(owner, name), wrapper)))
+        yield found
