@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from pentad.orchestrator.doctor.finding import Finding, Subject, Verdict
+from pentad.orchestrator.planning.fit import container_bytes
 from pentad.orchestrator.planning.formatting import format_bytes
-from pentad.orchestrator.planning.host_ram import container_bytes
 
 MIB, GIB = 2**20, 2**30
 FEW_FILES, MANY_FILES = 1024, 8192

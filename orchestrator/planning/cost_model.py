@@ -22,12 +22,13 @@ from pentad.orchestrator.planning.hardware import (
     links_of,
     ranks_on_host,
 )
+from pentad.orchestrator.planning.parameter_collectives import gather_seconds, local_parameters, reduction_seconds
 from pentad.orchestrator.planning.part_flops import FORWARD_KERNELS, part_flops, part_kernels
 from pentad.schedules.passes.recompute import ROW_WISE, recomputed_parts
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.rates import Curve, Rates, rate_at
-from pentad.schedules.spec.lora import LoraSpec, adapter_tensors, shard_size, shard_tensors
-from pentad.schedules.spec.mesh import Axis, Mesh
+from pentad.schedules.spec.lora import LoraSpec, adapter_tensors
+from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling
 from pentad.schedules.spec.tensors import LayerRange, fp8_matrices, tensors
 
@@ -347,61 +348,8 @@ def _saved_by_8bit(rates: Rates, scaling: Scaling, flops: float) -> float:
     return flops / plain * (1 - 1 / speedup)
 
 
-def local_parameters(model: ModelSpec, lora: LoraSpec | None, layers: LayerRange, mesh: Mesh) -> tuple[int, int]:
-    """Trained parameters of a stage on one rank: of everything but experts, and of experts."""
-    return _shard_parameters(model, lora, layers, Mesh(tp=mesh.tp, ep=mesh.ep))
-
-
-@lru_cache(maxsize=4096)
-def _shard_parameters(model: ModelSpec, lora: LoraSpec | None, layers: LayerRange, mesh: Mesh) -> tuple[int, int]:
-    found = (shard_tensors(model, lora, layers, experts=each, frozen=False) for each in (False, True))
-    dense, experts = (shard_size(each, mesh) for each in found)
-    return dense, experts
-
-
 def _updated_bytes(model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, replicas: int) -> float:
     """Bytes of a stage's gradients that one rank updates with: a shard over `replicas`, or all (0)."""
     dense, experts = (BYTES["float32"] * size for size in local_parameters(model, lora, span, mesh))
     holders = max(1, replicas * mesh.cp)
     return dense / holders + experts / max(1, holders // mesh.ep)
-
-
-def reduction_seconds(
-    model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates, zero: int, *, bf16: bool
-) -> float:
-    """Seconds of an all-reduce of a stage's gradients, or with ZeRO of two reduce-scatters. In `bf16` terms are rounded
-    and exchanged, or read by peers, and added, and without ZeRO sums are gathered."""
-    if bf16:
-        kind = "reduce_scatter" if zero and mesh.size <= NODE_GPUS else "all_to_all"  # the former's rate has the sum
-        narrow, (dense, experts) = BYTES["bfloat16"], local_parameters(model, lora, span, mesh)
-        passes = BYTES["float32"] + narrow * (1 if kind == "reduce_scatter" else 2)
-        terms = _shared_seconds(model, lora, span, mesh, rates, kind, narrow)
-        terms += passes * (dense + experts * (mesh.dp * mesh.cp > 1)) / rates.memory
-        return 2 * terms if zero else terms + _shared_seconds(model, lora, span, mesh, rates, "all_gather", narrow)
-    if zero:
-        return 2 * _shared_seconds(model, lora, span, mesh, rates, "reduce_scatter", BYTES["float32"])
-    return _shared_seconds(model, lora, span, mesh, rates, "all_reduce", 2 * BYTES["float32"])
-
-
-def gather_seconds(
-    model: ModelSpec, lora: LoraSpec | None, span: LayerRange, piece: Piece, rates: Rates, zero: int
-) -> float:
-    """Seconds of an all-gather of a stage's weights with ZeRO; beside frozen ones adapters do not count."""
-    gathered = None if zero == 3 else lora
-    return _shared_seconds(model, gathered, span, piece.mesh, rates, "all_gather", piece.itemsize)
-
-
-def _shared_seconds(
-    model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates, kind: str, itemsize: int
-) -> float:
-    """Seconds of a collective of a stage's parameters, with this many bytes each; those of experts have fewer
-    holders."""
-    seconds = 0.0
-    axes: tuple[Axis, ...] = ("dp", "cp")  # along which ranks hold the same experts
-    dense, experts = local_parameters(model, lora, span, mesh)
-    groups: list[tuple[int, tuple[Axis, ...], int]] = [(dense, (*axes, "ep"), 1), (experts, axes, min(1, experts))]
-    for size, shared, operations in groups:
-        holders = math.prod(getattr(mesh, axis) for axis in shared)
-        sent = itemsize * size * (holders - 1) / holders
-        seconds += links_of(rates, mesh, shared).of(kind).seconds(sent, operations)
-    return seconds

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from pathlib import Path
 from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
@@ -12,12 +14,16 @@ from pentad.orchestrator.gpus.table import ASSUMED_GPU
 from pentad.orchestrator.planning.estimate import ON_HOST, memories, memory
 from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.orchestrator.planning.hardware import NODE_GPUS, figures_of, gpu_name, gpu_of, local_device, local_gpus
-from pentad.orchestrator.planning.host_ram import container_bytes, installed_bytes
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
 RESERVED = 2 * 2**30  # bytes of a GPU for the CUDA context, communicators and fragmentation
 PINNABLE = 0.9  # of a host's memory: the rest is for processes, their data and the page cache
+CGROUP = Path("/sys/fs/cgroup")
+CGROUP_FILES = (  # of version 2 and 1: limit, in use, and the file and key of what of that is a cache
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
 
 
 @dataclass(frozen=True)
@@ -151,3 +157,21 @@ def fits_host(config: RunConfig, plan: Plan) -> bool:
     except PentadError:
         return False
     return True
+
+
+def installed_bytes() -> int:
+    """RAM of this host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def container_bytes() -> tuple[int, int] | None:
+    """What a container may use, and what it uses but for a cache, which the kernel gives back. None without a limit
+    ('max')."""
+    for limit, used, statistics, cache in CGROUP_FILES:
+        try:
+            lines = dict(line.split() for line in (CGROUP / statistics).read_text().splitlines())
+            in_use = int((CGROUP / used).read_text()) - int(lines.get(cache, 0))
+            return int((CGROUP / limit).read_text()), in_use
+        except (OSError, ValueError):
+            continue
+    return None

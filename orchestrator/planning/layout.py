@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from pentad.orchestrator.activations.allocations import BYTES, Piece, piece_of, wide_bytes
 from pentad.orchestrator.config.config import Layout, RunConfig
-from pentad.orchestrator.planning.cost_model import compute_seconds, guess_costs, local_parameters
+from pentad.orchestrator.planning.cost_model import compute_seconds, guess_costs
 from pentad.orchestrator.planning.hardware import gpu_of, links_of, rates_for, rates_of
 from pentad.orchestrator.planning.numerics import fp8_spec
+from pentad.orchestrator.planning.parameter_collectives import local_parameters
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Overlap

@@ -14,19 +14,11 @@ from typing import NamedTuple, TypeVar
 from pentad.orchestrator.activations.activation_memory import cuts
 from pentad.orchestrator.activations.allocations import Piece
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.cost_model import (
-    Kind,
-    end_seconds,
-    gather_seconds,
-    guess_costs,
-    kind_of,
-    local_parameters,
-    reduction_seconds,
-    transfer_seconds,
-)
+from pentad.orchestrator.planning.cost_model import Kind, end_seconds, guess_costs, kind_of, transfer_seconds
 from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_of, launched, rates_for
 from pentad.orchestrator.planning.layout import logit_rows, split, units_of
 from pentad.orchestrator.planning.numerics import fp8_spec
+from pentad.orchestrator.planning.parameter_collectives import gather_seconds, local_parameters, reduction_seconds
 from pentad.orchestrator.planning.planning import default_gathered
 from pentad.orchestrator.search.space import Order, Setting
 from pentad.schedules.catalogue import CATALOGUE, generate, spec_of

@@ -19,7 +19,7 @@ from pentad.orchestrator.doctor.links import examine_links, judge_links, seconds
 from pentad.orchestrator.doctor.nccl import judge_variables
 from pentad.orchestrator.doctor.probe import ProbeError
 from pentad.orchestrator.doctor.versions import WANTED, judge_driver, judge_versions
-from pentad.orchestrator.planning import host_ram
+from pentad.orchestrator.planning import fit
 from pentad.workers.health.gpu_facts import Driver, GpuFacts
 from pentad.workers.health.results import Burned, Link
 
@@ -152,14 +152,14 @@ def test_a_finding_has_its_verdict_and_names_its_cause(case: str) -> None:
 
 
 def test_a_cache_does_not_count_as_used_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_ram, "CGROUP", tmp_path)
-    assert host_ram.container_bytes() is None
+    monkeypatch.setattr(fit, "CGROUP", tmp_path)
+    assert fit.container_bytes() is None
     (tmp_path / "memory.max").write_text("8000\n")
     (tmp_path / "memory.current").write_text("7900\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 7000\n")
-    assert host_ram.container_bytes() == (8000, 900)
+    assert fit.container_bytes() == (8000, 900)
     (tmp_path / "memory.max").write_text("max\n")
-    assert host_ram.container_bytes() is None
+    assert fit.container_bytes() is None
 
 
 def test_the_verdict_of_all_is_the_worst() -> None:
