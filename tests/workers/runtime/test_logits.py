@@ -43,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "evaluation with tp": {"tp": 2, "evaluates": True},
     "full": {"dp": 2, "recompute": "full", "unit_layers": 2},
 }
-ALWAYS = {("zb-h2", "z-loss"), ("1f1b", "mtp"), ("zb-v", "zero 3"), ("1f1b", "evaluation"), ("1f1b", "full")}
+ALWAYS = {("zb-h2", "z-loss"), ("zb-v", "zero 3"), ("1f1b", "evaluation"), ("1f1b", "full")}
 
 
 def cases() -> list[Any]:

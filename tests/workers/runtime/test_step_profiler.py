@@ -26,7 +26,7 @@ SLACK = 5_000_000  # ns for which a busy host may not run between two readings o
 CASES = [
     ("zb-h2", {"pp": 2, "post_validation": True}, False),
     ("dualpipe", {"pp": 2}, False),
-    ("1f1b", {"dp": 1}, True),
+    pytest.param("1f1b", {"dp": 1}, True, marks=pytest.mark.slow),
     pytest.param("1f1b", {"dp": 2, "tp": 2}, False, marks=pytest.mark.slow),
 ]
 
