@@ -13,7 +13,7 @@ from chaos_scenario import CELLS, FAULTS, MESHES, POINTS, SCHEDULES, Fault, Scen
 
 from pentad.orchestrator.recovery import recovery
 
-DEFAULT, SLOW, AT_ONCE = 12, 10_000, 250
+DEFAULT, SLOW, AT_ONCE = 8, 10_000, 250
 
 
 def play_all(scenarios: Iterable[Scenario], memory: Path, current: list[Simulation]) -> list[Simulation]:

@@ -78,6 +78,7 @@ def test_a_skipped_step_changes_no_maximum(fleet, corpus, tmp_path, optimistic):
     assert all((values > 0).all() and not torch.equal(values, two[name]) for name, values in one.items())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_on_another_mesh_has_the_maxima_of_all_ranks(fleet, corpus, tmp_path):
     """Saved by two tensor ranks, read by two stages, against one process that never stopped."""
     sizes = [{"tp": 2}, {"pp": 2}, {}]
@@ -92,6 +93,7 @@ def test_a_resumed_run_on_another_mesh_has_the_maxima_of_all_ranks(fleet, corpus
     assert a.keys() == b.keys() and all(is_close(a[name], b[name], 1e-6) for name in a)
 
 
+@pytest.mark.slow
 def test_scales_do_not_depend_on_slices(fleet, corpus, tmp_path):
     """Once there are maxima; without them, each slice is scaled by its own."""
     folder = checkpoint.folder_of(tmp_path, 1)
@@ -104,6 +106,7 @@ def test_scales_do_not_depend_on_slices(fleet, corpus, tmp_path):
     assert fleet.run(sliced, [(0, 1)])[0].results[0].grad_norm != pytest.approx(first.results[0].grad_norm, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_without_maxima_begins_with_current_scaling(fleet, corpus, tmp_path):
     """From a checkpoint of another recipe, and from weights alone."""
     folder = checkpoint.folder_of(tmp_path, 2)

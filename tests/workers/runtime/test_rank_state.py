@@ -19,6 +19,7 @@ from pentad.workers.runtime import rank_state
 from pentad.workers.runtime.rank_state import RankState
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("where", ["disk", "this process", "another process"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_state_is_read_in_pieces_to_the_same_bits(corpus, tmp_path, monkeypatch, where, dtype):

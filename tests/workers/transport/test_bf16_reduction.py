@@ -96,7 +96,8 @@ def test_zero_1_and_2_with_one_reduction_a_step_have_the_same_bits(fleet: Fleet,
     assert_same_runs(*(fleet.run(replace(plan, bf16_reduce=True), [(0, 3)]) for plan in plans))
 
 
-@pytest.mark.parametrize("zero", [pytest.param(1, marks=slow), 3])
+@slow
+@pytest.mark.parametrize("zero", [1, 3])
 def test_a_run_resumes_on_another_mesh(fleet: Fleet, corpus: str, tmp_path: Any, zero: int) -> None:
     """The losses stay those of one process but for the rounding."""
     first = narrow_plan(corpus, "dualpipe", {"dp": 1, "pp": 4, "model": MODEL}, 0, "float64")
