@@ -109,6 +109,7 @@ def install(patch: pytest.MonkeyPatch, current: Callable[[], Simulation]) -> Non
     for module in CLOCKED:
         if hasattr(module, "time"):
             patch.setattr(module, "time", clock)
+    patch.setattr(workers, "gc", SimpleNamespace(collect=lambda: 0))  # no rank has memory to free
     patch.setattr(fence, "os", SimpleNamespace(kill=lambda pid, number: current().cluster.kill_pid(pid)))
     options = lambda *, scheduling_strategy, **_: SimpleNamespace(  # noqa: E731
         remote=lambda label, runner: current().cluster.create(scheduling_strategy)
