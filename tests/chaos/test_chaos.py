@@ -44,7 +44,7 @@ def test_runs_keep_their_promises_through_faults(
 @pytest.mark.parametrize("first", range(0, SLOW, AT_ONCE))
 def test_thousands_of_runs_keep_their_promises(first: int, memory: Path, current: list[Simulation]) -> None:
     played = play_all(map(scenario, range(first, first + AT_ONCE)), memory, current)
-    assert sum(bool(each.faults.happened) for each in played) > 0.9 * AT_ONCE
+    assert sum(bool(each.faults.happened) for each in played) > 0.85 * AT_ONCE
 
 
 @pytest.mark.parametrize("number", [3, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
