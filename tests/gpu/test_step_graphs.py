@@ -49,7 +49,7 @@ def test_launched_steps_have_the_bits_of_issued_ones(gpus, corpus, name, sizes, 
 
 
 def test_nothing_is_collected_while_a_graph_is_captured():
-    """Finalizers of an earlier generation unpin memory and the like, which ends a capture."""
+    """Finalizers of an earlier generation unpin memory and the like, which may end a capture."""
     captured = list[bool]()
 
     class Cycle:

@@ -98,7 +98,7 @@ class CudaGraph:
         self.graph, self.pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, work: Callable[[], None]) -> None:
-        with gc_paused():  # what is freed of an earlier generation, such as pinned memory, would end the capture
+        with gc_paused():  # what is freed of an earlier generation, such as pinned memory, may end the capture
             # Other threads may allocate meanwhile, or ask for the state of their events.
             self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:

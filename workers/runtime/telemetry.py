@@ -100,8 +100,12 @@ def _xids(index: int) -> tuple[int, ...] | None:
 @functools.cache
 def _events(index: int) -> Any:
     """Where NVML keeps the XIDs of a GPU until they are read."""
-    events = nvml.nvmlEventSetCreate()
-    nvml.nvmlDeviceRegisterEvents(_handle(index), nvml.nvmlEventTypeXidCriticalError, events)
+    handle, events = _handle(index), nvml.nvmlEventSetCreate()
+    try:
+        nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+    except nvml.NVMLError:  # this GPU reports none, and is asked again with every reading
+        nvml.nvmlEventSetFree(events)
+        raise
     return events
 
 

@@ -31,7 +31,7 @@ MOST_VIEWS = 256  # of slots that are kept: a model has few shapes, uneven seque
 Steps = list[FlagWrite | FlagWait]
 
 
-class Flags(Protocol):
+class FlagBatches(Protocol):
     """Flags shared by all ranks, which a stream waits for and writes, several at a time. A `stream` of None is the
     current one."""
 
@@ -59,7 +59,7 @@ class PeerRows:
     in each."""
 
     def __init__(
-        self, axis: Axis, ranks: Sequence[int], rank: int, flags: Flags, memory: Memory, slots: Tensor, lane: Lane
+        self, axis: Axis, ranks: Sequence[int], rank: int, flags: FlagBatches, memory: Memory, slots: Tensor, lane: Lane
     ) -> None:
         """`ranks` of the mesh have the coordinates 0, 1, ... of the axis; `slots` [count, bytes] is what they have
         mapped of this one, by the name of the axis."""

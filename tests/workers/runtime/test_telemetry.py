@@ -22,6 +22,7 @@ ANSWERS: dict[str, Any] = {
     "nvmlDeviceGetCurrentClocksEventReasons": 0x4 | 0x40 | 0x1,
     "nvmlEventSetCreate": "events",
     "nvmlDeviceRegisterEvents": None,
+    "nvmlEventSetFree": None,
 }
 FIELDS = {
     "nvmlDeviceGetMemoryInfo": ("memory_used", "memory_total"),
@@ -123,6 +124,13 @@ def test_errors_of_the_driver_are_remembered_in_order(nvml: Refuse, monkeypatch:
     waiting.append(48)
     assert read_gpu(0) == STATE._replace(xids=(31, 79, 48))
     assert read_gpu(1) == STATE
+
+
+def test_a_gpu_that_reports_no_errors_keeps_no_event_set(nvml: Refuse) -> None:
+    calls = nvml("nvmlDeviceRegisterEvents")
+    read_gpu(0)
+    read_gpu(0)
+    assert calls.count("nvmlEventSetCreate") == calls.count("nvmlEventSetFree") == 2
 
 
 def test_a_state_can_be_pickled(nvml: Refuse) -> None:
