@@ -47,11 +47,10 @@ def test_no_round_waits_for_the_device(corpus, tmp_path):
     try:
         first = runner.evaluate(0)
         assert runner.executor is not None and runner.eval_loader is not None
-        batches = [(at, runner.eval_loader(at)) for at in runner.eval_loader.rounds]
         runner.executor.losses.clear()
         torch.cuda.set_sync_debug_mode("error")
-        for number, (at, tokens) in enumerate(batches):
-            runner.executor.evaluate(runner.programs[1], 0, number, at.data_set, tokens)
+        for number, at in enumerate(runner.eval_loader.rounds):
+            runner.executor.evaluate(runner.programs[1], 0, number, at.data_set, runner.eval_loader(at))
         torch.cuda.set_sync_debug_mode("default")
         runner.executor.lanes.read_times(lambda: None)
         assert runner.executor.losses.read() == [(each.loss_sum, each.tokens) for each in first.data_sets]

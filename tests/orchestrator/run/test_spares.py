@@ -69,6 +69,7 @@ def test_the_ranks_of_a_lost_node_are_spares_of_the_free_one_with_the_same_bits(
         run.wait_for_step(6 * number)
         with connect(run.folder) as client:
             client.request("pause", 60)
+            nodes.resize(2, 2, 2)
             run.wait_for(lambda: waits(run, 2))
             client.request("resume", 60)
             pid = client.status(30)["ranks"][1]["pid"]
@@ -76,7 +77,6 @@ def test_the_ranks_of_a_lost_node_are_spares_of_the_free_one_with_the_same_bits(
         run.wait_for_step(before + 3)
         kill(nodes.node_of(pid))
         run.wait_for(partial(has_recovered, run, number))
-        nodes.resize(2, 2, 2)
     assert_recovered(run, "repair", "repair")
     taken = [row["spares"] for row in run.events("recovered")]
     print([row["seconds"] for row in run.events("recovered")])
