@@ -239,7 +239,7 @@ def test_a_plan_that_does_not_fit_says_so(pentad: Pentad) -> None:
     assert facts["fits"]["needed"] == max(rank["memory"]["total"] for rank in facts["ranks"])
     status, out, _ = pentad("plan", *sizes)
     assert status == 1
-    assert re.search(r"does not fit: rank \d needs [\d.]+ GiB of an NVIDIA H200.*, which has 137.0 GiB \(rank", out)
+    assert re.search(r"does not fit: rank \d needs [\d.]+ GiB of an NVIDIA H200.*, which has 134.2 GiB \(rank", out)
 
 
 def test_overrides_may_come_anywhere(pentad: Pentad) -> None:

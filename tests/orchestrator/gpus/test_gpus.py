@@ -14,7 +14,7 @@ from pentad.orchestrator.gpus import measured
 from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning import hardware
 from pentad.orchestrator.planning.estimate import simulated_seconds
-from pentad.orchestrator.planning.fit import RESERVED, device_memory
+from pentad.orchestrator.planning.fit import device_memory, for_tensors
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 
@@ -28,7 +28,7 @@ def test_figures_are_possible(name: str) -> None:
     gpu = GPUS[name]
     assert gpu.bandwidth > gpu.link >= gpu.host_link > 0
     assert gpu.fp8 == 0 or gpu.fp8 / gpu.bf16 == pytest.approx(2, rel=0.03)
-    assert device_memory("cuda", gpu=name).bytes == gpu.memory - RESERVED
+    assert device_memory("cuda", gpu=name).bytes == for_tensors(gpu.memory)
 
 
 def test_a_plan_is_for_the_gpu_of_the_configuration() -> None:
@@ -48,7 +48,7 @@ def test_a_gpu_that_the_table_lacks_is_measured(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(hardware, "gpu_name", lambda: "NVIDIA New")
     measured.measured_gpu.cache_clear()
     hardware.rates_of.cache_clear()
-    assert device_memory("cuda", gpu="NVIDIA New").bytes == FOUND["memory"] - RESERVED
+    assert device_memory("cuda", gpu="NVIDIA New").bytes == for_tensors(FOUND["memory"])
     plan = make_plan(load(None, CONFIG), "cuda")
     assert plan.gpu == "NVIDIA New" and hardware.rates_of("cuda", plan.gpu).flops == FOUND["bf16"]
 
