@@ -1,0 +1,119 @@
+"""Deviations of instructions and of clocks, measured: the sizes in schedules/simulate/jitter.py.
+
+PYTHONPATH=.typings:tests/support:tests/bench python tests/bench/jitter.py --json OUT deploy/jobs/llama-8b.yaml OVERRIDE ...
+
+A rank's logarithm of the seconds of an instruction is the mean of its op and stage plus what the rank has in that step,
+plus what is left. Before the run every GPU multiplies matrices for --burn seconds, from cold: --device cpu leaves it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ranks import Ranks, connected
+from record import stamp, write
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.simulate.timeline import Span
+from pentad.schedules.spec.plan import Plan
+from pentad.workers.health.gpu_facts import facts_of, index_of
+
+SIZE, ROUND = 8192, 10  # of the factors, and products between two looks at the clock
+WARM_UP = 8  # steps that do not count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--burn", type=float, default=40.0)
+    parser.add_argument("--append", action="store_true", help="to the runs in the file")
+    args, (path, *overrides) = parser.parse_known_args()
+    plan = make_plan(load(Path(path), overrides), args.device)
+    ranks = Ranks(300.0, partial(work, args.burn if args.device == "cuda" else 0.0))
+    answers = ranks.run(plan)
+    ranks.stop()
+    steps = [[answer[0][step] for answer in answers] for step in range(WARM_UP, len(answers[0][0]))]
+    row = {"config": path, "overrides": overrides, "mesh": str(plan.mesh), "gpu": answers[0][2]}
+    row |= {"burn": [answer[1] for answer in answers], **deviations(steps)}
+    print(json.dumps(row), flush=True)
+    earlier = json.loads(args.json.read_text())["runs"] if args.append and args.json.exists() else []
+    write(args.json, {**stamp(), "runs": [*earlier, row]})
+
+
+def work(burn_seconds: float, connection: Connection, plan: Plan, rank: int) -> Any:
+    """(spans of each step, rates of the burn, the device's name) of a rank."""
+    with connected(connection, plan, rank) as runner:
+        burned = burn(burn_seconds) if burn_seconds else []
+        results = runner.run(0, plan.optimizer.learning_rate.decay_steps)
+    name = torch.cuda.get_device_name() if plan.device == "cuda" else "CPU"
+    return [result.spans for result in results], burned, name
+
+
+def burn(seconds: float) -> list[tuple[float, float, float]]:
+    """(seconds since the start, FLOP/s since the last row, SM clock in hertz) of products of random values."""
+    a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    number = index_of(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    torch.mm(a, b)
+    torch.cuda.synchronize()
+    time.sleep(5.0)
+    rows = list[tuple[float, float, float]]()
+    began = last = time.monotonic()
+    while last < began + seconds:
+        for _ in range(ROUND * (1 if len(rows) < 10 else 10)):
+            torch.mm(a, b)
+        clock = facts_of(number).clock or 0.0  # while the GPU works
+        torch.cuda.synchronize()
+        now = time.monotonic()
+        count = ROUND * (1 if len(rows) < 10 else 10)
+        rows.append((round(now - began, 3), 2 * SIZE**3 * count / (now - last), clock))
+        last = now
+    return rows
+
+
+def deviations(steps: Sequence[Sequence[Sequence[Span]]]) -> dict[str, Any]:
+    """Standard deviations of logarithms of seconds: of an `instruction` (the other parts taken off), of a rank in a
+    `step` beside its mean over steps and over all ranks in that step, and of the `ranks` that run the same stages;
+    by op for those of an instruction, and the seconds of steps at 5, 50 and 95 % of them."""
+    logs = defaultdict[tuple[int, str, int], dict[int, list[float]]](lambda: defaultdict(list))
+    for number, ranks in enumerate(steps):
+        for span in (span for spans in ranks for span in spans if span.op in ("F", "B", "W", "BW")):
+            logs[span.rank, span.op, span.stage][number].append(np.log(span.end - span.start))
+    rest, shifts = defaultdict[str, list[float]](list), defaultdict[tuple[int, int], list[float]](list)
+    for (rank, op, _), by_step in logs.items():
+        usual = statistics.median(each for its in by_step.values() for each in its)
+        for number, its in by_step.items():
+            mean = statistics.mean(its)
+            rest[op] += [each - mean for each in its] if len(its) > 1 else []
+            shifts[rank, number] += [each - usual for each in its]
+    by_rank = defaultdict[int, list[float]](list)
+    for (rank, _), its in shifts.items():
+        by_rank[rank].append(statistics.mean(its))
+    starts = [min(span.start for spans in ranks for span in spans) for ranks in steps]
+    seconds = np.diff(starts)
+    return {
+        "steps": len(steps),
+        "instructions": sum(map(len, rest.values())),
+        "instruction": float(np.std(np.concatenate([*map(np.array, rest.values())]))),
+        "by_op": {op: [float(np.std(its)), *map(float, np.quantile(its, (0.05, 0.95)))] for op, its in rest.items()},
+        "step": {rank: float(np.std(its)) for rank, its in by_rank.items()},
+        "step_seconds": [float(each) for each in np.quantile(seconds, (0.05, 0.5, 0.95))],
+        "means": {f"{rank} {op} {stage}": statistics.median(np.exp(e) for its in by.values() for e in its)
+                  for (rank, op, stage), by in logs.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()
