@@ -24,7 +24,8 @@ from pentad.schedules.spec.model import Experts, Scaling
 NODE_GPUS = 8  # of a host, with fast links among them
 
 
-# Of the figures of a GPU what training attains: measured on H200s with NVLink.
+# Of the figures of a GPU what training attains: measured on H200s with NVLink. FLOP/s are those under the power limit:
+# products of 8192^3 start at 780 TFLOP/s and 1,980 MHz, and fall to 660 and 1,455 within seconds (jitter-2xh200.json).
 ATTAINED_FLOPS, ATTAINED_BANDWIDTH, ATTAINED_LINK, ATTAINED_HOST_LINK = 660 / 989, 3 / 4.8, 330 / 450, 50 / 64
 INTER_HOST = 40 * GB  # 400 Gbit/s a GPU
 # Seconds of the host to issue an exchange inside a layer, by NCCL and by peer copies: fitted (docs/performance.md).

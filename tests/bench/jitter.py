@@ -2,8 +2,8 @@
 
 PYTHONPATH=.typings:tests/support:tests/bench python tests/bench/jitter.py --json OUT deploy/jobs/llama-8b.yaml OVERRIDE ...
 
-A rank's logarithm of the seconds of an instruction is the mean of its op and stage plus what the rank has in that step,
-plus what is left. Before the run every GPU multiplies matrices for --burn seconds, from cold: --device cpu leaves it out.
+The logarithm of an instruction's seconds is that of its median over steps, plus what the rank has in the step (the mean of
+all its instructions, weighted by their seconds), plus what is left. Before the run every GPU multiplies matrices for --burn seconds, from cold: --device cpu leaves it out.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pentad.workers.health.gpu_facts import facts_of, index_of
 
 SIZE, ROUND = 8192, 10  # of the factors, and products between two looks at the clock
 WARM_UP = 8  # steps that do not count
+LEAST_SECONDS = 1e-3  # of an instruction that counts
 
 
 def main() -> None:
@@ -84,35 +85,31 @@ def burn(seconds: float) -> list[tuple[float, float, float]]:
 
 
 def deviations(steps: Sequence[Sequence[Sequence[Span]]]) -> dict[str, Any]:
-    """Standard deviations of logarithms of seconds: of an `instruction` (the other parts taken off), of a rank in a
-    `step` beside its mean over steps and over all ranks in that step, and of the `ranks` that run the same stages;
-    by op for those of an instruction, and the seconds of steps at 5, 50 and 95 % of them."""
-    logs = defaultdict[tuple[int, str, int], dict[int, list[float]]](lambda: defaultdict(list))
-    for number, ranks in enumerate(steps):
-        for span in (span for spans in ranks for span in spans if span.op in ("F", "B", "W", "BW")):
-            logs[span.rank, span.op, span.stage][number].append(np.log(span.end - span.start))
-    rest, shifts = defaultdict[str, list[float]](list), defaultdict[tuple[int, int], list[float]](list)
-    for (rank, op, _), by_step in logs.items():
-        usual = statistics.median(each for its in by_step.values() for each in its)
-        for number, its in by_step.items():
-            mean = statistics.mean(its)
-            rest[op] += [each - mean for each in its] if len(its) > 1 else []
-            shifts[rank, number] += [each - usual for each in its]
-    by_rank = defaultdict[int, list[float]](list)
-    for (rank, _), its in shifts.items():
-        by_rank[rank].append(statistics.mean(its))
+    """Of `steps[step][rank]`: standard deviations of logarithms of seconds, of an `instruction` by rank and by op, and
+    of a rank in a `step`; and the seconds of steps at 5, 50 and 95 % of them."""
+    kinds = defaultdict[tuple[int, str], list[list[float]]](list)  # of a rank's instruction: op, seconds of each step
+    for rank in range(len(steps[0])):
+        by_name = defaultdict[tuple[str, str], list[float]](list)
+        for ranks in steps:
+            for span in (span for span in ranks[rank] if span.op in ("F", "B", "W", "BW")):
+                by_name[span.name, span.op].append(span.end - span.start)
+        for (_, op), took in by_name.items():
+            if statistics.median(took) > LEAST_SECONDS:
+                kinds[rank, op].append(took)
+    found: dict[str, Any] = {"steps": len(steps), "instruction": {}, "by_op": {}, "step": {}}
+    for rank in sorted({rank for rank, _ in kinds}):
+        seconds = np.array([took for (of, _), its in kinds.items() if of == rank for took in its])
+        usual = np.median(seconds, axis=1, keepdims=True)
+        logs = np.log(seconds / usual)
+        of_step = (usual * logs).sum(axis=0) / usual.sum()
+        found["step"][rank] = float(of_step.std())
+        found["instruction"][rank] = float((logs - of_step).std())
+        ops = np.array([op for (of, op), its in kinds.items() if of == rank for _ in its])
+        for op in dict.fromkeys(ops.tolist()):
+            found["by_op"][f"{rank} {op}"] = float((logs - of_step)[ops == op].std())
     starts = [min(span.start for spans in ranks for span in spans) for ranks in steps]
-    seconds = np.diff(starts)
-    return {
-        "steps": len(steps),
-        "instructions": sum(map(len, rest.values())),
-        "instruction": float(np.std(np.concatenate([*map(np.array, rest.values())]))),
-        "by_op": {op: [float(np.std(its)), *map(float, np.quantile(its, (0.05, 0.95)))] for op, its in rest.items()},
-        "step": {rank: float(np.std(its)) for rank, its in by_rank.items()},
-        "step_seconds": [float(each) for each in np.quantile(seconds, (0.05, 0.5, 0.95))],
-        "means": {f"{rank} {op} {stage}": statistics.median(np.exp(e) for its in by.values() for e in its)
-                  for (rank, op, stage), by in logs.items()},
-    }
+    found["step_seconds"] = [float(each) for each in np.quantile(np.diff(starts), (0.05, 0.5, 0.95))]
+    return found
 
 
 if __name__ == "__main__":

@@ -54,9 +54,7 @@ def test_the_band_is_that_of_all_replicas_simulated_together(
     assert low < middle < high
 
 
-def joint_seconds(
-    program: Program, events: Events, seconds: Array, together: int, replicas: int, seed: int
-) -> float:
+def joint_seconds(program: Program, events: Events, seconds: Array, together: int, replicas: int, seed: int) -> float:
     """Of a step of all replicas: those of a stage start a collective together, each rank of a layer is drawn."""
     random, columns = np.random.default_rng(1000 + seed), program.columns
     factors = np.ones((replicas, len(seconds)))

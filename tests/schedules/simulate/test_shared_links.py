@@ -94,7 +94,11 @@ def stepped_ends(program: Program, costs: Costs, shares: LinkShares, step: float
         for row in rows:
             rank, part = parts[row]
             transfer = part.op in SENDS or part.op in RECEIVES
-            of = shares.transfer if transfer else shares.by_stage.get(part.op, ((0.0, 0.0),) * program.stages)[part.stage]
+            of = (
+                shares.transfer
+                if transfer
+                else shares.by_stage.get(part.op, ((0.0, 0.0),) * program.stages)[part.stage]
+            )
             ways = ("out",) if part.op in SENDS else ("in",) if part.op in RECEIVES else ("out", "in")
             weight = 1.0 if transfer or not total else seconds[row] / total
             for link, share in enumerate(of if total and part.peer != rank else ()):
