@@ -1,4 +1,4 @@
-"""How much of its time each operation of a plan keeps the links of its rank busy: to GPUs of its host, and to others."""
+"""How much of its time an operation of a plan keeps its rank's links busy, to GPUs of its host and to other hosts."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
 Replicas run the same program, so one is simulated, many times with drawn factors:
 
-- Ranks that split a layer (tp, cp, ep) wait for each other inside every instruction, which so takes the longest of their
-  drawn times. A rank's clock deviates in all of a step, what it computes besides anew in each instruction.
+- Ranks that split a layer (tp, cp, ep) wait for each other inside every instruction, which takes the longest of their
+  drawn times. The clock of a rank deviates in all of a step, and every instruction besides.
 - Ranks of a pipeline wait for each other where the program has them wait.
-- Replicas wait for each other once a step, at the last reduction. A step of R replicas so is the longest of R independent
-  ones: where one is at most t with the probability p(t), all are with p(t)^R. Sums of many drawn times are close to normal,
-  and p is taken for the normal distribution with the mean and deviation of the simulated replicas.
+- Replicas wait for each other once a step, at the last reduction. So a step of R replicas takes as long as the longest
+  of R independent ones: if one takes at most t with probability p(t), all do with p(t)^R. Sums of many drawn times are
+  close to normal: p is that of the normal distribution with the mean and deviation of the simulated replicas.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QUANTILES = (0.05, 0.5, 0.95)
 
 @dataclass(frozen=True)
 class Deviations:
-    """Standard deviations of the logarithm of compute seconds: of an `instruction`, and of a `rank` in all of a step."""
+    """Standard deviations of logarithms of compute seconds: of an `instruction`, and of a `rank` in all of a step."""
 
     instruction: float
     rank: float
@@ -44,7 +44,7 @@ class StepBand(NamedTuple):
 
 
 def drawn_factors(program: Program, deviations: Deviations, together: int, random: np.random.Generator) -> Array:
-    """A factor for the seconds of each row of a replica in a step, of which `together` ranks split every instruction."""
+    """A factor for the seconds of each row of a replica in a step, where `together` ranks split every instruction."""
     columns, factors = program.columns, np.ones(program.columns.rows)
     rows = columns.rows_of(op_mask(RUNS_KERNELS))
     clocks = deviations.rank * random.standard_normal((program.ranks, together))

@@ -1,9 +1,9 @@
 """Operations that use a link at once share it, and take longer: seconds of instructions with that.
 
-A rank has links of its own, each with two directions. An operation keeps a link busy for a share of its time: a transfer
-for nearly all of it, the F of a stage while its layers exchange rows. Where shares u_1, u_2, ... meet on a link, operation i
-runs at 1 / (1 + u_i * (the sum of the others)) of its speed: n transfers at 1/n each, and what uses no link at its own
-speed. An operation on several links runs at the speed of the slowest.
+A rank has links of its own, each with two directions. An operation keeps a link busy for a share of its time: a
+transfer for nearly all of it, the F of a stage while its layers exchange rows. Where shares u_1, u_2, ... meet on a
+link, operation i runs at 1 / (1 + u_i * (the sum of the others)) of its speed: n transfers at 1/n each, and what uses
+no link at its own speed. An operation on several links runs at the speed of the slowest.
 """
 
 from __future__ import annotations

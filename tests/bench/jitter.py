@@ -1,9 +1,10 @@
-"""Deviations of instructions and of clocks, measured: the sizes in schedules/simulate/jitter.py.
+"""Deviations of instructions and of clocks, measured: DEVIATIONS in orchestrator/simulation/band.py.
 
-PYTHONPATH=.typings:tests/support:tests/bench python tests/bench/jitter.py --json OUT deploy/jobs/llama-8b.yaml OVERRIDE ...
+PYTHONPATH=.typings:tests/support python tests/bench/jitter.py --json OUT deploy/jobs/llama-8b.yaml OVERRIDE ...
 
-The logarithm of an instruction's seconds is that of its median over steps, plus what the rank has in the step (the mean of
-all its instructions, weighted by their seconds), plus what is left. Before the run every GPU multiplies matrices for --burn seconds, from cold: --device cpu leaves it out.
+The logarithm of an instruction's seconds is that of its median over steps, plus what the rank has in the step (the mean
+of all its instructions, weighted by their seconds), plus what is left. Before the run every GPU multiplies matrices for
+--burn seconds, from cold: --device cpu leaves it out.
 """
 
 from __future__ import annotations

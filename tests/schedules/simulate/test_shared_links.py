@@ -68,7 +68,7 @@ def test_shared_seconds_are_those_of_small_steps_of_time(name: str, ranks: int, 
     stages = program.stages
     each = tuple(1 + (stage % 3) / 8 for stage in range(stages))
     costs = replace(Costs(each, each, each, transfer=0.5), reduce=(1.5,) * stages)
-    by_stage = {op: ((0.25, 0.0),) * stages for op in (Op.F, Op.B, Op.W, Op.BW)}
+    by_stage = dict.fromkeys((Op.F, Op.B, Op.W, Op.BW), ((0.25, 0.0),) * stages)
     shares = LinkShares(by_stage | {Op.ALL_REDUCE: ((0.5, 0.9),) * stages}, (0.8, 0.1))
     events = acyclic_events(program)
     times = event_times(program, events, costs, shared_seconds(program, events, costs, shares))
