@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pentad.orchestrator.calibration.calibrate import GROUPS
+from pentad.orchestrator.calibration.refine import Refined
 from pentad.orchestrator.gpus.rate_table import CPU, RateTable
 from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning.formatting import format_duration
@@ -31,6 +32,14 @@ def show_table(table: RateTable, console: Console) -> None:
     console.print(grid)
     if table.assumed:
         console.print(f" not measured, so assumed: {', '.join(ASSUMED[each] for each in table.assumed)}")
+
+
+def show_refined(found: Refined, console: Console) -> None:
+    for name, factor in (("compute", found.compute), ("updates", found.update), ("transfers", found.transfer)):
+        text = f"{factor:.3g} times as fast as the table had" if factor != 1 else "as the table has it"
+        console.print(f" {name}: {text}", highlight=False)
+    seconds = [format_duration(each) for each in (found.measured, found.before, found.after)]
+    console.print(f" a step took {seconds[0]}: predicted {seconds[1]} before, {seconds[2]} now", highlight=False)
 
 
 def _rows(rates: Rates, left_out: tuple[str, ...]) -> Iterator[tuple[str, str]]:

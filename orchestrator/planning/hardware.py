@@ -14,7 +14,7 @@ from pathlib import Path
 from pentad.orchestrator.config.errors import nearest
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.orchestrator.gpus.measured import MEASURED, measured_gpu
-from pentad.orchestrator.gpus.rate_table import CPU, place_of, read_table
+from pentad.orchestrator.gpus.rate_table import CPU, place_of, read_rates
 from pentad.orchestrator.gpus.table import ASSUMED_GPU, GB, GPUS, Gpu
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import HOST_ORDER, AttentionRates, ExpertRates, Link, Links, Rates
@@ -102,11 +102,11 @@ def launched(rates: Rates) -> Rates:
 def _rates_for(section: ClusterSection, device: str) -> Rates:
     gpu = CPU if device == "cpu" else gpu_of(section)
     if section.rates not in ("auto", "builtin"):
-        return read_table(Path(section.rates).expanduser(), gpu)
+        return read_rates(Path(section.rates).expanduser(), gpu)
     path = place_of(gpu)
     if section.rates == "builtin" or not path.exists():
         return rates_of(device, gpu)
-    return read_table(path, gpu, "cluster.rates is auto, which")
+    return read_rates(path, gpu, "cluster.rates is auto, which")
 
 
 # How many times faster products in 8 bits are on a Hopper GPU, by what has a scale (tests/bench/results/fp8-h200.json).
