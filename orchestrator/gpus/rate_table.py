@@ -71,7 +71,7 @@ def read_rates(path: Path, gpu: str, key: str = "cluster.rates") -> Rates:
 
 
 def read_table(path: Path, gpu: str, key: str = "cluster.rates") -> RateTable:
-    """The table of this GPU. Raises PentadError for a file that `pentad calibrate` did not write, or for another GPU."""
+    """The table of this GPU. Raises PentadError for a file that `pentad calibrate` did not write, or of another one."""
     try:
         written = path.stat().st_mtime_ns
     except OSError:

@@ -21,9 +21,7 @@ def calibrate(
     words: Words = None,
     run: Annotated[
         str | None,
-        Option(
-            "--from", metavar="RUN", help="Refine the table with what instructions took in a run, and measure nothing."
-        ),
+        Option("--from", metavar="RUN", help="Measure nothing: refine the table with what a run's instructions took."),
     ] = None,
     out: Annotated[Path | None, Option(help="The table (default: one for this GPU in ~/.cache/pentad/rates).")] = None,
     as_json: Json = False,
