@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -33,8 +34,10 @@ from pentad.orchestrator.planning.formatting import format_bytes, format_count, 
 from pentad.orchestrator.planning.hardware import gpu_of, local_device, require_tp_on_node
 from pentad.orchestrator.planning.planning import make_plan, require_shards
 from pentad.orchestrator.simulation.band import PlanBand, plan_band
+from pentad.orchestrator.simulation.layer_spans import with_layer_spans
 from pentad.schedules.draw.memory import memory_page
 from pentad.schedules.draw.svg import svg_grid
+from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.argument_types import checks_types
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.passes.recompute import config_text
@@ -117,6 +120,10 @@ class PlannedRun:
         }
         title = f"{plan.name}: memory over a step"
         return memory_page(memory_curves(plan, self.timeline), title=title, facts=facts, available=fit.device.bytes)
+
+    def write_trace(self, path: Path) -> None:
+        """Writes the simulated step of every pipeline rank, with messages inside layers, for Perfetto (.json.gz)."""
+        write_trace(path, [with_layer_spans(self.timeline, self.plan, self.costs)], process_names=None)
 
     def facts(self) -> dict[str, Any]:
         """What `pentad plan --json` prints, in bytes and seconds."""

@@ -17,6 +17,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import COMPUTE
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.rates import Link, Rates
+from pentad.schedules.simulate.timeline import COMPUTE as TIMED
 from pentad.schedules.spec.plan import Plan
 
 LEAST_STEPS = 4
@@ -27,7 +28,8 @@ HALVINGS = 40  # of the interval in which a factor is searched
 @dataclass(frozen=True)
 class Refined:
     """A table, and how many times as fast as before it has compute, updates and transfers (1: not measured). Seconds
-    that a step took (median), and those predicted with the table before and with this one."""
+    that a step took (median), and those predicted with the table before and with this one; and the share of compute's
+    seconds in which other processes had the cores of CPU ranks, which no rate contains."""
 
     table: RateTable
     compute: float
@@ -36,10 +38,12 @@ class Refined:
     measured: float
     before: float
     after: float
+    starved: float
 
     def facts(self) -> dict[str, Any]:
         factors = {"compute": self.compute, "update": self.update, "transfer": self.transfer}
-        return {"factors": factors, "step_seconds": {n: getattr(self, n) for n in ("measured", "before", "after")}}
+        seconds = {name: getattr(self, name) for name in ("measured", "before", "after")}
+        return {"factors": factors, "step_seconds": seconds, "starved": self.starved}
 
 
 def refine(
@@ -64,7 +68,13 @@ def refine(
     changed = _with_transfers(plan, changed, transfer)
     refined = table.model_copy(update={"rates": changed, "refined": (*table.refined, run)})
     after = simulated_seconds(_with_rates(plan, changed))
-    return Refined(refined, compute, update, transfer, median(seconds), simulated_seconds(plan), after)
+    before, starved = simulated_seconds(plan), _starved_share(steps)
+    return Refined(refined, compute, update, transfer, median(seconds), before, after, starved)
+
+
+def _starved_share(steps: Sequence[Sequence[RankTime]]) -> float:
+    times = [each for step in steps for each in step if each.op in TIMED]
+    return sum(each.starved for each in times) / sum(each.seconds for each in times)
 
 
 def _with_rates(plan: Plan, rates: Rates) -> Plan:

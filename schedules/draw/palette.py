@@ -31,6 +31,8 @@ OP_STYLES = {
     "RECV_F": OpStyle("activations", "#bccbe2", "#4a5d7b", "generic_work"),
     "SEND_B": OpStyle("gradients", "#cfae7d", "#a98d63", "generic_work"),
     "RECV_B": OpStyle("gradients", "#e4d3b6", "#6f604a", "generic_work"),
+    "ALL_TO_ALL": OpStyle("exchange", "#9bb59a", "#78977a", "generic_work"),
+    "RING": OpStyle("exchange", "#9bb59a", "#78977a", "generic_work"),
     "ALL_GATHER": OpStyle("gather", "#a79ac6", "#8a7db0", "generic_work"),
     "FREE": OpStyle("gather", "#d3cde2", "#575070", "generic_work"),
     "REDUCE_SCATTER": OpStyle("reduce", "#bb8fa9", "#a0738f", "generic_work"),
@@ -51,7 +53,7 @@ SERIES = (  # of curves, on a light and a dark background; like ops they differ 
     ("#b65fc4", "#a9d4ff"),
 )
 OTHER = OpStyle("other", "#b6bcc6", "#6b7380", "generic_work")
-ROWS = ("compute", "receive", "send", "p2p", "gather", "reduce", "copy")
+ROWS = ("compute", "layers", "receive", "send", "p2p", "gather", "reduce", "copy")
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -89,7 +91,8 @@ def row_of(lane: str) -> str:
 
 
 def row_order(rows: Iterable[str]) -> list[str]:
-    """Distinct rows in drawing order: compute, transfers, collectives, copies, then any others by name."""
+    """Distinct rows in drawing order: compute, messages inside layers, transfers, collectives, copies, then any others
+    by name."""
     return sorted(set(rows), key=lambda row: (ROWS.index(row) if row in ROWS else len(ROWS), row))
 
 

@@ -33,6 +33,9 @@ def plan(
         Option(min=2, max=1000, help="Also draw N steps with deviations, and print what 5 to 95 % of steps take."),
     ] = None,
     html: Annotated[Path | None, Option(help="Write a page with the memory of every rank over a step.")] = None,
+    trace: Annotated[
+        Path | None, Option(help="Write the simulated step for Perfetto (.json.gz), with messages inside layers.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Show what would run: mesh, memory, traffic and predicted time; status 1 if it does not fit or has no data."""
@@ -54,4 +57,4 @@ def plan(
     from pentad.orchestrator.cli.show_plan import show_plan
 
     found = planned(config, device, memory, pool or (), draws or 0)
-    return show_plan(found, Console(), html=html, as_json=as_json)
+    return show_plan(found, Console(), html=html, trace=trace, as_json=as_json)
