@@ -18,6 +18,7 @@ from pentad.schedules.ir.instruction import COMPUTE
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.rates import Link, Rates
 from pentad.schedules.simulate.timeline import COMPUTE as TIMED
+from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.plan import Plan
 
 LEAST_STEPS = 4
@@ -113,7 +114,8 @@ def _factor(guessed: float, measured: float) -> float:
 
 def _with_transfers(plan: Plan, rates: Rates, times: float) -> Rates:
     """With sends between stages, of these ranks, that many times as fast."""
-    on_host = ranks_on_host(plan.mesh, ("pp",), rates.host_order) == plan.mesh.pp
+    axes: tuple[Axis, ...] = ("pp",)
+    on_host = ranks_on_host(plan.mesh, axes, rates.host_order) == plan.mesh.pp
     name = "inter_host" if not on_host else "peer" if plan.mesh.size <= NODE_GPUS else "intra_host"
     links = getattr(rates, name)
     faster = replace(links, send=Link(links.send.latency / times, links.send.bandwidth * times))

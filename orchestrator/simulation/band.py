@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from pentad.orchestrator.planning.estimate import costs_of, mfu
-from pentad.orchestrator.planning.formatting import format_duration, format_percent
+from pentad.orchestrator.planning.formatting import format_percent
 from pentad.orchestrator.simulation.link_shares import link_shares
 from pentad.schedules.ir.columns import Array
 from pentad.schedules.simulate.costs import instruction_seconds
@@ -32,12 +32,12 @@ class PlanBand(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """'5, 50 and 95 % of steps take at most 4.07 s, 4.1 s and 4.15 s (45.3 %, 44.9 % and 44.4 % MFU): ...'"""
+        """'5, 50 and 95 % of steps take at most 4.073, 4.101 and 4.148 s (45.3 %, 44.9 % and 44.4 % MFU): ...'"""
         used = "" if self.mfu is None else f" ({_listed([format_percent(each) for each in self.mfu])} MFU)"
         links, rest = (self.shared - self.nominal) / self.band.middle, 1 - self.shared / self.band.middle
         causes = f"shared links are {format_percent(links)} of a step, deviations {format_percent(rest)}"
-        seconds = _listed([format_duration(each) for each in self.band])
-        return f"5, 50 and 95 % of steps take at most {seconds}{used}: {causes} ({self.draws} draws)"
+        seconds = _listed([f"{each:.4g}" for each in self.band])
+        return f"5, 50 and 95 % of steps take at most {seconds} s{used}: {causes} ({self.draws} draws)"
 
     def facts(self) -> dict[str, Any]:
         return {

@@ -31,7 +31,7 @@ from pentad.schedules.spec.plan import Plan
 
 GPU, LENGTH, BATCH = "NVIDIA H100 80GB HBM3", 8192, 2048  # sequences of a step in strong scaling
 GPUS = (64, 256, 1024, 4096, 16384)
-DRAWS = 32
+DRAWN = 4_000_000  # events of all draws together
 MOST = 256  # microbatches of a replica in strong scaling
 FREE = Links.uniform(0.0, 1e18)
 LAYERS = {"vocab": 128256, "kv_heads": 8}
@@ -123,7 +123,7 @@ def limits(plan: Plan, events: Events, found: PlanBand) -> dict[str, float]:
 def measure(model: Model, gpus: int, microbatches: int) -> dict[str, Any]:
     plan = plan_of(model, gpus, microbatches)
     events = acyclic_events(plan.program)
-    found = plan_band(plan, DRAWS, events)
+    found = plan_band(plan, min(512, DRAWN // len(events.order)), events)
     assert found.mfu is not None
     gib = max(memory(plan, plan.mesh.move(0, pp=pp))["total"] for pp in range(plan.mesh.pp)) / 2**30
     return {
