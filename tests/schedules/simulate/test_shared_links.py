@@ -14,7 +14,7 @@ from pentad.schedules.ir.instruction import RECEIVES, SENDS, Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs, instruction_seconds
 from pentad.schedules.simulate.events import acyclic_events
-from pentad.schedules.simulate.shared_links import LinkShares, shared_seconds
+from pentad.schedules.simulate.shared_links import LinkShares, Shares, shared_seconds
 from pentad.schedules.simulate.simulate import event_times
 
 compiled = cache(compile_program)
@@ -51,7 +51,7 @@ def test_by_hand_the_gradients_of_replicas_are_reduced_beside_transfers() -> Non
     found = rows_named(program, shared_seconds(program, acyclic_events(program), costs, shares))
     (reduction,) = (took for (rank, name), took in found.items() if rank == 1 and "ALL_REDUCE" in name)
     (transfer,) = (took for (rank, name), took in found.items() if rank == 1 and "SEND_B" in name)
-    assert (transfer, reduction) == (pytest.approx(2.0), pytest.approx(5.0))
+    assert (transfer, reduction) == pytest.approx((2.0, 5.0))
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), PROGRAMS)
@@ -68,7 +68,7 @@ def test_shared_seconds_are_those_of_small_steps_of_time(name: str, ranks: int, 
     stages = program.stages
     each = tuple(1 + (stage % 3) / 8 for stage in range(stages))
     costs = replace(Costs(each, each, each, transfer=0.5), reduce=(1.5,) * stages)
-    by_stage = dict.fromkeys((Op.F, Op.B, Op.W, Op.BW), ((0.25, 0.0),) * stages)
+    by_stage: dict[Op, tuple[Shares, ...]] = dict.fromkeys((Op.F, Op.B, Op.W, Op.BW), ((0.25, 0.0),) * stages)
     shares = LinkShares(by_stage | {Op.ALL_REDUCE: ((0.5, 0.9),) * stages}, (0.8, 0.1))
     events = acyclic_events(program)
     times = event_times(program, events, costs, shared_seconds(program, events, costs, shares))
@@ -97,7 +97,9 @@ def stepped_ends(program: Program, costs: Costs, shares: LinkShares, step: float
             of = (
                 shares.transfer
                 if transfer
-                else shares.by_stage.get(part.op, ((0.0, 0.0),) * program.stages)[part.stage]
+                else shares.by_stage[part.op][part.stage]
+                if part.op in shares.by_stage
+                else ()
             )
             ways = ("out",) if part.op in SENDS else ("in",) if part.op in RECEIVES else ("out", "in")
             weight = 1.0 if transfer or not total else seconds[row] / total
@@ -110,15 +112,16 @@ def stepped_ends(program: Program, costs: Costs, shares: LinkShares, step: float
         before[target].append(source)
     ends, now = np.full(len(members), np.inf), 0.0
     while np.isinf(ends).any():
-        ready = True
-        while ready:  # what takes no time ends at once
-            running = [e for e in np.flatnonzero(np.isinf(ends)) if all(ends[each] <= now for each in before[e])]
-            ready = [e for e in running if left[e] <= 0]
-            ends[ready] = now
+        while True:  # what takes no time ends at once
+            open_events = np.flatnonzero(np.isinf(ends)).tolist()
+            running = [each for each in open_events if all(ends[source] <= now for source in before[each])]
+            if not (ended := [each for each in running if left[each] <= 0]):
+                break
+            ends[ended] = now
         for event in running:
             slowest = 1.0
-            for link, share in uses[event].items():
-                others = sum(uses[other].get(link, 0.0) for other in running if other != event)
+            for place, share in uses[event].items():
+                others = sum(uses[other].get(place, 0.0) for other in running if other != event)
                 slowest = max(slowest, 1 + share * others)
             left[event] -= step / slowest
         now += step
