@@ -31,8 +31,6 @@ OP_STYLES = {
     "RECV_F": OpStyle("activations", "#bccbe2", "#4a5d7b", "generic_work"),
     "SEND_B": OpStyle("gradients", "#cfae7d", "#a98d63", "generic_work"),
     "RECV_B": OpStyle("gradients", "#e4d3b6", "#6f604a", "generic_work"),
-    "ALL_TO_ALL": OpStyle("exchange", "#9bb59a", "#78977a", "generic_work"),
-    "RING": OpStyle("exchange", "#9bb59a", "#78977a", "generic_work"),
     "ALL_GATHER": OpStyle("gather", "#a79ac6", "#8a7db0", "generic_work"),
     "FREE": OpStyle("gather", "#d3cde2", "#575070", "generic_work"),
     "REDUCE_SCATTER": OpStyle("reduce", "#bb8fa9", "#a0738f", "generic_work"),

@@ -44,7 +44,8 @@ def plan(
     file, overrides = split_words(words)
     config = load(file, overrides)
     if search or gpus is not None:
-        for name, given in {"--pool": pool and pool[0], "--draws": draws}.items():
+        alone = {"--pool": pool and pool[0], "--draws": draws, "--html": html, "--trace": trace}
+        for name, given in alone.items():
             if given:
                 raise PentadError(f"{name} is {given}: expected none with --search or --gpus")
         from pentad.orchestrator.cli.show_search import Command, show_search
