@@ -40,6 +40,13 @@ def test_tensor_ranks_use_the_links_of_their_host_and_replicas_on_others_those_b
     assert 0.5 < shares.transfer[1] < 1
 
 
+def test_collectives_between_hosts_use_the_links_on_hosts_too() -> None:
+    """Of dp16 on two hosts: eight ranks of a host send at 8 x 40 GB/s together, and pass that on at 330 GB/s."""
+    planned = plan_of("mesh.tp=1", "mesh.dp=16", "zero.stage=1", "schedule.microbatches=4")
+    on_host, between = link_shares(planned, costs_of(planned)).by_stage[Op.REDUCE_SCATTER][0]
+    assert (on_host, between) == pytest.approx((320 / 330, 1.0))
+
+
 def test_a_share_is_the_time_of_the_bytes_over_that_of_the_instruction() -> None:
     """F of a layer with tp8 sends 7/8 of the tokens' hidden states, in bfloat16, four times: attention and the
     feed-forward network gather their input and scatter their result."""
