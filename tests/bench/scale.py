@@ -157,7 +157,7 @@ def table(found: dict[str, Any], kind: str) -> str:
             low, _, high = row["seconds"]
             losses = sorted(((share, loss) for loss, share in row["limits"].items() if loss != "compute"), reverse=True)
             words = ", ".join(f"{loss} {100 * share:.0f} %" for share, loss in losses[:3] if share >= 0.005)
-            seconds, used = f"{low:.3g} to {high:.3g}", f"{100 * row['mfu']:.1f} %"
+            seconds, used = f"{low:.4g} to {high:.4g}", f"{100 * row['mfu']:.1f} %"
             lines.append(
                 f"| {name} | {row['gpus']:,} | {row['microbatches']} | {seconds} | {used} | {row['gib']} | {words} |"
             )
