@@ -4,6 +4,7 @@ bits (0: none) and bytes of copies in its memory and to the host."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ import torch
 SIZE = 8192  # of the factors
 COPIED = 2**28  # bytes
 REPEATS = 10
+WARM_UP = 2.0  # seconds of products, in which a power limit lowers clocks (docs/performance.md)
 
 
 def main() -> None:
@@ -18,6 +20,9 @@ def main() -> None:
     factors = [torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16) for _ in range(2)]
     source, target = (torch.empty(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
     host = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+    until = time.monotonic() + WARM_UP
+    while time.monotonic() < until:
+        seconds(lambda: torch.mm(*factors))
     found = {
         "memory": torch.cuda.mem_get_info(device)[1],
         "bf16": 2 * SIZE**3 / seconds(lambda: torch.mm(*factors)),

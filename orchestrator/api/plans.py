@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -32,8 +33,11 @@ from pentad.orchestrator.planning.fit import Fit, device_memory, fit_of, require
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import gpu_of, local_device, require_tp_on_node
 from pentad.orchestrator.planning.planning import make_plan, require_shards
+from pentad.orchestrator.simulation.band import PlanBand, plan_band
+from pentad.orchestrator.simulation.layer_spans import with_layer_spans
 from pentad.schedules.draw.memory import memory_page
 from pentad.schedules.draw.svg import svg_grid
+from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.argument_types import checks_types
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.passes.recompute import config_text
@@ -54,7 +58,8 @@ class PlannedRun:
     evaluations cost (None: there are none) beside this many training steps, what is wrong with the data, '' if nothing
     is, what to change if it does not fit, what is recomputed for nothing, what the planner chose in place of `auto`, as
     overrides; how evenly documents divide over ranks (None: attention crosses documents, or the data are not
-    prepared); and why data.capacity_factor: auto is no larger (None: it is given, or nothing fits)."""
+    prepared); why data.capacity_factor: auto is no larger (None: it is given, or nothing fits); and what 5 to 95 % of
+    steps take (None: none were drawn)."""
 
     plan: Plan
     costs: Costs
@@ -67,6 +72,7 @@ class PlannedRun:
     chosen: tuple[str, ...] = ()
     balance: DataBalance | None = None
     capacity: Capacity | None = None
+    band: PlanBand | None = None
 
     @property
     def ok(self) -> bool:
@@ -115,6 +121,10 @@ class PlannedRun:
         title = f"{plan.name}: memory over a step"
         return memory_page(memory_curves(plan, self.timeline), title=title, facts=facts, available=fit.device.bytes)
 
+    def write_trace(self, path: Path) -> None:
+        """Writes the simulated step of every pipeline rank, with messages inside layers, for Perfetto (.json.gz)."""
+        write_trace(path, [with_layer_spans(self.timeline, self.plan, self.costs)], process_names=None)
+
     def facts(self) -> dict[str, Any]:
         """What `pentad plan --json` prints, in bytes and seconds."""
         plan, each = self.plan, memories(self.plan)
@@ -136,6 +146,7 @@ class PlannedRun:
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
+            "band": None if self.band is None else self.band.facts(),
         }
         fits = {"ok": fit.ok, "needed": fit.needed, "available": fit.device.bytes, "where": fit.device.where}
         fits |= {"remedy": self.remedy} if self.remedy else {}
@@ -187,6 +198,8 @@ class PlannedRun:
         used = "" if self.mfu is None else f", {format_percent(self.mfu)} MFU"
         pace = f"{format_duration(self.step_seconds)} a step, {format_count(self.tokens_per_second)} tokens/s{used}"
         yield line(f" {pace}: from rates {self.rates}")
+        if self.band is not None:
+            yield line(f" {self.band.sentence}")
         if self.evaluation is not None:
             yield line(f" {_evaluation_sentence(self.evaluation, self.evaluation_share)}")
         if self.balance is not None:
@@ -217,21 +230,32 @@ UNREAD = "how documents divide over ranks is shown once a run has built or packe
 
 @checks_types
 def plan(
-    config: Config = None, *, device: Device | None = None, device_gib: float | None = None, **sections: Any
+    config: Config = None,
+    *,
+    device: Device | None = None,
+    device_gib: float | None = None,
+    draws: int = 0,
+    **sections: Any,
 ) -> PlannedRun:
     """What `pentad.train` would run, from guessed costs; starts and writes nothing, and needs neither torch nor Ray.
 
     `config` and `sections` are those of `train`. `device` is that of the ranks (None: as found here), `device_gib` its
-    memory (None: that of cluster.gpu, else as here, else an H200's). Raises PentadError for a mistake in the
-    configuration.
+    memory (None: that of cluster.gpu, else as here, else an H200's). `draws` steps with deviations are simulated as
+    well, 0 or at least 2. Raises PentadError for a mistake in the configuration.
     """
+    if draws < 0 or draws == 1:
+        raise PentadError(f"draws is {draws}: expected 0 or at least 2")
     if device_gib is not None and not 0 < device_gib < math.inf:
         raise PentadError(f"device_gib is {device_gib:g}: expected a finite number greater than 0")
-    return planned(load_config(config, **sections), device, device_gib)
+    return planned(load_config(config, **sections), device, device_gib, draws=draws)
 
 
 def planned(
-    config: RunConfig, device: Device | None = None, device_gib: float | None = None, pools: Sequence[int] = ()
+    config: RunConfig,
+    device: Device | None = None,
+    device_gib: float | None = None,
+    pools: Sequence[int] = (),
+    draws: int = 0,
 ) -> PlannedRun:
     """`plan` of a configuration. With the balance of `pools` of other numbers of dp x ep x cp ranks."""
     place = device or local_device(config.cluster, config.mesh.size)[0]
@@ -258,7 +282,7 @@ def planned(
         balance = None if data_error else _balance(found, config.run.steps, pools)
     except PentadError as error:  # a damaged shard, which is first read here
         data_error = str(error)
-    notes = data_error, remedy, note, chosen, balance, capacity
+    notes = data_error, remedy, note, chosen, balance, capacity, plan_band(found, draws) if draws else None
     return PlannedRun(found, costs, fit, evaluation, config.run.steps, *notes)
 
 

@@ -8,13 +8,15 @@ from rich.console import Console
 from rich.table import Table
 
 from pentad.orchestrator.calibration.calibrate import GROUPS
+from pentad.orchestrator.calibration.refine import Refined
 from pentad.orchestrator.gpus.rate_table import CPU, RateTable
 from pentad.orchestrator.gpus.table import GPUS
-from pentad.orchestrator.planning.formatting import format_duration
+from pentad.orchestrator.planning.formatting import format_duration, format_percent
 from pentad.orchestrator.planning.hardware import rates_of
 from pentad.schedules.simulate.rates import Link, Links, Rates
 
 KINDS = tuple(Links.__dataclass_fields__)
+NOTABLE = 0.02  # share of compute's time that is said
 WHERE = {"intra_host": "on a host", "peer": "by peer copies", "inter_host": "between hosts"}
 ASSUMED = {name: f"links {where}" for name, where in WHERE.items()} | {"issue": "the host's exchanges in layers"}
 
@@ -31,6 +33,17 @@ def show_table(table: RateTable, console: Console) -> None:
     console.print(grid)
     if table.assumed:
         console.print(f" not measured, so assumed: {', '.join(ASSUMED[each] for each in table.assumed)}")
+
+
+def show_refined(found: Refined, console: Console) -> None:
+    for name, factor in (("compute", found.compute), ("updates", found.update), ("transfers", found.transfer)):
+        text = f"{factor:.3g} times as fast as the table had" if factor != 1 else "as the table has it"
+        console.print(f" {name}: {text}", highlight=False)
+    if found.starved >= NOTABLE:
+        text = f" other processes had the cores for {format_percent(found.starved)} of compute, which is left out"
+        console.print(text, highlight=False)
+    seconds = [format_duration(each) for each in (found.measured, found.before, found.after)]
+    console.print(f" a step took {seconds[0]}: predicted {seconds[1]} before, {seconds[2]} now", highlight=False)
 
 
 def _rows(rates: Rates, left_out: tuple[str, ...]) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from pentad.orchestrator.cli.completion import SCHEDULE_NAMES, config_words, run_names, schedule_names
 
+MOST_GPUS = 2**14  # whose meshes are compared in seconds
 Words = Annotated[
     list[str] | None,
     Argument(

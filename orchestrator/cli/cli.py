@@ -15,19 +15,28 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from pentad.orchestrator.cli.arguments import Address, Json, Run, ScheduleArguments, Timeout, Words, split_words
+from pentad.orchestrator.cli.arguments import (
+    MOST_GPUS,
+    Address,
+    Json,
+    Run,
+    ScheduleArguments,
+    Timeout,
+    Words,
+    split_words,
+)
 from pentad.orchestrator.cli.commands.calibrate import calibrate
 from pentad.orchestrator.cli.commands.checkpoint import checkpoint
 from pentad.orchestrator.cli.commands.data import data
 from pentad.orchestrator.cli.commands.doctor import doctor
 from pentad.orchestrator.cli.commands.pictures import curves, page, timeline
+from pentad.orchestrator.cli.commands.plan import plan
 from pentad.orchestrator.cli.commands.sweep import sweep
 from pentad.orchestrator.cli.commands.verify import verify
 from pentad.schedules.ir.errors import PentadError, ScheduleError, printable, shortened
 
 # ClickException, the base of all usage errors; typer bundles click but does not export it.
 _ClickException: Any = typer.BadParameter.__mro__[2]
-_MOST_GPUS = 2**14  # whose meshes are compared in seconds
 _INTERRUPTED = 130  # which some versions of typer return for a KeyboardInterrupt; others raise Abort
 
 app = typer.Typer(pretty_exceptions_enable=False, no_args_is_help=True)
@@ -100,44 +109,7 @@ def train(words: Words = None, as_json: Json = False) -> None:
         print_summary(console, summary)
 
 
-@app.command()
-def plan(
-    words: Words = None,
-    device: Annotated[Literal["cpu", "cuda"] | None, Option(help="Target device (default: as found here).")] = None,
-    search: Annotated[
-        bool,
-        Option(
-            "--search", help="Search the fastest plans: of all meshes and keys that the command line does not give."
-        ),
-    ] = False,
-    gpus: Annotated[
-        int | None, Option(min=1, max=_MOST_GPUS, help="Search, on this many GPUs (default: those of the mesh).")
-    ] = None,
-    memory: Annotated[
-        float | None, Option(min=0.001, help="GiB per device (default: cluster.gpu's, this machine's, or an H200's).")
-    ] = None,
-    pool: Annotated[list[int] | None, Option(min=1, help="Also balance the data on N dp x ep x cp ranks.")] = None,
-    html: Annotated[Path | None, Option(help="Write a page with the memory of every rank over a step.")] = None,
-    as_json: Json = False,
-) -> int:
-    """Show what would run: mesh, memory, traffic and predicted time; status 1 if it does not fit or has no data."""
-    from pentad.orchestrator.config.config import load
-
-    file, overrides = split_words(words)
-    config = load(file, overrides)
-    if search or gpus is not None:
-        if pool:
-            raise PentadError(f"--pool is {pool[0]}: expected none with --search or --gpus")
-        from pentad.orchestrator.cli.show_search import Command, show_search
-        from pentad.orchestrator.planning.fit import device_memory
-        from pentad.orchestrator.planning.hardware import gpu_of
-
-        command, room = Command(file, overrides, config), device_memory("cuda", memory, gpu=gpu_of(config.cluster))
-        return show_search(command, gpus or config.mesh.size, room, Console(), as_json=as_json)
-    from pentad.orchestrator.api.plans import planned
-    from pentad.orchestrator.cli.show_plan import show_plan
-
-    return show_plan(planned(config, device, memory, pool or ()), Console(), html=html, as_json=as_json)
+app.command()(plan)
 
 
 @app.command()
@@ -147,7 +119,7 @@ def init(
         str, Option(metavar="NAME|DIR", help="A published size such as llama-8b, or a Hugging Face model's folder.")
     ] = "llama-8b",
     gpus: Annotated[
-        int | None, Option(min=1, max=_MOST_GPUS, help="GPUs to train on (default: those here, else 8).")
+        int | None, Option(min=1, max=MOST_GPUS, help="GPUs to train on (default: those here, else 8).")
     ] = None,
     data: Annotated[str, Option(metavar="PATH", help="A corpus that `pentad data build` wrote.")] = "builtin:pydoc",
     sequence_length: Annotated[int | None, Option(min=1, help="Tokens of a sequence (default: 4096).")] = None,

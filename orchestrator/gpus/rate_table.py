@@ -20,7 +20,8 @@ MAY_BE_ZERO, MAY_BE_EMPTY = (".latency", ".issue", ".peer_issue", ".layer_issue"
 
 class RateTable(BaseModel):
     """`gpu` is the name that CUDA has for it, or CPU; `measured` the date, `ranks` the number of ranks and hosts, and
-    `assumed` names the rates that could not be measured with those."""
+    `assumed` names the rates that could not be measured with those. `refined` are the runs whose measured costs have
+    changed the rates since."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -30,6 +31,7 @@ class RateTable(BaseModel):
     ranks: tuple[int, int]
     assumed: tuple[str, ...]
     rates: Rates
+    refined: tuple[str, ...] = ()
 
 
 def place_of(gpu: str) -> Path:
@@ -61,9 +63,15 @@ def _write(path: Path, text: str | None) -> None:
         raise PentadError(f"{path} cannot be written ({error.strerror}): expected a writable path") from None
 
 
-def read_table(path: Path, gpu: str, key: str = "cluster.rates") -> Rates:
-    """The rates of a table of this GPU. Raises PentadError for a file that `pentad calibrate` did not write, or for
-    another GPU."""
+def read_rates(path: Path, gpu: str, key: str = "cluster.rates") -> Rates:
+    """The rates of a table, with their source. Raises PentadError as `read_table` does."""
+    table = read_table(path, gpu, key)
+    runs = f", refined by {', '.join(table.refined)}" if table.refined else ""
+    return replace(table.rates, source=f"measured {table.measured}{runs} ({path})")
+
+
+def read_table(path: Path, gpu: str, key: str = "cluster.rates") -> RateTable:
+    """The table of this GPU. Raises PentadError for a file that `pentad calibrate` did not write, or of another one."""
     try:
         written = path.stat().st_mtime_ns
     except OSError:
@@ -72,8 +80,8 @@ def read_table(path: Path, gpu: str, key: str = "cluster.rates") -> Rates:
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, gpu: str, key: str, written: int) -> Rates:
-    """The rates in the file as it was written at that time: a search makes hundreds of plans with it."""
+def _read(path: Path, gpu: str, key: str, written: int) -> RateTable:
+    """The table in the file as it was written at that time: a search makes hundreds of plans with it."""
     expected = f"{key} is {path}: expected a table that `pentad calibrate` wrote for {gpu}"
     try:
         table = RateTable.model_validate_json(path.read_text(encoding="utf-8"))
@@ -88,7 +96,7 @@ def _read(path: Path, gpu: str, key: str, written: int) -> Rates:
     figures = table.model_dump()["rates"] | {"source": None, "host_order": None}
     if wrong := _impossible(figures, "rates"):
         raise PentadError(f"{expected} ({wrong})")
-    return replace(table.rates, source=f"measured {table.measured} ({path})")
+    return table
 
 
 def _impossible(value: Any, name: str) -> str:

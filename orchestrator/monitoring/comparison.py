@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pentad.orchestrator.memory.curve import planned_memory
+from pentad.orchestrator.planning.estimate import costs_of
+from pentad.orchestrator.simulation.layer_spans import with_layer_spans
 from pentad.schedules.diagnosis.step_path import Piece, step_paths
 from pentad.schedules.draw.html import RunProgram, timeline_page
 from pentad.schedules.draw.page_program import DrawnMemory, PathPiece, saved_activations
 from pentad.schedules.draw.palette import grouped
 from pentad.schedules.draw.svg import svg_comparison
+from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.read_costs import read_costs
@@ -71,6 +75,13 @@ def simulate_steps(plan: Plan | DrawnRun, measured: Timeline, costs: Costs) -> T
         own = read_costs(plan.program, measured.of_step(step)) or costs
         spans += to_mesh_ranks(simulate(plan.program, own, step=step), plan.mesh).spans
     return Timeline("simulated", tuple(spans))
+
+
+def write_run_trace(path: Path, plan: Plan, measured: Timeline, simulated: Timeline, names: dict[int, str]) -> None:
+    """A trace of measured steps and of one of `simulate_steps`, the latter with messages inside layers. `names` are
+    those of ranks."""
+    drawn = with_layer_spans(simulated, plan, costs_of(plan))
+    write_trace(path, [measured, drawn], process_names=names)
 
 
 def comparison_page(run: DrawnRun, measured: Timeline, simulated: Timeline, figure: str = "") -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pentad.orchestrator.config.config import RunConfig, dump, load
-from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps
+from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, simulate_steps, write_run_trace
 from pentad.orchestrator.monitoring.evaluations import EVAL_KEYS, Best, best_of
 from pentad.orchestrator.records.checkpoint_places import (
     CHECKPOINTS,
@@ -34,7 +34,6 @@ from pentad.orchestrator.records.profiles import drop_profiles
 from pentad.orchestrator.records.run_files import RunFiles, atomic_file, replace_file
 from pentad.schedules.diagnosis.rank_rows import svg_rank_times
 from pentad.schedules.diagnosis.rank_times import RankTime, save
-from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
@@ -216,7 +215,7 @@ class RunFolder:
         self._save(TIMELINE, measured)
         names, simulated = process_names(plan), simulate_steps(plan, measured, costs)
         with atomic_file(self.path / TRACE) as partial:
-            write_trace(partial, [measured, simulated.of_step(measured.steps[-1])], process_names=names)
+            write_run_trace(partial, plan, measured, simulated.of_step(measured.steps[-1]), names)
         drawing = self._rank_times(plan)
         page = comparison_page(DrawnRun.of_plan(plan), measured, simulated, drawing)
         replace_file(self.path / PAGE, page.encode())

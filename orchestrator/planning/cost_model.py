@@ -7,7 +7,7 @@ scores that is not masked.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from pentad.schedules.passes.recompute import ROW_WISE, recomputed_parts
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.rates import Curve, Rates, rate_at
 from pentad.schedules.spec.lora import LoraSpec, adapter_tensors
-from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling
 from pentad.schedules.spec.tensors import LayerRange, fp8_matrices, tensors
 
@@ -164,17 +164,45 @@ def _stage_seconds(
     )
 
 
+class LayerMessages(NamedTuple):
+    """What a rank sends inside F, B or RECOMPUTE of a stage, of one kind: `seconds` for which the instruction waits,
+    and the `hidden` ones, in which it computes; and whether no message leaves the host."""
+
+    axis: Axis
+    kind: str
+    operations: int
+    bytes: int
+    seconds: float
+    hidden: float
+    on_host: bool
+
+
+def layer_messages(
+    model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates, phase: str
+) -> Iterator[LayerMessages]:
+    """By axis and kind. A `phase` is that of `stage_volume`."""
+    volumes = stage_volume(model, span, piece, phase, copied=is_copied(piece)) if model.custom is None else {}
+    for (axis, kind), volume in volumes.items():
+        link = links_of(rates, piece.mesh, (axis,), in_layers=True).of(kind)
+        on_host = ranks_on_host(piece.mesh, (axis,), rates.host_order) == getattr(piece.mesh, axis)
+        exposed = 1 - rates.tp_hidden if axis == "tp" and on_host else 1.0
+        seconds = link.seconds(exposed * volume.bytes, volume.operations)
+        hidden = link.seconds((1 - exposed) * volume.bytes, 0)
+        yield LayerMessages(axis, kind, *volume, seconds, hidden, on_host)
+
+
+def is_copied(piece: Piece) -> bool:
+    """Whether ranks exchange rows inside layers by peer copies."""
+    return piece.device == "cuda" and piece.mesh.size <= NODE_GPUS
+
+
 def _with_communication(
     model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates, phase: str, seconds: float
 ) -> float:
-    links, issued, is_copied = 0.0, 0.0, piece.device == "cuda" and piece.mesh.size <= NODE_GPUS
-    volumes = stage_volume(model, span, piece, phase, copied=is_copied) if model.custom is None else {}
-    for kind, volume in volumes.items():
-        link = links_of(rates, piece.mesh, (kind.axis,), in_layers=True).of(kind.kind)
-        is_hidden = kind.axis == "tp" and ranks_on_host(piece.mesh, (kind.axis,), rates.host_order) == piece.mesh.tp
-        exposed = 1 - rates.tp_hidden if is_hidden else 1.0
-        links += link.seconds(exposed * volume.bytes, volume.operations)
-        issued += volume.operations * (rates.peer_issue if is_copied else rates.issue)
+    links, issued = 0.0, 0.0
+    for messages in layer_messages(model, span, piece, rates, phase):
+        links += messages.seconds
+        issued += messages.operations * (rates.peer_issue if is_copied(piece) else rates.issue)
     return max(seconds + links, _layer_issue(model, span, piece, rates, phase) + issued)
 
 

@@ -9,7 +9,7 @@ from operator import mul
 
 from pentad.orchestrator.activations.activation_memory import cuts_of
 from pentad.orchestrator.activations.activation_peaks import activation_peaks, activations_of
-from pentad.orchestrator.activations.allocations import BYTES, INDEX, piece_of, wide_bytes
+from pentad.orchestrator.activations.allocations import BYTES, INDEX, Piece, piece_of, wide_bytes
 from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning.comm_volume import padded_elements, param_shards_at
 from pentad.orchestrator.planning.cost_model import guess_costs
@@ -41,12 +41,24 @@ CUBLAS = 32 * 2**20  # bytes of its workspace on a Hopper GPU
 def costs_of(plan: Plan, rates: Rates | None = None) -> Costs:
     """A plan's guessed costs, those that its program was compiled with, of microbatches of equal size; or at other
     `rates`."""
-    even = replace(plan, batch=replace(plan.batch, capacity=0))
-    piece = piece_of(even)._replace(document_mask=False, deterministic=True)
+    even = _with_even_batch(plan)
     offloaded = [each.bytes for each in cuts_of(even)]
-    rates = rates or plan.rates or rates_of(plan.device, plan.gpu)
+    piece, rates = even_piece(plan), rates or rates_of_plan(plan)
     given = plan.model, plan.layers, plan.program.placement, piece, rates, plan.recompute, plan.zero, plan.lora
     return guess_costs(*given, offloaded, host_optimizer=plan.host_optimizer, bf16_reduce=plan.bf16_reduce)
+
+
+def rates_of_plan(plan: Plan) -> Rates:
+    return plan.rates or rates_of(plan.device, plan.gpu)
+
+
+def even_piece(plan: Plan) -> Piece:
+    """What costs are guessed for: a piece of a microbatch of equal size."""
+    return piece_of(_with_even_batch(plan))._replace(document_mask=False, deterministic=True)
+
+
+def _with_even_batch(plan: Plan) -> Plan:
+    return replace(plan, batch=replace(plan.batch, capacity=0))
 
 
 def step_seconds(timeline: Timeline) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 from pentad.orchestrator.config.errors import nearest
 from pentad.orchestrator.config.sections import ClusterSection
 from pentad.orchestrator.gpus.measured import MEASURED, measured_gpu
-from pentad.orchestrator.gpus.rate_table import CPU, place_of, read_table
+from pentad.orchestrator.gpus.rate_table import CPU, place_of, read_rates
 from pentad.orchestrator.gpus.table import ASSUMED_GPU, GB, GPUS, Gpu
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import HOST_ORDER, AttentionRates, ExpertRates, Link, Links, Rates
@@ -24,7 +24,8 @@ from pentad.schedules.spec.model import Experts, Scaling
 NODE_GPUS = 8  # of a host, with fast links among them
 
 
-# Of the figures of a GPU what training attains: measured on H200s with NVLink.
+# Of the figures of a GPU what training attains: measured on H200s with NVLink. FLOP/s are those under the power limit:
+# products of 8192^3 start at 780 TFLOP/s and 1,980 MHz, and fall to 660 and 1,455 within seconds (jitter-2xh200.json).
 ATTAINED_FLOPS, ATTAINED_BANDWIDTH, ATTAINED_LINK, ATTAINED_HOST_LINK = 660 / 989, 3 / 4.8, 330 / 450, 50 / 64
 INTER_HOST = 40 * GB  # 400 Gbit/s a GPU
 # Seconds of the host to issue an exchange inside a layer, by NCCL and by peer copies: fitted (docs/performance.md).
@@ -101,11 +102,11 @@ def launched(rates: Rates) -> Rates:
 def _rates_for(section: ClusterSection, device: str) -> Rates:
     gpu = CPU if device == "cpu" else gpu_of(section)
     if section.rates not in ("auto", "builtin"):
-        return read_table(Path(section.rates).expanduser(), gpu)
+        return read_rates(Path(section.rates).expanduser(), gpu)
     path = place_of(gpu)
     if section.rates == "builtin" or not path.exists():
         return rates_of(device, gpu)
-    return read_table(path, gpu, "cluster.rates is auto, which")
+    return read_rates(path, gpu, "cluster.rates is auto, which")
 
 
 # How many times faster products in 8 bits are on a Hopper GPU, by what has a scale (tests/bench/results/fp8-h200.json).

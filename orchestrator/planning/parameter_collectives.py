@@ -13,6 +13,10 @@ from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.tensors import LayerRange
 
+# Along which ranks hold the same parameters, and the same experts.
+DENSE_AXES: tuple[Axis, ...] = ("dp", "cp", "ep")
+EXPERT_AXES: tuple[Axis, ...] = ("dp", "cp")
+
 
 def local_parameters(model: ModelSpec, lora: LoraSpec | None, layers: LayerRange, mesh: Mesh) -> tuple[int, int]:
     """Trained parameters of a stage on one rank: of everything but experts, and of experts."""
@@ -57,10 +61,8 @@ def _shared_seconds(
     """Seconds of a collective of a stage's parameters, with this many bytes each; those of experts have fewer
     holders."""
     seconds = 0.0
-    axes: tuple[Axis, ...] = ("dp", "cp")  # along which ranks hold the same experts
     dense, experts = local_parameters(model, lora, span, mesh)
-    groups: list[tuple[int, tuple[Axis, ...], int]] = [(dense, (*axes, "ep"), 1), (experts, axes, min(1, experts))]
-    for size, shared, operations in groups:
+    for size, shared, operations in ((dense, DENSE_AXES, 1), (experts, EXPERT_AXES, min(1, experts))):
         holders = math.prod(getattr(mesh, axis) for axis in shared)
         sent = itemsize * size * (holders - 1) / holders
         seconds += links_of(rates, mesh, shared).of(kind).seconds(sent, operations)

@@ -51,7 +51,7 @@ SERIES = (  # of curves, on a light and a dark background; like ops they differ 
     ("#b65fc4", "#a9d4ff"),
 )
 OTHER = OpStyle("other", "#b6bcc6", "#6b7380", "generic_work")
-ROWS = ("compute", "receive", "send", "p2p", "gather", "reduce", "copy")
+ROWS = ("compute", "layers", "receive", "send", "p2p", "gather", "reduce", "copy")
 _Key = TypeVar("_Key", bound=Hashable)
 
 
@@ -89,7 +89,8 @@ def row_of(lane: str) -> str:
 
 
 def row_order(rows: Iterable[str]) -> list[str]:
-    """Distinct rows in drawing order: compute, transfers, collectives, copies, then any others by name."""
+    """Distinct rows in drawing order: compute, messages inside layers, transfers, collectives, copies, then any others
+    by name."""
     return sorted(set(rows), key=lambda row: (ROWS.index(row) if row in ROWS else len(ROWS), row))
 
 

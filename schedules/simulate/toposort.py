@@ -81,7 +81,8 @@ def _one_by_one(first: list[int], successors: list[int], missing: list[int]) -> 
 
 
 def earliest_times(graph: Graph, levels: Levels, first: Array, second: Array) -> tuple[Array, Array]:
-    """Start and end of every event; event k lasts `first[k]` and then `second[k]` seconds."""
+    """Start and end of every event; event k lasts `first[k]` and then `second[k]` seconds. In a wide graph without
+    delays these may be rows of as many simulations at once."""
     by_target, edges = grouped(graph.target, graph.events)
     if not levels.bounds:
         return _times_one_by_one(graph, levels.order, first, second)
@@ -93,7 +94,8 @@ def earliest_times(graph: Graph, levels: Levels, first: Array, second: Array) ->
     last = np.concatenate(([0], degree.cumsum()))
     at = by_target[np.arange(last[-1]) + np.repeat(edges[order] - last[:-1], degree)]
     source, delay = number[graph.source[at]], None if graph.delay is None else graph.delay[at]
-    starts, ends, one, two = np.zeros(count), np.zeros(count), first[order], second[order]
+    one, two = first[order], second[order]
+    starts, ends = np.zeros(one.shape), np.zeros(one.shape)
     roots = int(np.count_nonzero(degree == 0))  # the first level, which has no predecessors
     ends[:roots] = one[:roots] + two[:roots]
     bounds = levels.bounds[1:]
@@ -101,9 +103,9 @@ def earliest_times(graph: Graph, levels: Levels, first: Array, second: Array) ->
         ready = ends[source[x:y]]
         if delay is not None:
             ready += delay[x:y]
-        start = np.maximum.reduceat(ready, last[a:b] - x, out=starts[a:b])
+        start = np.maximum.reduceat(ready, last[a:b] - x, axis=0, out=starts[a:b])
         np.add(start + one[a:b], two[a:b], out=ends[a:b])
-    found = np.zeros(graph.events), np.zeros(graph.events)
+    found = np.zeros(first.shape), np.zeros(first.shape)
     found[0][order], found[1][order] = starts, ends
     return found
 

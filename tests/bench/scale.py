@@ -3,8 +3,7 @@
 PYTHONPATH=.typings:tests/support python tests/bench/scale.py --json FILE --svg FILE
 
 A plan's program is that of one replica: the others run the same. Its instructions are simulated at the planner's costs,
-and at drawn ones: each compute instruction waits for the slowest of the ranks that split its layer, whose times have a
-persistent and an independent deviation. A step ends when the slowest replica does.
+and as `pentad plan --draws` does.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -20,10 +18,11 @@ from record import stamp, write
 from scatter import svg_shares
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.estimate import costs_of, flops_per_token, memory
+from pentad.orchestrator.planning.estimate import costs_of, memory
 from pentad.orchestrator.planning.hardware import rates_of
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.schedules.ir.columns import Array, op_mask
+from pentad.orchestrator.simulation.band import PlanBand, plan_band
+from pentad.schedules.ir.columns import op_mask
 from pentad.schedules.simulate.costs import RUNS_KERNELS, Costs, instruction_seconds
 from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.simulate.rates import Links
@@ -32,8 +31,7 @@ from pentad.schedules.spec.plan import Plan
 
 GPU, LENGTH, BATCH = "NVIDIA H100 80GB HBM3", 8192, 2048  # sequences of a step in strong scaling
 GPUS = (64, 256, 1024, 4096, 16384)
-DEVIATION, PERSISTENT = 0.02, 0.01  # of an instruction's seconds, and of a rank's in a step: assumed
-DRAWS, MAXIMA, SEED = 8, 400, 0
+DRAWN = 4_000_000  # events of all draws together
 MOST = 256  # microbatches of a replica in strong scaling
 FREE = Links.uniform(0.0, 1e18)
 LAYERS = {"vocab": 128256, "kv_heads": 8}
@@ -95,44 +93,15 @@ def plan_of(model: Model, gpus: int, microbatches: int) -> Plan:
     return make_plan(config, "cuda", proved=False)
 
 
-def seconds_of(plan: Plan, events: Events, costs: Costs, factors: Array | None = None) -> float:
-    """Of a step, with factors on the seconds of instructions."""
-    seconds = instruction_seconds(plan.program, costs)
-    times = event_times(plan.program, events, costs, seconds if factors is None else seconds * factors)
+def seconds_of(plan: Plan, events: Events, costs: Costs) -> float:
+    """Of a step."""
+    times = event_times(plan.program, events, costs)
     return float(times.ends.max() - times.starts.min())
 
 
-def largest(random: np.random.Generator, ranks: int, size: int) -> Array:
-    """The largest of this many standard normal draws each."""
-    grid = np.linspace(1e-4, 1 - 1e-4, 2001)
-    values = np.array([NormalDist().inv_cdf(each) for each in grid ** (1 / ranks)])
-    return np.interp(random.random(size), grid, values)
-
-
-def drawn(plan: Plan, random: np.random.Generator) -> Array:
-    """A factor for each instruction of a replica."""
-    columns, mesh = plan.program.columns, plan.mesh
-    inside = mesh.tp * mesh.cp * mesh.ep
-    factors = np.ones(len(columns.op))
-    rows = columns.rows_of(op_mask(RUNS_KERNELS))
-    persistent = largest(random, inside, plan.program.ranks)[columns.rank[rows]]
-    factors[rows] = np.exp(DEVIATION * largest(random, inside, len(rows)) + PERSISTENT * persistent)
-    return factors
-
-
-def band(plan: Plan, events: Events, costs: Costs) -> list[float]:
-    """Seconds of a step, 5, 50 and 95 %: the largest of as many draws as there are replicas, from a normal distribution
-    with the mean and deviation of DRAWS simulated replicas."""
-    random = np.random.default_rng(SEED)
-    replicas = [seconds_of(plan, events, costs, drawn(plan, random)) for _ in range(DRAWS)]
-    found = np.mean(replicas) + np.std(replicas, ddof=1) * largest(random, plan.mesh.dp, MAXIMA)
-    return [round(float(each), 4) for each in np.quantile(found, (0.05, 0.5, 0.95))]
-
-
-def limits(plan: Plan, events: Events, typical: float) -> dict[str, float]:
+def limits(plan: Plan, events: Events, found: PlanBand) -> dict[str, float]:
     """Shares of a step: what each of these takes away, one after another."""
-    rates, costs = rates_of("cuda", plan.gpu), costs_of(plan)
-    full = seconds_of(plan, events, costs)
+    rates, costs, typical = rates_of("cuda", plan.gpu), costs_of(plan), found.band.middle
     alone = seconds_of(plan, events, replace(costs, reduce=(), gather=()))
     free = replace(rates, intra_host=FREE, inter_host=FREE, peer=FREE)
     unlinked = replace(costs_of(plan, free), reduce=(), gather=(), transfer=0.0)
@@ -141,8 +110,9 @@ def limits(plan: Plan, events: Events, typical: float) -> dict[str, float]:
     seconds = instruction_seconds(plan.program, unlinked)[rows]
     busy = np.bincount(plan.program.columns.rank[rows], seconds, plan.program.ranks).mean()
     parts = {
-        "deviations": typical - full,
-        "gradients and weights": full - alone,
+        "deviations": typical - found.shared,
+        "shared links": found.shared - found.nominal,
+        "gradients and weights": found.nominal - alone,
         "links of layers and stages": alone - linked,
         "bubble, imbalance, update": linked - busy,
         "compute": busy,
@@ -152,17 +122,17 @@ def limits(plan: Plan, events: Events, typical: float) -> dict[str, float]:
 
 def measure(model: Model, gpus: int, microbatches: int) -> dict[str, Any]:
     plan = plan_of(model, gpus, microbatches)
-    events, costs = acyclic_events(plan.program), costs_of(plan)
-    low, typical, high = band(plan, events, costs)
-    work = plan.batch.tokens * flops_per_token(plan.model, LENGTH)
+    events = acyclic_events(plan.program)
+    found = plan_band(plan, min(512, DRAWN // len(events.order)), events)
+    assert found.mfu is not None
     gib = max(memory(plan, plan.mesh.move(0, pp=pp))["total"] for pp in range(plan.mesh.pp)) / 2**30
     return {
         "gpus": gpus,
         "microbatches": microbatches,
-        "seconds": [low, typical, high],
-        "mfu": round(work / typical / gpus / 989e12, 4),
+        "seconds": [round(each, 4) for each in found.band],
+        "mfu": round(found.mfu.middle, 4),
         "gib": round(gib, 1),
-        "limits": limits(plan, events, typical),
+        "limits": limits(plan, events, found),
     }
 
 
@@ -187,7 +157,7 @@ def table(found: dict[str, Any], kind: str) -> str:
             low, _, high = row["seconds"]
             losses = sorted(((share, loss) for loss, share in row["limits"].items() if loss != "compute"), reverse=True)
             words = ", ".join(f"{loss} {100 * share:.0f} %" for share, loss in losses[:3] if share >= 0.005)
-            seconds, used = f"{low:.3g} to {high:.3g}", f"{100 * row['mfu']:.1f} %"
+            seconds, used = f"{low:.4g} to {high:.4g}", f"{100 * row['mfu']:.1f} %"
             lines.append(
                 f"| {name} | {row['gpus']:,} | {row['microbatches']} | {seconds} | {used} | {row['gib']} | {words} |"
             )

@@ -11,7 +11,7 @@ import torch
 from commands import Pentad
 from gpus import two_gpus
 
-from pentad.orchestrator.gpus.rate_table import read_table
+from pentad.orchestrator.gpus.rate_table import read_rates
 from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning.hardware import gpu_name
 
@@ -23,7 +23,7 @@ def test_gpus_attain_much_of_their_data_sheet_and_small_work_less(pentad: Pentad
     status, out, err = pentad("calibrate", "--json", "--out", str(path))
     assert status == 0 and time.monotonic() - began < 180, err
     assert json.loads(out)["assumed"] == ["inter_host"]
-    rates = read_table(path, gpu_name())
+    rates = read_rates(path, gpu_name())
     assert 0.4 < rates.flops / sheet.bf16 < 1.05 and rates.products[0][1] < rates.flops
     assert 0.5 < rates.memory / sheet.bandwidth < 1.05
     assert rates.products_8bit[-1][1] > rates.flops

@@ -7,10 +7,9 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 from paths import ROOT
-from scale import MODELS, largest, measure, settings_of, table
+from scale import MODELS, measure, settings_of, table
 
 ROOM = 77.0  # GiB of an H100 for tensors
 
@@ -41,13 +40,6 @@ def test_more_replicas_lose_more_and_every_plan_fits(name: str) -> None:
         assert all(row["seconds"] == sorted(row["seconds"]) for row in rows)
         assert all(sum(row["limits"].values()) == pytest.approx(1, abs=1e-3) for row in rows)
         assert all(row["gib"] <= ROOM for row in rows)
-
-
-@pytest.mark.parametrize("ranks", [1, 8, 2048])
-def test_the_largest_of_normal_draws_has_its_mean(ranks: int) -> None:
-    random = np.random.default_rng(0)
-    expected = random.standard_normal((1000, ranks)).max(axis=1).mean()
-    assert largest(random, ranks, 4000).mean() == pytest.approx(expected, abs=0.05)
 
 
 def test_the_page_has_the_committed_figures() -> None:

@@ -89,6 +89,7 @@ LAYERS = {
         "cluster",
         "search",
         "memory",
+        "simulation",
         "planning",
         "activations",
         "gpus",

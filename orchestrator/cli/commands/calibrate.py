@@ -14,14 +14,23 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from typer import Option
 
 from pentad.orchestrator.cli.arguments import Json, Words, split_words
+from pentad.schedules.ir.errors import PentadError
 
 
 def calibrate(
     words: Words = None,
+    run: Annotated[
+        str | None,
+        Option("--from", metavar="RUN", help="Measure nothing: refine the table with what a run's instructions took."),
+    ] = None,
     out: Annotated[Path | None, Option(help="The table (default: one for this GPU in ~/.cache/pentad/rates).")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure GPUs and links, here or on two nodes of CONFIG's cluster, and write the rates that plans use."""
+    if run is not None:
+        if words:
+            raise PentadError(f"--from is {run} beside '{words[0]}': expected no configuration")
+        return _refine(run, out, as_json=as_json)
     from pentad.orchestrator.calibration.calibrate import calibrate as measure
     from pentad.orchestrator.calibration.view import show_table
     from pentad.orchestrator.config.config import load
@@ -39,6 +48,22 @@ def calibrate(
         show_table(table, Console())
         use = f"cluster.rates={path} has plans use it" if out else f"plans use it from now on ({path})"
         Console().print(f" measured in {seconds:.0f} s: {use}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _refine(run: str, out: Path | None, *, as_json: bool) -> None:
+    from pentad.orchestrator.calibration.from_run import refined_by
+    from pentad.orchestrator.calibration.view import show_refined
+    from pentad.orchestrator.gpus.rate_table import require_place, write_table
+
+    found, path = refined_by(run)
+    path = out or path
+    require_place(path)
+    write_table(found.table, path)
+    if as_json:
+        print(json.dumps({"path": str(path), **found.facts(), **found.table.model_dump(mode="json")}))
+    else:
+        show_refined(found, Console())
+        Console().print(f" written to {path}", soft_wrap=True, highlight=False, markup=False)
 
 
 @contextmanager

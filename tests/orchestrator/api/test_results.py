@@ -61,7 +61,7 @@ def test_a_mistake_is_the_sentence_of_the_command_line(keywords: dict[str, Any],
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("overrides", [{}, {"mesh": {"pp": 2, "cp": 2}, "data": {"path": "nowhere"}}])
-def test_a_plan_is_that_of_the_command_line(pentad: Pentad, overrides: dict[str, dict[str, Any]]) -> None:
+def test_a_plan_is_that_of_the_command_line(pentad: Pentad, overrides: dict[str, Any]) -> None:
     words = [f"{section}.{key}={value}" for section, keys in overrides.items() for key, value in keys.items()]
     found = api.plan(device="cuda", device_gib=80.0, **overrides)
     status, out, _ = pentad("plan", *words, "--device", "cuda", "--memory", "80", "--json")

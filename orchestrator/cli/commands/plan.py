@@ -1,0 +1,61 @@
+"""`pentad plan`: what would run, or with --search what would run best."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from rich.console import Console
+from typer import Option
+
+from pentad.orchestrator.cli.arguments import MOST_GPUS, Json, Words, split_words
+from pentad.schedules.ir.errors import PentadError
+
+
+def plan(
+    words: Words = None,
+    device: Annotated[Literal["cpu", "cuda"] | None, Option(help="Target device (default: as found here).")] = None,
+    search: Annotated[
+        bool,
+        Option(
+            "--search", help="Search the fastest plans: of all meshes and keys that the command line does not give."
+        ),
+    ] = False,
+    gpus: Annotated[
+        int | None, Option(min=1, max=MOST_GPUS, help="Search, on this many GPUs (default: those of the mesh).")
+    ] = None,
+    memory: Annotated[
+        float | None, Option(min=0.001, help="GiB per device (default: cluster.gpu's, this machine's, or an H200's).")
+    ] = None,
+    pool: Annotated[list[int] | None, Option(min=1, help="Also balance the data on N dp x ep x cp ranks.")] = None,
+    draws: Annotated[
+        int | None,
+        Option(min=2, max=1000, help="Also draw N steps with deviations, and print what 5 to 95 % of steps take."),
+    ] = None,
+    html: Annotated[Path | None, Option(help="Write a page with the memory of every rank over a step.")] = None,
+    trace: Annotated[
+        Path | None, Option(help="Write the simulated step for Perfetto (.json.gz), with messages inside layers.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Show what would run: mesh, memory, traffic and predicted time; status 1 if it does not fit or has no data."""
+    from pentad.orchestrator.config.config import load
+
+    file, overrides = split_words(words)
+    config = load(file, overrides)
+    if search or gpus is not None:
+        alone = {"--pool": pool and pool[0], "--draws": draws, "--html": html, "--trace": trace}
+        for name, given in alone.items():
+            if given:
+                raise PentadError(f"{name} is {given}: expected none with --search or --gpus")
+        from pentad.orchestrator.cli.show_search import Command, show_search
+        from pentad.orchestrator.planning.fit import device_memory
+        from pentad.orchestrator.planning.hardware import gpu_of
+
+        command, room = Command(file, overrides, config), device_memory("cuda", memory, gpu=gpu_of(config.cluster))
+        return show_search(command, gpus or config.mesh.size, room, Console(), as_json=as_json)
+    from pentad.orchestrator.api.plans import planned
+    from pentad.orchestrator.cli.show_plan import show_plan
+
+    found = planned(config, device, memory, pool or (), draws or 0)
+    return show_plan(found, Console(), html=html, trace=trace, as_json=as_json)

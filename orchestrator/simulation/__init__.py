@@ -1,0 +1,1 @@
+"""A step as it is simulated beyond its costs: links that operations share, and deviations."""

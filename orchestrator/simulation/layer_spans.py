@@ -1,0 +1,67 @@
+"""Messages inside the layers of simulated instructions, as spans of a lane of their own.
+
+An instruction's messages of one kind are a span that compute hides, from the instruction's start, and one that it waits
+for, up to its end: what is known is how long they take together, not when the kernels of a layer have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+from pentad.orchestrator.planning.cost_model import layer_messages
+from pentad.orchestrator.planning.estimate import even_piece, rates_of_plan
+from pentad.schedules.ir.instruction import Instruction, Op
+from pentad.schedules.simulate.costs import RUNS_KERNELS, Costs
+from pentad.schedules.simulate.timeline import Span, Timeline
+from pentad.schedules.spec.plan import Plan
+
+LANE = "layers"
+OPS = {op.value: op for op in RUNS_KERNELS - {Op.W}}  # W sends nothing
+
+
+class Part(NamedTuple):
+    """Messages of a kind, as shares of their instruction's time."""
+
+    name: str
+    op: str
+    share: float
+
+
+def with_layer_spans(timeline: Timeline, plan: Plan, costs: Costs) -> Timeline:
+    """A simulated timeline of the plan's program, or of all ranks of its mesh, with spans of LANE. `costs` are those
+    that the plan's rates give; in a timeline at others messages have their shares of them."""
+    rates, piece = rates_of_plan(plan), even_piece(plan)
+
+    @cache
+    def parts(op: str, stage: int) -> tuple[list[Part], list[Part]]:
+        """Hidden and exposed ones."""
+        mode = plan.recompute_mode(stage)
+        phase = "F" if op == "F" or (op == "RECOMPUTE" and mode == "full") else mode if op == "RECOMPUTE" else "B"
+        hidden, exposed = list[Part](), list[Part]()
+        if not (seconds := costs.seconds(Instruction(OPS[op], stage))):
+            return hidden, exposed
+        for each in layer_messages(plan.model, plan.layers[stage], piece, rates, phase):
+            name = f"{each.axis} {each.kind.replace('_', '-')}"
+            exposed.append(Part(f"{name} x{each.operations}", each.kind.upper(), each.seconds / seconds))
+            if each.hidden:
+                hidden.append(Part(f"{name}, hidden", each.kind.upper(), each.hidden / seconds))
+        return hidden, exposed
+
+    def spans(of: Span) -> Iterator[Span]:
+        hidden, exposed = parts(of.op, of.stage)
+        length = of.end - of.start
+        at = of.start
+        for part in hidden:
+            yield _span(of, part, at, at := at + part.share * length)
+        at = of.end - sum(part.share for part in exposed) * length
+        for part in exposed:
+            yield _span(of, part, at, at := at + part.share * length)
+
+    added = [each for span in timeline.spans if span.op in OPS for each in spans(span)]
+    return Timeline(timeline.source, (*timeline.spans, *added))
+
+
+def _span(of: Span, part: Part, start: float, end: float) -> Span:
+    return of._replace(lane=LANE, name=f"{of.name} {part.name}", op=part.op, start=start, end=end)

@@ -1,0 +1,79 @@
+"""How much of its time an operation of a plan keeps its rank's links busy, to GPUs of its host and to other hosts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pentad.orchestrator.planning.cost_model import layer_messages
+from pentad.orchestrator.planning.estimate import even_piece, rates_of_plan
+from pentad.orchestrator.planning.hardware import links_of, ranks_on_host
+from pentad.orchestrator.planning.parameter_collectives import DENSE_AXES, EXPERT_AXES, local_parameters
+from pentad.schedules.ir.instruction import Op
+from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.rates import Rates
+from pentad.schedules.simulate.shared_links import LinkShares, Shares
+from pentad.schedules.spec.mesh import Axis
+from pentad.schedules.spec.plan import Plan
+
+NOTHING: Shares = (0.0, 0.0)
+PASSED_ON = ("all_gather", "reduce_scatter", "all_reduce")  # from rank to rank, along a ring
+ZERO_OPS = (Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.ALL_GATHER)
+
+
+def link_shares(plan: Plan, costs: Costs) -> LinkShares:
+    """With links of a host first, and those to other hosts second."""
+    rates, stages = rates_of_plan(plan), range(plan.program.stages)
+    backward = [_in_layers(plan, rates, stage, "B") for stage in stages]
+    modes = [plan.recompute_mode(stage) for stage in stages]
+    again = [_in_layers(plan, rates, stage, "F" if mode == "full" else mode) for stage, mode in enumerate(modes)]
+    seconds: dict[Op, list[Shares]] = {
+        Op.F: [_in_layers(plan, rates, stage, "F") for stage in stages],
+        Op.B: backward,
+        Op.BW: backward,
+        Op.RECOMPUTE: [NOTHING if mode == "none" else its for mode, its in zip(modes, again, strict=True)],
+    }
+    takes = {
+        Op.F: costs.forward,
+        Op.B: costs.backward,
+        Op.BW: tuple(map(sum, zip(costs.backward, costs.weight, strict=True))),
+        Op.RECOMPUTE: costs.recompute or costs.forward,
+    }
+    by_stage = {op: tuple(map(_shares, its, takes[op])) for op, its in seconds.items()}
+    by_stage |= dict.fromkeys(ZERO_OPS, tuple(_of_parameters(plan, rates, stage) for stage in stages))
+    size = even_piece(plan).stream(plan.model.hidden)
+    return LinkShares(by_stage, _shares(_busy(plan, rates, ("pp",), "send", size), costs.transfer))
+
+
+def _in_layers(plan: Plan, rates: Rates, stage: int, phase: str) -> Shares:
+    """Seconds that messages inside the layers of a stage keep each link busy, hidden ones too."""
+    found = [0.0, 0.0]
+    for each in layer_messages(plan.model, plan.layers[stage], even_piece(plan), rates, phase):
+        for link, seconds in enumerate(_busy(plan, rates, (each.axis,), each.kind, each.bytes, in_layers=True)):
+            found[link] += seconds
+    return found[0], found[1]
+
+
+def _of_parameters(plan: Plan, rates: Rates, stage: int) -> Shares:
+    """The shares of a collective of a stage's parameters, which has a link busy all the time: that of the most bytes'
+    time."""
+    sizes = local_parameters(plan.model, plan.lora, plan.layers[stage], plan.mesh)
+    both = zip(sizes, (DENSE_AXES, EXPERT_AXES), strict=True)
+    seconds = [_busy(plan, rates, axes, "all_gather", size) for size, axes in both]
+    return _shares([sum(its) for its in zip(*seconds, strict=True)], sum(max(its) for its in seconds))
+
+
+def _busy(plan: Plan, rates: Rates, axes: tuple[Axis, ...], kind: str, size: int, *, in_layers: bool = False) -> Shares:
+    """Seconds that `size` bytes of the ranks along these axes keep each link of a rank busy. Between hosts, a
+    collective's bytes pass from rank to rank on each host as well."""
+    ranks, held = math.prod(getattr(plan.mesh, axis) for axis in axes), ranks_on_host(plan.mesh, axes, rates.host_order)
+    if ranks == 1:
+        return NOTHING
+    seconds = size / links_of(rates, plan.mesh, axes, in_layers=in_layers).of(kind).bandwidth
+    if held == ranks:
+        return seconds, 0.0
+    return size / rates.intra_host.of(kind).bandwidth if held > 1 and kind in PASSED_ON else 0.0, seconds
+
+
+def _shares(busy: Sequence[float], seconds: float) -> Shares:
+    return tuple(min(1.0, each / seconds) if seconds else 0.0 for each in busy)
