@@ -80,7 +80,7 @@ def padded_elements(plan: Plan, shard: ParamShard) -> int:
 
 def comm_volume(plan: Plan, rank: int) -> CommVolume:
     """All that a rank sends in a step, except sums of a few bytes at its end."""
-    found, piece, copied = CommVolume(), piece_of(plan), plan.transport == "peer"
+    found, piece, copied = CommVolume(), piece_of(plan), plan.transport_along("tp") == "peer"
     stream = piece.stream(plan.model.hidden)
     for instruction in instructions_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
         op, stage = instruction.op, instruction.stage

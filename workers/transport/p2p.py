@@ -67,9 +67,6 @@ class P2PTransport:
                 work.wait()
         self.sends.clear()
 
-    def release(self) -> None:
-        """Nothing to do: transfers end when the process groups are aborted."""
-
     def close(self) -> None:
         """Nothing to do: the process groups have another owner."""
 

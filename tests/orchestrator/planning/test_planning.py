@@ -22,7 +22,8 @@ from pentad.orchestrator.planning.estimate import (
 )
 from pentad.orchestrator.planning.fit import device_memory, fit_of
 from pentad.orchestrator.planning.hardware import rates_of
-from pentad.orchestrator.planning.planning import first_plan, make_plan, plan_on, shrunk_plan
+from pentad.orchestrator.planning.placed_plans import plan_on, shrunk_plan
+from pentad.orchestrator.planning.planning import first_plan, make_plan
 from pentad.schedules import compiler
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError
@@ -39,7 +40,7 @@ from pentad.schedules.verify.check import check
 LLAMA_8B = ModelSpec(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
 
 
-def plan_of(*overrides: str, device: str = "cpu", hosts: int = 1) -> Plan:
+def plan_of(*overrides: str, device: str = "cpu", hosts: tuple[int, ...] = ()) -> Plan:
     return make_plan(load(None, list(overrides)), device, hosts=hosts)
 
 
@@ -58,7 +59,6 @@ def test_precision_and_transport_follow_the_device() -> None:
     on_gpu = plan_of(device="cuda")
     assert (on_gpu.dtype, on_gpu.transport, on_gpu.deterministic) == ("bfloat16", "peer", True)
     assert plan_of("precision.compute=float64", device="cuda").dtype == "float64"
-    assert plan_of(device="cuda", hosts=2).transport == "nccl"
     assert plan_of("cluster.transport=nccl", device="cuda").transport == "nccl"
 
 
@@ -67,11 +67,14 @@ def test_only_nccl_receives_wait_for_preceding_compute() -> None:
     assert peer.program.hash != nccl.program.hash
 
 
-def test_peer_transport_needs_one_host() -> None:
-    with pytest.raises(
-        PentadError, match=r"cluster.transport is peer, but the ranks are on 2 hosts: expected auto or nccl"
-    ):
-        plan_of("cluster.transport=peer", device="cuda", hosts=2)
+def test_peer_transport_needs_one_host_for_what_it_moves() -> None:
+    words, hosts = ("cluster.transport=peer", "mesh.pp=2", "mesh.dp=2", "schedule.name=1f1b"), (0, 1, 0, 1)
+    sentence = r"cluster.transport is peer, but ranks along mesh.dp are on several of 2 hosts: expected auto or nccl"
+    with pytest.raises(PentadError, match=sentence):
+        plan_of(*words, "zero.stage=1", device="cuda", hosts=hosts)
+    assert plan_of(*words, device="cuda", hosts=hosts).transport_along("pp") == "peer"
+    with pytest.raises(PentadError, match=r"ranks along mesh\.pp are on several"):
+        plan_of(*words, device="cuda", hosts=(0, 0, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +286,7 @@ def test_train_plans_once(monkeypatch: pytest.MonkeyPatch, corpus: str, tmp_path
     placed = []
 
     def train(config: RunConfig, *, plan: Plan, **more: object) -> dict[str, Any]:
-        placed.append(plan_on(config, "cpu", hosts=1, expected=plan))
+        placed.append(plan_on(config, "cpu", hosts=(), expected=plan))
         raise PentadError("enough")
 
     monkeypatch.setattr("pentad.orchestrator.run.train.train", train)
@@ -297,8 +300,8 @@ def test_a_plan_is_remade_for_other_devices_or_hosts() -> None:
     config = load(None, [])
     expected = make_plan(config, "cuda")
     assert expected.transport == "peer"
-    assert plan_on(config, "cuda", hosts=2, expected=expected).transport == "nccl"
-    assert plan_on(config, "cpu", hosts=1, expected=expected) == make_plan(config, "cpu")
+    assert plan_on(config, "cuda", hosts=(0, 1, 2, 3), expected=expected).transport == "nccl"
+    assert plan_on(config, "cpu", hosts=(), expected=expected) == make_plan(config, "cpu")
 
 
 def test_zero_with_nothing_to_shard_is_refused() -> None:
