@@ -82,8 +82,8 @@ class Status(NamedTuple):
 
 class RankPlacement(NamedTuple):
     """Which rank a worker was started as, -1: none yet, in which bundles of the placement group all ranks were, and on
-    which `hosts` (see Plan). `fits`: it runs the plan and the version of pentad that was asked about. `token` is that of
-    its copies in memory."""
+    which `hosts` (see Plan). `fits`: it runs the plan and the version of pentad that was asked about. `token` is that
+    of its copies in memory."""
 
     place: WorkerPlace
     generation: int

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from bf16_sums import Reduced, recorded_reductions
 from gpus import gpu_of
+from host_copies import copy_on_cpus
 from plans import TILE
 from pool import Pool, send
 
@@ -159,6 +160,8 @@ def _run(
 ) -> Outcome:
     from recorded_graphs import record_graphs
 
+    if plan.device == "cpu" and plan.transport == "peer":
+        copy_on_cpus()
     from pentad.workers.params import optimizer
     from pentad.workers.runtime.runner import Runner
 

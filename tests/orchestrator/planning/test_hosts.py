@@ -15,7 +15,7 @@ from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.row_slots import LAYER_AXES
 
 ON_HOST, BETWEEN = Links.uniform(1e-6, 100.0), Links.uniform(1e-6, 10.0)
-RATES = replace(rates_of("cuda", "NVIDIA H200"), intra_host=ON_HOST, inter_host=BETWEEN)
+RATES = replace(rates_of("cuda", "NVIDIA H200"), intra_host=ON_HOST, peer=ON_HOST, inter_host=BETWEEN)
 
 
 @pytest.mark.parametrize(
