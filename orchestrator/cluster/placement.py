@@ -13,8 +13,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.hosts import numbered, ranks_in_host_order
-from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.mesh import Mesh, numbered, ranks_in_host_order
 
 PREEMPTION = 2  # of the reasons to drain a node, the one that does not wait for it to be idle
 NODE = "ray.io/node-id"  # the label by which Ray knows every node

@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 from pentad.orchestrator.activations.activation_memory import row_bytes
 from pentad.orchestrator.activations.allocations import BYTES, Piece
-from pentad.orchestrator.planning.comm_volume import CommVolume, stage_volume
+from pentad.orchestrator.planning.comm_volume import stage_volume
 from pentad.orchestrator.planning.hardware import (
     FP8_SPEEDUPS,
+    NODE_GPUS,
     expert_flops,
     expert_rows,
-    is_on_host,
     links_of,
+    ranks_on_host,
 )
 from pentad.orchestrator.planning.parameter_collectives import gather_seconds, local_parameters, reduction_seconds
 from pentad.orchestrator.planning.part_flops import FORWARD_KERNELS, part_flops, part_kernels
@@ -29,7 +30,6 @@ from pentad.schedules.simulate.rates import Curve, Rates, rate_at
 from pentad.schedules.spec.lora import LoraSpec, adapter_tensors
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling
-from pentad.schedules.spec.row_slots import LAYER_AXES
 from pentad.schedules.spec.tensors import LayerRange, fp8_matrices, tensors
 
 Kind = tuple[object, ...]
@@ -167,16 +167,14 @@ def _stage_seconds(
 def _with_communication(
     model: ModelSpec, span: LayerRange, piece: Piece, rates: Rates, phase: str, seconds: float
 ) -> float:
-    links, issued, is_cuda = 0.0, 0.0, piece.device == "cuda"
-    on_host = {axis for axis in LAYER_AXES if is_on_host(piece.mesh, (axis,), rates.host_order)}
-    volumes = CommVolume()
-    if model.custom is None:
-        volumes = stage_volume(model, span, piece, phase, copied=is_cuda and "tp" in on_host)
+    links, issued, is_copied = 0.0, 0.0, piece.device == "cuda" and piece.mesh.size <= NODE_GPUS
+    volumes = stage_volume(model, span, piece, phase, copied=is_copied) if model.custom is None else {}
     for kind, volume in volumes.items():
         link = links_of(rates, piece.mesh, (kind.axis,), in_layers=True).of(kind.kind)
-        exposed = 1 - rates.tp_hidden if kind.axis == "tp" and "tp" in on_host else 1.0
+        is_hidden = kind.axis == "tp" and ranks_on_host(piece.mesh, (kind.axis,), rates.host_order) == piece.mesh.tp
+        exposed = 1 - rates.tp_hidden if is_hidden else 1.0
         links += link.seconds(exposed * volume.bytes, volume.operations)
-        issued += volume.operations * (rates.peer_issue if is_cuda and kind.axis in on_host else rates.issue)
+        issued += volume.operations * (rates.peer_issue if is_copied else rates.issue)
     return max(seconds + links, _layer_issue(model, span, piece, rates, phase) + issued)
 
 

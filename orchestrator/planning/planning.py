@@ -37,8 +37,7 @@ from pentad.schedules.passes.units import place_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalData, EvalSpec
-from pentad.schedules.spec.hosts import are_on_one_host, hosts_of_size
-from pentad.schedules.spec.mesh import ORDER
+from pentad.schedules.spec.mesh import ORDER, are_on_one_host, hosts_of_size
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan, split_layers_into_units
 from pentad.schedules.spec.row_slots import LAYER_AXES

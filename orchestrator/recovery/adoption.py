@@ -21,7 +21,7 @@ from pentad.orchestrator.cluster.placement import Placement
 from pentad.orchestrator.cluster.worker import RankPlacement, WorkerPlace
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.config.version import release
-from pentad.orchestrator.planning.placed_plans import on_hosts, shrunk_plan
+from pentad.orchestrator.recovery.placed_plans import on_hosts, shrunk_plan
 from pentad.schedules.spec.plan import Plan
 
 ANSWER_SECONDS = 10.0

@@ -14,10 +14,10 @@ from pentad.orchestrator.cluster.placement import Placement, placed_hosts, relea
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS
-from pentad.orchestrator.planning.placed_plans import plan_on
 from pentad.orchestrator.records.checkpoint_places import path_of
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.adoption import Parked, can_adopt, find_parked
+from pentad.orchestrator.recovery.placed_plans import plan_on
 from pentad.orchestrator.run.node_check import NodeCheck, reserve_checked
 from pentad.schedules.spec.plan import Plan
 

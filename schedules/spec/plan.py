@@ -16,9 +16,8 @@ from pentad.schedules.spec.batch import BatchSpec
 from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalSpec
-from pentad.schedules.spec.hosts import are_on_one_host
 from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
-from pentad.schedules.spec.mesh import Axis, Coordinates, Mesh
+from pentad.schedules.spec.mesh import Axis, Coordinates, Mesh, are_on_one_host
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec, SpikeSpec
 from pentad.schedules.spec.tensors import LayerRange, Tensor

@@ -25,7 +25,7 @@ from paths import ROOT
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.metrics_server import HEALTH_PATH
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.schedules.spec.hosts import hosts_of_size
+from pentad.schedules.spec.mesh import hosts_of_size
 
 jsonschema: Any = pytest.importorskip("jsonschema")
 

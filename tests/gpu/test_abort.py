@@ -21,7 +21,7 @@ from worker_processes import (
     uninterrupted,
 )
 
-from pentad.schedules.spec.hosts import hosts_of_size
+from pentad.schedules.spec.mesh import hosts_of_size
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.runtime.abort import Aborted
 

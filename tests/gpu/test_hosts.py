@@ -11,8 +11,7 @@ from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import plan_on_mesh
 from small_models import HEADS, MOE, WIDE, WIDE_MOE
 
-from pentad.schedules.spec.hosts import hosts_of_size
-from pentad.schedules.spec.mesh import ORDER
+from pentad.schedules.spec.mesh import ORDER, hosts_of_size
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 

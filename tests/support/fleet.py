@@ -141,6 +141,8 @@ def _serve(end: Connection, *_: object) -> None:
         if isinstance(order, str):  # the address, sent after this rank has failed
             continue
         try:
+            if order[0].device == "cpu" and order[0].transport == "peer":
+                copy_on_cpus()
             faulthandler.dump_traceback_later(80)
             send(end, _run(end, *order))
             faulthandler.cancel_dump_traceback_later()
@@ -160,8 +162,6 @@ def _run(
 ) -> Outcome:
     from recorded_graphs import record_graphs
 
-    if plan.device == "cpu" and plan.transport == "peer":
-        copy_on_cpus()
     from pentad.workers.params import optimizer
     from pentad.workers.runtime.runner import Runner
 

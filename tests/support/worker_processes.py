@@ -335,7 +335,7 @@ def _fail_at(runner: Any, step: int) -> None:
 
 def _wait_until_released(runner: Any) -> None:
     """Makes the rank's GPU wait for a flag that nobody writes."""
-    runner.flags.wait(("updated", runner.rank), 2**20)
+    runner.executor.transport.flags.wait(("updated", runner.rank), 2**20)
 
 
 OF_RUNNER: dict[str, Callable[..., Any]] = {

@@ -163,7 +163,7 @@ def make_transport(
 ) -> P2PTransport | IpcTransport:
     shape, dtype = (plan.sequence_parallel_tokens, plan.model.hidden), DTYPES[plan.dtype]
     if flags is None or plan.transport_along("pp") != "peer":
-        return P2PTransport(groups, plan.mesh, shape, dtype, device)
+        return P2PTransport(groups, plan.mesh, shape, dtype, device, flags)
     return IpcTransport(plan, groups.rank, shape, dtype, device, store, flags)
 
 

@@ -47,7 +47,6 @@ from pentad.workers.runtime.results import (
 )
 from pentad.workers.runtime.step_profiler import StepProfiler
 from pentad.workers.runtime.zero import ZeroShards
-from pentad.workers.transport.stream_flags import StreamFlags
 
 CALLS_KEPT = 4  # recent calls whose results the driver may ask for again
 
@@ -102,7 +101,6 @@ class Runner:
         self.store: dist.TCPStore | None = None
         self.thread = AbandonableThread(self.fence_flag) if self.device.type == "cpu" else None
         self.sockets: SocketRegistry | None = None
-        self.flags: StreamFlags | None = None
         self.executor: Executor | None = None
 
     def serve(self, host: str, timeout_seconds: float) -> str:
@@ -119,7 +117,7 @@ class Runner:
         with self.fence_flag.guard():
             store, self.store = self.store or join_store(address, size, timeout_seconds), None
             groups = connect(plan, rank, store, timeout_seconds, self.device, self.generation)
-            self.flags = flags = rank_setup.make_flags(plan, rank, store, self.generation)
+            flags = rank_setup.make_flags(plan, rank, store, self.generation)
             groups = rank_setup.with_peer_rows(plan, groups, store, self.device, flags)
             for stage in self.stages.values():
                 stage.join(groups.layers)
@@ -269,8 +267,7 @@ class Runner:
         executor = self.executor
         if executor is not None and isinstance(executor.lanes, CudaStreams):
             executor.optimizer_step.cancel()  # first: no step may count that runs after the release
-            if self.flags is not None:
-                self.flags.release()
+            executor.transport.release()
             executor.lanes.progress.drain(longest_instruction(tuple(self.recent_calls)))
         if self.sockets is not None:
             self.sockets.shutdown()
@@ -321,8 +318,6 @@ class Runner:
             destroy_groups(beside=self.thread is not None and self.fence_flag.is_set)
         if self.executor is not None:
             self.executor.close()
-        if self.flags is not None:
-            self.flags.close()
 
     @property
     def _connected(self) -> Executor:

@@ -87,9 +87,14 @@ class IpcTransport:
     def finish_sends(self) -> None:
         """Nothing to wait for: the lanes keep the order."""
 
+    def release(self) -> None:
+        """Ends every wait for ranks of this host, now and later. From any thread."""
+        self.flags.release()
+
     def close(self) -> None:
         """Call after this rank's last copy is done; a second call does nothing."""
         self.memory.close()
+        self.flags.close()
 
     def _slot_index(self, pp: int, part: Instruction) -> int:
         return part.slot + (self.first_gradient[pp] if part.op is Op.RECV_B else 0)

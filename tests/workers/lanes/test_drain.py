@@ -56,10 +56,9 @@ def test_drain_waits_for_instructions_that_end(monkeypatch, ends, longest, at_le
     executor = SimpleNamespace(
         lanes=lanes,
         optimizer_step=SimpleNamespace(cancel=lambda: calls.append("cancel")),
+        transport=SimpleNamespace(release=lambda: calls.append("release")),
     )
-    flags = SimpleNamespace(release=lambda: calls.append("release"))
-    given = {"executor": executor, "flags": flags, "fence_flag": Fence()}
-    runner: Any = SimpleNamespace(**given, sockets=None, recent_calls=[[step(longest)]])
+    runner: Any = SimpleNamespace(executor=executor, fence_flag=Fence(), sockets=None, recent_calls=[[step(longest)]])
     started = time.monotonic()
     Runner.fence(runner)
     assert runner.fence_flag.is_set

@@ -49,21 +49,6 @@ def make_plan(name: str, corpus: str, axes: dict[str, Any]) -> Plan:
     return with_slots(replace(plan, optimizer=replace(plan.optimizer, name=optimizer), bf16_reduce=narrow))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=slow)])
-def test_a_step_with_a_rank_whose_waits_were_ended_is_committed_by_none(workers, corpus, optimizer):
-    """The flags of a host are released at once, and what its ranks then send to those of other hosts may be wrong."""
-    plan = make_plan("1f1b", corpus, {"dp": 2, "microbatches": 2, "optimizer": optimizer})
-    ranks = workers[:2]
-    start_run(ranks, plan)
-    call_all(ranks, "run", 0, 2)
-    before = call_all(ranks, "state")
-    ranks[1].answer(ranks[1].call_now("cancel"))
-    call_all(ranks, "run", 2, 2)
-    assert call_all(ranks, "version") == [2, 2]
-    assert all(same_bits(*states) for states in zip(call_all(ranks, "state"), before, strict=True))
-    call_all(ranks, "close")
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "axes"),

@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bits import same_bits
 from exactness import assert_equals_one_process
 from plans import plan_on_mesh
 from small_models import HEADS, MOE
+from worker_processes import call_all, start_run
 
-from pentad.schedules.spec.hosts import hosts_of_size
-from pentad.schedules.spec.mesh import ORDER
+from pentad.schedules.spec.mesh import ORDER, hosts_of_size
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 pytestmark = pytest.mark.timeout(120)
@@ -54,3 +55,18 @@ def test_two_hosts_equal_one_process(fleet, corpus, name, sizes, copied, hosts, 
     used = [axis for axis in ORDER if getattr(plan.mesh, axis) > 1 or (axis == "dp" and plan.zero)]
     assert {axis for axis in used if plan.transport_along(axis) == "peer"} == set(copied.split())
     assert_equals_one_process(fleet, plan)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=slow)])
+def test_a_step_with_a_rank_whose_waits_were_ended_is_committed_by_none(workers, corpus, optimizer):
+    """The flags of a host are released at once, and what its ranks then send to those of other hosts may be wrong."""
+    plan = plan_on_mesh(corpus, "1f1b", {"dp": 2}, dtype="float32")
+    plan, ranks = replace(plan, optimizer=replace(plan.optimizer, name=optimizer)), workers[:2]
+    start_run(ranks, plan)
+    call_all(ranks, "run", 0, 2)
+    before = call_all(ranks, "state")
+    ranks[1].answer(ranks[1].call_now("cancel"))
+    call_all(ranks, "run", 2, 2)
+    assert call_all(ranks, "version") == [2, 2]
+    assert all(same_bits(*states) for states in zip(call_all(ranks, "state"), before, strict=True))
+    call_all(ranks, "close")
