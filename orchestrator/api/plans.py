@@ -26,7 +26,7 @@ from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, p
 from pentad.orchestrator.monitoring.runfolder import with_kept_division
 from pentad.orchestrator.monitoring.tables import fitted_table
 from pentad.orchestrator.planning.balance import DataBalance, data_balance, require_pools
-from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume
+from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume, transports
 from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage_memory, step_seconds
 from pentad.orchestrator.planning.eval_cost import EvalCost, eval_cost
 from pentad.orchestrator.planning.fit import Fit, device_memory, fit_of, require_host
@@ -155,7 +155,7 @@ class PlannedRun:
             "run": plan.name,
             "device": plan.device,
             "dtype": plan.dtype,
-            "transport": plan.transport,
+            "transport": transports(plan),
             "cuda_graphs": plan.cuda_graphs,
             "mesh": asdict(plan.mesh),
             "parameters": num_parameters(plan.model),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 import ray
@@ -14,7 +13,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.spec.mesh import Coordinates, Mesh
+from pentad.schedules.spec.mesh import Mesh, numbered, ranks_in_host_order
 
 PREEMPTION = 2  # of the reasons to drain a node, the one that does not wait for it to be idle
 NODE = "ray.io/node-id"  # the label by which Ray knows every node
@@ -110,11 +109,7 @@ def order_places(places: Sequence[Place], mesh: Mesh, *, tensor_across_nodes: bo
         raise PentadError(f"mesh.tp is {mesh.tp}, but nodes have room for {offers} ranks, {expected}")
     replica = mesh.size // mesh.dp
     line = sorted(places, key=lambda p: (size[p.node] % replica > 0, -size[p.node], p.node, p.gpu, p.bundle))
-    rows = product(*(range(axis) for axis in (mesh.dp, mesh.pp, mesh.ep, mesh.cp, mesh.tp)))
-    found = {
-        mesh.rank(Coordinates(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep)): place.bundle
-        for place, (dp, pp, ep, cp, tp) in zip(line, rows, strict=True)
-    }
+    found = {rank: place.bundle for rank, place in zip(ranks_in_host_order(mesh), line, strict=True)}
     return tuple(found[rank] for rank in range(mesh.size))
 
 
@@ -239,9 +234,11 @@ def drain(node: str, seconds: float, reason: str) -> bool:
     return bool(accepted)
 
 
-def hosts(placement: Placement) -> int:
-    """Number of nodes that are used."""
-    return len({place.node for place in bundle_places(placement)})
+def placed_hosts(placement: Placement, mesh: Mesh, *, tensor_across_nodes: bool) -> tuple[int, ...]:
+    """The hosts of ranks that are placed as `order_places` does, by rank. Raises PentadError as that does."""
+    places = bundle_places(placement)
+    node = {place.bundle: place.node for place in places}
+    return numbered(node[bundle] for bundle in order_places(places, mesh, tensor_across_nodes=tensor_across_nodes))
 
 
 def _nodes_of(group: PlacementGroup) -> dict[int, str]:

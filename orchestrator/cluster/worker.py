@@ -81,8 +81,9 @@ class Status(NamedTuple):
 
 
 class RankPlacement(NamedTuple):
-    """Which rank a worker was started as, -1: none yet, and in which bundles of the placement group all ranks were.
-    `fits`: it runs the plan and the version of pentad that was asked about. `token` is that of its copies in memory."""
+    """Which rank a worker was started as, -1: none yet, in which bundles of the placement group all ranks were, and on
+    which `hosts` (see Plan). `fits`: it runs the plan and the version of pentad that was asked about. `token` is that
+    of its copies in memory."""
 
     place: WorkerPlace
     generation: int
@@ -90,6 +91,7 @@ class RankPlacement(NamedTuple):
     bundles: tuple[int, ...]
     fits: bool
     token: bytes | None
+    hosts: tuple[int, ...] = ()
 
 
 class StaleGeneration(Exception):
@@ -283,7 +285,8 @@ class Worker:
         """For a driver that may take this rank over, with this `plan` and in this `version` of pentad."""
         fits = self.plan == plan and version == release()
         token = self.copy_server.token if self.copy_server else None
-        return RankPlacement(self.place(), self.generation, self.rank, self.bundles, fits, token)
+        hosts = self.plan.hosts if self.plan is not None else ()
+        return RankPlacement(self.place(), self.generation, self.rank, self.bundles, fits, token, hosts)
 
     @ray.method(concurrency_group="control")
     def folder_problem(self, folder: str) -> str | None:

@@ -360,8 +360,8 @@ class ClusterSection(Section):
     """rates that plans are made with (docs/performance.md); auto: those that `pentad calibrate` measured of that GPU
     here, if it did, else builtin; builtin: from its data sheet; or the path of a table"""
     transport: Literal["auto", "peer", "nccl"] = "auto"
-    """what moves activations, exchanges rows inside layers, and does the collectives of ZeRO; auto: peer copies if all
-    GPUs are on one host, else NCCL"""
+    """what moves activations, exchanges rows inside layers, and does the collectives of ZeRO; auto: peer copies along
+    axes whose ranks share a host, else NCCL (docs/cluster.md); peer: refuse to run where some of it needs NCCL"""
     cuda_graphs: bool | None = None
     """launch the compute of a step on GPUs as it was captured in an earlier step (docs/performance.md); null: if steps
     repeat, the plan's compute would otherwise wait for the host, and GPUs have room for graphs"""

@@ -13,6 +13,7 @@ from rich.text import Text
 from pentad.orchestrator.monitoring.run_state import RankView
 from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with_rest
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
+from pentad.orchestrator.planning.comm_volume import transports
 from pentad.orchestrator.planning.estimate import ON_HOST, memories
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.fp8_experts import why_not, why_not_shared
@@ -56,6 +57,17 @@ def bubble_text(bubble: Bubble) -> str:
     return f"{format_percent(bubble.longest)} longest, {format_percent(bubble.makespan)} makespan"
 
 
+def _transport_text(plan: Plan) -> str:
+    """', peer copies along pp and tp, NCCL for parameters'; '' without communication."""
+    text, found = "", transports(plan)
+    for kind, name in (("peer", "peer copies"), ("nccl", "NCCL"), ("gloo", "Gloo")):
+        moved = [each for each, its in found.items() if its == kind]
+        along = [f"along {' and '.join(axes)}"] if (axes := [each for each in moved if each != "parameters"]) else []
+        uses = " and ".join([*along, *(["for parameters"] if "parameters" in moved else [])])
+        text += f", {name} {uses}" if moved else ""
+    return text
+
+
 def facts_table(plan: Plan, costs: Costs) -> Table:
     model, batch, program = plan.model, plan.batch, plan.program
     device = "GPUs" if plan.device == "cuda" else "CPUs"
@@ -69,7 +81,7 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
         "run": Text(plan.name, "bold"),
         "model": f"{custom}{format_count(num_parameters(model))} parameters: {size_of_model}",
         "batch": f"{sequences} = {batch.tokens:,} tokens a step",
-        "mesh": f"{plan.mesh}: {plan.mesh.size} ranks, {plan.dtype} on {device}, {plan.transport} transfers{graphs}",
+        "mesh": f"{plan.mesh}: {plan.mesh.size} ranks, {plan.dtype} on {device}{_transport_text(plan)}{graphs}",
     }
     if batch.rampup:
         smaller = [f"{stage.global_batch_size} sequences in {stage.steps} steps" for stage in batch.rampup]

@@ -78,9 +78,17 @@ def padded_elements(plan: Plan, shard: ParamShard) -> int:
     return plan.num_zero_shards(shard) * plan.zero_shard_size(shard)
 
 
+def transports(plan: Plan) -> dict[str, str]:
+    """What moves data ('gloo', 'nccl' or 'peer') between stages and inside layers, by axis, and of 'parameters'."""
+    axes: tuple[Axis, ...] = ("pp", "cp", "tp", "ep")
+    found = {str(axis): plan.transport_along(axis) for axis in axes if getattr(plan.mesh, axis) > 1}
+    is_shared = any(plan.num_holders(shard) > 1 for shard in plan.param_shards)
+    return found | ({"parameters": plan.transport_along("dp")} if is_shared else {})
+
+
 def comm_volume(plan: Plan, rank: int) -> CommVolume:
     """All that a rank sends in a step, except sums of a few bytes at its end."""
-    found, piece, copied = CommVolume(), piece_of(plan), plan.transport == "peer"
+    found, piece, copied = CommVolume(), piece_of(plan), plan.transport_along("tp") == "peer"
     stream = piece.stream(plan.model.hidden)
     for instruction in instructions_of(plan.program.streams[plan.mesh.coordinates(rank).pp]):
         op, stage = instruction.op, instruction.stage

@@ -174,7 +174,7 @@ def reduction_bytes(plan: Plan, rank: int) -> int:
     chunk's, on a CPU those of all reductions, which may all be under way."""
     if not plan.bf16_reduce:
         return inbox_elements(plan, rank) * wide_bytes(plan.dtype)
-    if plan.transport == "peer" and plan.zero:
+    if plan.transport_along("dp") == "peer":
         return (inbox_elements(plan, rank) + outbox_elements(plan, rank)) * BYTES["bfloat16"]
     holders = {shard: plan.num_holders(shard) for shard in plan.param_shards_of(rank)}
     sent = [count * aligned_part(plan.size(shard), count) for shard, count in holders.items() if count > 1]

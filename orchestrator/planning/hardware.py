@@ -139,15 +139,20 @@ def ranks_on_host(mesh: Mesh, axes: Collection[Axis], order: Sequence[str] = HOS
     return found
 
 
+def is_on_host(mesh: Mesh, axes: Collection[Axis], order: Sequence[str] = HOST_ORDER) -> bool:
+    """Whether all ranks along these axes share a host of NODE_GPUS."""
+    return ranks_on_host(mesh, axes, order) == math.prod(getattr(mesh, axis) for axis in axes)
+
+
 @lru_cache(maxsize=4096)
 def links_of(rates: Rates, mesh: Mesh, axes: tuple[Axis, ...], *, in_layers: bool = False) -> Links:
-    """Of the slowest link along the axes, between layers or inside them. Where no rank is on another host, transfers
+    """Of the slowest link along the axes, between layers or inside them. Where these ranks share a host, transfers
     and ZeRO's collectives take the rates of peer copies; exchanges inside layers, whose copies wait for slots as well,
     those of NCCL: at the others, runs with tp4 and ep4 were predicted worse."""
     held = ranks_on_host(mesh, axes, rates.host_order)
     if held < math.prod(getattr(mesh, axis) for axis in axes):
         return rates.inter_host.shared(held, rates.intra_host)
-    return rates.intra_host if in_layers or mesh.size > NODE_GPUS else rates.peer
+    return rates.intra_host if in_layers else rates.peer
 
 
 def require_tp_on_node(mesh: Mesh, *, across: bool) -> None:

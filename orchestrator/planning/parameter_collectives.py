@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 
 from pentad.orchestrator.activations.allocations import BYTES, Piece
-from pentad.orchestrator.planning.hardware import NODE_GPUS, links_of
+from pentad.orchestrator.planning.hardware import is_on_host, links_of
 from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Axis, Mesh
@@ -36,7 +36,8 @@ def reduction_seconds(
     """Seconds of an all-reduce of a stage's gradients, or with ZeRO of two reduce-scatters. In `bf16` terms are rounded
     and exchanged, or read by peers, and added, and without ZeRO sums are gathered."""
     if bf16:
-        kind = "reduce_scatter" if zero and mesh.size <= NODE_GPUS else "all_to_all"  # the former's rate has the sum
+        # The former's rate has the sum.
+        kind = "reduce_scatter" if zero and is_on_host(mesh, ("dp", "cp", "ep"), rates.host_order) else "all_to_all"
         narrow, (dense, experts) = BYTES["bfloat16"], local_parameters(model, lora, span, mesh)
         passes = BYTES["float32"] + narrow * (1 if kind == "reduce_scatter" else 2)
         terms = _shared_seconds(model, lora, span, mesh, rates, kind, narrow)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from typing import Any, Literal
-
-from pydantic import ValidationError
 
 from pentad.orchestrator.activations.activation_memory import cuts, with_slots
 from pentad.orchestrator.config.config import Layout, RunConfig
@@ -40,6 +37,7 @@ from pentad.schedules.passes.units import place_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalData, EvalSpec
+from pentad.schedules.spec.mesh import ORDER, are_on_one_host, hosts_of_size
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan, split_layers_into_units
 from pentad.schedules.spec.row_slots import LAYER_AXES
@@ -55,15 +53,15 @@ def make_plan(
     config: RunConfig,
     device: str,
     *,
-    hosts: int | None = None,
+    hosts: tuple[int, ...] | None = None,
     model: ModelSpec | None = None,
     units: tuple[int, ...] | None = None,
     fractions: tuple[float, ...] | None = None,
     memory: DeviceMemory | None = None,
     proved: bool = True,
 ) -> Plan:
-    """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of this many hosts (None: of NODE_GPUS
-    each).
+    """Compiles and proves the program of a run on 'cpu' or 'cuda' devices of these hosts, by rank (empty: all are on
+    one; None: of NODE_GPUS each).
 
     `model` is that of the run's first plan: a custom model's file may have changed since. So are the `units` of each
     stage, if its ranks keep their state. `fractions` of units are offloaded instead of those of the configuration; with
@@ -77,8 +75,7 @@ def make_plan(
         make = partial(make_plan, device=device, hosts=hosts, model=model, units=units)
         room = memory or device_memory(device, gpu=gpu_of(config.cluster))
         return choose_tiers(config, room, host_memory(config, device), make)
-    hosts = assumed_hosts(config) if hosts is None else hosts
-    transport, dtype = transport_of(config, device, hosts), compute_dtype(config, device)
+    hosts, dtype = assumed_hosts(config) if hosts is None else hosts, compute_dtype(config, device)
     model = config.model_spec(dtype) if model is None else model
     order, layout = layout_of(config, model, device)
     stages = split(model, layout.placement, config.batch.sequence_length, config.schedule.layers_per_stage)
@@ -87,6 +84,8 @@ def make_plan(
     fractions = config.memory.fractions(layers) if fractions is None else fractions
     options = _memory_options(config, units, layout, model, layers, fractions)
     costs = _guessed(config, model, device, layout, units, layers, options.zero, fractions)
+    on_one_host = are_on_one_host(config.mesh.mesh, ("pp",), hosts)
+    is_gated = {"gloo": False, "peer": not on_one_host, "nccl": True}[transport_of(config, device, hosts)]
 
     def compiled(microbatches: int, order: Program | None) -> Program:
         return compile_program(
@@ -94,7 +93,7 @@ def make_plan(
             config.mesh.pp,
             microbatches,
             costs=costs,
-            gated=transport == "nccl",
+            gated=is_gated,
             replicas=config.mesh.replicas,
             post_validation=config.schedule.post_validation,
             options=config.options,
@@ -106,8 +105,9 @@ def make_plan(
 
     program = compiled(config.schedule.microbatches, order)
     others = _other_programs(config, model, device, program, compiled)
-    plan = replace(draft(config, model, device, program, layers, transport=transport, zero=options.zero), **others)
-    plan = with_slots(replace(plan, eval=_eval(config, program, costs, transport, options), offload=fractions))
+    plan = replace(draft(config, model, device, program, layers, hosts=hosts, zero=options.zero), **others)
+    _require_peers(config, plan)
+    plan = with_slots(replace(plan, eval=_eval(config, program, costs, options, gated=is_gated), offload=fractions))
     return _with_graphs(config.cluster.cuda_graphs, plan, memory or device_memory(device, gpu=plan.gpu))
 
 
@@ -115,14 +115,14 @@ def _with_graphs(wanted: bool | None, plan: Plan, room: DeviceMemory) -> Plan:
     """A plan whose compute is launched as graphs, if that is wanted; None: if compute gains by it and there is room.
     Raises PentadError for one whose steps are hardly ever, or never, like an earlier one, or that communicates
     otherwise inside layers than by peer copies."""
-    in_layers = [axis for axis in LAYER_AXES if getattr(plan.mesh, axis) > 1]
+    by_nccl = [each for each in LAYER_AXES if getattr(plan.mesh, each) > 1 and plan.transport_along(each) == "nccl"]
     reasons = {
         "CPU ranks": plan.device == "cpu",
         "model.custom, whose backward is that of autograd": plan.model.custom is not None,
         "memory.offload_fraction, since what comes back lies elsewhere": any(plan.offload),
         "data.document_mask, since every step has other documents": plan.data.document_mask,
         "data.balance = dynamic, since every step has other groups": plan.batch.capacity > 0,
-        f"mesh.{' and mesh.'.join(in_layers)} over NCCL": plan.transport == "nccl" and bool(in_layers),
+        f"mesh.{' and mesh.'.join(by_nccl)} over NCCL": bool(by_nccl),
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if wanted and found:
@@ -217,16 +217,9 @@ def assumed_plan(config: RunConfig) -> Plan:
     return plan
 
 
-def assumed_hosts(config: RunConfig) -> int:
-    """The number of hosts with NODE_GPUS each: 1, or 2 for any more, which plans do not distinguish."""
-    return 1 + (config.mesh.size > NODE_GPUS and config.cluster.transport != "peer")
-
-
-def plan_on(config: RunConfig, device: str, *, hosts: int, expected: Plan) -> Plan:
-    """The plan of ranks that have been placed: the `expected` one, if they are as it was made for."""
-    if expected.device == device and expected.transport == transport_of(config, device, hosts):
-        return expected
-    return with_inputs_of(make_plan(config, device, hosts=hosts), expected)
+def assumed_hosts(config: RunConfig) -> tuple[int, ...]:
+    """Those of NODE_GPUS each, by rank; one for all with cluster.transport peer."""
+    return () if config.cluster.transport == "peer" else hosts_of_size(config.mesh.mesh, NODE_GPUS)
 
 
 def draft(
@@ -236,7 +229,7 @@ def draft(
     program: Program,
     layers: tuple[LayerRange, ...],
     *,
-    transport: str,
+    hosts: tuple[int, ...],
     zero: int = 0,
 ) -> Plan:
     """A plan with a given program."""
@@ -253,7 +246,8 @@ def draft(
         seed=config.run.seed,
         dtype=compute_dtype(config, device),
         device=device,
-        transport=transport,
+        transport=transport_of(config, device, hosts),
+        hosts=hosts if device == "cuda" else (),
         deterministic=config.precision.deterministic,
         zero=zero,
         bf16_reduce=config.precision.bf16_reduce,
@@ -278,13 +272,13 @@ def draft(
     return replace(plan, batch=divided(config, plan))
 
 
-def _eval(config: RunConfig, program: Program, costs: Costs, transport: str, options: MemoryOptions) -> EvalSpec | None:
+def _eval(config: RunConfig, program: Program, costs: Costs, options: MemoryOptions, *, gated: bool) -> EvalSpec | None:
     """The evaluation of a run, if it has data for that."""
     held_out = [EvalData(name, _place(path), config.data.holdout) for name, path in config.data.held_out.items()]
     data_sets = *held_out, *(EvalData(each.name, _place(each.path)) for each in config.eval.data or ())
     if not data_sets:
         return None
-    forward = compile_forward_only(program, costs, gated=transport == "nccl", memory_options=options)
+    forward = compile_forward_only(program, costs, gated=gated, memory_options=options)
     return EvalSpec(forward, data_sets, config.eval.sequences)
 
 
@@ -334,36 +328,6 @@ def reduction(config: RunConfig, zero: int) -> Literal["step", "microbatch"] | N
     return config.zero.reduce if zero > 1 else "step"
 
 
-def shrunk_plan(config: RunConfig, full: Plan, ranks: int) -> Plan | None:
-    """The plan of the same run on the largest mesh of at most `ranks` ranks, or None if elastic.min_ranks allows none.
-
-    The batch, its samples and its microbatches stay the same: fewer replicas take more microbatches each, and a
-    shorter pipeline splits the layers anew. Of meshes of one size, the one with the longest pipeline: its stages
-    change least.
-    """
-    inner = config.mesh.cp * config.mesh.tp * config.mesh.ep  # stay as they are
-    least = config.elastic.min_ranks or config.mesh.size
-    sizes = product(range(1, config.mesh.dp + 1), range(1, config.mesh.pp + 1))
-    fitting = [(dp, pp) for dp, pp in sizes if least <= dp * pp * inner <= ranks]
-    for dp, pp in sorted(fitting, key=lambda size: (-size[0] * size[1], -size[1])):
-        microbatches, rest = divmod(config.mesh.dp * config.schedule.microbatches, dp)
-        if rest:
-            continue
-        changed = config.model_dump()
-        changed["mesh"] |= {"dp": dp, "pp": pp}
-        changed["schedule"]["microbatches"] = microbatches
-        if pp != config.mesh.pp:  # other stages, with more layers each
-            changed["memory"]["recompute_stages"] = changed["schedule"]["layers_per_stage"] = None
-        hosts = 1 if full.transport == "peer" else 2
-        with suppress(ValidationError, PentadError):  # too few layers or microbatches, or an odd pipeline
-            smaller = RunConfig.model_validate(changed)
-            units = full.program.units or (1,) * full.program.stages
-            kept = units if pp == config.mesh.pp else None
-            plan = make_plan(smaller, full.device, hosts=hosts, model=full.model, units=kept)
-            return with_inputs_of(plan, full)
-    return None
-
-
 def with_inputs_of(plan: Plan, other: Plan) -> Plan:
     """The plan with the opened data, and the frozen weights, of another plan of the same run."""
     found = replace(plan, data=other.data, lora=other.lora)
@@ -386,14 +350,23 @@ def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-def transport_of(config: RunConfig, device: str, hosts: int) -> str:
-    """What moves activations and rows inside layers, and what ZeRO gathers and reduces: 'gloo', 'peer' or 'nccl'.
-    Raises PentadError if cluster.transport cannot."""
-    chosen = config.cluster.transport
+def transport_of(config: RunConfig, device: str, hosts: tuple[int, ...]) -> str:
+    """That of the plan of ranks on these hosts: 'nccl' too if no two of them share one."""
     if device == "cpu":
         return "gloo"
-    if chosen == "peer" and hosts > 1:
-        raise PentadError(f"cluster.transport is peer, but the ranks are on {hosts} hosts: expected auto or nccl")
-    if config.mesh.size == 1:  # nothing moves
+    if config.mesh.size == 1 or config.cluster.transport == "nccl":
         return "nccl"
-    return {"auto": "peer" if hosts == 1 else "nccl"}.get(chosen, chosen)
+    is_shared = not hosts or len(set(hosts)) < len(hosts)
+    return "peer" if is_shared or config.cluster.transport == "peer" else "nccl"
+
+
+def _require_peers(config: RunConfig, plan: Plan) -> None:
+    """Raises PentadError if cluster.transport is peer, but ranks that exchange by peer copies are on several hosts."""
+    if config.cluster.transport != "peer" or not plan.hosts:
+        return
+    on_one = replace(plan, hosts=())
+    apart = [axis for axis in ORDER if on_one.transport_along(axis) != plan.transport_along(axis)]
+    if apart:
+        along = " and ".join(f"mesh.{axis}" for axis in apart)
+        found = f"cluster.transport is peer, but ranks along {along} are on several of {len(set(plan.hosts))} hosts"
+        raise PentadError(f"{found}: expected auto or nccl")

@@ -21,7 +21,7 @@ from pentad.orchestrator.cluster.placement import Placement
 from pentad.orchestrator.cluster.worker import RankPlacement, WorkerPlace
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.config.version import release
-from pentad.orchestrator.planning.planning import shrunk_plan
+from pentad.orchestrator.recovery.placed_plans import on_hosts, shrunk_plan
 from pentad.schedules.spec.plan import Plan
 
 ANSWER_SECONDS = 10.0
@@ -87,7 +87,12 @@ def find_parked(config: RunConfig, full: Plan, placement: Placement, lease: Held
     plan, answers = full, _rank_placements(actors, full)
     sizes = {len(each.bundles) for each in answers.values() if each.rank >= 0}
     if sizes and max(sizes) < full.mesh.size and (smaller := shrunk_plan(config, full, max(sizes))) is not None:
-        plan, answers = smaller, _rank_placements(actors, smaller)
+        plan = smaller
+    hosts = next((each.hosts for each in answers.values() if each.rank >= 0), plan.hosts)
+    if hosts and len(hosts) != plan.mesh.size:
+        return None
+    if (plan := on_hosts(config, plan, hosts)) is not full:
+        answers = _rank_placements(actors, plan)
     found = membership(answers)
     if found is None:
         return None

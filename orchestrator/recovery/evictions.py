@@ -14,7 +14,8 @@ from pentad.orchestrator.config.recovery_sections import ElasticSection
 from pentad.orchestrator.diagnosis.slow_ranks import sentence
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.schedules.diagnosis.slow_ranks import SlowRank
-from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.mesh import ORDER
+from pentad.schedules.spec.plan import Plan
 
 AGAIN = 1000  # steps before which a rank that has moved does not move again
 BESIDE_SECONDS = 5.0  # for Ray to find another GPU of the same node
@@ -51,7 +52,7 @@ class Evictions:
         asked = self._ask(slow, beside=self.group.plan.device == "cuda") if self.asked is None else self.asked
         if node_of(asked.room):
             return asked.ranks
-        waited, may_leave = time.monotonic() - asked.since, self.group.plan.transport != "peer"  # which is of one host
+        waited, may_leave = time.monotonic() - asked.since, may_leave_node(self.group.plan)
         if asked.beside and may_leave and waited > BESIDE_SECONDS:
             self.cancel()
             self._ask(slow, beside=False)
@@ -112,8 +113,8 @@ class Evictions:
         nodes = [place.node for place in group.places]
         there = [each for each in slow if nodes[each.ranks[0]] == nodes[slow[0].ranks[0]]]
         ranks = tuple(each.ranks[0] for each in there)
-        if not beside and not plan.tp_across_nodes:
-            ranks = with_tensor_ranks(ranks, plan.mesh)
+        if not beside:
+            ranks = with_ranks_beside(ranks, plan)
         node = nodes[ranks[0]]
         selected = node if beside else all_but({*self.left, node})
         room = group.placement.reserve_elsewhere([group.bundles[rank] for rank in ranks], plan.device, selected)
@@ -134,6 +135,15 @@ def reason_to_stay(slow: SlowRank, moved: Mapping[int, int]) -> str:
     return ""
 
 
-def with_tensor_ranks(ranks: Iterable[int], mesh: Mesh) -> tuple[int, ...]:
-    """The ranks, and those that have to be on the same node."""
-    return tuple(sorted({other for rank in ranks for other in mesh.group(("tp",), rank)}))
+def may_leave_node(plan: Plan) -> bool:
+    """Whether ranks can go to another node. Not if all of them exchange by peer copies: nobody would have their
+    state."""
+    return plan.transport != "peer" or bool(plan.hosts)
+
+
+def with_ranks_beside(ranks: Iterable[int], plan: Plan) -> tuple[int, ...]:
+    """The ranks, and those that have to be on the same node: along tp, and where they exchange by peer copies."""
+    axes = {axis for axis in ORDER if plan.transport_along(axis) == "peer"}
+    axes |= set(plan.holder_axes) if "dp" in axes else set()
+    axes |= set() if plan.tp_across_nodes else {"tp"}
+    return tuple(sorted({other for rank in ranks for other in plan.mesh.group(tuple(axes), rank)}))

@@ -17,14 +17,15 @@ from pentad.orchestrator.cluster.worker import StateSource
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
-from pentad.orchestrator.planning.planning import shrunk_plan
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, end_processes, is_complete, sources
 from pentad.orchestrator.recovery.hang_detection import check_answers
+from pentad.orchestrator.recovery.placed_plans import on_hosts, shrunk_plan
 from pentad.orchestrator.recovery.rebalance import LayerChange
 from pentad.orchestrator.recovery.replan import OrderChange
 from pentad.orchestrator.recovery.retention import newest_recorded, pinned_checkpoints
 from pentad.orchestrator.recovery.spares import Spares
 from pentad.orchestrator.search.replanned_order import EVENT
+from pentad.schedules.spec.mesh import numbered
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import (
     Checkpoint,
@@ -198,8 +199,9 @@ class Regroup:
         state: RecoveryState,
         source: StateSource = "kept",
     ) -> None:
-        """Starts a generation of these ranks."""
-        group = self.group
+        """Starts a generation of these ranks, some of which may be on other hosts than before."""
+        group, members = self.group, list(members)
+        plan = on_hosts(self.config, plan, numbered(place.node for _, place in members))
         if plan is not group.plan:
             self.bus.folder.replan(plan)
         group.adopt(plan, bundles, members)

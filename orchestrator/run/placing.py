@@ -10,14 +10,14 @@ from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.cluster import Cluster
 from pentad.orchestrator.cluster.held_lease import HeldLease, held_lease
 from pentad.orchestrator.cluster.local_head import LocalHead
-from pentad.orchestrator.cluster.placement import Placement, hosts, release, reserve
+from pentad.orchestrator.cluster.placement import Placement, placed_hosts, release, reserve
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRIC_KEYS, METRICS
-from pentad.orchestrator.planning.planning import plan_on
 from pentad.orchestrator.records.checkpoint_places import path_of
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.adoption import Parked, can_adopt, find_parked
+from pentad.orchestrator.recovery.placed_plans import plan_on
 from pentad.orchestrator.run.node_check import NodeCheck, reserve_checked
 from pentad.schedules.spec.plan import Plan
 
@@ -92,4 +92,5 @@ def _reserve(
 
 
 def _planned(config: RunConfig, plan: Plan, cluster: Cluster, placement: Placement) -> Plan:
-    return plan_on(config, cluster.device, hosts=hosts(placement), expected=plan)
+    hosts = placed_hosts(placement, plan.mesh, tensor_across_nodes=plan.tp_across_nodes)
+    return plan_on(config, cluster.device, hosts=hosts, expected=plan)

@@ -15,7 +15,7 @@ from pentad.orchestrator.activations.activation_memory import cuts
 from pentad.orchestrator.activations.allocations import Piece
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.cost_model import Kind, end_seconds, guess_costs, kind_of, transfer_seconds
-from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_of, launched, rates_for
+from pentad.orchestrator.planning.hardware import gpu_of, is_on_host, launched, rates_for
 from pentad.orchestrator.planning.layout import logit_rows, split, units_of
 from pentad.orchestrator.planning.numerics import fp8_spec
 from pentad.orchestrator.planning.parameter_collectives import gather_seconds, local_parameters, reduction_seconds
@@ -30,6 +30,7 @@ from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import split_layers_into_units
+from pentad.schedules.spec.row_slots import LAYER_AXES
 from pentad.schedules.spec.tensors import LayerRange
 from pentad.schedules.spec.validate import check_divisibility
 
@@ -128,7 +129,7 @@ class Work:
         """Those with which no plan on this mesh takes longer than with its own: those with graphs, if it may have
         them."""
         section, in_layers = self.config.cluster, mesh.tp * mesh.cp * mesh.ep
-        is_peer = section.transport == "peer" or (section.transport == "auto" and mesh.size <= NODE_GPUS)
+        is_peer = section.transport == "peer" or (section.transport == "auto" and is_on_host(mesh, LAYER_AXES))
         return self.launched if section.cuda_graphs is not False and (is_peer or in_layers == 1) else self.rates
 
     def compute(self, piece: Piece, span: LayerRange) -> Compute:

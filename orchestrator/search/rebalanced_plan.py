@@ -48,8 +48,7 @@ def with_layers(config: RunConfig, layers: Sequence[int]) -> RunConfig:
 
 def rebalanced_plan(config: RunConfig, plan: Plan) -> Plan:
     """The plan of the same ranks with the layers per stage of `config`. Raises PentadError if there is none."""
-    hosts = 1 if plan.transport == "peer" else 2
-    return with_inputs_of(make_plan(config, plan.device, hosts=hosts, model=plan.model), plan)
+    return with_inputs_of(make_plan(config, plan.device, hosts=plan.hosts, model=plan.model), plan)
 
 
 def layer_facts(config: RunConfig) -> dict[str, Any]:

@@ -65,8 +65,8 @@ def find_order(config: RunConfig, plan: Plan, steps: Sequence[Sequence[RankTime]
 def replanned(config: RunConfig, plan: Plan, order: Program, costs: Costs) -> ReplannedOrder:
     """The plan of the same ranks with this order. Raises PentadError if there is none."""
     changed = config.model_copy(update={"schedule": config.schedule.with_order(order)})
-    hosts, units = 1 if plan.transport == "peer" else 2, plan.program.units or (1,) * plan.program.stages
-    made = with_inputs_of(make_plan(changed, plan.device, hosts=hosts, model=plan.model, units=units), plan)
+    units = plan.program.units or (1,) * plan.program.stages
+    made = with_inputs_of(make_plan(changed, plan.device, hosts=plan.hosts, model=plan.model, units=units), plan)
     times = (simulate_step_time(each.program, costs) for each in (plan, made))
     before, after = (getattr(each, objective_of(config)) for each in times)
     return ReplannedOrder(changed, made, order, before, after)

@@ -1,11 +1,15 @@
-"""The device mesh: five axes of parallelism, the coordinates of a rank, and the groups along any axes."""
+"""The device mesh: five axes of parallelism, the coordinates of a rank, the groups along any axes, and the hosts of
+ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple
 
+from pentad.schedules.simulate.rates import HOST_ORDER
 from pentad.schedules.simulate.timeline import Timeline
 
 Axis = Literal["dp", "pp", "cp", "tp", "ep"]
@@ -89,3 +93,29 @@ def to_mesh_ranks(timeline: Timeline, mesh: Mesh) -> Timeline:
                 peer = span.peer if span.peer < 0 else mesh.move(rank, pp=span.peer)
                 spans.append(span._replace(rank=rank, peer=peer))
     return Timeline(timeline.source, tuple(spans))
+
+
+def ranks_in_host_order(mesh: Mesh) -> list[int]:
+    """Ranks in the order in which they fill hosts: the stages of a replica are adjacent."""
+    places = product(*(range(getattr(mesh, axis)) for axis in HOST_ORDER))
+    return [mesh.rank(Coordinates(**dict(zip(HOST_ORDER, place, strict=True)))) for place in places]
+
+
+@lru_cache(maxsize=256)
+def hosts_of_size(mesh: Mesh, gpus: int) -> tuple[int, ...]:
+    """The host of each rank where every host has `gpus` GPUs; empty if there is only one."""
+    host = {rank: place // gpus for place, rank in enumerate(ranks_in_host_order(mesh))}
+    return numbered(host[rank] for rank in range(mesh.size))
+
+
+def numbered(names: Iterable[Hashable]) -> tuple[int, ...]:
+    """Hosts by rank, numbered in the order of ranks, from any `names` of them; empty if there is only one."""
+    by_rank = list(names)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(by_rank))}
+    return tuple(map(numbers.__getitem__, by_rank)) if len(numbers) > 1 else ()
+
+
+@lru_cache(maxsize=4096)
+def are_on_one_host(mesh: Mesh, axes: tuple[Axis, ...], hosts: tuple[int, ...]) -> bool:
+    """Whether every group of ranks along these axes is on one of the `hosts`, by rank; empty: all are on one."""
+    return not hosts or all(len({hosts[other] for other in mesh.group(axes, rank)}) == 1 for rank in range(mesh.size))

@@ -17,7 +17,7 @@ from pentad.schedules.spec.cp_layout import CpMethod
 from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalSpec
 from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
-from pentad.schedules.spec.mesh import Coordinates, Mesh
+from pentad.schedules.spec.mesh import Axis, Coordinates, Mesh, are_on_one_host
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec, SpikeSpec
 from pentad.schedules.spec.tensors import LayerRange, Tensor
@@ -46,8 +46,9 @@ class Plan:
     `longer_programs` those of the steps with full batches that have more microbatches, as many as `batch.longer` says.
     `layers[stage]` are a stage's decoder layers, beside which stage 0 has the embedding, and the last one the final
     norm, head and loss. `dtype` is that of compute ('bfloat16', 'float32', 'float64'); master weights,
-    gradients and optimizer state are float32, or float64 if compute is. `device` is 'cuda' or 'cpu'. `transport` moves
-    activations: 'gloo' on CPU, 'peer' (copies between the GPUs of one host) or 'nccl'.
+    gradients and optimizer state are float32, or float64 if compute is. `device` is 'cuda' or 'cpu'. `transport` is
+    'gloo' on CPUs; on GPUs 'peer' (copies inside hosts, see `transport_along`) or 'nccl'. `hosts` has the host of each
+    rank; empty: all are on one.
 
     `data` is what is trained on, and `eval` what the run evaluates, if anything.
     `seed` is the run's only source of randomness. `deterministic` asks for bit-reproducible kernels. With `cuda_graphs`
@@ -84,6 +85,7 @@ class Plan:
     dtype: str
     device: str
     transport: str
+    hosts: tuple[int, ...] = ()
     deterministic: bool = True
     cuda_graphs: bool = False
     recompute: tuple[str, ...] = ()
@@ -140,6 +142,27 @@ class Plan:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that a rank of the mesh holds."""
         return self.program.placement[self.mesh.coordinates(rank).pp]
+
+    def transport_along(self, axis: Axis) -> str:
+        """What moves data between ranks along an axis: 'gloo', 'nccl', or 'peer' if each of their groups is on one
+        host. 'dp' stands for all holders of the same parameters, between which ZeRO gathers and reduces; without ZeRO
+        they all-reduce, and ranks of data-aware groups along cp and ep exchange what differs from step to step: both
+        by NCCL."""
+        if self.transport != "peer":
+            return self.transport
+        axes = self.holder_axes if axis == "dp" else (axis,)
+        is_copied = self.zero > 0 if axis == "dp" else axis in ("pp", "tp") or not self.batch.capacity
+        return "peer" if is_copied and are_on_one_host(self.mesh, axes, self.hosts) else "nccl"
+
+    @property
+    def holder_axes(self) -> tuple[Axis, ...]:
+        """The axes along which ranks may hold the same parameters: pp too with DualPipe's mirrors."""
+        return ("dp", "ep", "cp", "pp") if len(self.program.holders(0)) > 1 else ("dp", "ep", "cp")
+
+    def ranks_beside(self, rank: int) -> tuple[int, ...]:
+        """The ranks on the host of a rank, itself included, in ascending order."""
+        ranks, hosts = range(self.mesh.size), self.hosts
+        return tuple(other for other in ranks if not hosts or hosts[other] == hosts[rank])
 
     def recompute_mode(self, stage: int) -> str:
         """What a stage recomputes."""

@@ -19,10 +19,9 @@ def row_slots_size(plan: Plan) -> int:
 
 def row_slot_elements(plan: Plan, axis: Axis) -> int:
     """Elements in the dtype of compute of each slot of an axis: the largest message that its ranks exchange. 0 where
-    they communicate by NCCL or gloo, as those of data-aware groups do along cp and ep: what they exchange differs from
-    step to step."""
+    they communicate by NCCL or gloo."""
     size = getattr(plan.mesh, axis)
-    if size == 1 or plan.transport != "peer" or (axis != "tp" and plan.batch.capacity):
+    if size == 1 or plan.transport_along(axis) != "peer":
         return 0
     if axis == "cp":
         elements = _context_elements(plan)

@@ -70,7 +70,7 @@ def pool_sizes(
 
 def inbox_elements(plan: Plan, rank: int) -> int:
     """Elements of the memory of a rank in which the gradients of its peers arrive to be added."""
-    if plan.transport != "peer":
+    if plan.transport_along("dp") != "peer":
         return 0
     arriving = ((plan.num_zero_shards(shard) - 1) * plan.zero_shard_size(shard) for shard in plan.param_shards_of(rank))
     return min(INBOX_ELEMENTS, max(arriving))
@@ -78,7 +78,7 @@ def inbox_elements(plan: Plan, rank: int) -> int:
 
 def outbox_elements(plan: Plan, rank: int) -> int:
     """Elements of the memory of a rank in which its peers find its gradients in bfloat16; equal on all of them."""
-    if plan.transport != "peer" or not plan.bf16_reduce:
+    if plan.transport_along("dp") != "peer" or not plan.bf16_reduce:
         return 0
     shards = [shard for shard in plan.param_shards_of(rank) if plan.num_zero_shards(shard) > 1]
     read = (plan.num_zero_shards(shard) * plan.zero_shard_size(shard) for shard in shards)

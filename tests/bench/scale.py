@@ -42,14 +42,16 @@ MLA = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_ro
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes, mesh of a replica, chunks of a pipeline rank, microbatches of a replica in weak scaling, recomputation."""
+    """Sizes, mesh of a replica, chunks of a pipeline rank, microbatches of a replica in weak scaling, recomputation,
+    GPUs on which it fits at least, and what moves data."""
 
     sizes: dict[str, Any]
     mesh: dict[str, int]
     chunks: int
     microbatches: int
     recompute: str
-    least: int = 64  # GPUs on which it fits
+    least: int = 64
+    transport: str = "auto"
 
     @property
     def ranks(self) -> int:
@@ -70,6 +72,7 @@ MODELS = {
         64,
         "full",
         1024,
+        "nccl",
     ),
 }
 
@@ -87,7 +90,13 @@ def plan_of(model: Model, gpus: int, microbatches: int) -> Plan:
             "data": {"path": "builtin:pydoc"},
             "zero": {"stage": 1 if dp * ep > 1 else 0},
             "memory": {"recompute": model.recompute},
-            "cluster": {"gpu": GPU, "device": "cuda", "address": "auto", "rates": "builtin"},
+            "cluster": {
+                "gpu": GPU,
+                "device": "cuda",
+                "address": "auto",
+                "rates": "builtin",
+                "transport": model.transport,
+            },
         }
     )
     return make_plan(config, "cuda", proved=False)

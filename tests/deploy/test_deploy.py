@@ -25,6 +25,7 @@ from paths import ROOT
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.monitoring.metrics_server import HEALTH_PATH
 from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.spec.mesh import hosts_of_size
 
 jsonschema: Any = pytest.importorskip("jsonschema")
 
@@ -40,7 +41,8 @@ Manifest = dict[str, Any]
 @pytest.mark.parametrize("path", sorted((DEPLOY / "jobs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_job_config_loads_and_has_a_plan(path: Path) -> None:
     config = load(path, [])
-    plan = make_plan(config, "cpu" if config.cluster.device == "cpu" else "cuda", hosts=2)
+    hosts = hosts_of_size(config.mesh.mesh, -(-config.mesh.size // 2))
+    plan = make_plan(config, "cpu" if config.cluster.device == "cpu" else "cuda", hosts=hosts)
     assert plan.mesh == config.mesh.mesh and config.run.name == path.stem
 
 

@@ -21,6 +21,7 @@ from worker_processes import (
     uninterrupted,
 )
 
+from pentad.schedules.spec.mesh import hosts_of_size
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.runtime.abort import Aborted
 
@@ -79,11 +80,27 @@ def test_a_rank_whose_peer_is_lost_under_zero_is_freed(workers, corpus, fault, z
     assert all(torch.equal(state[key], value) for key, value in expected[1].items())
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("1f1b", {"dp": 2, "tp": 2, "model": WIDE}),
+        ("1f1b", {"dp": 2, "ep": 2, "model": WIDE_MOE}),
+        ("zb-h2", {"pp": 2, "cp": 2, "model": WIDE}),
+    ],
+)
+def test_a_run_on_two_hosts_that_loses_a_rank_ends_with_the_same_bits(workers, corpus, name, axes):
+    plan = plan_of(**{"name": name, "dp": 1, "pp": 1, "microbatches": 8, "data": corpus, "dtype": "float32", **axes})
+    check_recovery(workers, on_gpu(plan, hosts=hosts_of_size(plan.mesh, 2)), STEPS, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("post_validation", [False, True])
-def test_a_rank_that_an_abort_of_others_releases_commits_nothing(workers, corpus, post_validation):
-    """Its GPU then computes with what its buffers happen to hold, and NORM may still complete."""
+@pytest.mark.parametrize("hosts", [(), (0, 1)])
+def test_a_rank_that_an_abort_of_others_releases_commits_nothing(workers, corpus, post_validation, hosts):
+    """Its GPU then computes with what its buffers happen to hold, and NORM may still complete. Ranks of other hosts,
+    which are fenced later, commit nothing of that either."""
     given = {"microbatches": 1, "post_validation": post_validation}
-    plan = on_gpu(plan_of("1f1b", 2, 1, data=corpus, dtype="float32", **given))
+    plan = on_gpu(plan_of("1f1b", 2, 1, data=corpus, dtype="float32", **given), hosts=hosts)
     with ranks_of(workers, 2) as ranks:
         start_run(ranks, plan)
         call_all(ranks, "run", 0, 2)
@@ -92,7 +109,7 @@ def test_a_rank_that_an_abort_of_others_releases_commits_nothing(workers, corpus
             rank.call("run", 2, 1)
         time.sleep(0.5)
         assert [rank.answer(rank.call_now("step")) for rank in ranks] == [2, 2]
-        for rank in ranks:  # the second one a second later
+        for rank in reversed(ranks) if hosts else ranks:  # the second one a second later
             rank.answer(rank.call_now("fence"))
             time.sleep(1)
         aborts = [(rank, rank.call_now("abort")) for rank in ranks]

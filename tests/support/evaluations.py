@@ -29,7 +29,7 @@ EVALUATED: list[Call] = [(0,), (0, 2), (2,), (2, STEPS - 2), (STEPS,)]  # the ca
 def with_eval(plan: Plan, sequences: int, *, max_gathered: int | None = None) -> Plan:
     """Evaluates that many sequences of the held-out documents, and of the same corpus as a whole."""
     options = MemoryOptions(zero=plan.zero, max_gathered=max_gathered)
-    program = compile_forward_only(plan.program, gated=plan.transport == "nccl", memory_options=options)
+    program = compile_forward_only(plan.program, gated=plan.transport_along("pp") == "nccl", memory_options=options)
     path = plan.data.sources[0].path
     data_sets = EvalData("holdout", path, HOLDOUT), EvalData("all", path)
     return replace(plan, eval=EvalSpec(program, data_sets, sequences))

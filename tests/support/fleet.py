@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from bf16_sums import Reduced, recorded_reductions
 from gpus import gpu_of
+from host_copies import copy_on_cpus
 from plans import TILE
 from pool import Pool, send
 
@@ -140,6 +141,8 @@ def _serve(end: Connection, *_: object) -> None:
         if isinstance(order, str):  # the address, sent after this rank has failed
             continue
         try:
+            if order[0].device == "cpu" and order[0].transport == "peer":
+                copy_on_cpus()
             faulthandler.dump_traceback_later(80)
             send(end, _run(end, *order))
             faulthandler.cancel_dump_traceback_later()

@@ -48,10 +48,11 @@ def on_gpu(
     dtype: str | None = None,
     memory_options: MemoryOptions = NO_MEMORY_OPTIONS,
     chunks: int | None = None,
+    hosts: tuple[int, ...] = (),
 ) -> Plan:
     """A plan of `plan_of`, with its program compiled anew, on GPUs: it recomputes and offloads what that plan does.
-    Skips the test if there are too few."""
-    mesh = plan.mesh
+    Ranks pretend to be on these hosts. Skips the test if there are too few."""
+    mesh, placed = plan.mesh, replace(plan, transport=transport, hosts=hosts)
     recomputed = frozenset(stage for stage, mode in enumerate(plan.recompute) if mode != "none")
     offloaded = frozenset(stage for stage, fraction in enumerate(plan.offload) if fraction)
     given: dict[str, Any] = {
@@ -66,13 +67,13 @@ def on_gpu(
         plan.program.name,
         mesh.pp,
         plan.batch.microbatches,
-        gated=transport == "nccl",
+        gated=placed.transport_along("pp") == "nccl",
         replicas=mesh.dp * mesh.cp * mesh.ep,
         post_validation=has_post_validation(plan.program),
         options=ScheduleOptions(chunks),
         memory_options=memory_options._replace(**given),
     )
-    return replace(plan, device="cuda", transport=transport, dtype=dtype or plan.dtype, program=program)
+    return replace(placed, device="cuda", dtype=dtype or plan.dtype, program=program)
 
 
 def _host(place: int) -> dict[str, str]:

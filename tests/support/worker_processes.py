@@ -303,6 +303,16 @@ def _step(runner: Any) -> int:
     return runner.executor.step if runner.executor else -1
 
 
+def _version(runner: Any) -> int:
+    """Steps that the rank has committed."""
+    return int(runner.executor.optimizer_step.version)
+
+
+def _cancel(runner: Any) -> None:
+    """What the release of a host's flags does first."""
+    runner.executor.optimizer_step.cancel()
+
+
 def _state(runner: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for parameters in runner.state.parameters.values():
@@ -330,6 +340,8 @@ def _wait_until_released(runner: Any) -> None:
 
 OF_RUNNER: dict[str, Callable[..., Any]] = {
     "step": _step,
+    "version": _version,
+    "cancel": _cancel,
     "state": _state,
     "fail_at": _fail_at,
     "flip": flip,

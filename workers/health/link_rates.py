@@ -71,7 +71,7 @@ def measure_peers(
     memory = flags = None
     try:
         memory = PeerMemory(store, "rates", rank, {"shared": shared}, peers)
-        flags = StreamFlags(store, rank, ranks, names, 0)
+        flags = StreamFlags(store, rank, range(ranks), names, 0)
     except (PentadError, RuntimeError, ImportError):
         memory = None
     if clock.slowest(float(memory is None or flags is None)):

@@ -108,9 +108,9 @@ def connect(
     )
     world = _connected_group(tuple(range(plan.mesh.size))) if plan.mesh.size > 1 else None
     channels = _channels(plan, rank, world, device)
-    exchanges = plan.bf16_reduce and not (plan.transport == "peer" and plan.zero)
+    exchanges = plan.bf16_reduce and plan.transport_along("dp") != "peer"
     gradients = _groups_by_stage(plan, rank, plan.holders, exchanges=exchanges)
-    weights = _weight_groups(plan, rank) if plan.transport != "peer" else {}
+    weights = _weight_groups(plan, rank) if plan.transport_along("dp") != "peer" else {}
     matrices = _groups_by_stage(plan, rank, plan.tp_holders) if plan.optimizer.name == "muon" else {}
     tied = [_connected_group(ranks) for ranks in _embedding_ranks(plan)]
     tied_group = tied[plan.mesh.coordinates(rank).tp] if tied else None
@@ -166,13 +166,13 @@ def _give_up(held: list[dist.ProcessGroup]) -> None:
 def _channels(
     plan: Plan, rank: int, world: dist.ProcessGroup | None, device: torch.device
 ) -> dict[Channel, dist.ProcessGroup | None]:
-    channels = {}
+    channels, transport = {}, plan.transport_along("pp")
     for first, (kind, source, target) in product(first_stage_ranks(plan.mesh), transfer_edges(plan)):
         ends = plan.mesh.move(first, pp=source), plan.mesh.move(first, pp=target)
-        group = world if plan.transport == "gloo" else _new_group(ends) if plan.transport == "nccl" else None
+        group = world if transport == "gloo" else _new_group(ends) if transport == "nccl" else None
         if rank in ends:
             channels[kind, *ends] = group
-            if plan.transport == "nccl":
+            if transport == "nccl":
                 _first_transfer(rank, *ends, group, device)
     return channels
 

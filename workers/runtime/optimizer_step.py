@@ -70,8 +70,8 @@ class GlobalNorm(NamedTuple):
 class _StepBase:
     """`version` (on the device) is the number of steps in the master weights, `norm` that of the newest one.
 
-    `cancelled`, a float64 scalar in pinned memory, is nan after `cancel`. All ranks share it where an abort ends their
-    waits for each other.
+    `cancelled`, a float64 scalar in pinned memory, is nan after `cancel`. The ranks of a host share it where an abort
+    ends their waits for each other; those of other hosts learn of it by a sum (see `_meet`).
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class _StepBase:
         cancelled: torch.Tensor,
     ) -> None:
         self.plan, self.stages, self.spikes, self.totals = plan, stages, spikes, StepTotals(plan, groups.rank, stages)
-        self.snapshots, self.cancelled = snapshots, cancelled
+        self.snapshots, self.cancelled, self.world = snapshots, cancelled, groups.world
         self.device = self.totals.values.device
         self.version = torch.zeros((), dtype=torch.int64, device=self.device)
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -142,9 +142,20 @@ class _StepBase:
             self.directions[shard] = optimizer.muon_directions(each, spec, step, scale)
             exchange.run(self.directions[shard])
 
-    def _not_cancelled(self) -> torch.Tensor:
-        """A bool scalar; on a GPU, as of when the current stream reaches this point."""
-        return self.cancelled.to(self.device, non_blocking=True) == 0
+    def _cancelled(self) -> torch.Tensor:
+        """A float64 scalar, 0 or nan; on a GPU, as of when the current stream reaches this point."""
+        return self.cancelled.to(self.device, non_blocking=True)
+
+    def _meet(self, cancelled: torch.Tensor, check: Check, totals: torch.Tensor | None = None) -> torch.Tensor:
+        """Waits for all ranks, whose `totals` are added up in place. Returns a bool scalar, false after an abort: where
+        an abort had ended the waits of any rank before it came here, and what it sent may be wrong, its `cancelled`
+        tells all others."""
+        own = cancelled.view(1)
+        sums = own.clone() if totals is None else torch.cat((totals, own))
+        _sum(sums, self.world, check)
+        if totals is not None:
+            totals.copy_(sums[:-1])
+        return (sums[-1] == 0) & (self._cancelled() == 0)
 
     def _taken(self, norm: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
         """The norm, or nan if the step is skipped."""
@@ -176,7 +187,6 @@ class BarrierStep(_StepBase):
         cancelled: torch.Tensor,
     ) -> None:
         super().__init__(plan, groups, stages, spikes, snapshots, cancelled)
-        self.world = groups.world
         self.tied = TiedEmbedding(plan, groups.rank, stages, groups.tied)
         # Sorted, because DualPipe's mirror ranks hold the same stages in another order.
         balances = [(stage.load_balancer, groups.gradients[index][0]) for index, stage in sorted(stages.items())]
@@ -196,14 +206,12 @@ class BarrierStep(_StepBase):
             balance.reduce(group)
         self._reduce_maxima()
         totals = self._fill()
-        if not self.muon:
-            self.update = LocalUpdate(step, self._not_cancelled())
-        _sum(totals, self.world, check)
         if self.muon:
+            _sum(totals, self.world, check)
             self._orthogonalize(step, self.totals.norm(totals))
-            self.update = LocalUpdate(step, self._not_cancelled())
-            _sum(torch.zeros_like(self.norm), self.world, check)
-        accepted = self._not_cancelled()
+        cancelled = self._cancelled()
+        self.update = LocalUpdate(step, cancelled == 0)
+        accepted = self._meet(cancelled, check, None if self.muon else totals)
         norm = torch.where(accepted, self.totals.norm(totals), torch.nan)
         self.global_norm = GlobalNorm(step, accepted, norm, self.totals.losses(totals), self.totals.squared_lse(totals))
 
@@ -267,7 +275,7 @@ class PostValidatedStep(_StepBase):
         reducer: NormReducer,
     ) -> None:
         super().__init__(plan, groups, stages, spikes, snapshots, cancelled)
-        self.reducer, self.world = reducer, groups.world
+        self.reducer = reducer
         self.unvalidated: int | None = None  # the step whose norm is not known yet
         self.clipped: LocalUpdate | None = None  # the newest step that was orthogonalized again
 
@@ -325,9 +333,9 @@ class PostValidatedStep(_StepBase):
         """The directions of a clipped step; a bool scalar, false after an abort. When it returns, every rank has
         them."""
         self._orthogonalize(step, norm.to(self.device))
-        self.clipped = LocalUpdate(step, self._not_cancelled())
-        _sum(torch.zeros_like(self.norm), self.world, check)
-        return self._not_cancelled()
+        cancelled = self._cancelled()
+        self.clipped = LocalUpdate(step, cancelled == 0)
+        return self._meet(cancelled, check)
 
     def _commit(
         self,

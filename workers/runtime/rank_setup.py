@@ -134,11 +134,12 @@ def make_graphs(plan: Plan) -> StepGraphs | None:
 
 
 def make_flags(plan: Plan, rank: int, store: dist.Store, generation: int) -> StreamFlags | None:
-    """Those of transfers and collectives between peers."""
+    """Those of transfers and collectives between the ranks of its host."""
     if plan.transport != "peer":
         return None
-    counters = dict.fromkeys([*p2p_ipc.flag_names(plan), *peer_collectives.flag_names(plan)], 0)
-    return StreamFlags(store, rank, plan.mesh.size, counters | peer_rows.flags_of(plan), generation)
+    ranks = plan.ranks_beside(rank)
+    counters = dict.fromkeys([*p2p_ipc.flag_names(plan, ranks), *peer_collectives.flag_names(plan, ranks)], 0)
+    return StreamFlags(store, rank, ranks, counters | peer_rows.flags_of(plan, ranks), generation)
 
 
 def with_peer_rows(
@@ -161,8 +162,8 @@ def make_transport(
     plan: Plan, groups: ProcessGroups, store: dist.TCPStore, device: torch.device, flags: StreamFlags | None
 ) -> P2PTransport | IpcTransport:
     shape, dtype = (plan.sequence_parallel_tokens, plan.model.hidden), DTYPES[plan.dtype]
-    if flags is None:
-        return P2PTransport(groups, plan.mesh, shape, dtype, device)
+    if flags is None or plan.transport_along("pp") != "peer":
+        return P2PTransport(groups, plan.mesh, shape, dtype, device, flags)
     return IpcTransport(plan, groups.rank, shape, dtype, device, store, flags)
 
 
@@ -170,7 +171,7 @@ def make_collectives(
     plan: Plan, groups: ProcessGroups, store: dist.TCPStore, shards: ZeroShards, flags: StreamFlags | None
 ) -> Collectives:
     """ZeRO's."""
-    if flags is None:
+    if flags is None or plan.transport_along("dp") != "peer":
         return GroupCollectives(groups, plan.bf16_reduce)
     rank, shared = groups.rank, shards.shared()
     gradient = next(iter(shards.stages.values())).param_buffers[0].parameters.gradient

@@ -12,6 +12,7 @@ from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, Op
 from pentad.schedules.spec.mesh import Mesh
 from pentad.workers.parallel.process_groups import ProcessGroups, channel_of
 from pentad.workers.rank_waits import rank_waits
+from pentad.workers.transport.stream_flags import StreamFlags
 
 _KINDS = (Op.SEND_F, Op.SEND_B)
 
@@ -25,6 +26,7 @@ class P2PTransport:
     shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
+    flags: StreamFlags | None = None  # of the ranks of this host, which copy inside layers or for ZeRO
 
     def __post_init__(self) -> None:
         self.slots: dict[Op, dict[int, torch.Tensor]] = defaultdict(dict)
@@ -68,10 +70,15 @@ class P2PTransport:
         self.sends.clear()
 
     def release(self) -> None:
-        """Nothing to do: transfers end when the process groups are aborted."""
+        """Ends every wait for ranks of this host, now and later. From any thread. Transfers end when the process groups
+        are aborted."""
+        if self.flags is not None:
+            self.flags.release()
 
     def close(self) -> None:
-        """Nothing to do: the process groups have another owner."""
+        """Call after this rank's last copy is done. The process groups have another owner."""
+        if self.flags is not None:
+            self.flags.close()
 
 
 def _tag(part: Instruction) -> int:

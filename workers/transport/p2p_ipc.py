@@ -8,7 +8,7 @@ waits for the grant. The transfers of a channel are ordered by the program, so a
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from itertools import chain
 
 import torch
@@ -22,10 +22,10 @@ from pentad.workers.transport.stream_flags import FLAG_STRIDE, StreamFlags
 
 
 class IpcTransport:
-    """Transfers of one rank; same interface as `P2PTransport`. All ranks of the mesh must be on one host.
+    """Transfers of one rank; same interface as `P2PTransport`. All ranks of a pipeline must be on one host.
 
     A rank's buffer holds its receive slots, first those of activations, then those of gradients; the ranks that send to
-    it map it. Every channel of the mesh has two flags: 'granted', written by the receiver, and 'arrived', written by
+    it map it. Every channel has two flags: 'granted', written by the receiver, and 'arrived', written by
     the sender.
     """
 
@@ -88,7 +88,7 @@ class IpcTransport:
         """Nothing to wait for: the lanes keep the order."""
 
     def release(self) -> None:
-        """Ends every wait of all ranks, now and later. From any thread."""
+        """Ends every wait for ranks of this host, now and later. From any thread."""
         self.flags.release()
 
     def close(self) -> None:
@@ -123,12 +123,15 @@ def slot_counts(plan: Plan, pp: int) -> Counter[Op]:
     return counts
 
 
-def flag_names(plan: Plan) -> list[Hashable]:
-    """Two flags of every channel of the mesh, in the same order on all ranks."""
+def flag_names(plan: Plan, ranks: Collection[int]) -> list[Hashable]:
+    """Two flags of every channel between the ranks of a host, in the same order on each."""
     mesh = plan.mesh
+    if plan.transport_along("pp") != "peer":
+        return []
     channels = (
         (kind, mesh.move(first, pp=source), mesh.move(first, pp=target))
         for first in first_stage_ranks(mesh)
+        if first in ranks
         for kind, source, target in transfer_edges(plan)
     )
     return [(event, channel) for channel in channels for event in ("granted", "arrived")]

@@ -12,7 +12,7 @@ of the step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -125,11 +125,11 @@ class PeerCollectives:
             self.flags.wait((event, shard, peer), self.sums[shard])
 
 
-def flag_names(plan: Plan) -> list[Hashable]:
-    """The flags of all ranks of a plan, in the same order on each."""
-    held = ((shard, rank) for shard in plan.param_shards for rank in plan.holders(shard))
+def flag_names(plan: Plan, ranks: Sequence[int]) -> list[Hashable]:
+    """The flags of the ranks of a host, in the same order on each."""
+    held = ((shard, rank) for shard in plan.param_shards for rank in plan.holders(shard) if rank in ranks)
     return [
-        *(("updated", rank) for rank in range(plan.mesh.size)),
+        *(("updated", rank) for rank in ranks),
         *((event, *place) for place in held for event in ("complete", "read")),
     ]
 

@@ -187,13 +187,13 @@ def axes_of(plan: Plan) -> list[Axis]:
     return [axis for axis in LAYER_AXES if row_slot_elements(plan, axis)]
 
 
-def flags_of(plan: Plan) -> dict[Hashable, int]:
-    """The flags of all ranks of a plan with what they say at first, in the same order on each: of a slot of a rank and
+def flags_of(plan: Plan, ranks: Sequence[int]) -> dict[Hashable, int]:
+    """The flags of the ranks of a host with what they say at first, in the same order on each: of a slot of a rank and
     one that may read it."""
     pairs = [
         (axis, rank, peer)
         for axis in axes_of(plan)
-        for rank in range(plan.mesh.size)
+        for rank in ranks
         for peer in plan.mesh.group((axis,), rank)
         if peer != rank
     ]

@@ -41,21 +41,21 @@ class FlagWait(NamedTuple):
 
 
 class StreamFlags:
-    """Flags by name, shared by all ranks of a store, which give the same `first` values by name, in the same order.
-    Rank 0 makes the file and it is unlinked once every rank has opened it.
+    """Flags by name, shared by the `ranks` of a host, which give the same `first` values by name, in the same order.
+    The first of them makes the file and it is unlinked once every rank has opened it.
 
-    `cancelled`, a float64 scalar of all ranks that a GPU can read, is nan from the first `release` on: what a GPU
+    `cancelled`, a float64 scalar of these ranks that a GPU can read, is nan from the first `release` on: what a GPU
     computes after a wait that was ended early is wrong, also where its rank is not fenced yet.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, ranks: int, first: Mapping[Hashable, int], generation: int
+        self, store: dist.Store, rank: int, ranks: Sequence[int], first: Mapping[Hashable, int], generation: int
     ) -> None:
         from cuda.bindings import driver
 
-        self.driver, key, size = driver, f"flags/{generation}", (1 + len(first)) * FLAG_STRIDE
+        self.driver, key, size = driver, f"flags/{generation}/{ranks[0]}", (1 + len(first)) * FLAG_STRIDE
         self.numbers = {name: number for number, name in enumerate(first, 1)}
-        if rank == 0:
+        if rank == ranks[0]:
             descriptor, path = tempfile.mkstemp(prefix="pentad-flags-", dir=SHARED_MEMORY)
             words = np.zeros(size // WORD, np.int32)
             words[FLAG_STRIDE // WORD :: FLAG_STRIDE // WORD] = list(first.values())
@@ -68,11 +68,11 @@ class StreamFlags:
             except OSError as error:
                 raise PentadError(
                     f"cluster.transport is peer: expected nccl (rank {rank} does not share {SHARED_MEMORY} with "
-                    f"rank 0: {error.strerror})"
+                    f"rank {ranks[0]}: {error.strerror})"
                 ) from None
         self.memory = mmap.mmap(descriptor, size)
         os.close(descriptor)
-        if store.add(f"{key}/opened", 1) == ranks:
+        if store.add(f"{key}/opened", 1) == len(ranks):
             os.unlink(path)
         self.cancelled = torch.frombuffer(self.memory, dtype=torch.float64, count=1)[0]
         self.words = torch.frombuffer(self.memory, dtype=torch.int32, offset=FLAG_STRIDE)
@@ -102,7 +102,7 @@ class StreamFlags:
         check_driver(self.driver.cuStreamBatchMemOp(handle_of(stream), len(batch), batch, 0))
 
     def release(self) -> None:
-        """Ends every wait of all ranks, now and until `close`. From any thread.
+        """Ends every wait of these ranks, now and until `close`. From any thread.
 
         A GPU of a rank that does not know of the abort yet, or that an aborted collective has released, still writes
         what its program says; hence the flags are overwritten again and again.

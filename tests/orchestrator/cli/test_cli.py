@@ -221,7 +221,7 @@ def test_plan_shows_ranks_memory_and_both_bubbles(pentad: Pentad) -> None:
 
 def test_plan_json_is_one_object(pentad: Pentad) -> None:
     facts = json.loads(pentad("plan", "--json", "--device", "cuda", "mesh.dp=2")[1])
-    assert (facts["device"], facts["dtype"], facts["transport"]) == ("cuda", "bfloat16", "peer")
+    assert (facts["device"], facts["dtype"], facts["transport"]["pp"]) == ("cuda", "bfloat16", "peer")
     assert facts["mesh"] == {"dp": 2, "pp": 4, "cp": 1, "tp": 1, "ep": 1}
     assert [rank["rank"] for rank in facts["ranks"]] == list(range(8))
     assert facts["ranks"][7]["stages"] == [3]

@@ -16,10 +16,10 @@ from pentad.orchestrator.cluster.placement import (
     drain,
     draining,
     find_placement,
-    hosts,
     living_bundles,
     node_names,
     node_of,
+    placed_hosts,
     release,
     reserve,
     strategy_of,
@@ -99,7 +99,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 def test_a_mesh_gets_a_bundle_for_each_rank_on_nodes_that_are_not_left_out(cluster: Cluster) -> None:
     placement = reserve(Mesh(dp=8), "cpu", 1.0, fixed=True)
-    assert placement.bundle_count == 8 and hosts(placement) == 2
+    hosts = placed_hosts(placement, Mesh(dp=8), tensor_across_nodes=False)
+    assert placement.bundle_count == 8 and hosts == (0, 0, 0, 0, 1, 1, 1, 1)
     assert [place.node for place in bundle_places(placement)] == ["a"] * 4 + ["b"] * 4
     assert cluster.groups[0].bundles == [{"CPU": 1}] * 8 and cluster.groups[0].options == {"strategy": "PACK"}
     reserve(Mesh(dp=2), "cuda", 1.0, fixed=False, detached="run", without=["b", "a"])

@@ -15,24 +15,24 @@ from pentad.schedules.spec.plan import Plan
 EIGHT = ("layers=32", "hidden=4096", "heads=32", "kv_heads=8", "ffn=14336", "vocab=128256")
 
 
-def plans(*words: str, hosts: int, device: str = "cuda") -> list[Plan]:
+def plans(*words: str, device: str = "cuda") -> list[Plan]:
     """With gradients reduced in float32 and in bfloat16."""
     batch = ["batch.global_batch_size=64", "batch.sequence_length=4096", "mesh.pp=1"]
     batch += ["schedule.name=1f1b", "schedule.microbatches=2", "cluster.gpu=NVIDIA H200"]
     given = [*(f"model.{each}" for each in EIGHT), *batch, *words]
     reduced = (f"precision.reduce={dtype}" for dtype in ("float32", "bfloat16"))
-    return [make_plan(load(None, [*given, each]), device, hosts=hosts) for each in reduced]
+    return [make_plan(load(None, [*given, each]), device) for each in reduced]
 
 
 def test_float32_is_the_default() -> None:
     assert not make_plan(load(None), "cpu").bf16_reduce
-    assert [each.bf16_reduce for each in plans("mesh.dp=2", hosts=1)] == [False, True]
+    assert [each.bf16_reduce for each in plans("mesh.dp=2")] == [False, True]
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_reductions_take_about_half_as_long_between_hosts_with_one_replica_each(zero: int) -> None:
     """Each replica has the eight tensor ranks of a host; gradients pass through memory besides."""
-    wide, narrow = map(costs_of, plans("mesh.tp=8", "mesh.dp=4", f"zero.stage={zero}", hosts=4))
+    wide, narrow = map(costs_of, plans("mesh.tp=8", "mesh.dp=4", f"zero.stage={zero}"))
     for full, half in zip(wide.reduce, narrow.reduce, strict=True):
         assert full / 2 < half < 0.6 * full
     assert replace(narrow, reduce=wide.reduce) == wide, "other costs change"
@@ -41,7 +41,7 @@ def test_reductions_take_about_half_as_long_between_hosts_with_one_replica_each(
 @pytest.mark.parametrize("zero", [0, 1])
 def test_they_take_longer_where_several_replicas_share_a_host(zero: int) -> None:
     """All ranks of a host exchange terms with those of others, where a ring passes sums on."""
-    wide, narrow = map(costs_of, plans("mesh.dp=32", f"zero.stage={zero}", hosts=4))
+    wide, narrow = map(costs_of, plans("mesh.dp=32", f"zero.stage={zero}"))
     assert sum(narrow.reduce) > sum(wide.reduce)
 
 
@@ -49,7 +49,7 @@ def test_they_take_longer_where_several_replicas_share_a_host(zero: int) -> None
 def test_memory_has_what_gradients_are_rounded_into(transport: str, zero: int) -> None:
     """2**25 elements at once, in bfloat16, as they leave and as they arrive; in float32 those of peers arrive."""
     words = "mesh.dp=4", f"zero.stage={zero}", f"cluster.transport={transport}"
-    wide, narrow = (memory(each, 0) for each in plans(*words, hosts=1))
+    wide, narrow = (memory(each, 0) for each in plans(*words))
     arrive = 2**25 * 4 if transport == "peer" and zero else 0
     assert narrow["slots"] - wide["slots"] == 2 * 2**25 * 2 - arrive
     assert narrow["total"] - wide["total"] == narrow["slots"] - wide["slots"]

@@ -15,7 +15,7 @@ from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.row_slots import LAYER_AXES
 
 ON_HOST, BETWEEN = Links.uniform(1e-6, 100.0), Links.uniform(1e-6, 10.0)
-RATES = replace(rates_of("cuda", "NVIDIA H200"), intra_host=ON_HOST, inter_host=BETWEEN)
+RATES = replace(rates_of("cuda", "NVIDIA H200"), intra_host=ON_HOST, peer=ON_HOST, inter_host=BETWEEN)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_the_host_issues_peer_copies_where_no_rank_is_on_another(axis: Axis, rep
     experts = [f"model.experts.{key}" for key in ("num_experts=4", "top_k=2", "intermediate_size=64")]
     mesh = [f"mesh.{axis}=2", f"mesh.dp={replicas}", "mesh.pp=1", "schedule.name=1f1b", "batch.global_batch_size=16"]
     plan = make_plan(load(None, ["model.family=qwen3-moe", *experts, *mesh, "schedule.microbatches=1"]), "cuda")
-    assert plan.transport == ("peer" if replicas == 1 else "nccl")
+    assert plan.transport_along(axis) == "peer", "plans on several hosts count exchanges as if they were NCCL's"
     idle = replace(rates_of("cuda"), issue=0.0, peer_issue=0.0, layer_issue=(0.0, 0.0, 0.0))
     found = {
         "issue": costs_of(plan, replace(idle, issue=1.0)),

@@ -3,14 +3,18 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pentad.orchestrator.cli.cli import main
 from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.monitoring.plan_view import facts_table
 from pentad.orchestrator.planning import layout, planning
+from pentad.orchestrator.planning.comm_volume import transports
 from pentad.orchestrator.planning.estimate import (
     GRAPHS_BYTES,
     ON_HOST,
@@ -22,7 +26,8 @@ from pentad.orchestrator.planning.estimate import (
 )
 from pentad.orchestrator.planning.fit import device_memory, fit_of
 from pentad.orchestrator.planning.hardware import rates_of
-from pentad.orchestrator.planning.planning import first_plan, make_plan, plan_on, shrunk_plan
+from pentad.orchestrator.planning.planning import first_plan, make_plan
+from pentad.orchestrator.recovery.placed_plans import on_hosts, plan_on, shrunk_plan
 from pentad.schedules import compiler
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError
@@ -39,7 +44,7 @@ from pentad.schedules.verify.check import check
 LLAMA_8B = ModelSpec(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
 
 
-def plan_of(*overrides: str, device: str = "cpu", hosts: int = 1) -> Plan:
+def plan_of(*overrides: str, device: str = "cpu", hosts: tuple[int, ...] = ()) -> Plan:
     return make_plan(load(None, list(overrides)), device, hosts=hosts)
 
 
@@ -58,7 +63,6 @@ def test_precision_and_transport_follow_the_device() -> None:
     on_gpu = plan_of(device="cuda")
     assert (on_gpu.dtype, on_gpu.transport, on_gpu.deterministic) == ("bfloat16", "peer", True)
     assert plan_of("precision.compute=float64", device="cuda").dtype == "float64"
-    assert plan_of(device="cuda", hosts=2).transport == "nccl"
     assert plan_of("cluster.transport=nccl", device="cuda").transport == "nccl"
 
 
@@ -67,11 +71,14 @@ def test_only_nccl_receives_wait_for_preceding_compute() -> None:
     assert peer.program.hash != nccl.program.hash
 
 
-def test_peer_transport_needs_one_host() -> None:
-    with pytest.raises(
-        PentadError, match=r"cluster.transport is peer, but the ranks are on 2 hosts: expected auto or nccl"
-    ):
-        plan_of("cluster.transport=peer", device="cuda", hosts=2)
+def test_peer_transport_needs_one_host_for_what_it_moves() -> None:
+    words, hosts = ("cluster.transport=peer", "mesh.pp=2", "mesh.dp=2", "schedule.name=1f1b"), (0, 1, 0, 1)
+    sentence = r"cluster.transport is peer, but ranks along mesh.dp are on several of 2 hosts: expected auto or nccl"
+    with pytest.raises(PentadError, match=sentence):
+        plan_of(*words, "zero.stage=1", device="cuda", hosts=hosts)
+    assert plan_of(*words, device="cuda", hosts=hosts).transport_along("pp") == "peer"
+    with pytest.raises(PentadError, match=r"ranks along mesh\.pp are on several"):
+        plan_of(*words, device="cuda", hosts=(0, 0, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +290,7 @@ def test_train_plans_once(monkeypatch: pytest.MonkeyPatch, corpus: str, tmp_path
     placed = []
 
     def train(config: RunConfig, *, plan: Plan, **more: object) -> dict[str, Any]:
-        placed.append(plan_on(config, "cpu", hosts=1, expected=plan))
+        placed.append(plan_on(config, "cpu", hosts=(), expected=plan))
         raise PentadError("enough")
 
     monkeypatch.setattr("pentad.orchestrator.run.train.train", train)
@@ -295,10 +302,41 @@ def test_train_plans_once(monkeypatch: pytest.MonkeyPatch, corpus: str, tmp_path
 
 def test_a_plan_is_remade_for_other_devices_or_hosts() -> None:
     config = load(None, [])
-    expected = make_plan(config, "cuda")
+    expected, hosts = make_plan(config, "cuda"), (0, 1, 2, 3)
     assert expected.transport == "peer"
-    assert plan_on(config, "cuda", hosts=2, expected=expected).transport == "nccl"
-    assert plan_on(config, "cpu", hosts=1, expected=expected) == make_plan(config, "cpu")
+    assert plan_on(config, "cuda", hosts=(), expected=expected) is expected
+    apart = plan_on(config, "cuda", hosts=hosts, expected=expected)
+    assert (apart.transport, apart.hosts) == ("nccl", hosts) and apart == make_plan(config, "cuda", hosts=hosts)
+    assert plan_on(config, "cpu", hosts=(), expected=expected) == make_plan(config, "cpu")
+
+
+def test_ranks_that_move_keep_their_program_where_the_same_axes_are_on_one_host() -> None:
+    config = load(None, ["mesh.dp=2", "mesh.pp=2", "schedule.name=1f1b", "elastic.min_ranks=2"])
+    plan = make_plan(config, "cuda", hosts=(0, 1, 0, 1))
+    moved = on_hosts(config, plan, (0, 1, 0, 2))  # the second replica is on two hosts now
+    assert transports(plan) == {"pp": "peer", "parameters": "nccl"} and transports(moved)["pp"] == "nccl"
+    assert moved == make_plan(config, "cuda", hosts=(0, 1, 0, 2)) and moved.program.hash != plan.program.hash
+    assert on_hosts(config, moved, (0, 1, 1, 2)).program is moved.program
+    smaller = shrunk_plan(config, plan, 2)
+    assert smaller is not None
+    apart = on_hosts(config, smaller, (0, 1))
+    assert (apart.mesh, apart.transport, apart.batch) == (smaller.mesh, "nccl", smaller.batch)
+
+
+def test_slots_of_peers_are_only_where_ranks_copy() -> None:
+    words = ["mesh.tp=2", "mesh.dp=2", "mesh.pp=1", "schedule.name=1f1b", "zero.stage=1", "mesh.tp_across_nodes=true"]
+    config = load(None, words)
+    hosts = {"all": (), "tp": (0, 0, 1, 1), "dp": (0, 1, 0, 1), "none": (0, 1, 2, 3)}
+    slots = {name: memory(make_plan(config, "cuda", hosts=each), 0)["slots"] for name, each in hosts.items()}
+    assert slots["none"] == 0 < min(slots["tp"], slots["dp"]) and slots["all"] == slots["tp"] + slots["dp"]
+
+
+def test_plans_say_which_axis_moves_by_what() -> None:
+    plan = plan_of("mesh.tp=4", "mesh.pp=2", "mesh.dp=2", "schedule.name=1f1b", device="cuda")
+    text = StringIO()
+    Console(width=300, file=text).print(facts_table(plan, costs_of(plan)))
+    assert transports(plan) == {"pp": "peer", "tp": "peer", "parameters": "nccl"}, "a replica on each of two hosts"
+    assert "16 ranks, bfloat16 on GPUs, peer copies along pp and tp, NCCL for parameters" in text.getvalue()
 
 
 def test_zero_with_nothing_to_shard_is_refused() -> None:

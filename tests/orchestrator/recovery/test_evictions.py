@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from fake_ray import FakeRun
 
-from pentad.orchestrator.recovery.evictions import AGAIN, BESIDE_SECONDS, reason_to_stay, with_tensor_ranks
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.recovery.evictions import AGAIN, BESIDE_SECONDS, reason_to_stay, with_ranks_beside
 from pentad.orchestrator.recovery.recovery import CHECK_SECONDS
 from pentad.orchestrator.run import driver
 from pentad.schedules.diagnosis.slow_ranks import SlowRank
-from pentad.schedules.spec.mesh import Mesh
 from pentad.workers.checkpoint.checkpoint import Start
 
 StartRun = Callable[..., FakeRun]
@@ -105,7 +106,6 @@ def test_of_ranks_that_wait_for_each_other_inside_layers_none_moves(start: Start
 
 
 def test_tensor_ranks_move_together_and_slow_ranks_of_a_node_at_once(start: StartRun) -> None:
-    assert with_tensor_ranks([2], Mesh(dp=2, tp=2)) == tuple(sorted(Mesh(dp=2, tp=2).group(("tp",), 2)))
     run = start(*TENSOR, *EVICT)
     run.fake.spare = ["node2"]
     ranks = [rank for rank, each in enumerate(run.before) if each.node == "node1"]
@@ -139,6 +139,23 @@ def test_ranks_that_copy_within_a_host_do_not_leave_it(start: StartRun) -> None:
         assert asked(run, slow(3), seconds=BESIDE_SECONDS + 1) is None
     (event,) = run.events("not evicted")
     assert event["cause"] == "no other GPU of its node was free within elastic.wait_seconds = 3"
+
+
+@pytest.mark.parametrize(
+    ("words", "hosts", "rank", "moved"),
+    [
+        (("mesh.dp=2", "mesh.pp=1", "mesh.tp=2"), (0, 1, 2, 3), 2, (2, 3)),
+        (("mesh.dp=2", "mesh.pp=2"), (0, 1, 0, 1), 3, (1, 3)),
+        (("mesh.cp=2", "mesh.pp=2"), (0, 0, 1, 1), 3, (2, 3)),
+        (("mesh.dp=2", "mesh.pp=2", "zero.stage=1"), (0, 0, 1, 1), 1, (0, 1)),
+        (("mesh.dp=2", "mesh.pp=2"), (0, 0, 1, 1), 1, (1,)),
+    ],
+)
+def test_ranks_that_exchange_by_peer_copies_move_together(
+    words: tuple[str, ...], hosts: tuple[int, ...], rank: int, moved: tuple[int, ...]
+) -> None:
+    plan = make_plan(load(None, [*words, "schedule.name=1f1b"]), "cuda", hosts=hosts)
+    assert with_ranks_beside([rank], plan) == moved
 
 
 def test_a_rank_returns_if_none_starts_in_its_new_place(start: StartRun) -> None:

@@ -12,7 +12,8 @@ from plans import STEPS, is_close, plan_of
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.jobs import job_package
-from pentad.orchestrator.planning.planning import make_plan, shrunk_plan
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.orchestrator.recovery.placed_plans import shrunk_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan, split_layers_by_cost

@@ -15,8 +15,9 @@ from small_models import MOE
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.comm_volume import collective_bytes
 from pentad.orchestrator.planning.estimate import memories, memory
-from pentad.orchestrator.planning.planning import make_plan, shrunk_plan
+from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.recovery.fence import RecoveryState, is_complete
+from pentad.orchestrator.recovery.placed_plans import shrunk_plan
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Key, Op, instructions_of

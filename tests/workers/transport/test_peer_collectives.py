@@ -226,7 +226,7 @@ def run(plan: Plan, seed: int, ignored: str = "") -> list[torch.Tensor]:
     with patch.object(peer_collectives, "add_shards_", enqueue_sum):
         run_in_some_order(lanes, [each.host() for each in ranks], Random(seed))
     used = {flag for flag in flags.values if flag[0] not in ("norm", "sent")}  # type: ignore[index]
-    assert used <= set(flag_names(plan))
+    assert used <= set(flag_names(plan, range(plan.mesh.size)))
     return [values for each in ranks for values in each.sums]
 
 
