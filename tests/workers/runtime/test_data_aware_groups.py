@@ -231,7 +231,7 @@ def test_offloading_changes_no_bit_of_a_step_with_groups(
     random_fleet: Fleet, tmp_path: Path, sizes: dict[str, int]
 ) -> None:
     """Some microbatches stay on the device, others do not."""
-    given = {"sizes": sizes, "factor": 4, "unit_layers": 1, "dtype": "float32"}
+    given: dict[str, Any] = {"sizes": sizes, "factor": 4, "unit_layers": 1, "dtype": "float32"}
     plans = [grouped_plan(tmp_path / str(share), **given, offload=share) for share in OFFLOADED]
     steps = groups_of(plans[0], random_groups)
     held = [groups.tokens(share) / plans[0].batch.capacity for groups in steps for share in chain(*groups.shares)]
