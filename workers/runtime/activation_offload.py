@@ -18,6 +18,7 @@ from pentad.schedules.ir.instruction import Key, Op
 from pentad.schedules.passes.offload_arena import Arena, arena
 from pentad.schedules.passes.offload_cut import cut
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.data.batch_loader import Tokens
 from pentad.workers.host_memory import HostMemory
 from pentad.workers.lanes.streams import CudaStreams, Lanes
 
@@ -101,13 +102,17 @@ class ActivationOffload:
         `capacity` tokens."""
         return tokens <= (1 - self.fractions[unit]) * self.capacity
 
-    def offload(self, key: Slice, storages: list[torch.UntypedStorage]) -> None:
-        """OFFLOAD: copies the unit's share of the storages' bytes; the lane has waited for the forward.
+    def offload(self, key: Slice, storages: list[torch.UntypedStorage], tokens: Tokens | None = None) -> None:
+        """OFFLOAD: copies the unit's share of the storages' bytes; the lane has waited for the forward. With data-aware
+        groups nothing of a microbatch of which neither this rank nor those that send it tokens for its experts have
+        many.
 
         Raises PentadError if that is more than the plan has room for.
         """
         assert self.memory is not None
         at, rest_at = self.arena.offsets[key]
+        if tokens is not None and tokens.share is not None and self.stays(key[0], max(tokens.share.expert_tokens)):
+            storages = []
         sizes = [storage.nbytes() for storage in storages]
         slot = self.slots[key[0]]
         found = cut(sizes, self.fractions[key[0]], slot[1] if self.capacity else inf)

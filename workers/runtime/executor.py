@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
 
-import torch
-
 from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Action, Instruction, Key, Op
 from pentad.workers.data.batch_loader import Batch, Tokens
 from pentad.workers.evaluation.loss_totals import LossTotals
@@ -246,7 +244,8 @@ class Executor:
             case Op.RECOMPUTE:
                 self.stages[part.stage].recompute(index)
             case Op.OFFLOAD:
-                self.activations.offload((part.stage, index), self._offloadable(part))
+                storages = self.stages[part.stage].offloadable(index)
+                self.activations.offload((part.stage, index), storages, self.tokens.get(index))
             case Op.RELOAD:
                 self.activations.reload((part.stage, index))
             case Op.SEND_F | Op.SEND_B:
@@ -319,15 +318,6 @@ class Executor:
     def take_expert_load(self, step: int) -> dict[int, tuple[int, ...]]:
         """That of a step whose results are read, in a StepResult's form."""
         return total_load(each.read() for each in self.expert_loads.pop(step, ()))
-
-    def _offloadable(self, part: Instruction) -> list[torch.UntypedStorage]:
-        """With data-aware groups nothing of a microbatch in which neither this rank nor those with which it exchanges
-        tokens of experts have many."""
-        tokens = self.tokens.get(part.microbatch)
-        share = None if tokens is None else tokens.share
-        if share is not None and self.activations.stays(part.stage, max(share.expert_tokens)):
-            return []
-        return self.stages[part.stage].offloadable(part.microbatch)
 
     def _forward(self, part: Instruction) -> Task[None]:
         stage, tokens = self.stages[part.stage], self.tokens.get(part.microbatch)
