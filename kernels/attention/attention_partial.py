@@ -5,6 +5,7 @@ attention, arXiv 2310.01889). The backward of a part takes output and lse of the
 the full probability, and the parts do not need each other.
 """
 
+import math
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -30,8 +31,9 @@ QKVGrads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 def partial_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """(out [B, N, S, Dv], lse [B, N, S] in float32 or wider) of q [B, N, S, D], k [B, M, K, D] and v [B, M, K, Dv].
 
-    Every query must see at least one key. On a GPU, 16-bit inputs take cuDNN, or flash attention where cuDNN does not
-    support the shape or window; all others, and soft-capped scores, take the reference, whose memory grows with S K.
+    Every query must see at least one key, unless its segment has none. On a GPU, 16-bit inputs take cuDNN, or flash
+    attention where cuDNN does not support the shape or window; all others, and soft-capped scores, take the reference,
+    whose memory grows with S K.
     """
     if options.softcap or not has_fused_kernel(q, v):
         return partial_attention_reference(q, k, v, options)
@@ -121,6 +123,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[
     out, lse, *_ = call(*tokens, *_seqlens(q, k, options), 0.0, options.causal, False, **_scores_options(options))
     if packed:  # lse [N, B S]
         lse = lse.view(q.shape[1], q.shape[0], q.shape[2]).transpose(0, 1)
+        lse = lse.masked_fill(lse == math.inf, -math.inf)  # of queries that see no key
     return _head_major(out, q, v.shape[3]), lse
 
 

@@ -26,7 +26,8 @@ class AttentionOptions(NamedTuple):
     """With `causal`, the queries (of each segment) are at the last keys' positions, and see keys up to their own.
 
     A query does not see keys that are more than `window_left` before its diagonal, on which the last query (of each
-    segment) sees the last key. With `softcap` c > 0 a score s becomes c tanh(s / c).
+    segment) sees the last key. A query of a segment without keys has the output 0 and the lse -inf. With `softcap`
+    c > 0 a score s becomes c tanh(s / c).
     Without `fixed_shape`, every call may have another shape: cuDNN, which makes a plan for each, is then not used.
     """
 
@@ -62,7 +63,7 @@ def partial_attention_reference(q: Tensor, k: Tensor, v: Tensor, options: Attent
 def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     scores = _masked(_scores(q, k, options), q, k, options)
     lse = scores.logsumexp(-1)
-    out = (scores - lse.unsqueeze(-1)).exp() @ _expand_kv(v)
+    out = (scores - lse.unsqueeze(-1).clamp(min=torch.finfo(lse.dtype).min)).exp() @ _expand_kv(v)
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
@@ -151,7 +152,7 @@ def _scores(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
 
 
 def _masked(scores: Tensor, q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor:
-    if not options.causal and options.window_left is None:
+    if not options.causal and options.window_left is None and options.lengths is None:
         return scores
     return scores.masked_fill(~_visible(q, k, options), -math.inf)
 

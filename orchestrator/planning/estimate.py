@@ -280,11 +280,11 @@ def _tables(plan: Plan, rank: int) -> int:
     """Rotary tables of each stage, the tokens of a step on ranks that read them, and cuBLAS's workspace."""
     model, stages = plan.model, plan.stages_of(rank)
     length = plan.batch.sequence_length // plan.mesh.cp
-    tokens = (2 + model.mtp_layers) * plan.batch.micro_batch_size * length * plan.batch.microbatches * INDEX
-    if plan.batch.capacity:  # also positions and rows; tables of all positions, and those of microbatches in flight
-        most = plan.batch.most_microbatches
-        tokens = 4 * plan.batch.capacity * most * INDEX
-        length += plan.batch.sequence_length + min(most, 2 * plan.mesh.pp) * plan.batch.capacity
+    most, held = plan.batch.most_microbatches, plan.batch.capacity or plan.batch.micro_batch_size * length
+    kinds = 4 if plan.batch.capacity else 2 + model.mtp_layers + plan.shares_documents  # also positions, and rows
+    tokens = kinds * held * most * INDEX
+    if plan.batch.capacity or plan.shares_documents:  # tables of all positions, and those of microbatches in flight
+        length += plan.batch.sequence_length + min(most, 2 * plan.mesh.pp) * held
     reads_tokens = {0, plan.program.stages - 1} & set(stages)
     tables = 0  # a stage has one for every kind of its layers
     for stage in stages:

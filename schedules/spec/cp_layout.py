@@ -3,6 +3,7 @@
 'contiguous': rank r of cp holds the r-th of cp equal chunks, so in causal attention the last rank does 2 cp - 1 times
 the work of the first. 'zigzag': of 2 cp equal chunks, rank r holds the r-th and the (2 cp - 1 - r)-th, in this order,
 and all ranks do the same work (arXiv 2407.21783, section 3.3.2; striped attention, arXiv 2311.09431, has the same aim).
+Of documents packed into a sequence each is cut into 2 cp chunks (WLB-LLM, arXiv 2503.17924): see `document_chunks`.
 
 The documents packed into a sequence are given by their first positions, in ascending order, starting with 0.
 """
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from pentad.schedules.ir.errors import PentadError
 
@@ -87,28 +88,56 @@ def part_of(tokens: int, ranks: int) -> int:
     return 2 * -(-tokens // (2 * ranks))
 
 
-def chunks(length: int, cp: int, rank: int, layout: CpLayout) -> tuple[range, ...]:
-    """The positions that a rank holds, as ranges in its order. Raises PentadError when they are not equally long."""
-    if cp == 1:
-        return (range(length),)
-    parts = 2 * cp if layout == "zigzag" else cp
+def document_chunks(lengths: ArrayLike, cp: int) -> NDArray[np.int64]:
+    """[documents, 2 cp + 1] the borders within each document of the chunks that it is cut into.
+
+    Chunks of a document differ by at most one token. What is left over by equal ones is dealt to the chunks in turn,
+    each document going on where the one before it ended. So there are as many tokens of each chunk, 1 / (2 cp) of all,
+    and the work of any two ranks differs by less than two pairs of a query and a key for each token. Raises PentadError
+    unless 2 cp divides the number of all tokens."""
+    tokens, parts = np.asarray(lengths, np.int64), 2 * cp
+    if tokens.sum() % parts:
+        raise PentadError(f"documents of {tokens.sum()} tokens: expected a multiple of 2 x {cp} ranks for equal chunks")
+    size, rest = np.divmod(tokens, parts)
+    turn = (np.arange(parts) - (rest.cumsum() - rest)[:, None]) % parts
+    return np.pad((size[:, None] + (turn < rest[:, None])).cumsum(1), ((0, 0), (1, 0)))
+
+
+def zigzag(cp: int, rank: int) -> tuple[int, int]:
+    """The chunks, of 2 cp, that a rank holds."""
+    return rank, 2 * cp - 1 - rank
+
+
+def document_lengths(starts: Sequence[int], length: int) -> NDArray[np.int64]:
+    """[documents] of a sequence."""
+    return np.diff([*starts, length])
+
+
+def positions(length: int, cp: int, rank: int, layout: CpLayout, starts: Sequence[int] = (0,)) -> NDArray[np.int64]:
+    """[length / cp] the positions that a rank holds, in its order: with 'zigzag' the one chunk of all documents, then
+    the other. Raises PentadError when the ranks' parts are not equal."""
+    parts = 1 if cp == 1 else 2 * cp if layout == "zigzag" else cp
     if length % parts:
         factor = "2 x mesh.cp" if layout == "zigzag" else "mesh.cp"
         raise PentadError(f"batch.sequence_length is {length}: expected a multiple of {factor} = {parts}")
-    size = length // parts
-    held = (rank, parts - 1 - rank) if layout == "zigzag" else (rank,)
-    return tuple(range(chunk * size, (chunk + 1) * size) for chunk in held)
+    if parts < 2 * cp:
+        size = length // cp
+        return np.arange(rank * size, (rank + 1) * size, dtype=np.int64)
+    borders = document_chunks(document_lengths(starts, length), cp) + np.asarray(starts)[:, None]
+    held = zigzag(cp, rank)
+    return _ranges(borders[:, held].T.ravel(), borders[:, [each + 1 for each in held]].T.ravel())
 
 
-def positions(length: int, cp: int, rank: int, layout: CpLayout) -> NDArray[np.int64]:
-    """[length / cp] the positions that a rank holds, in its order."""
-    return np.concatenate([np.arange(c.start, c.stop, dtype=np.int64) for c in chunks(length, cp, rank, layout)])
+def _ranges(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The integers of all of these ranges, one after another."""
+    sizes = ends - begins
+    return np.repeat(begins - (sizes.cumsum() - sizes), sizes) + np.arange(sizes.sum())
 
 
 def check_context_parallel(length: int, heads: int, kv_heads: int, cp: int, method: CpMethod, tp: int = 1) -> None:
     """Raises PentadError unless cp ranks can share sequences of `length` tokens and, for 'ulysses', the heads that tp
     ranks have split already. Fewer key-value heads than ranks are replicated."""
-    chunks(length, cp, 0, CP_LAYOUTS[method])
+    positions(length, cp, 0, CP_LAYOUTS[method])
     if method != "ulysses" or cp == 1:
         return
     ranks = cp * tp
@@ -128,7 +157,7 @@ def document_positions(starts: Sequence[int], length: int) -> NDArray[np.int64]:
 
 def attention_pairs(length: int, cp: int, rank: int, layout: CpLayout, starts: Sequence[int] = (0,)) -> int:
     """Pairs of a query that a rank holds and a key that the query attends to: the rank's work in causal attention."""
-    return int((document_positions(starts, length)[positions(length, cp, rank, layout)] + 1).sum())
+    return int((document_positions(starts, length)[positions(length, cp, rank, layout, starts)] + 1).sum())
 
 
 def imbalance(length: int, cp: int, layout: CpLayout, starts: Sequence[int] = (0,)) -> float:

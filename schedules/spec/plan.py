@@ -13,7 +13,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.batch import BatchSpec
-from pentad.schedules.spec.cp_layout import CpMethod
+from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpMethod
 from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalSpec
 from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
@@ -167,6 +167,12 @@ class Plan:
     def recompute_mode(self, stage: int) -> str:
         """What a stage recomputes."""
         return self.recompute[stage] if self.recompute else "none"
+
+    @property
+    def shares_documents(self) -> bool:
+        """Whether context ranks share each document by itself, so that every sequence has other positions on a rank."""
+        zigzag = CP_LAYOUTS[self.cp_method] == "zigzag"
+        return zigzag and self.mesh.cp > 1 and self.data.document_mask
 
     @property
     def recomputation(self) -> str:

@@ -3,7 +3,9 @@
 PYTHONPATH=.typings:tests/support python tests/bench/context.py --gpus 4 --length 65536 --json OUT
 
 Times are device times of the slowest rank. TFLOP/s are per GPU and count the pairs that the causal mask keeps; a
-backward pass counts 2.5 times its forward pass. With --documents N every row consists of N documents of equal length.
+backward pass counts 2.5 times its forward pass. With --documents N every row consists of N documents whose lengths
+differ by one token at most; with several numbers, such as 1 4 16 64 256 1024 10000, each is measured, and `pairs` says
+how many pairs of a query and a key a row has: the sum of squares, about half of it.
 """
 
 from __future__ import annotations
@@ -33,27 +35,31 @@ def benchmark(args: argparse.Namespace, rank: int, store: str, results: SimpleQu
     dist.init_process_group(
         "nccl", store=dist.FileStore(store, args.gpus), rank=rank, world_size=args.gpus, device_id=device
     )
-    for cp, deterministic in product(sorted({1, args.gpus}), (False, True)):
+    for cp, deterministic, documents in product(sorted({1, args.gpus}), (False, True), args.documents):
         methods: tuple[CpMethod, ...] = tuple(CP_LAYOUTS) if cp > 1 else ("ring",)
         for method in methods:
             context = ContextParallelGroup(dist.group.WORLD if cp > 1 else None, cp, rank % cp, method=method)
-            milliseconds = torch.tensor(measure(args, context, device, deterministic), device=device)
+            milliseconds = torch.tensor(measure(args, context, device, deterministic, documents), device=device)
             dist.all_reduce(milliseconds, dist.ReduceOp.MAX)
             if rank == 0:
-                row = {"cp": cp, "variant": method, "deterministic": deterministic}
-                results.put(row | rates(args, cp, milliseconds))
+                row = {"cp": cp, "variant": method, "deterministic": deterministic, "documents": documents}
+                results.put(row | rates(args, cp, milliseconds, documents))
     dist.destroy_process_group()
 
 
 def measure(
-    args: argparse.Namespace, context: ContextParallelGroup, device: torch.device, deterministic: bool
+    args: argparse.Namespace,
+    context: ContextParallelGroup,
+    device: torch.device,
+    deterministic: bool,
+    num_documents: int,
 ) -> list[float]:
     """Median milliseconds of a forward pass and of a backward pass."""
     length = args.length // context.size
     heads = args.heads, args.kv_heads, args.kv_heads
     shapes = [(args.rows, length, n, args.width) for n in heads]
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16).transpose(1, 2) for shape in shapes)
-    starts = range(0, args.length, args.length // args.documents)
+    starts = starts_of(args.length, num_documents)
     documents = context.document_mask([starts] * args.rows, args.length, device)
     options = AttentionOptions(True, args.width**-0.5, deterministic)
     times: list[list[float]] = [[], []]
@@ -70,12 +76,16 @@ def measure(
     return [sorted(each[WARMUP:])[TIMED // 2] for each in times]
 
 
-def rates(args: argparse.Namespace, cp: int, milliseconds: torch.Tensor) -> dict[str, float]:
+def starts_of(length: int, documents: int) -> list[int]:
+    return [number * length // documents for number in range(documents)]
+
+
+def rates(args: argparse.Namespace, cp: int, milliseconds: torch.Tensor, documents: int) -> dict[str, float]:
     forward, backward = milliseconds.tolist()
-    starts = range(0, args.length, args.length // args.documents)
-    pairs = attention_pairs(args.length, 1, 0, "contiguous", starts) * args.rows
+    pairs = attention_pairs(args.length, 1, 0, "contiguous", starts_of(args.length, documents)) * args.rows
     work = 4 * pairs * args.heads * args.width / cp / 1e9  # GFLOP of a rank's forward pass
     return {
+        "pairs": pairs,
         "forward_ms": round(forward, 3),
         "backward_ms": round(backward, 3),
         "forward_tflops": round(work / forward, 1),
@@ -85,9 +95,10 @@ def rates(args: argparse.Namespace, cp: int, milliseconds: torch.Tensor) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"gpus": 4, "length": 65536, "rows": 1, "heads": 32, "kv_heads": 8, "width": 128, "documents": 1}
+    sizes = {"gpus": 4, "length": 65536, "rows": 1, "heads": 32, "kv_heads": 8, "width": 128}
     for name, value in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--documents", type=int, nargs="+", default=[1])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     write(args.json, spawn(benchmark, args, args.gpus))

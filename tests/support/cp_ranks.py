@@ -66,8 +66,15 @@ class Case:
         return torch.linspace(-1, 2, self.heads, dtype=self.dtype) if self.sinks else None
 
     def positions(self, rank: int) -> Tensor:
-        """The positions held by a rank."""
-        return torch.from_numpy(positions(self.length, self.cp, rank, CP_LAYOUTS[self.method]))
+        """[B, S / cp] those held by a rank, by row."""
+        given = self.length, self.cp, rank, CP_LAYOUTS[self.method]
+        rows = ((0,),) * self.batch if self.documents is None else self.documents
+        return torch.stack([torch.from_numpy(positions(*given, starts)) for starts in rows])
+
+    def shard(self, x: Tensor, rank: int) -> Tensor:
+        """What a rank holds of x [B, heads, S, D], as a view of [B, S / cp, heads, D]."""
+        rows = zip(x.transpose(1, 2), self.positions(rank), strict=True)
+        return torch.stack([row[held] for row, held in rows]).transpose(1, 2)
 
     def expected(self) -> list[Tensor]:
         """out, dq, dk and dv of plain attention in float64, and the gradient of the sinks."""
@@ -86,7 +93,8 @@ class Case:
         for kind in range(4):
             full = torch.empty(*parts[0][kind].shape[:2], self.length, parts[0][kind].shape[3], dtype=self.dtype)
             for rank in range(self.cp):
-                full[:, :, self.positions(rank)] = parts[rank][kind]
+                for row, (held, part) in enumerate(zip(self.positions(rank), parts[rank][kind], strict=True)):
+                    full[row, :, held] = part
             found.append(full)
         return [*found, torch.stack([part[4] for part in parts]).sum(0)] if self.sinks else found
 
@@ -111,7 +119,6 @@ class Answer:
 
 def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> Answer:
     """Forward and backward of one rank, `case.repeats` times."""
-    own = case.positions(rank).to(device)
     cp_group = ContextParallelGroup(group, case.cp, rank, method=case.method)
     scale = case.scale or 1.0 / math.sqrt(case.head_dim)
     options = AttentionOptions(True, scale, case.deterministic, softcap=case.softcap).within(case.window)
@@ -151,7 +158,7 @@ def run_rank(case: Case, rank: int, group: dist.ProcessGroup | None, device: tor
     ):
         for _ in range(case.repeats):
             log.clear()
-            q, k, v, dout = (x.to(device)[:, :, own] for x in case.inputs())
+            q, k, v, dout = (case.shard(x, rank).to(device) for x in case.inputs())
             out, saved = run_to_completion(cp_group.attend(q, k, v, options, documents, sinks))
             size = num_elements(saved)
             most = max(most, len(buffers))

@@ -15,6 +15,7 @@ from pentad.kernels.backend import IGNORE_INDEX
 from pentad.schedules.ir.program import Program
 from pentad.schedules.search.batch_planner import balanced
 from pentad.schedules.spec.batch import BatchSpec
+from pentad.schedules.spec.cp_layout import positions
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.samples import Dataset, MapRows, Sample, digest_of
 from pentad.workers.data.shares import HostShare, read_shares, step_groups
@@ -33,8 +34,9 @@ class Tokens(NamedTuple):
 
     All tensors are int64 on the device; a target of -100 has no loss. `document_starts` are, by row, the positions in
     the full sequence at which a document starts, the first one 0; empty without document masks. `mtp_inputs` are the
-    next tokens as they are, None where no target is masked: `targets` and `mtp_targets` are the same then. With
-    data-aware groups, the tokens are those of a `share`.
+    next tokens as they are, None where no target is masked: `targets` and `mtp_targets` are the same then. The
+    `positions` in the full sequence are None where all sequences have the same on this rank. With data-aware groups,
+    the tokens are those of a `share`.
     """
 
     inputs: torch.Tensor  # [T]
@@ -42,6 +44,7 @@ class Tokens(NamedTuple):
     mtp_targets: torch.Tensor  # [mtp_layers, T]: the 1st, 2nd, ... token after the target, -100 past the sequence's end
     mtp_inputs: torch.Tensor | None  # [mtp_layers, T]: the 1st, 2nd, ... token after the input
     document_starts: tuple[tuple[int, ...], ...]
+    positions: torch.Tensor | None = None  # [T]
     share: ContextShare | None = None
 
 
@@ -99,7 +102,7 @@ class BatchLoader:
 
     def __init__(self, plan: Plan, rank: int, dataset: Dataset, device: torch.device) -> None:
         self.plan, self.rank, self.dataset, self.device = plan, rank, dataset, device
-        self.slices, self.positions = plan.program.slices, local_positions(plan, rank)
+        self.slices, self.positions = plan.program.slices, local_positions(plan, rank).numpy()
         self.parts = [local_part(plan, rank, program) for program in plan.programs]
         self.no_counts = torch.zeros(len(dataset.sources) + 1, dtype=torch.float64, device=device)
         self.on_device = torch.empty(0, dtype=torch.int64, device=device)  # the tokens of the step that is read last
@@ -131,14 +134,19 @@ class BatchLoader:
             return _shares_on_device(host, self.device)
         if self.on_device.shape != host.tokens.shape:
             self.on_device = torch.empty_like(host.tokens, device=self.device)
-        tokens, mtp = self.on_device.copy_(host.tokens, non_blocking=True), 2 + self.plan.model.mtp_layers
+        tokens = self.on_device.copy_(host.tokens, non_blocking=True)
         return {
-            mb * self.slices + number: Tokens(
-                each[0], each[1], each[2:mtp], each[mtp:] if len(each) > mtp else None, its
-            )
+            mb * self.slices + number: self._tokens(each, its)
             for mb, of_mb, its in zip(part.microbatches, tokens, host.document_starts, strict=True)
             for number, each in enumerate(of_mb)
         }
+
+    def _tokens(self, kinds: torch.Tensor, starts: tuple[tuple[int, ...], ...]) -> Tokens:
+        """From [kinds, T]."""
+        mtp, positions = 2 + self.plan.model.mtp_layers, None
+        if self.plan.shares_documents:
+            kinds, positions = kinds[:-1], kinds[-1]
+        return Tokens(kinds[0], kinds[1], kinds[2:mtp], kinds[mtp:] if len(kinds) > mtp else None, starts, positions)
 
     def close(self) -> None:
         """Ends the background work."""
@@ -182,9 +190,9 @@ class BatchLoader:
     def _prepared(self, samples: list[Sample], counts: np.ndarray | None = None) -> HostBatch:
         """The batch from the samples of this rank's slots."""
         size, is_masked = self.plan.batch.micro_batch_size, self.plan.data.document_mask
-        kinds = np.array([self._kinds(sample) for sample in samples])
+        kinds = np.array([self._kinds(sample)[:, self._positions(sample)] for sample in samples])
         # [microbatches, rows, kinds, positions] -> [microbatches, slices, kinds, T]
-        local = torch.from_numpy(kinds)[..., self.positions].unflatten(0, (-1, size)).unflatten(3, (self.slices, -1))
+        local = torch.from_numpy(kinds).unflatten(0, (-1, size)).unflatten(3, (self.slices, -1))
         starts = [sample.document_starts for sample in samples]
         found = HostBatch(
             local.permute(0, 3, 2, 1, 4).flatten(3).contiguous(),
@@ -201,13 +209,24 @@ class BatchLoader:
         torch.cuda.set_device(self.device)  # of this thread
         return found._replace(tokens=found.tokens.pin_memory(), counts=found.counts.pin_memory())
 
-    def _kinds(self, sample: Sample) -> list[np.ndarray]:
+    def _positions(self, sample: Sample) -> np.ndarray:
+        """Those of a sequence that this rank holds."""
+        plan = self.plan
+        if not plan.shares_documents:
+            return self.positions
+        sizes = plan.batch.sequence_length, plan.mesh.cp, plan.mesh.coordinates(self.rank).cp
+        return positions(*sizes, "zigzag", sample.document_starts)
+
+    def _kinds(self, sample: Sample) -> np.ndarray:
+        """[kinds, S]"""
         mtp_layers, following = self.plan.model.mtp_layers, sample.following
         targets = np.where(sample.is_target, following, IGNORE_INDEX)
         kinds = [sample.inputs, targets, *(_shifted(targets, k, IGNORE_INDEX) for k in range(1, mtp_layers + 1))]
         if mtp_layers and not self.dataset.all_count:
             kinds += [_shifted(following, k, 0) for k in range(mtp_layers)]
-        return kinds
+        if self.plan.shares_documents:
+            kinds.append(np.arange(len(targets)))
+        return np.stack(kinds)
 
 
 def local_part(plan: Plan, rank: int, program: Program) -> LocalPart:
@@ -247,7 +266,7 @@ def _shares_on_device(host: HostBatch, device: torch.device) -> dict[int, Tokens
     parts = host.tokens.to(device, non_blocking=True).split(sizes, 1)
     none = host.tokens.new_empty(0, 0)
     return {
-        mb: Tokens(tokens[0], tokens[1], none, None, (), ContextShare(*share[:3], tokens[2], tokens[3]))
+        mb: Tokens(tokens[0], tokens[1], none, None, (), None, ContextShare(*share[:3], tokens[2], tokens[3]))
         for mb, (share, tokens) in enumerate(zip(host.shares, parts, strict=True))
         if tokens.shape[1]
     }

@@ -118,11 +118,11 @@ def _share(
     )
     length = part_of(starts[-1], len(ranks)) * len(ranks)
     found = np.concatenate([found, _padding(length - starts[-1])], axis=1)
+    begins = tuple(start for start in starts if start < length)
     if length:
-        found = found[:, positions(length, len(ranks), place, "zigzag")]
+        found = found[:, positions(length, len(ranks), place, "zigzag", begins)]
     padding = counts[number] - found.shape[1] - sum(x.shape[1] for x in local)
     own = [*local, _padding(padding)] if padding else local
-    begins = tuple(start for start in starts if start < length)
     lengths = tuple(x.shape[1] for x in own)
     sequence, tokens = SharedSequence(ranks, place, length, begins), np.concatenate([found, *own], axis=1)
     return HostShare(sequence, lengths, counts, tokens)

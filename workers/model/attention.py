@@ -177,7 +177,7 @@ class Attention(NamedTuple):
         self, context: LayerContext, sequence: SequenceContext, x: Operand, kept: KeptRows, split: RowSplit
     ) -> Task[AttentionSaved]:
         """`_attend` with the rows that were kept, and those of the input x."""
-        is_exchanged, length = len(kept.qkv) > 1, sequence.rotary.cos.shape[0]
+        is_exchanged, length = len(kept.qkv) > 1, sequence.rotary.length
         saved = len(kept.qkv[0]) // (sequence.cp.size if is_exchanged else 1)
         rotary = sequence.rotary.rest(split, saved // split.saved * split.size)
         qkv, rest = yield from self._queries_keys_values(context, x, rotary)
@@ -308,4 +308,4 @@ def _by_token(x: Tensor) -> Tensor:
 
 def _by_sequence(x: Tensor, sequence: SequenceContext) -> Tensor:
     """[T, N, D] as [B, N, S, D]."""
-    return x.view(-1, sequence.rotary.cos.shape[0], *x.shape[1:]).transpose(1, 2)
+    return x.view(-1, sequence.rotary.length, *x.shape[1:]).transpose(1, 2)

@@ -42,6 +42,7 @@ class StageInputs(NamedTuple):
     mtp_targets: Tensor | None = None  # [mtp_layers, T], last stage, those after them; an evaluation runs no MTP layers
     mtp_inputs: Tensor | None = None  # [mtp_layers, T], tokens that MTP layers read where targets are masked
     document_starts: Sequence[Sequence[int]] = ()  # of packed sequences: positions, by row of the batch
+    positions: Tensor | None = None  # [T] in their sequences, where each has others on this rank
     share: ContextShare | None = None  # with data-aware groups, in place of rows of a batch
 
 

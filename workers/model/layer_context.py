@@ -46,16 +46,20 @@ class LayerContext(NamedTuple):
 
 
 class RotaryTable(NamedTuple):
-    """Angles of the S positions that a rank holds of a sequence slice, which begins at position `start` of its part."""
+    """Angles of the `length` = S positions that a rank holds of a sequence slice, which begins at position `start` of
+    its part: [S, D / 2], or [T, D / 2] where sequences have positions of their own."""
 
     start: int
-    cos: Tensor  # [S, D / 2]
-    sin: Tensor  # [S, D / 2]
+    length: int
+    cos: Tensor
+    sin: Tensor
 
     def rest(self, split: RowSplit, tokens: int) -> RotaryTable:
         """The angles of the rest of this many tokens of all sequences, one row for each."""
         repeats = tokens // len(self.cos)
-        return RotaryTable(self.start, *(split.rest(each.repeat(repeats, 1)) for each in (self.cos, self.sin)))
+        return RotaryTable(
+            self.start, self.length, *(split.rest(each.repeat(repeats, 1)) for each in (self.cos, self.sin))
+        )
 
 
 class SequenceContext(NamedTuple):
@@ -107,7 +111,7 @@ def rotary_tables(
     cos, sin = (table[local] for table in tables)
     size = len(local) // plan.program.slices
     starts = range(0, len(local), size)
-    return [RotaryTable(start, cos[start : start + size], sin[start : start + size]) for start in starts]
+    return [RotaryTable(start, size, cos[start : start + size], sin[start : start + size]) for start in starts]
 
 
 def full_tables(plan: Plan, kind: LayerKind, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

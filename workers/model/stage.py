@@ -133,7 +133,7 @@ class Stage(BaseStage):
         self.kv_caches: dict[int, list[SlicedKVCache]] = {}  # by microbatch, one for each layer
         self.slice_contexts: dict[int, SliceContext] = {}  # by slice index
         self.full_tables = {}
-        if plan.batch.capacity:
+        if plan.batch.capacity or plan.shares_documents:
             given = self.device, parameters.master.dtype
             self.full_tables = {kind: full_tables(plan, kind, *given) for kind in self.rotary_tables}
 
@@ -362,17 +362,25 @@ class Stage(BaseStage):
     def _slice_context(self, slice_number: int, inputs: StageInputs) -> SliceContext:
         windows, share = {kind.window for kind in self.layer_kinds.values()}, inputs.share
         if share is not None:
-            at = share.positions
-            rotary = {kind: RotaryTable(0, cos[at], sin[at]) for kind, (cos, sin) in self.full_tables.items()}
+            rotary = self._rotary_at(share.positions, len(share.positions))
             cp, counted = share.group(self.layer_context.pool), share.counted if self.model.experts else None
             given = share.expert_tokens, counted
             return SliceContext(cp, {w: share.document_mask(w) for w in windows}, rotary, *given)
-        rotary = {kind: tables[slice_number] for kind, tables in self.rotary_tables.items()}
         cp, starts = self.layer_context.cp, inputs.document_starts
+        if inputs.positions is not None:
+            rotary = self._rotary_at(inputs.positions, self.length)
+        else:
+            rotary = {kind: tables[slice_number] for kind, tables in self.rotary_tables.items()}
         if not starts:
             return SliceContext(cp, {}, rotary)
         length = self.length * cp.size
         return SliceContext(cp, {w: cp.document_mask(starts, length, self.device, w) for w in windows}, rotary)
+
+    def _rotary_at(self, positions: Tensor, length: int) -> dict[LayerKind, RotaryTable]:
+        return {
+            kind: RotaryTable(0, length, cos[positions], sin[positions])
+            for kind, (cos, sin) in self.full_tables.items()
+        }
 
 
 def _without_pair(inputs: StageInputs) -> StageInputs:

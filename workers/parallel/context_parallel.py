@@ -20,7 +20,7 @@ from pentad.workers.parallel import cp_all_gather, cp_ring
 from pentad.workers.parallel.async_ops import AsyncResult, Task
 from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, block_backward, block_forward
 from pentad.workers.parallel.cp_ulysses import sum_repeated, to_heads, to_positions
-from pentad.workers.parallel.document_mask import Block, DocumentMask, plan_steps
+from pentad.workers.parallel.document_mask import EVERY, Block, DocumentMask, plan_steps
 from pentad.workers.parallel.row_exchange import RowGroup
 from pentad.workers.parallel.row_split import RowSplit
 
@@ -73,8 +73,7 @@ class ContextParallelGroup(RowGroup):
         if all(len(starts) == 1 for starts in rows):
             return None
         assert all(starts[0] == 0 and starts[-1] < length for starts in rows)
-        slices = [(slice(b, b + 1), tuple(starts)) for b, starts in enumerate(rows)]
-        return plan_steps(self.method, self.size, self.rank, length, slices, device, window)
+        return plan_steps(self.method, self.size, self.rank, length, rows, device, window)
 
     def attend(
         self,
@@ -230,8 +229,7 @@ def _attend_local(
         if kept is None:
             return attention(q, k, v, options.deterministic, options.scale)
         return kept.out, SavedAttention(*kept, (q, k, v), causal_options(q, options.deterministic, options.scale))
-    every = slice(None)
-    at = steps[0][0] if steps else Block(every, every, every, True, window_left=options.window_left)
+    at = steps[0][0] if steps else Block(EVERY, EVERY, True, window_left=options.window_left)
     inputs = Inputs(q, k, v, ((at,),), options)
     if kept is not None:
         return kept.out, SavedBlocks(inputs, *kept)
@@ -251,4 +249,4 @@ def _steps_without_mask(
     method: CpMethod, size: int, rank: int, rows: int, length: int, device: torch.device, window: int
 ) -> DocumentMask:
     """The blocks of rows that are one document each."""
-    return plan_steps(method, size, rank, length, [(slice(b, b + 1), (0,)) for b in range(rows)], device, window)
+    return plan_steps(method, size, rank, length, [(0,)] * rows, device, window)

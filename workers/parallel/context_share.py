@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from pentad.schedules.spec.cp_layout import document_lengths
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
-from pentad.workers.parallel.document_mask import DocumentMask, plan_group_steps
+from pentad.workers.parallel.document_mask import DocumentMask, Packed, plan_packed_steps
 
 PADDING_SLOT = -1  # the last one, to which losses of 0 are added
 
@@ -49,4 +50,5 @@ class ContextShare(NamedTuple):
     def document_mask(self, window: int) -> DocumentMask:
         """For layers with this window, or 0."""
         ranks, place, length, starts = self.sequence
-        return plan_group_steps(len(ranks), place, length, starts, self.local, self.positions.device, window)
+        packed = Packed(len(ranks), place, [document_lengths(starts, length)], self.local)
+        return plan_packed_steps(packed, self.positions.device, window)

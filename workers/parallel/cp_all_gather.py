@@ -30,7 +30,7 @@ def forward(group: RowGroup, inputs: Inputs) -> Task[SavedBlocks]:
     kv_by_rank = yield from in_flight
     for at, source in _further_blocks(group, steps):
         partial = block_forward(inputs, at, *kv_by_rank[source])
-        merge_partials_(out[at.rows, :, at.queries], lse[at.rows, :, at.queries], *partial)
+        merge_partials_(out[:, :, at.queries], lse[:, :, at.queries], *partial)
     return SavedBlocks(inputs, out.to(q.dtype), lse)
 
 
@@ -48,9 +48,9 @@ def backward(group: RowGroup, saved: SavedBlocks, dout: Tensor) -> Task[QKVGrads
         total.copy_(gradient)
     for at, source in _further_blocks(group, steps):
         block_dq, *block_dkv = block_backward(saved, dout, at, *kv_by_rank[source])
-        dq[at.rows, :, at.queries] += block_dq
+        dq[:, :, at.queries] += block_dq
         for total, gradient in zip(dkv_by_rank[source], block_dkv, strict=True):
-            total[at.rows, :, at.keys] += gradient
+            total[:, :, at.keys] += gradient
     (reduced,) = yield from group.reduce_scatter(packed)
     dk, dv = unpack_kv(reduced, k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -39,14 +39,14 @@ class SavedBlocks(NamedTuple):
 
 def block_forward(inputs: Inputs, at: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of one block, with the keys and values of the rank it belongs to."""
-    q, k, v = inputs.q[at.rows, :, at.queries], k[at.rows, :, at.keys], v[at.rows, :, at.keys]
+    q, k, v = inputs.q[:, :, at.queries], k[:, :, at.keys], v[:, :, at.keys]
     return partial_attention(q, k, v, inputs.options_at(at))
 
 
 def block_backward(saved: SavedBlocks, dout: Tensor, at: Block, k: Tensor, v: Tensor) -> QKVGrads:
     """(dq, dk, dv) of one block."""
-    dout, q, out, lse = (x[at.rows, :, at.queries] for x in (dout, saved.inputs.q, saved.out, saved.lse))
-    k, v = k[at.rows, :, at.keys], v[at.rows, :, at.keys]
+    dout, q, out, lse = (x[:, :, at.queries] for x in (dout, saved.inputs.q, saved.out, saved.lse))
+    k, v = k[:, :, at.keys], v[:, :, at.keys]
     return partial_attention_backward(dout, q, k, v, out, lse, saved.inputs.options_at(at))
 
 

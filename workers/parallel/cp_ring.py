@@ -43,7 +43,7 @@ def forward(ring: Ring, inputs: Inputs) -> Task[SavedBlocks]:
         keys, values = unpack_kv(packed, k, v)
         for at in blocks:
             partial = block_forward(inputs, at, keys, values)
-            merge_partials_(out[at.rows, :, at.queries], lse[at.rows, :, at.queries], *partial)
+            merge_partials_(out[:, :, at.queries], lse[:, :, at.queries], *partial)
         if in_flight:
             packed = yield from in_flight
     return SavedBlocks(inputs, out.to(q.dtype), lse)
@@ -69,9 +69,9 @@ def backward(ring: Ring, saved: SavedBlocks, dout: Tensor) -> Task[QKVGrads]:
         total = sums_in_flight.wait() if sums_in_flight else sums[1].zero_()
         dk, dv = unpack_kv(total, k, v)
         for at, block_dq, block_dk, block_dv in gradients:
-            dq[at.rows, :, at.queries] += block_dq
-            dk[at.rows, :, at.keys] += block_dk[:, :, :passed]
-            dv[at.rows, :, at.keys] += block_dv[:, :, :passed]
+            dq[:, :, at.queries] += block_dq
+            dk[:, :, at.keys] += block_dk[:, :, :passed]
+            dv[:, :, at.keys] += block_dv[:, :, :passed]
         if number == 0 and passed is not None:
             others = [x[:, :, passed:].clone() for x in gradients[0][2:]]  # of the keys and values that stay here
         if kv_in_flight:

@@ -18,6 +18,7 @@ from pentad.schedules.ir.instruction import Key, Op
 from pentad.schedules.passes.offload_arena import Arena, arena
 from pentad.schedules.passes.offload_cut import cut
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.data.batch_loader import Tokens
 from pentad.workers.host_memory import HostMemory
 from pentad.workers.lanes.streams import CudaStreams, Lanes
 
@@ -37,11 +38,11 @@ class ActivationOffload:
     """The offloaded activations of one rank. `offload` and `reload` are called on the lanes of these instructions,
     `release` on the compute lane once that has waited for such an instruction.
 
-    The copies lie where `arenas`, by program, say. Where microbatches are uneven they may have other tensors than was
-    planned, and then cut none for which there is no room. Those within the device are on the compute lane, as they take
-    processors: on another one they would wait until a long kernel leaves some. Tensors come and go in the memory that
-    the compute lane allocates from, so a RELOAD may use what the compute before it has freed. On a CPU the copies are
-    real, but both sides are the same memory.
+    The copies lie where `arenas`, by program, say. Where microbatches are uneven, with up to `capacity` tokens, they
+    may have other tensors than was planned, and then cut none for which there is no room. Those within the device are
+    on the compute lane, as they take processors: on another one they would wait until a long kernel leaves some.
+    Tensors come and go in the memory that the compute lane allocates from, so a RELOAD may use what the compute before
+    it has freed. On a CPU the copies are real, but both sides are the same memory.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class ActivationOffload:
         lanes: Lanes,
         device: torch.device,
         *,
-        is_uneven: bool = False,
+        capacity: int = 0,
     ) -> None:
         self.arenas, self.slots, self.fractions, self.device = arenas, slots, fractions, device
-        self.is_uneven = is_uneven
+        self.capacity = capacity
         self.compute = lanes.compute if isinstance(lanes, CudaStreams) else None
         self.arena, self.rests = arenas[0], torch.empty(0, dtype=torch.uint8)
         self.memory: HostMemory | None = None
@@ -68,8 +69,7 @@ class ActivationOffload:
         pp = plan.mesh.coordinates(rank).pp
         arenas = [arena(program, pp, plan.offload_slots) for program in plan.trained_programs]
         fractions = plan.offload or (1.0,) * plan.program.stages
-        is_uneven = plan.batch.capacity > 0
-        return ActivationOffload(arenas, plan.offload_slots, fractions, lanes, device, is_uneven=is_uneven)
+        return ActivationOffload(arenas, plan.offload_slots, fractions, lanes, device, capacity=plan.batch.capacity)
 
     def reserve(self, memory: HostMemory | None = None) -> None:
         """Memory for activations and their copies, before the first step: the host's is that of an earlier generation,
@@ -98,16 +98,25 @@ class ActivationOffload:
         """A step of this program of the plan follows."""
         self.arena = self.arenas[program]
 
-    def offload(self, key: Slice, storages: list[torch.UntypedStorage]) -> None:
-        """OFFLOAD: copies the unit's share of the storages' bytes; the lane has waited for the forward.
+    def stays(self, unit: int, tokens: int) -> bool:
+        """Whether a microbatch with so few tokens stays on the device: all of it is no more than what stays of one with
+        `capacity` tokens."""
+        return tokens <= (1 - self.fractions[unit]) * self.capacity
+
+    def offload(self, key: Slice, storages: list[torch.UntypedStorage], tokens: Tokens | None = None) -> None:
+        """OFFLOAD: copies the unit's share of the storages' bytes; the lane has waited for the forward. With data-aware
+        groups nothing of a microbatch of which neither this rank nor those that send it tokens for its experts have
+        many.
 
         Raises PentadError if that is more than the plan has room for.
         """
         assert self.memory is not None
         at, rest_at = self.arena.offsets[key]
+        if tokens is not None and tokens.share is not None and self.stays(key[0], max(tokens.share.expert_tokens)):
+            storages = []
         sizes = [storage.nbytes() for storage in storages]
         slot = self.slots[key[0]]
-        found = cut(sizes, self.fractions[key[0]], slot[1] if self.is_uneven else inf)
+        found = cut(sizes, self.fractions[key[0]], slot[1] if self.capacity else inf)
         if found.bytes > slot[0] or found.rest > slot[1]:
             text = f"unit {key[0]} offloads {found.bytes} bytes and keeps {found.rest} of a tensor"
             raise PentadError(f"{text}: expected at most {slot[0]} and {slot[1]}, as planned")

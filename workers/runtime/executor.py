@@ -244,7 +244,8 @@ class Executor:
             case Op.RECOMPUTE:
                 self.stages[part.stage].recompute(index)
             case Op.OFFLOAD:
-                self.activations.offload((part.stage, index), self.stages[part.stage].offloadable(index))
+                storages = self.stages[part.stage].offloadable(index)
+                self.activations.offload((part.stage, index), storages, self.tokens.get(index))
             case Op.RELOAD:
                 self.activations.reload((part.stage, index))
             case Op.SEND_F | Op.SEND_B:
@@ -327,7 +328,8 @@ class Executor:
             mtp = tokens.mtp_targets, tokens.mtp_inputs
             inputs = inputs._replace(targets=tokens.targets, mtp_targets=mtp[0], mtp_inputs=mtp[1])
         if tokens is not None:
-            inputs = inputs._replace(document_starts=tokens.document_starts, share=tokens.share)
+            mask = tokens.document_starts, tokens.positions, tokens.share
+            inputs = inputs._replace(document_starts=mask[0], positions=mask[1], share=mask[2])
         if self._running.forward_only:
             task = stage.evaluate(part.microbatch, inputs)
             if inputs.targets is not None:

@@ -39,10 +39,20 @@ def inputs(shape: Shape, device: str, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(batch, s, n, width, device=device, dtype=dtype).transpose(1, 2) for s, n in sizes]
 
 
-def packed(lengths: list[int], device: str, causal: bool, window: int | None) -> AttentionOptions:
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    longest = max(lengths)
-    return AttentionOptions(causal, 0.2, True, PackedLengths(ends, ends, (longest, longest)), window_left=window)
+def packed(
+    lengths: list[int], device: str, causal: bool, window: int | None, keys: list[int] | None = None
+) -> AttentionOptions:
+    """Segments of these many queries, and of as many keys unless they are given."""
+    sizes = lengths, lengths if keys is None else keys
+    ends = [torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in sizes]
+    packed_lengths = PackedLengths(ends[0], ends[1], (max(sizes[0]), max(sizes[1])))
+    return AttentionOptions(causal, 0.2, True, packed_lengths, window_left=window)
+
+
+def empty_segments(scale: int, device: str, window: int | None) -> AttentionOptions:
+    """Of 48 queries and 40 keys, times the scale: some have no keys, and some no queries."""
+    queries, keys = [5, 0, 20, 1, 0, 22], [0, 9, 4, 12, 15, 0]
+    return packed([scale * each for each in queries], device, False, window, [scale * each for each in keys])
 
 
 def errors(tensors: list[Tensor], options: AttentionOptions) -> list[float]:
@@ -54,6 +64,17 @@ def errors(tensors: list[Tensor], options: AttentionOptions) -> list[float]:
     return [
         relative_error(a, b) if b.norm() > 1e-6 else a.double().norm().item() for a, b in zip(found, exact, strict=True)
     ]
+
+
+def errors_of_a_part(tensors: list[Tensor], options: AttentionOptions) -> list[float]:
+    """As `errors`, of a part of an attention in which every query sees other keys as well."""
+    q, k, v, dout = tensors
+    out, lse = partial_attention_reference(q.double(), k.double(), v.double(), options)
+    assert (lse.isneginf() == (out == 0).all(-1)).all() and lse.isneginf().any()
+    lse = torch.logaddexp(lse, torch.zeros_like(lse))
+    exact = partial_attention_backward_reference(dout.double(), q.double(), k.double(), v.double(), out, lse, options)
+    found = kernels.attention_backward(dout, q, k, v, out.to(q.dtype), lse.float(), options)
+    return [relative_error(a, b) for a, b in zip(found, exact, strict=True)]
 
 
 @pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter")
@@ -79,6 +100,11 @@ class TestInterpreted:
         options = packed([5, 25, 18, 1, 47], "cpu", True, window)
         assert max(errors(inputs((2, 4, 2, 48, 48, 32), "cpu", torch.float32), options)) < 1e-5
 
+    def test_segments_without_keys_or_queries_have_gradients_of_zero(self) -> None:
+        options = empty_segments(1, "cpu", None)
+        tensors = inputs((1, 4, 2, 48, 40, 32), "cpu", torch.float32)
+        assert max(errors_of_a_part(tensors, options)) < 1e-5
+
 
 @pytest.mark.sampled(7)
 @pytest.mark.gpu
@@ -98,6 +124,14 @@ def test_it_agrees_on_a_gpu(shape: Shape, causal: bool, window: int | None, dtyp
 def test_segments_on_a_gpu(width: int, window: int | None) -> None:
     options = packed([300, 1, 7, 204, 512], "cuda", True, window)
     assert max(errors(inputs((2, 4, 2, 512, 512, width), "cuda", torch.bfloat16), options)) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 0, 40])
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_segments_without_keys_or_queries_on_a_gpu(width: int, window: int | None) -> None:
+    tensors = inputs((1, 4, 2, 480, 400, width), "cuda", torch.bfloat16)
+    assert max(errors_of_a_part(tensors, empty_segments(10, "cuda", window))) < 1e-2
 
 
 @pytest.mark.gpu

@@ -283,6 +283,67 @@ def test_segments_that_are_computed_by_themselves_equal_dense_attention(starts, 
     torch.testing.assert_close(list(found), list(gradients), rtol=1e-10, atol=1e-12)
 
 
+SEGMENTS = [(5, 0), (0, 9), (200, 40), (1, 120), (0, 150), (34, 0)]  # queries and keys: 240 and 319
+
+
+def part_in_segments(device: str, dtype: torch.dtype, width: int, deterministic: bool) -> list[list[Tensor]]:
+    """[found, expected]: out, lse, dq, dk and dv of a part in which some segments have no keys, and some no queries.
+    Where a query sees none, its gradient is that of the keys of other parts: 0."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((240, 4), (319, 2), (319, 2), (240, 4))
+    q, k, v, dout = (
+        torch.randn(1, n, heads, width, generator=generator).to(device, dtype).transpose(1, 2) for n, heads in sizes
+    )
+    ends = [
+        torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in zip(*SEGMENTS, strict=True)
+    ]
+    lengths = PackedLengths(ends[0], ends[1], (200, 150))
+    options = AttentionOptions(False, 0.2, deterministic, lengths)
+    out, lse = partial_attention(q, k, v, options)
+    found = [
+        out,
+        lse,
+        *partial_attention_backward(dout, q, k, v, out, torch.logaddexp(lse, torch.zeros_like(lse)), options),
+    ]
+    expected = [torch.zeros_like(x, dtype=torch.float64) for x in found]
+    expected[1] -= torch.inf
+    queries, keys = 0, 0
+    for number, count in SEGMENTS:
+        at, of = slice(queries, queries + number), slice(keys, keys + count)
+        queries, keys = queries + number, keys + count
+        if number and count:
+            leaves = [q[:, :, at].double(), k[:, :, of].double(), v[:, :, of].double()]
+            q64, k64, v64 = (x.detach().requires_grad_() for x in leaves)
+            scores = q64 @ k64.repeat_interleave(2, 1).transpose(2, 3) * 0.2
+            expected[1][:, :, at] = scores.logsumexp(3).detach()
+            part = scores.softmax(3) @ v64.repeat_interleave(2, 1)
+            expected[0][:, :, at] = part.detach()
+            # The rest of the softmax has an lse of 0 and values of which the full output is that of this part.
+            full_lse = torch.logaddexp(scores.logsumexp(3), torch.zeros((), dtype=torch.float64, device=device))
+            p = (scores - full_lse.unsqueeze(3)).exp()
+            full = p @ v64.repeat_interleave(2, 1) + (1 - p.sum(3, keepdim=True)) * part.detach()
+            gradients = torch.autograd.grad(full, (q64, k64, v64), dout[:, :, at].double())
+            for total, its, place in zip(expected[2:], gradients, (at, of, of), strict=True):
+                total[:, :, place] = its
+    return [found, expected]
+
+
+def test_segments_without_keys_see_nothing():
+    found, expected = part_in_segments("cpu", torch.float64, 8, True)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [128, 72])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_fused_segments_without_keys_see_nothing(width, deterministic):
+    """By our backward (128) and by flash attention's (72)."""
+    found, expected = part_in_segments("cuda", torch.bfloat16, width, deterministic)
+    assert torch.equal(found[1].isneginf(), expected[1].isneginf())
+    assert all(torch.isfinite(x).all() for x in (found[0], *found[2:]))
+    assert_close([found[0], *found[2:]], [expected[0], *expected[2:]], 2e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [128, 72])
 @pytest.mark.parametrize("deterministic", [True, False])

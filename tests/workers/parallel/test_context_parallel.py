@@ -91,9 +91,9 @@ def test_every_pair_within_a_window_is_in_one_block(window, cp, starts):
     distance = place[:, None] - place
     expected = (distance >= 0) & (distance < window) & (index[:, None] == index)
     found = torch.zeros(length, length, dtype=torch.int64)
-    held = [torch.from_numpy(positions(length, cp, rank, "zigzag")) for rank in range(cp)]
+    held = [torch.from_numpy(positions(length, cp, rank, "zigzag", rows)) for rank in range(cp)]
     for rank in range(cp):
-        steps = plan_steps("ring", cp, rank, length, [(slice(0, 1), rows)], window=window)
+        steps = plan_steps("ring", cp, rank, length, [rows], window=window)
         for step, blocks in enumerate(steps):
             for at in blocks:
                 q, k = held[rank][at.queries], held[(rank - step) % cp][at.keys]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from bits import same_bits
 from evaluations import assert_evaluates_like_one_process, with_eval
 from exactness import assert_equals_one_process
 from fleet import Fleet
@@ -20,9 +23,12 @@ from resume import assert_repeatable
 from small_models import FAMILIES
 from worker_processes import WorkerProcess, check_recovery
 
+from pentad.orchestrator.activations.activation_memory import cuts_of, with_slots
 from pentad.schedules.search.hybrid_planner import hybrid
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.lanes.streams import HostStreams
+from pentad.workers.runtime.activation_offload import ActivationOffload
 
 slow = pytest.mark.slow
 
@@ -213,3 +219,46 @@ def test_a_run_with_longer_steps_recovers_with_the_same_bits(workers: list[Worke
     counts, programs = microbatches_of(plan, hybrid)
     assert any(programs) and any(len({*each}) > 1 for each in counts)
     check_recovery(workers, plan, 16, signal.SIGKILL)
+
+
+OFFLOADED = (0.0, 0.3, 0.6, 1.0)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 2, "cp": 2}, *(pytest.param(each, marks=slow) for each in ({"pp": 2, "cp": 2}, {"dp": 4}))]
+)
+def test_offloading_changes_no_bit_of_a_step_with_groups(
+    random_fleet: Fleet, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    """Some microbatches stay on the device, others do not."""
+    given: dict[str, Any] = {"sizes": sizes, "factor": 4, "unit_layers": 1, "dtype": "float32"}
+    plans = [grouped_plan(tmp_path / str(share), **given, offload=share) for share in OFFLOADED]
+    steps = groups_of(plans[0], random_groups)
+    held = [groups.tokens(share) / plans[0].batch.capacity for groups in steps for share in chain(*groups.shares)]
+    assert min(filter(None, held)) < 0.4 < max(held), "what all stays, or all goes, proves less"
+    runs = [random_fleet.run(plan, [(0, 1), (1, 1)]) for plan in plans]
+    for plain, *others in zip(*runs, strict=True):
+        for other in others:
+            assert same_bits(plain.state, other.state)
+            assert all(same_bits(*pair) for pair in zip(plain.gradients, other.gradients, strict=True))
+            assert [each.losses for each in plain.results] == [each.losses for each in other.results]
+
+
+@pytest.mark.parametrize("share", [0.25, 0.6, 1.0])
+def test_what_stays_of_a_short_microbatch_is_no_more_than_of_a_full_one(tmp_path: Path, share: float) -> None:
+    plan = grouped_plan(tmp_path, {"dp": 2, "cp": 2}, factor=4, unit_layers=1, offload=share)
+    activations = ActivationOffload.of(with_slots(plan), 0, HostStreams(), torch.device("cpu"))
+    full, capacity = movable_bytes(plan, plan.batch.capacity), plan.batch.capacity
+    staying = [size - each.bytes for size, each in zip(full, cuts_of(plan), strict=True)]
+    units = [unit for unit, fraction in enumerate(plan.offload) if fraction == share]
+    assert len(units) >= plan.model.layers - 1
+    for unit in units:
+        kept = [number for number in range(1, capacity + 1) if activations.stays(unit, number)]
+        assert kept == [*range(1, int((1 - share) * capacity) + 1)]
+        assert all(movable_bytes(plan, tokens)[unit] <= staying[unit] for tokens in kept)
+
+
+def movable_bytes(plan: Plan, tokens: int) -> list[int]:
+    """That the units save of a microbatch of so many tokens, and could offload."""
+    batch = replace(plan.batch, capacity=tokens)
+    return [each.bytes for each in cuts_of(replace(plan, batch=batch, offload=()))]
