@@ -17,8 +17,8 @@ from pentad.orchestrator.planning.hardware import NODE_GPUS, figures_of, gpu_nam
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
-# Of a GPU's memory, what is left for tensors beside the CUDA context, libraries and communicators (2.6 GiB were measured
-# with cp2 and ZeRO-3), as torch's segments have holes (1 % was measured) and plans err.
+# Of a GPU's memory, what is left for tensors beside the CUDA context, libraries and communicators (2.6 GiB with cp2 and
+# ZeRO-3), as torch's segments have holes (1 % was measured) and plans err.
 SHARE, BESIDE = 0.98, 2 * 2**30
 PINNABLE = 0.9  # of a host's memory: the rest is for processes, their data and the page cache
 CGROUP = Path("/sys/fs/cgroup")
