@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
@@ -46,7 +46,6 @@ GPU_SECONDS = 5.0  # between two readings of a GPU
 POLL_SECONDS = 0.02
 # What a rank begins a generation with: what it holds of the one before, or zeros for what another rank will send; zeros
 # for what it will read; or initial values.
-StateSource = Literal["kept", "restored", "initial"]
 
 
 class WorkerPlace(NamedTuple):
@@ -120,18 +119,19 @@ class Worker:
         return self.label
 
     @ray.method(concurrency_group="train")
-    def start(self, generation: int, plan: Plan, rank: int, bundles: tuple[int, ...], state: StateSource) -> str:
-        """Creates the runner; all ranks are in these `bundles`. Returns the name of its GPU, '' on a CPU."""
+    def start(self, generation: int, plan: Plan, rank: int, bundles: tuple[int, ...], keep: bool) -> str:
+        """Creates the runner, with the state of the one before if it is to `keep` that; all ranks are in these
+        `bundles`. Returns the name of its GPU, '' on a CPU."""
         kind = pkgutil.resolve_name(self.runner_class)
         self.gpu = self._gpu_number()
-        gpu, blank = _visible_index(self.gpu) if plan.device == "cuda" else 0, state != "initial"
+        gpu = _visible_index(self.gpu) if plan.device == "cuda" else 0
         with self.changing:
             self._require_current(generation)
-            if state != "kept":
+            if not keep:
                 self.runner = None
-        if state != "kept":
+        if not keep:
             gc.collect()  # there may be no room for another state beside the one before
-        runner = kind(plan, rank, self.progress_file, generation, gpu, self.runner, blank=blank, copies=self.copies)
+        runner = kind(plan, rank, self.progress_file, generation, gpu, self.runner, copies=self.copies)
         with self.changing:
             self._require_current(generation)
             self.generation, self.runner = generation, runner

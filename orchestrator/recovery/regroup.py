@@ -13,28 +13,20 @@ from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.gone_nodes import forget_gone_nodes
 from pentad.orchestrator.cluster.group import Member, Tick, WorkerGroup
 from pentad.orchestrator.cluster.placement import Place, living_bundles, order_places
-from pentad.orchestrator.cluster.worker import StateSource
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.planning.planning import shrunk_plan
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, end_processes, is_complete, sources
 from pentad.orchestrator.recovery.hang_detection import check_answers
+from pentad.orchestrator.recovery.newest_checkpoint import NewestCheckpoint
 from pentad.orchestrator.recovery.rebalance import LayerChange
 from pentad.orchestrator.recovery.replan import OrderChange
 from pentad.orchestrator.recovery.retention import newest_recorded, pinned_checkpoints
 from pentad.orchestrator.recovery.spares import Spares
 from pentad.orchestrator.search.replanned_order import EVENT
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.checkpoint.checkpoint import (
-    Checkpoint,
-    Start,
-    Unreadable,
-    complete_folders,
-    fingerprint,
-    has_manifest,
-    recover,
-)
+from pentad.workers.checkpoint.checkpoint import Start, Unreadable, complete_folders, fingerprint, has_manifest
 from pentad.workers.replication.source import CopySource
 
 CREATE_SECONDS = 30.0
@@ -78,10 +70,10 @@ class Regroup:
             self._shrink(state, complete, copy)
             return "shrink"
         if complete:
-            self._start(group.plan, group.bundles, members, state)
+            self._start(group.plan, group.bundles, members, state, keep=True)
             self._receive(state)
             return "repair"
-        self._start(group.plan, group.bundles, members, state, _restored(copy))
+        self._start(group.plan, group.bundles, members, state)
         return self._restore(state, copy)
 
     def grow(self, state: RecoveryState) -> str:
@@ -97,7 +89,7 @@ class Regroup:
         if members is None:
             return self.repair(state, 0.0)
         copy = self._find_copy(state)
-        self._start(plan, bundles, members, state, _restored(copy))
+        self._start(plan, bundles, members, state)
         self._restore(state, copy)
         return "grow"
 
@@ -122,7 +114,7 @@ class Regroup:
         self.config, self.full = config, plan
         self.bus.record(event, step=state.version, **facts)
         self.bus.display.note(facts["sentence"])
-        self._start(plan, group.bundles, members, state, "kept" if keep else _restored(copy))
+        self._start(plan, group.bundles, members, state, keep=keep)
         if keep:
             self._receive(state)
         else:
@@ -148,7 +140,7 @@ class Regroup:
         members = [(group.actors[rank], group.places[rank]) for rank in living]
         ranks = living[: plan.mesh.size]
         try:
-            self._start(plan, [group.bundles[rank] for rank in ranks], members[: len(ranks)], state, _restored(copy))
+            self._start(plan, [group.bundles[rank] for rank in ranks], members[: len(ranks)], state)
             self._restore(state, copy)
         finally:  # spare ranks hold parts of the copy until then
             end_processes(members[len(ranks) :])
@@ -196,9 +188,10 @@ class Regroup:
         bundles: Sequence[int],
         members: Iterable[Member],
         state: RecoveryState,
-        source: StateSource = "kept",
+        *,
+        keep: bool = False,
     ) -> None:
-        """Starts a generation of these ranks."""
+        """Starts a generation of these ranks, which have no state yet, or `keep` theirs."""
         group = self.group
         if plan is not group.plan:
             self.bus.folder.replan(plan)
@@ -206,7 +199,7 @@ class Regroup:
         state.lost.clear()
         deadline = time.monotonic() + self.config.cluster.start_timeout_seconds
         with state.timed("load"):
-            group.load(deadline, source)
+            group.load(deadline, keep=keep)
         with state.timed("connect"):
             group.connect(deadline)
 
@@ -219,17 +212,17 @@ class Regroup:
         """All ranks restore the newest state that is intact: this copy in memory, else a checkpoint, else what the run
         started from. Returns which, as the journal has it."""
         with state.timed("state"):
-            found = None
-            if copy is None or copy.key.step < self._newest_step():
-                found = self._newest(restart=copy is not None)
-            if copy is not None and (found is None or found.step <= copy.key.step):
-                state.version = copy.key.step
-                self.copies.restore(copy, tick=self._check_answers())
-                return "copies"
-            start = Start(found.folder, found.step) if found else self.start
-            state.version = start.step
-            self.group.restore(start, tick=self._check_answers())
-            return "checkpoint"
+            newest = self._newest(restart=copy is not None)
+            while True:
+                found = newest.find() if copy is None or copy.key.step < self._newest_step() else None
+                if copy is not None and (found is None or found.step <= copy.key.step):
+                    state.version = copy.key.step
+                    self.copies.restore(copy, tick=self._check_answers())
+                    return "copies"
+                start = Start(found.folder, found.step) if found else self.start
+                state.version = start.step
+                if newest.restore(self.group, start, self._check_answers()):
+                    return "checkpoint"
 
     def _find_copy(self, state: RecoveryState) -> CopySource | None:
         """The newest copy in memory that the living ranks hold all of. Says so if there is none."""
@@ -253,30 +246,14 @@ class Regroup:
     def _check_answers(self) -> Tick:
         return check_answers(self.group, self.config.elastic.hang_seconds)
 
-    def _newest(self, *, restart: bool) -> Checkpoint | None:
-        """The newest intact checkpoint. Waits for storage that does not answer as long as for ranks that start."""
-        folder, until = self.bus.folder.checkpoints, time.monotonic() + self.config.cluster.start_timeout_seconds
-        said = False
-        while True:
-            try:
-                found, refused = recover(folder, restart=restart)
-                break
-            except Unreadable:
-                if time.monotonic() > until:
-                    raise
-            if not said:
-                self.bus.display.note(f"waiting for {folder}, which does not answer")
-                said = True
-            time.sleep(RETRY_SECONDS)
-        for aside, reason in refused:
-            self.bus.display.note(f"checkpoint refused and renamed to {aside.name}: {reason}")
-        return found
+    def _newest(self, *, restart: bool) -> NewestCheckpoint:
+        return NewestCheckpoint(self.bus, self.config.cluster.start_timeout_seconds, restart=restart)
 
     def save(self, state: RecoveryState) -> None:
         """Writes a checkpoint of the newest state, unless there is an intact one, each parameter shard by one of its
         current holders."""
         began, group, path = time.monotonic(), self.group, self.bus.folder.checkpoint(state.version)
-        if has_manifest(path) and (found := self._newest(restart=True)) and found.step == state.version:
+        if has_manifest(path) and (found := self._newest(restart=True).find()) and found.step == state.version:
             return
         plan, current = group.plan, set(state.current)
         owned: dict[int, tuple[ParamShard, ...]] = {}
@@ -291,8 +268,3 @@ class Regroup:
         seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
         facts = {"seconds": seconds, "manifest": fingerprint(path), "bytes": size}
         self.bus.record("checkpoint", generation=group.generation, step=state.version, **facts)
-
-
-def _restored(copy: CopySource | None) -> StateSource:
-    """What ranks begin with: state to read from this copy or a newer checkpoint; without a copy, initial values."""
-    return "initial" if copy is None else "restored"

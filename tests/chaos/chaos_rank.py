@@ -48,7 +48,6 @@ class SimRunner:
         gpu: int = 0,
         previous: SimRunner | None = None,
         *,
-        blank: bool = False,
         copies: HostCopies,
     ) -> None:
         self.plan, self.rank, self.process, self.generation, self.copies = plan, rank, progress, generation, copies
@@ -345,8 +344,8 @@ class SimRunner:
         specs: Any = {name: {"dtype": "I64", "shape": [2]} for name in tensors}
         with storage_errors(folder, len(content)):
             storage_of(folder).make_folder(folder)
-            size, sha256 = storage_of(folder).write(folder / file, [memoryview(content)], *publishing)
-        return Shard(file, size, sha256, specs).plain()
+            written = storage_of(folder).write(folder / file, [memoryview(content)], *publishing)
+        return Shard(file, written.bytes, written.sha256, specs, written.crc32).plain()
 
     def _name_of(self, part: tuple[ParamShard, int, int], *, whole: bool) -> str:
         """As a checkpoint has it. Replicas write equal parts, or one of them the `whole`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import ActorDiedError, RayTaskError
 from small_checkpoint import save_small
 
-from pentad.orchestrator.cluster.worker import StaleGeneration, StateSource, Status, WorkerPlace
+from pentad.orchestrator.cluster.worker import StaleGeneration, Status, WorkerPlace
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.plan import Plan
@@ -60,9 +60,9 @@ class Rank:
     def clock(self) -> float:
         return self.fake.now
 
-    def start(self, generation: int, plan: Plan, number: int, bundles: tuple[int, ...], state: StateSource) -> str:
+    def start(self, generation: int, plan: Plan, number: int, bundles: tuple[int, ...], keep: bool) -> str:
         self.generation, self.plan, self.number, self.ready, self.open = generation, plan, number, False, []
-        if state != "kept":
+        if not keep:
             self.version, self.results = -1, []
         return ""
 

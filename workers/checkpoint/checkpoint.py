@@ -1,4 +1,5 @@
-"""Checkpoints: each rank writes its shards (see shards), a manifest commits them, and opening verifies everything.
+"""Checkpoints: each rank writes its shards (see shards), a manifest commits them, and whoever opens one verifies it:
+all of it (`open_checkpoint`), or what is read of it (`open_checked`).
 
 A checkpoint is a folder `step-00000020` of safetensors files and a `manifest.json`, written last, on a disk or in a
 store. A folder without a manifest is incomplete and ignored. Tensor names are global, so any mesh can read what another
@@ -21,11 +22,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checksums import CheckedFile, Damaged
 from pentad.workers.checkpoint.local_storage import File, L, Publishing, missing, sha256_of
 from pentad.workers.checkpoint.location import Location
 from pentad.workers.checkpoint.manifest import (
@@ -56,7 +58,7 @@ class Unreadable(PentadError):
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint: its folder, the number of steps done, the driver's metadata, and where each tensor is. `opened`
-    opens files that are not in the folder, but in the memory of ranks."""
+    opens its files, None: as they are in the folder."""
 
     folder: Location
     step: int
@@ -126,10 +128,21 @@ def open_checkpoint(folder: Location) -> Checkpoint:
     return _checkpoint(folder, manifest)
 
 
-def open_verified(folder: Location) -> Checkpoint:
-    """The checkpoint in `folder`, whose content has been verified elsewhere: by the driver, for all ranks. Raises as
-    `read_manifest` does."""
-    return _checkpoint(folder, read_manifest(folder))
+def open_checked(folder: Location) -> Checkpoint:
+    """The checkpoint in `folder`, whose content is compared with its checksums as it is read: reading raises Damaged.
+    Raises as `read_manifest` does, and as `open_checkpoint` for one of an earlier version, which has to be verified as
+    a whole."""
+    manifest = read_manifest(folder)
+    if not all(shard.crc32 for shard in manifest.shards):
+        return open_checkpoint(folder)
+    opened = partial(_open_checked, folder, {shard.file: shard for shard in manifest.shards})
+    return replace(_checkpoint(folder, manifest), opened=opened)
+
+
+@contextmanager
+def _open_checked(folder: Location, shards: dict[str, Shard], name: str) -> Iterator[CheckedFile]:
+    with storage_of(folder).opened(folder / name) as file:
+        yield CheckedFile(file, name, shards[name].bytes, shards[name].crc32)
 
 
 def open_saved(folder: Location) -> Checkpoint:
@@ -233,12 +246,14 @@ def newest(root: Location, open_: Callable[[Location], Checkpoint] = open_checkp
     return NewestCheckpoint(None, tuple(refused))
 
 
-def recover(root: Location, *, restart: bool = False) -> NewestCheckpoint:
+def recover(
+    root: Location, restart: bool = False, open_: Callable[[Location], Checkpoint] = open_checkpoint
+) -> NewestCheckpoint:
     """`newest`, with the damaged ones renamed, so that they no longer count.
 
     Raises PentadError, with nothing renamed, if there are checkpoints and all are damaged, unless `restart`.
     """
-    found = newest(root)
+    found = newest(root, open_)
     if found.checkpoint is None and found.refused and not restart:
         expected = "expected an intact one, or checkpoint.restart_if_damaged = true to begin the run again"
         raise PentadError(f"no checkpoint in {root} is intact ({found.refused[0][1]}): {expected}")
@@ -255,9 +270,9 @@ def _naming(folder: Location) -> Iterator[None]:
 
 
 def unreadable(file: str, error: OSError) -> PentadError:
-    """Unreadable, unless the error shows that the file is damaged or missing."""
+    """Unreadable, or Damaged if the error shows that the file is damaged or missing."""
     is_passing, reason = error.errno not in _SHOWS_DAMAGE, error.strerror or error
-    return (Unreadable if is_passing else PentadError)(f"{file} cannot be read ({reason}): expected a readable file")
+    return (Unreadable if is_passing else Damaged)(f"{file} cannot be read ({reason}): expected a readable file")
 
 
 def retried(read: Callable[[], _T]) -> _T:
@@ -341,7 +356,7 @@ def stored_tensors(file: Any, name: str, size: int) -> dict[str, Stored]:
     try:
         return read_header(file, size)
     except PentadError as error:
-        raise PentadError(f"{name} cannot be read ({error}): expected a safetensors file") from None
+        raise Damaged(f"{name} cannot be read ({error}): expected a safetensors file") from None
 
 
 def _check_step(folder: Location, step: int) -> None:

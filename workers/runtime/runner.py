@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.checkpoint.checkpoint import Checkpoint, open_verified
+from pentad.workers.checkpoint.checkpoint import Checkpoint, Unreadable, open_checked
+from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.checkpoint.snapshot import Snapshots
@@ -25,6 +27,7 @@ from pentad.workers.integrity.result import RankCheck
 from pentad.workers.lanes.gpu_timer import StepTimes, spans_of
 from pentad.workers.lanes.streams import CudaStreams
 from pentad.workers.parallel.process_groups import abort_nccl, connect, destroy_groups, join_store, start_store
+from pentad.workers.rank_waits import rank_waits
 from pentad.workers.replication.parts import CopyKey, HostCopies
 from pentad.workers.replication.replicator import Replicator, SentPart
 from pentad.workers.replication.source import CopySource, checkpoint_in_memory
@@ -56,7 +59,7 @@ class Runner:
 
     Another thread calls `write` for every `snapshot`. Another one may call `fence` at any time. `leave` then returns a
     snapshot of the rank, and the Runner of the next generation takes over the state of `previous`; what it lacks is
-    initialized, or left `blank` for `receive`.
+    zeros until `restore` or `receive`.
     """
 
     def __init__(
@@ -68,14 +71,13 @@ class Runner:
         gpu: int = 0,
         previous: Runner | None = None,
         *,
-        blank: bool = False,
         copies: HostCopies | None = None,
     ) -> None:
         self.plan, self.rank, self.generation = plan, rank, generation
         self.device, self.fence_flag = rank_setup.prepare_device(plan.device, gpu, graphs=plan.cuda_graphs), Fence()
         self.progress: ProgressFile = previous.progress if previous else ProgressFile(progress, generation)
         self.progress.begin_generation(generation)
-        self.state: RankState = RankState(plan, rank, self.device, previous.state if previous else None, blank=blank)
+        self.state: RankState = RankState(plan, rank, self.device, previous.state if previous else None)
         self.stages = rank_setup.make_stages(plan, rank, self.state.parameters, self.state.frozen, self.state.histories)
         if previous is not None:  # frees its other buffers before more are allocated
             previous.stages.clear()
@@ -138,18 +140,24 @@ class Runner:
             self.executor = Executor(*given, activations, check, rank_setup.make_graphs(plan))
 
     @abandonable
-    def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> None:
-        """Reads the state of `step` steps from a verified checkpoint, or only the weights without `optimizer`; without
-        a checkpoint, starts from the initial values. All ranks must call it."""
-        if folder is not None:
-            self._read(open_verified(location(folder)), optimizer=optimizer)
-        self._set_version(step)
+    def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> PentadError | None:
+        """Reads the state of `step` steps from a checkpoint, and compares it with its checksums, or only the weights
+        without `optimizer`; without a checkpoint, starts from the initial values. All ranks must call it.
+
+        Returns why this rank could not: the checkpoint is Damaged, or Unreadable for now. Then no rank has a state.
+        """
+        if folder is None:
+            self.state.initialize()
+            self._set_version(step)
+            return None
+        return self._read(lambda: open_checked(location(folder)), step, optimizer=optimizer)
 
     @abandonable
     def restore_copy(self, source: CopySource) -> None:
         """Reads the state from a copy in the memory of ranks, as from a checkpoint. All ranks must call it."""
-        self._read(checkpoint_in_memory(source, self.copies, self.fence_flag.check))
-        self._set_version(source.key.step)
+        opened = partial(checkpoint_in_memory, source, self.copies, self.fence_flag.check)
+        if (problem := self._read(opened, source.key.step)) is not None:
+            raise problem
 
     @abandonable
     def receive(self, sources: Mapping[ParamShard, int], step: int) -> None:
@@ -329,14 +337,31 @@ class Runner:
         """The snapshots of checkpoints, and of copies in memory."""
         return self.snapshots, self.replicator.snapshots
 
-    def _read(self, source: Checkpoint, *, optimizer: bool = True) -> None:
-        """Reads what this rank holds. Where ranks hold the same, one of them reads and sends it to the others."""
+    def _read(self, open_: Callable[[], Checkpoint], step: int, *, optimizer: bool = True) -> PentadError | None:
+        """Reads what this rank holds. Where ranks hold the same, one of them reads and sends it to the others, once all
+        have read their parts. Returns why this rank could not."""
         holders = {shard: self.plan.holders(shard) for shard in self.state.parameters}
         sent = {s: its[0] for s, its in holders.items() if len(its) > 1 and self.plan.num_zero_shards(s) == 1}
         own = [shard for shard in holders if sent.get(shard, self.rank) == self.rank]
+        problem: PentadError | None = None
         with self.fence_flag.guard():
-            self.state.read(source, optimizer=optimizer, shards=own)
-            self.state.receive(self._connected.groups, sent)
+            try:
+                self.state.read(open_(), optimizer=optimizer, shards=own)
+            except (Damaged, Unreadable) as error:
+                problem = error
+            if self._all_agree(problem is None):
+                self.state.receive(self._connected.groups, sent)
+                self._set_version(step)
+        return problem
+
+    def _all_agree(self, agrees: bool) -> bool:
+        """Whether all ranks do."""
+        world = self._connected.groups.world
+        against = torch.tensor([int(not agrees)], device=self.device)
+        if world is not None:
+            with rank_waits.abandonable():
+                dist.all_reduce(against, dist.ReduceOp.MAX, group=world)
+        return not int(against)
 
     def _set_version(self, version: int) -> None:
         self.state.set_version(version)

@@ -41,12 +41,12 @@ def test_state_is_read_in_pieces_to_the_same_bits(corpus, tmp_path, monkeypatch,
     server = CopyServer(copies, "127.0.0.1", b"t" * 32)
     parts = tuple(FoundPart(part, server.address) for part in copies.held())
     if where == "disk":
-        source = checkpoint.open_verified(folder)
+        source = checkpoint.open_checked(folder)
     else:
         held = copies if where == "this process" else here
         source = checkpoint_in_memory(CopySource(key, parts, b"t" * 32), held, lambda: None)
     for rank, expected in enumerate(states):
-        found = RankState(plan, rank, cpu, blank=True)
+        found = RankState(plan, rank, cpu)
         found.read(source)
         for shard, parameters in expected.parameters.items():
             pairs = list(zip(parameters.state_parts(), found.parameters[shard].state_parts(), strict=True))
