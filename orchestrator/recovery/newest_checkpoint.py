@@ -19,7 +19,6 @@ from pentad.workers.checkpoint.checkpoint import (
     open_checked,
     open_checkpoint,
     recover,
-    step_of,
 )
 from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.checkpoint.location import Location
@@ -28,7 +27,7 @@ RETRY_SECONDS = 0.05
 T = TypeVar("T")
 
 
-class NewestCheckpoint:
+class NewestIntact:
     """Of one recovery, or of the start of a run. Storage that does not answer is waited for, `seconds` long."""
 
     def __init__(self, bus: EventBus, seconds: float, *, restart: bool) -> None:
@@ -40,7 +39,7 @@ class NewestCheckpoint:
         """Renames newer ones that are damaged. Raises as `recover` does."""
         found, refused = self._answered(partial(recover, self.bus.folder.checkpoints, self.restart, self._open))
         for aside, reason in refused:
-            self.bus.record("checkpoint refused", step=step_of(aside), renamed=aside.name, cause=reason)
+            self.bus.record("checkpoint refused", renamed=aside.name, cause=reason)
             self.bus.display.note(f"checkpoint refused and renamed to {aside.name}: {reason}")
         return found
 
@@ -54,20 +53,22 @@ class NewestCheckpoint:
         except Damaged as error:
             if start.folder is None or start.folder.parent != self.bus.folder.checkpoints:
                 raise
-            self._confirm(start.folder, error)
+            if self.is_intact(start.folder):
+                expected = "expected the same bytes on every host"
+                raise PentadError(f"{error}, but the driver finds {start.folder} intact: {expected}") from None
             return False
         return True
 
-    def _confirm(self, folder: Location, error: Damaged) -> None:
+    def is_intact(self, folder: Location) -> bool:
+        """Reads all of a checkpoint; without one that is damaged `find` will do."""
         try:
             self._answered(partial(open_checkpoint, folder))
         except Unreadable:
             raise
-        except PentadError as found:
-            self.damaged[folder] = str(found)
-        else:
-            expected = "expected the same bytes on every host"
-            raise PentadError(f"{error}, but the driver finds {folder} intact: {expected}") from None
+        except PentadError as error:
+            self.damaged[folder] = str(error)
+            return False
+        return True
 
     def _open(self, folder: Location) -> Checkpoint:
         if folder in self.damaged:

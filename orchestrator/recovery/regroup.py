@@ -19,7 +19,7 @@ from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.planning.planning import shrunk_plan
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, end_processes, is_complete, sources
 from pentad.orchestrator.recovery.hang_detection import check_answers
-from pentad.orchestrator.recovery.newest_checkpoint import NewestCheckpoint
+from pentad.orchestrator.recovery.newest_checkpoint import NewestIntact
 from pentad.orchestrator.recovery.rebalance import LayerChange
 from pentad.orchestrator.recovery.replan import OrderChange
 from pentad.orchestrator.recovery.retention import newest_recorded, pinned_checkpoints
@@ -246,15 +246,18 @@ class Regroup:
     def _check_answers(self) -> Tick:
         return check_answers(self.group, self.config.elastic.hang_seconds)
 
-    def _newest(self, *, restart: bool) -> NewestCheckpoint:
-        return NewestCheckpoint(self.bus, self.config.cluster.start_timeout_seconds, restart=restart)
+    def _newest(self, *, restart: bool) -> NewestIntact:
+        return NewestIntact(self.bus, self.config.cluster.start_timeout_seconds, restart=restart)
 
     def save(self, state: RecoveryState) -> None:
         """Writes a checkpoint of the newest state, unless there is an intact one, each parameter shard by one of its
         current holders."""
         began, group, path = time.monotonic(), self.group, self.bus.folder.checkpoint(state.version)
-        if has_manifest(path) and (found := self._newest(restart=True).find()) and found.step == state.version:
-            return
+        newest = self._newest(restart=True)
+        if has_manifest(path):
+            if newest.is_intact(path):
+                return
+            newest.find()
         plan, current = group.plan, set(state.current)
         owned: dict[int, tuple[ParamShard, ...]] = {}
         for shard in plan.param_shards:

@@ -10,7 +10,7 @@ from pentad.orchestrator.config.training_sections import SpikesSection
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import RunFolder
-from pentad.orchestrator.recovery.newest_checkpoint import NewestCheckpoint
+from pentad.orchestrator.recovery.newest_checkpoint import NewestIntact
 from pentad.orchestrator.recovery.retention import rollback_target
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start, read_manifest
@@ -66,7 +66,7 @@ def roll_back(config: RunConfig, group: WorkerGroup, bus: EventBus, spike: int) 
     for step in saved:
         if step > target:
             delete_checkpoint(bus.folder.checkpoint(step))
-    newest = NewestCheckpoint(bus, config.cluster.start_timeout_seconds, restart=False)
+    newest = NewestIntact(bus, config.cluster.start_timeout_seconds, restart=False)
     checkpoint = newest.find()
     assert checkpoint is not None  # or it has raised
     # In this order: a run that is killed in between meets the same spike again.

@@ -26,7 +26,7 @@ from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.adoption import Parked
 from pentad.orchestrator.recovery.fence import RecoveryState, is_complete
 from pentad.orchestrator.recovery.hang_detection import HangDetector
-from pentad.orchestrator.recovery.newest_checkpoint import NewestCheckpoint
+from pentad.orchestrator.recovery.newest_checkpoint import NewestIntact
 from pentad.orchestrator.recovery.recovery import Recovery
 from pentad.orchestrator.recovery.retention import rollback_target
 from pentad.orchestrator.recovery.spikes import roll_back, skipped_batches
@@ -130,7 +130,7 @@ def _restore(config: RunConfig, group: WorkerGroup, bus: EventBus, began: Beginn
     """Gives the ranks the state that the run begins with; returns that. Where they find a checkpoint damaged, it is the
     next older one."""
     restart, seconds = config.checkpoint.restart_if_damaged, config.cluster.start_timeout_seconds
-    newest, start = NewestCheckpoint(bus, seconds, restart=restart), began.start
+    newest, start = NewestIntact(bus, seconds, restart=restart), began.start
     while not newest.restore(group, start):
         found = newest.find()
         start = Start(found.folder, found.step) if found else _start_of(config, origin or origin_of(config), bus.folder)

@@ -97,7 +97,7 @@ class Simulation:
         self.checkpoints = folder / "chaos" / "checkpoints"
         self.kinds: set[str] = set()
         self.damaged, self.on_saved = 0, list[Callable[[], None]]()
-        self.compared = False  # the driver has read a checkpoint that the ranks are about to read
+        self.refused = 0  # checkpoints, once the ranks were there
         self.fabrics: dict[int, Fabric] = {}
         self.compiled: dict[tuple[int, int], tuple[Action, ...]] = {}
         self.plans: list[Plan] = []  # kept, so that their ids stay theirs
@@ -213,7 +213,7 @@ class Simulation:
 
     def fenced(self, group: groups.WorkerGroup, state: fence.RecoveryState, record: Any) -> None:
         """The driver's `fence`, and what must survive it."""
-        self.recovers, self.compared = True, False
+        self.recovers = True
         healthy = [a.process for r, a in enumerate(group.actors) if r not in state.lost and a.process.is_healthy]
         try:
             real_fence(group, state, record)
@@ -267,10 +267,12 @@ class Simulation:
         self.bus, self.requests, self.recovers, self.pauses = bus, requests, False, False
         if bus.view.step < max(self._intact(), default=0):
             raise Broken(f"the command starts at step {bus.view.step}, before the newest intact checkpoint")
+        self.floor = -1, max(self._intact(), default=-1)
         bus.watchers.append(self)
         yield
 
     def on_event(self, entry: dict[str, Any]) -> None:
+        self.refused += entry["event"] == "checkpoint refused"
         if entry["event"] in ("start", "recovered"):
             self.adopts = bool(entry.get("adopts"))
             self.adoptions += self.adopts
@@ -341,8 +343,6 @@ class Simulation:
             return (-9 if str(end) == "killed" else 2), str(end)
         except PentadError as error:
             return 1, str(error)
-        finally:
-            self.compared = False
         return (0, "") if done == self.scenario.steps else (1, f"the run stopped after {done} steps")
 
     def _check_nothing_is_left(self) -> None:

@@ -21,6 +21,8 @@ from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.mesh import Coordinates
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.workers.checkpoint.checkpoint import Unreadable
+from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.checkpoint.storage import storage_errors, storage_of
@@ -53,7 +55,7 @@ class SimRunner:
         self.plan, self.rank, self.process, self.generation, self.copies = plan, rank, progress, generation, copies
         self.simulation: Simulation = progress.worker.simulation
         self.world = self.simulation.world
-        progress.rank = rank
+        progress.rank, self.restores = rank, 0
         self.fence_flag = Fence()
         self.at = plan.mesh.coordinates(rank)
         self.inner = plan.mesh.group(("tp", "cp", "ep"), rank)
@@ -94,12 +96,21 @@ class SimRunner:
             self.world.at(seconds, partial(meeting.fail, RuntimeError("gloo: timed out")))
             yield from self.fabric.wait(meeting)
 
-    def restore(self, folder: str | None, step: int, optimizer: bool) -> Generator[Any, None, None]:
+    def restore(self, folder: str | None, step: int, optimizer: bool) -> Generator[Any, None, PentadError | None]:
         self.simulation.reached("restoring", self.process)
-        state = State(0, INITIAL) if folder is None else read_state(location(folder))
-        assert state.steps == step, f"a checkpoint of {state.steps} steps restored as one of {step}"
-        yield from self._all_meet(f"restore {folder}")
-        self._load(state)
+        yield self.world.random.uniform(*WRITE_SECONDS)
+        state, problem = State(0, INITIAL), None
+        if folder is not None:
+            try:
+                state = read_state(location(folder))
+            except (Damaged, Unreadable) as error:
+                problem = error
+        assert problem or state.steps == step, f"a checkpoint of {state.steps} steps restored as one of {step}"
+        self.restores += 1
+        meeting = yield from self._all_meet(f"restore {folder}, {self.restores}", int(problem is not None))
+        if not meeting.total:
+            self._load(state)
+        return problem
 
     def restore_copy(self, source: CopySource) -> Generator[Any, None, None]:
         self.simulation.reached("restoring", self.process)
@@ -118,16 +129,17 @@ class SimRunner:
         yield from self._all_meet(f"copy {source.key}")
         self._load(state)
 
-    def _all_meet(self, key: str) -> Generator[Any, None, None]:
+    def _all_meet(self, key: str, brings: int = 0) -> Generator[Any, None, Meeting]:
         assert self.fabric is not None
         with self.fence_flag.guard():
             meeting = self.fabric.meeting(-1, key, self.everyone)
-            self.fabric.come(meeting, self.rank)
+            self.fabric.come(meeting, self.rank, brings)
             yield from self.fabric.wait(meeting)
+        return meeting
 
     def _load(self, state: State) -> None:
         self.state = dict.fromkeys(self.parts, state)
-        self.version, self.simulation.compared = state.steps, False
+        self.version = state.steps
         self.simulation.check_state(self)
 
     def receive(self, sources: dict[ParamShard, int], step: int) -> Generator[Any, None, None]:

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import ActorDiedError, RayTaskError
-from small_checkpoint import save_small
+from small_checkpoint import problem_of, save_small
 
 from pentad.orchestrator.cluster.worker import StaleGeneration, Status, WorkerPlace
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.plan import Plan
@@ -77,9 +78,12 @@ class Rank:
         started = [rank for rank in self.fake.ranks if rank.is_alive and rank.number >= 0]
         assert {rank.generation for rank in started} == {self.generation}
 
-    def restore(self, folder: str | None, step: int, optimizer: bool) -> None:
+    def restore(self, folder: str | None, step: int, optimizer: bool) -> PentadError | None:
         assert (int(location(folder).name[5:]) if folder else 0) == step
+        if folder is not None and (problem := problem_of(location(folder))) is not None:
+            return problem
         self.version = step
+        return None
 
     def receive(self, sources: dict[Any, int], step: int) -> None:
         members = self.fake.members()

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 from pentad.schedules.ir.errors import PentadError
@@ -130,19 +131,28 @@ def open_checkpoint(folder: Location) -> Checkpoint:
 
 def open_checked(folder: Location) -> Checkpoint:
     """The checkpoint in `folder`, whose content is compared with its checksums as it is read: reading raises Damaged.
-    Raises as `read_manifest` does, and as `open_checkpoint` for one of an earlier version, which has to be verified as
-    a whole."""
+    Raises as `read_manifest` does."""
     manifest = read_manifest(folder)
-    if not all(shard.crc32 for shard in manifest.shards):
-        return open_checkpoint(folder)
-    opened = partial(_open_checked, folder, {shard.file: shard for shard in manifest.shards})
-    return replace(_checkpoint(folder, manifest), opened=opened)
+    files = _CheckedFiles(folder, {shard.file: shard for shard in manifest.shards})
+    return replace(_checkpoint(folder, manifest), opened=files.open)
 
 
-@contextmanager
-def _open_checked(folder: Location, shards: dict[str, Shard], name: str) -> Iterator[CheckedFile]:
-    with storage_of(folder).opened(folder / name) as file:
-        yield CheckedFile(file, name, shards[name].bytes, shards[name].crc32)
+class _CheckedFiles:
+    """Opens the files of a checkpoint, from any thread. Those of earlier versions, of whose blocks there are no
+    checksums, are read once before."""
+
+    def __init__(self, folder: Location, shards: dict[str, Shard]) -> None:
+        self.folder, self.shards, self.lock, self.intact = folder, shards, Lock(), set[str]()
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Any]:
+        shard = self.shards[name]
+        with self.lock:
+            if not shard.crc32 and name not in self.intact:
+                _check_content(self.folder, shard)
+                self.intact.add(name)
+        with storage_of(self.folder).opened(self.folder / name) as file:
+            yield CheckedFile(file, name, shard.bytes, shard.crc32) if shard.crc32 else file
 
 
 def open_saved(folder: Location) -> Checkpoint:
@@ -296,17 +306,6 @@ def set_aside(folder: L) -> L:
         raise PentadError(f"{text}: expected writable storage") from error
 
 
-def is_intact(folder: Location) -> bool:
-    """Whether `open_saved` accepts the checkpoint."""
-    try:
-        open_saved(folder)
-    except (UnknownVersion, Unreadable):
-        raise
-    except PentadError:
-        return False
-    return True
-
-
 def _files(folder: Location) -> dict[str, File]:
     try:
         return storage_of(folder).files(folder)
@@ -342,13 +341,13 @@ def _check_content(folder: Location, shard: Shard) -> None:
         with storage_of(folder).opened(folder / shard.file) as file:
             sha256 = sha256_of(file)
             if sha256 != shard.sha256:
-                raise PentadError(f"{shard.file} has sha256 {sha256}: expected {shard.sha256}")
+                raise Damaged(f"{shard.file} has sha256 {sha256}: expected {shard.sha256}")
             file.seek(0)
             specs = {name: stored.spec for name, stored in stored_tensors(file, shard.file, shard.bytes).items()}
     except OSError as error:
         raise unreadable(shard.file, error) from error
     if specs != shard.tensors:
-        raise PentadError(f"{shard.file} has tensors that differ from {MANIFEST}: expected the same names and shapes")
+        raise Damaged(f"{shard.file} has tensors that differ from {MANIFEST}: expected the same names and shapes")
 
 
 def stored_tensors(file: Any, name: str, size: int) -> dict[str, Stored]:

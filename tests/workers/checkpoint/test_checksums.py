@@ -72,7 +72,7 @@ def test_reading_tensors_finds_a_flipped_bit_that_opening_does_not(tmp_path: Pat
         read(opened, names)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_verified_as_a_whole(tmp_path: Path) -> None:
+def test_files_of_an_earlier_version_are_verified_as_a_whole(tmp_path: Path) -> None:
     folder = save(tmp_path, 20)
     body = json.loads((folder / MANIFEST).read_bytes()) | {"version": 3}
     del body["checksum"]
@@ -81,12 +81,16 @@ def test_a_checkpoint_of_an_earlier_version_is_verified_as_a_whole(tmp_path: Pat
     checksum = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     text = json.dumps(body | {"checksum": checksum}, sort_keys=True, separators=(",", ":"))
     (folder / MANIFEST).write_text(text)
-    found = open_checked(folder)
-    assert found.opened is None and found == open_checkpoint(folder)
+    opened = open_checked(folder)
+    names = sorted(opened.tensors)
+    expected = read(open_checkpoint(folder), names)
+    assert all(torch.equal(found, expected[name]) for name, found in read(opened, names).items())
     path = folder / "stage-1.safetensors"
     flip(path, path.stat().st_size - 1)
-    with pytest.raises(Damaged):
-        open_checked(folder)
+    opened = open_checked(folder)
+    read(opened, ["model.layers.0.attention.qkv"])
+    with pytest.raises(Damaged, match=r"stage-1\.safetensors has sha256"):
+        read(opened, ["model.layers.1.attention.qkv"])
 
 
 def test_storage_that_does_not_answer_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
