@@ -17,7 +17,14 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.planning.planning import shrunk_plan
-from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, end_processes, is_complete, sources
+from pentad.orchestrator.recovery.fence import (
+    CannotRecover,
+    RecoveryState,
+    end_processes,
+    handed_over,
+    is_complete,
+    sources,
+)
 from pentad.orchestrator.recovery.hang_detection import check_answers
 from pentad.orchestrator.recovery.newest_checkpoint import NewestIntact
 from pentad.orchestrator.recovery.rebalance import LayerChange
@@ -62,23 +69,22 @@ class Regroup:
     def repair(self, state: RecoveryState, wait_seconds: float) -> str:
         """Replaces the lost ranks, or shrinks the mesh if there is no room for them within `wait_seconds`; returns
         which, as the journal has it."""
-        group, complete = self.group, is_complete(self.group.plan, state)
-        copy = None if complete else self._find_copy(state)
+        group = self.group
         with state.timed("place"):
             members = self._members(group.plan, group.bundles, state, wait_seconds)
         if members is None:
-            self._shrink(state, complete, copy)
+            self._shrink(state)
             return "shrink"
-        if complete:
+        if is_complete(group.plan, state):
             self._start(group.plan, group.bundles, members, state, keep=True)
             self._receive(state)
             return "repair"
+        copy = self._find_copy(state)
         self._start(group.plan, group.bundles, members, state)
         return self._restore(state, copy)
 
     def grow(self, state: RecoveryState) -> str:
-        """Back to the full mesh, from the checkpoint of this step boundary; on the present one if a node has left
-        again."""
+        """Back to the full mesh; on the present one if a node has left again."""
         group, plan, members = self.group, self.full, None
         nodes = living_bundles(group.placement)
         if len(nodes) >= plan.mesh.size:
@@ -88,13 +94,13 @@ class Regroup:
             members = self._members(plan, bundles, state, self.config.elastic.wait_seconds)
         if members is None:
             return self.repair(state, 0.0)
-        copy = self._find_copy(state)
+        copy = self._moving(state)
         self._start(plan, bundles, members, state)
         self._restore(state, copy)
         return "grow"
 
     def move_layers(self, state: RecoveryState, change: LayerChange) -> str:
-        """The same ranks with other layers, from the checkpoint, or the copy, of this step boundary."""
+        """The same ranks with other layers."""
         self._change_plan(state, "rebalanced", change.config, change.plan, change.facts, keep=False)
         return "rebalance"
 
@@ -110,7 +116,7 @@ class Regroup:
     ) -> None:
         group = self.group
         members = list(zip(group.actors, group.places, strict=True))
-        copy = None if keep else self._find_copy(state)
+        copy = None if keep else self._moving(state)
         self.config, self.full = config, plan
         self.bus.record(event, step=state.version, **facts)
         self.bus.display.note(facts["sentence"])
@@ -120,8 +126,8 @@ class Regroup:
         else:
             self._restore(state, copy)
 
-    def _shrink(self, state: RecoveryState, complete: bool, copy: CopySource | None) -> None:
-        """Lays a smaller mesh on the living ranks, from a checkpoint of the newest state if they hold all of it."""
+    def _shrink(self, state: RecoveryState) -> None:
+        """Lays a smaller mesh on the living ranks."""
         group, lost = self.group, state.lost
         living = [rank for rank in range(len(group.actors)) if rank not in lost]
         plan = shrunk_plan(self.config, self.full, len(living))
@@ -134,9 +140,7 @@ class Regroup:
                 min(lost),
                 "",
             )
-        with state.timed("state"):
-            if complete:
-                self.save(state)
+        copy = self._moving(state)
         members = [(group.actors[rank], group.places[rank]) for rank in living]
         ranks = living[: plan.mesh.size]
         try:
@@ -218,19 +222,33 @@ class Regroup:
                 if copy is not None and (found is None or found.step <= copy.key.step):
                     state.version = copy.key.step
                     self.copies.restore(copy, tick=self._check_answers())
+                    if not self.config.elastic.replicate_every:  # otherwise it counts until the next one does
+                        self.copies.drop(copy.key)
                     return "copies"
                 start = Start(found.folder, found.step) if found else self.start
                 state.version = start.step
                 if newest.restore(self.group, start, self._check_answers()):
                     return "checkpoint"
 
+    def _moving(self, state: RecoveryState) -> CopySource | None:
+        """What ranks on another mesh, or with other layers, read their state from: a copy in memory, which is of the
+        newest state if the ranks hold all of it. None if only a checkpoint has it."""
+        if not is_complete(self.group.plan, state):
+            return self._find_copy(state)
+        with state.timed("state"):
+            parts = handed_over(self.group.plan, state.current)
+            found = self.copies.hand_over(parts, state.version, self._check_answers())
+            if found is None:
+                self.bus.display.note("there is no memory for a copy of the state: it goes through a checkpoint")
+                self.save(state)
+        return found
+
     def _find_copy(self, state: RecoveryState) -> CopySource | None:
         """The newest copy in memory that the living ranks hold all of. Says so if there is none."""
-        every = self.config.elastic.replicate_every
-        if not every or state.corrupt:
+        if state.corrupt:
             return None
         found = self.copies.found(rank for rank in range(len(self.group.actors)) if rank not in state.lost)
-        if found is None:
+        if found is None and self.config.elastic.replicate_every:
             text = "the ranks that are left hold no complete copy of the state in memory"
             self.bus.record("copies lost", generation=self.group.generation, ranks=sorted(state.lost), cause=text)
             self.bus.display.note(text)

@@ -158,10 +158,10 @@ def _run_generations(
         saved = -1  # the initial weights are something to go back to as well
     saved_at, shown = time.monotonic(), None
     while True:
-        state, asked = None, (recovery.should_regroup, recovery.keeps_state)
+        state = None
         if parked is not None:
             state, parked = recovery.adopt(parked.lost, first), None
-        steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, *asked)
+        steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup)
         if state is None:
             bus.ranks_placed(group)
             if group.plan is not shown:

@@ -97,6 +97,7 @@ class Simulation:
         self.checkpoints = folder / "chaos" / "checkpoints"
         self.kinds: set[str] = set()
         self.damaged, self.on_saved = 0, list[Callable[[], None]]()
+        self.handed_over = 0  # states of ranks, to another mesh
         self.refused = 0  # checkpoints, once the ranks were there
         self.fabrics: dict[int, Fabric] = {}
         self.compiled: dict[tuple[int, int], tuple[Action, ...]] = {}
@@ -163,7 +164,7 @@ class Simulation:
         if key.generation < max(self.generation, self.fenced_before):
             return  # told late
         held = [process.worker.copies for process in self.cluster.processes]
-        for owner in range(key.ranks):
+        for owner in range(key.parts):
             if sum(each.find(key, owner) is not None for each in held) < 2:
                 raise Broken(f"the copy of {key.step} steps counts without the part of rank {owner} in its holder")
 
@@ -236,7 +237,7 @@ class Simulation:
             current = {rank for rank, runner in runners.items() if runner.version == version}
             if all(len(current & {*plan.holders(s)}) >= plan.num_zero_shards(s) for s in plan.param_shards):
                 newest = max(newest, version)
-        if self.config.elastic.replicate_every and "late message" not in self.kinds:  # its answer may be too late
+        if "late message" not in self.kinds:  # its answer may be too late
             held = {str(p.pid): p.worker.copies.held() for p in living.values()}
             found = newest_copy(held, b"")
             newest = max(newest, found.key.step if found else -1)

@@ -336,6 +336,15 @@ class SimRunner:
         holder.worker.copies.put(key, self.rank, CopyPart({}, data, None, lambda memory: None))
         return SimpleNamespace(bytes=16, snapshot_seconds=0.0, transfer_seconds=0.0)
 
+    def hand_over(self, key: CopyKey, parts: dict[int, ParamShard], neighbours: int) -> None:
+        self.simulation.reached("saving", self.process)
+        assert self.version == key.step, "a rank hands over what is not the newest state"
+        for number, shard in parts.items():
+            (only,) = {its for part, its in self.state.items() if part[0] == shard}
+            data = np.array(only, np.int64).view(np.uint8)
+            self.copies.hand_over(key, number, CopyPart({}, data, None, lambda memory: None))
+        self.simulation.handed_over += 1
+
     def _taken(self, kind: str, step: int) -> Generator[Any, None, dict[Any, State]]:
         snapshot = self.snapshots[kind].setdefault(step, Snapshot())
         self.fence_flag.check()

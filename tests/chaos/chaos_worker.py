@@ -66,6 +66,9 @@ class SimWorker(Worker):
         self.simulation.check_copy(key)
         super().commit_copy(key)
 
+    def _serve(self, host: str, token: bytes) -> Any:
+        return None
+
     def serve_copies(self, host: str, token: bytes) -> str:
         return str(self.process.pid)
 

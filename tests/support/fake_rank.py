@@ -154,8 +154,18 @@ class Rank:
     def commit_copy(self, key: CopyKey) -> None:
         self.held = {each: True for each in self.held if each[0] == key}
 
-    def forget_copies(self) -> None:
-        self.held.clear()
+    def hand_over(
+        self, generation: int, key: CopyKey, parts: dict[int, Any], neighbours: int, host: str, token: bytes
+    ) -> str | None:
+        assert generation == self.generation == key.generation and self.version == key.step and neighbours > 0
+        assert set(parts.values()) <= set(self.plan.param_shards_of(self.number))
+        if self.fake.full_memory:
+            return "the state needs 1 byte of host memory: expected up to 0"
+        self.held |= {(key, number): True for number in parts}
+        return None
+
+    def forget_copies(self, key: CopyKey | None = None) -> None:
+        self.held = {each: counts for each, counts in self.held.items() if key not in (None, each[0])}
 
     def held_copies(self) -> tuple[str, list[HeldPart]]:
         return str(self.pid), [HeldPart(key, owner, 1, counts, {}) for (key, owner), counts in self.held.items()]

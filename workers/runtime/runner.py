@@ -14,8 +14,7 @@ import torch.distributed as dist
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.checkpoint.checkpoint import Checkpoint, Unreadable, open_checked
-from pentad.workers.checkpoint.checksums import Damaged
+from pentad.workers.checkpoint.checkpoint import Checkpoint, open_checked
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.checkpoint.snapshot import Snapshots
@@ -27,7 +26,6 @@ from pentad.workers.integrity.result import RankCheck
 from pentad.workers.lanes.gpu_timer import StepTimes, spans_of
 from pentad.workers.lanes.streams import CudaStreams
 from pentad.workers.parallel.process_groups import abort_nccl, connect, destroy_groups, join_store, start_store
-from pentad.workers.rank_waits import rank_waits
 from pentad.workers.replication.parts import CopyKey, HostCopies
 from pentad.workers.replication.replicator import Replicator, SentPart
 from pentad.workers.replication.source import CopySource, checkpoint_in_memory
@@ -48,6 +46,7 @@ from pentad.workers.runtime.results import (
     longest_instruction,
     sums_by_source,
 )
+from pentad.workers.runtime.state_transfer import hand_over, read_shared
 from pentad.workers.runtime.step_profiler import StepProfiler
 from pentad.workers.runtime.zero import ZeroShards
 
@@ -141,16 +140,16 @@ class Runner:
 
     @abandonable
     def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> PentadError | None:
-        """Reads the state of `step` steps from a checkpoint, and compares it with its checksums, or only the weights
-        without `optimizer`; without a checkpoint, starts from the initial values. All ranks must call it.
+        """Reads the state of `step` steps from a checkpoint, or only the weights without `optimizer`; without a
+        checkpoint, starts from the initial values. All ranks must call it.
 
         Returns why this rank could not: the checkpoint is Damaged, or Unreadable for now. Then no rank has a state.
         """
-        if folder is None:
-            self.state.initialize()
-            self._set_version(step)
-            return None
-        return self._read(lambda: open_checked(location(folder)), step, optimizer=optimizer)
+        if folder is not None:
+            return self._read(lambda: open_checked(location(folder)), step, optimizer=optimizer)
+        self.state.initialize()
+        self._set_version(step)
+        return None
 
     @abandonable
     def restore_copy(self, source: CopySource) -> None:
@@ -224,9 +223,7 @@ class Runner:
 
     def snapshot(self, step: int) -> None:
         """Has this rank's part of the state of `step` steps, the last of which may be open, copied to host memory.
-
-        Training continues meanwhile: only the next update waits for the copy. `write` raises what goes wrong here.
-        """
+        Training continues meanwhile: only the next update waits for the copy. `write` raises what goes wrong here."""
         try:
             reserved(self.reservation, self.fence_flag.check)
             self.snapshots.request(step, self.state.files(), self._connected.optimizer_step.version)
@@ -236,9 +233,7 @@ class Runner:
 
     def write(self, folder: str, step: int) -> WrittenShards:
         """Writes the snapshot of `step` steps, for which it waits; the driver commits it. From a thread of its own.
-
-        Raises PentadError if the disk is full, and Aborted if the generation ends: no file appears after that.
-        """
+        Raises PentadError if the disk is full, and Aborted if the generation ends: no file appears after that."""
         files, seconds = self.snapshots.take(step, self.fence_flag.check)
         try:
             found = [write_shard(location(folder), *each, self.fence_flag.publishing) for each in files.items()]
@@ -247,7 +242,7 @@ class Runner:
             self.snapshots.release()
 
     def copy(self, step: int) -> None:
-        """As `snapshot`, for a copy in the memory of ranks; `replicate` raises what goes wrong here."""
+        """As `snapshot`, for a copy in the memory of ranks."""
         reserved(self.reservation, self.fence_flag.check)
         self.replicator.request(step, self.state.files(), self._connected.optimizer_step.version)
 
@@ -256,21 +251,20 @@ class Runner:
         thread of its own."""
         return self.replicator.send(key, address, token, self.fence_flag.check)
 
+    def hand_over(self, key: CopyKey, parts: Mapping[int, ParamShard], num_neighbours: int) -> None:
+        """Puts what it holds of these shards where all ranks can read it (`restore_copy`). After `leave`."""
+        hand_over(self.state, self.copies, key, parts, num_neighbours)
+
     def save(self, folder: str, step: int, param_shards: tuple[ParamShard, ...] | None = None) -> list[dict]:
         """Writes, at once, this rank's part of the state after `step` steps, including the open one, or all of the
-        given parameter shards that it holds. Works after `leave`, too.
-
-        Returns the entries for the manifest.
-        """
+        given parameter shards that it holds. Works after `leave`, too. Returns the entries for the manifest."""
         if self._connected.lanes.has_unread_steps:
             self._finish_open_step()
         return [write_shard(location(folder), *each).plain() for each in self.state.files(param_shards).items()]
 
     def fence(self) -> None:
         """Ends the generation: no further step is committed, and the train thread is freed. From any thread.
-
-        On a GPU, only `abort` frees a train thread that waits for a collective.
-        """
+        On a GPU, only `abort` frees a train thread that waits for a collective."""
         self.fence_flag.set()
         executor = self.executor
         if executor is not None and isinstance(executor.lanes, CudaStreams):
@@ -338,30 +332,11 @@ class Runner:
         return self.snapshots, self.replicator.snapshots
 
     def _read(self, open_: Callable[[], Checkpoint], step: int, *, optimizer: bool = True) -> PentadError | None:
-        """Reads what this rank holds. Where ranks hold the same, one of them reads and sends it to the others, once all
-        have read their parts. Returns why this rank could not."""
-        holders = {shard: self.plan.holders(shard) for shard in self.state.parameters}
-        sent = {s: its[0] for s, its in holders.items() if len(its) > 1 and self.plan.num_zero_shards(s) == 1}
-        own = [shard for shard in holders if sent.get(shard, self.rank) == self.rank]
-        problem: PentadError | None = None
         with self.fence_flag.guard():
-            try:
-                self.state.read(open_(), optimizer=optimizer, shards=own)
-            except (Damaged, Unreadable) as error:
-                problem = error
-            if self._all_agree(problem is None):
-                self.state.receive(self._connected.groups, sent)
-                self._set_version(step)
+            is_read, problem = read_shared(self.state, self._connected.groups, open_, optimizer=optimizer)
+        if is_read:
+            self._set_version(step)
         return problem
-
-    def _all_agree(self, agrees: bool) -> bool:
-        """Whether all ranks do."""
-        world = self._connected.groups.world
-        against = torch.tensor([int(not agrees)], device=self.device)
-        if world is not None:
-            with rank_waits.abandonable():
-                dist.all_reduce(against, dist.ReduceOp.MAX, group=world)
-        return not int(against)
 
     def _set_version(self, version: int) -> None:
         self.state.set_version(version)
