@@ -93,7 +93,7 @@ class GroupCopies:
         if any(group.collect(asked, tick=tick)):
             self.drop(key)
             return None
-        return self.found(parts)
+        return self.found(group.actors[rank] for rank in parts)
 
     def drop(self, key: CopyKey) -> None:
         """A copy is not needed any more."""
@@ -111,9 +111,9 @@ class GroupCopies:
         calls = {rank: group.call_runner(rank, "restore_copy", known) for rank in range(len(group.actors))}
         group.collect(calls, tick=tick)
 
-    def found(self, ranks: Iterable[int]) -> CopySource | None:
-        """The newest copy that counts and that these ranks, the living ones, hold all parts of."""
-        asked = {rank: self.group.actors[rank].held_copies.remote() for rank in ranks}
+    def found(self, actors: Iterable[Any]) -> CopySource | None:
+        """The newest copy that counts and that these processes hold all parts of."""
+        asked = {number: actor.held_copies.remote() for number, actor in enumerate(actors)}
         answers, _ = self.group.gather(asked, ANSWER_SECONDS)
         return newest_copy(dict(answers.values()), self.token)
 

@@ -186,6 +186,7 @@ class Recovery:
         else:
             assert fault is not None
             raise fault
+        self.ranks.end_former()
         mesh = str(self.group.plan.mesh)
         self.bus.record(
             "recovered",

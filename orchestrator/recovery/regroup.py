@@ -56,6 +56,7 @@ class Regroup:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
         self.full, self.start, self.copies = full, start, copies
         self.spares = Spares(config.elastic.spares, group, bus)
+        self.former: list[Member] = []  # of a larger mesh: no ranks any more, but they may hold parts of the state
 
     @property
     def is_full(self) -> bool:
@@ -142,12 +143,17 @@ class Regroup:
             )
         copy = self._moving(state)
         members = [(group.actors[rank], group.places[rank]) for rank in living]
-        ranks = living[: plan.mesh.size]
-        try:
-            self._start(plan, [group.bundles[rank] for rank in ranks], members[: len(ranks)], state)
-            self._restore(state, copy)
-        finally:  # spare ranks hold parts of the copy until then
-            end_processes(members[len(ranks) :])
+        ranks, former = living[: plan.mesh.size], members[plan.mesh.size :]
+        self.former += former
+        group.spares += [actor for actor, _ in former]
+        self._start(plan, [group.bundles[rank] for rank in ranks], members[: len(ranks)], state)
+        self._restore(state, copy)
+
+    def end_former(self) -> None:
+        """Once all ranks have a state."""
+        end_processes(self.former)
+        ended = [actor for actor, _ in self.former]
+        self.group.spares, self.former = [each for each in self.group.spares if each not in ended], []
 
     def _members(self, plan: Plan, bundles: Sequence[int], state: RecoveryState, seconds: float) -> list[Member] | None:
         """The ranks of `plan`: in each bundle the living rank, else a spare or a new one on the node where the bundle
@@ -247,7 +253,8 @@ class Regroup:
         """The newest copy in memory that the living ranks hold all of. Says so if there is none."""
         if state.corrupt:
             return None
-        found = self.copies.found(rank for rank in range(len(self.group.actors)) if rank not in state.lost)
+        living = [actor for rank, actor in enumerate(self.group.actors) if rank not in state.lost]
+        found = self.copies.found([*living, *(actor for actor, _ in self.former)])
         if found is None and self.config.elastic.replicate_every:
             text = "the ranks that are left hold no complete copy of the state in memory"
             self.bus.record("copies lost", generation=self.group.generation, ranks=sorted(state.lost), cause=text)

@@ -75,7 +75,8 @@ class Rank:
         return f"{host}:1"
 
     def connect(self, address: str, seconds: float) -> None:
-        started = [rank for rank in self.fake.ranks if rank.is_alive and rank.number >= 0]
+        members = self.fake.members() if self.fake.group else self.fake.ranks  # others are none any more
+        started = [rank for rank in members if rank.is_alive]
         assert {rank.generation for rank in started} == {self.generation}
 
     def restore(self, folder: str | None, step: int, optimizer: bool) -> PentadError | None:

@@ -89,24 +89,35 @@ def test_state_that_only_the_lost_rank_held_is_restored_from_the_newest_checkpoi
     assert state.version == saved and run.versions() == [saved] * 4
 
 
-@pytest.mark.parametrize("saved", [0, 7])
-def test_without_room_the_mesh_shrinks_from_a_checkpoint_of_the_surviving_state(start: StartRun, saved: int) -> None:
+def test_without_room_the_mesh_shrinks_and_the_state_moves_through_memory(start: StartRun) -> None:
     run = start(*SQUARE, *SHRINKS, nodes=("node0", "node0", "node1", "node2"))
-    if saved:
-        run.save(saved)
     fault = run.lose(3)
     run.fake.lose_node("node2")
     run.recovery.recover(fault, 7)
     (recovered,) = run.events("recovered")
     assert (recovered["how"], recovered["mesh"], recovered["step"]) == ("shrink", "pp2", 7)
     assert run.folder.plan is run.group.plan and str(run.group.plan.mesh) == "pp2"
+    assert not run.fake.written and not run.events("checkpoint")
+    assert run.fake.members() == run.before[:2] and run.versions() == [7, 7]
+    assert not any(rank.held for rank in run.fake.members()), "which takes memory"
+    assert not run.before[2].is_alive  # which was the only one with its stage, and is no rank any more
+
+
+@pytest.mark.parametrize("saved", [0, 7])
+def test_a_state_for_which_there_is_no_memory_goes_through_a_checkpoint(start: StartRun, saved: int) -> None:
+    run = start(*SQUARE, *SHRINKS)
+    run.fake.full_memory = True
+    if saved:
+        run.save(saved)
+    fault = run.lose(1, 3)
+    run.fake.lose_node("node1")
+    run.recovery.recover(fault, 7)
+    assert [(row["how"], row["step"]) for row in run.events("recovered")] == [("shrink", 7)]
     full = run.recovery.ranks.full
     if saved:
         assert not run.fake.written
     else:  # each shard once
         assert sorted(run.fake.written[7]) == sorted(full.param_shards) and len(run.events("checkpoint")) == 1
-    assert run.fake.members() == run.before[:2] and run.versions() == [7, 7]
-    assert not run.before[2].is_alive  # a spare rank
 
 
 def damage(run: FakeRun, step: int) -> None:
@@ -116,6 +127,7 @@ def damage(run: FakeRun, step: int) -> None:
 
 def test_a_damaged_checkpoint_of_the_surviving_state_is_saved_again(start: StartRun) -> None:
     run = start(*SQUARE, *SHRINKS)
+    run.fake.full_memory = True
     run.save(7)
     damage(run, 7)
     fault = run.lose(1, 3)
@@ -147,13 +159,33 @@ def test_a_mesh_without_the_newest_state_shrinks_from_the_newest_checkpoint(star
     assert not run.fake.written and run.versions() == [5, 5]
 
 
-def test_a_fault_while_the_mesh_shrinks_is_repaired_on_the_smaller_one(start: StartRun) -> None:
+@pytest.mark.parametrize("saved", [0, 5])
+def test_a_fault_while_the_mesh_shrinks_is_repaired_from_what_the_others_have_handed_over(
+    start: StartRun, saved: int
+) -> None:
+    """Even by a process that is no rank of the smaller mesh."""
+    run = start(*SQUARE, *SHRINKS, nodes=("node0", "node0", "node1", "node2"))
+    if saved:
+        run.save(saved)
+    fault, run.fake.on_call = run.lose(3), once("connect", 1, die)
+    run.fake.lose_node("node2")
+    run.recovery.recover(fault, 7)
+    assert [(row["how"], row["mesh"], row["step"]) for row in run.events("recovered")] == [("copies", "pp2", 7)]
+    assert run.versions() == [7, 7] and not run.before[2].is_alive
+
+
+@pytest.mark.parametrize("saved", [0, 5])
+def test_a_rank_that_is_lost_while_the_mesh_shrinks_with_what_only_it_held_costs_the_steps_since_a_checkpoint(
+    start: StartRun, saved: int
+) -> None:
     run = start(*SQUARE, *SHRINKS)
+    if saved:
+        run.save(saved)
     fault, run.fake.on_call = run.lose(1, 3), once("connect", 1, die)
     run.fake.lose_node("node1")
     run.recovery.recover(fault, 7)
-    assert [(row["how"], row["mesh"], row["step"]) for row in run.events("recovered")] == [("checkpoint", "pp2", 7)]
-    assert run.versions() == [7, 7] and len(run.fake.ranks) == 5
+    assert [(row["how"], row["step"]) for row in run.events("recovered")] == [("checkpoint", saved)]
+    assert run.versions() == [saved, saved]
 
 
 def test_a_mesh_that_may_not_shrink_ends_the_run_and_keeps_the_group(start: StartRun) -> None:
@@ -239,8 +271,8 @@ def test_a_fault_while_the_mesh_grows_is_repaired_on_the_full_mesh(start: StartR
     run = shrunk(start)
     run.fake.on_call = once("connect", 3, lambda rank: run.fake.kill(rank.pid))
     run.recovery.regroup(7)
-    assert run.events("recovered")[-1]["how"] == "checkpoint" and run.events("recovered")[-1]["step"] == 7
-    assert run.group.plan is run.recovery.ranks.full and run.versions() == [7] * 4
+    assert run.events("recovered")[-1]["how"] == "copies" and run.events("recovered")[-1]["step"] == 7
+    assert run.group.plan is run.recovery.ranks.full and not run.fake.written and run.versions() == [7] * 4
 
 
 def once(method: str, number: int, do: Callable[[Rank], None]) -> Callable[[Rank, str], None]:
