@@ -108,6 +108,11 @@ def older_checkpoint(patch: Patch) -> None:
     patch.setattr(newest_checkpoint, "recover", older)
 
 
+def nothing_handed_over(patch: Patch) -> None:
+    """A mesh that shrinks does not take its state along."""
+    patch.setattr(regroup.Regroup, "_moving", lambda self, state: None)
+
+
 def unsaved_end(patch: Patch) -> None:
     """A run ends without its last checkpoint."""
     patch.setattr(step_loop.StepLoop, "_save_due", lambda loop, step: False)
@@ -159,7 +164,7 @@ def endless_lease(patch: Patch) -> None:
 DEFECTS: tuple[Callable[[Patch], None], ...] = (
     *(no_fence, same_generation, stale_calls, forgotten_rewind, committed_twice, lost_results, any_source),
     *(unfinished_copy, no_copies_found, unsaved_end, no_hangs, processes_left, late_publishing, damage_ignored),
-    *(endless_lease, older_checkpoint, damage_taken_for_intact, silent_restart),
+    *(endless_lease, older_checkpoint, damage_taken_for_intact, silent_restart, nothing_handed_over),
 )
 QUICK = (no_fence, same_generation, forgotten_rewind, committed_twice, unfinished_copy)  # by one of the first seeds
 
