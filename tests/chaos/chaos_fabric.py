@@ -71,6 +71,20 @@ class Meeting(Signal):
         self.brought: dict[int, Any] = {}
 
 
+class Snapshot(Signal):
+    """The state after some step, once it has fired."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requested = False
+        self.state: dict[Any, State] | None = None
+
+    def take(self, state: dict[Any, State]) -> None:
+        if self.state is None:
+            self.state = dict(state)
+            self.fire()
+
+
 class Fabric:
     """What the ranks of one generation send each other."""
 

@@ -97,8 +97,7 @@ class Simulation:
         self.checkpoints = folder / "chaos" / "checkpoints"
         self.kinds: set[str] = set()
         self.damaged, self.on_saved = 0, list[Callable[[], None]]()
-        self.handed_over = 0  # states of ranks, to another mesh
-        self.refused = 0  # checkpoints, once the ranks were there
+        self.handed_over = self.refused = 0  # states of ranks, to another mesh; checkpoints, once the ranks were there
         self.fabrics: dict[int, Fabric] = {}
         self.compiled: dict[tuple[int, int], tuple[Action, ...]] = {}
         self.plans: list[Plan] = []  # kept, so that their ids stay theirs

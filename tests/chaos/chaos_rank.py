@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import safetensors.numpy
 from chaos_cluster import Process
-from chaos_fabric import INITIAL, Fabric, Meeting, State, digest, next_state, parts_of, read_state
-from chaos_world import Signal
+from chaos_fabric import INITIAL, Fabric, Meeting, Snapshot, State, digest, next_state, parts_of, read_state
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Op
@@ -107,7 +106,7 @@ class SimRunner:
                 problem = error
         assert problem or state.steps == step, f"a checkpoint of {state.steps} steps restored as one of {step}"
         self.restores += 1
-        meeting = yield from self._all_meet(f"restore {folder}, {self.restores}", int(problem is not None))
+        meeting = yield from self._all_meet(("restore", self.restores), int(problem is not None))
         if not meeting.total:
             self._load(state)
         return problem
@@ -129,7 +128,7 @@ class SimRunner:
         yield from self._all_meet(f"copy {source.key}")
         self._load(state)
 
-    def _all_meet(self, key: str, brings: int = 0) -> Generator[Any, None, Meeting]:
+    def _all_meet(self, key: Any, brings: int = 0) -> Generator[Any, None, Meeting]:
         assert self.fabric is not None
         with self.fence_flag.guard():
             meeting = self.fabric.meeting(-1, key, self.everyone)
@@ -398,17 +397,3 @@ class SimRunner:
 
     def close(self) -> None:
         self.fence_flag.set()
-
-
-class Snapshot(Signal):
-    """The state after some step, once it has fired."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requested = False
-        self.state: dict[Any, State] | None = None
-
-    def take(self, state: dict[Any, State]) -> None:
-        if self.state is None:
-            self.state = dict(state)
-            self.fire()
