@@ -149,13 +149,6 @@ def damage_taken_for_intact(patch: Patch) -> None:
     patch.setattr(newest_checkpoint.NewestIntact, "is_intact", lambda newest, folder: True)
 
 
-def silent_restart(patch: Patch) -> None:
-    """A run whose checkpoints are all damaged begins again."""
-    recover = checkpoint.recover
-    for module in (driver, newest_checkpoint):
-        patch.setattr(module, "recover", lambda root, restart, open_: recover(root, True, open_))
-
-
 def endless_lease(patch: Patch) -> None:
     """Ranks wait for ever for another driver."""
     patch.setattr(Lease, "is_expired", lambda lease, now: False)
@@ -164,7 +157,7 @@ def endless_lease(patch: Patch) -> None:
 DEFECTS: tuple[Callable[[Patch], None], ...] = (
     *(no_fence, same_generation, stale_calls, forgotten_rewind, committed_twice, lost_results, any_source),
     *(unfinished_copy, no_copies_found, unsaved_end, no_hangs, processes_left, late_publishing, damage_ignored),
-    *(endless_lease, older_checkpoint, damage_taken_for_intact, silent_restart, nothing_handed_over),
+    *(endless_lease, older_checkpoint, damage_taken_for_intact, nothing_handed_over),
 )
 QUICK = (no_fence, same_generation, forgotten_rewind, committed_twice, unfinished_copy)  # by one of the first seeds
 

@@ -354,6 +354,8 @@ def stored_tensors(file: Any, name: str, size: int) -> dict[str, Stored]:
     """The tensors of an open shard of this name. Raises PentadError for another kind of file."""
     try:
         return read_header(file, size)
+    except Damaged:
+        raise
     except PentadError as error:
         raise Damaged(f"{name} cannot be read ({error}): expected a safetensors file") from None
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import fake_rank
 import pytest
 from fake_ray import Rank
 from recovery_runs import LINE, SHRINKS, SQUARE, StartRun, damage, die, once
@@ -19,6 +20,7 @@ from pentad.orchestrator.recovery.recovery import ATTEMPTS, CHECK_SECONDS
 from pentad.orchestrator.run import driver
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start
+from pentad.workers.checkpoint.checksums import Damaged
 
 SMALL = ("model.layers=4", "batch.global_batch_size=8", "schedule.name=1f1b", "cluster.start_timeout_seconds=100")
 
@@ -259,3 +261,17 @@ def test_every_step_is_recorded_once_whatever_dies(start: StartRun, mesh: tuple[
     generations = [row["generation"] for row in recovered]
     assert generations == sorted(set(generations))
     assert not any(row["steps_replayed"] for row in recovered if row["how"] in ("repair", "grow"))
+
+
+def test_a_rank_that_alone_finds_a_checkpoint_damaged_ends_the_run_and_no_checkpoint_is_given_up(
+    start: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(*LINE)
+    for step in (3, 5):
+        run.save(step)
+    monkeypatch.setattr(
+        fake_rank, "problem_of", lambda folder: Damaged("stage-000.safetensors: CRC-32 is 1, expected 2")
+    )
+    with pytest.raises(PentadError, match=r"CRC-32 is 1, expected 2, but the driver finds .*step-00000005 intact: "):
+        run.recovery.recover(run.lose(1), 7)
+    assert run.folder.saved() == [3, 5] and not run.events("checkpoint refused")
