@@ -43,6 +43,12 @@ class HostMemory:
         self.close = weakref.finalize(self, cuda.cudaHostUnregister, address)
 
 
+def available_bytes() -> int:
+    """Bytes of host memory that this host has left, as its kernel estimates it."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+
+
 Reservation = Future[HostMemory]  # of memory that a rank's first steps do without
 
 

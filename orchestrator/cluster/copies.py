@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from pentad.orchestrator.cluster.group import Refs, Tick, WorkerGroup
+from pentad.schedules.spec.plan import ParamShard
 from pentad.workers.replication.parts import CopyKey, HeldPart
 from pentad.workers.replication.source import CopySource, FoundPart
 from pentad.workers.replication.transfer import TOKEN_BYTES
@@ -80,6 +81,25 @@ class GroupCopies:
         not heard of it would drop what counts."""
         return {rank: actor.commit_copy.remote(self.key(step)) for rank, actor in enumerate(self.group.actors)}
 
+    def hand_over(self, parts: Mapping[int, dict[int, ParamShard]], step: int, tick: Tick) -> CopySource | None:
+        """After a fence, the state of `step` steps in the memory of those that have it: `parts[rank]` are the shards
+        that it gives out, by the number of the part. None if there is no memory for that, and then no such copy."""
+        group, asked = self.group, dict[int, Any]()
+        key = CopyKey(group.generation, step, len({number for its in parts.values() for number in its}))
+        near = Counter(group.places[rank].node for rank in parts)
+        for rank, its in parts.items():
+            place, actor = group.places[rank], group.actors[rank]
+            asked[rank] = actor.hand_over.remote(group.generation, key, its, near[place.node], place.ip, self.token)
+        if any(group.collect(asked, tick=tick)):
+            self.drop(key)
+            return None
+        return self.found(group.actors[rank] for rank in parts)
+
+    def drop(self, key: CopyKey) -> None:
+        """A copy is not needed any more."""
+        for actor in self.group.actors:
+            actor.forget_copies.remote(key)
+
     def forget(self) -> None:
         """No copy counts any more: the run goes back to before their steps, and does others."""
         asked = {rank: actor.forget_copies.remote() for rank, actor in enumerate(self.group.actors)}
@@ -91,9 +111,9 @@ class GroupCopies:
         calls = {rank: group.call_runner(rank, "restore_copy", known) for rank in range(len(group.actors))}
         group.collect(calls, tick=tick)
 
-    def found(self, ranks: Iterable[int]) -> CopySource | None:
-        """The newest copy that counts and that these ranks, the living ones, hold all parts of."""
-        asked = {rank: self.group.actors[rank].held_copies.remote() for rank in ranks}
+    def found(self, actors: Iterable[Any]) -> CopySource | None:
+        """The newest copy that counts and that these processes hold all parts of."""
+        asked = {number: actor.held_copies.remote() for number, actor in enumerate(actors)}
         answers, _ = self.group.gather(asked, ANSWER_SECONDS)
         return newest_copy(dict(answers.values()), self.token)
 
@@ -104,7 +124,7 @@ def newest_copy(held: Mapping[str, Sequence[HeldPart]], token: bytes) -> CopySou
     everything = [FoundPart(part, address) for address, parts in held.items() for part in parts]
     for key in sorted({each.part.key for each in everything if each.part.committed}, key=_age, reverse=True):
         parts = {each.part.owner: each for each in everything if each.part.key == key}
-        if len(parts) == key.ranks:
+        if len(parts) == key.parts:
             return CopySource(key, tuple(parts[owner] for owner in sorted(parts)), token)
     return None
 

@@ -27,7 +27,6 @@ from pentad.orchestrator.cluster.placement import (
 from pentad.orchestrator.cluster.worker import (
     Actor,
     StaleGeneration,
-    StateSource,
     Status,
     WorkerPlace,
     read_status,
@@ -36,7 +35,7 @@ from pentad.orchestrator.cluster.worker import (
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.checkpoint.checkpoint import Start
+from pentad.workers.checkpoint.checkpoint import Start, Unreadable
 from pentad.workers.checkpoint.location import Location
 from pentad.workers.data.mixture import drawn_by
 
@@ -92,7 +91,7 @@ class WorkerGroup:
         try:
             group._create(deadline)
             progress("loading the ranks")
-            group.load(deadline, "initial")
+            group.load(deadline, keep=False)
             progress("connecting the ranks")
             group.connect(deadline)
         except BaseException:
@@ -100,12 +99,13 @@ class WorkerGroup:
             raise
         return group
 
-    def load(self, deadline: float, state: StateSource) -> None:
-        """Creates a runner on every rank for this plan and generation, for which a new process imports torch. Raises
-        WorkerError, or PentadError when that lasts beyond the monotonic second `deadline`."""
+    def load(self, deadline: float, *, keep: bool) -> None:
+        """Creates a runner on every rank for this plan and generation, with the state of the one before if it is to
+        `keep` that. A new process imports torch for it. Raises WorkerError, or PentadError when that
+        lasts beyond the monotonic second `deadline`."""
         plan, bundles = ray.put(self.plan), tuple(self.bundles)
         ranks = enumerate(self.actors)
-        calls = {rank: actor.start.remote(self.generation, plan, rank, bundles, state) for rank, actor in ranks}
+        calls = {rank: actor.start.remote(self.generation, plan, rank, bundles, keep) for rank, actor in ranks}
         self.device_name = self.collect(calls, deadline=deadline)[0]
 
     def connect(self, deadline: float) -> None:
@@ -124,9 +124,12 @@ class WorkerGroup:
                 raise PentadError(f"{where}: expected storage that all ranks share")
 
     def restore(self, start: Start, tick: Tick | None = None) -> None:
-        """Loads the state that training starts from on every rank."""
+        """Loads the state that training starts from on every rank. Raises Damaged or Unreadable, as a rank has found
+        the checkpoint; then no rank has a state, and another one can be restored."""
         folder = str(start.folder) if start.folder else None
-        self.collect(self._call_runners("restore", folder, start.step, start.optimizer), tick=tick)
+        problems = self.collect(self._call_runners("restore", folder, start.step, start.optimizer), tick=tick)
+        for problem in sorted(filter(None, problems), key=lambda each: isinstance(each, Unreadable)):
+            raise problem
 
     def receive(self, sources: dict[ParamShard, int], step: int, tick: Tick | None = None) -> None:
         """Broadcasts the state of `step` steps of each shard from rank `sources[shard]` to its other holders."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
@@ -26,7 +26,7 @@ from pentad.orchestrator.config.version import release
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.ir.instruction import Action
-from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.retention import delete_older
@@ -46,7 +46,6 @@ GPU_SECONDS = 5.0  # between two readings of a GPU
 POLL_SECONDS = 0.02
 # What a rank begins a generation with: what it holds of the one before, or zeros for what another rank will send; zeros
 # for what it will read; or initial values.
-StateSource = Literal["kept", "restored", "initial"]
 
 
 class WorkerPlace(NamedTuple):
@@ -122,18 +121,19 @@ class Worker:
         return self.label
 
     @ray.method(concurrency_group="train")
-    def start(self, generation: int, plan: Plan, rank: int, bundles: tuple[int, ...], state: StateSource) -> str:
-        """Creates the runner; all ranks are in these `bundles`. Returns the name of its GPU, '' on a CPU."""
+    def start(self, generation: int, plan: Plan, rank: int, bundles: tuple[int, ...], keep: bool) -> str:
+        """Creates the runner, with the state of the one before if it is to `keep` that; all ranks are in these
+        `bundles`. Returns the name of its GPU, '' on a CPU."""
         kind = pkgutil.resolve_name(self.runner_class)
         self.gpu = self._gpu_number()
-        gpu, blank = _visible_index(self.gpu) if plan.device == "cuda" else 0, state != "initial"
+        gpu = _visible_index(self.gpu) if plan.device == "cuda" else 0
         with self.changing:
             self._require_current(generation)
-            if state != "kept":
+            if not keep:
                 self.runner = None
-        if state != "kept":
+        if not keep:
             gc.collect()  # there may be no room for another state beside the one before
-        runner = kind(plan, rank, self.progress_file, generation, gpu, self.runner, blank=blank, copies=self.copies)
+        runner = kind(plan, rank, self.progress_file, generation, gpu, self.runner, copies=self.copies)
         with self.changing:
             self._require_current(generation)
             self.generation, self.runner = generation, runner
@@ -149,7 +149,7 @@ class Worker:
     @ray.method(concurrency_group="train")
     def call(self, generation: int, method: str, *arguments: Any) -> Any:
         """Calls a method of the runner: serve, connect, restore, restore_copy, receive, advance, run, evaluate,
-        snapshot, copy or save."""
+        snapshot, copy, hand_over or save."""
         if generation != self.generation:
             raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
         return getattr(self.runner, method)(*arguments)
@@ -219,10 +219,25 @@ class Worker:
     def serve_copies(self, host: str, token: bytes) -> str:
         """Accepts and gives out copies of ranks' states, at 'HOST:PORT'. Returns once there is memory for those of its
         own state."""
-        if self.copy_server is None:
-            self.copy_server = CopyServer(self.copies, host, token)
+        server = self._serve(host, token)
         self.runner.reservation.result()
-        return self.copy_server.address
+        return server.address
+
+    def _serve(self, host: str, token: bytes) -> CopyServer:
+        self.copy_server = self.copy_server or CopyServer(self.copies, host, token)
+        return self.copy_server
+
+    @ray.method(concurrency_group="train")
+    def hand_over(
+        self, generation: int, key: CopyKey, parts: dict[int, ParamShard], neighbours: int, host: str, token: bytes
+    ) -> str | None:
+        """Gives out what this rank holds of the state, after a fence. Returns why not if there is no memory for it."""
+        self._serve(host, token)
+        try:
+            self.call(generation, "hand_over", key, parts, neighbours)
+        except PentadError as error:
+            return str(error)
+        return None
 
     @ray.method(concurrency_group="copies")
     def replicate(self, generation: int, key: CopyKey, address: str, token: bytes) -> SentPart | str:
@@ -241,8 +256,9 @@ class Worker:
         self.copies.commit(key)
 
     @ray.method(concurrency_group="control")
-    def forget_copies(self) -> None:
-        self.copies.forget()
+    def forget_copies(self, key: CopyKey | None = None) -> None:
+        """All of them, or one."""
+        self.copies.forget(key)
 
     @ray.method(concurrency_group="control")
     def held_copies(self) -> tuple[str, list[HeldPart]]:

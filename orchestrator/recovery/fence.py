@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,19 @@ def sources(plan: Plan, current: Iterable[int]) -> dict[ParamShard, int]:
     newest = set(current)
     stale = {shard for rank in range(plan.mesh.size) if rank not in newest for shard in plan.param_shards_of(rank)}
     return {shard: min(newest.intersection(plan.holders(shard))) for shard in sorted(stale)}
+
+
+def handed_over(plan: Plan, current: Iterable[int]) -> dict[int, dict[int, ParamShard]]:
+    """The parameter shards that each current rank gives out, all together the state, by the number of the part: that of
+    a shard, or of its ZeRO shards one each."""
+    found, numbers = {rank: dict[int, ParamShard]() for rank in current}, count()
+    for shard in plan.param_shards:
+        holders = sorted(found.keys() & set(plan.holders(shard)))
+        number, is_sharded = next(numbers), plan.num_zero_shards(shard) > 1
+        for rank in holders:
+            found[rank][number] = shard
+            number = next(numbers) if is_sharded else number
+    return {rank: parts for rank, parts in found.items() if parts}
 
 
 def kill(group: WorkerGroup, ranks: Iterable[int]) -> None:

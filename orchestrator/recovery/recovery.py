@@ -91,8 +91,8 @@ class Recovery:
         return self._attempt(None, done, RecoveryState(lost=dict(lost)), adopts=True)
 
     def regroup(self, done: int) -> RecoveryState:
-        """At a step boundary, of which there is a checkpoint or a copy in memory, unless `keeps_state`: replaces ranks
-        that are about to end or to move, gives ranks other layers or another order, or grows back to the full mesh."""
+        """At a step boundary: replaces ranks that are about to end or to move, of which there is a checkpoint or a copy
+        in memory; gives ranks other layers or another order, or grows back to the full mesh."""
         if not self.leaving:
             return self._attempt(None, done)
         text = f"{', '.join(map(self.group.label, self.leaving))} {self.reason}"
@@ -136,10 +136,6 @@ class Recovery:
         if self.leaving or self.ranks.can_grow():
             return self.leaving
         return () if self.ranks.is_full and self._plan_changes() else None
-
-    def keeps_state(self) -> bool:
-        """Whether ranks keep what they hold when they regroup, so that no checkpoint is needed for that."""
-        return not self.leaving and self.ranks.is_full and self.replan.change is not None
 
     def _plan_changes(self) -> bool:
         plan = self.group.plan
@@ -190,6 +186,7 @@ class Recovery:
         else:
             assert fault is not None
             raise fault
+        self.ranks.end_former()
         mesh = str(self.group.plan.mesh)
         self.bus.record(
             "recovered",

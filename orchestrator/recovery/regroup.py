@@ -13,12 +13,19 @@ from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.gone_nodes import forget_gone_nodes
 from pentad.orchestrator.cluster.group import Member, Tick, WorkerGroup
 from pentad.orchestrator.cluster.placement import Place, living_bundles, order_places
-from pentad.orchestrator.cluster.worker import StateSource
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
-from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, end_processes, is_complete, sources
+from pentad.orchestrator.recovery.fence import (
+    CannotRecover,
+    RecoveryState,
+    end_processes,
+    handed_over,
+    is_complete,
+    sources,
+)
 from pentad.orchestrator.recovery.hang_detection import check_answers
+from pentad.orchestrator.recovery.newest_checkpoint import NewestIntact
 from pentad.orchestrator.recovery.placed_plans import on_hosts, shrunk_plan
 from pentad.orchestrator.recovery.rebalance import LayerChange
 from pentad.orchestrator.recovery.replan import OrderChange
@@ -27,15 +34,7 @@ from pentad.orchestrator.recovery.spares import Spares
 from pentad.orchestrator.search.replanned_order import EVENT
 from pentad.schedules.spec.mesh import numbered
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.checkpoint.checkpoint import (
-    Checkpoint,
-    Start,
-    Unreadable,
-    complete_folders,
-    fingerprint,
-    has_manifest,
-    recover,
-)
+from pentad.workers.checkpoint.checkpoint import Start, Unreadable, complete_folders, fingerprint, has_manifest
 from pentad.workers.replication.source import CopySource
 
 CREATE_SECONDS = 30.0
@@ -58,6 +57,7 @@ class Regroup:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
         self.full, self.start, self.copies = full, start, copies
         self.spares = Spares(config.elastic.spares, group, bus)
+        self.former: list[Member] = []  # of a larger mesh: no ranks any more, but they may hold parts of the state
 
     @property
     def is_full(self) -> bool:
@@ -71,23 +71,22 @@ class Regroup:
     def repair(self, state: RecoveryState, wait_seconds: float) -> str:
         """Replaces the lost ranks, or shrinks the mesh if there is no room for them within `wait_seconds`; returns
         which, as the journal has it."""
-        group, complete = self.group, is_complete(self.group.plan, state)
-        copy = None if complete else self._find_copy(state)
+        group = self.group
         with state.timed("place"):
             members = self._members(group.plan, group.bundles, state, wait_seconds)
         if members is None:
-            self._shrink(state, complete, copy)
+            self._shrink(state)
             return "shrink"
-        if complete:
-            self._start(group.plan, group.bundles, members, state)
+        if is_complete(group.plan, state):
+            self._start(group.plan, group.bundles, members, state, keep=True)
             self._receive(state)
             return "repair"
-        self._start(group.plan, group.bundles, members, state, _restored(copy))
+        copy = self._find_copy(state)
+        self._start(group.plan, group.bundles, members, state)
         return self._restore(state, copy)
 
     def grow(self, state: RecoveryState) -> str:
-        """Back to the full mesh, from the checkpoint of this step boundary; on the present one if a node has left
-        again."""
+        """Back to the full mesh; on the present one if a node has left again."""
         group, plan, members = self.group, self.full, None
         nodes = living_bundles(group.placement)
         if len(nodes) >= plan.mesh.size:
@@ -97,13 +96,13 @@ class Regroup:
             members = self._members(plan, bundles, state, self.config.elastic.wait_seconds)
         if members is None:
             return self.repair(state, 0.0)
-        copy = self._find_copy(state)
-        self._start(plan, bundles, members, state, _restored(copy))
+        copy = self._moving(state)
+        self._start(plan, bundles, members, state)
         self._restore(state, copy)
         return "grow"
 
     def move_layers(self, state: RecoveryState, change: LayerChange) -> str:
-        """The same ranks with other layers, from the checkpoint, or the copy, of this step boundary."""
+        """The same ranks with other layers."""
         self._change_plan(state, "rebalanced", change.config, change.plan, change.facts, keep=False)
         return "rebalance"
 
@@ -119,18 +118,18 @@ class Regroup:
     ) -> None:
         group = self.group
         members = list(zip(group.actors, group.places, strict=True))
-        copy = None if keep else self._find_copy(state)
+        copy = None if keep else self._moving(state)
         self.config, self.full = config, plan
         self.bus.record(event, step=state.version, **facts)
         self.bus.display.note(facts["sentence"])
-        self._start(plan, group.bundles, members, state, "kept" if keep else _restored(copy))
+        self._start(plan, group.bundles, members, state, keep=keep)
         if keep:
             self._receive(state)
         else:
             self._restore(state, copy)
 
-    def _shrink(self, state: RecoveryState, complete: bool, copy: CopySource | None) -> None:
-        """Lays a smaller mesh on the living ranks, from a checkpoint of the newest state if they hold all of it."""
+    def _shrink(self, state: RecoveryState) -> None:
+        """Lays a smaller mesh on the living ranks."""
         group, lost = self.group, state.lost
         living = [rank for rank in range(len(group.actors)) if rank not in lost]
         plan = shrunk_plan(self.config, self.full, len(living))
@@ -143,16 +142,19 @@ class Regroup:
                 min(lost),
                 "",
             )
-        with state.timed("state"):
-            if complete:
-                self.save(state)
+        copy = self._moving(state)
         members = [(group.actors[rank], group.places[rank]) for rank in living]
-        ranks = living[: plan.mesh.size]
-        try:
-            self._start(plan, [group.bundles[rank] for rank in ranks], members[: len(ranks)], state, _restored(copy))
-            self._restore(state, copy)
-        finally:  # spare ranks hold parts of the copy until then
-            end_processes(members[len(ranks) :])
+        ranks, former = living[: plan.mesh.size], members[plan.mesh.size :]
+        self.former += former
+        group.spares += [actor for actor, _ in former]
+        self._start(plan, [group.bundles[rank] for rank in ranks], members[: len(ranks)], state)
+        self._restore(state, copy)
+
+    def end_former(self) -> None:
+        """Once all ranks have a state."""
+        end_processes(self.former)
+        ended = [actor for actor, _ in self.former]
+        self.group.spares, self.former = [each for each in self.group.spares if each not in ended], []
 
     def _members(self, plan: Plan, bundles: Sequence[int], state: RecoveryState, seconds: float) -> list[Member] | None:
         """The ranks of `plan`: in each bundle the living rank, else a spare or a new one on the node where the bundle
@@ -197,9 +199,11 @@ class Regroup:
         bundles: Sequence[int],
         members: Iterable[Member],
         state: RecoveryState,
-        source: StateSource = "kept",
+        *,
+        keep: bool = False,
     ) -> None:
-        """Starts a generation of these ranks, some of which may be on other hosts than before."""
+        """Starts a generation of these ranks, which have no state yet, or `keep` theirs; some may be on other hosts
+        than before."""
         group, members = self.group, list(members)
         plan = on_hosts(self.config, plan, numbered(place.node for _, place in members))
         if plan is not group.plan:
@@ -208,7 +212,7 @@ class Regroup:
         state.lost.clear()
         deadline = time.monotonic() + self.config.cluster.start_timeout_seconds
         with state.timed("load"):
-            group.load(deadline, source)
+            group.load(deadline, keep=keep)
         with state.timed("connect"):
             group.connect(deadline)
 
@@ -221,25 +225,40 @@ class Regroup:
         """All ranks restore the newest state that is intact: this copy in memory, else a checkpoint, else what the run
         started from. Returns which, as the journal has it."""
         with state.timed("state"):
-            found = None
-            if copy is None or copy.key.step < self._newest_step():
-                found = self._newest(restart=copy is not None)
-            if copy is not None and (found is None or found.step <= copy.key.step):
-                state.version = copy.key.step
-                self.copies.restore(copy, tick=self._check_answers())
-                return "copies"
-            start = Start(found.folder, found.step) if found else self.start
-            state.version = start.step
-            self.group.restore(start, tick=self._check_answers())
-            return "checkpoint"
+            newest = self._newest(restart=copy is not None)
+            while True:
+                found = newest.find() if copy is None or copy.key.step < self._newest_step() else None
+                if copy is not None and (found is None or found.step <= copy.key.step):
+                    state.version = copy.key.step
+                    self.copies.restore(copy, tick=self._check_answers())
+                    if not self.config.elastic.replicate_every:  # otherwise it counts until the next one does
+                        self.copies.drop(copy.key)
+                    return "copies"
+                start = Start(found.folder, found.step) if found else self.start
+                state.version = start.step
+                if newest.restore(self.group, start, self._check_answers()):
+                    return "checkpoint"
+
+    def _moving(self, state: RecoveryState) -> CopySource | None:
+        """What ranks on another mesh, or with other layers, read their state from: a copy in memory, which is of the
+        newest state if the ranks hold all of it. None if only a checkpoint has it."""
+        if not is_complete(self.group.plan, state):
+            return self._find_copy(state)
+        with state.timed("state"):
+            parts = handed_over(self.group.plan, state.current)
+            found = self.copies.hand_over(parts, state.version, self._check_answers())
+            if found is None:
+                self.bus.display.note("there is no memory for a copy of the state: it goes through a checkpoint")
+                self.save(state)
+        return found
 
     def _find_copy(self, state: RecoveryState) -> CopySource | None:
         """The newest copy in memory that the living ranks hold all of. Says so if there is none."""
-        every = self.config.elastic.replicate_every
-        if not every or state.corrupt:
+        if state.corrupt:
             return None
-        found = self.copies.found(rank for rank in range(len(self.group.actors)) if rank not in state.lost)
-        if found is None:
+        living = [actor for rank, actor in enumerate(self.group.actors) if rank not in state.lost]
+        found = self.copies.found([*living, *(actor for actor, _ in self.former)])
+        if found is None and self.config.elastic.replicate_every:
             text = "the ranks that are left hold no complete copy of the state in memory"
             self.bus.record("copies lost", generation=self.group.generation, ranks=sorted(state.lost), cause=text)
             self.bus.display.note(text)
@@ -255,31 +274,18 @@ class Regroup:
     def _check_answers(self) -> Tick:
         return check_answers(self.group, self.config.elastic.hang_seconds)
 
-    def _newest(self, *, restart: bool) -> Checkpoint | None:
-        """The newest intact checkpoint. Waits for storage that does not answer as long as for ranks that start."""
-        folder, until = self.bus.folder.checkpoints, time.monotonic() + self.config.cluster.start_timeout_seconds
-        said = False
-        while True:
-            try:
-                found, refused = recover(folder, restart=restart)
-                break
-            except Unreadable:
-                if time.monotonic() > until:
-                    raise
-            if not said:
-                self.bus.display.note(f"waiting for {folder}, which does not answer")
-                said = True
-            time.sleep(RETRY_SECONDS)
-        for aside, reason in refused:
-            self.bus.display.note(f"checkpoint refused and renamed to {aside.name}: {reason}")
-        return found
+    def _newest(self, *, restart: bool) -> NewestIntact:
+        return NewestIntact(self.bus, self.config.cluster.start_timeout_seconds, restart=restart)
 
     def save(self, state: RecoveryState) -> None:
         """Writes a checkpoint of the newest state, unless there is an intact one, each parameter shard by one of its
         current holders."""
         began, group, path = time.monotonic(), self.group, self.bus.folder.checkpoint(state.version)
-        if has_manifest(path) and (found := self._newest(restart=True)) and found.step == state.version:
-            return
+        newest = self._newest(restart=True)
+        if has_manifest(path):
+            if newest.is_intact(path):
+                return
+            newest.find()
         plan, current = group.plan, set(state.current)
         owned: dict[int, tuple[ParamShard, ...]] = {}
         for shard in plan.param_shards:
@@ -293,8 +299,3 @@ class Regroup:
         seconds, size = round(time.monotonic() - began, 3), sum(shard["bytes"] for shard in shards)
         facts = {"seconds": seconds, "manifest": fingerprint(path), "bytes": size}
         self.bus.record("checkpoint", generation=group.generation, step=state.version, **facts)
-
-
-def _restored(copy: CopySource | None) -> StateSource:
-    """What ranks begin with: state to read from this copy or a newer checkpoint; without a copy, initial values."""
-    return "initial" if copy is None else "restored"

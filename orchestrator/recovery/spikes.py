@@ -10,9 +10,10 @@ from pentad.orchestrator.config.training_sections import SpikesSection
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import RunFolder
+from pentad.orchestrator.recovery.newest_checkpoint import NewestIntact
 from pentad.orchestrator.recovery.retention import rollback_target
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import Start, read_manifest, recover
+from pentad.workers.checkpoint.checkpoint import Start, read_manifest
 from pentad.workers.checkpoint.retention import delete_checkpoint
 
 Skipped = tuple[tuple[int, int], ...]  # batches left out, as for `batch_of`
@@ -65,7 +66,8 @@ def roll_back(config: RunConfig, group: WorkerGroup, bus: EventBus, spike: int) 
     for step in saved:
         if step > target:
             delete_checkpoint(bus.folder.checkpoint(step))
-    checkpoint = recover(bus.folder.checkpoints).checkpoint
+    newest = NewestIntact(bus, config.cluster.start_timeout_seconds, restart=False)
+    checkpoint = newest.find()
     assert checkpoint is not None  # or it has raised
     # In this order: a run that is killed in between meets the same spike again.
     plain = [list(each) for each in skipped]
@@ -73,7 +75,9 @@ def roll_back(config: RunConfig, group: WorkerGroup, bus: EventBus, spike: int) 
     left_out = f"from step {target} on, {spike + 1 - target} batches are left out"
     bus.display.note(f"going back to step {checkpoint.step}; {left_out}")
     group.skipped_batches = skipped
-    group.restore(Start(checkpoint.folder, checkpoint.step))
+    while not newest.restore(group, Start(checkpoint.folder, checkpoint.step)):
+        checkpoint = newest.find()
+        assert checkpoint is not None
     return checkpoint.step
 
 

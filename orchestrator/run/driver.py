@@ -26,6 +26,7 @@ from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.recovery.adoption import Parked
 from pentad.orchestrator.recovery.fence import RecoveryState, is_complete
 from pentad.orchestrator.recovery.hang_detection import HangDetector
+from pentad.orchestrator.recovery.newest_checkpoint import NewestIntact
 from pentad.orchestrator.recovery.recovery import Recovery
 from pentad.orchestrator.recovery.retention import rollback_target
 from pentad.orchestrator.recovery.spikes import roll_back, skipped_batches
@@ -38,7 +39,7 @@ from pentad.orchestrator.run.start_monitoring import monitored
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.checkpoint.checkpoint import Start, Unreadable, recover
+from pentad.workers.checkpoint.checkpoint import Start, Unreadable, open_checked, recover
 from pentad.workers.checkpoint.location import location
 
 FAILURE = "failure.txt"
@@ -75,9 +76,10 @@ def drive(
                 group = stack.enter_context(_started(config, room, bus, began, runner))
             else:
                 group = stack.enter_context(parked.group)
-            group.skipped_batches = skipped_batches(folder, began.start)
+            start = began.start if parked else _restore(config, group, bus, began, origin)
+            group.skipped_batches = skipped_batches(folder, start)
             interrupts.stop = requests.stop
-            done = _run_generations(config, group, bus, requests, began.start, parked)
+            done = _run_generations(config, group, bus, requests, start, parked)
             state = "finished" if done == config.run.steps else "stopped"
             bus.record("end" if state == "finished" else "stop", generation=group.generation, step=done)
             folder.files.settle()
@@ -109,7 +111,7 @@ def evaluate_on(
 
 
 def _started(config: RunConfig, room: Room, bus: EventBus, began: Beginning, runner: str) -> WorkerGroup:
-    """New ranks, with the state that the run begins with."""
+    """New ranks, which have no state yet."""
     timeout, generation = config.cluster.start_timeout_seconds, began.facts["generation"]
     options = {"runner": runner, "generation": generation, "lease": room.lease, "progress": bus.display.phase}
     group = WorkerGroup.start(room.plan, room.placement, timeout, **options)
@@ -118,11 +120,23 @@ def _started(config: RunConfig, room: Room, bus: EventBus, began: Beginning, run
         bus.record("place", generation=generation, ranks=_ranks(group))
         key = "run.folder" if config.checkpoint.path is None else "checkpoint.path"
         group.check_folder(bus.folder.checkpoints, key)
-        group.restore(began.start)
     except BaseException:
         group.stop(kill=True)
         raise
     return group
+
+
+def _restore(config: RunConfig, group: WorkerGroup, bus: EventBus, began: Beginning, origin: Origin | None) -> Start:
+    """Gives the ranks the state that the run begins with; returns that. Where they find a checkpoint damaged, it is the
+    next older one."""
+    restart, seconds = config.checkpoint.restart_if_damaged, config.cluster.start_timeout_seconds
+    newest, start = NewestIntact(bus, seconds, restart=restart), began.start
+    while not newest.restore(group, start):
+        found = newest.find()
+        start = Start(found.folder, found.step) if found else _start_of(config, origin or origin_of(config), bus.folder)
+        bus.display.note(f"resuming from step {start.step}")
+        bus.rewind(start.step)
+    return start
 
 
 def _run_generations(
@@ -144,10 +158,10 @@ def _run_generations(
         saved = -1  # the initial weights are something to go back to as well
     saved_at, shown = time.monotonic(), None
     while True:
-        state, asked = None, (recovery.should_regroup, recovery.keeps_state)
+        state = None
         if parked is not None:
             state, parked = recovery.adopt(parked.lost, first), None
-        steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, *asked)
+        steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup)
         if state is None:
             bus.ranks_placed(group)
             if group.plan is not shown:
@@ -247,12 +261,12 @@ class Beginning(NamedTuple):
 
 
 def _resume(config: RunConfig, folder: RunFolder, display: Display, origin: Origin | None) -> Beginning:
-    """From the newest checkpoint, or as a new run.
+    """From the newest checkpoint, of which the ranks will read the content, or as a new run.
 
     Newer checkpoints that are damaged are renamed, and their steps run again. Raises PentadError if all are damaged,
     unless checkpoint.restart_if_damaged, and if one cannot be read.
     """
-    found = recover(folder.checkpoints, restart=config.checkpoint.restart_if_damaged)
+    found = recover(folder.checkpoints, config.checkpoint.restart_if_damaged, open_checked)
     known = _generations(folder)
     if found.checkpoint:  # perhaps of a run whose folder is gone
         known.append(found.checkpoint.meta.get("generation", 0))

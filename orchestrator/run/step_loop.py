@@ -62,7 +62,7 @@ class Save(NamedTuple):
 
 class StepLoop:
     """The steps of one generation: from `first` to the last, or until a stop is requested, or until `should_regroup`,
-    asked about twice a second, says that the ranks should be placed again, or `keeps_state` where they are. `done`
+    asked about twice a second, says that the ranks should be placed again, or get other layers or another order. `done`
     steps are complete, `durable` steps are in a committed checkpoint; at the monotonic second `saved_at` the newest one
     was submitted or committed. The newest evaluation was after `evaluated` steps. Nothing is recorded after a spike
     because of which the run goes back."""
@@ -78,10 +78,9 @@ class StepLoop:
         saved_at: float,
         copies: GroupCopies,
         should_regroup: Callable[[dict[int, Status]], tuple[int, ...] | None],
-        keeps_state: Callable[[], bool],
     ) -> None:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
-        self.should_regroup, self.keeps_state = should_regroup, keeps_state
+        self.should_regroup = should_regroup
         keep, clocks = config.metrics.timeline_steps, group.offsets
         self.history = History(group.plan, group.generation, keep=keep, offsets=clocks, device_name=group.device_name)
         self.mixture = Mixture(group.plan.data, group.plan.batch.sizes)
@@ -213,7 +212,7 @@ class StepLoop:
         is_last = self.requests.stopping or step == self.config.run.steps
         if self.leaving is None or is_last or self.spikes.spike is not None:
             return False
-        return self.keeps_state() or self.replication.hands_over(step, self.leaving)
+        return not self.leaving or self.replication.hands_over(step, self.leaving)
 
     def _save(self, step: int) -> None:
         """Has the ranks copy their state once they are that far, and write it while they train on."""

@@ -16,8 +16,7 @@ from chaos_world import Signal
 
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, Op
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.checkpoint.checkpoint import read_manifest
-from pentad.workers.checkpoint.storage import storage_of
+from pentad.workers.checkpoint.checkpoint import open_checked, read_manifest, unreadable
 
 if TYPE_CHECKING:
     from chaos_history import Simulation
@@ -70,6 +69,20 @@ class Meeting(Signal):
         super().__init__()
         self.members, self.absent, self.total = tuple(members), set(members), 0
         self.brought: dict[int, Any] = {}
+
+
+class Snapshot(Signal):
+    """The state after some step, once it has fired."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requested = False
+        self.state: dict[Any, State] | None = None
+
+    def take(self, state: dict[Any, State]) -> None:
+        if self.state is None:
+            self.state = dict(state)
+            self.fire()
 
 
 class Fabric:
@@ -129,11 +142,17 @@ def parts_of(plan: Plan, rank: int) -> tuple[tuple[ParamShard, int, int], ...]:
 
 
 def read_state(folder: Any) -> State:
-    """Of a checkpoint, all parts of which must be there and be the same."""
-    found, counts = set[State](), dict[str, set[int]]()
+    """Of a checkpoint, as a rank reads it. All parts must be there and be the same. Raises Damaged and Unreadable."""
+    found, counts, opened = set[State](), dict[str, set[int]](), open_checked(folder).opened
+    assert opened is not None
     for shard in read_manifest(folder).shards:
-        with storage_of(folder).opened(folder / shard.file) as file:
-            for name, value in safetensors.numpy.load(file.read()).items():
+        try:
+            with opened(shard.file) as file:
+                content = file.read(shard.bytes)
+        except OSError as error:
+            raise unreadable(shard.file, error) from error
+        else:
+            for name, value in safetensors.numpy.load(content).items():
                 found.add(State(*map(int, value)))
                 first, _, count = name.rpartition("of")
                 which, _, index = first.rpartition(".")

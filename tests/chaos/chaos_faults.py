@@ -162,11 +162,7 @@ class Faults:
         self._damage(lambda path: os.truncate(path, path.stat().st_size // 2))
 
     def _flipped_byte(self, process: Process) -> None:
-        """Not right after the driver has compared all bytes with their checksums: the ranks do not once more."""
-        if self.simulation.compared:
-            self.world.at(0.1, partial(self._flipped_byte, process))
-        else:
-            self._damage(self._flip)
+        self._damage(self._flip)
 
     def _flip(self, path: Path) -> None:
         content = bytearray(path.read_bytes())

@@ -97,7 +97,7 @@ class Simulation:
         self.checkpoints = folder / "chaos" / "checkpoints"
         self.kinds: set[str] = set()
         self.damaged, self.on_saved = 0, list[Callable[[], None]]()
-        self.compared = False  # the driver has read a checkpoint that the ranks are about to read
+        self.handed_over = self.refused = 0  # states of ranks, to another mesh; checkpoints, once the ranks were there
         self.fabrics: dict[int, Fabric] = {}
         self.compiled: dict[tuple[int, int], tuple[Action, ...]] = {}
         self.plans: list[Plan] = []  # kept, so that their ids stay theirs
@@ -163,7 +163,7 @@ class Simulation:
         if key.generation < max(self.generation, self.fenced_before):
             return  # told late
         held = [process.worker.copies for process in self.cluster.processes]
-        for owner in range(key.ranks):
+        for owner in range(key.parts):
             if sum(each.find(key, owner) is not None for each in held) < 2:
                 raise Broken(f"the copy of {key.step} steps counts without the part of rank {owner} in its holder")
 
@@ -213,7 +213,7 @@ class Simulation:
 
     def fenced(self, group: groups.WorkerGroup, state: fence.RecoveryState, record: Any) -> None:
         """The driver's `fence`, and what must survive it."""
-        self.recovers, self.compared = True, False
+        self.recovers = True
         healthy = [a.process for r, a in enumerate(group.actors) if r not in state.lost and a.process.is_healthy]
         try:
             real_fence(group, state, record)
@@ -236,7 +236,7 @@ class Simulation:
             current = {rank for rank, runner in runners.items() if runner.version == version}
             if all(len(current & {*plan.holders(s)}) >= plan.num_zero_shards(s) for s in plan.param_shards):
                 newest = max(newest, version)
-        if self.config.elastic.replicate_every and "late message" not in self.kinds:  # its answer may be too late
+        if "late message" not in self.kinds:  # its answer may be too late
             held = {str(p.pid): p.worker.copies.held() for p in living.values()}
             found = newest_copy(held, b"")
             newest = max(newest, found.key.step if found else -1)
@@ -267,10 +267,12 @@ class Simulation:
         self.bus, self.requests, self.recovers, self.pauses = bus, requests, False, False
         if bus.view.step < max(self._intact(), default=0):
             raise Broken(f"the command starts at step {bus.view.step}, before the newest intact checkpoint")
+        self.floor = -1, max(self._intact(), default=-1)
         bus.watchers.append(self)
         yield
 
     def on_event(self, entry: dict[str, Any]) -> None:
+        self.refused += entry["event"] == "checkpoint refused"
         if entry["event"] in ("start", "recovered"):
             self.adopts = bool(entry.get("adopts"))
             self.adoptions += self.adopts
@@ -341,8 +343,6 @@ class Simulation:
             return (-9 if str(end) == "killed" else 2), str(end)
         except PentadError as error:
             return 1, str(error)
-        finally:
-            self.compared = False
         return (0, "") if done == self.scenario.steps else (1, f"the run stopped after {done} steps")
 
     def _check_nothing_is_left(self) -> None:

@@ -22,7 +22,16 @@ from pentad.orchestrator.cluster.placement import Place
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import event_bus, run_state, runfolder
 from pentad.orchestrator.records import run_files
-from pentad.orchestrator.recovery import adoption, evictions, fence, hang_detection, recovery, regroup, spares
+from pentad.orchestrator.recovery import (
+    adoption,
+    evictions,
+    fence,
+    hang_detection,
+    newest_checkpoint,
+    recovery,
+    regroup,
+    spares,
+)
 from pentad.orchestrator.run import driver, measure, placing, replication, step_loop
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import checkpoint as checkpoints
@@ -38,6 +47,7 @@ CLOCKED = (
         fence,
         recovery,
         regroup,
+        newest_checkpoint,
         evictions,
         hang_detection,
         step_loop,
@@ -148,11 +158,6 @@ def places_of(simulation: Simulation) -> Iterator[Place]:
     return (Place(bundle, node) for bundle, node in enumerate(simulation.cluster.bundles))
 
 
-def _compared(simulation: Simulation, found: Any) -> Any:
-    simulation.compared = found.checkpoint is not None
-    return found
-
-
 @contextmanager
 def _lease(simulation: Simulation) -> Iterator[SimLease]:
     lease = SimLease(simulation)
@@ -188,5 +193,3 @@ def _install_storage(patch: pytest.MonkeyPatch, current: Callable[[], Simulation
         patch.setattr(local, name, guarded(getattr(local, name), partial(of_storage, writes)))
     for module, name in ((run_files, "append"), (run_files, "replace_file"), (runfolder, "replace_file")):
         patch.setattr(module, name, guarded(getattr(module, name), of_run))
-    for reader in (driver, regroup):
-        patch.setattr(reader, "recover", lambda *a, **k: _compared(current(), checkpoints.recover(*a, **k)))

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import safetensors.numpy
 from chaos_cluster import Process
-from chaos_fabric import INITIAL, Fabric, Meeting, State, digest, next_state, parts_of, read_state
-from chaos_world import Signal
+from chaos_fabric import INITIAL, Fabric, Meeting, Snapshot, State, digest, next_state, parts_of, read_state
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Op
@@ -21,6 +20,8 @@ from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.mesh import Coordinates
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.workers.checkpoint.checkpoint import Unreadable
+from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.checkpoint.storage import storage_errors, storage_of
@@ -48,13 +49,12 @@ class SimRunner:
         gpu: int = 0,
         previous: SimRunner | None = None,
         *,
-        blank: bool = False,
         copies: HostCopies,
     ) -> None:
         self.plan, self.rank, self.process, self.generation, self.copies = plan, rank, progress, generation, copies
         self.simulation: Simulation = progress.worker.simulation
         self.world = self.simulation.world
-        progress.rank = rank
+        progress.rank, self.restores = rank, 0
         self.fence_flag = Fence()
         self.at = plan.mesh.coordinates(rank)
         self.inner = plan.mesh.group(("tp", "cp", "ep"), rank)
@@ -95,12 +95,21 @@ class SimRunner:
             self.world.at(seconds, partial(meeting.fail, RuntimeError("gloo: timed out")))
             yield from self.fabric.wait(meeting)
 
-    def restore(self, folder: str | None, step: int, optimizer: bool) -> Generator[Any, None, None]:
+    def restore(self, folder: str | None, step: int, optimizer: bool) -> Generator[Any, None, PentadError | None]:
         self.simulation.reached("restoring", self.process)
-        state = State(0, INITIAL) if folder is None else read_state(location(folder))
-        assert state.steps == step, f"a checkpoint of {state.steps} steps restored as one of {step}"
-        yield from self._all_meet(f"restore {folder}")
-        self._load(state)
+        yield self.world.random.uniform(*WRITE_SECONDS)
+        state, problem = State(0, INITIAL), None
+        if folder is not None:
+            try:
+                state = read_state(location(folder))
+            except (Damaged, Unreadable) as error:
+                problem = error
+        assert problem or state.steps == step, f"a checkpoint of {state.steps} steps restored as one of {step}"
+        self.restores += 1
+        meeting = yield from self._all_meet(("restore", self.restores), int(problem is not None))
+        if not meeting.total:
+            self._load(state)
+        return problem
 
     def restore_copy(self, source: CopySource) -> Generator[Any, None, None]:
         self.simulation.reached("restoring", self.process)
@@ -119,16 +128,17 @@ class SimRunner:
         yield from self._all_meet(f"copy {source.key}")
         self._load(state)
 
-    def _all_meet(self, key: str) -> Generator[Any, None, None]:
+    def _all_meet(self, key: Any, brings: int = 0) -> Generator[Any, None, Meeting]:
         assert self.fabric is not None
         with self.fence_flag.guard():
             meeting = self.fabric.meeting(-1, key, self.everyone)
-            self.fabric.come(meeting, self.rank)
+            self.fabric.come(meeting, self.rank, brings)
             yield from self.fabric.wait(meeting)
+        return meeting
 
     def _load(self, state: State) -> None:
         self.state = dict.fromkeys(self.parts, state)
-        self.version, self.simulation.compared = state.steps, False
+        self.version = state.steps
         self.simulation.check_state(self)
 
     def receive(self, sources: dict[ParamShard, int], step: int) -> Generator[Any, None, None]:
@@ -325,6 +335,15 @@ class SimRunner:
         holder.worker.copies.put(key, self.rank, CopyPart({}, data, None, lambda memory: None))
         return SimpleNamespace(bytes=16, snapshot_seconds=0.0, transfer_seconds=0.0)
 
+    def hand_over(self, key: CopyKey, parts: dict[int, ParamShard], neighbours: int) -> None:
+        self.simulation.reached("saving", self.process)
+        assert self.version == key.step, "a rank hands over what is not the newest state"
+        for number, shard in parts.items():
+            (only,) = {its for part, its in self.state.items() if part[0] == shard}
+            data = np.array(only, np.int64).view(np.uint8)
+            self.copies.hand_over(key, number, CopyPart({}, data, None, lambda memory: None))
+        self.simulation.handed_over += 1
+
     def _taken(self, kind: str, step: int) -> Generator[Any, None, dict[Any, State]]:
         snapshot = self.snapshots[kind].setdefault(step, Snapshot())
         self.fence_flag.check()
@@ -345,8 +364,8 @@ class SimRunner:
         specs: Any = {name: {"dtype": "I64", "shape": [2]} for name in tensors}
         with storage_errors(folder, len(content)):
             storage_of(folder).make_folder(folder)
-            size, sha256 = storage_of(folder).write(folder / file, [memoryview(content)], *publishing)
-        return Shard(file, size, sha256, specs).plain()
+            written = storage_of(folder).write(folder / file, [memoryview(content)], *publishing)
+        return Shard(file, written.bytes, written.sha256, specs, written.crc32).plain()
 
     def _name_of(self, part: tuple[ParamShard, int, int], *, whole: bool) -> str:
         """As a checkpoint has it. Replicas write equal parts, or one of them the `whole`."""
@@ -378,17 +397,3 @@ class SimRunner:
 
     def close(self) -> None:
         self.fence_flag.set()
-
-
-class Snapshot(Signal):
-    """The state after some step, once it has fired."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requested = False
-        self.state: dict[Any, State] | None = None
-
-    def take(self, state: dict[Any, State]) -> None:
-        if self.state is None:
-            self.state = dict(state)
-            self.fire()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from chaos_cluster import Process
 
-from pentad.orchestrator.cluster.worker import StateSource, Status, Worker, WorkerPlace, status_of
+from pentad.orchestrator.cluster.worker import Status, Worker, WorkerPlace, status_of
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.replication.parts import CopyKey, HostCopies
 
@@ -31,10 +31,10 @@ class SimWorker(Worker):
         self.progress_file: Any = process
         self.started = set[int]()
 
-    def start(self, generation: int, plan: Plan, rank: int, bundles: tuple[int, ...], state: StateSource) -> str:
+    def start(self, generation: int, plan: Plan, rank: int, bundles: tuple[int, ...], keep: bool) -> str:
         assert generation not in self.started, f"generation {generation} has begun twice"
         self.started.add(generation)
-        name = super().start(generation, plan, rank, bundles, state)
+        name = super().start(generation, plan, rank, bundles, keep)
         self.simulation.on_start(generation)
         return name
 
@@ -65,6 +65,9 @@ class SimWorker(Worker):
     def commit_copy(self, key: CopyKey) -> None:
         self.simulation.check_copy(key)
         super().commit_copy(key)
+
+    def _serve(self, host: str, token: bytes) -> Any:
+        return None
 
     def serve_copies(self, host: str, token: bytes) -> str:
         return str(self.process.pid)

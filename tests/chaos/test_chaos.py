@@ -83,13 +83,19 @@ def test_a_head_that_is_killed_twice_ends_one_driver(memory: Path, current: list
     play_all([replace(scenario(0), faults=faults)], memory, current)
 
 
-def test_a_byte_flips_before_the_driver_compares_it_or_after_the_ranks_have_read_it(
+def test_a_rank_finds_a_byte_that_flipped_and_all_go_back_to_the_checkpoint_before(
     memory: Path, current: list[Simulation]
 ) -> None:
     faults = Fault("driver killed", "before NORM", 5, 0), Fault("flipped byte", "connecting", 0, 1)
-    overrides = ("checkpoint.every=2", "elastic.driver_lease=0")
+    overrides = ("checkpoint.every=2", "checkpoint.keep=2", "elastic.driver_lease=0")
     (played,) = play_all([replace(scenario(2), overrides=overrides, faults=faults)], memory, current)
-    assert played.damaged == 1
+    assert (played.damaged, played.refused) == (1, 1)
+
+
+def test_meshes_shrink_and_grow_through_memory_between_other_faults(memory: Path, current: list[Simulation]) -> None:
+    """Some of which happen meanwhile."""
+    played = play_all(map(scenario, (147, 337, 415, 1009)), memory, current)
+    assert all(each.handed_over for each in played)
 
 
 def test_a_seed_gives_the_same_history_again(memory: Path, current: list[Simulation]) -> None:

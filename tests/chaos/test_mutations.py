@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.lease import Lease
 from pentad.orchestrator.cluster.worker import Worker
 from pentad.orchestrator.monitoring.event_bus import EventBus
-from pentad.orchestrator.recovery import fence, regroup
+from pentad.orchestrator.recovery import fence, newest_checkpoint, regroup
 from pentad.orchestrator.run import driver, step_loop
 from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint.checksums import CheckedFile, Damaged
 from pentad.workers.runtime.abort import Fence
 
 Patch = pytest.MonkeyPatch
@@ -96,14 +98,19 @@ def no_copies_found(patch: Patch) -> None:
 
 def older_checkpoint(patch: Patch) -> None:
     """A recovery reads the oldest checkpoint that is intact."""
-    recover = regroup.recover
+    recover = newest_checkpoint.recover
 
-    def older(root: Any, **options: Any) -> checkpoint.NewestCheckpoint:
-        found = recover(root, **options)
+    def older(root: Any, *options: Any) -> checkpoint.NewestCheckpoint:
+        found = recover(root, *options)
         oldest = next(iter(checkpoint.complete_folders(root).values()), None)
         return found if oldest is None else found._replace(checkpoint=checkpoint.open_checkpoint(oldest))
 
-    patch.setattr(regroup, "recover", older)
+    patch.setattr(newest_checkpoint, "recover", older)
+
+
+def nothing_handed_over(patch: Patch) -> None:
+    """A mesh that shrinks does not take its state along."""
+    patch.setattr(regroup.Regroup, "_moving", lambda self, state: None)
 
 
 def unsaved_end(patch: Patch) -> None:
@@ -127,8 +134,19 @@ def late_publishing(patch: Patch) -> None:
 
 
 def damage_ignored(patch: Patch) -> None:
-    """A run resumes from a damaged checkpoint."""
-    patch.setattr(checkpoint, "_check_content", lambda folder, shard: None)
+    """Ranks do not compare what they read."""
+    fill = CheckedFile._fill
+
+    def unchecked(file: CheckedFile, block: int, target: memoryview) -> None:
+        with suppress(Damaged):
+            fill(file, block, target)
+
+    patch.setattr(CheckedFile, "_fill", unchecked)
+
+
+def damage_taken_for_intact(patch: Patch) -> None:
+    """The driver does not believe ranks that find a checkpoint damaged."""
+    patch.setattr(newest_checkpoint.NewestIntact, "is_intact", lambda newest, folder: True)
 
 
 def endless_lease(patch: Patch) -> None:
@@ -139,7 +157,7 @@ def endless_lease(patch: Patch) -> None:
 DEFECTS: tuple[Callable[[Patch], None], ...] = (
     *(no_fence, same_generation, stale_calls, forgotten_rewind, committed_twice, lost_results, any_source),
     *(unfinished_copy, no_copies_found, unsaved_end, no_hangs, processes_left, late_publishing, damage_ignored),
-    *(endless_lease, older_checkpoint),
+    *(endless_lease, older_checkpoint, damage_taken_for_intact, nothing_handed_over),
 )
 QUICK = (no_fence, same_generation, forgotten_rewind, committed_twice, unfinished_copy)  # by one of the first seeds
 

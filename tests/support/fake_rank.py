@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import ActorDiedError, RayTaskError
-from small_checkpoint import save_small
+from small_checkpoint import problem_of, save_small
 
-from pentad.orchestrator.cluster.worker import StaleGeneration, StateSource, Status, WorkerPlace
+from pentad.orchestrator.cluster.worker import StaleGeneration, Status, WorkerPlace
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.plan import Plan
@@ -60,9 +61,9 @@ class Rank:
     def clock(self) -> float:
         return self.fake.now
 
-    def start(self, generation: int, plan: Plan, number: int, bundles: tuple[int, ...], state: StateSource) -> str:
+    def start(self, generation: int, plan: Plan, number: int, bundles: tuple[int, ...], keep: bool) -> str:
         self.generation, self.plan, self.number, self.ready, self.open = generation, plan, number, False, []
-        if state != "kept":
+        if not keep:
             self.version, self.results = -1, []
         return ""
 
@@ -74,12 +75,16 @@ class Rank:
         return f"{host}:1"
 
     def connect(self, address: str, seconds: float) -> None:
-        started = [rank for rank in self.fake.ranks if rank.is_alive and rank.number >= 0]
+        members = self.fake.members() if self.fake.group else self.fake.ranks  # others are none any more
+        started = [rank for rank in members if rank.is_alive]
         assert {rank.generation for rank in started} == {self.generation}
 
-    def restore(self, folder: str | None, step: int, optimizer: bool) -> None:
+    def restore(self, folder: str | None, step: int, optimizer: bool) -> PentadError | None:
         assert (int(location(folder).name[5:]) if folder else 0) == step
+        if folder is not None and (problem := problem_of(location(folder))) is not None:
+            return problem
         self.version = step
+        return None
 
     def receive(self, sources: dict[Any, int], step: int) -> None:
         members = self.fake.members()
@@ -150,8 +155,18 @@ class Rank:
     def commit_copy(self, key: CopyKey) -> None:
         self.held = {each: True for each in self.held if each[0] == key}
 
-    def forget_copies(self) -> None:
-        self.held.clear()
+    def hand_over(
+        self, generation: int, key: CopyKey, parts: dict[int, Any], neighbours: int, host: str, token: bytes
+    ) -> str | None:
+        assert generation == self.generation == key.generation and self.version == key.step and neighbours > 0
+        assert set(parts.values()) <= set(self.plan.param_shards_of(self.number))
+        if self.fake.full_memory:
+            return "the state needs 1 byte of host memory: expected up to 0"
+        self.held |= {(key, number): True for number in parts}
+        return None
+
+    def forget_copies(self, key: CopyKey | None = None) -> None:
+        self.held = {each: counts for each, counts in self.held.items() if key not in (None, each[0])}
 
     def held_copies(self) -> tuple[str, list[HeldPart]]:
         return str(self.pid), [HeldPart(key, owner, 1, counts, {}) for (key, owner), counts in self.held.items()]

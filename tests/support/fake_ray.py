@@ -21,7 +21,15 @@ from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.records.json_lines import read_lines
-from pentad.orchestrator.recovery import evictions, fence, hang_detection, recovery, regroup, spares
+from pentad.orchestrator.recovery import (
+    evictions,
+    fence,
+    hang_detection,
+    newest_checkpoint,
+    recovery,
+    regroup,
+    spares,
+)
 from pentad.orchestrator.run import step_loop
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start
@@ -82,6 +90,7 @@ class FakeRay:
         self.written: dict[int, list[Any]] = {}  # shards by the steps of their checkpoint
         self.writing = (-1, -1)
         self.full: set[int] = set()
+        self.full_memory = False  # no rank has memory for what it hands over
         self.killed: list[int] = []
         self.on_call: Callable[[Rank, str], None] = lambda rank, method: None
         self.on_sleep: Callable[[], None] = lambda: None
@@ -103,7 +112,17 @@ class FakeRay:
         )
         for module in (groups, faults, copies, fence, regroup, spares):
             patch.setattr(module, "ray", fake)
-        for module in (groups, faults, fence, recovery, regroup, evictions, hang_detection, step_loop):
+        for module in (
+            groups,
+            faults,
+            fence,
+            recovery,
+            regroup,
+            newest_checkpoint,
+            evictions,
+            hang_detection,
+            step_loop,
+        ):
             patch.setattr(module, "time", clock)
         patch.setattr(fence, "os", kill)
         patch.setattr(groups, "Actor", SimpleNamespace(options=self._options))

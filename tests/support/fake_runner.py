@@ -45,7 +45,6 @@ class FakeRunner:
         gpu: int = 0,
         before: FakeRunner | None = None,
         *,
-        blank: bool = False,
         copies: Any = None,
     ) -> None:
         self.plan, self.rank, self.pp = plan, rank, plan.mesh.coordinates(rank).pp
@@ -137,8 +136,16 @@ class FakeRunner:
             return []
         Path(folder).mkdir(exist_ok=True)
         content = safetensors.numpy.save({"steps": np.array(self.copied)})
-        size, sha256 = write_file(Path(folder, "stage-000.safetensors"), [memoryview(content)])
-        return [Shard("stage-000.safetensors", size, sha256, {"steps": {"dtype": "I64", "shape": []}}).plain()]
+        written = write_file(Path(folder, "stage-000.safetensors"), [memoryview(content)])
+        return [
+            Shard(
+                "stage-000.safetensors",
+                written.bytes,
+                written.sha256,
+                {"steps": {"dtype": "I64", "shape": []}},
+                written.crc32,
+            ).plain()
+        ]
 
     def close(self) -> None:
         pass

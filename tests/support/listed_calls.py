@@ -165,8 +165,9 @@ def loop_runner(folder: Path) -> Run:
             bus = EventBus(config, made, display, first, None)
             group: Any = ranks
             at = time.monotonic() if saved_at is None else saved_at
-            asked = (lambda statuses: None), (lambda: False)
-            calls = StepLoop(config, group, bus, ControlRequests(), first, first, at, GroupCopies(group), *asked)
+            calls = StepLoop(
+                config, group, bus, ControlRequests(), first, first, at, GroupCopies(group), lambda statuses: None
+            )
             ranks.calls = calls
             calls.run()
         assert not ranks.kept and not calls.in_flight and not calls.open

@@ -256,7 +256,7 @@ def _serve(end: Any, stacks: Path) -> None:
                 plan, rank, generation = arguments
                 previous = runners[0] if runners and generation > 1 else None
                 where = plan, rank, progress, generation, gpu_of(rank)
-                runners[:] = [Runner(*where, previous, blank=generation > 1, copies=copies)]
+                runners[:] = [Runner(*where, previous, copies=copies)]
                 reply(number, None)
             elif method == "serve_copies":
                 reply(number, CopyServer(copies, "127.0.0.1", *arguments).address)

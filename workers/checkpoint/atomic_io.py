@@ -6,7 +6,6 @@ cut can leave a file with the right name and no content; without the last one th
 
 import errno
 import fcntl
-import hashlib
 import mmap
 import os
 import secrets
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checksums import Checksums, Written
 
 CHUNK = 4 << 20  # bytes hashed at a time
 BLOCK = 16 << 20  # and written
@@ -103,25 +103,25 @@ def write_file(
     publishing: Callable[[], AbstractContextManager[None]] = nullcontext,
     *,
     replace: bool = True,
-) -> tuple[int, str]:
-    """Writes `parts` to `path`, atomically and durably; returns the number of bytes and their sha256.
+) -> Written:
+    """Writes `parts` to `path`, atomically and durably; returns its size and checksums.
 
     The file gets its name within `publishing()`, which may raise to prevent that. Without `replace` raises
     FileExistsError if `path` exists, where the file system has hard links.
 
-    The hash is of the bytes on their way to disk, not of a re-read: a re-read right after the write comes from the page
-    cache and says nothing about the disk. Raises OSError, with the temporary file removed; if only the last fsync
+    The checksums are of the bytes on their way to disk, not of a re-read: right after the write that comes from the
+    page cache and says nothing about the disk. Raises OSError, with the temporary file removed; if only the last fsync
     failed, `path` may hold the new content, complete.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")  # unique: a stale writer cannot share it
-    digest, size = hashlib.sha256(), 0
+    checksums = Checksums()
     try:
         with _DirectFile(partial) as file:
             for part in parts:
                 for start in range(0, len(part), CHUNK):
                     chunk = part[start : start + CHUNK]
-                    digest.update(chunk)
-                    size += file.write(chunk)
+                    checksums.update(chunk)
+                    file.write(chunk)
             file.sync()
         with publishing():
             (os.replace if replace else _rename_new)(partial, path)
@@ -129,7 +129,7 @@ def write_file(
         partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
-    return size, digest.hexdigest()
+    return checksums.result()
 
 
 class _DirectFile:

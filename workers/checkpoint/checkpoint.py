@@ -1,4 +1,5 @@
-"""Checkpoints: each rank writes its shards (see shards), a manifest commits them, and opening verifies everything.
+"""Checkpoints: each rank writes its shards (see shards), a manifest commits them, and whoever opens one verifies it:
+all of it (`open_checkpoint`), or what is read of it (`open_checked`).
 
 A checkpoint is a folder `step-00000020` of safetensors files and a `manifest.json`, written last, on a disk or in a
 store. A folder without a manifest is incomplete and ignored. Tensor names are global, so any mesh can read what another
@@ -21,11 +22,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checksums import CheckedFile, Damaged
 from pentad.workers.checkpoint.local_storage import File, L, Publishing, missing, sha256_of
 from pentad.workers.checkpoint.location import Location
 from pentad.workers.checkpoint.manifest import (
@@ -56,7 +59,7 @@ class Unreadable(PentadError):
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint: its folder, the number of steps done, the driver's metadata, and where each tensor is. `opened`
-    opens files that are not in the folder, but in the memory of ranks."""
+    opens its files, None: as they are in the folder."""
 
     folder: Location
     step: int
@@ -126,10 +129,30 @@ def open_checkpoint(folder: Location) -> Checkpoint:
     return _checkpoint(folder, manifest)
 
 
-def open_verified(folder: Location) -> Checkpoint:
-    """The checkpoint in `folder`, whose content has been verified elsewhere: by the driver, for all ranks. Raises as
-    `read_manifest` does."""
-    return _checkpoint(folder, read_manifest(folder))
+def open_checked(folder: Location) -> Checkpoint:
+    """The checkpoint in `folder`, whose content is compared with its checksums as it is read: reading raises Damaged.
+    Raises as `read_manifest` does."""
+    manifest = read_manifest(folder)
+    files = _CheckedFiles(folder, {shard.file: shard for shard in manifest.shards})
+    return replace(_checkpoint(folder, manifest), opened=files.open)
+
+
+class _CheckedFiles:
+    """Opens the files of a checkpoint, from any thread. Those of earlier versions, of whose blocks there are no
+    checksums, are read once before."""
+
+    def __init__(self, folder: Location, shards: dict[str, Shard]) -> None:
+        self.folder, self.shards, self.lock, self.intact = folder, shards, Lock(), set[str]()
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Any]:
+        shard = self.shards[name]
+        with self.lock:
+            if not shard.crc32 and name not in self.intact:
+                _check_content(self.folder, shard)
+                self.intact.add(name)
+        with storage_of(self.folder).opened(self.folder / name) as file:
+            yield CheckedFile(file, name, shard.bytes, shard.crc32) if shard.crc32 else file
 
 
 def open_saved(folder: Location) -> Checkpoint:
@@ -233,12 +256,14 @@ def newest(root: Location, open_: Callable[[Location], Checkpoint] = open_checkp
     return NewestCheckpoint(None, tuple(refused))
 
 
-def recover(root: Location, *, restart: bool = False) -> NewestCheckpoint:
+def recover(
+    root: Location, restart: bool = False, open_: Callable[[Location], Checkpoint] = open_checkpoint
+) -> NewestCheckpoint:
     """`newest`, with the damaged ones renamed, so that they no longer count.
 
     Raises PentadError, with nothing renamed, if there are checkpoints and all are damaged, unless `restart`.
     """
-    found = newest(root)
+    found = newest(root, open_)
     if found.checkpoint is None and found.refused and not restart:
         expected = "expected an intact one, or checkpoint.restart_if_damaged = true to begin the run again"
         raise PentadError(f"no checkpoint in {root} is intact ({found.refused[0][1]}): {expected}")
@@ -255,9 +280,9 @@ def _naming(folder: Location) -> Iterator[None]:
 
 
 def unreadable(file: str, error: OSError) -> PentadError:
-    """Unreadable, unless the error shows that the file is damaged or missing."""
+    """Unreadable, or Damaged if the error shows that the file is damaged or missing."""
     is_passing, reason = error.errno not in _SHOWS_DAMAGE, error.strerror or error
-    return (Unreadable if is_passing else PentadError)(f"{file} cannot be read ({reason}): expected a readable file")
+    return (Unreadable if is_passing else Damaged)(f"{file} cannot be read ({reason}): expected a readable file")
 
 
 def retried(read: Callable[[], _T]) -> _T:
@@ -279,17 +304,6 @@ def set_aside(folder: L) -> L:
     except OSError as error:
         text = f"{folder} cannot be renamed ({error.strerror or error})"
         raise PentadError(f"{text}: expected writable storage") from error
-
-
-def is_intact(folder: Location) -> bool:
-    """Whether `open_saved` accepts the checkpoint."""
-    try:
-        open_saved(folder)
-    except (UnknownVersion, Unreadable):
-        raise
-    except PentadError:
-        return False
-    return True
 
 
 def _files(folder: Location) -> dict[str, File]:
@@ -327,21 +341,23 @@ def _check_content(folder: Location, shard: Shard) -> None:
         with storage_of(folder).opened(folder / shard.file) as file:
             sha256 = sha256_of(file)
             if sha256 != shard.sha256:
-                raise PentadError(f"{shard.file} has sha256 {sha256}: expected {shard.sha256}")
+                raise Damaged(f"{shard.file} has sha256 {sha256}: expected {shard.sha256}")
             file.seek(0)
             specs = {name: stored.spec for name, stored in stored_tensors(file, shard.file, shard.bytes).items()}
     except OSError as error:
         raise unreadable(shard.file, error) from error
     if specs != shard.tensors:
-        raise PentadError(f"{shard.file} has tensors that differ from {MANIFEST}: expected the same names and shapes")
+        raise Damaged(f"{shard.file} has tensors that differ from {MANIFEST}: expected the same names and shapes")
 
 
 def stored_tensors(file: Any, name: str, size: int) -> dict[str, Stored]:
     """The tensors of an open shard of this name. Raises PentadError for another kind of file."""
     try:
         return read_header(file, size)
+    except Damaged:
+        raise
     except PentadError as error:
-        raise PentadError(f"{name} cannot be read ({error}): expected a safetensors file") from None
+        raise Damaged(f"{name} cannot be read ({error}): expected a safetensors file") from None
 
 
 def _check_step(folder: Location, step: int) -> None:

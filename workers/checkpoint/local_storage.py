@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pentad.workers.checkpoint import atomic_io
+from pentad.workers.checkpoint.checksums import Written
 from pentad.workers.checkpoint.location import RemotePath
 
 Publishing = Callable[[], AbstractContextManager[None]]
@@ -54,8 +55,8 @@ class Storage(Protocol[L]):
         """The name under which a shard is written: one that no file has ever had, unless a file replaces another one
         at once and as a whole."""
 
-    def write(self, file: L, parts: Iterable[memoryview], publishing: Publishing = nullcontext) -> tuple[int, str]:
-        """Writes a file durably; returns the number of bytes and their sha256. It is there once this returns, and not
+    def write(self, file: L, parts: Iterable[memoryview], publishing: Publishing = nullcontext) -> Written:
+        """Writes a file durably; returns its size and checksums. It is there once this returns, and not
         if `publishing()`, entered before, raises."""
 
     def write_new(self, file: L, content: bytes, publishing: Publishing = nullcontext) -> None:
@@ -121,7 +122,7 @@ class Local:
     def new_name(self, name: str) -> str:
         return name
 
-    def write(self, file: Path, parts: Iterable[memoryview], publishing: Publishing = nullcontext) -> tuple[int, str]:
+    def write(self, file: Path, parts: Iterable[memoryview], publishing: Publishing = nullcontext) -> Written:
         return atomic_io.write_file(file, parts, publishing)
 
     def write_new(self, file: Path, content: bytes, publishing: Publishing = nullcontext) -> None:

@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypedDict
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checksums import num_digits
 
-VERSION = 3  # 2: no tensor was cut; 1: model and mesh were described with other keys than today's
-READABLE = (2, 3)
+VERSION = 4  # 3: no CRC-32s; 2: no tensor was cut; 1: model and mesh were described with other keys than today's
+READABLE = (2, 3, 4)
 MAX_BYTES = 1 << 27  # about a million tensors; a larger file is foreign and is never read
 
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHA256, _CRC32 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]*")
 _PIECE = re.compile(r"(.+)#((?:[0-9]{1,18}(?:x[0-9]{1,18}){0,7})?):([0-9]{1,18})-([0-9]{1,18})")
 _FIELDS = {"bytes", "checksum", "meta", "shards", "step", "version"}
 
@@ -34,12 +35,14 @@ class Spec(TypedDict):
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a checkpoint as it was written: name in the folder, size, sha256, and its tensors by name."""
+    """One file of a checkpoint as it was written: name in the folder, size, sha256, its tensors by name, and `crc32` as
+    in `Written`, '' from earlier versions of pentad."""
 
     file: str
     bytes: int
     sha256: str
     tensors: dict[str, Spec]
+    crc32: str = ""
 
     def plain(self) -> dict[str, Any]:
         """This shard as dicts, lists, strings and integers."""
@@ -48,11 +51,15 @@ class Shard:
     @staticmethod
     def from_plain(plain: Any) -> "Shard":
         """The inverse of `plain`. Raises PentadError for anything else, and for a file outside the folder."""
-        _check(isinstance(plain, dict) and plain.keys() == {"file", "bytes", "sha256", "tensors"}, "a shard", plain)
+        fields = {"file", "bytes", "sha256", "tensors"}
+        _check(isinstance(plain, dict) and plain.keys() - {"crc32"} == fields, "a shard", plain)
         _check(is_file_name(plain["file"]), "a shard's file: a plain name that ends in .safetensors", plain["file"])
         _check(_is_count(plain["bytes"]), "a shard's bytes", plain["bytes"])
         sha256 = plain["sha256"]
         _check(isinstance(sha256, str) and _SHA256.fullmatch(sha256) is not None, "a shard's sha256", sha256)
+        crc32 = plain.get("crc32", "")
+        is_of_all = isinstance(crc32, str) and len(crc32) in (0, num_digits(plain["bytes"]))
+        _check(is_of_all and _CRC32.fullmatch(crc32) is not None, "a shard's CRC-32s", crc32)
         _check(isinstance(plain["tensors"], dict), "a shard's tensors", plain["tensors"])
         for name, spec in plain["tensors"].items():
             _check(isinstance(name, str) and _is_spec(spec), f"dtype and shape of tensor {name!r}", spec)

@@ -8,7 +8,6 @@ to replace a manifest; file systems rename one.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -20,6 +19,7 @@ from pyarrow import fs
 
 from pentad.workers.checkpoint import s3_requests
 from pentad.workers.checkpoint.atomic_io import CHUNK
+from pentad.workers.checkpoint.checksums import Checksums, Written
 from pentad.workers.checkpoint.local_storage import File, Publishing, free_name, missing
 from pentad.workers.checkpoint.location import RemotePath, first_line
 from pentad.workers.checkpoint.s3_requests import Address, Keys
@@ -86,25 +86,23 @@ class Remote:
         stem, dot, ending = name.rpartition(".")
         return f"{stem}.{secrets.token_hex(8)}{dot}{ending}"
 
-    def write(
-        self, file: RemotePath, parts: Iterable[memoryview], publishing: Publishing = nullcontext
-    ) -> tuple[int, str]:
-        digest, size = hashlib.sha256(), 0
+    def write(self, file: RemotePath, parts: Iterable[memoryview], publishing: Publishing = nullcontext) -> Written:
+        checksums = Checksums()
         with _as_os_errors():
             sink = self.filesystem.open_output_stream(self._path(file))
             try:
                 for part in parts:
                     for start in range(0, len(part), CHUNK):
                         chunk = part[start : start + CHUNK]
-                        digest.update(chunk)
-                        size += sink.write(chunk)
+                        checksums.update(chunk)
+                        sink.write(chunk)
                 with publishing():
                     pass
                 sink.close()
             except BaseException:
                 self._abandon(sink, file)
                 raise
-        return size, digest.hexdigest()
+        return checksums.result()
 
     def write_new(self, file: RemotePath, content: bytes, publishing: Publishing = nullcontext) -> None:
         if self.address is not None and self.keys is not None:

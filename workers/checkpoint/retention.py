@@ -16,7 +16,6 @@ from pentad.workers.checkpoint.checkpoint import (
     committed,
     complete_folders,
     folders,
-    is_intact,
     manifest_name,
     newest,
     open_checkpoint,
@@ -189,7 +188,18 @@ def _abandoned_before(root: Location) -> float:
 def _newest_intact(root: Location, before: int, count: int) -> list[int]:
     """Steps of the newest valid checkpoints of fewer steps, at most this many."""
     older = ((step, folder) for step, folder in reversed(complete_folders(root).items()) if step < before)
-    return list(islice((step for step, folder in older if is_intact(folder)), count))
+    return list(islice((step for step, folder in older if _is_intact(folder)), count))
+
+
+def _is_intact(folder: Location) -> bool:
+    """Whether `open_saved` accepts the checkpoint."""
+    try:
+        open_saved(folder)
+    except (UnknownVersion, Unreadable):
+        raise
+    except PentadError:
+        return False
+    return True
 
 
 def _entry(folder: Location, step: int) -> CheckpointEntry:

@@ -62,8 +62,8 @@ def write_tensors(
     while the next one is produced, except to the memory of the part written last. `publishing` is that of
     `Storage.write`. Raises OSError.
     """
-    size, sha256 = storage_of(path).write(path, _buffers(specs, parts, metadata), publishing)
-    return Shard(path.name, size, sha256, specs)
+    written = storage_of(path).write(path, _buffers(specs, parts, metadata), publishing)
+    return Shard(path.name, written.bytes, written.sha256, specs, written.crc32)
 
 
 def write_files(

@@ -209,6 +209,13 @@ def state_update(snapshots: Sequence[Snapshots], step: int) -> Iterator[None]:
         yield
 
 
+def copy_to(buffer: torch.Tensor, files: Files) -> None:
+    """Copies these files, at once, to host memory [snapshot_bytes], as in their `layout`."""
+    for file, targets in _views(buffer, files).items():
+        for name, target in targets.items():
+            target.copy_(files[file][name])
+
+
 def snapshot_bytes(files: Files) -> int:
     """Bytes of host memory that a snapshot of these files takes."""
     return sum(_size(tensor) for tensors in files.values() for tensor in tensors.values())

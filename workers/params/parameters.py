@@ -112,11 +112,19 @@ def create_parameters(
         host=host,
         router_bias=router_biases(plan, shard, wide, device),
     )
-    for part, span, values in () if blank else parameters.shard_parts(parameters.master):
+    if not blank:
+        initialize(parameters, plan.seed, device, initial)
+    return parameters
+
+
+def initialize(
+    parameters: Parameters, seed: int, device: torch.device, initial: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Gives parameters their initial values: by seed and name, made on the device, or those of `initial` tensors."""
+    for part, span, values in parameters.shard_parts(parameters.master):
         if initial is not None:
             value = part.slice_of(initial[part.name])
         else:
-            value = initial_values(part.tensor, plan.seed, part.ranges, device)
+            value = initial_values(part.tensor, seed, part.ranges, device)
         values.copy_(value.flatten()[span])
     parameters.refresh()
-    return parameters

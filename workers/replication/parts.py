@@ -2,7 +2,10 @@
 
 A copy of a step consists of one part per rank, which is what that rank would write to a checkpoint. Each part is in two
 processes: in the rank's own and in another one, its holder. A copy counts once all parts are in both, which the driver
-finds and then tells everybody (`commit`); until then the copy before it is kept. Needs no torch.
+finds and then tells everybody (`commit`); until then the copy before it is kept.
+
+State that goes to another mesh is a copy, too, of one part per parameter shard, in the processes of all ranks that hold
+the shard (`hand_over`). It counts as soon as all parts are there. Needs no torch.
 """
 
 from __future__ import annotations
@@ -23,16 +26,16 @@ Index = dict[str, dict[str, Stored]]  # where the tensors of each file of a part
 
 
 class CopyKey(NamedTuple):
-    """A copy of the state after `step` steps, made in a generation of this many `ranks`."""
+    """A copy of the state after `step` steps, made in a generation, of this many `parts`."""
 
     generation: int
     step: int
-    ranks: int
+    parts: int
 
 
 class HeldPart(NamedTuple):
-    """A part that a process holds: of which copy and rank, its bytes, and whether the copy counts as far as the process
-    knows."""
+    """A part that a process holds: of which copy, the part's number (its rank, unless it was handed over), its bytes,
+    and whether the copy counts as far as the process knows."""
 
     key: CopyKey
     owner: int
@@ -57,7 +60,7 @@ class HostCopies:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.parts: dict[tuple[CopyKey, int], CopyPart] = {}
-        self.committed: CopyKey | None = None
+        self.committed = set[CopyKey]()
         self.spare: list[np.ndarray] = []  # memory of parts of other ranks that were dropped
         self.own_spare: list[Any] = []  # that of the process's own rank, of `own_bytes` bytes each
         self.own_bytes = -1
@@ -71,27 +74,33 @@ class HostCopies:
     def discard(self, owner: int) -> None:
         """Drops parts of this rank that are of no committed copy."""
         with self.lock:
-            for each in [each for each in self.parts if each[1] == owner and each[0] != self.committed]:
+            for each in [each for each in self.parts if each[1] == owner and each[0] not in self.committed]:
                 self._drop(each)
 
     def commit(self, key: CopyKey) -> None:
         """The copy is complete: no other one is needed."""
         with self.lock:
-            self.committed = key
+            self.committed = {key}
             for other in [each for each in self.parts if each[0] != key]:
                 self._drop(other)
 
-    def forget(self) -> None:
-        """Drops all parts: the steps in them no longer count."""
+    def hand_over(self, key: CopyKey, number: int, part: CopyPart) -> None:
+        """Adds a part of a copy that needs no `commit`. The one before stays, in case that a part is lost."""
         with self.lock:
-            self.committed = None
-            for each in list(self.parts):
-                self._drop(each)
+            self.committed.add(key)
+        self.put(key, number, part)
+
+    def forget(self, key: CopyKey | None = None) -> None:
+        """Drops all parts, as the steps in them no longer count, or those of one copy."""
+        with self.lock:
+            self.committed = {each for each in self.committed if key not in (None, each)}
+            for part in [each for each in self.parts if key in (None, each[0])]:
+                self._drop(part)
 
     def held(self) -> list[HeldPart]:
         with self.lock:
             found = self.parts.items()
-            return [HeldPart(k, owner, p.data.nbytes, k == self.committed, p.index) for (k, owner), p in found]
+            return [HeldPart(k, owner, p.data.nbytes, k in self.committed, p.index) for (k, owner), p in found]
 
     def find(self, key: CopyKey, owner: int) -> np.ndarray | None:
         """The bytes of a part, if it is here."""

@@ -23,7 +23,7 @@ from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params import spike_filter
 from pentad.workers.params.frozen import FrozenWeights, frozen_weights
 from pentad.workers.params.host_state import StateStream
-from pentad.workers.params.parameters import Parameters, create_parameters
+from pentad.workers.params.parameters import Parameters, create_parameters, initialize
 from pentad.workers.params.sharded_state import (
     READ_BYTES,
     StateRead,
@@ -47,10 +47,9 @@ class RankState:
     in 8 bits are scaled by, if the plan asks for them.
     """
 
-    def __init__(
-        self, plan: Plan, rank: int, device: torch.device, previous: RankState | None = None, *, blank: bool = False
-    ) -> None:
-        """Takes over what an earlier generation of this rank has; the rest is initialized, or left `blank`."""
+    def __init__(self, plan: Plan, rank: int, device: torch.device, previous: RankState | None = None) -> None:
+        """Takes over what an earlier generation of this rank has; the rest is zeros until it is read, received, or
+        initialized."""
         self.plan, self.rank, self.device = plan, rank, device
         self.spikes: SpikeFilter | None = previous.spikes if previous is not None else make_spike_filter(plan, device)
         self.state_stream: StateStream = previous.state_stream if previous is not None else StateStream(device)
@@ -62,7 +61,7 @@ class RankState:
         complete = previous is not None and set(found) >= set(plan.param_shards_of(rank))
         self.version: int = previous.version if previous is not None and complete else -1
         self.parameters: dict[ParamShard, Parameters] = {
-            key: found[key] if key in found else _create(plan, key, self.state_stream, rank, blank)
+            key: found[key] if key in found else _create(plan, key, self.state_stream, rank)
             for key in plan.param_shards_of(rank)
         }
         made = ((stage, AmaxHistory.of(plan, stage, device)) for stage in plan.stages_of(rank))
@@ -77,6 +76,17 @@ class RankState:
     def held(self) -> tuple[WeightShard, ...]:
         """All that this rank holds."""
         return *self.parameters.values(), *self.frozen.values()
+
+    def initialize(self) -> None:
+        """The state before the first step."""
+        for shard, parameters in self.parameters.items():
+            for tensor in parameters.state_tensors():
+                tensor.zero_()
+            initialize(parameters, self.plan.seed, self.device, _custom_values(self.plan, shard))
+            if (history := self._history_of(shard)) is not None:
+                history.load({})
+        if self.spikes is not None:
+            self.spikes.load(None)
 
     def set_version(self, version: int) -> None:
         """Declares the master weights to be those of `version` steps."""
@@ -188,10 +198,14 @@ def make_spike_filter(plan: Plan, device: torch.device) -> SpikeFilter | None:
     return SpikeFilter(plan.spikes, torch.device("cpu") if has_post_validation(plan.program) else device)
 
 
-def _create(plan: Plan, param_shard: ParamShard, stream: StateStream, rank: int, blank: bool) -> Parameters:
-    custom, layers = plan.model.custom, plan.layers[param_shard.stage]
-    initial = None if custom is None or blank else initial_values(custom, plan.seed, layers.first, layers.end)
-    return create_parameters(plan, param_shard, stream.device, rank=rank, blank=blank, initial=initial, stream=stream)
+def _create(plan: Plan, param_shard: ParamShard, stream: StateStream, rank: int) -> Parameters:
+    return create_parameters(plan, param_shard, stream.device, rank=rank, blank=True, stream=stream)
+
+
+def _custom_values(plan: Plan, shard: ParamShard) -> dict[str, torch.Tensor] | None:
+    """What a custom model begins with; None: as the plan's seed says."""
+    custom, layers = plan.model.custom, plan.layers[shard.stage]
+    return None if custom is None else initial_values(custom, plan.seed, layers.first, layers.end)
 
 
 def _fits(plan: Plan, rank: int, param_shard: ParamShard, parameters: Parameters) -> bool:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.checkpoint.checkpoint import Checkpoint, open_verified
+from pentad.workers.checkpoint.checkpoint import Checkpoint, open_checked
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.checkpoint.snapshot import Snapshots
@@ -45,6 +46,7 @@ from pentad.workers.runtime.results import (
     longest_instruction,
     sums_by_source,
 )
+from pentad.workers.runtime.state_transfer import hand_over, read_shared
 from pentad.workers.runtime.step_profiler import StepProfiler
 from pentad.workers.runtime.zero import ZeroShards
 
@@ -56,7 +58,7 @@ class Runner:
 
     Another thread calls `write` for every `snapshot`. Another one may call `fence` at any time. `leave` then returns a
     snapshot of the rank, and the Runner of the next generation takes over the state of `previous`; what it lacks is
-    initialized, or left `blank` for `receive`.
+    zeros until `restore` or `receive`.
     """
 
     def __init__(
@@ -68,14 +70,13 @@ class Runner:
         gpu: int = 0,
         previous: Runner | None = None,
         *,
-        blank: bool = False,
         copies: HostCopies | None = None,
     ) -> None:
         self.plan, self.rank, self.generation = plan, rank, generation
         self.device, self.fence_flag = rank_setup.prepare_device(plan.device, gpu, graphs=plan.cuda_graphs), Fence()
         self.progress: ProgressFile = previous.progress if previous else ProgressFile(progress, generation)
         self.progress.begin_generation(generation)
-        self.state: RankState = RankState(plan, rank, self.device, previous.state if previous else None, blank=blank)
+        self.state: RankState = RankState(plan, rank, self.device, previous.state if previous else None)
         self.stages = rank_setup.make_stages(plan, rank, self.state.parameters, self.state.frozen, self.state.histories)
         if previous is not None:  # frees its other buffers before more are allocated
             previous.stages.clear()
@@ -138,18 +139,24 @@ class Runner:
             self.executor = Executor(*given, activations, check, rank_setup.make_graphs(plan))
 
     @abandonable
-    def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> None:
-        """Reads the state of `step` steps from a verified checkpoint, or only the weights without `optimizer`; without
-        a checkpoint, starts from the initial values. All ranks must call it."""
+    def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> PentadError | None:
+        """Reads the state of `step` steps from a checkpoint, or only the weights without `optimizer`; without a
+        checkpoint, starts from the initial values. All ranks must call it.
+
+        Returns why this rank could not: the checkpoint is Damaged, or Unreadable for now. Then no rank has a state.
+        """
         if folder is not None:
-            self._read(open_verified(location(folder)), optimizer=optimizer)
+            return self._read(lambda: open_checked(location(folder)), step, optimizer=optimizer)
+        self.state.initialize()
         self._set_version(step)
+        return None
 
     @abandonable
     def restore_copy(self, source: CopySource) -> None:
         """Reads the state from a copy in the memory of ranks, as from a checkpoint. All ranks must call it."""
-        self._read(checkpoint_in_memory(source, self.copies, self.fence_flag.check))
-        self._set_version(source.key.step)
+        opened = partial(checkpoint_in_memory, source, self.copies, self.fence_flag.check)
+        if (problem := self._read(opened, source.key.step)) is not None:
+            raise problem
 
     @abandonable
     def receive(self, sources: Mapping[ParamShard, int], step: int) -> None:
@@ -216,9 +223,7 @@ class Runner:
 
     def snapshot(self, step: int) -> None:
         """Has this rank's part of the state of `step` steps, the last of which may be open, copied to host memory.
-
-        Training continues meanwhile: only the next update waits for the copy. `write` raises what goes wrong here.
-        """
+        Training continues meanwhile: only the next update waits for the copy. `write` raises what goes wrong here."""
         try:
             reserved(self.reservation, self.fence_flag.check)
             self.snapshots.request(step, self.state.files(), self._connected.optimizer_step.version)
@@ -228,9 +233,7 @@ class Runner:
 
     def write(self, folder: str, step: int) -> WrittenShards:
         """Writes the snapshot of `step` steps, for which it waits; the driver commits it. From a thread of its own.
-
-        Raises PentadError if the disk is full, and Aborted if the generation ends: no file appears after that.
-        """
+        Raises PentadError if the disk is full, and Aborted if the generation ends: no file appears after that."""
         files, seconds = self.snapshots.take(step, self.fence_flag.check)
         try:
             found = [write_shard(location(folder), *each, self.fence_flag.publishing) for each in files.items()]
@@ -239,7 +242,7 @@ class Runner:
             self.snapshots.release()
 
     def copy(self, step: int) -> None:
-        """As `snapshot`, for a copy in the memory of ranks; `replicate` raises what goes wrong here."""
+        """As `snapshot`, for a copy in the memory of ranks."""
         reserved(self.reservation, self.fence_flag.check)
         self.replicator.request(step, self.state.files(), self._connected.optimizer_step.version)
 
@@ -248,21 +251,20 @@ class Runner:
         thread of its own."""
         return self.replicator.send(key, address, token, self.fence_flag.check)
 
+    def hand_over(self, key: CopyKey, parts: Mapping[int, ParamShard], num_neighbours: int) -> None:
+        """Puts what it holds of these shards where all ranks can read it (`restore_copy`). After `leave`."""
+        hand_over(self.state, self.copies, key, parts, num_neighbours)
+
     def save(self, folder: str, step: int, param_shards: tuple[ParamShard, ...] | None = None) -> list[dict]:
         """Writes, at once, this rank's part of the state after `step` steps, including the open one, or all of the
-        given parameter shards that it holds. Works after `leave`, too.
-
-        Returns the entries for the manifest.
-        """
+        given parameter shards that it holds. Works after `leave`, too. Returns the entries for the manifest."""
         if self._connected.lanes.has_unread_steps:
             self._finish_open_step()
         return [write_shard(location(folder), *each).plain() for each in self.state.files(param_shards).items()]
 
     def fence(self) -> None:
         """Ends the generation: no further step is committed, and the train thread is freed. From any thread.
-
-        On a GPU, only `abort` frees a train thread that waits for a collective.
-        """
+        On a GPU, only `abort` frees a train thread that waits for a collective."""
         self.fence_flag.set()
         executor = self.executor
         if executor is not None and isinstance(executor.lanes, CudaStreams):
@@ -329,14 +331,12 @@ class Runner:
         """The snapshots of checkpoints, and of copies in memory."""
         return self.snapshots, self.replicator.snapshots
 
-    def _read(self, source: Checkpoint, *, optimizer: bool = True) -> None:
-        """Reads what this rank holds. Where ranks hold the same, one of them reads and sends it to the others."""
-        holders = {shard: self.plan.holders(shard) for shard in self.state.parameters}
-        sent = {s: its[0] for s, its in holders.items() if len(its) > 1 and self.plan.num_zero_shards(s) == 1}
-        own = [shard for shard in holders if sent.get(shard, self.rank) == self.rank]
+    def _read(self, open_: Callable[[], Checkpoint], step: int, *, optimizer: bool = True) -> PentadError | None:
         with self.fence_flag.guard():
-            self.state.read(source, optimizer=optimizer, shards=own)
-            self.state.receive(self._connected.groups, sent)
+            is_read, problem = read_shared(self.state, self._connected.groups, open_, optimizer=optimizer)
+        if is_read:
+            self._set_version(step)
+        return problem
 
     def _set_version(self, version: int) -> None:
         self.state.set_version(version)

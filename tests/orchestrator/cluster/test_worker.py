@@ -18,7 +18,7 @@ import pytest
 
 from pentad.orchestrator.cluster import worker as workers
 from pentad.orchestrator.cluster.lease import Keeper
-from pentad.orchestrator.cluster.worker import StaleGeneration, StateSource, Worker, WorkerPlace
+from pentad.orchestrator.cluster.worker import StaleGeneration, Worker, WorkerPlace
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.config.version import release
 from pentad.orchestrator.planning.planning import make_plan
@@ -89,7 +89,7 @@ def worker(gpus: list[str]) -> Iterator[Worker]:
     """Rank 1 of two, in generation 3."""
     made = Worker("rank1", f"{__name__}:StubRunner")
     assert repr(made) == "rank1" and made.leave(0).version == -1
-    assert made.start(3, plan(), 1, (5, 6), "initial") == ""
+    assert made.start(3, plan(), 1, (5, 6), False) == ""
     yield made
     made.close()
     assert not made.progress_file.exists()
@@ -116,15 +116,14 @@ def test_calls_of_a_generation_that_is_over_or_yet_to_come_are_refused(worker: W
     worker.abort(4)
     assert runner.calls[2:] == [("fence",), ("abort",)]
     with pytest.raises(StaleGeneration):
-        worker.start(3, plan(), 1, (), "kept")
+        worker.start(3, plan(), 1, (), True)
     assert worker.runner is runner
-    worker.start(5, plan(), 0, (), "kept")
-    assert worker.runner.previous is runner and worker.runner.more["blank"] and worker.runner.rank == 0
+    worker.start(5, plan(), 0, (), True)
+    assert worker.runner.previous is runner and worker.runner.rank == 0
 
 
-@pytest.mark.parametrize(("state", "blank"), [("restored", True), ("initial", False)])
 def test_a_state_that_is_not_kept_is_gone_before_another_one_is_made(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch, state: StateSource, blank: bool
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.runner.itself = worker.runner  # as tensors and threads refer to each other
     before, made = weakref.ref(worker.runner), StubRunner.__init__
@@ -134,8 +133,8 @@ def test_a_state_that_is_not_kept_is_gone_before_another_one_is_made(
         made(self, *arguments, **more)
 
     monkeypatch.setattr(StubRunner, "__init__", init)
-    worker.start(4, plan(), 0, (), state)
-    assert worker.runner.previous is None and worker.runner.more["blank"] is blank
+    worker.start(4, plan(), 0, (), False)
+    assert worker.runner.previous is None
 
 
 def test_storage_and_peers_at_fault_are_answers_and_end_nothing(worker: Worker) -> None:

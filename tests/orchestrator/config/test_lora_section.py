@@ -119,8 +119,16 @@ def test_frozen_weights_are_those_that_the_run_began_with(tmp_path: Path) -> Non
     folder = checkpoint.folder_of(tmp_path, 1)
     folder.mkdir()
     content = safetensors.numpy.save({"steps": np.array(1)})
-    size, sha256 = write_file(folder / "stage-000.safetensors", [memoryview(content)])
-    shards = [Shard("stage-000.safetensors", size, sha256, {"steps": {"dtype": "I64", "shape": []}})]
+    written = write_file(folder / "stage-000.safetensors", [memoryview(content)])
+    shards = [
+        Shard(
+            "stage-000.safetensors",
+            written.bytes,
+            written.sha256,
+            {"steps": {"dtype": "I64", "shape": []}},
+            written.crc32,
+        )
+    ]
     checkpoint.commit(folder, step=1, shards=shards, meta={})
     base = LoraBase(str(folder), checkpoint.fingerprint(folder))
     found = with_base(plan, base)

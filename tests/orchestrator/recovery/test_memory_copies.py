@@ -11,7 +11,7 @@ from fake_ray import FakeRun, Rank
 from pentad.orchestrator.cluster.copies import holders_of, newest_copy
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import first_plan
-from pentad.orchestrator.recovery import regroup
+from pentad.orchestrator.recovery import newest_checkpoint, regroup
 from pentad.orchestrator.run import driver
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start, Unreadable, recover
@@ -79,7 +79,7 @@ def test_a_store_that_is_away_does_not_take_the_run_back_beyond_its_newest_check
     run.save(saved)
     run.bus.record("checkpoint", generation=1, step=saved)
     monkeypatch.setattr(regroup, "complete_folders", away)
-    monkeypatch.setattr(regroup, "recover", away)
+    monkeypatch.setattr(newest_checkpoint, "recover", away)
     if counts:
         assert run.recovery.recover(run.lose(1), 7).version == 5
     else:
@@ -90,7 +90,7 @@ def test_a_store_that_is_away_does_not_take_the_run_back_beyond_its_newest_check
 def test_a_store_that_comes_back_is_waited_for(start: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run, answers = copied(start, 5), iter([away, away])
     run.save(6)
-    monkeypatch.setattr(regroup, "recover", lambda *given, **more: next(answers, recover)(*given, **more))
+    monkeypatch.setattr(newest_checkpoint, "recover", lambda *given, **more: next(answers, recover)(*given, **more))
     assert run.recovery.recover(run.lose(1), 7).version == 6
 
 

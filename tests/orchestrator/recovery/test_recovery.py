@@ -6,9 +6,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import fake_rank
 import pytest
-from fake_ray import FakeRun, Rank
-from small_checkpoint import FILE
+from fake_ray import Rank
+from recovery_runs import LINE, SHRINKS, SQUARE, StartRun, damage, die, once
 
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import load
@@ -19,14 +20,9 @@ from pentad.orchestrator.recovery.recovery import ATTEMPTS, CHECK_SECONDS
 from pentad.orchestrator.run import driver
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start
+from pentad.workers.checkpoint.checksums import Damaged
 
 SMALL = ("model.layers=4", "batch.global_batch_size=8", "schedule.name=1f1b", "cluster.start_timeout_seconds=100")
-SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas hold identical state
-LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # no rank's state is anywhere else
-SHRINKS = ("elastic.min_ranks=2", "elastic.wait_seconds=1")
-
-
-StartRun = Callable[..., FakeRun]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -89,43 +85,6 @@ def test_state_that_only_the_lost_rank_held_is_restored_from_the_newest_checkpoi
     assert state.version == saved and run.versions() == [saved] * 4
 
 
-@pytest.mark.parametrize("saved", [0, 7])
-def test_without_room_the_mesh_shrinks_from_a_checkpoint_of_the_surviving_state(start: StartRun, saved: int) -> None:
-    run = start(*SQUARE, *SHRINKS, nodes=("node0", "node0", "node1", "node2"))
-    if saved:
-        run.save(saved)
-    fault = run.lose(3)
-    run.fake.lose_node("node2")
-    run.recovery.recover(fault, 7)
-    (recovered,) = run.events("recovered")
-    assert (recovered["how"], recovered["mesh"], recovered["step"]) == ("shrink", "pp2", 7)
-    assert run.folder.plan is run.group.plan and str(run.group.plan.mesh) == "pp2"
-    full = run.recovery.ranks.full
-    if saved:
-        assert not run.fake.written
-    else:  # each shard once
-        assert sorted(run.fake.written[7]) == sorted(full.param_shards) and len(run.events("checkpoint")) == 1
-    assert run.fake.members() == run.before[:2] and run.versions() == [7, 7]
-    assert not run.before[2].is_alive  # a spare rank
-
-
-def damage(run: FakeRun, step: int) -> None:
-    path = run.folder.path / "checkpoints" / f"step-{step:08d}" / FILE
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def test_a_damaged_checkpoint_of_the_surviving_state_is_saved_again(start: StartRun) -> None:
-    run = start(*SQUARE, *SHRINKS)
-    run.save(7)
-    damage(run, 7)
-    fault = run.lose(1, 3)
-    run.fake.lose_node("node1")
-    run.recovery.recover(fault, 7)
-    assert [row["step"] for row in run.events("recovered")] == [7] and run.fake.written[7]
-    names = {path.name for path in (run.folder.path / "checkpoints").iterdir()}
-    assert names == {"step-00000007", "step-00000007.refused-1"}
-
-
 def test_a_recovery_goes_back_past_damaged_checkpoints_but_never_to_the_start(start: StartRun) -> None:
     run = start(*LINE)
     for step in (3, 5):
@@ -135,25 +94,6 @@ def test_a_recovery_goes_back_past_damaged_checkpoints_but_never_to_the_start(st
     damage(run, 3)
     with pytest.raises(PentadError, match=r"no checkpoint in .* is intact"):
         run.recovery.recover(run.lose(1), 7)
-
-
-def test_a_mesh_without_the_newest_state_shrinks_from_the_newest_checkpoint(start: StartRun) -> None:
-    run = start(*LINE, *SHRINKS)
-    run.save(5)
-    fault = run.lose(2, 3)
-    run.fake.lose_node("node1")
-    run.recovery.recover(fault, 7)
-    assert [(row["how"], row["step"]) for row in run.events("recovered")] == [("shrink", 5)]
-    assert not run.fake.written and run.versions() == [5, 5]
-
-
-def test_a_fault_while_the_mesh_shrinks_is_repaired_on_the_smaller_one(start: StartRun) -> None:
-    run = start(*SQUARE, *SHRINKS)
-    fault, run.fake.on_call = run.lose(1, 3), once("connect", 1, die)
-    run.fake.lose_node("node1")
-    run.recovery.recover(fault, 7)
-    assert [(row["how"], row["mesh"], row["step"]) for row in run.events("recovered")] == [("checkpoint", "pp2", 7)]
-    assert run.versions() == [7, 7] and len(run.fake.ranks) == 5
 
 
 def test_a_mesh_that_may_not_shrink_ends_the_run_and_keeps_the_group(start: StartRun) -> None:
@@ -181,82 +121,6 @@ def test_a_stop_ends_the_wait_for_a_node(start: StartRun) -> None:
     with pytest.raises(CannotRecover, match=r"^the run was asked to stop while it waited for a node to join$"):
         run.recovery.recover(fault, 7)
     assert run.fake.now < began + 5
-
-
-def shrunk(start: StartRun) -> FakeRun:
-    """A run that has lost node1 and shrunk; the node is there again."""
-    run = start(*SQUARE, *SHRINKS)
-    fault = run.lose(1, 3)
-    run.fake.lose_node("node1")
-    run.recovery.recover(fault, 7)
-    assert run.recovery.should_regroup({}) is None
-    run.fake.now += CHECK_SECONDS
-    assert run.recovery.should_regroup({}) is None
-    run.fake.lost_nodes.clear()
-    assert run.recovery.should_regroup({}) is None  # asked again too soon
-    run.fake.now += CHECK_SECONDS
-    assert run.recovery.should_regroup({}) is not None
-    return run
-
-
-def test_a_shrunk_mesh_grows_back_around_the_ranks_it_has(start: StartRun) -> None:
-    run = shrunk(start)
-    state = run.recovery.regroup(7)
-    assert [row["how"] for row in run.events("recovered")] == ["shrink", "grow"]
-    assert run.group.plan is run.folder.plan is run.recovery.ranks.full
-    assert run.group.generation == 3 and state.version == 7 and run.versions() == [7] * 4
-    assert [run.fake.members()[rank] for rank in (0, 2)] == [run.before[rank] for rank in (0, 2)]
-    run.fake.now += CHECK_SECONDS
-    assert run.recovery.should_regroup({}) is None
-
-
-def leave_again(run: FakeRun) -> None:
-    run.fake.lost_nodes.add("node1")
-
-
-def no_new_rank_answers(run: FakeRun) -> None:
-    def on_call(rank: Rank, method: str) -> None:
-        rank.hangs = rank.hangs or method == "place"
-
-    run.fake.on_call = on_call
-
-
-@pytest.mark.parametrize("prevent", [leave_again, no_new_rank_answers])
-def test_the_old_group_is_kept_if_the_mesh_cannot_grow_after_all(
-    start: StartRun, prevent: Callable[[FakeRun], None]
-) -> None:
-    run = shrunk(start)
-    before, plan = run.fake.members(), run.group.plan
-    prevent(run)
-    state = run.recovery.regroup(7)
-    assert run.events("recovered")[-1]["how"] == "repair" and state.version == 7
-    assert run.fake.members() == before and run.group.plan is plan and run.group.generation == 3
-    assert [rank for rank in run.fake.ranks if rank.is_alive] == before
-    assert run.versions() == [7, 7]
-
-
-def test_a_fault_while_the_mesh_grows_is_repaired_on_the_full_mesh(start: StartRun) -> None:
-    run = shrunk(start)
-    run.fake.on_call = once("connect", 3, lambda rank: run.fake.kill(rank.pid))
-    run.recovery.regroup(7)
-    assert run.events("recovered")[-1]["how"] == "checkpoint" and run.events("recovered")[-1]["step"] == 7
-    assert run.group.plan is run.recovery.ranks.full and run.versions() == [7] * 4
-
-
-def once(method: str, number: int, do: Callable[[Rank], None]) -> Callable[[Rank, str], None]:
-    """Does something to a rank at its first call of a method."""
-    done: list[str] = []
-
-    def on_call(rank: Rank, name: str) -> None:
-        if (name, rank.number) == (method, number) and not done:
-            done.append(name)
-            do(rank)
-
-    return on_call
-
-
-def die(rank: Rank) -> None:
-    rank.is_alive = False
 
 
 def hang(rank: Rank) -> None:
@@ -397,3 +261,17 @@ def test_every_step_is_recorded_once_whatever_dies(start: StartRun, mesh: tuple[
     generations = [row["generation"] for row in recovered]
     assert generations == sorted(set(generations))
     assert not any(row["steps_replayed"] for row in recovered if row["how"] in ("repair", "grow"))
+
+
+def test_a_rank_that_alone_finds_a_checkpoint_damaged_ends_the_run_and_no_checkpoint_is_given_up(
+    start: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(*LINE)
+    for step in (3, 5):
+        run.save(step)
+    monkeypatch.setattr(
+        fake_rank, "problem_of", lambda folder: Damaged("stage-000.safetensors: CRC-32 is 1, expected 2")
+    )
+    with pytest.raises(PentadError, match=r"CRC-32 is 1, expected 2, but the driver finds .*step-00000005 intact: "):
+        run.recovery.recover(run.lose(1), 7)
+    assert run.folder.saved() == [3, 5] and not run.events("checkpoint refused")

@@ -118,7 +118,7 @@ def planned(tmp_path: Path, little_effort: None) -> tuple[RunConfig, Plan]:
 def test_ranks_keep_their_state_and_take_another_order_at_a_step_boundary(start: StartRun) -> None:
     run = start(*LINE)
     before = run.group.plan
-    assert asked(run) == () and run.recovery.keeps_state()
+    assert asked(run) == ()
     assert run.recovery.regroup(7).version == 7 and run.versions() == [7] * 4
     assert run.fake.members() == run.before
     (event,) = run.events("replanned")
@@ -128,7 +128,6 @@ def test_ranks_keep_their_state_and_take_another_order_at_a_step_boundary(start:
     predicted = [simulate_step_time(plan.program, costs_measured(before)).makespan for plan in (before, after)]
     assert event["predicted_seconds"] == predicted and predicted[1] <= (1 - LEAST_GAIN) * predicted[0]
     assert run.events("recovered")[0]["how"] == "replan" and not run.events("lost")
-    assert not run.recovery.keeps_state()  # when layers move later
     assert run.folder.plan is after and after.program.name.endswith("re-planned")
     assert asked(run, EVEN) is None and asked(run, SLOW) is None  # once
 
@@ -243,7 +242,7 @@ def test_layers_that_move_later_keep_the_order(start: StartRun, tmp_path: Path) 
     run.bus.folder.rank_times.extend(steps_of(run.group.plan, longer(3, 3.0)))
     run.bus.lasting_slow_ranks = (SlowRank("compute", (3,), 7, 3, 0.5),)
     run.fake.now += CHECK_SECONDS
-    assert run.recovery.should_regroup({}) == () and not run.recovery.keeps_state()
+    assert run.recovery.should_regroup({}) == ()
     run.save(7)
     assert run.recovery.regroup(7).version == 7
     assert len(run.events("rebalanced")) == len(run.events("replanned")) == 1

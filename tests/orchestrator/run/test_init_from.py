@@ -46,8 +46,10 @@ def saved(folder: Path, name: str, *overrides: str, step: int = 4) -> None:
     at.mkdir(parents=True)
     (folder / name / "config.yaml").write_text(dump(config_of(folder, f"run.name={name}", *overrides)))
     content = safetensors.numpy.save({"steps": np.array(step)})
-    size, sha256 = write_file(at / "stage-000.safetensors", [memoryview(content)])
-    shard = Shard("stage-000.safetensors", size, sha256, {"steps": {"dtype": "I64", "shape": []}})
+    written = write_file(at / "stage-000.safetensors", [memoryview(content)])
+    shard = Shard(
+        "stage-000.safetensors", written.bytes, written.sha256, {"steps": {"dtype": "I64", "shape": []}}, written.crc32
+    )
     checkpoint.commit(at, step=step, shards=[shard], meta={})
 
 

@@ -28,6 +28,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import location as locations
 from pentad.workers.checkpoint import storage
 from pentad.workers.checkpoint.checkpoint import Start, committed
+from pentad.workers.checkpoint.checksums import Written
 from pentad.workers.checkpoint.location import RemotePath
 from pentad.workers.checkpoint.storage import storage_of
 
@@ -126,7 +127,7 @@ def test_a_run_goes_on_while_its_store_is_away_and_says_at_the_end_what_is_lost(
     store = storage_of(run.folder.checkpoints)
     write = store.write
 
-    def write_or_fail(file: RemotePath, *arguments: Any) -> tuple[int, str]:
+    def write_or_fail(file: RemotePath, *arguments: Any) -> Written:
         if file.parent.name in ("step-00000008", "step-00000014"):
             raise PentadError("AWS Error NETWORK_CONNECTION")
         return write(file, *arguments)

@@ -1,5 +1,6 @@
 """The laws of files that are written past the page cache."""
 
+import binascii
 import errno
 import hashlib
 import os
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pentad.workers.checkpoint import atomic_io
+from pentad.workers.checkpoint.checksums import BLOCK_BYTES
 
 BLOCK = 8192
 
@@ -30,7 +32,9 @@ def test_a_file_has_the_bytes_of_its_parts(
     content = hashlib.shake_256(str(seed).encode()).digest(sum(sizes))
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     parts = [memoryview(content)[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-    assert atomic_io.write_file(path, parts) == (len(content), hashlib.sha256(content).hexdigest())
+    blocks = [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
+    crc32 = "".join(f"{binascii.crc32(block):08x}" for block in blocks)
+    assert atomic_io.write_file(path, parts) == (len(content), hashlib.sha256(content).hexdigest(), crc32)
     assert path.read_bytes() == content
     assert os.listdir(path.parent) == ["file"]
 

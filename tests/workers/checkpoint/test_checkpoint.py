@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import atomic_io
-from pentad.workers.checkpoint.checkpoint import MANIFEST, commit, folder_of, newest, open_checkpoint, open_verified
+from pentad.workers.checkpoint.checkpoint import MANIFEST, commit, folder_of, newest, open_checked, open_checkpoint
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.checkpoint.retention import delete_checkpoint, delete_older
 from pentad.workers.checkpoint.shards import read, write_shard
@@ -118,7 +118,7 @@ def test_read_returns_the_named_tensors_in_their_own_memory(tmp_path: Path) -> N
     assert found["optimizer.m.layers.1"].unique().item() == 21
     found["optimizer.m.layers.1"] += 1
     with pytest.raises(PentadError, match=r"stage-1\.safetensors cannot be read"):
-        read(open_verified(folder), names)
+        read(open_checked(folder), names)
 
 
 def test_a_missing_tensor_is_named_with_its_checkpoint(tmp_path: Path) -> None:

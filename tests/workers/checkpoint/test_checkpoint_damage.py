@@ -230,7 +230,7 @@ def test_a_checkpoint_of_another_version_stops_the_search(tmp_path: Path) -> Non
         with pytest.raises(UnknownVersion) as raised:
             search(tmp_path)
         assert str(raised.value) == (
-            f"checkpoint {folder}: manifest.json has format 4: expected 3 "
+            f"checkpoint {folder}: manifest.json has format 5: expected 4 "
             "(it was written by another version of pentad: start a new run, or go back to that version)"
         )
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import atomic_io
+from pentad.workers.checkpoint.checksums import Written
 from pentad.workers.checkpoint.local_storage import LOCAL
 from pentad.workers.hf.folder import TensorFiles
 
@@ -142,7 +143,7 @@ def test_a_storage_failure_midway_leaves_nothing(
     done = take(files, tmp_path / "complete")
     written = 0
 
-    def write_file(path: Path, parts: Any, publishing: Any) -> tuple[int, str]:
+    def write_file(path: Path, parts: Any, publishing: Any) -> Written:
         nonlocal written
         written += 1
         if written > 2:

@@ -134,7 +134,7 @@ def test_a_runner_whose_generation_ended_early_passes_its_state_on(corpus, tmp_p
         for own, tensor in zip(first.state.parameters[share].state_tensors(), tensors, strict=True):
             own.copy_(tensor)
     for generation in (2, 3):
-        last = Runner(first.plan, 0, tmp_path / "progress", generation, previous=first, blank=True)
+        last = Runner(first.plan, 0, tmp_path / "progress", generation, previous=first)
     assert last.state.version == 3
     balancer: Any = last.stages[0].load_balancer
     assert balancer.bias.all()
@@ -152,7 +152,7 @@ def test_results_that_a_dead_driver_has_not_recorded_outlive_a_generation(corpus
     first.run(1, 2, more=True)  # step 2 stays open, and its result unreported
     first.fence()
     snapshot = first.leave()
-    second = Runner(first.plan, 0, tmp_path / "progress", 2, previous=first, blank=True)
+    second = Runner(first.plan, 0, tmp_path / "progress", 2, previous=first)
     assert [result.step for result in snapshot.results] == list(range(snapshot.version))
     assert second.leave() == replace(snapshot, norm=0.0, losses=())
     blank = Runner(first.plan, 0, tmp_path / "progress", 3)
@@ -160,7 +160,7 @@ def test_results_that_a_dead_driver_has_not_recorded_outlive_a_generation(corpus
 
 
 def test_a_blank_rank_that_has_received_nothing_is_not_ready(corpus, tmp_path):
-    runner = Runner(make_plan("1f1b", corpus, {"microbatches": 2}), 0, tmp_path / "progress", 2, blank=True)
+    runner = Runner(make_plan("1f1b", corpus, {"microbatches": 2}), 0, tmp_path / "progress", 2)
     runner.connect(runner.serve("127.0.0.1", 30.0), 30.0)
     runner.fence()
     snapshot = runner.leave()

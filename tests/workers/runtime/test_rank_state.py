@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from plans import plan_of
+from plans import SHALLOW, plan_of
 
+from pentad.orchestrator.cluster.copies import newest_copy
+from pentad.orchestrator.recovery.fence import handed_over
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint, shards
 from pentad.workers.checkpoint.manifest import Shard
@@ -15,8 +21,11 @@ from pentad.workers.params import sharded_state
 from pentad.workers.replication.parts import CopyKey, CopyPart, HostCopies
 from pentad.workers.replication.source import CopySource, FoundPart, checkpoint_in_memory
 from pentad.workers.replication.transfer import CopyServer
-from pentad.workers.runtime import rank_state
+from pentad.workers.runtime import rank_state, state_transfer
 from pentad.workers.runtime.rank_state import RankState
+from pentad.workers.runtime.state_transfer import hand_over
+
+ZERO = [MemoryOptions(zero=zero) for zero in range(4)]
 
 
 @pytest.mark.sampled(4)
@@ -41,18 +50,71 @@ def test_state_is_read_in_pieces_to_the_same_bits(corpus, tmp_path, monkeypatch,
     server = CopyServer(copies, "127.0.0.1", b"t" * 32)
     parts = tuple(FoundPart(part, server.address) for part in copies.held())
     if where == "disk":
-        source = checkpoint.open_verified(folder)
+        source = checkpoint.open_checked(folder)
     else:
         held = copies if where == "this process" else here
         source = checkpoint_in_memory(CopySource(key, parts, b"t" * 32), held, lambda: None)
     for rank, expected in enumerate(states):
-        found = RankState(plan, rank, cpu, blank=True)
+        found = RankState(plan, rank, cpu)
         found.read(source)
         for shard, parameters in expected.parameters.items():
             pairs = list(zip(parameters.state_parts(), found.parameters[shard].state_parts(), strict=True))
             assert all(torch.equal(a, b) for (*_, a), (*_, b) in pairs)
             assert max(a.numel() for (*_, a), _ in pairs) > 2000, "nothing was cut"
     server.close()
+
+
+MOVES: dict[str, tuple[Any, Any]] = {  # schedule, dp, pp, ZeRO stage before and after
+    "half of the replicas": (("1f1b", 2, 2, 0), ("1f1b", 1, 2, 0)),
+    "fewer stages": (("1f1b", 1, 4, 0), ("1f1b", 1, 2, 0)),
+    "ZeRO-3, growth": (("1f1b", 2, 2, 3), ("1f1b", 4, 2, 3)),
+    "ZeRO-1, to fewer stages": (("1f1b", 2, 2, 1), ("1f1b", 4, 1, 1)),
+    "dualpipe": (("dualpipe", 1, 4, 0), ("1f1b", 1, 2, 0)),
+}
+
+
+@pytest.mark.parametrize("case", MOVES)
+def test_state_that_ranks_hand_over_is_that_of_a_checkpoint_on_any_mesh(corpus, tmp_path, case):
+    """Of which any process may read any part: here each its own, and those of others over connections."""
+    old, new = (
+        plan_of(name, dp, pp, 8, corpus, "float32", model=replace(SHALLOW, layers=4), memory_options=ZERO[zero])
+        for name, dp, pp, zero in MOVES[case]
+    )
+    cpu, folder, token, written = torch.device("cpu"), checkpoint.folder_of(tmp_path, 1), b"t" * 32, list[Shard]()
+    states = [RankState(old, rank, cpu) for rank in range(old.mesh.size)]
+    for state in states:
+        for shard, parameters in state.parameters.items():
+            holder = old.holders(shard).index(state.rank) if old.num_zero_shards(shard) > 1 else 0
+            torch.manual_seed(hash((shard, holder)) % 2**31)  # replicas hold the same
+            for tensor in parameters.state_tensors():
+                tensor.normal_()
+        written += [shards.write_shard(folder, name, tensors) for name, tensors in state.files().items()]
+    checkpoint.commit(folder, step=1, shards=written, meta={})
+    parts = handed_over(old, range(old.mesh.size))
+    key = CopyKey(2, 1, len({number for its in parts.values() for number in its}))
+    held = {rank: HostCopies() for rank in parts}
+    for rank, its in parts.items():
+        hand_over(states[rank], held[rank], key, its, 1)
+    servers = {CopyServer(copies, "127.0.0.1", token): copies for copies in held.values()}
+    source = newest_copy({server.address: copies.held() for server, copies in servers.items()}, token)
+    assert source is not None and source.key == key
+    for rank in range(new.mesh.size):
+        found, expected = RankState(new, rank, cpu), RankState(new, rank, cpu)
+        found.read(checkpoint_in_memory(source, held.get(rank, HostCopies()), lambda: None))
+        expected.read(checkpoint.open_checked(folder))
+        for shard, parameters in expected.parameters.items():
+            pairs = zip(parameters.state_tensors(), found.parameters[shard].state_tensors(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs) and bool(parameters.m.any())
+    for server in servers:
+        server.close()
+
+
+def test_a_state_for_which_there_is_no_memory_is_not_handed_over(corpus, monkeypatch):
+    monkeypatch.setattr(state_transfer, "available_bytes", lambda: 1000)
+    plan, copies = plan_of("1f1b", 1, 1, 4, corpus, "float32"), HostCopies()
+    with pytest.raises(PentadError, match=r"^the state of rank 0 needs \d+ bytes of host memory: expected up to 500$"):
+        hand_over(RankState(plan, 0, torch.device("cpu")), copies, CopyKey(2, 1, 1), {0: plan.param_shards[0]}, 2)
+    assert not copies.held()
 
 
 def copy_part(files: dict[str, dict[str, torch.Tensor]]) -> CopyPart:

@@ -1,0 +1,90 @@
+"""The newest intact checkpoint of a run, from disk to the ranks. The driver compares manifests and sizes, and the ranks
+what they read; what a rank finds damaged, the driver reads as a whole before the run does without it: it may be the
+rank that is wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from pentad.orchestrator.cluster.group import Tick, WorkerGroup
+from pentad.orchestrator.monitoring.event_bus import EventBus
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checkpoint import (
+    Checkpoint,
+    Start,
+    Unreadable,
+    open_checked,
+    open_checkpoint,
+    recover,
+)
+from pentad.workers.checkpoint.checksums import Damaged
+from pentad.workers.checkpoint.location import Location
+
+RETRY_SECONDS = 0.05
+T = TypeVar("T")
+
+
+class NewestIntact:
+    """Of one recovery, or of the start of a run. Storage that does not answer is waited for, `seconds` long."""
+
+    def __init__(self, bus: EventBus, seconds: float, *, restart: bool) -> None:
+        """`restart`: that all checkpoints are damaged is no error."""
+        self.bus, self.seconds, self.restart = bus, seconds, restart
+        self.damaged: dict[Location, str] = {}  # as the driver has read them, and why
+
+    def find(self) -> Checkpoint | None:
+        """Renames newer ones that are damaged. Raises as `recover` does."""
+        found, refused = self._answered(partial(recover, self.bus.folder.checkpoints, self.restart, self._open))
+        for aside, reason in refused:
+            self.bus.record("checkpoint refused", renamed=aside.name, cause=reason)
+            self.bus.display.note(f"checkpoint refused and renamed to {aside.name}: {reason}")
+        return found
+
+    def restore(self, group: WorkerGroup, start: Start, tick: Tick | None = None) -> bool:
+        """Whether all ranks hold the state of `start` now. Otherwise it is damaged, and `find` finds another one.
+
+        Raises PentadError if a rank cannot read what the driver can, and for a damaged checkpoint of another run.
+        """
+        try:
+            self._answered(partial(group.restore, start, tick))
+        except Damaged as error:
+            if start.folder is None or start.folder.parent != self.bus.folder.checkpoints:
+                raise
+            if self.is_intact(start.folder):
+                expected = "expected the same bytes on every host"
+                raise PentadError(f"{error}, but the driver finds {start.folder} intact: {expected}") from None
+            return False
+        return True
+
+    def is_intact(self, folder: Location) -> bool:
+        """Reads all of a checkpoint; without one that is damaged `find` will do."""
+        try:
+            self._answered(partial(open_checkpoint, folder))
+        except Unreadable:
+            raise
+        except PentadError as error:
+            self.damaged[folder] = str(error)
+            return False
+        return True
+
+    def _open(self, folder: Location) -> Checkpoint:
+        if folder in self.damaged:
+            raise PentadError(self.damaged[folder])
+        return open_checked(folder)
+
+    def _answered(self, call: Callable[[], T]) -> T:
+        """What the call returns, once the storage answers it."""
+        until, said = time.monotonic() + self.seconds, False
+        while True:
+            try:
+                return call()
+            except Unreadable:
+                if time.monotonic() > until:
+                    raise
+            if not said:
+                self.bus.display.note(f"waiting for {self.bus.folder.checkpoints}, which does not answer")
+                said = True
+            time.sleep(RETRY_SECONDS)

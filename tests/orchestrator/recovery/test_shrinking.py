@@ -1,0 +1,154 @@
+"""Meshes that shrink and grow back, on ranks in this process (`fake_ray`): their state moves through memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from fake_ray import FakeRun, Rank
+from recovery_runs import LINE, SHRINKS, SQUARE, StartRun, damage, die, once
+
+from pentad.orchestrator.recovery.recovery import CHECK_SECONDS
+
+
+def test_without_room_the_mesh_shrinks_and_the_state_moves_through_memory(start: StartRun) -> None:
+    run = start(*SQUARE, *SHRINKS, nodes=("node0", "node0", "node1", "node2"))
+    fault = run.lose(3)
+    run.fake.lose_node("node2")
+    run.recovery.recover(fault, 7)
+    (recovered,) = run.events("recovered")
+    assert (recovered["how"], recovered["mesh"], recovered["step"]) == ("shrink", "pp2", 7)
+    assert run.folder.plan is run.group.plan and str(run.group.plan.mesh) == "pp2"
+    assert not run.fake.written and not run.events("checkpoint")
+    assert run.fake.members() == run.before[:2] and run.versions() == [7, 7]
+    assert not any(rank.held for rank in run.fake.members()), "which takes memory"
+    assert not run.before[2].is_alive  # which was the only one with its stage, and is no rank any more
+
+
+@pytest.mark.parametrize("saved", [0, 7])
+def test_a_state_for_which_there_is_no_memory_goes_through_a_checkpoint(start: StartRun, saved: int) -> None:
+    run = start(*SQUARE, *SHRINKS)
+    run.fake.full_memory = True
+    if saved:
+        run.save(saved)
+    fault = run.lose(1, 3)
+    run.fake.lose_node("node1")
+    run.recovery.recover(fault, 7)
+    assert [(row["how"], row["step"]) for row in run.events("recovered")] == [("shrink", 7)]
+    full = run.recovery.ranks.full
+    if saved:
+        assert not run.fake.written
+    else:  # each shard once
+        assert sorted(run.fake.written[7]) == sorted(full.param_shards) and len(run.events("checkpoint")) == 1
+
+
+def test_a_damaged_checkpoint_of_the_surviving_state_is_saved_again(start: StartRun) -> None:
+    run = start(*SQUARE, *SHRINKS)
+    run.fake.full_memory = True
+    run.save(7)
+    damage(run, 7)
+    fault = run.lose(1, 3)
+    run.fake.lose_node("node1")
+    run.recovery.recover(fault, 7)
+    assert [row["step"] for row in run.events("recovered")] == [7] and run.fake.written[7]
+    names = {path.name for path in (run.folder.path / "checkpoints").iterdir()}
+    assert names == {"step-00000007", "step-00000007.refused-1"}
+
+
+def test_a_mesh_without_the_newest_state_shrinks_from_the_newest_checkpoint(start: StartRun) -> None:
+    run = start(*LINE, *SHRINKS)
+    run.save(5)
+    fault = run.lose(2, 3)
+    run.fake.lose_node("node1")
+    run.recovery.recover(fault, 7)
+    assert [(row["how"], row["step"]) for row in run.events("recovered")] == [("shrink", 5)]
+    assert not run.fake.written and run.versions() == [5, 5]
+
+
+@pytest.mark.parametrize("saved", [0, 5])
+def test_a_fault_while_the_mesh_shrinks_is_repaired_from_what_the_others_have_handed_over(
+    start: StartRun, saved: int
+) -> None:
+    """Even by a process that is no rank of the smaller mesh."""
+    run = start(*SQUARE, *SHRINKS, nodes=("node0", "node0", "node1", "node2"))
+    if saved:
+        run.save(saved)
+    fault, run.fake.on_call = run.lose(3), once("connect", 1, die)
+    run.fake.lose_node("node2")
+    run.recovery.recover(fault, 7)
+    assert [(row["how"], row["mesh"], row["step"]) for row in run.events("recovered")] == [("copies", "pp2", 7)]
+    assert run.versions() == [7, 7] and not run.before[2].is_alive
+
+
+@pytest.mark.parametrize("saved", [0, 5])
+def test_a_rank_that_is_lost_while_the_mesh_shrinks_with_what_only_it_held_costs_the_steps_since_a_checkpoint(
+    start: StartRun, saved: int
+) -> None:
+    run = start(*SQUARE, *SHRINKS)
+    if saved:
+        run.save(saved)
+    fault, run.fake.on_call = run.lose(1, 3), once("connect", 1, die)
+    run.fake.lose_node("node1")
+    run.recovery.recover(fault, 7)
+    assert [(row["how"], row["step"]) for row in run.events("recovered")] == [("checkpoint", saved)]
+    assert run.versions() == [saved, saved]
+
+
+def shrunk(start: StartRun) -> FakeRun:
+    """A run that has lost node1 and shrunk; the node is there again."""
+    run = start(*SQUARE, *SHRINKS)
+    fault = run.lose(1, 3)
+    run.fake.lose_node("node1")
+    run.recovery.recover(fault, 7)
+    assert run.recovery.should_regroup({}) is None
+    run.fake.now += CHECK_SECONDS
+    assert run.recovery.should_regroup({}) is None
+    run.fake.lost_nodes.clear()
+    assert run.recovery.should_regroup({}) is None  # asked again too soon
+    run.fake.now += CHECK_SECONDS
+    assert run.recovery.should_regroup({}) is not None
+    return run
+
+
+def test_a_shrunk_mesh_grows_back_around_the_ranks_it_has(start: StartRun) -> None:
+    run = shrunk(start)
+    state = run.recovery.regroup(7)
+    assert [row["how"] for row in run.events("recovered")] == ["shrink", "grow"]
+    assert run.group.plan is run.folder.plan is run.recovery.ranks.full
+    assert run.group.generation == 3 and state.version == 7 and run.versions() == [7] * 4
+    assert [run.fake.members()[rank] for rank in (0, 2)] == [run.before[rank] for rank in (0, 2)]
+    run.fake.now += CHECK_SECONDS
+    assert run.recovery.should_regroup({}) is None
+
+
+def leave_again(run: FakeRun) -> None:
+    run.fake.lost_nodes.add("node1")
+
+
+def no_new_rank_answers(run: FakeRun) -> None:
+    def on_call(rank: Rank, method: str) -> None:
+        rank.hangs = rank.hangs or method == "place"
+
+    run.fake.on_call = on_call
+
+
+@pytest.mark.parametrize("prevent", [leave_again, no_new_rank_answers])
+def test_the_old_group_is_kept_if_the_mesh_cannot_grow_after_all(
+    start: StartRun, prevent: Callable[[FakeRun], None]
+) -> None:
+    run = shrunk(start)
+    before, plan = run.fake.members(), run.group.plan
+    prevent(run)
+    state = run.recovery.regroup(7)
+    assert run.events("recovered")[-1]["how"] == "repair" and state.version == 7
+    assert run.fake.members() == before and run.group.plan is plan and run.group.generation == 3
+    assert [rank for rank in run.fake.ranks if rank.is_alive] == before
+    assert run.versions() == [7, 7]
+
+
+def test_a_fault_while_the_mesh_grows_is_repaired_on_the_full_mesh(start: StartRun) -> None:
+    run = shrunk(start)
+    run.fake.on_call = once("connect", 3, lambda rank: run.fake.kill(rank.pid))
+    run.recovery.regroup(7)
+    assert run.events("recovered")[-1]["how"] == "copies" and run.events("recovered")[-1]["step"] == 7
+    assert run.group.plan is run.recovery.ranks.full and not run.fake.written and run.versions() == [7] * 4

@@ -1,0 +1,34 @@
+"""Runs of `fake_ray` that recover: their meshes, and what befalls their ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fake_ray import FakeRun, Rank
+from small_checkpoint import FILE
+
+SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas hold identical state
+LINE = ("mesh.dp=1", "mesh.pp=4", "schedule.microbatches=8")  # no rank's state is anywhere else
+SHRINKS = ("elastic.min_ranks=2", "elastic.wait_seconds=1")
+StartRun = Callable[..., FakeRun]
+
+
+def damage(run: FakeRun, step: int) -> None:
+    path = run.folder.path / "checkpoints" / f"step-{step:08d}" / FILE
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def once(method: str, number: int, do: Callable[[Rank], None]) -> Callable[[Rank, str], None]:
+    """Does something to a rank at its first call of a method."""
+    done: list[str] = []
+
+    def on_call(rank: Rank, name: str) -> None:
+        if (name, rank.number) == (method, number) and not done:
+            done.append(name)
+            do(rank)
+
+    return on_call
+
+
+def die(rank: Rank) -> None:
+    rank.is_alive = False
