@@ -48,7 +48,7 @@ def test_a_gpu_that_the_table_lacks_is_measured(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(hardware, "gpu_name", lambda: "NVIDIA New")
     measured.measured_gpu.cache_clear()
     hardware.rates_of.cache_clear()
-    assert device_memory("cuda", gpu="NVIDIA New").bytes == for_tensors(FOUND["memory"])
+    assert device_memory("cuda", gpu="NVIDIA New").bytes == for_tensors(int(FOUND["memory"]))
     plan = make_plan(load(None, CONFIG), "cuda")
     assert plan.gpu == "NVIDIA New" and hardware.rates_of("cuda", plan.gpu).flops == FOUND["bf16"]
 
