@@ -146,12 +146,15 @@ class Worker:
         if generation < self.generation:
             raise StaleGeneration(f"generation {generation} is over")
 
+    def _require_equal(self, generation: int) -> None:
+        if generation != self.generation:
+            raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
+
     @ray.method(concurrency_group="train")
     def call(self, generation: int, method: str, *arguments: Any) -> Any:
         """Calls a method of the runner: serve, connect, restore, restore_copy, receive, advance, run, evaluate,
         snapshot, copy, hand_over or save."""
-        if generation != self.generation:
-            raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
+        self._require_equal(generation)
         return getattr(self.runner, method)(*arguments)
 
     @ray.method(concurrency_group="train")
@@ -189,8 +192,7 @@ class Worker:
     def write(self, generation: int, folder: str, step: int) -> WrittenShards | str:
         """Writes this rank's part of the snapshot of `step` steps, beside training. Returns why not if the storage is
         at fault, which ends nothing."""
-        if generation != self.generation:
-            raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
+        self._require_equal(generation)
         try:
             return self.runner.write(folder, step)
         except PentadError as error:
@@ -243,8 +245,7 @@ class Worker:
     def replicate(self, generation: int, key: CopyKey, address: str, token: bytes) -> SentPart | str:
         """Stores the snapshot of this rank's part here and in the process at `address`, beside training. Returns why
         not if that process does not take it, which ends nothing."""
-        if generation != self.generation:
-            raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
+        self._require_equal(generation)
         try:
             return self.runner.replicate(key, address, token)
         except PentadError as error:
@@ -328,8 +329,7 @@ class Worker:
     def _publishing(self, generation: int) -> Iterator[None]:
         """The generation does not end meanwhile. Raises StaleGeneration if it has."""
         with self.changing:
-            if generation != self.generation:
-                raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
+            self._require_equal(generation)
             yield
 
     def _gpu_number(self) -> int:
