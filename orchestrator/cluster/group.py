@@ -24,14 +24,8 @@ from pentad.orchestrator.cluster.placement import (
     strategy_of,
     strategy_on,
 )
-from pentad.orchestrator.cluster.worker import (
-    Actor,
-    StaleGeneration,
-    Status,
-    WorkerPlace,
-    read_status,
-    streams_of,
-)
+from pentad.orchestrator.cluster.rank_status import Status, read_status, streams_of
+from pentad.orchestrator.cluster.worker import Actor, StaleGeneration, WorkerPlace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.plan import ParamShard, Plan

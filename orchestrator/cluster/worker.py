@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 
 from pentad.orchestrator.cluster.notice import Notice
+from pentad.orchestrator.cluster.rank_status import Status, Streams, read_status, status_of, streams_of
 from pentad.orchestrator.config.version import release
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.gc_pause import gc_paused
-from pentad.schedules.ir.instruction import Action
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.location import location
@@ -33,7 +33,7 @@ from pentad.workers.checkpoint.retention import delete_older
 from pentad.workers.checkpoint.storage import access_problem
 from pentad.workers.replication.parts import CopyKey, HeldPart, HostCopies
 from pentad.workers.replication.transfer import CopyServer
-from pentad.workers.runtime.progress_file import Progress, read_progress
+from pentad.workers.runtime.progress_file import read_progress
 from pentad.workers.runtime.results import RankSnapshot, WrittenShards
 from pentad.workers.runtime.telemetry import GpuState, read_gpu
 from pentad.workers.torch_import import defer_meta_kernels
@@ -41,11 +41,8 @@ from pentad.workers.torch_import import defer_meta_kernels
 if TYPE_CHECKING:  # imports torch, which the driver does without
     from pentad.workers.replication.replicator import SentPart
 
-Streams = tuple[tuple[Action, ...], ...]  # of a rank, by program of the plan
 GPU_SECONDS = 5.0  # between two readings of a GPU
 POLL_SECONDS = 0.02
-# What a rank begins a generation with: what it holds of the one before, or zeros for what another rank will send; zeros
-# for what it will read; or initial values.
 
 
 class WorkerPlace(NamedTuple):
@@ -57,26 +54,6 @@ class WorkerPlace(NamedTuple):
     gpu: int
     pid: int
     progress_file: str
-
-
-class Status(NamedTuple):
-    """What a rank is doing: `counter` is the index in its stream, -1 between steps, `instruction` that instruction's
-    text, '' between steps, and `age` the seconds since it began. `gpu` is a recent reading of its GPU. The stream is
-    that of `program` of the plan's programs; in an evaluation `counter` counts the actions of all rounds. `leaving` is
-    the notice that its process is about to end, `node_leaving` the one that its node is; '' without one. `waits` and
-    `axis` are those of Progress."""
-
-    generation: int
-    step: int
-    instruction: str
-    age: float
-    counter: int = -1
-    gpu: GpuState | None = None
-    program: int = 0
-    leaving: str = ""
-    node_leaving: str = ""
-    waits: int = -1
-    axis: str = ""
 
 
 class RankPlacement(NamedTuple):
@@ -358,29 +335,6 @@ Actor = ray.remote(
     max_task_retries=0,
     concurrency_groups={"train": 1, "control": 2, "checkpoint": 1, "copies": 1},
 )(Worker)
-
-
-def streams_of(plan: Plan, rank: int) -> Streams:
-    """What a rank of the mesh runs of each program of the plan."""
-    return tuple(program.streams[plan.mesh.coordinates(rank).pp] for program in plan.programs)
-
-
-def read_status(progress_file: Path, streams: Streams) -> Status:
-    """The status in a progress file of this host, even of a process that is gone."""
-    return status_of(read_progress(progress_file), streams)
-
-
-def status_of(state: Progress, streams: Streams) -> Status:
-    stream, age = streams[state.program], time.monotonic() - state.since
-    text = instruction_text(stream[state.counter % len(stream)]) if state.counter >= 0 else ""
-    where = state.step, text, age, state.counter
-    return Status(state.generation, *where, program=state.program, waits=state.waits, axis=state.axis)
-
-
-def instruction_text(action: Action) -> str:
-    """'2SEND_F0>3', '(1F4+2BW0)': an instruction without its dependencies."""
-    texts = [str(part).partition(" after ")[0] for part in action.parts]
-    return texts[0] if len(texts) == 1 else f"({'+'.join(texts)})"
 
 
 def _exists(pid: int) -> bool:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pentad.orchestrator.cluster.group import WorkerGroup
-from pentad.orchestrator.cluster.worker import Status
+from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.evaluations import evaluation_state

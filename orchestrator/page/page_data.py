@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from pentad.orchestrator.cluster.worker import Status
+from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.memory.curve import memory_curves
 from pentad.orchestrator.monitoring.event_bus import ExpertLoads
 from pentad.orchestrator.monitoring.run_state import RunView, Watcher

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.cluster.group import STATUS_SECONDS, Tick, WorkerGroup
-from pentad.orchestrator.cluster.worker import Status, streams_of
+from pentad.orchestrator.cluster.rank_status import Status, streams_of
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, Action, Instruction
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.plan import Plan

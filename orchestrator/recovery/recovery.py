@@ -9,7 +9,7 @@ from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.faults import Superseded, WorkerError, unresponsive
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.placement import drain, draining
-from pentad.orchestrator.cluster.worker import Status
+from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests

@@ -13,7 +13,7 @@ from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.faults import Refusal, Superseded, WorkerError
 from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.cluster.local_head import LocalHead
-from pentad.orchestrator.cluster.worker import Status
+from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.evaluations import evaluation_rows

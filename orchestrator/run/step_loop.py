@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.faults import Refusal, WorkerError
 from pentad.orchestrator.cluster.group import Refs, WorkerGroup
-from pentad.orchestrator.cluster.worker import Status
+from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.evaluations import Best, evaluation_rows
 from pentad.orchestrator.monitoring.event_bus import EventBus

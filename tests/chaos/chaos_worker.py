@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from chaos_cluster import Process
 
-from pentad.orchestrator.cluster.worker import Status, Worker, WorkerPlace, status_of
+from pentad.orchestrator.cluster.rank_status import Status, status_of
+from pentad.orchestrator.cluster.worker import Worker, WorkerPlace
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.replication.parts import CopyKey, HostCopies
 

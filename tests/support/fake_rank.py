@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ray.exceptions import ActorDiedError, RayTaskError
 from small_checkpoint import problem_of, save_small
 
-from pentad.orchestrator.cluster.worker import StaleGeneration, Status, WorkerPlace
+from pentad.orchestrator.cluster.rank_status import Status
+from pentad.orchestrator.cluster.worker import StaleGeneration, WorkerPlace
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.batch import batch_of

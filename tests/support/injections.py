@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pentad.orchestrator.cluster.worker import streams_of
+from pentad.orchestrator.cluster.rank_status import streams_of
 from pentad.schedules.ir.instruction import Instruction
 from pentad.workers.parallel.async_ops import Task, host_waits
 from pentad.workers.run_delay import run_delay

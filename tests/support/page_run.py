@@ -14,7 +14,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from pentad.orchestrator.cluster.group import WorkerGroup
-from pentad.orchestrator.cluster.worker import Status
+from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.monitoring.display import Display
 from pentad.orchestrator.monitoring.event_bus import EventBus

@@ -20,8 +20,8 @@ from pentad.orchestrator.cluster.placement import (
     release,
     reserve,
 )
+from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.cluster.ray_head import psutil
-from pentad.orchestrator.cluster.worker import Status
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError

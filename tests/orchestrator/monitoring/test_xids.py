@@ -6,7 +6,7 @@ from pathlib import Path
 
 from page_run import page_run
 
-from pentad.orchestrator.cluster.worker import Status
+from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.diagnosis.slow_ranks import _clock
 from pentad.orchestrator.monitoring.runfolder import JOURNAL
 from pentad.orchestrator.records.json_lines import read_lines

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pentad.orchestrator.cluster.worker import Status
+from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.recovery.hang_detection import HangDetector, positions_in_program
