@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
@@ -96,10 +97,10 @@ def row_order(rows: Iterable[str]) -> list[str]:
 
 def grouped(spans: Iterable[Span], key: Callable[[Span], _Key]) -> dict[_Key, list[Span]]:
     """The spans of each key, in their order."""
-    found: dict[_Key, list[Span]] = {}
+    found = defaultdict[_Key, list[Span]](list)
     for span in spans:
-        found.setdefault(key(span), []).append(span)
-    return found
+        found[key(span)].append(span)
+    return dict(found)
 
 
 def zero_of(timeline: Timeline) -> float:

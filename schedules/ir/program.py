@@ -116,6 +116,11 @@ class Program:
         return tuple(map(index_of, self.streams))
 
     @cached_property
+    def names(self) -> tuple[dict[Key, str], ...]:
+        """By rank: what drawings and timelines call each instruction."""
+        return tuple({key: str(key) for key in index} for index in self.positions)
+
+    @cached_property
     def hash(self) -> str:
         """SHA-256 of everything but the name; equal programs have equal hashes."""
         sizes = (VERSION, self.placement, self.microbatches, self.chunks, self.slices, self.columns.groups)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ class Timeline:
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted({span.rank for span in self.spans}))
 
-    @property
+    @cached_property
     def compute(self) -> tuple[Span, ...]:
         return tuple(span for span in self.spans if span.op in COMPUTE)
 
@@ -86,8 +87,9 @@ class Timeline:
     @property
     def longest(self) -> float:
         """Seconds from a rank's first compute start to its last compute end, for the rank where they are most."""
-        return max(end - start for start, end, _ in self.busy_by_rank().values())
+        return max(end - start for start, end, _ in self.busy_by_rank.values())
 
+    @cached_property
     def busy_by_rank(self) -> dict[int, tuple[float, float, float]]:
         """Rank -> (first compute start, last compute end, seconds of compute)."""
         found: dict[int, tuple[float, float, float]] = {}
@@ -99,7 +101,7 @@ class Timeline:
 
     def bubble(self) -> Bubble:
         """1 - mean busy time / longest, and 1 - mean busy time / makespan."""
-        busy = [value for _, _, value in self.busy_by_rank().values()]
+        busy = [value for _, _, value in self.busy_by_rank.values()]
         mean = sum(busy) / len(busy)
         return Bubble(1 - mean / self.longest, 1 - mean / self.makespan)
 
