@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pentad.schedules.ir import arrow
 from pentad.schedules.ir.arrow import SCHEMA, VERSION
-from pentad.schedules.ir.arrow_file import read_table
+from pentad.schedules.ir.arrow_file import file_bytes, read_table
 from pentad.schedules.ir.columns import Columns, Stream, key_columns, pack
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Key
@@ -171,11 +171,7 @@ class Program:
         return program
 
     def to_bytes(self) -> bytes:
-        sink = pa.BufferOutputStream()
-        table = self.to_arrow()
-        with pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
-        return sink.getvalue().to_pybytes()
+        return file_bytes(self.to_arrow())
 
     @staticmethod
     def from_bytes(data: bytes) -> Program:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from pentad.schedules.ir.arrow_arrays import filled_array
-from pentad.schedules.ir.arrow_file import read_table, require_no_nulls, require_range
+from pentad.schedules.ir.arrow_file import file_bytes, read_table, require_no_nulls, require_range, rows_of, table_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
 
@@ -106,9 +105,7 @@ class Timeline:
         return Bubble(1 - mean / self.longest, 1 - mean / self.makespan)
 
     def to_arrow(self) -> pa.Table:
-        columns = zip(*self.spans, strict=True) if self.spans else ([] for _ in SCHEMA)
-        table = pa.table([filled_array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
-        return table.replace_schema_metadata({"source": self.source, "version": "1"})
+        return table_of(self.spans, SCHEMA).replace_schema_metadata({"source": self.source, "version": "1"})
 
     @staticmethod
     def from_arrow(table: pa.Table) -> Timeline:
@@ -118,12 +115,10 @@ class Timeline:
             raise PentadError(f"{text}: expected {SCHEMA.names}, of type {', '.join(map(str, _TYPES))}")
         _check_values(table)
         source = (table.schema.metadata or {}).get(b"source", b"measured").decode(errors="replace")
-        rows: Iterable[tuple] = zip(*(table.column(name).to_pylist() for name in SCHEMA.names), strict=True)
-        return Timeline(source, tuple(Span(*row) for row in rows))
+        return Timeline(source, tuple(map(Span._make, rows_of(table))))
 
     def save(self, path: Path) -> None:
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, self.to_arrow().schema) as writer:
-            writer.write_table(self.to_arrow())
+        path.write_bytes(file_bytes(self.to_arrow()))
 
     @staticmethod
     def load(path: Path) -> Timeline:
