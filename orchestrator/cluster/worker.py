@@ -126,30 +126,29 @@ class Worker:
         self.gpu = self._gpu_number()
         gpu, blank = _visible_index(self.gpu) if plan.device == "cuda" else 0, state != "initial"
         with self.changing:
-            self._require_current(generation)
+            self._refuse(generation, generation < self.generation)
             if state != "kept":
                 self.runner = None
         if state != "kept":
             gc.collect()  # there may be no room for another state beside the one before
         runner = kind(plan, rank, self.progress_file, generation, gpu, self.runner, blank=blank, copies=self.copies)
         with self.changing:
-            self._require_current(generation)
+            self._refuse(generation, generation < self.generation)
             self.generation, self.runner = generation, runner
             self.plan, self.rank, self.bundles = plan, rank, bundles
             self.streams = streams_of(plan, rank)
         self.notice.watch(plan.notice)
         return _device_name(gpu) if plan.device == "cuda" else ""
 
-    def _require_current(self, generation: int) -> None:
-        if generation < self.generation:
-            raise StaleGeneration(f"generation {generation} is over")
+    def _refuse(self, generation: int, is_over: bool) -> None:
+        if is_over:
+            raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
 
     @ray.method(concurrency_group="train")
     def call(self, generation: int, method: str, *arguments: Any) -> Any:
         """Calls a method of the runner: serve, connect, restore, restore_copy, receive, advance, run, evaluate,
         snapshot, copy or save."""
-        if generation != self.generation:
-            raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
+        self._refuse(generation, generation != self.generation)
         return getattr(self.runner, method)(*arguments)
 
     @ray.method(concurrency_group="train")
@@ -161,8 +160,7 @@ class Worker:
     def fence(self, generation: int) -> None:
         """Ends the generation before `generation`: unblocks the train thread, and refuses calls that arrive late."""
         with self.changing:
-            if generation <= self.generation:
-                raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
+            self._refuse(generation, generation <= self.generation)
             self.generation = generation
         if self.runner is not None:
             self.runner.fence()
@@ -187,8 +185,7 @@ class Worker:
     def write(self, generation: int, folder: str, step: int) -> WrittenShards | str:
         """Writes this rank's part of the snapshot of `step` steps, beside training. Returns why not if the storage is
         at fault, which ends nothing."""
-        if generation != self.generation:
-            raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
+        self._refuse(generation, generation != self.generation)
         try:
             return self.runner.write(folder, step)
         except PentadError as error:
@@ -226,8 +223,7 @@ class Worker:
     def replicate(self, generation: int, key: CopyKey, address: str, token: bytes) -> SentPart | str:
         """Stores the snapshot of this rank's part here and in the process at `address`, beside training. Returns why
         not if that process does not take it, which ends nothing."""
-        if generation != self.generation:
-            raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
+        self._refuse(generation, generation != self.generation)
         try:
             return self.runner.replicate(key, address, token)
         except PentadError as error:
@@ -309,8 +305,7 @@ class Worker:
     def _publishing(self, generation: int) -> Iterator[None]:
         """The generation does not end meanwhile. Raises StaleGeneration if it has."""
         with self.changing:
-            if generation != self.generation:
-                raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
+            self._refuse(generation, generation != self.generation)
             yield
 
     def _gpu_number(self) -> int:
