@@ -21,10 +21,12 @@ PROGRAMS = 264
 
 
 @triton.jit
-def _forward(
-    x, residual, weight, y, summed, rstd, T, eps,
+def normed_rows(
+    x, residual, weight, summed, rstd, T, eps,
     H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
+    """(the normed rows of this program [ROWS, BLOCK], their offsets, which of them there are); writes `rstd` and, with
+    ADD, `summed`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < T)[:, None] & (columns < H)[None, :]
@@ -38,7 +40,16 @@ def _forward(
     w = tl.load(weight + columns, mask=columns < H, other=0.0).to(tl.float32) + OFFSET
     r = tl.rsqrt(tl.sum(s * s, axis=1) / H + eps)
     tl.store(rstd + rows, r, mask=rows < T)
-    tl.store(y + offsets, (s * r[:, None] * w[None, :]).to(y.dtype.element_ty), mask=mask)
+    return s * r[:, None] * w[None, :], offsets, mask
+
+
+@triton.jit
+def _forward(
+    x, residual, weight, y, summed, rstd, T, eps,
+    H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    normed, offsets, mask = normed_rows(x, residual, weight, summed, rstd, T, eps, H, ROWS, BLOCK, ADD, OFFSET)
+    tl.store(y + offsets, normed.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentad.kernels import rms_norm_triton
 from pentad.kernels.backend import ceil_div
 from pentad.kernels.fp8 import fp8_cast_triton, fp8_tensor
 from pentad.kernels.fp8.fp8_cast_triton import (
@@ -26,6 +25,7 @@ from pentad.kernels.fp8.fp8_cast_triton import (
     twice,
 )
 from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe
+from pentad.kernels.rms_norm_triton import PER_THREAD, normed_rows, shape_of
 
 TILE = tl.constexpr(fp8_tensor.TILE)
 
@@ -39,19 +39,7 @@ def _forward(
 ):  # fmt: skip
     """With RECORD the maximum of the normed rows raises `maxima`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
-    mask = (rows < T)[:, None] & (columns < H)[None, :]
-    offsets = rows.to(tl.int64)[:, None] * H + columns[None, :]
-    s = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        s += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
-        rounded = s.to(summed.dtype.element_ty)
-        tl.store(summed + offsets, rounded, mask=mask)
-        s = rounded.to(tl.float32)
-    w = tl.load(weight + columns, mask=columns < H, other=0.0).to(tl.float32) + OFFSET
-    r = tl.rsqrt(tl.sum(s * s, axis=1) / H + eps)
-    tl.store(rstd + rows, r, mask=rows < T)
-    y = s * r[:, None] * w[None, :]
+    y, offsets, mask = normed_rows(x, residual, weight, summed, rstd, T, eps, H, ROWS, BLOCK, ADD, OFFSET)
     if RECORD:
         store_maximum(tl.max(tl.abs(y), axis=1), maxima)
     if CAST:
@@ -135,7 +123,7 @@ def _launch(
     """(summed, rstd)"""
     assert x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     tokens, width = x.shape
-    rows, block, warps = rms_norm_triton.shape_of(width, rms_norm_triton.PER_THREAD)
+    rows, block, warps = shape_of(width, PER_THREAD)
     summed = x if residual is None else torch.empty_like(x)
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
     _forward[(ceil_div(tokens, rows),)](

@@ -50,7 +50,7 @@ class Comparison:
 
     def facts(self) -> dict[str, Any]:
         """Makespan, longest and bubble of both, in seconds and shares, and each rank's seconds of compute."""
-        busy = {rank: seconds for rank, (_, _, seconds) in self.measured.busy_by_rank().items()}
+        busy = {rank: seconds for rank, (_, _, seconds) in self.measured.busy_by_rank.items()}
         return {
             "step": self.step,
             "measured": figures(self.measured),

@@ -99,8 +99,7 @@ class Explanation:
         drop = [head.rstrip(">") for head in reversed(last)]
         return fitted_table(heads, rows, width, drop=(*drop, "share"))
 
-    def __repr__(self) -> str:
-        return as_text(self)
+    __repr__ = as_text
 
 
 def explain(folder: Path, step: int | None = None) -> Explanation:

@@ -24,7 +24,7 @@ from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.planned import Planned
 from pentad.orchestrator.search.reasons import Flip, describe, flips, nearest_fits, reason, shares_of
 from pentad.orchestrator.search.search import SearchResult, search
-from pentad.orchestrator.search.space import KEYS, overrides
+from pentad.orchestrator.search.space import KEYS, given_and_changed
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.atomic_io import write_file
 
@@ -41,9 +41,7 @@ class Command:
         return frozenset(word.partition("=")[0] for word in self.words)
 
     def of(self, planned: Planned) -> str:
-        changed = [f"{key}={_text(value)}" for key, value in overrides(self.config, planned.config).items()]
-        keys = {word.partition("=")[0] for word in changed}
-        given = [word for word in self.words if word.partition("=")[0] not in keys]
+        given, changed = given_and_changed(self.words, self.config, planned.config)
         return shlex.join(["pentad", "train", *([str(self.file)] if self.file else []), *given, *changed])
 
 
@@ -149,7 +147,3 @@ def _facts(planned: Planned) -> dict[str, Any]:
         "mfu": _mfu(planned),
         "peak_bytes": planned.bytes,
     }
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

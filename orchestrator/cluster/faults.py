@@ -138,12 +138,12 @@ def error_of(group: WorkerGroup, failures: Sequence[Failure]) -> PentadError:
     return WorkerError(message, culprit.rank, detail, lost, culprit.fault, detector)
 
 
-def unresponsive(group: WorkerGroup, seconds: float = PING_SECONDS) -> tuple[int, ...]:
-    """Ranks whose nodes are gone; without such nodes, those that do not answer within `seconds`."""
+def unresponsive(group: WorkerGroup) -> tuple[int, ...]:
+    """Ranks whose nodes are gone; without such nodes, those that do not answer within PING_SECONDS."""
     refs = {rank: actor.clock.remote() for rank, actor in enumerate(group.actors)}
-    until = time.monotonic() + seconds
+    until = time.monotonic() + PING_SECONDS
     while True:
-        _, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=min(PROBE_SECONDS, seconds))
+        _, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=PROBE_SECONDS)
         answers, _ = group.gather(refs, 0.0)
         silent = tuple(rank for rank in refs if rank not in answers)
         gone = _gone_with_nodes(group, silent)

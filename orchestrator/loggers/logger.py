@@ -36,9 +36,9 @@ class Logger(Protocol):
         """The run is over: 'finished', 'stopped' or 'failed'. Its pages and pictures are in its folder."""
 
 
-def scalars(row: dict[str, Any], prefix: str = "train") -> dict[str, float]:
+def scalars(row: dict[str, Any]) -> dict[str, float]:
     """The numbers of a row of metrics.jsonl as 'train/loss', those of mappings as 'train/sources/web'."""
-    return dict(_numbers({key: value for key, value in row.items() if key not in ("step", "time")}, prefix))
+    return dict(_numbers({key: value for key, value in row.items() if key not in ("step", "time")}, "train"))
 
 
 def evaluation_scalars(rows: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -27,10 +27,6 @@ class BitChecks:
             return False
         return saves or (step > 0 and step % self.every == 0)
 
-    def next_due(self, step: int) -> list[int]:
-        """The number of steps, more than `step`, after which a search is due; empty: none."""
-        return [(step // self.every + 1) * self.every] if self.every else []
-
     def vouches_for(self, step: int) -> bool:
         """Whether a checkpoint of this many steps may count."""
         return not self.every or step <= self.passed

@@ -37,10 +37,6 @@ class Replication:
         if self.every:
             self.copies.begin_generation()
 
-    def next_due(self, step: int) -> list[int]:
-        """The number of steps, more than `step`, after which a copy is to be made; empty: none."""
-        return [(step // self.every + 1) * self.every] if self.every else []
-
     def hands_over(self, step: int, leaving: Sequence[int]) -> bool:
         """Whether a copy of `step` steps, rather than a checkpoint, takes the state to the next generation: not if one
         could not be made, or if the ranks that are `leaving` take both copies of a part with them."""

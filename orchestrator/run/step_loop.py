@@ -177,8 +177,8 @@ class StepLoop:
             self.requests.checkpoint_saved(step)
         if ending or paused:
             return None
-        following = [(step // each + 1) * each for each in (*self.saves_every, self.evaluates_every) if each]
-        following += self.replication.next_due(step) + self.checks.next_due(step)
+        periods = *self.saves_every, self.evaluates_every, self.replication.every, self.checks.every
+        following = [(step // each + 1) * each for each in periods if each]
         limit = min([self.config.run.steps, *following])
         count = min(self.steps_per_call, limit - step)
         self.submitted += count

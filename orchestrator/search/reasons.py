@@ -49,7 +49,7 @@ NAMES = (
 def shares_of(work: Work, planned: Planned) -> Shares:
     setting, plan = planned.setting, planned.plan
     layout = work.layout_of(setting)
-    timed = Timed(layout, setting.order, compute_order(layout, setting.order, setting.microbatches))
+    timed = Timed(layout, compute_order(layout, setting.order, setting.microbatches))
     flops = flops_per_token(plan.model, plan.batch.sequence_length, frozen=plan.lora is not None)
     products = plan.batch.tokens * flops / plan.mesh.size / work.rates.flops
     in_layers = even_seconds(work, setting.mesh, setting.microbatches)

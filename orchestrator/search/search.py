@@ -44,7 +44,6 @@ ROUNDING = 1e-9
 class Refusal:
     """Why no setting of a mesh was listed: a sentence; and the bytes that each needs at least, if memory is why."""
 
-    mesh: Mesh
     why: str
     least_bytes: int = 0
 
@@ -209,7 +208,7 @@ class _Search:
         if not is_same and 1 not in self.space.unit_layers:
             groups.append((by_layer, False, True))
         for of_group, is_plain, is_saving in groups:
-            timed = Timed(of_group, order, compute_order(of_group, order, shape.microbatches))
+            timed = Timed(of_group, compute_order(of_group, order, shape.microbatches))
             for shardings in self._shardings(by_layer):
                 setting = Setting(*shape[:2], order, unit_layers=unit_layers)
                 self._push_group(Group(setting, timed, is_plain, is_saving, shardings))
@@ -343,7 +342,7 @@ class _Search:
         if mesh in self._least:
             available, least = (f"{bytes / 2**30:.2f} GiB" for bytes in (self.device.bytes, self._least[mesh]))
             why = f"memory is {available} a rank: expected more than {least} for mesh {mesh}"
-            self.found.refusals[mesh] = Refusal(mesh, why, self._least[mesh])
+            self.found.refusals[mesh] = Refusal(why, self._least[mesh])
         else:
             refused = self._refused.get(mesh, Counter({"no setting is possible": 1}))
-            self.found.refusals[mesh] = Refusal(mesh, refused.most_common(1)[0][0])
+            self.found.refusals[mesh] = Refusal(refused.most_common(1)[0][0])

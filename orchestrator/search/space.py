@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -201,6 +202,13 @@ def with_setting(config: RunConfig, setting: Setting, held: Collection[str] = ()
 def overrides(config: RunConfig, changed: RunConfig) -> dict[str, Any]:
     """The keys, and their values, in which a configuration with a setting differs from what it was made of."""
     return {key: value_of(changed, key) for key in (*KEYS, *RESET) if value_of(config, key) != value_of(changed, key)}
+
+
+def given_and_changed(words: Iterable[str], config: RunConfig, changed: RunConfig) -> tuple[list[str], list[str]]:
+    """The `words` of a configuration that one with a setting keeps, and the overrides that lead to it."""
+    values = overrides(config, changed)
+    texts = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()]
+    return [word for word in words if word.partition("=")[0] not in values], texts
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

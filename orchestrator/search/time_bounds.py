@@ -49,7 +49,6 @@ class Timed:
     stages; or units, where a forward is interleaved with a backward, whose units then end in another order."""
 
     layout: Layout
-    order: Order
     program: Program
 
     @cached_property

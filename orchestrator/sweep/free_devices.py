@@ -13,6 +13,7 @@ from pentad.schedules.ir.errors import PentadError
 
 Device = Literal["cpu", "cuda"]
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+MOST_RANKS = 2**16  # of a trial on CPUs
 
 
 @dataclass
@@ -51,12 +52,12 @@ class FreeDevices:
         return {VISIBLE: ",".join(devices)} if self.named else {}
 
 
-def find_free_devices(section: ClusterSection, most_ranks: int = 2**16) -> FreeDevices:
+def find_free_devices(section: ClusterSection) -> FreeDevices:
     """The free devices of the machine or the cluster that a run would be on. Raises PentadError without a device."""
     if section.address != "local":
         return _on_cluster(section)
     if local_device(section, 1)[0] == "cpu":
-        return FreeDevices("cpu", list(map(str, range(os.cpu_count() or 1))), most_ranks)
+        return FreeDevices("cpu", list(map(str, range(os.cpu_count() or 1))), MOST_RANKS)
     visible = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
     names = visible[: local_gpus()] or list(map(str, range(local_gpus())))
     if not names:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from pentad.orchestrator.config.errors import shown
 from pentad.orchestrator.records.json_lines import reported
 from pentad.orchestrator.records.run_files import replace_file
-from pentad.schedules.ir.arrow_file import read_table
+from pentad.schedules.ir.arrow_file import file_bytes, read_table
 from pentad.schedules.ir.errors import PentadError
 
 Outcome = Literal["measured", "pruned", "memory", "deadline", "hang", "failed"]
@@ -74,13 +74,10 @@ def writable(folder: Path) -> Iterator[None]:
 def write_rows(folder: Path, rows: Sequence[TrialRow]) -> None:
     """Both files, each replaced at once."""
     table = pa.table({name: [getattr(row, name) for row in rows] for name in TrialRow._fields}, schema=SCHEMA)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, SCHEMA) as writer:
-        writer.write_table(table)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([TrialRow._fields, *rows])
     with writable(folder):
-        replace_file(folder / ARROW, sink.getvalue().to_pybytes())
+        replace_file(folder / ARROW, file_bytes(table))
         replace_file(folder / CSV, text.getvalue().encode())
 
 

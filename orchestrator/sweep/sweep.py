@@ -38,11 +38,10 @@ Start = Callable[[Trial, FreeDevices, tuple[str, ...]], Running]
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """How many trials of this call have a row, run and wait; and the newest row, if one is new."""
+    """How many trials of this call have a row and run; and the newest row, if one is new."""
 
     done: int
     running: int
-    waiting: int
     row: TrialRow | None = None
 
 
@@ -53,7 +52,6 @@ Report = Callable[[SweepProgress], object]
 class Sweep:
     """The rows of this call's trials, in their order; `ran` of them are new."""
 
-    folder: Path
     rows: list[TrialRow]
     ran: int
 
@@ -98,7 +96,7 @@ def sweep(
         ran = len(waiting)
         run_trials(waiting, free, begin, record, report, done=len(trials) - ran)
         by_trial = {row.trial: row for row in rows}
-        return Sweep(folder, [by_trial[trial.name] for trial in trials], ran)
+        return Sweep([by_trial[trial.name] for trial in trials], ran)
 
 
 def run_trials(
@@ -118,7 +116,7 @@ def run_trials(
                 if (devices := free.take(trial.row.ranks or 1)) is not None:
                     waiting.remove(trial)
                     running.append(start(trial, free, devices))
-            report(SweepProgress(done, len(running), len(waiting)))
+            report(SweepProgress(done, len(running)))
             time.sleep(POLL_SECONDS)
             for each in list(running):
                 if (row := each.poll()) is not None:
@@ -126,7 +124,7 @@ def run_trials(
                     free.give_back(each.devices)
                     record(row)
                     done += 1
-                    report(SweepProgress(done, len(running), len(waiting), row))
+                    report(SweepProgress(done, len(running), row))
     finally:
         for each in running:
             each.end()

@@ -17,7 +17,7 @@ from pentad.orchestrator.planning.formatting import format_count, format_percent
 from pentad.orchestrator.planning.hardware import gpu_of
 from pentad.orchestrator.search.planned import without_evaluation
 from pentad.orchestrator.search.search import search
-from pentad.orchestrator.search.space import overrides
+from pentad.orchestrator.search.space import given_and_changed
 from pentad.orchestrator.sweep.free_devices import FreeDevices
 from pentad.orchestrator.sweep.grid import MOST_TRIALS, Point
 from pentad.orchestrator.sweep.results import TrialRow
@@ -88,9 +88,7 @@ def _candidates(request: SweepRequest, point: Point) -> Iterator[Point | Trial]:
     for gpus in request.gpus or (config.mesh.size,):
         found = search(config, gpus, device, held, listed=request.search)
         for each in found.choices:
-            changed = [f"{key}={_text(value)}" for key, value in overrides(config, each.config).items()]
-            keys = {word.partition("=")[0] for word in changed}
-            given = [word for word in point.words if word.partition("=")[0] not in keys]
+            given, changed = given_and_changed(point.words, config, each.config)
             yield Point((*given, *changed), (*point.varied, *changed))
         if not found.choices:
             least = min(found.refusals.values(), key=lambda each: each.least_bytes, default=None)
@@ -201,7 +199,3 @@ def layout_text(found: PlannedRun) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -98,7 +98,7 @@ def part_of(part: Instruction) -> str:
 def _rank_step(view: StepView, ideal: StepView, rank: int, measured: Measured) -> RankStep:
     begin = FIRST_START
     if rank in measured.began:
-        begin = min(view.nanoseconds(measured.began[rank], 0.0)[0], view.first_start(rank))
+        begin = min(round((measured.began[rank] - view.zero) * 1e9), view.first_start(rank))
     parts = _sums(view, rank, begin, round(measured.data.get(rank, 0.0) * 1e9))
     bubble = min(parts[LATE], _sums(ideal, rank, FIRST_START, 0)[LATE])
     parts["schedule bubble"], parts[LATE] = bubble, parts[LATE] - bubble

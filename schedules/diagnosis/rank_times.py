@@ -16,8 +16,7 @@ import pyarrow as pa
 
 from pentad.schedules.diagnosis.attribution import LayerWait, Measured, Starved
 from pentad.schedules.diagnosis.step_view import BETWEEN_STAGES, HOST, StepView
-from pentad.schedules.ir.arrow_arrays import filled_array
-from pentad.schedules.ir.arrow_file import read_table, require_no_nulls, require_range
+from pentad.schedules.ir.arrow_file import file_bytes, read_table, require_no_nulls, require_range, rows_of, table_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import RECEIVES, Key
 from pentad.schedules.ir.program import Program
@@ -101,16 +100,8 @@ def _host_and_receives(view: StepView) -> dict[tuple[int, str, int], float]:
     return found
 
 
-def to_arrow(times: Iterable[RankTime]) -> pa.Table:
-    rows = list(times)
-    columns = zip(*rows, strict=True) if rows else ([] for _ in SCHEMA)
-    return pa.table([filled_array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
-
-
 def save(times: Iterable[RankTime], path: Path) -> None:
-    table = to_arrow(times)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
+    path.write_bytes(file_bytes(table_of(times, SCHEMA)))
 
 
 def load(path: Path) -> tuple[RankTime, ...]:
@@ -124,7 +115,7 @@ def load(path: Path) -> tuple[RankTime, ...]:
             require_range(table, name, low, LONGEST_SECONDS)
     except (OSError, PentadError) as error:
         raise PentadError(f"{path} is not a readable table of rank times: {error}") from None
-    return tuple(map(RankTime._make, zip(*(table.column(name).to_pylist() for name in SCHEMA.names), strict=True)))
+    return tuple(map(RankTime._make, rows_of(table)))
 
 
 def measured_of(times: Iterable[RankTime], mesh: Mesh, began: dict[int, float] | None = None) -> Measured:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
+from pentad.schedules.draw.palette import nanoseconds
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import COLLECTIVES, OF_ALL_RANKS, RECEIVES, Action, Instruction, Key, Op
 from pentad.schedules.ir.program import Program
@@ -39,21 +40,15 @@ class StepView:
         self.program, self.mesh = program, mesh
         self.zero = min((span.start for span in timeline.spans), default=0.0)
         self.coordinates = tuple(map(mesh.coordinates, range(mesh.size)))
-        named = {(span.rank, span.name): self.nanoseconds(span.start, span.end) for span in timeline.spans}
-        names = [{part.key: str(part.key) for action in stream for part in action.parts} for stream in program.streams]
+        named = {(span.rank, span.name): nanoseconds(span, self.zero) for span in timeline.spans}
         self._times = dict[tuple[int, Key], Interval]()
         for rank, at in enumerate(self.coordinates):
-            for key, name in names[at.pp].items():
+            for key, name in program.names[at.pp].items():
                 if (rank, name) not in named:
                     raise PentadError(f"the timeline has no {name} of rank {rank}: expected a complete step")
                 self._times[rank, key] = named[rank, name]
         self._lanes = [_by_lane(stream) for stream in program.streams]
         self._available = dict[tuple[int, Key], int]()
-
-    def nanoseconds(self, *seconds: float) -> Interval:
-        """Moments on the timeline's clock as integers from the step's first start on."""
-        first, last = (round((each - self.zero) * 1e9) for each in seconds)
-        return first, last
 
     def times(self, rank: int, key: Key) -> Interval:
         return self._times[rank, key]

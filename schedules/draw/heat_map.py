@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from pentad.schedules.draw.palette import OP_STYLES
-from pentad.schedules.draw.svg import LEFT, MARGIN, STYLE, THEMES, escaped
+from pentad.schedules.draw.palette import OP_STYLES, mixed
+from pentad.schedules.draw.svg import LEFT, MARGIN, escaped, svg_page, title_line
 from pentad.schedules.ir.errors import PentadError
 
 HEADER, HEADING, BELOW, GAP = 54, 30, 24, 28  # pixels
@@ -41,12 +41,8 @@ def svg_heat_map(rows: Sequence[RankRow], steps: Sequence[int], ops: Sequence[st
     left = max(LEFT, 7 * max(len(row.name) for row in rows) + 24)
     right = left + WIDTH + GAP
     width, bottom = right + COLUMN * len(ops) + MARGIN, HEADER + HEADING + pitch * len(rows)
-    size = f"{width:.0f}", f"{bottom + BELOW + MARGIN:.0f}"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" viewBox="0 0 {" ".join(size)}">',
-        f"<title>{escaped(title)}</title><style>{STYLE}{_colours()}</style>",
-        '<rect class="page" width="100%" height="100%" rx="8"/>',
-        f'<text class="title" x="{MARGIN}" y="28">{escaped(title)}</text>',
+        title_line(title),
         *_legend(),
         f'<text class="bold" x="{left}" y="{HEADER + 20}">by step</text>',
         *_op_heads(ops, right),
@@ -60,7 +56,7 @@ def svg_heat_map(rows: Sequence[RankRow], steps: Sequence[int], ops: Sequence[st
         lines += _cells(row.ops, right, y, COLUMN, pitch)
         lines += _numbers(row.ops, right, y, pitch)
     lines += _step_axis(steps, left, bottom, cell)
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return svg_page(width, bottom + BELOW + MARGIN, title, _colours(), lines)
 
 
 def ordered_ops(ops: set[str]) -> list[str]:
@@ -116,18 +112,13 @@ def _step_axis(steps: Sequence[int], x: float, y: float, cell: float) -> Iterato
             yield f'<text class="soft middle" x="{x + (index + 0.5) * cell:.1f}" y="{y + 17}">{steps[index]}</text>'
 
 
-def _colours() -> str:
+def _colours() -> list[str]:
     themes = []
-    for theme, style in enumerate(THEMES):
-        rules = [style]
+    for theme, idle in enumerate(IDLE):
+        rules = []
         for name, fills in (("f", FASTER), ("s", SLOWER)):
             for number in range(1, BINS + 1):
-                rules.append(f".{name}{number}{{fill:{_mixed(IDLE[theme], fills[theme], number / BINS)}}}")
+                rules.append(f".{name}{number}{{fill:{mixed(idle, fills[theme], number / BINS)}}}")
         rules.append(f".strong{{fill:{('#ffffff', '#16191f')[theme]}}}")
         themes.append("".join(rules))
-    return f"{themes[0]}@media(prefers-color-scheme:dark){{{themes[1]}}}"
-
-
-def _mixed(fill: str, other: str, share: float) -> str:
-    channels = ((int(fill[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in channels)
+    return themes

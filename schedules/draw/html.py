@@ -215,7 +215,7 @@ def _step(
     timeline: Timeline, rows: list[_RankRows], placement: _Placement | None, kinds: dict[_Kind, int]
 ) -> dict[str, Any]:
     """One step. Its figures are null without compute, for then there is no bubble."""
-    busy, zero = timeline.busy_by_rank(), zero_of(timeline)
+    busy, zero = timeline.busy_by_rank, zero_of(timeline)
     computed = grouped((span for span in timeline.compute if span.stage >= 0), lambda span: span.rank)
     stages = {rank: sorted({span.stage for span in spans}) for rank, spans in computed.items()}
     has_compute = bool(busy) and timeline.longest > 0

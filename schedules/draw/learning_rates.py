@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from html import escape
 
-from pentad.schedules.draw.svg import STYLE, THEMES
+from pentad.schedules.draw.svg import svg_page
 from pentad.schedules.spec.learning_rate import LearningRate
 
 COLUMNS, MARGIN = 4, 16
@@ -18,16 +18,11 @@ def svg_learning_rates(panels: Mapping[str, LearningRate]) -> str:
     rows = -(-len(panels) // COLUMNS)
     width = 2 * MARGIN + COLUMNS * (WIDTH + GAP) - GAP
     height = 2 * MARGIN + rows * (HEADING + HEIGHT + GAP) - GAP
-    dark = f"@media(prefers-color-scheme:dark){{{THEMES[1]}{LINES[1]}}}"
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
-        f"<title>Learning rates by step</title><style>{STYLE}{THEMES[0]}{LINES[0]}{dark}</style>",
-        '<rect class="page" width="100%" height="100%" rx="8"/>',
-    ]
+    lines = list[str]()
     for number, (title, rate) in enumerate(panels.items()):
         row, column = divmod(number, COLUMNS)
         lines += _panel(title, rate, MARGIN + column * (WIDTH + GAP), MARGIN + row * (HEADING + HEIGHT + GAP) + HEADING)
-    return "\n".join([*lines, "</svg>"]) + "\n"
+    return svg_page(width, height, "Learning rates by step", LINES, lines)
 
 
 def _panel(title: str, rate: LearningRate, left: int, top: int) -> Iterator[str]:

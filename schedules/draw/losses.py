@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from pentad.schedules.draw.palette import SERIES
-from pentad.schedules.draw.svg import STYLE, THEMES, escaped
+from pentad.schedules.draw.svg import escaped, svg_page, title_line
 from pentad.schedules.ir.errors import PentadError
 
 LEFT, WIDTH, RIGHT, MARGIN = 52, 700, 80, 16  # pixels: left of the axes, of them, of a label but its name, around all
@@ -21,7 +21,7 @@ LINES = (
     ".train{stroke-width:1.3;opacity:.65}.change{fill:none;stroke-dasharray:3 4}.share{opacity:.8}"
 )
 PAPER = (  # light and dark
-    ".mark{stroke:#fff}.key,.change{stroke:#5b6573}.dot{fill:#5b6573}",
+    LINES + ".mark{stroke:#fff}.key,.change{stroke:#5b6573}.dot{fill:#5b6573}",
     ".mark{stroke:#1a1e25}.key,.change{stroke:#a3adbb}.dot{fill:#a3adbb}",
 )
 MARKERS = (  # circle, square, triangles, diamond: around (0, 0), of about the same area
@@ -108,19 +108,15 @@ def svg_losses(curves: Sequence[LossCurve], *, title: str, changes: Sequence[int
     bottom = HEADER + HEIGHT + (GAP + STRIP if mixed else 0)
     width, height = LEFT + WIDTH + RIGHT + round(LETTER * max(len(curve.name) for curve in curves)), bottom + AXIS
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
-        f"<title>{escaped(title)}</title><style>{_style(len(curves))}</style>",
-        '<rect class="page" width="100%" height="100%" rx="8"/>',
-        f'<text class="title" x="{MARGIN}" y="28">{escaped(title)}</text>',
+        title_line(title),
         *_legend(curves),
         *_grid(axes, bottom),
         *(_strip(curves, axes, bottom - STRIP) if mixed else ()),
         *_changes(changes, axes, bottom),
         *_lines(curves, axes),
         *_labels(curves, axes),
-        "</svg>",
     ]
-    return "\n".join(lines) + "\n"
+    return svg_page(width, height, title, _styles(len(curves)), lines)
 
 
 def _axes(curves: Sequence[LossCurve]) -> _Axes:
@@ -140,15 +136,15 @@ def _gap(length: float, most: int) -> float:
     return next(n * power for n in (1, 2, 5, 10) if n * power * most >= length * (1 - 1e-9))
 
 
-def _style(count: int) -> str:
+def _styles(count: int) -> list[str]:
     themes = []
-    for theme, (plain, paper) in enumerate(zip(THEMES, PAPER, strict=True)):
-        rules = [plain, paper]
+    for theme, paper in enumerate(PAPER):
+        rules = [paper]
         for number in range(count):
             colour = SERIES[number % len(SERIES)][theme]
             rules.append(f".s{number}{{stroke:{colour}}}.f{number}{{fill:{colour}}}")
         themes.append("".join(rules))
-    return f"{STYLE}{LINES}{themes[0]}@media(prefers-color-scheme:dark){{{themes[1]}}}"
+    return themes
 
 
 def _marker(number: int, x: float, y: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
@@ -62,11 +63,12 @@ def op_style(op: str) -> OpStyle:
 def shades(op: str, theme: Theme, count: int) -> list[str]:
     """A fill (#rrggbb) for each of a rank's `count` chunks: the op's, then even steps towards the background."""
     fill, background = getattr(op_style(op), theme), BACKGROUNDS[theme]
-    return [_mixed(fill, background, FAINTEST * chunk / max(count - 1, 1)) for chunk in range(count)]
+    return [mixed(fill, background, FAINTEST * chunk / max(count - 1, 1)) for chunk in range(count)]
 
 
-def _mixed(fill: str, background: str, share: float) -> str:
-    channels = ((int(fill[i : i + 2], 16), int(background[i : i + 2], 16)) for i in (1, 3, 5))
+def mixed(fill: str, other: str, share: float) -> str:
+    """A colour (#rrggbb) with this share of another."""
+    channels = ((int(fill[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in channels)
 
 
@@ -96,10 +98,10 @@ def row_order(rows: Iterable[str]) -> list[str]:
 
 def grouped(spans: Iterable[Span], key: Callable[[Span], _Key]) -> dict[_Key, list[Span]]:
     """The spans of each key, in their order."""
-    found: dict[_Key, list[Span]] = {}
+    found = defaultdict[_Key, list[Span]](list)
     for span in spans:
-        found.setdefault(key(span), []).append(span)
-    return found
+        found[key(span)].append(span)
+    return dict(found)
 
 
 def zero_of(timeline: Timeline) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -106,18 +106,31 @@ def _figure(panels: dict[str, Timeline], title: str, pixels: float, last: int, u
     for heading, timeline in panels.items():
         body += _panel(heading, timeline, bottom, scale)
         bottom += HEADING + len(timeline.ranks) * pitch
-    size = f"{width:.0f}", f"{bottom + AXIS:.0f}"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" viewBox="0 0 {" ".join(size)}">',
-        f"<title>{escaped(title)}</title><style>{STYLE}{_colours(ops, chunks)}</style>",
-        '<rect class="page" width="100%" height="100%" rx="8"/>',
-        f'<text class="title" x="{MARGIN}" y="28">{escaped(title)}</text>',
+        title_line(title),
         *_legend([op for op in OP_STYLES if op in ops]),
         *_axis(HEADER + HEADING - 4, bottom, scale),
         *body,
+    ]
+    return svg_page(width, bottom + AXIS, title, _colours(ops, chunks), lines)
+
+
+def svg_page(width: float, height: float, title: str, styles: Sequence[str], lines: Iterable[str]) -> str:
+    """The SVG text of a figure of this many pixels; `styles` are added to those of light and of dark pages."""
+    light, dark = (f"{theme}{style}" for theme, style in zip(THEMES, styles, strict=True))
+    size = f"{width:.0f}", f"{height:.0f}"
+    document = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" viewBox="0 0 {" ".join(size)}">',
+        f"<title>{escaped(title)}</title><style>{STYLE}{light}@media(prefers-color-scheme:dark){{{dark}}}</style>",
+        '<rect class="page" width="100%" height="100%" rx="8"/>',
+        *lines,
         "</svg>",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(document) + "\n"
+
+
+def title_line(title: str) -> str:
+    return f'<text class="title" x="{MARGIN}" y="28">{escaped(title)}</text>'
 
 
 def escaped(value: str) -> str:
@@ -129,17 +142,17 @@ def _class(op: str) -> str:
     return op if op in OP_STYLES else "other"
 
 
-def _colours(ops: set[str], chunks: int) -> str:
+def _colours(ops: set[str], chunks: int) -> list[str]:
     """CSS of the bars and the numbers on them, .F for a rank's first chunk and .F.c1 for its second, in both themes."""
     themes = []
-    for theme, style in zip(BACKGROUNDS, THEMES, strict=True):
-        rules = [style]
+    for theme in BACKGROUNDS:
+        rules = []
         for name in sorted(set(map(_class, ops))):
             for chunk, fill in enumerate(shades(name, theme, chunks)):
                 selector = f".{name}" + f".c{chunk}" * (chunk > 0)
                 rules.append(f"{selector}{{fill:{fill}}}.n {selector}{{fill:{text_colour(fill)}}}")
         themes.append("".join(rules))
-    return f"{themes[0]}@media(prefers-color-scheme:dark){{{themes[1]}}}"
+    return themes
 
 
 def _legend(ops: list[str]) -> Iterator[str]:

@@ -1,10 +1,31 @@
-"""Reads an Arrow file that anyone may have written, or damaged."""
+"""Rows as Arrow files, and back from a file that anyone may have written, or damaged."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import pyarrow as pa
 
+from pentad.schedules.ir.arrow_arrays import filled_array
 from pentad.schedules.ir.errors import PentadError
+
+
+def table_of(rows: Iterable[tuple], schema: pa.Schema) -> pa.Table:
+    """A table of texts and numbers without nulls."""
+    columns = list(zip(*rows, strict=True)) or [()] * len(schema)
+    return pa.table([filled_array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
+
+
+def rows_of(table: pa.Table) -> Iterator[tuple]:
+    return zip(*(column.to_pylist() for column in table.columns), strict=True)
+
+
+def file_bytes(table: pa.Table) -> bytes:
+    """An Arrow file."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
 
 
 def read_table(data: bytes) -> pa.Table:

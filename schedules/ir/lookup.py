@@ -65,6 +65,12 @@ class Lookup:
         table[-1] = -1
         return table
 
+    @cached_property
+    def last_compute(self) -> Array:
+        """The row of the last compute instruction of each rank; -1, or a row of an earlier rank, where it has none."""
+        rows = self.columns.rows_of(IS_COMPUTE)
+        return np.append(rows, -1)[np.searchsorted(rows, self.columns.rank_offsets[1:]) - 1]
+
     def rows(self, rank: Array, op: Array | int, stage: Array | int, microbatch: Array) -> Array:
         """The row of each of these keys on its rank."""
         return self.table[self._ids(rank, np.asarray(op), np.asarray(stage), microbatch)]

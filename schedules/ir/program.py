@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from pentad.schedules.ir import arrow
 from pentad.schedules.ir.arrow import SCHEMA, VERSION
-from pentad.schedules.ir.arrow_file import read_table
+from pentad.schedules.ir.arrow_file import file_bytes, read_table
 from pentad.schedules.ir.columns import Columns, Stream, key_columns, pack
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Key
@@ -116,6 +116,11 @@ class Program:
         return tuple(map(index_of, self.streams))
 
     @cached_property
+    def names(self) -> tuple[dict[Key, str], ...]:
+        """By rank: what drawings and timelines call each instruction."""
+        return tuple({key: str(key) for key in index} for index in self.positions)
+
+    @cached_property
     def hash(self) -> str:
         """SHA-256 of everything but the name; equal programs have equal hashes."""
         sizes = (VERSION, self.placement, self.microbatches, self.chunks, self.slices, self.columns.groups)
@@ -166,11 +171,7 @@ class Program:
         return program
 
     def to_bytes(self) -> bytes:
-        sink = pa.BufferOutputStream()
-        table = self.to_arrow()
-        with pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
-        return sink.getvalue().to_pybytes()
+        return file_bytes(self.to_arrow())
 
     @staticmethod
     def from_bytes(data: bytes) -> Program:

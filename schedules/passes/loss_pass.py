@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from pentad.schedules.ir.instruction import Instruction, Key, Op
-from pentad.schedules.ir.lookup import IS_COMPUTE
 from pentad.schedules.ir.program import Program
 from pentad.schedules.ir.rewrite import insert
 
@@ -15,11 +14,9 @@ LOSS = Key(Op.LOSS, -1, -1)
 def add_loss(program: Program) -> Program:
     """LOSS at the end of every stream, after its last forward."""
     columns = program.columns
-    compute = columns.rows_of(IS_COMPUTE)
-    last = compute[np.searchsorted(compute, columns.rank_offsets[1:]) - 1].tolist()
     ends = np.diff(columns.action_offsets).tolist()
     additions = [
         (rank, end, Instruction(*LOSS, group="pp", waits=(columns.key(row),)))
-        for rank, (end, row) in enumerate(zip(ends, last, strict=True))
+        for rank, (end, row) in enumerate(zip(ends, program.lookup.last_compute.tolist(), strict=True))
     ]
     return insert(program, additions)

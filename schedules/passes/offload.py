@@ -19,6 +19,7 @@ from pentad.schedules.simulate.memory import SAVED_CHANGE
 
 BUFFERS = 2  # units that may be on the device: one is copied to the host, the next one computes
 PREFETCH = 1  # compute actions between the start of a reload and its use
+EARLIEST = 2  # the same, where only memory limits it
 _ON_COMPUTE_LANE = COMPUTE | {Op.RECOMPUTE}
 _Cell = tuple[int, int]  # stage, microbatch
 
@@ -42,17 +43,17 @@ def add_offload(program: Program, stages: Collection[int]) -> Program:
     return _insert(program, trips)
 
 
-def add_offload_beyond(program: Program, max_resident: float, prefetch: int = 2) -> Program:
+def add_offload_beyond(program: Program, max_resident: float) -> Program:
     """OFFLOAD and RELOAD so that no rank has more than `max_resident` activations, in microbatches of a whole rank, on
     its device at once: what is offloaded is the activation whose backward comes last (Belady 1966).
 
-    RELOAD goes `prefetch` compute actions before the backward, or later if there is no room. Activations that are
+    RELOAD goes EARLIEST compute actions before the backward, or later if there is no room. Activations that are
     recomputed are not offloaded. Raises PentadError when a rank needs more at one moment.
     """
     found: list[list[_RoundTrip]] = []
     chunks = program.chunks * program.slices  # activations in one microbatch of a whole rank
     for rank, stream in enumerate(program.streams):
-        residency = _Residency(_Walk(stream), max_resident * chunks, prefetch)
+        residency = _Residency(_Walk(stream), max_resident * chunks)
         found.append(list(residency.round_trips()))
         if residency.shortage:
             expected = f"at least {residency.shortage / chunks:g}, which rank {rank} saves at once"
@@ -130,10 +131,10 @@ class _Residency:
     """Walks through a rank's stream and tracks which activations are on the device. Amounts are in activations of one
     chunk; `shortage` is how many the rank needs at once if that is more than `limit`."""
 
-    def __init__(self, walk: _Walk, limit: float, prefetch: int) -> None:
+    def __init__(self, walk: _Walk, limit: float) -> None:
         self.walk, self.limit = walk, limit
         self.recomputed_stages = {stage for stage, _ in walk.recompute}
-        self.reload_from = {index: walk.compute[max(0, at - prefetch)] for at, index in enumerate(walk.compute)}
+        self.reload_from = {index: walk.compute[max(0, at - EARLIEST)] for at, index in enumerate(walk.compute)}
         self.offloadable: set[_Cell] = set()  # on the device since their F
         self.on_host: dict[_Cell, int] = {}  # with the index of the action that has taken over their memory
         self.resident = self.shortage = 0.0

@@ -9,7 +9,7 @@ import numpy as np
 from pentad.schedules.ir.columns import CODE, key_columns
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Instruction, Key, Op
-from pentad.schedules.ir.lookup import IS_COMPUTE, IS_REDUCTION, IS_SEND, IS_WEIGHT
+from pentad.schedules.ir.lookup import IS_REDUCTION, IS_SEND, IS_WEIGHT
 from pentad.schedules.ir.program import Program
 from pentad.schedules.ir.rewrite import Addition, insert, insert_rows
 
@@ -80,10 +80,9 @@ def complete_gradients(program: Program) -> list[tuple[int, Key, tuple[Key, ...]
     """By rank: the end of its stream, and what its gradients are complete after, the last compute instruction and the
     reductions."""
     columns = program.columns
-    compute, reductions = columns.rows_of(IS_COMPUTE), columns.rows_of(IS_REDUCTION)
-    last = compute[np.searchsorted(compute, columns.rank_offsets[1:]) - 1]
+    reductions = columns.rows_of(IS_REDUCTION)
     by_rank = np.split(reductions, np.searchsorted(reductions, columns.rank_offsets[1:-1]))
-    found = zip(np.diff(columns.action_offsets).tolist(), last, by_rank, strict=True)
+    found = zip(np.diff(columns.action_offsets).tolist(), program.lookup.last_compute, by_rank, strict=True)
     return [(end, columns.key(row), tuple(map(columns.key, rows))) for end, row, rows in found]
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from pentad.schedules.ir.arrow_arrays import filled_array
-from pentad.schedules.ir.arrow_file import read_table, require_no_nulls, require_range
+from pentad.schedules.ir.arrow_file import read_table, require_no_nulls, require_range, rows_of
 from pentad.schedules.ir.errors import PentadError
 
 INSTRUCTION, OPERATOR, KERNEL, ASYNC = "instruction", "operator", "kernel", "async"
@@ -80,7 +80,7 @@ def unpack(data: bytes) -> tuple[ProfileEvent, ...]:
     require_range(table, "nanoseconds", 0, LONGEST_NANOSECONDS)
     if unknown := {*table.column("kind").unique().to_pylist()} - {*KINDS}:
         raise PentadError(f"column kind of the Arrow table has {min(unknown)!r}: expected {', '.join(KINDS)}")
-    return tuple(ProfileEvent(*row) for row in zip(*(column.to_pylist() for column in table.columns), strict=True))
+    return tuple(map(ProfileEvent._make, rows_of(table)))
 
 
 def longest(events: Sequence[ProfileEvent], most: int) -> list[ProfileEvent]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from pentad.schedules.ir.arrow_arrays import filled_array
-from pentad.schedules.ir.arrow_file import read_table, require_no_nulls, require_range
+from pentad.schedules.ir.arrow_file import file_bytes, read_table, require_no_nulls, require_range, rows_of, table_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
 
@@ -74,7 +74,7 @@ class Timeline:
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted({span.rank for span in self.spans}))
 
-    @property
+    @cached_property
     def compute(self) -> tuple[Span, ...]:
         return tuple(span for span in self.spans if span.op in COMPUTE)
 
@@ -86,8 +86,9 @@ class Timeline:
     @property
     def longest(self) -> float:
         """Seconds from a rank's first compute start to its last compute end, for the rank where they are most."""
-        return max(end - start for start, end, _ in self.busy_by_rank().values())
+        return max(end - start for start, end, _ in self.busy_by_rank.values())
 
+    @cached_property
     def busy_by_rank(self) -> dict[int, tuple[float, float, float]]:
         """Rank -> (first compute start, last compute end, seconds of compute)."""
         found: dict[int, tuple[float, float, float]] = {}
@@ -99,14 +100,12 @@ class Timeline:
 
     def bubble(self) -> Bubble:
         """1 - mean busy time / longest, and 1 - mean busy time / makespan."""
-        busy = [value for _, _, value in self.busy_by_rank().values()]
+        busy = [value for _, _, value in self.busy_by_rank.values()]
         mean = sum(busy) / len(busy)
         return Bubble(1 - mean / self.longest, 1 - mean / self.makespan)
 
     def to_arrow(self) -> pa.Table:
-        columns = zip(*self.spans, strict=True) if self.spans else ([] for _ in SCHEMA)
-        table = pa.table([filled_array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
-        return table.replace_schema_metadata({"source": self.source, "version": "1"})
+        return table_of(self.spans, SCHEMA).replace_schema_metadata({"source": self.source, "version": "1"})
 
     @staticmethod
     def from_arrow(table: pa.Table) -> Timeline:
@@ -116,12 +115,10 @@ class Timeline:
             raise PentadError(f"{text}: expected {SCHEMA.names}, of type {', '.join(map(str, _TYPES))}")
         _check_values(table)
         source = (table.schema.metadata or {}).get(b"source", b"measured").decode(errors="replace")
-        rows: Iterable[tuple] = zip(*(table.column(name).to_pylist() for name in SCHEMA.names), strict=True)
-        return Timeline(source, tuple(Span(*row) for row in rows))
+        return Timeline(source, tuple(map(Span._make, rows_of(table))))
 
     def save(self, path: Path) -> None:
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, self.to_arrow().schema) as writer:
-            writer.write_table(self.to_arrow())
+        path.write_bytes(file_bytes(self.to_arrow()))
 
     @staticmethod
     def load(path: Path) -> Timeline:

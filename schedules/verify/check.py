@@ -12,7 +12,7 @@ from pentad.schedules.draw.grid import order_grid
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import SENDS, Key, Op
-from pentad.schedules.ir.lookup import IS_COMPUTE, IS_REDUCTION
+from pentad.schedules.ir.lookup import IS_REDUCTION
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.optimizer_pass import complete_weight_grads
 from pentad.schedules.passes.post_validation import has_post_validation
@@ -92,8 +92,7 @@ def _prove_end(program: Program, replicas: int) -> None:
     losses = columns.rows_of(op_mask({Op.LOSS}))
     refuse(program, losses, losses >= 0, lambda k: f"{columns.key(losses[k])} ends forward-only programs, not this one")
     norm, step = (program.lookup.rows(ranks, CODE[op], -1, np.full(len(ranks), -1)) for op in (Op.NORM, Op.STEP))
-    compute = columns.rows_of(IS_COMPUTE)
-    last = np.append(compute, -1)[np.searchsorted(compute, columns.rank_offsets[1:]) - 1]  # of each rank
+    last = program.lookup.last_compute
     waited = waits_for_compute(program, norm, last) | (last < columns.rank_offsets[:-1])
     post_validation = has_post_validation(program)
     for rank in range(program.ranks):

@@ -7,7 +7,6 @@ import numpy as np
 from pentad.schedules.ir.columns import CODE, op_mask
 from pentad.schedules.ir.errors import ScheduleError
 from pentad.schedules.ir.instruction import Op
-from pentad.schedules.ir.lookup import IS_COMPUTE
 from pentad.schedules.ir.program import Program
 from pentad.schedules.verify.check_data import waits_for_compute
 from pentad.schedules.verify.check_order import refuse
@@ -22,8 +21,7 @@ def prove_evaluation_end(program: Program) -> None:
     rows = columns.rows_of(~_ALLOWED)
     refuse(program, rows, rows >= 0, lambda k: f"{columns.key(rows[k])} cannot run in a forward-only program")
     loss = program.lookup.rows(ranks, CODE[Op.LOSS], -1, np.full(len(ranks), -1))
-    compute = columns.rows_of(IS_COMPUTE)
-    last = np.append(compute, -1)[np.searchsorted(compute, columns.rank_offsets[1:]) - 1]  # of each rank
+    last = program.lookup.last_compute
     waited = waits_for_compute(program, loss, last) | (last < columns.rank_offsets[:-1])
     for rank in np.flatnonzero(loss < 0).tolist():
         raise ScheduleError(f"rank {rank} has no LOSS", rank, len(program.streams[rank]) - 1)

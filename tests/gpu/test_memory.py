@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from bits import same_bits
 from fleet import Fleet
-from gpus import RANKS_A_GPU, num_places
+from gpus import RANKS_A_GPU, as_is_on_gpu
 from plans import plan_of
 
 from pentad.orchestrator.activations.activation_peaks import activation_peaks
@@ -25,13 +25,6 @@ SIZES = [("gpipe", 5, None), ("zb-h2", 6, None), ("1f1b", 5, None), ("seq-1f1b",
 CASES = [(*size, *saving) for size in SIZES for saving in SAVINGS if size[0] in ("gpipe", "zb-h2") or not saving[1]]
 
 
-def on_gpu(plan: Plan, transport: str, dtype: str) -> Plan:
-    """With its program as it is."""
-    if num_places() < plan.mesh.size:
-        pytest.skip(f"{plan.mesh.size} GPUs are needed")
-    return replace(plan, device="cuda", transport=transport, dtype=dtype)
-
-
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("name", "m", "slices", "recompute", "max_resident"), CASES)
@@ -39,7 +32,7 @@ def test_saving_memory_changes_no_bit(gpus, corpus, name, m, slices, recompute, 
     runs = []
     for options in ({"recompute": recompute, "max_resident": max_resident}, {}):
         plan = plan_of(name, 1, 2, m, corpus, slices=slices, **options)
-        runs.append(gpus.run(on_gpu(plan, "peer", dtype), [(0, 2), (2, 1)]))
+        runs.append(gpus.run(as_is_on_gpu(plan, "peer", dtype), [(0, 2), (2, 1)]))
     for found, expected in zip(*runs, strict=True):
         assert same_bits(found.state, expected.state)
         assert all(same_bits(*pair) for pair in zip(found.gradients, expected.gradients, strict=True))
@@ -49,7 +42,7 @@ def test_saving_memory_changes_no_bit(gpus, corpus, name, m, slices, recompute, 
 def large_plan(corpus: str, recompute: str, max_resident: float | None, *, deterministic: bool) -> Plan:
     plan = plan_of("gpipe", 1, 1, 6, corpus, recompute=recompute, max_resident=max_resident)
     batch = BatchSpec(global_batch_size=12, sequence_length=2048, microbatches=6, replicas=1)
-    return on_gpu(replace(plan, model=LARGE, batch=batch, deterministic=deterministic), "nccl", "bfloat16")
+    return as_is_on_gpu(replace(plan, model=LARGE, batch=batch, deterministic=deterministic), "nccl", "bfloat16")
 
 
 @pytest.mark.timeout(300)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from bits import same_bits
 from fleet import Fleet
-from gpus import RANKS_A_GPU, num_places
+from gpus import RANKS_A_GPU, as_is_on_gpu
 from plans import plan_of
 
 from pentad.orchestrator.activations.activation_memory import with_slots
@@ -24,18 +24,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU)]
 LARGE = ModelSpec(layers=8, hidden=512, heads=4, kv_heads=2, ffn=1536, vocab=300)
 
 
-def on_gpu(plan: Plan, transport: str, dtype: str = "bfloat16") -> Plan:
-    """With its program as it is."""
-    if num_places() < plan.mesh.size:
-        pytest.skip(f"{plan.mesh.size} GPUs are needed")
-    return replace(plan, device="cuda", transport=transport, dtype=dtype)
-
-
 def large_plan(corpus: str, recompute: str, offload: float, rows: float = 1.0) -> Plan:
     given: dict[str, Any] = {"recompute": recompute, "recompute_fraction": rows}
     plan = plan_of("1f1b", 1, 1, 2, corpus, unit_layers=1, offload=offload, **given)
     batch = BatchSpec(global_batch_size=4, sequence_length=4096, microbatches=2, replicas=1)
-    return on_gpu(replace(plan, model=LARGE, batch=batch), "nccl")
+    return as_is_on_gpu(replace(plan, model=LARGE, batch=batch), "nccl")
 
 
 @pytest.mark.sampled(5)
@@ -46,7 +39,7 @@ def test_offloading_changes_no_bit(gpus, corpus, name, recompute, dtype) -> None
     runs = []
     for offload in (0.0, 0.3, 1.0):
         plan = plan_of(name, 1, 2, 4, corpus, unit_layers=1, recompute=recompute, offload=offload)
-        runs.append(gpus.run(on_gpu(plan, "peer", dtype), [(0, 2), (2, 1)]))
+        runs.append(gpus.run(as_is_on_gpu(plan, "peer", dtype), [(0, 2), (2, 1)]))
     for plain, *others in zip(*runs, strict=True):
         for other in others:
             assert same_bits(plain.state, other.state)

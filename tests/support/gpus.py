@@ -76,5 +76,12 @@ def on_gpu(
     return replace(placed, device="cuda", dtype=dtype or plan.dtype, program=program)
 
 
+def as_is_on_gpu(plan: Plan, transport: str, dtype: str = "bfloat16") -> Plan:
+    """A plan with its program as it is, on GPUs. Skips the test if there are too few."""
+    if plan.mesh.size > num_places():
+        pytest.skip(f"{plan.mesh.size} GPUs are needed")
+    return replace(plan, device="cuda", transport=transport, dtype=dtype)
+
+
 def _host(place: int) -> dict[str, str]:
     return {"NCCL_HOSTID": f"host-{place // max(1, torch.cuda.device_count())}"} if RANKS_A_GPU > 1 else {}

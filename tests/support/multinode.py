@@ -18,6 +18,7 @@ from typing import Any
 
 import gpus
 import ray
+import torch
 from footprint import Footprint
 from ray._private.node import Node
 from ray._private.parameter import RayParams
@@ -25,7 +26,10 @@ from ray._private.parameter import RayParams
 from pentad.orchestrator.cluster import cluster as clusters
 from pentad.orchestrator.cluster.local_head import NO_IDLE_WORKERS, USUAL_PRIORITY
 from pentad.orchestrator.cluster.ray_head import psutil
+from pentad.orchestrator.records.checkpoint_places import checkpoints_in
 from pentad.orchestrator.records.json_lines import read_lines
+from pentad.workers.checkpoint.checkpoint import newest
+from pentad.workers.checkpoint.shards import read
 
 # Health checks of the head: one per second, and a node is given up after three failures.
 HEALTH = {"period_ms": "1000", "timeout_ms": "3000", "failure_threshold": "3", "initial_delay_ms": "1000"}
@@ -196,6 +200,12 @@ class Run:
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         return [row for row in read_lines(self.folder / "journal.jsonl") if row["event"] in kinds or not kinds]
+
+    def state(self, steps: int) -> dict[str, torch.Tensor]:
+        """The state in its newest checkpoint, which is to be of this many steps."""
+        found = newest(checkpoints_in(self.folder)).checkpoint
+        assert found is not None and found.step == steps
+        return read(found, found.tensors)
 
     def pids(self) -> list[int]:
         """PIDs of the ranks when they were first placed."""

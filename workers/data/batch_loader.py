@@ -234,16 +234,9 @@ def local_part(plan: Plan, rank: int, program: Program) -> LocalPart:
     needed by every attention."""
     at, last, size = plan.mesh.coordinates(rank), program.stages - 1, plan.batch.micro_batch_size
     stages = range(program.stages) if plan.data.document_mask else (0, last)
-    local = {
-        piece // program.slices
-        for (stage, piece), pp in program.compute_rank.items()
-        if stage in stages and pp == at.pp
-    }
-    counted = {
-        piece // program.slices
-        for (stage, piece), pp in program.compute_rank.items()
-        if stage == last and pp == at.pp and at.tp == 0
-    }
+    own = [(stage, piece // program.slices) for (stage, piece), pp in program.compute_rank.items() if pp == at.pp]
+    local = {mb for stage, mb in own if stage in stages}
+    counted = {mb for stage, mb in own if stage == last and at.tp == 0}
     first = (at.dp * plan.mesh.ep + at.ep) * program.microbatches  # of the global batch
     slots = {mb: range((first + mb) * size, (first + mb + 1) * size) for mb in sorted(local)}
     counted_slots = {*chain(*(slots[mb] for mb in counted))} if at.cp == 0 else set()

@@ -54,12 +54,12 @@ def write_shards(folder: Path, documents: Iterable[Document], dtype: np.dtype, s
     return tuple(write_shard(folder, number, run, dtype) for number, run in runs)
 
 
-def write_index(folder: Path, tokenizer: Tokenizer, shards: Sequence[Shard], origin: Origin = PLAIN) -> None:
+def write_index(folder: Path, tokenizer: Tokenizer, shards: Sequence[Shard]) -> None:
     """Completes a corpus of these shards: writes the tokenizer, and the index last. Raises OSError."""
     text = tokenizer_text(tokenizer).encode()
     write_file(folder / TOKENIZER_FILE, [memoryview(text)])
     file = TokenizerFile(TOKENIZER_FILE, hashlib.sha256(text).hexdigest())
-    index = index_of(file, vocab_size(tokenizer), shards, origin)
+    index = index_of(file, vocab_size(tokenizer), shards, PLAIN)
     write_file(folder / INDEX_FILE, [memoryview(index_text(index).encode())])
 
 

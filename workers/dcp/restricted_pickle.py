@@ -26,8 +26,8 @@ class Record:
     def __init__(self, name: str) -> None:
         self.name, self.state = name, dict[Any, Any]()
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.state.get(key, default) if isinstance(self.state, dict) else default
+    def get(self, key: str) -> Any:
+        return self.state.get(key) if isinstance(self.state, dict) else None
 
 
 def parse_pickle(data: bytes, known: Known, persistent: Callable[[Any], Any] | None = None) -> Any:

@@ -113,9 +113,3 @@ def weighted_glu_backward(
     if casts is None:
         return moe_permute.weighted_glu_backward(dy, gate_up, rows.weights, rows.offsets, act)
     return fp8_weighted_glu_backward(dy, gate_up, rows.weights, rows.offsets, casts.recipe, act)
-
-
-def plain(x: RowOperand) -> Tensor:
-    """An operand that is never in 8 bits."""
-    assert isinstance(x, Tensor)
-    return x

@@ -14,7 +14,7 @@ from torch import Tensor
 from pentad.kernels.fp8.fp8_gemm import fp8_gemm
 from pentad.kernels.fp8.fp8_tensor import Fp8Forms, Fp8Tensor, Role
 from pentad.kernels.glu import Activation, glu, glu_backward
-from pentad.workers.linear.casts import Casts, Operand, SplitOver
+from pentad.workers.linear.casts import Casts, Operand, RowOperand, SplitOver
 from pentad.workers.linear.fp8_gather import gather_forms
 from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params
 from pentad.workers.parallel.async_ops import AsyncResult
@@ -151,7 +151,7 @@ def gather(axes: Axes, x: Operand) -> AsyncResult[Operand]:
     return axes.tp.all_gather(x) if isinstance(x, Tensor) else gather_forms(axes.tp, x)
 
 
-def plain(x: Operand) -> Tensor:
+def plain(x: Operand | RowOperand) -> Tensor:
     """An operand of a product that is never in 8 bits."""
     assert isinstance(x, Tensor)
     return x

@@ -22,10 +22,10 @@ from pentad.workers.linear.grouped_linear import (
     dispatch,
     gathered,
     operand,
-    plain,
     weighted_glu,
     weighted_glu_backward,
 )
+from pentad.workers.linear.linear import plain
 from pentad.workers.linear.weight_grad import LinearWgrad, Param, Params, Wgrad, bias_wgrad
 from pentad.workers.model import router
 from pentad.workers.model.expert_biases import ExpertBiases

@@ -14,20 +14,11 @@ from elastic_cases import Start
 from multinode import Cluster, Run
 from padded_runner import BEGINS, command
 
-from pentad.orchestrator.records.checkpoint_places import checkpoints_in
 from pentad.orchestrator.records.verify import verify
-from pentad.workers.checkpoint.checkpoint import newest
-from pentad.workers.checkpoint.shards import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.quiet, pytest.mark.timeout(600)]
 STEPS, MORE = 104, 107
 COMMON = ("schedule.name=1f1b", "eval.every=0", "checkpoint.keep=9", "elastic.slow_rank=rebalance")
-
-
-def state_of(run: Run, steps: int) -> dict[str, torch.Tensor]:
-    found = newest(checkpoints_in(run.folder)).checkpoint
-    assert found is not None and found.step == steps
-    return read(found, found.tensors)
 
 
 def seconds(run: Run, first: int, end: int) -> float:
@@ -83,7 +74,7 @@ def test_half_of_what_a_slow_rank_costs_is_recovered(
     )
     assert same.end() == 0, same.describe()
     assert [(row["step"], row["loss"]) for row in same.rows()] == [(row["step"], row["loss"]) for row in rows[step:]]
-    actual, expected = state_of(run, STEPS), state_of(same, STEPS)
+    actual, expected = run.state(STEPS), same.state(STEPS)
     assert actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
 
     again = start_run(*mesh, given, f"run.steps={MORE}", name="moved", command=resumed)

@@ -8,14 +8,11 @@ from statistics import median
 import pytest
 import torch
 from elastic_cases import Start
-from multinode import Cluster, Run
+from multinode import Cluster
 from padded_runner import command
 
 from pentad.orchestrator.api.comparison import compare
-from pentad.orchestrator.records.checkpoint_places import checkpoints_in
 from pentad.orchestrator.records.verify import verify
-from pentad.workers.checkpoint.checkpoint import newest
-from pentad.workers.checkpoint.shards import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS, MORE = 50, 52
@@ -23,12 +20,6 @@ LINE = (
     *("mesh.pp=4", "schedule.microbatches=8", "schedule.memory_limit=2", "schedule.name=auto"),
     *("eval.every=0", "elastic.hang_seconds=10"),
 )
-
-
-def state_of(run: Run, steps: int) -> dict[str, torch.Tensor]:
-    found = newest(checkpoints_in(run.folder)).checkpoint
-    assert found is not None and found.step == steps
-    return read(found, found.tensors)
 
 
 def test_steps_are_shorter_after_the_order_has_changed(nodes: Cluster, start_run: Start) -> None:
@@ -45,7 +36,7 @@ def test_steps_are_shorter_after_the_order_has_changed(nodes: Cluster, start_run
     assert after < before - 0.5 * (predicted[0] - predicted[1]), run.describe()
     shown = compare(run.folder)
     assert shown.run.program.hash == event["program"] and shown.run.program.name.endswith("re-planned")
-    actual = state_of(run, STEPS)
+    actual = run.state(STEPS)
 
     again = start_run(*LINE, f"run.steps={MORE}", name="changed", command=command("LongFirst"))
     assert again.end() == 0, again.describe()
@@ -55,5 +46,5 @@ def test_steps_are_shorter_after_the_order_has_changed(nodes: Cluster, start_run
     same = start_run(*LINE, f"run.steps={STEPS}", "schedule.replan=false", name="same")
     assert same.end() == 0, same.describe()
     assert [(row["loss"], row["grad_norm"]) for row in same.rows()] == [(row["loss"], row["grad_norm"]) for row in rows]
-    expected = state_of(same, STEPS)
+    expected = same.state(STEPS)
     assert actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)

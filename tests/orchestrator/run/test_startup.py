@@ -31,14 +31,15 @@ PANDAS = """
 import pickle, sys
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.schedules.diagnosis.rank_times import RankTime, to_arrow
+from pentad.schedules.diagnosis.rank_times import SCHEMA, RankTime
+from pentad.schedules.ir.arrow_file import table_of
 from pentad.schedules.simulate.timeline import Span, Timeline
 
 plan = make_plan(load(None, ["mesh.dp=2", "mesh.pp=2"]), "cpu")
 assert pickle.loads(pickle.dumps(plan)) == plan
 timeline = Timeline("measured", (Span(0, 1, "compute", "0F0", "F", 0, 0, -1, 0.0, 0.5),))
 timeline.to_arrow()
-to_arrow([RankTime(0, 1, "F", 0, 0.5, 0.0, 0.0)])
+table_of([RankTime(0, 1, "F", 0, 0.5, 0.0, 0.0)], SCHEMA)
 print("pandas" in sys.modules)
 """
 

@@ -126,8 +126,8 @@ def test_the_search_finds_what_brute_force_finds(seed: int, held: str) -> None:
         found = search_space(config, space, room)
         assert [each.seconds for each in found.choices] == pytest.approx(sorted(best.values())[:LISTED], rel=1e-8)
         assert found.refusals.keys() == set(space.meshes) - best.keys()
-        for refusal in found.refusals.values():  # what a mesh is said to need at least is not more than it needs
-            least = [each.bytes for each in plans if each.setting.mesh == refusal.mesh]
+        for mesh, refusal in found.refusals.items():  # what a mesh is said to need at least is not more than it needs
+            least = [each.bytes for each in plans if each.setting.mesh == mesh]
             assert refusal.least_bytes <= min(least, default=math.inf)
 
 
@@ -142,7 +142,7 @@ def test_no_plan_takes_less_than_its_bounds(seed: int) -> None:
             continue
         mesh, count, order = setting[:3]
         layout = work.layout_of(setting)
-        timed = Timed(layout, order, compute_order(layout, order, count))
+        timed = Timed(layout, compute_order(layout, order, count))
         plain = timed.bound(setting.zero, setting.max_gathered)
         coarse = work.layout(mesh, count, order, None, by_layer=False)
         shape = mesh, count, work.slices(order)

@@ -17,7 +17,7 @@ def test_a_rank_is_grey_where_it_is_idle(name: str) -> None:
     timeline = simulate(program, Costs.uniform(program.stages, 1.0, 1.0, 1.0))
     found = timeline_pixels(timeline)
     assert found.shape == (4 * (ROW + GAP) + GAP, WIDTH, 3)
-    for rank, (_, _, busy) in timeline.busy_by_rank().items():
+    for rank, (_, _, busy) in timeline.busy_by_rank.items():
         row = found[GAP + rank * (ROW + GAP) + ROW // 2]
         assert (row == IDLE).all(1).mean() == pytest.approx(1 - busy / timeline.makespan, abs=0.01)
         assert len(np.unique(row, axis=0)) == 1 + len({span.op for span in timeline.compute if span.rank == rank})

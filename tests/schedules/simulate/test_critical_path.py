@@ -117,9 +117,6 @@ def test_the_path_of_one_microbatch_goes_through_all_ranks_and_back() -> None:
     assert breakdown(path).by_rank == {0: 3.75, 1: 3.75}
 
 
-SCENARIO_PROGRAMS = [("gpipe", 3, 4), ("1f1b", 4, 6), ("zb-h2", 3, 6), ("zb-v", 3, 6), ("dualpipe", 4, 8)]
-
-
 def uneven(stages: int) -> Costs:
     each = [tuple(1 + (stage * k % 7) / 8 for stage in range(stages)) for k in (1, 2, 3)]
     return Costs(each[0], each[1], each[2], transfer=0.3, reduce=(0.7,) * stages, norm=0.2, step=0.4, launch=0.1)

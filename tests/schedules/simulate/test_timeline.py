@@ -77,7 +77,7 @@ def test_the_two_bubbles_relate_to_different_lengths() -> None:
     spans = (span(0, "F", 10, 12), span(0, "B", 14, 16), span(1, "F", 14, 16), span(1, "BW", 16, 18))
     waiting = Span(0, 1, "RECV_F<0", "1RECV_F0", "RECV_F", 1, 0, 0, 0.0, 14.0)  # what is no compute does not count
     timeline = Timeline("measured", (*spans, waiting))
-    assert timeline.busy_by_rank() == {0: (10, 16, 4), 1: (14, 18, 4)}
+    assert timeline.busy_by_rank == {0: (10, 16, 4), 1: (14, 18, 4)}
     assert (timeline.longest, timeline.makespan) == (6, 8)
     assert timeline.bubble().longest == pytest.approx(1 - 4 / 6)
     assert timeline.bubble().makespan == pytest.approx(1 - 4 / 8)

@@ -82,7 +82,6 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
-SOFTMAX_SCALED = RopeScaling("yarn", 4.0, 32, 1, 32, softmax_factor=2.0)
 QWEN = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 64}
 
 
