@@ -90,7 +90,7 @@ function showSelection() {
   }
   const { n, dependencies, dependents } = panel.selected;
   const about = make("div");
-  about.append(spanTitle(panel, n), factList(factsOf(panel, n)));
+  about.append(spanTitle(panel, n), factList(factsOf(panel, n)), factList(messageFacts(panel, n)));
   if (!panel.program) return box.replaceChildren(about, noProgram(panel));
   const before = dependencyList(panel, "Waits for", dependencies, true);
   box.replaceChildren(about, before, dependencyList(panel, "Needed by", dependents, false));
