@@ -90,10 +90,10 @@ function showSelection() {
   }
   const { n, dependencies, dependents } = panel.selected;
   const about = make("div");
-  about.append(spanTitle(panel, n), factList(factsOf(panel, n)), factList(messageFacts(panel, n)));
+  about.append(spanTitle(panel, n), factList(factsOf(panel, n)));
   if (!panel.program) return box.replaceChildren(about, noProgram(panel));
   const before = dependencyList(panel, "Waits for", dependencies, true);
-  box.replaceChildren(about, before, dependencyList(panel, "Needed by", dependents, false));
+  box.replaceChildren(about, ...messageSection(panel, n), before, dependencyList(panel, "Needed by", dependents, false));
 }
 
 function noProgram({ step, data }) {

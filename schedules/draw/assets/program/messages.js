@@ -1,6 +1,6 @@
 // ---- messages inside layers: what instructions wait for, and what their compute hides ----
 
-const STRIP = 3; // pixels: of the mark at the lower edge of a bar
+const STRIP = 4; // pixels: of the mark at the lower edge of a bar, at most
 
 /** By kind of instruction, what the plan has for each axis: [axis, takes, exposed, hidden], in nanoseconds. */
 function decodeMessages(rows) {
@@ -28,25 +28,34 @@ function messageFacts(panel, n) {
   if (!messages) return [];
   const { takes, exposed, axes } = messages;
   const column = (at) => axes.filter((axis) => axis[at] > 0).map((axis) => `${axis[0]} ${duration(axis[at])}`);
-  const lines = [
+  return [
     ["compute", duration(takes - exposed)],
     ["exposed messages", column(1).join(", ") || "none"],
     ["hidden messages", column(2).join(", ") || "none"],
   ];
-  return lines.map(([term, value]) => [isMeasured(panel) ? `planned ${term}` : term, value]);
+}
+
+/** The same for the section below the panels: no element or one. */
+function messageSection(panel, n) {
+  const facts = messageFacts(panel, n);
+  if (!facts.length) return [];
+  const section = make("div", "", "messages");
+  section.append(make("h3", isMeasured(panel) ? "Inside layers, as planned" : "Inside layers"), factList(facts));
+  return [section];
 }
 
 /** Marks how long a simulated instruction waits for messages: up to its end, as in its trace, if there is room. */
 function paintMessages(context, panel, n, [left, top, width, tall]) {
-  const messages = isMeasured(panel) || tall < 4 * STRIP ? null : messagesOf(panel, n);
+  const messages = isMeasured(panel) || tall < 12 ? null : messagesOf(panel, n);
   if (!messages) return;
   const from = Math.max(left, crisp(x(panel, panel.end[n] - messages.exposed)));
   const wide = left + width - from;
   if (wide < 2) return;
-  const lower = top + tall - STRIP;
+  const high = Math.min(STRIP, Math.floor(tall / 5));
+  const lower = top + tall - high;
   box(context, theme.card, from, lower - 1, wide, 1);
   context.fillStyle = theme.fill[FIRST_FILL.LAYERS];
   context.beginPath();
-  context.roundRect(from, lower, wide, STRIP, [0, 0, 2.5, 0]);
+  context.roundRect(from, lower, wide, high, [0, 0, 2.5, 0]);
   context.fill();
 }
