@@ -219,7 +219,7 @@ def test_simulated_bars_end_with_a_mark_as_long_as_they_wait_for_messages(
       byId("height").value = 1;
       arrange();
       paintBase(panel);
-      const n = [...panel.kind.keys()].find((n) => nameOf(panel, n) === "1BW3" && rankOf(panel, n) === 2);
+      const n = [...panel.kind.keys()].find((n) => nameOf(panel, n) === "0BW3" && rankOf(panel, n) === 0);
       const [left, top, wide, tall] = barOf(panel, n);
       const [first, last] = [Math.floor(left), Math.ceil(left + wide)];
       const row = panel.base.getImageData(first, Math.round(top + tall - 3), last - first, 1).data;
