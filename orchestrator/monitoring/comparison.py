@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pentad.orchestrator.memory.curve import planned_memory
 from pentad.orchestrator.planning.estimate import costs_of
-from pentad.orchestrator.simulation.layer_spans import with_layer_spans
+from pentad.orchestrator.simulation.layer_spans import planned_messages, with_layer_spans
 from pentad.schedules.diagnosis.step_path import Piece, step_paths
 from pentad.schedules.draw.html import RunProgram, timeline_page
-from pentad.schedules.draw.page_program import DrawnMemory, PathPiece, saved_activations
+from pentad.schedules.draw.page_program import DrawnMemory, DrawnMessages, PathPiece, saved_activations
 from pentad.schedules.draw.palette import grouped
 from pentad.schedules.draw.svg import svg_comparison
 from pentad.schedules.draw.trace import write_trace
@@ -33,8 +33,8 @@ _STEP = attrgetter("step")
 
 
 class DrawnRun(NamedTuple):
-    """What drawings say about a run; `model` is a description. `memory` is what its plan has for each instruction, if
-    the plan is known."""
+    """What drawings say about a run; `model` is a description. `memory` is what its plan has for each instruction, and
+    `messages` for those inside layers, if the plan is known."""
 
     name: str
     mesh: Mesh
@@ -42,11 +42,12 @@ class DrawnRun(NamedTuple):
     batch: BatchSpec
     model: str
     memory: DrawnMemory | None = None
+    messages: tuple[DrawnMessages, ...] = ()
 
     @staticmethod
     def of_plan(plan: Plan) -> DrawnRun:
-        memory = planned_memory(plan)
-        return DrawnRun(plan.name, plan.mesh, plan.program, plan.batch, _size(plan.model), memory)
+        planned = planned_memory(plan), planned_messages(plan)
+        return DrawnRun(plan.name, plan.mesh, plan.program, plan.batch, _size(plan.model), *planned)
 
     @staticmethod
     def of_config(config: RunConfig, program: Program) -> DrawnRun:
@@ -98,7 +99,7 @@ def comparison_page(run: DrawnRun, measured: Timeline, simulated: Timeline, figu
     timelines = [measured, simulated]
     paths = [_paths(run, timeline) for timeline in timelines]
     saved = None if program.forward_only else saved_activations(program)
-    ran = RunProgram(program, run.mesh, run.memory or saved, paths)
+    ran = RunProgram(program, run.mesh, run.memory or saved, paths, run.messages)
     return timeline_page(timelines, title=f"pentad run {run.name}", facts=facts, figure=figure, run=ran)
 
 

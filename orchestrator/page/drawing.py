@@ -18,7 +18,7 @@ from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page,
 from pentad.schedules.diagnosis import rank_times
 from pentad.schedules.diagnosis.rank_rows import svg_rank_times
 from pentad.schedules.diagnosis.rank_times import RankTime
-from pentad.schedules.draw.page_program import DrawnMemory
+from pentad.schedules.draw.page_program import DrawnMemory, DrawnMessages
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.costs import Costs
@@ -43,6 +43,7 @@ def timeline_html(plan: Plan, measured: Timeline, costs: Costs) -> str:
         "batch": [getattr(run.batch, size) for size in _SIZES],
         "model": run.model,
         "memory": run.memory,
+        "messages": run.messages,
         "costs": asdict(costs),
     }
     with TemporaryDirectory(prefix="pentad-") as name:
@@ -77,8 +78,8 @@ def _draw(folder: Path) -> str:
         return svg_rank_times(rank_times.load(folder / TIMES), Mesh(**facts["mesh"]), title=facts["title"])
     program, measured = Program.load(folder / PROGRAM), Timeline.load(folder / MEASURED)
     batch = BatchSpec(**dict(zip(_SIZES, facts["batch"], strict=True)))
-    memory = DrawnMemory(*facts["memory"])
-    run = DrawnRun(facts["name"], Mesh(**facts["mesh"]), program, batch, facts["model"], memory)
+    memory, messages = DrawnMemory(*facts["memory"]), tuple(DrawnMessages(*each) for each in facts["messages"])
+    run = DrawnRun(facts["name"], Mesh(**facts["mesh"]), program, batch, facts["model"], memory, messages)
     costs: dict[str, Any] = {
         name: tuple(map(_tuple, each)) if isinstance(each, list) else each for name, each in facts["costs"].items()
     }

@@ -1,4 +1,4 @@
-"""Messages inside the layers of simulated instructions, as spans of a lane of their own.
+"""Messages inside the layers of instructions: as spans of a lane of their own, and in total by op, stage and axis.
 
 An instruction's messages of one kind are a span that compute hides, from the instruction's start, and one that it waits
 for, up to its end: what is known is how long they take together, not when the kernels of a layer have them.
@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from pentad.orchestrator.planning.cost_model import layer_messages
-from pentad.orchestrator.planning.estimate import even_piece, rates_of_plan
-from pentad.schedules.ir.instruction import Instruction, Op
+from pentad.orchestrator.planning.cost_model import LayerMessages, layer_messages
+from pentad.orchestrator.planning.estimate import costs_of, even_piece, rates_of_plan
+from pentad.schedules.draw.page_program import DrawnMessages
+from pentad.schedules.ir.instruction import Instruction, Op, instructions_of
 from pentad.schedules.simulate.costs import RUNS_KERNELS, Costs
 from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.plan import Plan
@@ -32,17 +33,14 @@ class Part(NamedTuple):
 def with_layer_spans(timeline: Timeline, plan: Plan, costs: Costs) -> Timeline:
     """A simulated timeline of the plan's program, or of all ranks of its mesh, with spans of LANE. `costs` are those
     that the plan's rates give; in a timeline at others messages have their shares of them."""
-    rates, piece = rates_of_plan(plan), even_piece(plan)
 
     @cache
     def parts(op: str, stage: int) -> tuple[list[Part], list[Part]]:
         """Hidden and exposed ones."""
-        mode = plan.recompute_mode(stage)
-        phase = "F" if op == "F" or (op == "RECOMPUTE" and mode == "full") else mode if op == "RECOMPUTE" else "B"
         hidden, exposed = list[Part](), list[Part]()
         if not (seconds := costs.seconds(Instruction(OPS[op], stage))):
             return hidden, exposed
-        for each in layer_messages(plan.model, plan.layers[stage], piece, rates, phase):
+        for each in _messages(plan, op, stage):
             name = f"{each.axis} {each.kind.replace('_', '-')}"
             exposed.append(Part(f"{name} x{each.operations}", each.kind.upper(), each.seconds / seconds))
             if each.hidden:
@@ -61,6 +59,28 @@ def with_layer_spans(timeline: Timeline, plan: Plan, costs: Costs) -> Timeline:
 
     added = [each for span in timeline.spans if span.op in OPS for each in spans(span)]
     return Timeline(timeline.source, (*timeline.spans, *added))
+
+
+def planned_messages(plan: Plan) -> tuple[DrawnMessages, ...]:
+    """Of each op, stage and axis of the plan's program, at the costs of the plan."""
+    costs = costs_of(plan)
+    parts = (part for stream in plan.program.streams for part in instructions_of(stream))
+    found = list[DrawnMessages]()
+    for op, stage in sorted({(part.op.value, part.stage) for part in parts if part.op.value in OPS}):
+        if not (seconds := costs.seconds(Instruction(OPS[op], stage))):
+            continue
+        messages = list(_messages(plan, op, stage))
+        for axis in dict.fromkeys(each.axis for each in messages):
+            its = [each for each in messages if each.axis == axis]
+            times = seconds, sum(each.seconds for each in its), sum(each.hidden for each in its)
+            found.append(DrawnMessages(op, stage, axis, *(round(time * 1e9) for time in times)))
+    return tuple(found)
+
+
+def _messages(plan: Plan, op: str, stage: int) -> Iterator[LayerMessages]:
+    mode = plan.recompute_mode(stage)
+    phase = "F" if op == "F" or (op == "RECOMPUTE" and mode == "full") else mode if op == "RECOMPUTE" else "B"
+    return layer_messages(plan.model, plan.layers[stage], even_piece(plan), rates_of_plan(plan), phase)
 
 
 def _span(of: Span, part: Part, start: float, end: float) -> Span:

@@ -11,7 +11,14 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pentad.schedules.draw.page import html_page
-from pentad.schedules.draw.page_program import DrawnMemory, PathPiece, drawn_program, rank_groups, saved_activations
+from pentad.schedules.draw.page_program import (
+    DrawnMemory,
+    DrawnMessages,
+    PathPiece,
+    drawn_program,
+    rank_groups,
+    saved_activations,
+)
 from pentad.schedules.draw.palette import (
     BACKGROUNDS,
     OP_STYLES,
@@ -35,7 +42,15 @@ from pentad.schedules.spec.mesh import Mesh
 STYLES = ("page.css", "panels.css")
 SCRIPTS = (
     *("data.js", "labels.js", "layout.js", "canvas.js", "paint.js", "program/links.js", "program/dependencies.js"),
-    *("program/arrows.js", "program/memory_curve.js", "selection.js", "search.js", "tooltip.js", "navigation.js"),
+    *(
+        "program/arrows.js",
+        "program/memory_curve.js",
+        "program/messages.js",
+        "selection.js",
+        "search.js",
+        "tooltip.js",
+        "navigation.js",
+    ),
     "main.js",
 )
 _Kind = tuple[str, str, str, int, int, int]  # name, op, lane, stage, microbatch, peer
@@ -61,12 +76,14 @@ class SimulatedProgram(NamedTuple):
 
 class RunProgram(NamedTuple):
     """What the steps of a run have run, over the ranks of its mesh, and the memory that it takes, if any. `paths` are
-    the critical ones, for each timeline by step; a step without one has run something else, which is not known."""
+    the critical ones, for each timeline by step; a step without one has run something else, which is not known.
+    `messages` are those inside layers, as planned."""
 
     program: Program
     mesh: Mesh
     memory: DrawnMemory | None
     paths: Sequence[_Paths]
+    messages: Sequence[DrawnMessages] = ()
 
 
 def timeline_page(
@@ -91,7 +108,9 @@ def timeline_page(
         raise PentadError("timeline_page has no spans to draw: expected a timeline with at least one")
     data = _timelines(drawn) | {"unit": "s", "programs": []}
     if run is not None:
-        data["programs"].append(drawn_program(run.program, run.memory, _numbers(data["kinds"])))
+        data["programs"].append(drawn_program(run.program, run.memory, _numbers(data["kinds"]), run.messages))
+        if any(each.exposed for each in run.messages):
+            data["looks"]["LAYERS"] = _look("LAYERS", 1)
         for panel in data["panels"]:
             panel |= {"program": 0, "groups": rank_groups(run.mesh)}
     return _page(data, title, facts, figure)

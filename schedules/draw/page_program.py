@@ -30,6 +30,18 @@ class DrawnMemory(NamedTuple):
     limit: float | None = None
 
 
+class DrawnMessages(NamedTuple):
+    """Messages of an axis (tp, cp or ep) inside the layers of an op's instructions on a stage, in nanoseconds as
+    planned: what an instruction `takes`, how much of that it waits for them, and what its compute hides."""
+
+    op: str
+    stage: int
+    axis: str
+    takes: int
+    exposed: int
+    hidden: int
+
+
 class PathPiece(NamedTuple):
     """A part of a step's critical path, in seconds on the clock of the timeline: what an instruction took, or, before
     it, what it was late by, as `kind` says."""
@@ -60,13 +72,15 @@ def rank_groups(mesh: Mesh) -> dict[str, list[int]]:
     }
 
 
-def drawn_program(program: Program, memory: DrawnMemory | None, kinds: Mapping[str, int]) -> dict[str, Any]:
+def drawn_program(
+    program: Program, memory: DrawnMemory | None, kinds: Mapping[str, int], messages: Sequence[DrawnMessages] = ()
+) -> dict[str, Any]:
     """`kind` has the kind of the spans of each row (`kinds`: by name), `counts` the rows of each pipeline rank.
 
     `dependencies` has `count` numbers for each row, by how many rows they are before it. `events` are groups of rows
     that run as one: the pairs of `transfers` on each replica, members of `collectives` on all replicas that share them,
     and those of `everyone` on all ranks. `overlapped` are the first halves of overlapped pairs, whose results are
-    available when the pair ends; `slots` has -1 for all but receives.
+    available when the pair ends; `slots` has -1 for all but receives. `messages` are sent once for each op and stage.
     """
     parts = [list(instructions_of(stream)) for stream in program.streams]
     first = list(accumulate(map(len, parts), initial=0))
@@ -89,6 +103,7 @@ def drawn_program(program: Program, memory: DrawnMemory | None, kinds: Mapping[s
         ],
         "slots": [part.slot for some in parts for part in some],
         "memory": memory and memory._asdict(),
+        "messages": messages,
     }
 
 

@@ -28,6 +28,7 @@ OP_STYLES = {
     "W": OpStyle("backward, weights", "#3fa873", "#6fdcc4", "rail_load"),
     "BW": OpStyle("backward, both", "#7a2433", "#dd3b2a", "rail_animation"),
     "RECOMPUTE": OpStyle("recompute", "#a9c6ee", "#3d628f", "generic_work"),
+    "LAYERS": OpStyle("exposed messages inside layers", "#961eff", "#dcd6ff", "generic_work"),  # a mark within bars
     "SEND_F": OpStyle("activations", "#8ba6cc", "#6f8bb3", "generic_work"),
     "RECV_F": OpStyle("activations", "#bccbe2", "#4a5d7b", "generic_work"),
     "SEND_B": OpStyle("gradients", "#cfae7d", "#a98d63", "generic_work"),

@@ -173,6 +173,7 @@ function paintTrack(context, panel, track, place, only, cover) {
     const [top, tall] = levelPlace(panel, n, place);
     const gap = panel.depth[n] > 1 ? 0.5 : 0;
     const bar = paintBar(context, panel, theme.fill[fill], left, right, top, tall - gap);
+    paintMessages(context, panel, n, bar);
     if (hasLabels && tall >= 9) paintLabel(context, panel, labelOf(panel.kind[n], fullNames), theme.textOn[fill], bar);
   });
   panel.hasMixed ||= mixed.size > 1;

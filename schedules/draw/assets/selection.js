@@ -93,7 +93,7 @@ function showSelection() {
   about.append(spanTitle(panel, n), factList(factsOf(panel, n)));
   if (!panel.program) return box.replaceChildren(about, noProgram(panel));
   const before = dependencyList(panel, "Waits for", dependencies, true);
-  box.replaceChildren(about, before, dependencyList(panel, "Needed by", dependents, false));
+  box.replaceChildren(about, ...messageSection(panel, n), before, dependencyList(panel, "Needed by", dependents, false));
 }
 
 function noProgram({ step, data }) {

@@ -93,7 +93,8 @@ function showTip(event) {
   if (tip.hidden) return;
   const { panel, n } = hover;
   const dependencies = panel.program ? dependencyFacts(panel, n) : [];
-  const facts = [...factsOf(panel, n), ...(IS_SCHEDULE ? [] : comparisonFacts(hover)), ...dependencies];
+  const planned = messageFacts(panel, n).map(([term, value]) => [isMeasured(panel) ? `planned ${term}` : term, value]);
+  const facts = [...factsOf(panel, n), ...planned, ...(IS_SCHEDULE ? [] : comparisonFacts(hover)), ...dependencies];
   tip.replaceChildren(spanTitle(panel, n), factList(facts));
   const { offsetWidth: wide, offsetHeight: tall } = tip;
   const fits = event.clientX + 18 + wide <= innerWidth - 8;

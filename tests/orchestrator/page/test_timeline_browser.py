@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from browser import CHROME, Browser, browser
+from layered_run import SLOWDOWN, layered_run
 from measured_steps import NAMES, measured_run
 from page_run import page_run
 
 from pentad.orchestrator.planning.estimate import memories
+from pentad.orchestrator.simulation.layer_spans import planned_messages
 from pentad.schedules.draw.html import timeline_page
 
 pytestmark = [pytest.mark.skipif(not CHROME, reason="wants: chromium"), pytest.mark.slow]
@@ -34,11 +36,11 @@ def opened(tab: Browser, text: str, folder: Path, width: int = 1280, *, dark: bo
     tab.until("document.readyState === 'complete' && typeof panels === 'object' && panels.length === 2")
 
 
-def click(tab: Browser, name: str, rank: int) -> None:
-    """On the bar of an instruction in the measured panel."""
+def click(tab: Browser, name: str, rank: int, panel: int = 0) -> None:
+    """On the bar of an instruction in the measured panel, or in that below it."""
     script = """
     (() => {
-      const panel = panels[0];
+      const panel = panels[PANEL];
       const n = [...panel.kind.keys()].find((n) => nameOf(panel, n) === NAME && rankOf(panel, n) === RANK);
       panel.canvas.scrollIntoView({ block: 'start' });
       const box = panel.canvas.getBoundingClientRect();
@@ -46,7 +48,8 @@ def click(tab: Browser, name: str, rank: int) -> None:
       return [box.left + left + wide / 2, box.top + top + tall / 2];
     })()
     """
-    tab.click(*tab.value(script.replace("NAME", repr(name)).replace("RANK", str(rank))))
+    script = script.replace("NAME", repr(name)).replace("RANK", str(rank)).replace("PANEL", str(panel))
+    tab.click(*tab.value(script))
 
 
 def lines(tab: Browser, title: str) -> list[str]:
@@ -179,6 +182,58 @@ def test_a_phone_shows_all_of_it(tab: Browser, tmp_path: Path, dark: bool) -> No
     )
     rights = "[...document.querySelectorAll('header *, #selection *')].map((e) => e.getBoundingClientRect().right)"
     assert max(tab.value(rights)) <= 390.5
+    assert tab.errors == []
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+def test_a_click_or_a_key_shows_the_messages_inside_an_instruction(
+    tab: Browser, tmp_path: Path, width: int, dark: bool
+) -> None:
+    """Of a measured one as planned, of a simulated one at the costs of the step."""
+    run = layered_run()
+    opened(tab, run.page(), tmp_path, width, dark=dark)
+    assert "exposed messages inside layers" in tab.value("byId('legend').innerText")
+    planned = next(each for each in planned_messages(run.plan) if (each.op, each.stage) == ("F", 1))
+    compute = planned.takes - planned.exposed
+    for panel, factor, title in ((0, 1.0, "Inside layers, as planned"), (1, SLOWDOWN, "Inside layers")):
+        click(tab, "1F3", 2, panel)
+        assert tab.value(SELECTED) == "1F3"
+        text = tab.value("document.querySelector('#selection .messages').innerText").split("\n")
+        times = [tab.value(f"duration({factor * each})") for each in (compute, planned.exposed, planned.hidden)]
+        facts = ["compute", times[0], "exposed messages", f"tp {times[1]}", "hidden messages", f"tp {times[2]}"]
+        assert [line for line in text if line] == [title, *facts]
+        tip = [line for line in tab.value("byId('tip').innerText").split("\n") if line]
+        if width > 600:  # else the section below has it all
+            assert tip[tip.index(("planned " if panel == 0 else "") + "exposed messages") + 1] == f"tp {times[1]}"
+    tab.press("ArrowRight")
+    assert tab.value(SELECTED) == "1BW3" and "exposed messages" in tab.value(SELECTION)
+    tab.value("select(panels[1], [...panels[1].kind.keys()].find((n) => nameOf(panels[1], n) === 'STEP'))")
+    assert tab.value(SELECTED) == "STEP" and "exposed messages" not in tab.value(SELECTION)
+    assert tab.value("document.documentElement.scrollWidth <= innerWidth") and tab.errors == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_simulated_bars_end_with_a_mark_as_long_as_they_wait_for_messages(
+    tab: Browser, tmp_path: Path, dark: bool
+) -> None:
+    opened(tab, layered_run().page(), tmp_path, dark=dark)
+    marked = """
+    panels.map((panel) => {
+      byId("height").value = 1;
+      arrange();
+      paintBase(panel);
+      const n = [...panel.kind.keys()].find((n) => nameOf(panel, n) === "0BW3" && rankOf(panel, n) === 0);
+      const [left, top, wide, tall] = barOf(panel, n);
+      const [first, last] = [Math.floor(left), Math.ceil(left + wide)];
+      const row = panel.base.getImageData(first, Math.round(top + tall - 3), last - first, 1).data;
+      const mark = channels(theme.fill[FIRST_FILL.LAYERS]);
+      const at = [...Array(last - first).keys()].filter((i) => mark.every((value, c) => row[4 * i + c] === value));
+      const expected = x(panel, panel.end[n]) - x(panel, panel.end[n] - messagesOf(panel, n).exposed);
+      return [at.length, at.length ? last - first - at.at(-1) : 0, expected];
+    })
+    """
+    (measured, _, _), (simulated, to_end, expected) = tab.value(marked)
+    assert measured == 0 and simulated == pytest.approx(expected, abs=2) and expected > 3 and to_end <= 3
     assert tab.errors == []
 
 

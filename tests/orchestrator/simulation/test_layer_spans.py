@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.cost_model import layer_messages
 from pentad.orchestrator.planning.estimate import costs_of, even_piece, rates_of_plan
 from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.simulation.layer_spans import LANE, with_layer_spans
+from pentad.orchestrator.simulation.layer_spans import LANE, planned_messages, with_layer_spans
 from pentad.schedules.simulate.simulate import simulate
 
 JOB = ROOT / "deploy" / "jobs" / "llama-8b.yaml"
@@ -50,6 +51,31 @@ def test_spans_last_as_long_as_the_messages_that_costs_count(case: tuple[Path | 
         assert all(of.start - 1e-9 <= span.start <= span.end <= of.end + 1e-9 for span in exposed)
         if exposed:
             assert exposed[-1].end == pytest.approx(of.end)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_planned_of_an_op_and_stage_is_what_the_spans_of_each_instruction_take(
+    case: tuple[Path | str, ...],
+) -> None:
+    path, *words = case
+    plan = make_plan(load(Path(path), [*WORDS, *map(str, words)]), "cuda", proved=False)
+    costs = costs_of(plan)
+    plain = simulate(plan.program, costs)
+    inside = defaultdict[tuple[int, str, str], list[float]](lambda: [0.0, 0.0])  # exposed, hidden
+    for span in with_layer_spans(plain, plan, costs).spans[len(plain.spans) :]:
+        name, axis, *_ = span.name.split()
+        inside[span.rank, name, axis][span.name.endswith("hidden")] += 1e9 * (span.end - span.start)
+    planned = {each[:3]: each[3:] for each in planned_messages(plan)}
+    expected = set()
+    for of in plain.spans:
+        for axis in ("tp", "cp", "ep"):
+            if (of.rank, of.name, axis) not in inside:
+                continue
+            expected.add((of.op, of.stage, axis))
+            takes, *parts = planned[of.op, of.stage, axis]
+            assert parts == pytest.approx(inside[of.rank, of.name, axis], abs=1)
+            assert takes == pytest.approx(1e9 * (of.end - of.start), abs=1)
+    assert planned.keys() == expected and bool(expected) == (plan.mesh.size > plan.mesh.pp * plan.mesh.dp)
 
 
 def test_the_trace_of_a_plan_has_them(pentad: Pentad, tmp_path: Path) -> None:

@@ -55,6 +55,16 @@ def test_chunks_differ_and_the_first_has_the_colour_of_the_op(theme: Theme, eye:
             assert all(math.dist(lab(a, eye), lab(b, eye)) > 16 / chunks for a, b in pairwise(colours))
 
 
+@pytest.mark.parametrize("eye", EYES)
+@pytest.mark.parametrize("theme", BACKGROUNDS)
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_the_mark_of_messages_differs_from_what_it_is_drawn_on(theme: Theme, eye: str, chunks: int) -> None:
+    mark = lab(getattr(OP_STYLES["LAYERS"], theme), eye)
+    bars = [colour for op in ("F", "B", "BW") for colour in shades(op, theme, chunks)]
+    for colour in (*bars, getattr(OP_STYLES["RECOMPUTE"], theme), BACKGROUNDS[theme]):
+        assert math.dist(lab(colour, eye), mark) > 23
+
+
 @pytest.mark.parametrize("theme", BACKGROUNDS)
 def test_the_faintest_chunk_stands_out_from_the_background(theme: Theme) -> None:
     for colours in fills(theme, 4).values():

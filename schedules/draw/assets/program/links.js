@@ -33,7 +33,7 @@ function decodeProgram(program) {
   });
   const waits = offsets(program.dependencies.count);
   const [pairs, transfers] = [new Set(program.overlapped), new Set(program.events.transfers.flat())];
-  return { ...program, ranks, waits, pairs, transfers };
+  return { ...program, ranks, waits, pairs, transfers, messages: decodeMessages(program.messages) };
 }
 
 /** `spanOf[rank][row - first row of its pipeline rank]` is a span, `rowOf[span]` its row. */
