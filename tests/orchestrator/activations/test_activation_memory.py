@@ -63,7 +63,7 @@ CONTEXT_PARALLEL: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("mode", "axes"), CASES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stages(one_rank, corpus, family, mode, axes):
@@ -105,7 +105,7 @@ def test_stages_that_recompute_some_rows(one_rank, corpus, family, mode, axes):
         check(plan, index)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("axes", [*CONTEXT_PARALLEL, {"cp": 2, "tp": 2}])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("mode", ["none", "attention", "core_attn"])
