@@ -69,6 +69,7 @@ def chunked_plan(
     return with_eval(plan, 21) if evaluates else plan
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "variant"), cases())
 def test_chunked_logits_equal_one_process(fleet, corpus, tmp_path, name, variant):
     given = dict(VARIANTS[variant])

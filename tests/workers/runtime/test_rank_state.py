@@ -73,6 +73,7 @@ MOVES: dict[str, tuple[Any, Any]] = {  # schedule, dp, pp, ZeRO stage before and
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", MOVES)
 def test_state_that_ranks_hand_over_is_that_of_a_checkpoint_on_any_mesh(corpus, tmp_path, case):
     """Of which any process may read any part: here each its own, and those of others over connections."""

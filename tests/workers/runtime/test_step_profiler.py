@@ -35,6 +35,7 @@ def profiles_of(results: list) -> dict[int, tuple[ProfileEvent, ...]]:
     return {each.step: unpack(each.profile.data) for each in results if each.profile is not None}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "axes", "graphs"), CASES)
 def test_profiled_steps_have_the_same_bits_and_a_mark_for_every_instruction(fleet, corpus, name, axes, graphs):
     """A step that is rolled back has marks of what it has done before, too."""

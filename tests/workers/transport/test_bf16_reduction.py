@@ -49,6 +49,7 @@ def narrow_plan(data: str, name: str, mesh: dict[str, Any], zero: int, dtype: st
     return replace(plan, bf16_reduce=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("number", "zero"),
     [
