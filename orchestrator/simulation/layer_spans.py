@@ -40,7 +40,7 @@ def with_layer_spans(timeline: Timeline, plan: Plan, costs: Costs) -> Timeline:
         hidden, exposed = list[Part](), list[Part]()
         if not (seconds := costs.seconds(Instruction(OPS[op], stage))):
             return hidden, exposed
-        for each in _messages(plan, op, stage):
+        for each in messages_of(plan, op, stage):
             name = f"{each.axis} {each.kind.replace('_', '-')}"
             exposed.append(Part(f"{name} x{each.operations}", each.kind.upper(), each.seconds / seconds))
             if each.hidden:
@@ -69,7 +69,7 @@ def planned_messages(plan: Plan) -> tuple[DrawnMessages, ...]:
     for op, stage in sorted({(part.op.value, part.stage) for part in parts if part.op.value in OPS}):
         if not (seconds := costs.seconds(Instruction(OPS[op], stage))):
             continue
-        messages = list(_messages(plan, op, stage))
+        messages = list(messages_of(plan, op, stage))
         for axis in dict.fromkeys(each.axis for each in messages):
             its = [each for each in messages if each.axis == axis]
             times = seconds, sum(each.seconds for each in its), sum(each.hidden for each in its)
@@ -77,7 +77,8 @@ def planned_messages(plan: Plan) -> tuple[DrawnMessages, ...]:
     return tuple(found)
 
 
-def _messages(plan: Plan, op: str, stage: int) -> Iterator[LayerMessages]:
+def messages_of(plan: Plan, op: str, stage: int) -> Iterator[LayerMessages]:
+    """Those inside the layers of a stage, in an instruction of this op."""
     mode = plan.recompute_mode(stage)
     phase = "F" if op == "F" or (op == "RECOMPUTE" and mode == "full") else mode if op == "RECOMPUTE" else "B"
     return layer_messages(plan.model, plan.layers[stage], even_piece(plan), rates_of_plan(plan), phase)

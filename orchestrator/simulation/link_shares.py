@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pentad.orchestrator.planning.cost_model import layer_messages
 from pentad.orchestrator.planning.estimate import even_piece, rates_of_plan
 from pentad.orchestrator.planning.hardware import links_of, ranks_on_host
 from pentad.orchestrator.planning.parameter_collectives import DENSE_AXES, EXPERT_AXES, local_parameters
+from pentad.orchestrator.simulation.layer_spans import messages_of
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.rates import Rates
@@ -24,31 +24,27 @@ ZERO_OPS = (Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.ALL_GATHER)
 def link_shares(plan: Plan, costs: Costs) -> LinkShares:
     """With links of a host first, and those to other hosts second."""
     rates, stages = rates_of_plan(plan), range(plan.program.stages)
-    backward = [_in_layers(plan, rates, stage, "B") for stage in stages]
-    modes = [plan.recompute_mode(stage) for stage in stages]
-    again = [_in_layers(plan, rates, stage, "F" if mode == "full" else mode) for stage, mode in enumerate(modes)]
-    seconds: dict[Op, list[Shares]] = {
-        Op.F: [_in_layers(plan, rates, stage, "F") for stage in stages],
-        Op.B: backward,
-        Op.BW: backward,
-        Op.RECOMPUTE: [NOTHING if mode == "none" else its for mode, its in zip(modes, again, strict=True)],
-    }
     takes = {
         Op.F: costs.forward,
         Op.B: costs.backward,
         Op.BW: tuple(map(sum, zip(costs.backward, costs.weight, strict=True))),
         Op.RECOMPUTE: costs.recompute or costs.forward,
     }
-    by_stage = {op: tuple(map(_shares, its, takes[op])) for op, its in seconds.items()}
+    by_stage = {
+        op: tuple(_shares(_in_layers(plan, rates, op, stage), its[stage]) for stage in stages)
+        for op, its in takes.items()
+    }
     by_stage |= dict.fromkeys(ZERO_OPS, tuple(_of_parameters(plan, rates, stage) for stage in stages))
     size = even_piece(plan).stream(plan.model.hidden)
     return LinkShares(by_stage, _shares(_busy(plan, rates, ("pp",), "send", size), costs.transfer))
 
 
-def _in_layers(plan: Plan, rates: Rates, stage: int, phase: str) -> Shares:
+def _in_layers(plan: Plan, rates: Rates, op: Op, stage: int) -> Shares:
     """Seconds that messages inside the layers of a stage keep each link busy, hidden ones too."""
     found = [0.0, 0.0]
-    for each in layer_messages(plan.model, plan.layers[stage], even_piece(plan), rates, phase):
+    if op is Op.RECOMPUTE and plan.recompute_mode(stage) == "none":
+        return NOTHING
+    for each in messages_of(plan, op.value, stage):
         for link, seconds in enumerate(_busy(plan, rates, (each.axis,), each.kind, each.bytes, in_layers=True)):
             found[link] += seconds
     return found[0], found[1]

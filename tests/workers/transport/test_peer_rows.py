@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
+from host_copies import EagerLane
 from simulated_gpus import Condition, Lanes, SimulatedFlags, SimulatedMemory, run_in_some_order
 
 from pentad.schedules.spec.mesh import Axis
@@ -163,19 +164,6 @@ class ThreadFlags:
 
     def _has(self, flag: Hashable, bit: int) -> bool:
         return self.values[flag] & bit != 0
-
-
-class EagerLane:
-    handle = None
-
-    def follow(self) -> None:
-        pass
-
-    def end(self) -> EagerLane:
-        return self
-
-    def wait(self) -> None:
-        pass
 
 
 def on_ranks(count: int, elements: int, work: Callable[[TensorParallelGroup], Any]) -> list[Any]:
