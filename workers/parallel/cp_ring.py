@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pentad.kernels.attention.attention_merge import merge_partials_
 from pentad.kernels.attention.attention_partial import QKVGrads
 from pentad.kernels.backend import accumulation_dtype
-from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task, Works
+from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task
 from pentad.workers.parallel.cp_blocks import Inputs, SavedBlocks, block_backward, block_forward, pack_kv, unpack_kv
+from pentad.workers.parallel.point_to_point import exchange
 from pentad.workers.parallel.row_exchange import RowGroup
 
 
@@ -96,11 +96,6 @@ def sum_over(ring: Ring, counts: Tensor) -> AsyncResult[Tensor]:
     assert group is not None
     others = [rank for rank in ring.ranks if rank != own]
     received = counts.new_empty(len(others), len(counts))
-    if not counts.is_cuda:
-        sends = [dist.isend(counts, group=group, group_dst=rank) for rank in others]
-        receives = [dist.irecv(row, group=group, group_src=rank) for row, rank in zip(received, others, strict=True)]
-        works = LayerWork(Works((*sends, *receives)), group)
-        return AsyncResult((works,), lambda: counts + received.sum(0), counts)
-    sent, sizes = counts.repeat(len(others)), [len(counts) * (rank in others) for rank in range(group.size())]
-    work = dist.all_to_all_single(received.view(-1), sent, sizes, sizes, group=group, async_op=True)
-    return AsyncResult((LayerWork(work, group),), lambda: counts + received.sum(0), sent)
+    sends = [(counts, rank) for rank in others]
+    work = exchange(group, sends, list(zip(received, others, strict=True)))
+    return AsyncResult((LayerWork(work, group),), lambda: counts + received.sum(0), counts)

@@ -135,7 +135,7 @@ def _on_device(
     """Segments of these lengths without empty ones; those of the keys are the same unless given."""
     both = np.stack([queries.ravel(), (queries if keys is None else keys).ravel()])
     both = both[:, both.any(0)]
-    ends = torch.from_numpy(np.pad(both.cumsum(1), ((0, 0), (1, 0))).astype(np.int32))
+    ends = torch.from_numpy(np.pad(both.cumsum(1), ((0, 0), (1, 0))).astype(np.int32, order="C"))  # kernels want C order
     if torch.device(device).type == "cuda":  # from pinned memory, so that the host does not wait for the copy
         ends = ends.pin_memory().to(device, non_blocking=True)
     longest = both.max(1).tolist()

@@ -20,11 +20,13 @@ from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
+from pentad.workers.parallel.point_to_point import batching
 from pentad.workers.parallel.row_exchange import Rows
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the driver detects lost ranks, much sooner
 RELEASE_SECONDS = 0.1
+BATCH_SECONDS = 1.0  # at most, to post a batch of messages
 Channel = tuple[Op, int, int]  # kind of send, source and target rank of the mesh
 GroupsByStage = dict[int, list[dist.ProcessGroup | None]]
 
@@ -137,12 +139,15 @@ def channel_of(part: Instruction, rank: int, peer: int) -> Channel:
 def abort_nccl() -> None:
     """Aborts every NCCL communicator of this process, in parallel: each abort waits for the device, and so for the
     kernels of the others. From any thread."""
+    is_between = batching.acquire(timeout=BATCH_SECONDS)
     threads = [threading.Thread(target=group.abort) for group in list(dist.distributed_c10d._world.pg_map)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     dist.distributed_c10d._abort_process_group()
+    if is_between:
+        batching.release()
 
 
 def destroy_groups(*, beside: bool) -> None:

@@ -16,11 +16,11 @@ from pentad.workers.parallel.async_ops import (
     Arrival,
     AsyncResult,
     LayerWork,
-    Works,
     all_gather_rows,
     ready,
     reduce_scatter_rows,
 )
+from pentad.workers.parallel.point_to_point import exchange
 
 
 class Rows(Protocol):
@@ -88,25 +88,14 @@ class RowGroup:
 
     def pass_on(self, sent: Tensor, buffer: Tensor, to: int, source: int) -> AsyncResult[Tensor]:
         """Sends to rank `to` of the group and receives into `buffer` from rank `source`. No other rank of the group has
-        to take part, unless `rows` exchanges.
-
-        On GPUs a single torch call, unlike batch_isend_irecv: if a generation were aborted between the parts of a
-        batch, NCCL's group call would stay open, and nothing this thread launches later, in any generation, would ever
-        start. NCCL skips empty messages; gloo's all-to-all waits for all ranks of a group.
-        """
+        to take part, unless `rows` exchanges."""
         assert self.group is not None
         work: Arrival
         if self.rows is not None and self.rows.fits(sent.numel(), sent):
             self.rows.slot(sent.shape, sent).copy_(sent)
             work = self.rows.read([(source, 0, buffer)], [to])
-        elif sent.is_cuda:
-            counts, from_counts = (
-                [sent.numel() * (other == peer) for other in range(self.group.size())] for peer in (to, source)
-            )
-            work = dist.all_to_all_single(buffer, sent, from_counts, counts, group=self.group, async_op=True)
         else:
-            sends = dist.isend(sent, group=self.group, group_dst=to)
-            work = Works((sends, dist.irecv(buffer, group=self.group, group_src=source)))
+            work = exchange(self.group, [(sent, to)], [(buffer, source)])
         return AsyncResult((LayerWork(work, self.group),), lambda: buffer, sent)
 
     def sum(self, counts: Tensor) -> AsyncResult[Tensor]:
