@@ -79,7 +79,8 @@ def plan_steps(
 
 def plan_packed_steps(packed: Packed, device: torch.device | str, window: int) -> DocumentMask:
     """`plan_steps` of packed sequences. Shapes are always new."""
-    size, rank, rows, local = packed
+    size, rank, rows = packed[:3]
+    local = np.asarray(packed.local, np.int64)
     borders = [document_chunks(lengths, size) for lengths in rows]
     own = [np.diff(each)[:, chunk] for each in borders for chunk in zigzag(size, rank)]
     first = Block(EVERY, EVERY, True, _on_device(np.concatenate([*own, local]), device), False, _left(window))

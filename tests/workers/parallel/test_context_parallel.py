@@ -99,6 +99,7 @@ def test_every_pair_within_a_window_is_in_one_block(window, cp, starts):
                 q, k = held[rank][at.queries], held[(rank - step) % cp][at.keys]
                 options = AttentionOptions(at.causal, 1.0, True, at.lengths, window_left=at.window_left)
                 if at.lengths is not None:  # as the flash kernels want it
+                    assert all(type(longest) is int for longest in at.lengths.max_seqlens)
                     assert at.lengths.cu_seqlens_q.is_contiguous() and at.lengths.cu_seqlens_k.is_contiguous()
                 visible = _visible(torch.empty(1, 1, len(q), 1), torch.empty(1, 1, len(k), 1), options)
                 found[q[:, None], k] += visible.view(len(q), len(k)).long()
