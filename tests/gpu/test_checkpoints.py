@@ -81,7 +81,7 @@ def test_training_hardly_stops_for_a_checkpoint(
     with ranks_of(workers, dp) as ranks:
         start_run(ranks, plan)
         call_all(ranks, "run", 0, STEPS)
-        for number in range(1, 7):
+        for number in range(1, 13):
             saves = number % 2 == 0
             folder = folder_of(tmp_path, number * STEPS) if saves else None
             seconds, written_bytes = seconds_of(ranks, number * STEPS, folder)
