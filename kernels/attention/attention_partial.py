@@ -20,6 +20,7 @@ from pentad.kernels.attention.attention_reference import (
     partial_attention_backward_reference,
     partial_attention_reference,
 )
+from pentad.kernels.attention.packed_runs import PackedLengths, backward_by_runs, forward_by_runs
 from pentad.kernels.backend import deterministic_algorithms
 
 MAX_HEAD_DIM = 256  # of the flash kernels
@@ -35,6 +36,12 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     attention where cuDNN does not support the shape or window; all others, and soft-capped scores, take the reference,
     whose memory grows with S K.
     """
+    if options.lengths is not None and options.lengths.runs:
+
+        def attend(lengths: PackedLengths, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return partial_attention(q, k, v, options._replace(lengths=lengths))
+
+        return forward_by_runs(attend, options.lengths.runs, q, k, v)
     if options.softcap or not has_fused_kernel(q, v):
         return partial_attention_reference(q, k, v, options)
     return _cudnn(q, k, v, options) if _cudnn_supports(q, k, v, options) else _flash(q, k, v, options)
@@ -48,6 +55,13 @@ def partial_attention_backward(
     cuDNN is fastest, but sums dq in an order that changes from run to run. Then comes Triton, which is deterministic,
     and for other head dims flash attention, which has a deterministic mode.
     """
+    if options.lengths is not None and options.lengths.runs:
+
+        def attend(lengths: PackedLengths, *tensors: Tensor) -> QKVGrads:
+            dout, q, k, v, out, lse = tensors
+            return partial_attention_backward(dout, q, k, v, out, lse, options._replace(lengths=lengths))
+
+        return backward_by_runs(attend, options.lengths.runs, dout, q, k, v, out, lse)
     if options.softcap or not has_fused_kernel(q, v):
         return partial_attention_backward_reference(dout, q, k, v, out, lse, options)
     if _cudnn_supports(q, k, v, options) and not options.deterministic:

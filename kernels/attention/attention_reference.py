@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pentad.kernels.attention.packed_runs import PackedLengths, PackedRun, backward_by_runs, forward_by_runs
 from pentad.kernels.backend import accumulation_dtype
 
 GROUP = 128  # tokens of segments that are computed together on a CPU
-
-
-class PackedLengths(NamedTuple):
-    """Segments that do not attend to each other, of all rows joined end to end (flash attention's varlen form)."""
-
-    cu_seqlens_q: Tensor  # [segments + 1] int32 on the device: where segments of the queries begin and end
-    cu_seqlens_k: Tensor  # the same for the keys
-    max_seqlens: tuple[int, int]  # the longest segment of the queries and of the keys
 
 
 class AttentionOptions(NamedTuple):
@@ -54,10 +46,11 @@ def partial_attention_reference(q: Tensor, k: Tensor, v: Tensor, options: Attent
     and the number of tokens."""
     if not _is_grouped(q, options):
         return _attention(q, k, v, options)
-    joined = [_joined(x) for x in (q, k, v)]
-    parts = [_attention(*_cut(joined, at, keys), its) for at, keys, its in _groups(options)]
-    out, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    return _as_rows(out, q), _as_rows(lse.unsqueeze(-1), q).squeeze(-1)
+
+    def attend(lengths: PackedLengths, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _attention(q, k, v, options._replace(lengths=lengths))
+
+    return forward_by_runs(attend, _groups(options), q, k, v)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
@@ -73,13 +66,12 @@ def partial_attention_backward_reference(
     """(dq, dk, dv) of this part, from `dout`, `out` and `lse` of the full attention. Memory as above."""
     if not _is_grouped(q, options):
         return _attention_backward(dout, q, k, v, out, lse, options)
-    dout, out, lse, *joined = (_joined(x) for x in (dout, out, lse.unsqueeze(-1), q, k, v))
-    parts = [
-        _attention_backward(dout[:, :, at], *_cut(joined, at, keys), out[:, :, at], lse[:, :, at, 0], its)
-        for at, keys, its in _groups(options)
-    ]
-    dq, dk, dv = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    return _as_rows(dq, q), _as_rows(dk, k), _as_rows(dv, v)
+
+    def attend(lengths: PackedLengths, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = tensors
+        return _attention_backward(dout, q, k, v, out, lse, options._replace(lengths=lengths))
+
+    return backward_by_runs(attend, _groups(options), dout, q, k, v, out, lse)
 
 
 def _attention_backward(
@@ -106,33 +98,19 @@ def _is_grouped(q: Tensor, options: AttentionOptions) -> bool:
     return options.lengths is not None and q.device.type == "cpu" and q.shape[0] * q.shape[2] > GROUP
 
 
-def _groups(options: AttentionOptions) -> Iterator[tuple[slice, slice, AttentionOptions]]:
-    """Queries, keys and options of neighbouring segments, of GROUP tokens or one longer segment."""
+def _groups(options: AttentionOptions) -> list[PackedRun]:
+    """Neighbouring segments, of GROUP tokens or one longer segment."""
     assert options.lengths is not None
-    queries, keys = (ends.tolist() for ends in options.lengths[:2])
-    first = 0
+    (cu_q, cu_k, longest, _), groups, first = options.lengths, list[PackedRun](), 0
+    queries, keys = cu_q.tolist(), cu_k.tolist()
     for end in range(1, len(queries)):
         if end + 1 < len(queries) and max(ends[end + 1] - ends[first] for ends in (queries, keys)) <= GROUP:
             continue
-        cu_q, cu_k = (ends[first : end + 1] - ends[first] for ends in options.lengths[:2])
-        lengths = PackedLengths(cu_q, cu_k, options.lengths.max_seqlens)
-        yield slice(queries[first], queries[end]), slice(keys[first], keys[end]), options._replace(lengths=lengths)
+        at, of = slice(queries[first], queries[end]), slice(keys[first], keys[end])
+        its = PackedLengths(cu_q[first : end + 1] - at.start, cu_k[first : end + 1] - of.start, longest)
+        groups.append(PackedRun(at, of, its))
         first = end
-
-
-def _joined(x: Tensor) -> Tensor:
-    """[B, heads, S, D] as [1, heads, B S, D]."""
-    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-
-
-def _as_rows(x: Tensor, like: Tensor) -> Tensor:
-    """[1, heads, B S, D] as [B, heads, S, D], with the B and S of `like`."""
-    return x.squeeze(0).unflatten(1, (like.shape[0], like.shape[2])).transpose(0, 1)
-
-
-def _cut(joined: list[Tensor], queries: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = joined
-    return q[:, :, queries], k[:, :, keys], v[:, :, keys]
+    return groups
 
 
 def _group_heads(x: Tensor, groups: int) -> Tensor:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from ranks import spawn
-from record import write
+from record import stamp, write
 
 from pentad.kernels.attention.attention_reference import AttentionOptions
 from pentad.schedules.spec.cp_layout import CP_LAYOUTS, CpMethod, attention_pairs
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, nargs="+", default=[1])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    write(args.json, spawn(benchmark, args, args.gpus))
+    write(args.json, {**stamp(torch.cuda.get_device_name()), "rows": spawn(benchmark, args, args.gpus)})
 
 
 if __name__ == "__main__":

@@ -9,16 +9,19 @@ out of reach are segments of their own, that see nothing, and a band of what is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pentad.kernels.attention.attention_reference import PackedLengths
+from pentad.kernels.attention.packed_runs import PackedLengths, PackedRun
 from pentad.schedules.spec.cp_layout import CpMethod, document_chunks, document_lengths, zigzag
 
 Numbers = NDArray[np.int64]  # [documents]
+BLOCK = 128  # tokens, of a kernel for segments
+CALL_BLOCKS = 8192  # blocks of a head that find nothing to do in about the time of another call
 
 
 class Block(NamedTuple):
@@ -66,7 +69,7 @@ def plan_steps(
     lengths = [document_lengths(starts, length) for starts in rows]
     is_packed = any(len(each) > 1 for each in lengths)
     if method == "ulysses" or size == 1:
-        segments = _on_device(np.concatenate(lengths), device) if is_packed else None
+        segments = _segments(np.concatenate(lengths), device) if is_packed else None
         return ((Block(EVERY, EVERY, True, segments, window_left=_left(window)),),)
     if is_packed or window:
         return plan_packed_steps(Packed(size, rank, lengths), device, window)
@@ -83,7 +86,7 @@ def plan_packed_steps(packed: Packed, device: torch.device | str, window: int) -
     local = np.asarray(packed.local, np.int64)
     borders = [document_chunks(lengths, size) for lengths in rows]
     own = [np.diff(each)[:, chunk] for each in borders for chunk in zigzag(size, rank)]
-    first = Block(EVERY, EVERY, True, _on_device(np.concatenate([*own, local]), device), False, _left(window))
+    first = Block(EVERY, EVERY, True, _segments(np.concatenate([*own, local]), device), False, _left(window))
     tokens = sum(int(lengths.sum()) for lengths in rows)
     if not tokens:
         return ((first,),)
@@ -123,21 +126,58 @@ def _visible(
         none = np.zeros_like(queries)
         seen = np.stack([none, queries, query_end - query - queries], 1)  # queries that see nothing come last,
         seeing = np.stack([key_end - key - keys, keys, none], 1)  # and keys that none of these sees first
-        yield _on_device(seen, device, seeing), None if band < 0 else band
+        yield _segments(seen, device, seeing), None if band < 0 else band
 
 
 def _left(window: int) -> int | None:
     return window - 1 if window else None
 
 
-def _on_device(
+def _segments(
     queries: NDArray[np.int64], device: torch.device | str, keys: NDArray[np.int64] | None = None
 ) -> PackedLengths:
     """Segments of these lengths without empty ones; those of the keys are the same unless given."""
     both = np.stack([queries.ravel(), (queries if keys is None else keys).ravel()])
-    both = both[:, both.any(0)]
-    ends = torch.from_numpy(np.pad(both.cumsum(1), ((0, 0), (1, 0))).astype(np.int32, order="C"))  # kernels want C order
+    return packed_lengths(both[:, both.any(0)], device)
+
+
+def packed_lengths(lengths: NDArray[np.int64], device: torch.device | str) -> PackedLengths:
+    """Of [2, segments] numbers of queries and of keys, on the device."""
+    cuts = similar_neighbours(*lengths)
+    parts = [lengths, *(lengths[:, first:end] for first, end in cuts if len(cuts) > 1)]
+    ends = [np.pad(part.cumsum(1), ((0, 0), (1, 0))) for part in parts]
+    joined = torch.from_numpy(np.concatenate(ends, 1).astype(np.int32, order="C"))  # kernels want C order
     if torch.device(device).type == "cuda":  # from pinned memory, so that the host does not wait for the copy
-        ends = ends.pin_memory().to(device, non_blocking=True)
-    longest = both.max(1).tolist()
-    return PackedLengths(ends[0], ends[1], (longest[0], longest[1]))
+        joined = joined.pin_memory().to(device, non_blocking=True)
+    rows = joined.split([each.shape[1] for each in ends], 1)
+    every, *runs = (PackedLengths(cu[0], cu[1], _longest(part)) for part, cu in zip(parts, rows, strict=True))
+    borders = ends[0][:, [0, *(end for _, end in cuts)]]
+    queries, keys = ([slice(*span) for span in pairwise(each)] for each in borders.tolist())
+    return every._replace(runs=tuple(map(PackedRun, queries, keys, runs)))
+
+
+def _longest(lengths: NDArray[np.int64]) -> tuple[int, int]:
+    queries, keys = lengths.max(1).tolist()
+    return queries, keys
+
+
+def similar_neighbours(queries: NDArray[np.int64], keys: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """(first segment, end) of each run of segments of these lengths [segments]. Neighbours are in one run, unless the
+    blocks that this adds cost more than a call, or one of two runs has no queries or no keys."""
+    blocks = -(-np.maximum(queries, keys) // BLOCK)
+    first = np.flatnonzero(np.diff(blocks, prepend=-1))
+    totals = zip(np.add.reduceat(queries, first).tolist(), np.add.reduceat(keys, first).tolist(), strict=True)
+    runs: list[tuple[int, int, int, bool]] = []  # first segment, end, longest one's blocks, whether it may be alone
+    for at, end, (q, k) in zip(first.tolist(), [*first[1:].tolist(), len(blocks)], totals, strict=True):
+        run = at, end, int(blocks[at]), bool(q and k)
+        while runs and (_added_blocks(runs[-1], run) <= CALL_BLOCKS or not (run[3] and runs[-1][3])):
+            before = runs.pop()
+            run = before[0], end, max(before[2], run[2]), before[3] or run[3]
+        runs.append(run)
+    return [run[:2] for run in runs]
+
+
+def _added_blocks(*runs: tuple[int, int, int, bool]) -> int:
+    """Those of one call for two neighbouring runs beside those of two calls."""
+    longest = max(run[2] for run in runs)
+    return sum((end - first) * (longest - its) for first, end, its, _ in runs)

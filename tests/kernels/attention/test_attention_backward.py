@@ -15,10 +15,10 @@ from pentad.kernels.attention import attention_backward_triton as kernels
 from pentad.kernels.attention.attention_partial import partial_attention, partial_attention_backward
 from pentad.kernels.attention.attention_reference import (
     AttentionOptions,
-    PackedLengths,
     partial_attention_backward_reference,
     partial_attention_reference,
 )
+from pentad.kernels.attention.packed_runs import PackedLengths
 
 Shape = tuple[int, int, int, int, int, int]  # batch, query heads, key-value heads, queries, keys, head dim
 SMALL = kernels.Blocks(16, 32, 4, 2), kernels.Blocks(32, 16, 4, 2)

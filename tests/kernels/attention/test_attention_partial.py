@@ -15,10 +15,10 @@ from pentad.kernels.attention.attention_merge import merge_partials_
 from pentad.kernels.attention.attention_partial import partial_attention, partial_attention_backward
 from pentad.kernels.attention.attention_reference import (
     AttentionOptions,
-    PackedLengths,
     partial_attention_backward_reference,
     partial_attention_reference,
 )
+from pentad.kernels.attention.packed_runs import PackedLengths
 
 Shape = tuple[int, int, int, int, int, int]  # batch, query heads, key-value heads, positions, head dim, value dim
 SHAPES: list[Shape] = [(1, 4, 4, 12, 8, 8), (3, 6, 2, 8, 16, 16), (2, 4, 1, 20, 12, 8)]
