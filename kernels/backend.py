@@ -4,7 +4,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.utils.deterministic as determinism
@@ -20,6 +20,12 @@ R = TypeVar("R")
 def ceil_div(a: int, b: int) -> int:
     """Triton's own `cdiv` is made for kernels, and takes longer on the host than the rest of a launch's arithmetic."""
     return -(-a // b)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of a multiprocessor that a block may have: 227 KiB of an H100, 163 of an A100, 99 of others."""
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the property
+    return int(properties.shared_memory_per_block_optin)
 
 
 _twins: list[Callable[[], object]] = []  # import the Triton twins of operations

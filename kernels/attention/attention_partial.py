@@ -21,10 +21,13 @@ from pentad.kernels.attention.attention_reference import (
     partial_attention_reference,
 )
 from pentad.kernels.attention.packed_runs import PackedLengths, backward_by_runs, forward_by_runs
-from pentad.kernels.backend import deterministic_algorithms
+from pentad.kernels.backend import deterministic_algorithms, shared_memory
 
 MAX_HEAD_DIM = 256  # of the flash kernels
-TRITON_HEAD_DIMS = (32, 64, 128)  # of queries, keys and values alike
+# Head dims of queries and keys, and of values, for which our backward has kernels.
+TRITON_HEAD_DIMS = {(32, 32), (64, 64), (128, 128)}
+WIDE_HEAD_DIMS = {(192, 128), (256, 256)}  # these where a multiprocessor has as much shared memory as an A100's
+WIDE_SHARED_MEMORY = 160 * 1024  # bytes
 
 QKVGrads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 
@@ -66,7 +69,7 @@ def partial_attention_backward(
         return partial_attention_backward_reference(dout, q, k, v, out, lse, options)
     if _cudnn_supports(q, k, v, options) and not options.deterministic:
         return _cudnn_backward(dout, q, k, v, out, lse, options)
-    if has_triton_backward(q, v):
+    if has_triton_backward(q, v, deterministic=options.deterministic):
         from pentad.kernels.attention.attention_backward_triton import attention_backward  # imports Triton
 
         return attention_backward(dout, q, k, v, out, lse, options)
@@ -79,9 +82,12 @@ def has_fused_kernel(q: Tensor, v: Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM
 
 
-def has_triton_backward(q: Tensor, v: Tensor) -> bool:
-    """Whether our backward has kernels for the head dims."""
-    return q.shape[3] == v.shape[3] and q.shape[3] in TRITON_HEAD_DIMS
+def has_triton_backward(q: Tensor, v: Tensor, *, deterministic: bool) -> bool:
+    """Whether our backward has kernels for the head dims; for wide heads they replace flash attention's deterministic
+    mode alone, which keeps dq in up to 132 parts."""
+    dims = q.shape[3], v.shape[3]
+    is_wide = deterministic and dims in WIDE_HEAD_DIMS
+    return dims in TRITON_HEAD_DIMS or (is_wide and shared_memory(q.device) >= WIDE_SHARED_MEMORY)
 
 
 def _cudnn_supports(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:

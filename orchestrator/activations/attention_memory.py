@@ -7,7 +7,8 @@ from typing import NamedTuple
 from pentad.orchestrator.activations.allocations import BYTES, Allocation, Piece
 from pentad.schedules.spec.model import ModelSpec
 
-TRITON_HEAD_DIMS = (32, 64, 128)  # of kernels/attention/attention_partial.py
+# As in kernels/attention/attention_partial.py, on GPUs with as much shared memory as an A100.
+TRITON_HEAD_DIMS, WIDE_HEAD_DIMS = {(32, 32), (64, 64), (128, 128)}, {(192, 128), (256, 256)}
 PROCESSORS = 132  # of a Hopper GPU: deterministic flash attention sums dq in at most this many parts
 
 
@@ -141,7 +142,8 @@ def _fused_backward(shape: AttentionShape, *, is_plain: bool) -> int:
     kv_gradients = 2 * queries * piece.itemsize if shape.kv_heads < shape.heads else 0
     if _has_cudnn(piece, is_plain=is_plain) and not piece.deterministic:
         return queries * BYTES["float32"] + kv_gradients
-    if shape.query == shape.value and shape.query in TRITON_HEAD_DIMS:
+    dims = shape.query, shape.value
+    if dims in TRITON_HEAD_DIMS or (piece.deterministic and dims in WIDE_HEAD_DIMS):
         return 2 * piece.tokens * shape.heads * BYTES["float32"]
     parts = -(-PROCESSORS // (piece.rows * shape.heads)) if piece.deterministic else 1
     return parts * queries * BYTES["float32"] + kv_gradients + _padded_values(shape)

@@ -239,8 +239,13 @@ def adamw_case(n: int) -> Case:
     return Case(30 * n, [ours], [by_torch], None, check, bound=1e-6)
 
 
-def attention_of(heads: int, groups: int, length: int, width: int, backward: bool, deterministic: bool) -> Case:
-    data = sets(lambda: tuple(random(1, length, n, width).transpose(1, 2) for n in (heads, groups, groups, heads)))
+def attention_of(
+    heads: int, groups: int, length: int, width: int, backward: bool, deterministic: bool, value: int = 0
+) -> Case:
+    """Of values as wide as queries and keys, unless `value` says otherwise."""
+    value = value or width
+    sizes = ((heads, width), (groups, width), (groups, value), (heads, value))
+    data = sets(lambda: tuple(random(1, length, *size).transpose(1, 2) for size in sizes))
 
     def ours(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
         out, saved = attention.attention(q, k, v, deterministic)
@@ -262,7 +267,8 @@ def attention_of(heads: int, groups: int, length: int, width: int, backward: boo
         assert same or not deterministic
         return error([f[:, : w.shape[1]] for f, w in zip(found, expected, strict=True)], [w.detach() for w in expected])
 
-    work = (3.5 if backward else 1) * 2 * heads * length * length * width
+    columns = 4 * width + 3 * value if backward else width + value  # of the products of a query and a key
+    work = heads * length * length * columns
     return Case(work, each(ours, data), each(by_torch, data), None, check, gemm=True)
 
 
@@ -296,6 +302,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "attention 32:8x8192x128": lambda: attention_of(32, 8, 8192, 128, False, False),
     "attention with backward": lambda: attention_of(32, 8, 8192, 128, True, False),
     "attention with backward, deterministic": lambda: attention_of(32, 8, 8192, 128, True, True),
+    "attention with backward, deterministic, MLA": lambda: attention_of(16, 16, 8192, 192, True, True, 128),
+    "attention with backward, MLA": lambda: attention_of(16, 16, 8192, 192, True, False, 128),
+    "attention with backward, deterministic, 256 wide": lambda: attention_of(16, 8, 8192, 256, True, True),
     "grad_gemm 8192x4096x14336": lambda: grad_gemm_case(8192, 4096, 14336),
 }
 

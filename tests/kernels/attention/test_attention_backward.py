@@ -22,21 +22,32 @@ from pentad.kernels.attention.packed_runs import PackedLengths
 
 Shape = tuple[int, int, int, int, int, int]  # batch, query heads, key-value heads, queries, keys, head dim
 SMALL = kernels.Blocks(16, 32, 4, 2), kernels.Blocks(32, 16, 4, 2)
-SHAPES: list[Shape] = [(2, 4, 2, 64, 64, 32), (1, 4, 1, 50, 50, 32), (1, 2, 2, 40, 90, 32), (2, 2, 1, 1, 40, 64)]
+SHAPES: list[Shape] = [
+    (2, 4, 2, 64, 64, 32),
+    (1, 4, 1, 50, 50, 32),
+    (1, 2, 2, 40, 90, 32),
+    (2, 2, 1, 1, 40, 64),
+    (2, 4, 2, 48, 80, 48),
+]
 GPU_SHAPES: list[Shape] = [
     (2, 4, 2, 512, 512, 128),
     (1, 8, 2, 300, 300, 128),
     (1, 4, 2, 200, 700, 64),
     (2, 4, 4, 1, 257, 32),
     (1, 4, 1, 1, 1, 128),
+    (2, 4, 4, 512, 512, 192),
+    (1, 4, 2, 200, 700, 192),
+    (2, 4, 2, 512, 512, 256),
+    (1, 4, 1, 130, 130, 256),
 ]
 
 
 def inputs(shape: Shape, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v and dout, as views of [B, S, heads, D]."""
+    """q, k, v and dout, as views of [B, S, heads, D]. Heads as wide as MLA's have values of two thirds."""
     batch, heads, groups, queries, keys, width = shape
-    sizes = ((queries, heads), (keys, groups), (keys, groups), (queries, heads))
-    return [torch.randn(batch, s, n, width, device=device, dtype=dtype).transpose(1, 2) for s, n in sizes]
+    value = width if width.bit_count() == 1 else width * 2 // 3
+    sizes = ((queries, heads, width), (keys, groups, width), (keys, groups, value), (queries, heads, value))
+    return [torch.randn(batch, s, n, w, device=device, dtype=dtype).transpose(1, 2) for s, n, w in sizes]
 
 
 def packed(
@@ -82,7 +93,7 @@ def errors_of_a_part(tensors: list[Tensor], options: AttentionOptions) -> list[f
 class TestInterpreted:
     @pytest.fixture(autouse=True)
     def _small_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(kernels, "blocks_for", lambda width, device: SMALL)
+        monkeypatch.setattr(kernels, "blocks_for", lambda width, rest, device: SMALL)
 
     @pytest.mark.sampled(3)
     @pytest.mark.parametrize("window", [None, 10])
@@ -120,7 +131,7 @@ def test_it_agrees_on_a_gpu(shape: Shape, causal: bool, window: int | None, dtyp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("width", [32, 64, 128, 192, 256])
 def test_segments_on_a_gpu(width: int, window: int | None) -> None:
     options = packed([300, 1, 7, 204, 512], "cuda", True, window)
     assert max(errors(inputs((2, 4, 2, 512, 512, width), "cuda", torch.bfloat16), options)) < 1e-2
@@ -128,14 +139,14 @@ def test_segments_on_a_gpu(width: int, window: int | None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 0, 40])
-@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("width", [32, 64, 128, 192, 256])
 def test_segments_without_keys_or_queries_on_a_gpu(width: int, window: int | None) -> None:
     tensors = inputs((1, 4, 2, 480, 400, width), "cuda", torch.bfloat16)
     assert max(errors_of_a_part(tensors, empty_segments(10, "cuda", window))) < 1e-2
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
 def test_it_gives_the_same_bits_from_run_to_run(width: int) -> None:
     q, k, v, dout = inputs((2, 8, 2, 2048, 2048, width), "cuda", torch.bfloat16)
     options = AttentionOptions(True, 0.1, True)
