@@ -56,6 +56,9 @@ class SimWorker(Worker):
     def read_progress_of(self, progress_file: str, streams: Any) -> Status:
         return self.simulation.read_status(progress_file)
 
+    def reserved(self, generation: int) -> None:
+        self._require_equal(generation)
+
     def commit(self, generation: int, folder: str, step: int, *rest: Any) -> None:
         self.simulation.reached("committing", self.process)
         self.simulation.may_write(self.process)
