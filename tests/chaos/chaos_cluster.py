@@ -48,10 +48,6 @@ class Process:
         self.rank = -1
 
     @property
-    def frozen(self) -> bool:
-        return self.stopped
-
-    @property
     def is_well(self) -> bool:
         """Whether no fault keeps it from answering, apart from its death."""
         return not self.stopped and not self.node.cut_off and self.node.is_alive
@@ -161,6 +157,7 @@ class Actor:
     def __getattr__(self, name: str) -> Any:
         method = SimpleNamespace(remote=partial(self.process.cluster.call, self.process, name))
         method.options = lambda **_: method
+        self.__dict__[name] = method  # asked for once
         return method
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -86,5 +87,6 @@ class SimWorker(Worker):
         return self.simulation.world.now
 
     @staticmethod
+    @cache
     def group_of(method: str) -> str:
         return getattr(getattr(Worker, method), "__ray_concurrency_group__", "train")
