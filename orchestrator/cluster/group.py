@@ -142,6 +142,10 @@ class WorkerGroup:
         """
         return self._call_runners("run", first_step, count, more, self.skipped_batches)
 
+    def submit_reserved(self) -> Refs:
+        """Answered once every rank has memory for snapshots."""
+        return self._call("reserved", self.generation)
+
     def submit_save(self, folder: Location, step: int) -> Refs:
         """Has every rank copy its part of a checkpoint after `step` steps, the last of which may be open, and write it
         while it trains on. The answers are of type WrittenShards, or say why a rank could not write."""

@@ -166,6 +166,12 @@ class Worker:
         os.kill(pid, signal.SIGKILL)
 
     @ray.method(concurrency_group="checkpoint")
+    def reserved(self, generation: int) -> None:
+        """Returns once there is memory for snapshots."""
+        self._require_equal(generation)
+        self.runner.reservation.result()
+
+    @ray.method(concurrency_group="checkpoint")
     def write(self, generation: int, folder: str, step: int) -> WrittenShards | str:
         """Writes this rank's part of the snapshot of `step` steps, beside training. Returns why not if the storage is
         at fault, which ends nothing."""

@@ -161,7 +161,8 @@ def _run_generations(
         state = None
         if parked is not None:
             state, parked = recovery.adopt(parked.lost, first), None
-        steps = StepLoop(config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup)
+        given = config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup
+        steps = StepLoop(*given, shrunk=not recovery.ranks.is_full)
         if state is None:
             bus.ranks_placed(group)
             if group.plan is not shown:

@@ -15,8 +15,9 @@ from pentad.orchestrator.records.fp8_health import fp8_row, gradients_row
 from pentad.orchestrator.records.profiles import StepProfile
 from pentad.schedules.diagnosis.rank_times import RankTime, RankWaits, times_of_step
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.simulate.read_costs import read_costs
-from pentad.schedules.simulate.simulate import simulate
+from pentad.schedules.simulate.simulate import simulate_step_time
 from pentad.schedules.simulate.timeline import Span, Timeline
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.results import Evaluation, LossSum, StepResult, total_load
@@ -40,6 +41,8 @@ class History:
         self.program, self.since = 0, 0  # and how many steps have run it
         self.recent_evaluations: deque[tuple[Span, ...]] = deque(maxlen=keep)
         self.costs = costs_of(plan)
+        self.events: dict[int, Events] = {}  # of the programs that have run, by number
+        self.planned: dict[int, float] = {}  # their bubbles with these costs
         self.measured: Costs | None = None
         self.end: float | None = None
 
@@ -65,11 +68,10 @@ class History:
         for step in steps:
             self.since = self.since + 1 if step[0].program == self.program else 1
             self.program = step[0].program
-        self.measured = read_costs(self.plan.program, self._last(COST_STEPS)) or self.measured
-        self.costs = self.measured or self.costs
-        numbers = {step[0].program for step in steps}
-        planned = {number: simulate(self.plan.programs[number], self.costs).bubble().makespan for number in numbers}
-        return [self._row(step, its, planned[step[0].program]) for step, its in zip(steps, spans, strict=True)]
+        if (measured := read_costs(self.plan.program, self._last(COST_STEPS))) is not None:
+            self.measured = self.costs = measured
+            self.planned.clear()
+        return [self._row(*each) for each in zip(steps, spans, strict=True)]
 
     def add_evaluation(self, results: Sequence[Evaluation]) -> tuple[Span, ...]:
         """Adds an evaluation, by rank, whose time is not part of the next step; returns the spans of its last round."""
@@ -81,6 +83,14 @@ class History:
     def pause(self) -> None:
         """The next step does not directly follow the last, so the time between them is not part of it."""
         self.end = None
+
+    def _planned_bubble(self, number: int) -> float:
+        if number not in self.planned:
+            program = self.plan.programs[number]
+            if number not in self.events:
+                self.events[number] = acyclic_events(program)
+            self.planned[number] = simulate_step_time(program, self.costs, self.events[number]).bubble.makespan
+        return self.planned[number]
 
     def _last(self, count: int) -> Timeline:
         steps = list(self.recent)[max(0, len(self.recent) - count) :]
@@ -106,7 +116,7 @@ class History:
             found["router_z_loss"] = finite(experts.router_z_loss_coef * squares / tokens)
         return found
 
-    def _row(self, step: Sequence[StepResult], spans: tuple[Span, ...], planned: float) -> dict[str, Any]:
+    def _row(self, step: Sequence[StepResult], spans: tuple[Span, ...]) -> dict[str, Any]:
         start, end = min(s.start for s in spans), max(s.end for s in spans)
         seconds = end - (start if self.end is None else self.end)
         self.end = end
@@ -125,7 +135,7 @@ class History:
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
             "mfu": mfu(tokens / seconds, self.plan, self.device_name),
-            "bubble_planned": planned,
+            "bubble_planned": self._planned_bubble(step[0].program),
             "bubble_measured": timeline.bubble().makespan if timeline.compute else None,
             "generation": self.generation,
             "skipped": step[0].skipped,

@@ -37,6 +37,12 @@ class Replication:
         if self.every:
             self.copies.begin_generation()
 
+    @property
+    def protects(self) -> bool:
+        """Whether every part is, or is about to be, in the memory of two nodes: not if the newest copy failed."""
+        failed = self.making is None and self.copied < self.attempted
+        return self.every > 0 and not failed and not self.copies.num_on_the_same_node
+
     def hands_over(self, step: int, leaving: Sequence[int]) -> bool:
         """Whether a copy of `step` steps, rather than a checkpoint, takes the state to the next generation: not if one
         could not be made, or if the ranks that are `leaving` take both copies of a part with them."""

@@ -21,6 +21,7 @@ from pentad.orchestrator.recovery.hang_detection import HangDetector
 from pentad.orchestrator.recovery.retention import pinned_checkpoints
 from pentad.orchestrator.recovery.spikes import SpikeWatch
 from pentad.orchestrator.run.bit_checks import BitChecks
+from pentad.orchestrator.run.first_save import FirstSave
 from pentad.orchestrator.run.measure import History
 from pentad.orchestrator.run.replication import Replication
 from pentad.schedules.ir.errors import PentadError
@@ -64,8 +65,8 @@ class StepLoop:
     """The steps of one generation: from `first` to the last, or until a stop is requested, or until `should_regroup`,
     asked about twice a second, says that the ranks should be placed again, or get other layers or another order. `done`
     steps are complete, `durable` steps are in a committed checkpoint; at the monotonic second `saved_at` the newest one
-    was submitted or committed. The newest evaluation was after `evaluated` steps. Nothing is recorded after a spike
-    because of which the run goes back."""
+    was submitted or committed. The newest evaluation was after `evaluated` steps. The mesh may have `shrunk`. Nothing
+    is recorded after a spike because of which the run goes back."""
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class StepLoop:
         saved_at: float,
         copies: GroupCopies,
         should_regroup: Callable[[dict[int, Status]], tuple[int, ...] | None],
+        shrunk: bool = False,
     ) -> None:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
         self.should_regroup = should_regroup
@@ -96,6 +98,7 @@ class StepLoop:
         self.waited = 0.0  # seconds that training has waited for it
         self.open = False  # the last step submitted is open: another run call must follow
         self.replication = Replication(config.elastic.replicate_every, copies, bus)
+        self.first_save = FirstSave(config.checkpoint, group, self.replication, first, due=shrunk and first > saved)
         self.checks = BitChecks(config.elastic, group, bus, first)
         self.spikes = SpikeWatch(config.spikes, requests)
         self.leaving: tuple[int, ...] | None = None  # see `Recovery.should_regroup`
@@ -107,6 +110,7 @@ class StepLoop:
         checkpoint cannot be written."""
         try:
             self.replication.begin_generation()
+            self.first_save.begin_generation()
             self._run()
         except (WorkerError, Refusal):
             if self.saving is not None and not self.saving.commits:
@@ -202,10 +206,8 @@ class StepLoop:
         if step <= self.attempted:
             return False
         late = 0 < self.config.checkpoint.every_seconds <= time.monotonic() - self.saved_at
-        is_free = self.saving is None
-        return any(step % each == 0 for each in self.saves_every) or (
-            is_free and (late or self.requests.wants_checkpoint)
-        )
+        wanted = late or self.requests.wants_checkpoint or self.first_save.is_due(step)
+        return any(step % each == 0 for each in self.saves_every) or (self.saving is None and wanted)
 
     def _hands_over(self, step: int) -> bool:
         """Whether this generation ends and the next one needs no checkpoint of it."""
@@ -216,7 +218,7 @@ class StepLoop:
 
     def _save(self, step: int) -> None:
         """Has the ranks copy their state once they are that far, and write it while they train on."""
-        self.attempted, self.saved_at = step, time.monotonic()
+        self.attempted, self.saved_at, self.first_save.pending = step, time.monotonic(), False
         if self.ending:
             self.ended_with = step
         refs = self.group.submit_save(self.bus.folder.checkpoint(step), step)

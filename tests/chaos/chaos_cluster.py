@@ -38,18 +38,14 @@ class Process:
         self.cluster, self.world, self.node, self.pid, self.bundle = cluster, cluster.world, node, pid, bundle
         self.is_alive, self.stopped, self.slow = True, False, 1.0
         self.deferred: list[Callable[[], None]] = []
-        self.tasks: set[Task] = set()
+        self.tasks: dict[Task, None] = {}  # in their order, or a seed would not stand for one history
         self.queues: dict[str, list[tuple[Ref, str, tuple[Any, ...]]]] = {}
         self.busy: set[str] = set()
-        self.refs: set[Ref] = set()
+        self.refs: dict[Ref, None] = {}
         self.next_arrival = 0.0
         self.killed_by_driver = False
         self.worker: Any = None
         self.rank = -1
-
-    @property
-    def frozen(self) -> bool:
-        return self.stopped
 
     @property
     def is_well(self) -> bool:
@@ -107,7 +103,7 @@ class Process:
                 self.busy.add(group)
                 task = Task(self.world, self, self._run(name, arguments), lambda value, error: None)
                 task.on_end = partial(self._end, group, ref, task)
-                self.tasks.add(task)
+                self.tasks[task] = None
                 task.resume(task.ticket)
 
     def _run(self, name: str, arguments: tuple[Any, ...]) -> Generator[Any, None, Any]:
@@ -116,7 +112,7 @@ class Process:
         return (yield from value) if isinstance(value, Generator) else value
 
     def _end(self, group: str, ref: Ref, task: Task, value: Any, error: Exception | None) -> None:
-        self.tasks.discard(task)
+        self.tasks.pop(task, None)
         self.busy.discard(group)
         self._answer(ref, value, error)
         self._next(group)
@@ -143,12 +139,12 @@ class Ref:
         self.process, self.done = process, False
         self.value: Any = None
         self.error: Exception | None = None
-        process.refs.add(self)
+        process.refs[self] = None
 
     def resolve(self, value: Any, error: Exception | None) -> None:
         if not self.done:
             self.done, self.value, self.error = True, value, error
-            self.process.refs.discard(self)
+            self.process.refs.pop(self, None)
             self.process.cluster.resolved += 1
 
 
@@ -161,6 +157,7 @@ class Actor:
     def __getattr__(self, name: str) -> Any:
         method = SimpleNamespace(remote=partial(self.process.cluster.call, self.process, name))
         method.options = lambda **_: method
+        self.__dict__[name] = method  # asked for once
         return method
 
 

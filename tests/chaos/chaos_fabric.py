@@ -15,6 +15,7 @@ from chaos_cluster import Process
 from chaos_world import Signal
 
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, Op
+from pentad.schedules.spec.mesh import Coordinates
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import open_checked, read_manifest, unreadable
 
@@ -43,10 +44,14 @@ class State(NamedTuple):
 
 
 class Action(NamedTuple):
-    """An instruction, or an overlapped pair, as a rank runs it."""
+    """An instruction, or an overlapped pair, as a rank runs it; `before`, `within` and `after` are points of faults.
+    `parts` are those that send, count or commit something, each with its key."""
 
+    before: str
+    within: str
+    after: str
     waits: tuple[Any, ...]  # keys of receives and collectives
-    parts: tuple[Any, ...]
+    parts: tuple[tuple[Any, Any], ...]
     seconds: float
     meets: bool  # with the ranks that share its layers
 
@@ -58,8 +63,16 @@ def compiled(plan: Plan, pp: int) -> tuple[Action, ...]:
     for action in program.streams[pp]:
         waits = tuple(k for k in action.waits if k.op in RECEIVES or k.op in COLLECTIVES)
         took = scale * sum(seconds.get(part.op, 0.0) for part in action.parts)
-        found.append(Action(waits, action.parts, took, any(part.op in (Op.F, Op.B, Op.BW) for part in action.parts)))
+        first = action.parts[0].op
+        meets = any(part.op in (Op.F, Op.B, Op.BW) for part in action.parts)
+        parts = tuple((part, part.key) for part in action.parts if _acts(part, program.stages))
+        found.append(Action(f"before {first}", f"within {first}", f"after {first}", waits, parts, took, meets))
     return tuple(found)
+
+
+def _acts(part: Any, stages: int) -> bool:
+    """Whether an instruction does more than take time: an F of the last stage counts samples."""
+    return part.stage == stages - 1 if part.op is Op.F else part.op not in (Op.B, Op.W, Op.BW)
 
 
 class Meeting(Signal):
@@ -67,7 +80,7 @@ class Meeting(Signal):
 
     def __init__(self, members: Sequence[int]) -> None:
         super().__init__()
-        self.members, self.absent, self.total = tuple(members), set(members), 0
+        self.absent, self.total = set(members), 0
         self.brought: dict[int, Any] = {}
 
 
@@ -94,11 +107,11 @@ class Fabric:
         self.dead: set[int] = set()
 
     def meeting(self, step: int, key: Any, members: Sequence[int]) -> Meeting:
-        found = self.meetings.setdefault(step, {})
-        if key not in found:
-            found[key] = Meeting(members)
+        by_key = self.meetings.setdefault(step, {})
+        if (found := by_key.get(key)) is None:
+            found = by_key[key] = Meeting(members)
             self.meetings.pop(step - 3, None)
-        return found[key]
+        return found
 
     def come(self, meeting: Meeting, rank: int, brings: int = 0, value: Any = None) -> None:
         """What a rank sends arrives, unless its node cannot be reached."""
@@ -139,6 +152,19 @@ def parts_of(plan: Plan, rank: int) -> tuple[tuple[ParamShard, int, int], ...]:
         count = plan.num_zero_shards(shard)
         found.append((shard, plan.holders(shard).index(rank) if count > 1 else 0, count))
     return tuple(found)
+
+
+def members_of(plan: Plan, at: Coordinates, stage: int) -> tuple[int, ...]:
+    """The ranks that reduce the gradients of a stage with the one there."""
+    mesh = plan.mesh
+    places = [
+        Coordinates(dp=dp, pp=pp, cp=cp, tp=at.tp, ep=ep)
+        for dp in range(mesh.dp)
+        for pp in plan.program.holders(stage)
+        for cp in range(mesh.cp)
+        for ep in range(mesh.ep)
+    ]
+    return tuple(map(mesh.rank, places))
 
 
 def read_state(folder: Any) -> State:

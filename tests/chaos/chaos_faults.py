@@ -36,6 +36,7 @@ class Faults:
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.world, self.cluster = simulation, simulation.world, simulation.cluster
         self.left = list(simulation.scenario.faults)
+        self.points = self._points()  # at which the next one may happen
         self.happened: list[str] = []
         self.times = 0
         self.full_until = self.away_until = -1.0
@@ -47,10 +48,18 @@ class Faults:
     def next(self) -> Fault | None:
         return self.left[0] if self.left else None
 
+    def _points(self) -> tuple[str, ...]:
+        return ALSO.get(self.left[0].point, (self.left[0].point,)) if self.left else ()
+
+    def _pop(self) -> Fault:
+        fault = self.left.pop(0)
+        self.points = self._points()
+        return fault
+
     def reached(self, point: str, process: Process, step: int, within: float) -> None:
-        fault = self.next
-        if fault is None or point not in ALSO.get(fault.point, (fault.point,)):
+        if point not in self.points:
             return
+        fault = self.left[0]
         last = self.simulation.scenario.steps - 1
         least = last if fault.point == "end" else fault.step if point in OF_STEPS else -1
         if step < least:
@@ -59,7 +68,7 @@ class Faults:
             return
         self.times += 1
         if self.times > fault.nth:
-            self.left.pop(0)
+            self._pop()
             self.times = 0
             seconds = within * self.world.random.random()
             self.world.at(seconds, partial(self.happen, fault, process))
@@ -70,8 +79,7 @@ class Faults:
         return fault is not None and fault.point == "idle"
 
     def happen_idle(self) -> None:
-        fault = self.left.pop(0)
-        self.happen(fault, self.world.random.choice(self.living()))
+        self.happen(self._pop(), self.world.random.choice(self.living()))
 
     def living(self) -> list[Process]:
         found = [process for process in self.cluster.processes if process.is_alive]

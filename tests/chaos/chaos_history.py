@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import count
@@ -118,13 +118,8 @@ class Simulation:
 
     # -- what ranks tell
 
-    @property
-    def armed(self) -> bool:
-        return bool(self.faults.left)
-
     def reached(self, point: str, process: Process, step: int = -1, within: float = 0.0) -> None:
-        if self.faults.left:
-            self.faults.reached(point, process, step, within)
+        self.faults.reached(point, process, step, within)
 
     def on_fault(self, kind: str) -> None:
         self.kinds.add(kind)
@@ -140,7 +135,7 @@ class Simulation:
     def on_damage(self) -> None:
         """Of a checkpoint: a recovery may have to do without it."""
         self.damaged += 1
-        self.floor = self.floor[0], min(self.floor[1], max(self._intact(), default=-1))
+        self.floor = self.floor[0], min(self.floor[1], self._newest_intact())
 
     def may_write(self, process: Process) -> None:
         try:
@@ -222,7 +217,7 @@ class Simulation:
                 raise Broken(f"the run is given up though ranks were left: {error}") from None
             raise
         self.fenced_before = group.generation
-        self.floor = self._surviving(group, state), max(self._intact(), default=-1)
+        self.floor = self._surviving(group, state), self._newest_intact()
 
     def _surviving(self, group: groups.WorkerGroup, state: fence.RecoveryState) -> int:
         """Steps in the newest state that is complete in memory, in replicas or copies."""
@@ -242,17 +237,15 @@ class Simulation:
             newest = max(newest, found.key.step if found else -1)
         return newest
 
-    def _intact(self) -> list[int]:
+    def _newest_intact(self) -> int:
+        """Steps in the newest checkpoint that is intact; -1 if there is none, or the storage does not answer."""
         if self.world.now < self.faults.away_until:
-            return []
-        found = []
-        for step, folder in complete_folders(self.checkpoints).items():
-            try:
+            return -1
+        for step, folder in reversed(complete_folders(self.checkpoints).items()):
+            with suppress(PentadError):
                 open_checkpoint(folder)
-            except PentadError:
-                continue
-            found.append(step)
-        return found
+                return step
+        return -1
 
     def rewound(self, bus: Any, step: int) -> None:
         if step < max(self.floor):
@@ -265,9 +258,9 @@ class Simulation:
     @contextmanager
     def monitored(self, config: RunConfig, bus: Any, requests: Any) -> Iterator[None]:
         self.bus, self.requests, self.recovers, self.pauses = bus, requests, False, False
-        if bus.view.step < max(self._intact(), default=0):
+        if bus.view.step < (newest := self._newest_intact()):
             raise Broken(f"the command starts at step {bus.view.step}, before the newest intact checkpoint")
-        self.floor = -1, max(self._intact(), default=-1)
+        self.floor = -1, newest
         bus.watchers.append(self)
         yield
 
@@ -330,7 +323,7 @@ class Simulation:
                 raise Broken(f"the run ended with an error that no fault explains: {message}")
         else:
             raise Broken(f"the run has not ended after {MOST_COMMANDS} commands")
-        if self.scenario.steps not in self._intact() and not self.damaged:
+        if self._newest_intact() < self.scenario.steps and not self.damaged:
             raise Broken("the run ended with status 0, without an intact checkpoint of its last step")
 
     def _command(self) -> tuple[int, str]:

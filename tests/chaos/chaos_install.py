@@ -15,7 +15,7 @@ from chaos_lease import SimLease
 from chaos_placement import SimPlacement, node_of
 
 from pentad.orchestrator.cluster import cluster as clusters
-from pentad.orchestrator.cluster import copies, faults, placement
+from pentad.orchestrator.cluster import copies, faults, placement, rank_status
 from pentad.orchestrator.cluster import group as groups
 from pentad.orchestrator.cluster import worker as workers
 from pentad.orchestrator.cluster.placement import Place
@@ -56,7 +56,7 @@ CLOCKED = (
         measure,
         workers,
     ),
-    *(event_bus, runfolder, run_files, checkpoints, placement, copies),
+    *(event_bus, runfolder, run_files, checkpoints, placement, copies, rank_status),
 )
 
 

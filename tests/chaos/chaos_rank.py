@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import safetensors.numpy
 from chaos_cluster import Process
-from chaos_fabric import INITIAL, Fabric, Meeting, Snapshot, State, digest, next_state, parts_of, read_state
+from chaos_fabric import INITIAL, Fabric, Meeting, Snapshot, State, digest, members_of, next_state, parts_of, read_state
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Op
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.batch import batch_of
-from pentad.schedules.spec.mesh import Coordinates
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import Unreadable
 from pentad.workers.checkpoint.checksums import Damaged
@@ -69,7 +68,7 @@ class SimRunner:
         self.state: dict[Any, State] = {part: kept.get(part, State(0, INITIAL)) for part in self.parts}
         self.version: int = previous.version if previous is not None and complete else -1
         self.fabric: Fabric | None = None
-        self.position = Progress(generation, -1, -1, self.world.now)
+        self.doing = -1, -1, self.world.now  # step, counter and since when
         self.norm: tuple[int, int, Meeting] | None = None  # step, batch and NORM of the step that is not committed
         self.ready_step = -1  # whose gradients are complete
         self.counted = 0
@@ -179,6 +178,7 @@ class SimRunner:
 
     def _run_step(self, step: int, batch: int) -> Generator[Any, None, None]:
         fabric, simulation, world, rank = self.fabric, self.simulation, self.world, self.rank
+        faults = simulation.faults
         assert fabric is not None
         pending: dict[Any, Meeting] = {}
         began = world.now
@@ -187,36 +187,41 @@ class SimRunner:
         self.counted = 0
         for counter, action in enumerate(self.actions):
             self.fence_flag.check()
-            self.position = Progress(self.generation, step, counter, world.now)
+            self.doing = step, counter, world.now
             for key in action.waits:
                 meeting = pending.get(key)
                 if meeting is not None and meeting.absent:
                     yield from fabric.wait(meeting)
-            first = action.parts[0]
-            if simulation.armed:
-                simulation.reached(f"before {first.op}", self.process, step)
+            if action.before in faults.points:
+                simulation.reached(action.before, self.process, step)
             if action.seconds:
                 if action.meets and len(self.inner) > 1:
                     meeting = fabric.meeting(step, (self.at.pp, self.at.dp, counter), self.inner)
                     fabric.come(meeting, rank)
                     yield from fabric.wait(meeting)
-                if simulation.armed:
-                    simulation.reached(f"within {first.op}", self.process, step, within=action.seconds)
+                if action.within in faults.points:
+                    simulation.reached(action.within, self.process, step, within=action.seconds)
                 yield action.seconds
                 self.fence_flag.check()
-            for part in action.parts:
-                yield from self._execute(part, step, batch, pending, began)
-            if simulation.armed:
-                simulation.reached(f"after {first.op}", self.process, step)
-        self.position = Progress(self.generation, step, -1, world.now)
+            for part, key in action.parts:
+                if (waits := self._execute(part, key, step, batch, pending, began)) is not None:
+                    yield from waits
+            if action.after in faults.points:
+                simulation.reached(action.after, self.process, step)
+        self.doing = step, -1, world.now
+
+    @property
+    def position(self) -> Progress:
+        return Progress(self.generation, *self.doing)
 
     def _execute(
-        self, part: Any, step: int, batch: int, pending: dict[Any, Meeting], began: float
-    ) -> Generator[Any, None, None]:
+        self, part: Any, key: Any, step: int, batch: int, pending: dict[Any, Meeting], began: float
+    ) -> Generator[Any, None, None] | None:
+        """Returns what it waits for, if it does."""
         fabric, op = self.fabric, part.op
         assert fabric is not None
         if op is Op.F:
-            if part.stage == self.plan.program.stages - 1 and self.at.tp == 0 and self.at.cp == 0:
+            if self.at.tp == 0 and self.at.cp == 0:
                 replica = self.at.dp * self.plan.mesh.ep + self.at.ep
                 self.counted += digest(batch, replica * self.plan.program.microbatches + part.microbatch)
         elif op in SENDS:
@@ -226,26 +231,29 @@ class SimRunner:
             self.simulation.transfer(partial(fabric.come, meeting, self.rank), self.process, step)
         elif op in RECEIVES:
             source = self.peers[part.peer]
-            pending[part.key] = fabric.meeting(step, (op, part.stage, part.microbatch, self.rank), (source,))
+            pending[key] = fabric.meeting(step, (op, part.stage, part.microbatch, self.rank), (source,))
         elif op is Op.NORM:
             meeting = fabric.meeting(step, "NORM", self.everyone)
             self.ready_step, self.norm, self.began = step, (step, batch, meeting), began
             fabric.come(meeting, self.rank, self.counted)
-            if not self.post_validated:
-                yield from fabric.wait(meeting)
-                self.fence_flag.check()
+            return None if self.post_validated else self._wait_for_norm(meeting)
         elif op in COLLECTIVES:
             group = self.at._replace(dp=0, ep=0, cp=0, pp=0)
             if part.stage not in self.members:
-                self.members[part.stage] = self._members(part.stage)
+                self.members[part.stage] = members_of(self.plan, self.at, part.stage)
             members = self.members[part.stage]
-            meeting = fabric.meeting(step, (part.key, group), members)
-            pending[part.key] = meeting
+            meeting = pending[key] = fabric.meeting(step, (key, group), members)
             fabric.come(meeting, self.rank)
         elif op is Op.STEP and not self.post_validated:
             self._commit(step, batch, self._total())
         elif op is Op.VALIDATE:
-            yield from self._validate()
+            return self._validate()
+        return None
+
+    def _wait_for_norm(self, meeting: Meeting) -> Generator[Any, None, None]:
+        assert self.fabric is not None
+        yield from self.fabric.wait(meeting)
+        self.fence_flag.check()
 
     def _total(self) -> int:
         assert self.norm is not None and not self.norm[2].absent
@@ -258,17 +266,6 @@ class SimRunner:
                 yield from self.fabric.wait(meeting)
             self.fence_flag.check()
             self._commit(step, batch, self._total())
-
-    def _members(self, stage: int) -> tuple[int, ...]:
-        mesh, at = self.plan.mesh, self.at
-        places = [
-            Coordinates(dp=dp, pp=pp, cp=cp, tp=at.tp, ep=ep)
-            for dp in range(mesh.dp)
-            for pp in self.plan.program.holders(stage)
-            for cp in range(mesh.cp)
-            for ep in range(mesh.ep)
-        ]
-        return tuple(map(mesh.rank, places))
 
     def _commit(self, step: int, batch: int, samples: int) -> None:
         assert self.version == step, f"step {step} is committed on the weights of {self.version} steps"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,9 @@ class SimWorker(Worker):
     def read_progress_of(self, progress_file: str, streams: Any) -> Status:
         return self.simulation.read_status(progress_file)
 
+    def reserved(self, generation: int) -> None:
+        self._require_equal(generation)
+
     def commit(self, generation: int, folder: str, step: int, *rest: Any) -> None:
         self.simulation.reached("committing", self.process)
         self.simulation.may_write(self.process)
@@ -83,5 +87,6 @@ class SimWorker(Worker):
         return self.simulation.world.now
 
     @staticmethod
+    @cache
     def group_of(method: str) -> str:
         return getattr(getattr(Worker, method), "__ray_concurrency_group__", "train")

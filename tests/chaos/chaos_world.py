@@ -22,15 +22,13 @@ class DriverEnded(BaseException):
 
 
 class Host(Protocol):
-    """What runs a task: while it is `frozen`, its tasks stand still; once it is not `is_alive`, they are gone. Waiting
+    """What runs a task: while it is `stopped`, its tasks stand still; once it is not `is_alive`, they are gone. Waiting
     takes `slow` times as long."""
 
     is_alive: bool
+    stopped: bool
     slow: float
     deferred: list[Callable[[], None]]
-
-    @property
-    def frozen(self) -> bool: ...
 
 
 class Signal:
@@ -70,7 +68,7 @@ class Task:
     def resume(self, ticket: int, error: Exception | None = None) -> None:
         if ticket != self.ticket or not self.host.is_alive:
             return
-        if self.host.frozen:
+        if self.host.stopped:
             self.host.deferred.append(partial(self.resume, ticket, error))
             return
         self.ticket += 1
@@ -83,13 +81,11 @@ class Task:
             self.waits_for_signal = False
             self.on_end(None, failure)
         else:
-            self.waits_for_signal = isinstance(wait, Signal)
-            if not isinstance(wait, Signal):
-                self.world.at(wait * self.host.slow, partial(self.resume, self.ticket))
-            elif wait.fired:
-                self.world.at(0.0, partial(self.resume, self.ticket))
-            else:
+            self.waits_for_signal = is_signal = isinstance(wait, Signal)
+            if is_signal and not wait.fired:
                 wait.waiting.append((self, self.ticket))
+            else:
+                self.world.at(0.0 if is_signal else wait * self.host.slow, partial(self.resume, self.ticket))
 
     def interrupt(self, error: Exception) -> None:
         """Raises an error in a task that waits for a signal."""
@@ -118,15 +114,17 @@ class World:
         if self.inside:
             return  # a rank that would sleep in the middle of a call
         self.check()
-        until = self.now + seconds
-        while self.heap and self.heap[0][0] <= until and not over():
-            self.now, _, do = heappop(self.heap)
-            self.inside, self.idle_calls = True, 0
-            try:
+        heap, until, self.inside = self.heap, self.now + seconds, True
+        try:
+            while heap and heap[0][0] <= until and not over():
+                self.now, _, do = heappop(heap)
+                self.idle_calls = 0
                 do()
-            finally:
-                self.inside = False
-            self.check()
+                if self.broken is not None or self.driver_ends is not None or self.now > self.deadline:
+                    break
+        finally:
+            self.inside = False
+        self.check()
         if not over() and seconds > 0:
             self.now, self.idle_calls = max(self.now, until), 0
 

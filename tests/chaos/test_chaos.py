@@ -98,8 +98,9 @@ def test_meshes_shrink_and_grow_through_memory_between_other_faults(memory: Path
     assert all(each.handed_over for each in played)
 
 
-def test_a_seed_gives_the_same_history_again(memory: Path, current: list[Simulation]) -> None:
-    once, again = (play(scenario(seed), memory, current) for seed in (5, 5))
+@pytest.mark.parametrize("seed", [8, 14, 26])
+def test_a_seed_gives_the_same_history_again(seed: int, memory: Path, current: list[Simulation]) -> None:
+    once, again = (play(scenario(each), memory, current) for each in (seed, seed))
     assert (once.faults.happened, once.log, once.world.now) == (again.faults.happened, again.log, again.world.now)
 
 

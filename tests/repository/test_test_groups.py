@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from sharing import FILES, FLEET, ORDER, group_of, position
+from sharing import FILES, FLEET, INDEPENDENT, ORDER, group_of, position
 
 
 class Process:
@@ -56,3 +56,4 @@ def test_files_that_share_a_cluster_or_the_fleet_or_start_clusters_are_groups() 
     assert {groups[f"{runtime}/test_{name}.py"] for name in ("exactness", "zero", "abort")} == {"fleet"}
     assert groups["tests/schedules/spec/test_mesh.py"] == "tests/schedules/spec/test_mesh.py"
     assert groups.keys() >= set(ORDER)
+    assert len({group_of(f"{INDEPENDENT}::test[{number}]") for number in range(3)}) == 3

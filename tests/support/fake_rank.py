@@ -124,6 +124,10 @@ class Rank:
         assert self.version == step
         self.copied = step
 
+    def reserved(self, generation: int) -> None:
+        if self.generation in self.fake.pinning:
+            raise Blocked
+
     def write(self, generation: int, folder: str, step: int) -> WrittenShards | str:
         assert generation == self.generation
         if self.copied != step or (step, self.number) == self.fake.writing:

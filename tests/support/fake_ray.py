@@ -90,6 +90,7 @@ class FakeRay:
         self.written: dict[int, list[Any]] = {}  # shards by the steps of their checkpoint
         self.writing = (-1, -1)
         self.full: set[int] = set()
+        self.pinning: set[int] = set()  # generations in which memory for snapshots is not there yet
         self.full_memory = False  # no rank has memory for what it hands over
         self.killed: list[int] = []
         self.on_call: Callable[[Rank, str], None] = lambda rank, method: None

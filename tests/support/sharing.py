@@ -32,6 +32,7 @@ OWN_CLUSTERS = (
     "tests/orchestrator/sweep/test_real_trials.py",
 )
 ORDER = (*SHARED_CLUSTER, *OWN_CLUSTERS)
+INDEPENDENT = "tests/chaos/test_chaos.py"  # runs long, and its tests share nothing
 FILES = [path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")]
 # What uses processes of ranks, which are forked from one server in each process of the run: it takes seconds to start.
 RANKS = re.compile(r"fleet|worker_processes|from pool|rank_checks|(calibrated|cp|expert|network)_ranks")
@@ -40,8 +41,10 @@ FLEET = {name for name in FILES if name not in ORDER and RANKS.search((TESTS.par
 
 def group_of(test: str) -> str:
     """The group of a test by its node ID. A group runs in one process, in order: all files that share the cluster, all
-    that start others, all that use processes of ranks, and each other file by itself."""
+    that start others, all that use processes of ranks, and each other file by itself, or each test of it."""
     file = file_of(test)
+    if file == INDEPENDENT:
+        return test
     if file in SHARED_CLUSTER:
         return "shared cluster"
     return "own clusters" if file in OWN_CLUSTERS else "fleet" if file in FLEET else file

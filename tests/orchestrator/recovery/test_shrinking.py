@@ -9,6 +9,8 @@ from fake_ray import FakeRun, Rank
 from recovery_runs import LINE, SHRINKS, SQUARE, StartRun, damage, die, once
 
 from pentad.orchestrator.recovery.recovery import CHECK_SECONDS
+from pentad.orchestrator.run import driver
+from pentad.workers.checkpoint.checkpoint import Start
 
 
 def test_without_room_the_mesh_shrinks_and_the_state_moves_through_memory(start: StartRun) -> None:
@@ -152,3 +154,53 @@ def test_a_fault_while_the_mesh_grows_is_repaired_on_the_full_mesh(start: StartR
     run.recovery.regroup(7)
     assert run.events("recovered")[-1]["how"] == "copies" and run.events("recovered")[-1]["step"] == 7
     assert run.group.plan is run.recovery.ranks.full and not run.fake.written and run.versions() == [7] * 4
+
+
+def trained(run: FakeRun) -> FakeRun:
+    """To its end. In step 12 a node is lost, and in step 18 one of the two ranks that are left: the only holder."""
+    run.fake.faults = {12: "node1", 18: (1,)}
+    run.group.restore(Start())
+    assert driver._run_generations(run.config, run.group, run.bus, run.requests, Start()) == run.config.run.steps
+    return run
+
+
+def test_a_mesh_that_has_shrunk_leaves_a_checkpoint_for_the_next_fault(start: StartRun) -> None:
+    run = trained(start(*SQUARE, *SHRINKS, "checkpoint.every=10"))
+    assert [(row["how"], row["step"]) for row in run.events("recovered")] == [("shrink", 12), ("checkpoint", 13)]
+    assert 13 in [row["step"] for row in run.events("checkpoint")]
+
+
+def test_steps_do_not_wait_until_memory_for_that_checkpoint_is_pinned(start: StartRun) -> None:
+    run = start(*SQUARE, *SHRINKS, "checkpoint.every=10")
+    run.fake.pinning.add(2)
+    trained(run)
+    shrunk, repaired = run.events("recovered")
+    assert (shrunk["how"], shrunk["step"], repaired["how"]) == ("shrink", 12, "checkpoint")
+    assert repaired["step"] <= 10 and len(run.rows()) == 40
+
+
+@pytest.mark.parametrize(
+    ("overrides", "back"),
+    [
+        (("checkpoint.every_seconds=0",), 0),  # no checkpoints until the end
+        (("checkpoint.every=4",), 12),  # the mesh begins with the state of one
+    ],
+)
+def test_a_mesh_that_has_shrunk_leaves_no_checkpoint_where_none_is_wanted_or_needed(
+    start: StartRun, overrides: tuple[str, ...], back: int
+) -> None:
+    run = trained(start(*SQUARE, *SHRINKS, *overrides))
+    assert 13 not in [row["step"] for row in run.events("checkpoint")]
+    assert run.events("recovered")[1]["step"] >= back
+
+
+@pytest.mark.parametrize(
+    ("nodes", "saved"),
+    [(("node0", "node1", "node1", "node2"), []), (("node0", "node0", "node1", "node1"), [10, 13])],  # back to 9 and 12
+)
+def test_copies_on_other_nodes_make_that_checkpoint_needless(
+    start: StartRun, nodes: tuple[str, ...], saved: list[int]
+) -> None:
+    run = trained(start(*SQUARE, *SHRINKS, "elastic.replicate_every=3", "zero.stage=1", nodes=nodes))
+    assert [row["how"] for row in run.events("recovered")] == ["shrink", "copies"]
+    assert [row["step"] for row in run.events("checkpoint")] == [*saved, 40]

@@ -5,6 +5,7 @@ Real ranks on a Ray cluster of several nodes on this machine. The reference is t
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -29,6 +30,7 @@ from multinode import kill
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.control.control_client import connect
+from pentad.orchestrator.records.hash_chain import AUDIT, read_chain
 from pentad.workers.runtime.progress_file import read_progress
 
 slow = pytest.mark.slow
@@ -239,6 +241,32 @@ def test_a_mesh_shrinks_and_grows_back(nodes, start_run, reference, schedule, me
     assert actual == [pytest.approx(pair, rel=1e-4) for pair in expected[0]], run.describe()
     assert state.keys() == expected[1].keys()
     assert {row["tokens"] for row in run.rows()} == {256}
+
+
+@slow
+def test_a_shrunk_mesh_that_loses_the_only_holder_of_a_stage_goes_back_to_the_checkpoint_that_it_left(nodes, start_run):
+    """The steps since then run again, to the same bits."""
+    nodes.resize(2, 2)
+    elastic = ("checkpoint.every=1000", "elastic.min_ranks=2", "elastic.wait_seconds=1", "elastic.hang_seconds=20")
+    run = start_run(*SQUARE, "schedule.name=1f1b", "run.steps=200", *elastic)
+    run.wait_for_step(12)
+    lost = nodes.node_of(run.pids()[3])
+    survivor = next(pid for pid in run.pids() if nodes.node_of(pid) != lost)
+    kill(lost)
+    run.wait_for(lambda: run.events("checkpoint"))
+    (saved,) = run.events("checkpoint")
+    run.wait_for_step(saved["step"] + 4)
+    os.kill(survivor, signal.SIGKILL)
+    assert_recovered(run, "shrink", "checkpoint")
+    shrunk, repaired = run.events("recovered")
+    assert repaired["step"] == saved["step"] <= shrunk["step"] + 2 and repaired["steps_replayed"] >= 4
+    outcome(run, 200)
+    again: dict[int, list[float]] = {}
+    for entry in read_chain((run.folder / AUDIT).read_bytes().split(b"\n")[:-1], AUDIT):
+        if entry["event"] == "step" and entry["generation"] >= shrunk["generation"]:
+            again.setdefault(entry["step"], []).append(entry["loss"])
+    twice = [losses for losses in again.values() if len(losses) == 2]
+    assert len(twice) == repaired["steps_replayed"] and all(first == second for first, second in twice)
 
 
 @slow

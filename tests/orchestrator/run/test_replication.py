@@ -65,3 +65,22 @@ def test_copies_that_take_more_steps_than_are_between_them_are_noted_once(copies
     assert [each["steps_meanwhile"] for each in events] == [26], "of the first one"
     assert [note.split(" in memory")[0] for note in notes] == ["the copy of step 4", "the copy of step 64"]
     assert "26 steps ran meanwhile, which a lost rank would cost; elastic.replicate_every is 4" in notes[0]
+
+
+def test_copies_protect_a_state_unless_one_failed_or_a_part_is_twice_on_one_node(copies: StubCopies) -> None:
+    files = SimpleNamespace(waiting=False)
+    bus = SimpleNamespace(
+        folder=SimpleNamespace(files=files),
+        display=SimpleNamespace(note=lambda text: None),
+        record=lambda *_, **__: None,
+    )
+    replication = Replication(4, copies, bus)  # type: ignore[arg-type]
+    assert replication.protects, "the first copy is made as soon as there is memory"
+    copies.num_on_the_same_node = 1
+    assert not replication.protects and not Replication(0, copies, bus).protects
+    copies.num_on_the_same_node, copies.is_ready = 0, True
+    replication.submit(4)
+    assert replication.protects
+    copies.group.collect = lambda refs, tick: ["rank 0 has no memory for it"]
+    replication.continue_(4)
+    assert not replication.protects

@@ -1,0 +1,29 @@
+"""The checkpoint that a run leaves soon after its mesh has shrunk: the state has moved through memory, and fewer ranks
+hold it."""
+
+from __future__ import annotations
+
+from pentad.orchestrator.cluster.group import Refs, WorkerGroup
+from pentad.orchestrator.config.recovery_sections import CheckpointSection
+from pentad.orchestrator.run.replication import Replication
+
+
+class FirstSave:
+    """Of a generation that begins with `first` steps. Not where checkpoints are switched off, nor where copies in
+    memory protect the state."""
+
+    def __init__(
+        self, section: CheckpointSection, group: WorkerGroup, replication: Replication, first: int, *, due: bool
+    ) -> None:
+        self.group, self.replication, self.first = group, replication, first
+        self.pending = due and bool(section.every or section.keep_every or section.every_seconds)
+        self._reserved: Refs = {}
+
+    def begin_generation(self) -> None:
+        if self.pending:
+            self._reserved = self.group.submit_reserved()
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is after `step` steps. Training does not wait for the memory that GPU ranks pin beside steps."""
+        protected = not self.pending or self.replication.protects
+        return step > self.first and not protected and self.group.is_ready(self._reserved)
