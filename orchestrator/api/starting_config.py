@@ -72,7 +72,7 @@ def starting_config(
     values["optimizer"] = {"learning_rate": rate, "warmup_steps": 100}
     choice = _fastest(base, gpus, device)
     changed = overrides(base, choice.config)
-    for key, value in choice.setting.values.items():
+    for key, value in {**choice.setting.values, **changed}.items():
         part, _, name = key.partition(".")
         if key in changed or key in ALWAYS_WRITTEN:
             values[part] = {**values[part], name: value}
