@@ -75,7 +75,7 @@ def starting_config(
     for key, value in {**choice.setting.values, **changed}.items():
         part, _, name = key.partition(".")
         if key in changed or key in ALWAYS_WRITTEN:
-            values[part] = {**values[part], name: value}
+            values[part] = {**values.get(part, {}), name: value}
     config = load(values)
     return StartingConfig(config, choice, _heading(model, gpus, parameters, choice, device) + commented_yaml(values))
 
