@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 
 from pentad.orchestrator.api.rendering import as_text, line
-from pentad.orchestrator.monitoring.comparison import DrawnRun, comparison_page, comparison_svg, simulate_steps
+from pentad.orchestrator.monitoring.comparison import (
+    DrawnRun,
+    comparison_page,
+    comparison_svg,
+    simulate_steps,
+    write_run_trace,
+)
 from pentad.orchestrator.monitoring.plan_view import bubble_text
 from pentad.orchestrator.monitoring.runfolder import (
     EVAL_PROGRAM,
@@ -21,6 +28,7 @@ from pentad.orchestrator.monitoring.runfolder import (
     saved_config,
 )
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
+from pentad.orchestrator.page.saved_plan import SavedPlan, saved_plan
 from pentad.orchestrator.planning.formatting import format_duration
 from pentad.schedules.draw.trace import write_trace
 from pentad.schedules.ir.argument_types import checks_types
@@ -33,8 +41,9 @@ from pentad.schedules.simulate.timeline import Timeline
 @dataclass(frozen=True, repr=False)
 class Comparison:
     """All measured steps of a run, or evaluations after this many steps, beside the same simulated, of which `step` is
-    shown, two rows per rank."""
+    shown, two rows per rank. `folder` is the run's."""
 
+    folder: Path
     run: DrawnRun
     all_measured: Timeline
     all_simulated: Timeline
@@ -58,9 +67,16 @@ class Comparison:
             "busy_seconds": [busy.get(rank, 0.0) for rank in range(self.run.mesh.size)],
         }
 
+    @cached_property
+    def planned(self) -> SavedPlan:
+        """The plan, with messages inside layers and memory, is compiled again once something is drawn with it."""
+        return saved_plan(self.folder, self.run.program)
+
     def html(self) -> str:
         """An interactive page of all measured steps."""
-        return comparison_page(self.run, self.all_measured, self.all_simulated)
+        plan, why = self.planned
+        run = self.run._replace(unplanned=why) if plan is None else DrawnRun.of_plan(plan)
+        return comparison_page(run, self.all_measured, self.all_simulated)
 
     def svg(self) -> str:
         """A figure of the step."""
@@ -69,7 +85,11 @@ class Comparison:
     @checks_types
     def write_trace(self, path: Path) -> None:
         """Writes a trace that opens in Perfetto (.json.gz)."""
-        write_trace(path, [self.all_measured, self.simulated], process_names=process_names(self.run))
+        names, plan = process_names(self.run), self.planned.plan
+        if plan is None:
+            write_trace(path, [self.all_measured, self.simulated], process_names=names)
+        else:
+            write_run_trace(path, plan, self.all_measured, self.simulated, names)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         coloured, measured, simulated = is_coloured(console), self.measured, self.simulated
@@ -110,7 +130,7 @@ def compare(folder: Path, step: int | None = None, *, evaluation: bool = False) 
     if len(measured_ranks) < run.mesh.size or not shown.longest:
         found = f"compute of {len(measured_ranks)} ranks in {shown.longest if measured_ranks else 0:g} s"
         raise PentadError(f"step {step} of run {folder} has {found}: expected all {run.mesh.size} ranks")
-    return Comparison(run, measured, simulate_steps(run, measured, costs), step)
+    return Comparison(folder, run, measured, simulate_steps(run, measured, costs), step)
 
 
 def _check_ranges(timeline: Timeline, run: DrawnRun, path: Path) -> None:

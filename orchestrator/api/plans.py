@@ -19,6 +19,7 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.advice import memory_advice
 from pentad.orchestrator.memory.capacity import Capacity, capacity_of, capacity_sentence
 from pentad.orchestrator.memory.choice import choose
+from pentad.orchestrator.memory.copy_slots import copy_slots_note
 from pentad.orchestrator.memory.curve import memory_curves
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.memory.useless_recompute import recompute_note
@@ -265,7 +266,7 @@ def planned(
     config = with_kept_division(config)
     is_open, choice = config.data.capacity_factor == "auto", choose(config, place, room)
     chosen = () if choice is None else choice.words
-    config = with_words(config, chosen)
+    given, config = config, with_words(config, chosen)
     found = make_plan(config, place, memory=room) if choice is None else choice.plan
     require_shards(config, found)
     require_host(config, found)
@@ -274,7 +275,9 @@ def planned(
     sequences, data_error = _data(config, found)
     evaluation = eval_cost(config, found, costs, sequences)
     remedy = "" if fit.ok else memory_advice(config, found, fit)
-    note = recompute_note(config, found, fit) if fit.ok and not chosen else ""
+    note = ""
+    if fit.ok:
+        note = copy_slots_note(given, found, fit) or ("" if chosen else recompute_note(config, found, fit))
     factor, balance = config.data.capacity_factor, None
     assert factor != "auto"
     capacity = capacity_of(config, found, room, factor) if is_open and fit.ok else None

@@ -72,10 +72,10 @@ def starting_config(
     values["optimizer"] = {"learning_rate": rate, "warmup_steps": 100}
     choice = _fastest(base, gpus, device)
     changed = overrides(base, choice.config)
-    for key, value in choice.setting.values.items():
+    for key, value in {**choice.setting.values, **changed}.items():
         part, _, name = key.partition(".")
         if key in changed or key in ALWAYS_WRITTEN:
-            values[part] = {**values[part], name: value}
+            values[part] = {**values.get(part, {}), name: value}
     config = load(values)
     return StartingConfig(config, choice, _heading(model, gpus, parameters, choice, device) + commented_yaml(values))
 

@@ -43,6 +43,9 @@ def show_timeline(
     console.print(found, crop=False)
     for path in files.values():
         console.print(Text(f" written to {path}"), soft_wrap=True)
+    if {"--html", "--trace"}.intersection(files) and found.planned.plan is None:
+        text = f" without planned bytes and messages inside layers, as {found.planned.why}"
+        console.print(Text(text), soft_wrap=True)
 
 
 def show_explanation(run: str, console: Console, *, step: int | None, refused: Sequence[str], as_json: bool) -> None:

@@ -49,7 +49,7 @@ def show_search(command: Command, gpus: int, device: DeviceMemory, console: Cons
     """Prints it. Returns the exit status: 1 if nothing fits."""
     config = command.config
     found = search(config, gpus, device, command.held)
-    shares = [shares_of(Work(config), each) for each in found.choices]
+    shares = [shares_of(Work(each.config), each) for each in found.choices]
     reasons = [reason(each, shares[0] if number else None) for number, each in enumerate(shares)]
     changes = list(flips(config, found)) if found.choices else []
     nearest = [] if found.choices else list(nearest_fits(config, gpus, found, command.held))

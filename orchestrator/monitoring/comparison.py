@@ -34,7 +34,7 @@ _STEP = attrgetter("step")
 
 class DrawnRun(NamedTuple):
     """What drawings say about a run; `model` is a description. `memory` is what its plan has for each instruction, and
-    `messages` for those inside layers, if the plan is known."""
+    `messages` for those inside layers, if the plan is known; else `unplanned` may say why not."""
 
     name: str
     mesh: Mesh
@@ -43,10 +43,12 @@ class DrawnRun(NamedTuple):
     model: str
     memory: DrawnMemory | None = None
     messages: tuple[DrawnMessages, ...] = ()
+    unplanned: str = ""
 
     @staticmethod
     def of_plan(plan: Plan) -> DrawnRun:
-        planned = planned_memory(plan), planned_messages(plan)
+        """With its memory, unless the program is that of an evaluation."""
+        planned = None if plan.program.forward_only else planned_memory(plan), planned_messages(plan)
         return DrawnRun(plan.name, plan.mesh, plan.program, plan.batch, _size(plan.model), *planned)
 
     @staticmethod
@@ -96,6 +98,7 @@ def comparison_page(run: DrawnRun, measured: Timeline, simulated: Timeline, figu
         "batch": f"{run.batch.global_batch_size} x {run.batch.sequence_length} tokens",
         "program": program.hash[:12],
     }
+    facts |= {"planned bytes, messages inside layers": f"none, as {run.unplanned}"} if run.unplanned else {}
     timelines = [measured, simulated]
     paths = [_paths(run, timeline) for timeline in timelines]
     saved = None if program.forward_only else saved_activations(program)

@@ -14,7 +14,7 @@ from pentad.orchestrator.monitoring.run_state import RankView
 from pentad.orchestrator.monitoring.tables import MOST_RANKS, fitted_table, with_rest
 from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, legend
 from pentad.orchestrator.planning.comm_volume import transports
-from pentad.orchestrator.planning.estimate import ON_HOST, memories
+from pentad.orchestrator.planning.estimate import ON_HOST, copy_slots_bytes, memories
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.fp8_experts import why_not, why_not_shared
 from pentad.schedules.ir.errors import enumerated
@@ -165,7 +165,9 @@ def memory_line(plan: Plan, needs: Needs) -> RenderableType:
     """What fills the memory of the rank that needs most."""
     rank = max(range(plan.mesh.size), key=lambda rank: needs[rank]["total"])
     kinds = ((name, part) for name, part in needs[rank].items() if part and name not in ("total", *ON_HOST))
-    parts = [f"{name} {format_bytes(part)}" for name, part in kinds]
+    copied = copy_slots_bytes(plan, rank)
+    notes = {"slots": f" ({format_bytes(copied)} for peer copies)"} if copied > 0 else {}
+    parts = [f"{name} {format_bytes(part)}{notes.get(name, '')}" for name, part in kinds]
     host, snapshot, optimizer, copies, compared = (max(need[kind] for need in needs) for kind in ON_HOST)
     state = f"; up to {format_bytes(optimizer)} of a rank's optimizer state are in host memory" if optimizer else ""
     offloaded = f"; up to {format_bytes(host)} of a rank's activations are offloaded" if host else ""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -17,18 +15,14 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.control.control_client import last_view
 from pentad.orchestrator.monitoring.event_bus import ExpertLoads
 from pentad.orchestrator.monitoring.run_state import RankView, RunView
-from pentad.orchestrator.monitoring.runfolder import EXPERT_LOAD, JOURNAL, ORDER, PAGE, PROGRAM, RANK_TIMES, TIMELINE
+from pentad.orchestrator.monitoring.runfolder import EXPERT_LOAD, JOURNAL, PAGE, PROGRAM, RANK_TIMES, TIMELINE
 from pentad.orchestrator.page.page_data import PageData
-from pentad.orchestrator.planning.planning import make_plan
-from pentad.orchestrator.records.checkpoint_places import saved_config
+from pentad.orchestrator.page.saved_plan import last_config, last_places, planned_again
 from pentad.orchestrator.records.json_lines import read_lines
-from pentad.orchestrator.search.rebalanced_plan import with_rebalanced_layers
-from pentad.orchestrator.search.replanned_order import with_replanned_order
 from pentad.schedules.diagnosis import rank_times
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.timeline import Span, Timeline
-from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.telemetry import GpuState
@@ -61,11 +55,9 @@ class EndedRun(PageData):
 
     def __init__(self, folder: Path) -> None:
         view, journal = last_view(folder), read_lines(folder / JOURNAL, ["event"])
-        config, placed = _config(folder, journal), _places(journal)
-        is_cuda = any(place["gpu"] >= 0 for place in placed)
+        config, placed = last_config(folder, journal), last_places(journal)
         self.is_custom = config.model.custom is not None
-        model = _stand_in(config, folder) if self.is_custom else None
-        plan = make_plan(config, "cuda" if is_cuda else "cpu", model=model, proved=False)
+        plan = planned_again(config, placed, _stand_in(config, folder) if self.is_custom else None)
         view = view._replace(mesh=str(plan.mesh), ranks=_ranks(plan, placed, view.step))
         state = EndedState(view, EndedFolder(folder, plan), _expert_load(folder), {}, {})
         spans = Timeline.load(folder / TIMELINE).spans if (folder / TIMELINE).is_file() else ()
@@ -94,25 +86,6 @@ def _stand_in(config: RunConfig, folder: Path) -> ModelSpec:
     """As many layers as a custom model's stages need."""
     layers = sum(config.schedule.layers_per_stage or ()) or Program.load(folder / PROGRAM).stages
     return ModelSpec(layers, config.model.hidden, 1, 1, 1, config.model.vocab)
-
-
-def _config(folder: Path, journal: Sequence[dict[str, Any]]) -> RunConfig:
-    """With the mesh, the layers per stage and the order that the run had last."""
-    config = saved_config(folder)
-    starts = [number for number, row in enumerate(journal) if row["event"] == "start"]
-    rows = journal[starts[-1] :] if starts else ()
-    meshes = [row["mesh"] for row in rows if row["event"] == "recovered" and "mesh" in row]
-    if meshes and meshes[-1] != str(config.mesh.mesh):
-        sizes = dict.fromkeys(asdict(Mesh()), 1) | {a: int(n) for a, n in re.findall(r"([a-z]+)(\d+)", meshes[-1])}
-        config = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
-    moved = with_rebalanced_layers(config, lambda: journal)
-    return with_replanned_order(moved, lambda: journal, folder / ORDER)
-
-
-def _places(journal: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rank, node and GPU of every rank when the run was last started."""
-    placed = [row for row in journal if row["event"] == "place"]
-    return placed[-1].get("ranks", []) if placed else []
 
 
 def _ranks(plan: Plan, placed: Sequence[dict[str, Any]], step: int) -> tuple[RankView, ...]:

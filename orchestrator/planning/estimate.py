@@ -182,6 +182,17 @@ def reduction_bytes(plan: Plan, rank: int) -> int:
     return 2 * at_once * BYTES["bfloat16"]
 
 
+def copy_slots_bytes(plan: Plan, rank: int) -> int:
+    """Of 'slots' of `memory`: what peer copies take, which NCCL does not."""
+    if plan.transport != "peer":
+        return 0
+
+    def taken(of: Plan) -> int:
+        return reduction_bytes(of, rank) + row_slots_size(of) * BYTES[of.dtype]
+
+    return taken(plan) - taken(replace(plan, transport="nccl"))
+
+
 def fp8_weights(plan: Plan, rank: int, share: float) -> int:
     """Bytes of a rank's weights in 8 bits, in both forms: of a `share` of its layers, as with ZeRO-3 they come and go
     with the weights; and of the maxima of operands with delayed scaling."""

@@ -176,4 +176,6 @@ def describe(planned: Planned) -> str:
         parts.append(f"{setting.recompute} recomputation{layers}")
     if setting.offload:
         parts.append(f"{format_percent(setting.offload)} offloaded")
+    if planned.config.cluster.transport == "nccl":
+        parts.append("over NCCL")
     return ", ".join(parts)

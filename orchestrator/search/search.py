@@ -7,6 +7,8 @@ setting: then nothing in its mesh is faster. Plans whose memory bound exceeds th
 
 Recomputation and offloading take time and save memory, so in a `Chain` of settings that do more and more of one, the
 first that fits is the fastest: it is found by bisection, where memory says no sooner.
+
+Meshes on which nothing fits for the slots of peer copies are searched again, over NCCL.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, product
 from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.memory.copy_slots import NCCL, most_copied
+from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.memory.variants import Variants
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.hardware import require_tp_on_node
@@ -29,7 +33,7 @@ from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
 from pentad.orchestrator.search.placement_bounds import placement_bound, shape_bound
 from pentad.orchestrator.search.planned import Planned, without_evaluation
-from pentad.orchestrator.search.space import Order, Setting, Space, space_of, with_setting
+from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Space, space_of, with_setting
 from pentad.orchestrator.search.time_bounds import Timed, compute_order
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError, ScheduleError
@@ -92,7 +96,28 @@ def search_space(
             raise PentadError(f"schedule.name is {order.name}: expected one of {', '.join(CATALOGUE)} for a search")
     found = _Search(config, space, device, held)
     found.run(listed)
+    if TRANSPORT not in held:
+        _add_over_nccl(found, listed)
     return found.found
+
+
+def _add_over_nccl(first: _Search, listed: int) -> None:
+    """Adds plans of the meshes on which nothing fits only because of the slots of peer copies."""
+    found = first.found
+    meshes = tuple(mesh for mesh in found.refusals if mesh in first.crowded)
+    if not meshes:
+        return
+    space = replace(first.space, meshes=meshes)
+    second = _Search(with_words(first.config, NCCL), space, first.device, first.held)
+    second.run(listed)
+    found.planned += second.found.planned
+    found.choices = sorted([*found.choices, *second.found.choices], key=lambda each: each.seconds)[:listed]
+    for mesh in meshes:
+        refusal = second.found.refusals.get(mesh)
+        if refusal is None:
+            del found.refusals[mesh]
+        elif refusal.least_bytes:
+            found.refusals[mesh] = refusal
 
 
 class _Search:
@@ -104,6 +129,7 @@ class _Search:
         self._numbers = count()
         self._refused: dict[Mesh, Counter[str]] = {}
         self._least: dict[Mesh, int] = {}
+        self.crowded = set[Mesh]()  # on which a plan would fit without slots of peer copies
 
     def run(self, listed: int) -> None:
         for mesh in self.space.meshes:
@@ -318,6 +344,8 @@ class _Search:
             needed = variants.needed(plan)
             if needed > self.device.bytes:
                 self._needs(setting.mesh, needed)
+                if needed - most_copied(plan) <= self.device.bytes:
+                    self.crowded.add(setting.mesh)
                 return needed, None
             seconds = variants.seconds(plan)
             self._push(seconds, Fitting(setting, seconds))

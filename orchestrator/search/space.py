@@ -35,6 +35,7 @@ RESET: dict[str, Any] = {
     "zero.prefetch": 1,
     "zero.reduce": None,
 }
+TRANSPORT = "cluster.transport"  # tried only where nothing else makes a mesh fit
 _W = op_mask({Op.W})
 
 
@@ -201,7 +202,8 @@ def with_setting(config: RunConfig, setting: Setting, held: Collection[str] = ()
 
 def overrides(config: RunConfig, changed: RunConfig) -> dict[str, Any]:
     """The keys, and their values, in which a configuration with a setting differs from what it was made of."""
-    return {key: value_of(changed, key) for key in (*KEYS, *RESET) if value_of(config, key) != value_of(changed, key)}
+    keys = *KEYS, *RESET, TRANSPORT
+    return {key: value_of(changed, key) for key in keys if value_of(config, key) != value_of(changed, key)}
 
 
 def given_and_changed(words: Iterable[str], config: RunConfig, changed: RunConfig) -> tuple[list[str], list[str]]:

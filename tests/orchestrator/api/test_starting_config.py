@@ -18,7 +18,11 @@ from pentad.orchestrator.config.config import RunConfig, dump, load
 from pentad.orchestrator.config.errors import sections_of
 from pentad.orchestrator.config.model_section import ModelSection
 from pentad.orchestrator.config.yaml_text import load_yaml
-from pentad.orchestrator.planning.fit import device_memory
+from pentad.orchestrator.memory.copy_slots import NCCL
+from pentad.orchestrator.memory.first_microbatches import with_words
+from pentad.orchestrator.planning.fit import DeviceMemory, device_memory
+from pentad.orchestrator.search import search
+from pentad.orchestrator.search.search import SearchResult
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.tensors import num_parameters
@@ -65,6 +69,18 @@ def test_a_starting_configuration_loads_and_fits(pentad: Pentad, model: str, gpu
     assert (config.run.name, config.mesh.size, config.model.spec) == (model, gpus, spec_of(model))
     assert planned(config, "cuda", gib).ok
     assert config.batch.global_batch_size * config.batch.sequence_length >= 2**20
+
+
+def test_a_mesh_that_fits_over_nccl_only_is_written_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = device_memory("cuda", 80)
+
+    def over_nccl(config: RunConfig, gpus: int, device: DeviceMemory, listed: int) -> SearchResult:
+        return search.search(with_words(config, NCCL), gpus, device, listed=listed)
+
+    monkeypatch.setattr("pentad.orchestrator.api.starting_config.search", over_nccl)
+    found = starting_config("llama-1b", 2, room, data="builtin:pydoc", length=None, sequences=None)
+    assert found.config.cluster.transport == "nccl"
+    assert load(load_yaml(found.text, "text")) == found.config
 
 
 @pytest.mark.slow

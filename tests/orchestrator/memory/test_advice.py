@@ -10,8 +10,11 @@ import pytest
 from pentad.orchestrator.api.plans import planned
 from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.memory.advice import changes, memory_advice
+from pentad.orchestrator.memory.copy_slots import NCCL, most_copied
+from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.planning.estimate import costs_of, step_seconds
 from pentad.orchestrator.planning.fit import device_memory, fit_of
+from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.simulate import simulate
@@ -75,3 +78,67 @@ def test_a_plan_says_so_only_where_it_does_not_fit() -> None:
     assert planned(config, "cuda", 1000).remedy == "" and "remedy" not in planned(config, "cuda", 1000).facts()["fits"]
     refused = planned(config, "cuda", 1)
     assert refused.facts()["fits"]["remedy"] == refused.remedy != ""
+
+
+# By axis: rows that four ranks of a host exchange, in messages that are large beside a small model.
+COPIED = {
+    "tp": ("mesh.tp=4",),
+    "cp": ("mesh.cp=4", "batch.sequence_length=16384", "batch.global_batch_size=2", "mesh.cp_method=all_gather"),
+    "ep": (
+        *("mesh.ep=4", "model.family=mixtral", "model.experts.num_experts=4", "model.experts.top_k=2"),
+        "model.experts.intermediate_size=1024",
+    ),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("axis", COPIED)
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.95])
+def test_nccl_is_advised_only_where_the_slots_of_peer_copies_are_too_much(axis: str, share: float) -> None:
+    """At any room: with the advised words the plan fits, and without NCCL among them it does not."""
+    config = config_of("model.layers=2", "zero.stage=0" if axis == "tp" else "zero.stage=3", *COPIED[axis])
+    plan, over_nccl = (make_plan(each, "cuda") for each in (config, with_words(config, NCCL)))
+    needed, least = (fit_of(each, device_memory("cuda", 1000)).needed for each in (plan, over_nccl))
+    assert needed > least
+    for bytes_ in (least + share * (needed - least), least, least - share * least / 2):
+        room = device_memory("cuda", bytes_ / 2**30)
+        advice = memory_advice(config, plan, fit_of(plan, room))
+        advised = [found.split() for found in re.findall(r"with ((?:[a-z_.]+=\S+ ?)+):", advice)]
+        assert advised or advice.startswith("no ZeRO stage, recomputation, transport, "), advice
+        for words in advised:
+            assert fit_of(make_plan(with_words(config, words), "cuda"), room).ok
+            if NCCL[0] in words:
+                others = [word for word in words if word not in NCCL]
+                assert not fit_of(make_plan(with_words(config, others), "cuda"), room).ok
+        assert bytes_ < least - 1 or list(NCCL) in advised, "the slots are all that is too much"
+
+
+def test_where_nothing_is_copied_nccl_is_not_advised() -> None:
+    config = config_of("mesh.pp=2")
+    plan = make_plan(config, "cuda")
+    needed = fit_of(plan, device_memory("cuda", 1000)).needed
+    assert most_copied(plan) == 0
+    assert "nccl" not in memory_advice(config, plan, fit_of(plan, device_memory("cuda", 0.9 * needed / 2**30)))
+
+
+def test_the_advice_names_what_the_slots_take_and_so_does_the_table() -> None:
+    config = config_of("model.layers=2", "zero.stage=3", *COPIED["cp"])
+    plan = make_plan(config, "cuda")
+    needed, copied = fit_of(plan, device_memory("cuda", 1000)).needed, most_copied(plan)
+    advice = memory_advice(config, plan, fit_of(plan, device_memory("cuda", (needed - copied) / 2**30)))
+    kept = f"{format_bytes(needed - copied)}, {format_bytes(copied)} less for slots of peer copies, and a step takes "
+    assert f"with cluster.transport=nccl: {kept}" in advice
+    assert f"slots {format_bytes(copied)} ({format_bytes(copied)} for peer copies)" in repr(planned(config, "cuda"))
+
+
+def test_the_planner_says_where_it_recomputes_for_slots_of_peer_copies() -> None:
+    config = config_of("model.layers=2", "zero.stage=3", "memory.recompute=auto", *COPIED["cp"])
+    plain = config_of("model.layers=2", "zero.stage=3", *COPIED["cp"])
+    plan, over_nccl = (make_plan(each, "cuda") for each in (plain, with_words(plain, NCCL)))
+    needed, least = (fit_of(each, device_memory("cuda", 1000)).needed for each in (plan, over_nccl))
+    found = planned(config, "cuda", (needed + least) / 2 / 2**30)
+    assert found.fit.ok and found.plan.recomputation != "none"
+    keys = "cluster.transport=nccl memory.recompute=none"
+    slots = f"it fits without {format_bytes(needed - least)} of slots of peer copies"
+    assert re.match(rf"with {keys}(?: \S+)* {slots}: a step takes .* less, at assumed rates$", found.note), found.note
+    assert planned(config, "cuda", 1.01 * needed / 2**30).note == "", "there is room for both"

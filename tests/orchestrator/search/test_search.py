@@ -19,6 +19,7 @@ import pytest
 from commands import Pentad
 
 from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.memory.copy_slots import NCCL, most_copied
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.memory.variants import Variants
 from pentad.orchestrator.planning.estimate import memories, simulated_seconds
@@ -32,7 +33,16 @@ from pentad.orchestrator.search.placement_bounds import placement_bound, shape_b
 from pentad.orchestrator.search.planned import plan_setting
 from pentad.orchestrator.search.reasons import describe, flips, nearest_fits
 from pentad.orchestrator.search.search import LISTED, Missed, SearchResult, search, search_space
-from pentad.orchestrator.search.space import Order, Setting, Space, all_meshes, space_of, with_setting
+from pentad.orchestrator.search.space import (
+    AXES,
+    Order,
+    Setting,
+    Space,
+    all_meshes,
+    given_and_changed,
+    space_of,
+    with_setting,
+)
 from pentad.orchestrator.search.time_bounds import Timed, compute_order
 from pentad.schedules.ir.errors import PentadError, ScheduleError
 from pentad.schedules.simulate.events import acyclic_events
@@ -114,21 +124,54 @@ SLOW = [(1, ""), *((seed, held) for held in ("", "recompute", "offload") for see
 @pytest.mark.parametrize(("seed", "held"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
 def test_the_search_finds_what_brute_force_finds(seed: int, held: str) -> None:
     config, space = case(seed, held)
-    pairs = list(zip(*(brute_force(config, space, graphs) for graphs in ("null", "false")), strict=True))
+    transports = [config, with_words(config, NCCL)]
+    pairs, over_nccl = (
+        list(zip(*(brute_force(each, space, graphs) for graphs in ("null", "false")), strict=True))
+        for each in transports
+    )
     needed = sorted(each.bytes for pair in pairs for each in set(pair))
-    for share in (0.0, 0.2, 0.5, 1.0):
+    for share in (0.0, 0.02, 0.2, 0.5, 1.0):
         room = DeviceMemory(needed[int(share * (len(needed) - 1))] - (share == 0), "of a test")
         # By default graphs are used where there is room for them.
-        best, plans = dict[Mesh, float](), [a if a.bytes <= room.bytes else b for a, b in pairs]
-        for each in plans:
-            if each.bytes <= room.bytes:
-                best[each.setting.mesh] = min(each.seconds, best.get(each.setting.mesh, math.inf))
+        plans, plans_over_nccl = ([a if a.bytes <= room.bytes else b for a, b in each] for each in (pairs, over_nccl))
+        best = fastest(plans, room)
+        best = fastest(plans_over_nccl, room) | best  # only on meshes where nothing else fits
         found = search_space(config, space, room)
         assert [each.seconds for each in found.choices] == pytest.approx(sorted(best.values())[:LISTED], rel=1e-8)
         assert found.refusals.keys() == set(space.meshes) - best.keys()
         for mesh, refusal in found.refusals.items():  # what a mesh is said to need at least is not more than it needs
             least = [each.bytes for each in plans if each.setting.mesh == mesh]
             assert refusal.least_bytes <= min(least, default=math.inf)
+
+
+def fastest(plans: Sequence[Brute], room: DeviceMemory) -> dict[Mesh, float]:
+    """Seconds of the fastest that fits, by mesh."""
+    best = dict[Mesh, float]()
+    for each in plans:
+        if each.bytes <= room.bytes:
+            best[each.setting.mesh] = min(each.seconds, best.get(each.setting.mesh, math.inf))
+    return best
+
+
+def test_a_mesh_is_planned_over_nccl_only_where_no_slots_fit() -> None:
+    """Of a mesh that is given, and all it may recompute and shard; offloading would leave room for the slots."""
+    keys = "schedule.name", "schedule.microbatches", "zero.stage", "memory.unit_layers", "memory.offload_fraction"
+    held = [*(f"mesh.{axis}" for axis in AXES), *keys]
+    sizes = ("family=mixtral", "layers=2", "hidden=1024", "heads=16", "kv_heads=16", "ffn=1024", "vocab=4096")
+    experts = "experts.num_experts=4", "experts.top_k=2", "experts.intermediate_size=1024"
+    counts = "mesh.ep=4", "schedule.microbatches=2"
+    config = config_of((*sizes, *experts), 16, 4096, *counts, "data.holdout=0", "eval.every=0")
+    large = search(config, 4, H200, held)
+    assert [each.config.cluster.transport for each in large.choices] == ["auto"]
+    least = min(each.bytes for each in brute_force(config, large.space, "false"))
+    slots = most_copied(large.choices[0].plan)
+    room = DeviceMemory(least - slots // 2, "of a test")
+    (small,) = search(config, 4, room, held).choices
+    assert small.config.cluster.transport == "nccl" and small.bytes <= room.bytes and "over NCCL" in describe(small)
+    _, words = given_and_changed([], config, small.config)
+    assert make_plan(with_words(config, words), "cuda") == small.plan
+    assert not search(config, 4, room, [*held, "cluster.transport"]).choices, "the key is given"
+    assert not search(config, 4, replace(room, bytes=least - 2 * slots), held).choices
 
 
 @pytest.mark.parametrize("seed", SEEDS)
