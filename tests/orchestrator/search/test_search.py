@@ -131,6 +131,7 @@ def test_the_search_finds_what_brute_force_finds(seed: int, held: str) -> None:
             assert refusal.least_bytes <= min(least, default=math.inf)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_plan_takes_less_than_its_bounds(seed: int) -> None:
     config, space = case(seed)

@@ -13,10 +13,11 @@ MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v")
 PIPELINES = ("zb-1p", "zb-2p", "v-half", "v-min", "1f1b-eager", "interleaved", "looped-bfs", "interleaved-zb")
 SEVERAL_CHUNKS = ("zb-v", "v-half", "v-min", "interleaved", "looped-bfs", "interleaved-zb", "dualpipev")
-# Always run: every schedule on four pipeline ranks, some with dp.
+# Always run: on four pipeline ranks one schedule of each way to place and order work, and some with dp. Relatives that
+# differ in the order alone are slow.
 ALWAYS = {
-    *((name, 1, 4, 8) for name in (*SCHEDULES, *PIPELINES, "dualpipe", "dualpipev")),
-    *(("gpipe", 1, 1, 3), ("1f1b", 2, 1, 3), ("zb-h2", 2, 2, 1), ("dualpipe", 2, 2, 6), ("dualpipev", 2, 2, 5)),
+    *((name, 1, 4, 8) for name in ("1f1b", "zb-h2", "v-min", "interleaved-zb", "dualpipev")),
+    *(("gpipe", 1, 1, 3), ("1f1b", 2, 1, 3), ("zb-h2", 2, 2, 1), ("dualpipe", 2, 2, 6)),
 }
 
 
