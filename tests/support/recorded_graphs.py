@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pentad.workers.lanes.step_graphs import StepGraphs
 from pentad.workers.parallel.async_ops import LayerWork, host_waits
@@ -41,12 +41,17 @@ class Call(NamedTuple):
     results: dict[int, Tensor]
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from (each for each in tree_flatten((self.args, self.kwargs))[0] if isinstance(each, Tensor))
+        yield from (each for each in tree_leaves((self.args, self.kwargs)) if isinstance(each, Tensor))
         yield from self.results.values()
 
 
 class Recorder(TorchDispatchMode):
     """Runs what it records."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else each rank imports torch._dynamo, which takes seconds."""
+        return False
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,9 +60,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert function not in HOST_READS, "the host cannot read what a graph computes"
         kwargs = kwargs or {}
-        given = {storage_of(each) for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)}
+        given = {storage_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         found = function(*args, **kwargs)
-        results = {n: each for n, each in enumerate(tree_flatten(found)[0]) if isinstance(each, Tensor)}
+        results = {n: each for n, each in enumerate(tree_leaves(found)) if isinstance(each, Tensor)}
         new = {number: each.detach() for number, each in results.items() if storage_of(each) not in given}
         if new or not results or function._schema.is_mutable or function.namespace == "c10d":  # no view
             args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
@@ -86,7 +91,7 @@ class RecordedGraph:
         for tensor in self.stale:
             tensor.fill_(math.nan)
         for function, args, kwargs, results in self.calls:
-            found = tree_flatten(function(*args, **kwargs))[0]
+            found = tree_leaves(function(*args, **kwargs))
             for each in found:
                 if hasattr(each, "wait"):  # communication
                     each.wait()

@@ -52,6 +52,7 @@ def test_grouped_weight_gradients(counts: tuple[int, ...], dtype: torch.dtype) -
     assert torch.equal(main, again), "also of an expert without rows"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
 @pytest.mark.parametrize("width", [5, 2100])
 def test_rows(width: int, dtype: torch.dtype, bound: float) -> None:

@@ -101,6 +101,7 @@ def test_smaller_products_take_their_own_rate() -> None:
     assert costs(slow).weight[0] > 1.2 * costs(assumed).weight[0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["mesh.pp=2", "mesh.ep=2", "mesh.tp=2", "mesh.cp=2"])
 @pytest.mark.parametrize("phase", ["forward", "backward", "weight"])
 def test_experts_take_the_rate_of_their_rows(mesh: str, phase: str) -> None:

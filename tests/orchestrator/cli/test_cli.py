@@ -53,7 +53,7 @@ def test_schedule_json_is_one_object_with_the_agreed_keys(pentad: Pentad, name: 
     assert facts["hash"] == compile_program(name, 4, 8, costs=uniform(name)).hash
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", CATALOGUE)
 @pytest.mark.parametrize("costs", [(1, 1, 1), (1, 2, 1)])
 def test_the_printed_grid_is_the_time_grid(pentad: Pentad, name: str, costs: tuple[int, int, int]) -> None:

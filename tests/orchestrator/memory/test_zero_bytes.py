@@ -32,6 +32,7 @@ def parameters(plan: Plan, rank: int) -> dict[int, int]:
     return found
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("recompute", ["none", "full"])

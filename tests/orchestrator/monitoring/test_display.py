@@ -272,6 +272,7 @@ def test_the_tables_of_pentad_plan_drop_columns_but_no_digits() -> None:
 CHUNKS = ("mesh.pp=2", "schedule.name=interleaved", "schedule.chunks=16", "model.layers=32", "model.hidden=64")
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize(
     "overrides", [(), ("mesh.dp=2",), ("schedule.name=dualpipe",), ("mesh.pp=8", "schedule.name=gpipe"), CHUNKS]

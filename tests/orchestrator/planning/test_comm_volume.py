@@ -181,6 +181,7 @@ def test_tokens_of_experts_are_sent_in_8_bits(sent, corpus, mode, axes):
     check(sent, plan, 1, device="cuda")
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("axes", [*AXES, {"ep": 2, "tp": 2}])
 @pytest.mark.parametrize("mode", ["none", "attention"])
 @pytest.mark.parametrize("family", ["llama", "deepseek with mtp"])

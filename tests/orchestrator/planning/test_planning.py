@@ -48,6 +48,7 @@ def plan_of(*overrides: str, device: str = "cpu", hosts: tuple[int, ...] = ()) -
     return make_plan(load(None, list(overrides)), device, hosts=hosts)
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("name", CATALOGUE)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_schedule_has_a_verified_plan(name: str, device: str) -> None:

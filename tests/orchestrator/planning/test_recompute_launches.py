@@ -71,6 +71,7 @@ CASES += [("llama", each) for each in ("mlp", "core_attn", "qkv_linear", "attn_p
 CASES += [(family, mode) for family in BESIDE for mode in ("attention", "selective")]
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize(("family", "mode"), CASES)
 def test_recompute_launches_the_kernels_of_its_parts(

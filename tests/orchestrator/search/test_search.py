@@ -174,6 +174,7 @@ def test_a_mesh_is_planned_over_nccl_only_where_no_slots_fit() -> None:
     assert not search(config, 4, replace(room, bytes=least - 2 * slots), held).choices
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_plan_takes_less_than_its_bounds(seed: int) -> None:
     config, space = case(seed)

@@ -83,6 +83,7 @@ def test_no_rank_is_named_in_two_thousand_quiet_steps(mesh: str, seed: int) -> N
     assert list(run(MESHES[mesh], steps, seed, jitter)) == []
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from html_pages import NAMES, Page, keys_of, page_of, payload, simulated_program
+from browser import CHROME, Browser, browser
+from html_pages import NAMES, keys_of, page_of, payload, simulated_program
 from sweep_rows import PRUNED, ROWS
 from sweep_rows import page_of as sweep_of
 
 from pentad.schedules.draw.html import timeline_page
 from pentad.schedules.simulate.timeline import Timeline
 
-CHROME = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
 pytestmark = pytest.mark.skipif(not CHROME, reason="wants: chromium")
 Browse = Callable[..., dict]
 PRESS = """
@@ -29,32 +27,24 @@ const type = (text) => {
 """
 
 
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """The tab in which all pages open, one after the other: a browser takes longer to start than a page to open."""
+    with browser(tmp_path_factory.mktemp("browser")) as made:
+        yield made
+
+
 @pytest.fixture
-def browse(tmp_path: Path) -> Browse:
-    """Opens a page in a frame of a browser's window, runs a script in it and returns the script's result."""
+def browse(tab: Browser, tmp_path: Path) -> Browse:
+    """Opens a page, runs a script in it and returns the script's result."""
 
     def run(text: str, script: str, *, width: int = 1200, dark: bool = False) -> dict:
-        send = f"parent.postMessage(JSON.stringify((() => {{{PRESS}{script}}})()), '*')"
-        (tmp_path / "page.html").write_text(text.replace("</body>", f"<script>{send}</script></body>"))
-        frame = tmp_path / "frame.html"  # a headless window is at least 500 pixels wide
-        frame.write_text(
-            "<title></title><body><script>onmessage = (event) => (document.title = event.data)</script>"
-            f'<iframe src="page.html" style="border:0;width:{width}px;height:860px"></iframe></body>'
-        )
-        options = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--no-first-run",
-            "--disable-background-networking",
-            "--disable-component-update",
-            "--disable-sync",
-            f"--user-data-dir={tmp_path}/profile",
-        ]
-        options += ["--window-size=1300,900", "--virtual-time-budget=5000"]
-        options += [f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
-        done = subprocess.run([CHROME, *options, "--dump-dom", frame.as_uri()], capture_output=True, text=True)
-        return json.loads(Page(done.stdout).texts["title"])
+        page = tmp_path / "page.html"
+        page.write_text(text)
+        tab.look(width, 860, dark=dark)
+        tab.open(page.as_uri())
+        tab.until(f"location.href === {json.dumps(page.as_uri())} && document.readyState === 'complete'")
+        return tab.value(f"(() => {{{PRESS}{script}}})()")
 
     return run
 

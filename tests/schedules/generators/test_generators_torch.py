@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,13 @@ from pentad.schedules.spec.schedule_spec import ScheduleOptions
 SIZES = [(ranks, microbatches) for ranks in (2, 4, 8) for microbatches in range(ranks, 2 * ranks + 1)]
 KINDS = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}
 Order = list[list[tuple[int, str, int]]]  # by rank: stage, torch's letter, microbatch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_mocked_stage() -> Iterator[None]:
+    """For all of torch's schedules: to mock the class again for each takes longer than the schedule."""
+    with mock.patch.object(mock, "create_autospec", cache(mock.create_autospec)):
+        yield
 
 
 def compute_of(actions: Any) -> list[tuple[int, str, int]]:

@@ -112,6 +112,7 @@ def test_stages_that_finish_one_after_another_share_two_gradient_buffers():
         assert len(list(gradient_waits(program, 0))) == chunks - 2
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("gathered", [1, 2, 3])
 @pytest.mark.parametrize(("name", "p", "m", "chunks"), CHUNKED)
@@ -180,7 +181,7 @@ def most_resident(program: Program) -> float:
     return most / (program.chunks * program.slices)
 
 
-@pytest.mark.sampled(35)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("limit", [2.0, 2.5, 4.0])
 @pytest.mark.parametrize(("name", "p", "m"), cases([size for size in SIZES if size[0] != "dualpipe"]))
 def test_no_more_activations_are_resident_than_allowed(name, p, m, limit):
@@ -321,6 +322,7 @@ def test_a_program_without_one_of_these_waits_is_refused(op, memory_options):
 EVERY = MemoryOptions(zero=2, reduce="microbatch")
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("units", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(("name", "p", "m"), [size for size in SIZES if size[0] != "dualpipe" and size[1] != 4])
 def test_every_microbatch_is_reduced_once_after_its_last_w(name: str, p: int, m: int, units: int) -> None:

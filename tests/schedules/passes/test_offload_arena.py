@@ -34,6 +34,7 @@ def lifetimes(program: Program, rank: int) -> dict[tuple[int, int], tuple[int, i
     return {cell: (position[Key(Op.OFFLOAD, *cell)], end) for cell, end in reader.items()}
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("name", "p", "m"), SIZES)
 def test_no_two_activations_share_an_address_at_one_time(name: str, p: int, m: int, recompute: bool) -> None:

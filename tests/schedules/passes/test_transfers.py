@@ -51,6 +51,7 @@ def test_every_send_meets_its_receive(name: str, ranks: int, microbatches: int, 
     assert hops == Counter({kind: crossed for kind in RECEIVES if crossed})
 
 
+@pytest.mark.sampled(23)
 @of_all
 @both_ways
 def test_a_send_follows_its_result_and_a_receive_has_one_reader(

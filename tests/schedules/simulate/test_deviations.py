@@ -40,6 +40,7 @@ def test_without_deviations_all_steps_are_the_simulated_one(
     assert band_of(steps, 1000) == pytest.approx([steps[0]] * 3)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("together", "replicas"), [(1, 1), (1, 8), (4, 8)])
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "zero"), PROGRAMS)
 def test_the_band_is_that_of_all_replicas_simulated_together(

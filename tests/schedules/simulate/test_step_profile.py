@@ -40,6 +40,7 @@ def tree(rng: random.Random, start: int, end: int, depth: int) -> list[ProfileEv
     return found
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_what_one_thread_did_is_one_row_and_its_own_times_add_up(seed: int) -> None:
     rng = random.Random(seed)

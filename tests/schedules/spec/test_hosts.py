@@ -28,6 +28,7 @@ def test_hosts_are_filled_by_replica_then_stage_with_tensor_ranks_adjacent(gpus:
     assert hosts_of_size(mesh, mesh.size) == ()
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
 @pytest.mark.parametrize("seed", range(6))

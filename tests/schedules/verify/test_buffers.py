@@ -48,6 +48,7 @@ def lifetimes(program: Program, stream: Stream) -> Iterator[tuple[str, Key, Key 
     yield from (("slot", key, None) for key in slots.values())
 
 
+@pytest.mark.sampled(19)
 @all_programs
 def test_lifetimes_are_what_a_walk_along_the_stream_finds(
     name: str, ranks: int, microbatches: int, gated: bool
@@ -63,6 +64,7 @@ def test_lifetimes_are_what_a_walk_along_the_stream_finds(
     assert found == [set(lifetimes(program, stream)) for stream in program.streams]
 
 
+@pytest.mark.sampled(19)
 @all_programs
 def test_saved_and_deferred_buffers_add_up_to_the_peak_activations(
     name: str, ranks: int, microbatches: int, gated: bool

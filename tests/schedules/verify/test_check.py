@@ -46,7 +46,7 @@ def allowed(name: str, ranks: int) -> list[int]:
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", CATALOGUE)
 @pytest.mark.parametrize("gated", [False, True], ids=["posted", "gated"])
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=SLOW), 2])

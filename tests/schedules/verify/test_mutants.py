@@ -70,7 +70,7 @@ def test_at_least_ten_thousand_are_drawn() -> None:
     assert {damage.__name__ for damage in KINDS} > {"dropped", "doubled", "swapped", "other_peer", "other_microbatch"}
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "gated"),
     [

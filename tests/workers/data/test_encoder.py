@@ -305,6 +305,7 @@ def failing(error: BaseException, where: str) -> ModuleType:
     return module
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("where", ["made", "first texts", "some text"])
 @pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("no\nreason"), Panic("index"), TypeError("split_")])
 def test_a_fastokens_that_raises_changes_no_token_and_is_named(

@@ -67,6 +67,7 @@ def rows_made(plan: Plan, stage: Stage) -> list[int]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_logits_outlive_a_chunk(monkeypatch, corpus, name, tp):

@@ -68,6 +68,7 @@ def test_ranks_equal_plain_attention(ranks, cp, method, shape, dtype):
     assert_equals_plain_attention(ranks, replace(SHAPES[shape], cp=cp, method=method, dtype=dtype), BOUNDS[dtype])
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("shape", EACH_WINDOW)
 @pytest.mark.parametrize(("cp", "method"), list(product((2, 4), METHODS)))
 def test_windows_soft_caps_and_sinks_equal_plain_attention(ranks, cp, method, shape):
@@ -106,6 +107,7 @@ def test_every_pair_within_a_window_is_in_one_block(window, cp, starts):
     assert torch.equal(found, expected.long())
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("method", METHODS)
@@ -138,6 +140,7 @@ def test_repeated_runs_are_bit_identical(ranks, method):
     assert all(answer.same for answer in ranks.run(case))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("method", METHODS)
 def test_any_packing_is_exact(ranks, method, seed):

@@ -71,7 +71,11 @@ def test_planned_groups_train_like_one_process(fleet: Fleet, tmp_path: Path, cas
 
 
 RANDOM = [
-    {"sizes": {"dp": 4}, "microbatches": 3, "factor": 4},
+    {
+        **{"sizes": {"dp": 2, "cp": 2}, "factor": 4, "unit_layers": 1},
+        **{"offload": 0.3, "recompute": "attention", "recompute_fraction": 0.5},
+    },
+    pytest.param({"sizes": {"dp": 4}, "microbatches": 3, "factor": 4}, marks=slow),
     pytest.param({"sizes": {"cp": 4}, "microbatches": 3, "factor": 4, "packing": "windows"}, marks=slow),
     pytest.param({"sizes": {"pp": 2, "dp": 2}, "microbatches": 4, "factor": 3}, marks=slow),
     pytest.param({"sizes": {"pp": 2, "cp": 2, "name": "zb-h1"}, "microbatches": 4, "factor": 4}, marks=slow),
@@ -94,18 +98,16 @@ RANDOM = [
     ),
     *(pytest.param({"sizes": {"dp": 4}, "factor": 5, "seed": seed}, marks=slow) for seed in (2, 3, 4)),
     *(
-        pytest.param({"sizes": {"dp": 2, "cp": 2}, "factor": 4, "unit_layers": 1, **given}, marks=marks)
-        for given, marks in (
-            ({"offload": 0.3, "recompute": "attention", "recompute_fraction": 0.5}, []),
-            ({"offload": 1.0}, slow),
-            ({"offload": 0.6, "memory_options": MemoryOptions(zero=3)}, slow),
-            ({"offload": 0.6, "model": FAMILIES["mixtral"], "recompute": "attention"}, slow),
+        pytest.param({"sizes": {"dp": 2, "cp": 2}, "factor": 4, "unit_layers": 1, **given}, marks=slow)
+        for given in (
+            {"offload": 1.0},
+            {"offload": 0.6, "memory_options": MemoryOptions(zero=3)},
+            {"offload": 0.6, "model": FAMILIES["mixtral"], "recompute": "attention"},
         )
     ),
 ]
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", RANDOM)
 def test_any_groups_train_like_one_process(random_fleet: Fleet, tmp_path: Path, case: dict[str, Any]) -> None:
     plan = grouped_plan(tmp_path, **case)
@@ -224,19 +226,14 @@ def test_a_run_with_longer_steps_recovers_with_the_same_bits(workers: list[Worke
 OFFLOADED = (0.0, 0.3, 0.6, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "shares"),
-    [
-        ({"dp": 2, "cp": 2}, (0.0, 0.6)),
-        *(pytest.param(each, OFFLOADED, marks=slow) for each in ({"dp": 2, "cp": 2}, {"pp": 2, "cp": 2}, {"dp": 4})),
-    ],
-)
+@slow
+@pytest.mark.parametrize("sizes", [{"dp": 2, "cp": 2}, {"pp": 2, "cp": 2}, {"dp": 4}])
 def test_offloading_changes_no_bit_of_a_step_with_groups(
-    random_fleet: Fleet, tmp_path: Path, sizes: dict[str, int], shares: tuple[float, ...]
+    random_fleet: Fleet, tmp_path: Path, sizes: dict[str, int]
 ) -> None:
     """Some microbatches stay on the device, others do not."""
     given: dict[str, Any] = {"sizes": sizes, "factor": 4, "unit_layers": 1, "dtype": "float32"}
-    plans = [grouped_plan(tmp_path / str(share), **given, offload=share) for share in shares]
+    plans = [grouped_plan(tmp_path / str(share), **given, offload=share) for share in OFFLOADED]
     steps = groups_of(plans[0], random_groups)
     held = [groups.tokens(share) / plans[0].batch.capacity for groups in steps for share in chain(*groups.shares)]
     assert min(filter(None, held)) < 0.4 < max(held), "what all stays, or all goes, proves less"

@@ -96,7 +96,7 @@ SIZES = [("1f1b", 1, 2, 4, None), ("1f1b", 2, 2, 4, None), ("zb-v", 2, 2, 4, Non
          ("dualpipe", 1, 4, 8, None), ("looped-bfs", 2, 2, 3, 4), ("interleaved", 2, 1, 4, 4)]  # fmt: skip
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("name", "dp", "pp", "m", "chunks"), SIZES)
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
@@ -177,6 +177,7 @@ SHARED_BUFFERS = [
 ]
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(("name", "p", "m", "chunks"), SHARED_BUFFERS)
 @pytest.mark.parametrize("max_gathered", [None, 1, 2])
 @pytest.mark.parametrize("post_validation", [False, True])

@@ -108,7 +108,7 @@ def check(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("num_slots", [1, SLOTS])
 @pytest.mark.parametrize("seed", range(20))
