@@ -82,12 +82,12 @@ def test_a_plan_says_so_only_where_it_does_not_fit() -> None:
 
 # By axis: rows that four ranks of a host exchange, in messages that are large beside a small model.
 COPIED = {
-    "tp": ("mesh.tp=4",),
     "cp": ("mesh.cp=4", "batch.sequence_length=16384", "batch.global_batch_size=2", "mesh.cp_method=all_gather"),
     "ep": (
         *("mesh.ep=4", "model.family=mixtral", "model.experts.num_experts=4", "model.experts.top_k=2"),
         "model.experts.intermediate_size=1024",
     ),
+    "tp": ("mesh.tp=4",),
 }
 
 
