@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.runfolder import JOURNAL, ORDER
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, ORDER, PROGRAM
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.records.checkpoint_places import saved_config
 from pentad.orchestrator.records.json_lines import read_lines
@@ -33,14 +33,12 @@ class SavedPlan(NamedTuple):
 
 def saved_plan(folder: Path, program: Program) -> SavedPlan:
     """The plan of the last run in a folder, compiled again, with the program that its steps, or evaluations, have run.
-    No file of a custom model or schedule is executed: such a plan stays unknown."""
+    No file of a custom model is executed: such a plan stays unknown."""
     try:
         journal = read_lines(folder / JOURNAL, ["event"])
         config = last_config(folder, journal)
-        customs = {"model.custom": config.model.custom or "", "schedule.name": config.schedule.name}
-        for key, value in customs.items():
-            if ":" in value:
-                return SavedPlan(None, f"{key} is {value}, whose file is not executed here")
+        if config.model.custom is not None:
+            return SavedPlan(None, f"model.custom is {config.model.custom}, whose file is not executed here")
         plan = planned_again(config, last_places(journal))
     except PentadError as error:
         return SavedPlan(None, str(error))
@@ -51,8 +49,12 @@ def saved_plan(folder: Path, program: Program) -> SavedPlan:
 
 
 def last_config(folder: Path, journal: Sequence[dict[str, Any]]) -> RunConfig:
-    """With the mesh, the layers per stage and the order that the run had last."""
+    """With the mesh, the layers per stage and the order that the run had last. The program that a user's function made
+    is read, so that looking at a run does not execute the function."""
     config = saved_config(folder)
+    if ":" in config.schedule.name:
+        read = {"name": str(folder / PROGRAM), "chunks": None}
+        config = config.model_copy(update={"schedule": config.schedule.model_copy(update=read)})
     starts = [number for number, row in enumerate(journal) if row["event"] == "start"]
     rows = journal[starts[-1] :] if starts else ()
     meshes = [row["mesh"] for row in rows if row["event"] == "recovered" and "mesh" in row]

@@ -15,6 +15,7 @@ from html_pages import payload
 from pentad.orchestrator.api.comparison import compare
 from pentad.orchestrator.config.config import dump, load
 from pentad.orchestrator.monitoring.runfolder import RunFolder
+from pentad.orchestrator.page.ended_run import EndedRun
 from pentad.orchestrator.page.saved_plan import saved_plan
 from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.planning import make_plan
@@ -86,22 +87,26 @@ def test_an_evaluation_has_the_messages_of_its_forwards(tmp_path: Path) -> None:
     assert program["memory"] is None
 
 
-def test_a_custom_model_or_schedule_costs_the_messages_and_a_line(tmp_path: Path, pentad: Pentad) -> None:
-    folder, file = finished(tmp_path, "cpu", 1, *LAYERED), tmp_path / "own.py"
+def test_a_custom_model_costs_the_messages_and_a_line(tmp_path: Path, pentad: Pentad) -> None:
+    folder, file, page = finished(tmp_path, "cpu", 1, *LAYERED), tmp_path / "own.py", tmp_path / "page.html"
     file.write_text("raise SystemExit('executed')\n")
-    config = load(folder / "config.yaml")
-    page = tmp_path / "page.html"
-    customs: dict[str, dict[str, dict[str, Any]]] = {
-        "model.custom": {"model": {"custom": f"{file}:model"}, "mesh": {"tp": 1, "dp": 2}},
-        "schedule.name": {"schedule": {"name": f"{file}:order"}},
-    }
-    for key, sections in customs.items():
-        section, _, name = key.partition(".")
-        (folder / "config.yaml").write_text(dump(load(config, sections=sections)))
-        status, out, err = pentad("timeline", str(folder), "--html", str(page))
-        why = f"{key} is {sections[section][name]}, whose file is not executed here"
-        assert (status, err) == (0, "") and f" without planned bytes and messages inside layers, as {why}\n" in out
-        assert not payload(page.read_text())["programs"][0]["messages"] and f"none, as {why}" in page.read_text()
+    sections: dict[str, dict[str, Any]] = {"model": {"custom": f"{file}:model"}, "mesh": {"tp": 1, "dp": 2}}
+    (folder / "config.yaml").write_text(dump(load(load(folder / "config.yaml"), sections=sections)))
+    status, out, err = pentad("timeline", str(folder), "--html", str(page))
+    why = f"model.custom is {file}:model, whose file is not executed here"
+    assert (status, err) == (0, "") and f" without planned bytes and messages inside layers, as {why}\n" in out
+    assert not payload(page.read_text())["programs"][0]["messages"] and f"none, as {why}" in page.read_text()
+
+
+def test_the_program_of_a_custom_schedule_is_read(tmp_path: Path) -> None:
+    """Its file is not executed."""
+    folder, file = finished(tmp_path, "cpu", 1, *LAYERED), tmp_path / "own.py"
+    expected = payload(compare(folder).html())
+    file.write_text("raise SystemExit('executed')\n")
+    config = load(load(folder / "config.yaml"), sections={"schedule": {"name": f"{file}:order"}})
+    (folder / "config.yaml").write_text(dump(config))
+    assert payload(compare(folder).html()) == expected
+    assert EndedRun(folder).bus.folder.plan.program.streams == Program.load(folder / "program.arrow").streams
 
 
 def test_another_program_than_the_plan_has_is_not_explained_by_it(tmp_path: Path) -> None:
