@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     scheduler = LoadScopeScheduling(config, log)
-    scheduler._split_scope = group_of
+    scheduler._split_scope = partial(group_of, processes=scheduler.numnodes)
     return scheduler
 
 

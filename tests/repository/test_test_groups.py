@@ -54,6 +54,7 @@ def test_files_that_share_a_cluster_or_the_fleet_or_start_clusters_are_groups() 
     assert {groups[f"{run}/test_{name}.py"] for name in ("training", "driver")} == {"shared cluster"}
     assert groups[f"{run}/test_elastic.py"] == "own clusters"
     assert {groups[f"{runtime}/test_{name}.py"] for name in ("exactness", "zero", "abort")} == {"fleet"}
+    assert len({group_of(f"{runtime}/test_zero.py::test[{number}]", 16) for number in range(3)}) == 3
     assert groups["tests/schedules/spec/test_mesh.py"] == "tests/schedules/spec/test_mesh.py"
     assert groups.keys() >= set(ORDER)
     assert len({group_of(f"{INDEPENDENT}::test[{number}]") for number in range(3)}) == 3

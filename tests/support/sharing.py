@@ -39,15 +39,21 @@ RANKS = re.compile(r"fleet|worker_processes|from pool|rank_checks|(calibrated|cp
 FLEET = {name for name in FILES if name not in ORDER and RANKS.search((TESTS.parent / name).read_text("utf-8"))}
 
 
-def group_of(test: str) -> str:
+FEW = 3  # processes, of which one that starts ranks keeps the cores of a small machine busy
+
+
+def group_of(test: str, processes: int = FEW) -> str:
     """The group of a test by its node ID. A group runs in one process, in order: all files that share the cluster, all
-    that start others, all that use processes of ranks, and each other file by itself, or each test of it."""
+    that start others, all that use processes of ranks, and each other file by itself, or each test of it. Where there
+    are more than a few processes, each test that uses ranks is a group."""
     file = file_of(test)
     if file == INDEPENDENT:
         return test
     if file in SHARED_CLUSTER:
         return "shared cluster"
-    return "own clusters" if file in OWN_CLUSTERS else "fleet" if file in FLEET else file
+    if file in FLEET:
+        return "fleet" if processes <= FEW else test
+    return "own clusters" if file in OWN_CLUSTERS else file
 
 
 def file_of(test: str) -> str:
