@@ -44,3 +44,25 @@ def test_a_dead_rank_is_reported_and_replaced(pair: Pool) -> None:
         pair.answers(2, tuple)
     pair.send([0.0, 0.0])
     assert pair.answers(2, tuple) == [(0, 0.0), (1, 0.0)]
+
+
+def test_after_an_interrupted_start_every_rank_is_started(pair: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def __init__(self) -> None:
+            self.context, self.pipes = pool.process_context(), 0
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.context, name)
+
+        def Pipe(self) -> object:
+            self.pipes += 1
+            if self.pipes == 2:
+                raise TimeoutError
+            return self.context.Pipe()
+
+    context = Interrupted()
+    monkeypatch.setattr(pool, "process_context", lambda: context)
+    with pytest.raises(TimeoutError):
+        pair.send([0.0, 0.0])
+    pair.send([0.0, 0.0])
+    assert pair.answers(2, tuple) == [(0, 0.0), (1, 0.0)]

@@ -91,9 +91,10 @@ class Pool:
         assert len(orders) <= self.size, f"{len(orders)} orders: expected at most {self.size}"
         if self.is_busy:
             self.stop()
+        self.is_busy = True  # also of a start that is interrupted
         if not self.processes:
             self._start()
-        self.is_busy, self.deadline = True, time.monotonic() + TIMEOUT
+        self.deadline = time.monotonic() + TIMEOUT
         for end, order in zip(self.ends, orders, strict=False):
             end.send(order)
 
