@@ -1,8 +1,7 @@
 """Packed segments, and runs of them: neighbours of which each run is a call of its own.
 
 A kernel for packed rows launches as many blocks for every segment as for the longest one. Beside a long document
-thousands of short ones cost more in blocks that find nothing to do than in attention: on an H200 a row of one document
-of 55,536 tokens and 10,000 of one token takes 2.7 times as long in one call as in two, forward and backward.
+thousands of short ones cost more in blocks that find nothing to do than in attention.
 """
 
 from __future__ import annotations
