@@ -5,7 +5,8 @@ PYTHONPATH=.typings:tests/support python tests/bench/context.py --gpus 4 --lengt
 Times are device times of the slowest rank. TFLOP/s are per GPU and count the pairs that the causal mask keeps; a
 backward pass counts 2.5 times its forward pass. With --documents N every row consists of N documents whose lengths
 differ by one token at most; with several numbers, such as 1 4 16 64 256 1024 10000, each is measured, and `pairs` says
-how many pairs of a query and a key a row has: the sum of squares, about half of it.
+how many pairs of a query and a key a row has: the sum of squares, about half of it. With --longest L the first document
+has L tokens, and the others share the rest.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def measure(
     heads = args.heads, args.kv_heads, args.kv_heads
     shapes = [(args.rows, length, n, args.width) for n in heads]
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16).transpose(1, 2) for shape in shapes)
-    starts = starts_of(args.length, num_documents)
+    starts = starts_of(args.length, num_documents, args.longest)
     documents = context.document_mask([starts] * args.rows, args.length, device)
     options = AttentionOptions(True, args.width**-0.5, deterministic)
     times: list[list[float]] = [[], []]
@@ -76,13 +77,18 @@ def measure(
     return [sorted(each[WARMUP:])[TIMED // 2] for each in times]
 
 
-def starts_of(length: int, documents: int) -> list[int]:
+def starts_of(length: int, documents: int, longest: int) -> list[int]:
+    if longest and documents > 1:
+        rest = starts_of(length - longest, documents - 1, 0)
+        return [0, *(longest + start for start in rest)]
     return [number * length // documents for number in range(documents)]
 
 
 def rates(args: argparse.Namespace, cp: int, milliseconds: torch.Tensor, documents: int) -> dict[str, float]:
     forward, backward = milliseconds.tolist()
-    pairs = attention_pairs(args.length, 1, 0, "contiguous", starts_of(args.length, documents)) * args.rows
+    pairs = (
+        attention_pairs(args.length, 1, 0, "contiguous", starts_of(args.length, documents, args.longest)) * args.rows
+    )
     work = 4 * pairs * args.heads * args.width / cp / 1e9  # GFLOP of a rank's forward pass
     return {
         "pairs": pairs,
@@ -99,6 +105,7 @@ def main() -> None:
     for name, value in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--documents", type=int, nargs="+", default=[1])
+    parser.add_argument("--longest", type=int, default=0, help="tokens of the first document; 0: as many as others")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     write(args.json, {**stamp(torch.cuda.get_device_name()), "rows": spawn(benchmark, args, args.gpus)})
