@@ -322,7 +322,8 @@ def blocks_for(width: int, rest: int, device: torch.device) -> tuple[Blocks, Blo
     """The block sizes of the kernel of dk and dv, and of that of dq."""
     if width < 128:
         return Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3)
-    large = device.type != "cuda" or shared_memory(device) >= (200 if rest or width > 128 else 160) * 1024
+    needed = 200 if rest or width > 128 else 160  # KiB: an H100 has that, and an A100 the latter
+    large = device.type != "cuda" or shared_memory(device) >= needed * 1024
     if width > 128:
         return Blocks(32, 64, 8, 2), Blocks(64, 64, 8, 2) if large else Blocks(64, 32, 8, 2)
     return Blocks(32, 64, 4, 3), Blocks(128, 64, 8, 3) if large else Blocks(64, 64, 4, 2)

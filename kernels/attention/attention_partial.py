@@ -20,7 +20,7 @@ from pentad.kernels.attention.attention_reference import (
     partial_attention_backward_reference,
     partial_attention_reference,
 )
-from pentad.kernels.attention.packed_runs import PackedLengths, backward_by_runs, forward_by_runs
+from pentad.kernels.attention.packed_runs import backward_by_runs, forward_by_runs
 from pentad.kernels.backend import deterministic_algorithms, shared_memory
 
 MAX_HEAD_DIM = 256  # of the flash kernels
@@ -40,11 +40,7 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
     whose memory grows with S K.
     """
     if options.lengths is not None and options.lengths.runs:
-
-        def attend(lengths: PackedLengths, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return partial_attention(q, k, v, options._replace(lengths=lengths))
-
-        return forward_by_runs(attend, options.lengths.runs, q, k, v)
+        return forward_by_runs(partial_attention, options.lengths.runs, q, k, v, options)
     if options.softcap or not has_fused_kernel(q, v):
         return partial_attention_reference(q, k, v, options)
     return _cudnn(q, k, v, options) if _cudnn_supports(q, k, v, options) else _flash(q, k, v, options)
@@ -59,12 +55,8 @@ def partial_attention_backward(
     and for other head dims flash attention, which has a deterministic mode.
     """
     if options.lengths is not None and options.lengths.runs:
-
-        def attend(lengths: PackedLengths, *tensors: Tensor) -> QKVGrads:
-            dout, q, k, v, out, lse = tensors
-            return partial_attention_backward(dout, q, k, v, out, lse, options._replace(lengths=lengths))
-
-        return backward_by_runs(attend, options.lengths.runs, dout, q, k, v, out, lse)
+        runs = options.lengths.runs
+        return backward_by_runs(partial_attention_backward, runs, dout, q, k, v, out, lse, options)
     if options.softcap or not has_fused_kernel(q, v):
         return partial_attention_backward_reference(dout, q, k, v, out, lse, options)
     if _cudnn_supports(q, k, v, options) and not options.deterministic:

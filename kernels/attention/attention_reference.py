@@ -46,11 +46,7 @@ def partial_attention_reference(q: Tensor, k: Tensor, v: Tensor, options: Attent
     and the number of tokens."""
     if not _is_grouped(q, options):
         return _attention(q, k, v, options)
-
-    def attend(lengths: PackedLengths, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _attention(q, k, v, options._replace(lengths=lengths))
-
-    return forward_by_runs(attend, _groups(options), q, k, v)
+    return forward_by_runs(_attention, _groups(options), q, k, v, options)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
@@ -66,12 +62,7 @@ def partial_attention_backward_reference(
     """(dq, dk, dv) of this part, from `dout`, `out` and `lse` of the full attention. Memory as above."""
     if not _is_grouped(q, options):
         return _attention_backward(dout, q, k, v, out, lse, options)
-
-    def attend(lengths: PackedLengths, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out, lse = tensors
-        return _attention_backward(dout, q, k, v, out, lse, options._replace(lengths=lengths))
-
-    return backward_by_runs(attend, _groups(options), dout, q, k, v, out, lse)
+    return backward_by_runs(_attention_backward, _groups(options), dout, q, k, v, out, lse, options)
 
 
 def _attention_backward(

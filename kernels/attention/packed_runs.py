@@ -7,12 +7,12 @@ thousands of short ones cost more in blocks that find nothing to do than in atte
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-Attend = Callable[..., tuple[Tensor, ...]]
+Options = TypeVar("Options", bound=NamedTuple)  # AttentionOptions
 
 
 class PackedLengths(NamedTuple):
@@ -33,17 +33,25 @@ class PackedRun(NamedTuple):
 
 
 def forward_by_runs(
-    attend: Attend, runs: Sequence[PackedRun], q: Tensor, k: Tensor, v: Tensor
+    attend: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]],
+    runs: Sequence[PackedRun],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, N, S, Dv], lse [B, N, S]), of which `attend(lengths, q, k, v)` computes a run at a time."""
+    """`attend(q, k, v, options)`, (out [B, N, S, Dv], lse [B, N, S]), a run at a time."""
     joined = [_joined(x) for x in (q, k, v)]
-    parts = [attend(run.lengths, *_cut(run, joined, 1)) for run in runs]
+    parts = []
+    for run in runs:
+        of_q, of_k, of_v = _cut(run, joined, 1)
+        parts.append(attend(of_q, of_k, of_v, options._replace(lengths=run.lengths)))
     out, lse = zip(*parts, strict=True)
     return _as_rows(out, q), _as_rows([each.unsqueeze(-1) for each in lse], q).squeeze(-1)
 
 
 def backward_by_runs(
-    attend: Attend,
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor, Tensor]],
     runs: Sequence[PackedRun],
     dout: Tensor,
     q: Tensor,
@@ -51,13 +59,15 @@ def backward_by_runs(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), of which `attend(lengths, dout, q, k, v, out, lse)` computes a run at a time."""
+    """`attend(dout, q, k, v, out, lse, options)`, (dq, dk, dv), a run at a time."""
     joined = [_joined(x) for x in (dout, q, out, lse.unsqueeze(-1), k, v)]
     parts = []
     for run in runs:
         of_dout, of_q, of_out, of_lse, of_k, of_v = _cut(run, joined, 4)
-        parts.append(attend(run.lengths, of_dout, of_q, of_k, of_v, of_out, of_lse.squeeze(-1)))
+        its = options._replace(lengths=run.lengths)
+        parts.append(attend(of_dout, of_q, of_k, of_v, of_out, of_lse.squeeze(-1), its))
     dq, dk, dv = zip(*parts, strict=True)
     return _as_rows(dq, q), _as_rows(dk, k), _as_rows(dv, v)
 

@@ -21,9 +21,9 @@ from pentad.orchestrator.recovery.hang_detection import HangDetector
 from pentad.orchestrator.recovery.retention import pinned_checkpoints
 from pentad.orchestrator.recovery.spikes import SpikeWatch
 from pentad.orchestrator.run.bit_checks import BitChecks
-from pentad.orchestrator.run.first_save import FirstSave
 from pentad.orchestrator.run.measure import History
 from pentad.orchestrator.run.replication import Replication
+from pentad.orchestrator.run.shrink_save import ShrinkSave
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import batch_of
 from pentad.workers.checkpoint.checkpoint import fingerprint
@@ -98,7 +98,7 @@ class StepLoop:
         self.waited = 0.0  # seconds that training has waited for it
         self.open = False  # the last step submitted is open: another run call must follow
         self.replication = Replication(config.elastic.replicate_every, copies, bus)
-        self.first_save = FirstSave(config.checkpoint, group, self.replication, first, due=shrunk and first > saved)
+        self.shrink_save = ShrinkSave(config.checkpoint, group, self.replication, first, due=shrunk and first > saved)
         self.checks = BitChecks(config.elastic, group, bus, first)
         self.spikes = SpikeWatch(config.spikes, requests)
         self.leaving: tuple[int, ...] | None = None  # see `Recovery.should_regroup`
@@ -110,7 +110,7 @@ class StepLoop:
         checkpoint cannot be written."""
         try:
             self.replication.begin_generation()
-            self.first_save.begin_generation()
+            self.shrink_save.begin_generation()
             self._run()
         except (WorkerError, Refusal):
             if self.saving is not None and not self.saving.commits:
@@ -206,7 +206,7 @@ class StepLoop:
         if step <= self.attempted:
             return False
         late = 0 < self.config.checkpoint.every_seconds <= time.monotonic() - self.saved_at
-        wanted = late or self.requests.wants_checkpoint or self.first_save.is_due(step)
+        wanted = late or self.requests.wants_checkpoint or self.shrink_save.is_due(step)
         return any(step % each == 0 for each in self.saves_every) or (self.saving is None and wanted)
 
     def _hands_over(self, step: int) -> bool:
@@ -218,7 +218,7 @@ class StepLoop:
 
     def _save(self, step: int) -> None:
         """Has the ranks copy their state once they are that far, and write it while they train on."""
-        self.attempted, self.saved_at, self.first_save.pending = step, time.monotonic(), False
+        self.attempted, self.saved_at, self.shrink_save.pending = step, time.monotonic(), False
         if self.ending:
             self.ended_with = step
         refs = self.group.submit_save(self.bus.folder.checkpoint(step), step)

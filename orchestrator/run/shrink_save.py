@@ -8,7 +8,7 @@ from pentad.orchestrator.config.recovery_sections import CheckpointSection
 from pentad.orchestrator.run.replication import Replication
 
 
-class FirstSave:
+class ShrinkSave:
     """Of a generation that begins with `first` steps. Not where checkpoints are switched off, nor where copies in
     memory protect the state."""
 
