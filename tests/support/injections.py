@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -82,7 +81,7 @@ def _once(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def _stop_process() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # from os.kill the thread might return before it stops
 
 
 def _stop_thread() -> None:

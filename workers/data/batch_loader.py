@@ -177,7 +177,8 @@ class BatchLoader:
         given = plan, self.rank, dataset, step, groups, self.parts[number].counted
         shares, digest = read_shares(*given, self.pool.map)
         found = HostBatch(
-            torch.from_numpy(np.concatenate([share.tokens for share in shares], axis=1)),
+            # What numpy has indexed by columns lies by columns.
+            torch.from_numpy(np.ascontiguousarray(np.concatenate([share.tokens for share in shares], axis=1))),
             torch.from_numpy(np.append(counts, digest).astype(np.float64)),
             [],
             dataset.rows(step)[0],

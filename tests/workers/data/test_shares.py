@@ -102,17 +102,33 @@ def test_the_same_groups_are_read_again(folder: Path) -> None:
 
 def test_ten_thousand_short_documents_beside_one_that_three_ranks_share(tmp_path: Path) -> None:
     """Also an empty one, and rows whose last documents leave remainders for the parts of a sequence."""
-    sizes, random = [3] * 5000 + [10_000, 1] + [3] * 4999, np.random.default_rng(0)
-    documents = [Document(np.append(random.integers(1, 257, n - 1), 0).astype(DTYPE), None) for n in sizes]
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    write_index(folder, train_tokenizer(["a"], 300), [write_shard(folder, 0, documents, DTYPE)])
-    data = data_of(str(folder), document_mask=True, packing="documents", cache=str(tmp_path))
-    plan = plan_on_mesh(data, "1f1b", {"cp": 3})
-    batch = replace(plan.batch, global_batch_size=4, sequence_length=7500, capacity=3126)
-    plan = replace(plan, batch=replace(batch, document_costs=DocumentCosts(0.001, 3.0, 2.0)))
+    sizes = [3] * 5000 + [10_000, 1] + [3] * 4999
+    plan = plan_of_documents(tmp_path, sizes, cp=3, rows=4, length=7500)
     found = batches(plan, 0)
     shares = [tokens.share for batch in found for tokens in batch.tokens.values() if tokens.share is not None]
     assert max(len(share.sequence.ranks) for share in shares) == 3 and sum(len(share.local) for share in shares) > 9000
     counts = trained(plan, found)
     assert counts == expected(plan, 0) and sum(counts.values()) == sum(sizes) - len(sizes)
+
+
+def test_tokens_are_contiguous_where_a_rank_has_nothing_but_its_part_of_a_document(tmp_path: Path) -> None:
+    """As kernels take them."""
+    plan = plan_of_documents(tmp_path, [65, 65], cp=2, rows=1, length=64)
+    shares = [tokens for batch in batches(plan, 0) for tokens in batch.tokens.values() if tokens.share is not None]
+    assert [len(tokens.share.sequence.ranks) for tokens in shares if tokens.share] == [2, 2]
+    assert not any(tokens.share.local for tokens in shares if tokens.share)
+    assert all(kind.is_contiguous() for tokens in shares for kind in (tokens.inputs, tokens.targets))
+
+
+def plan_of_documents(folder: Path, sizes: list[int], cp: int, rows: int, length: int) -> Plan:
+    """Documents of these sizes, in rows of so many tokens, on `cp` ranks that hold 1 / 1.25 of their tokens each."""
+    random = np.random.default_rng(0)
+    documents = [Document(np.append(random.integers(1, 257, n - 1), 0).astype(DTYPE), None) for n in sizes]
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    write_index(corpus, train_tokenizer(["a"], 300), [write_shard(corpus, 0, documents, DTYPE)])
+    data = data_of(str(corpus), document_mask=True, packing="documents", cache=str(folder))
+    plan = plan_on_mesh(data, "1f1b", {"cp": cp})
+    capacity = length * 5 // (cp * 4) + 1
+    batch = replace(plan.batch, global_batch_size=rows, microbatches=rows, sequence_length=length, capacity=capacity)
+    return replace(plan, batch=replace(batch, document_costs=DocumentCosts(0.001, 3.0, 2.0)))
