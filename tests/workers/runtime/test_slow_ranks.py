@@ -65,9 +65,10 @@ def test_what_is_slow_on_a_real_rank_is_named_within_ten_steps(
 def test_a_busy_machine_has_no_slow_rank_in_a_hundred_steps(
     workers: list[WorkerProcess], corpus: str, mesh: str
 ) -> None:
-    """Steps take as long as the cores allow that other processes use, too."""
+    """Steps take as long as the cores allow that other processes use, too. All share two cores: a rank whose core has
+    another busy thread is slow indeed."""
     plan = small_plan(corpus, mesh)
-    with ranks_of(workers, plan.mesh.size) as ranks, busy_cores():
+    with ranks_of(workers, plan.mesh.size) as ranks, busy_cores(ranks):
         start_run(ranks, plan)
         watch, history = SlowRanks(plan.program, plan.mesh), History(plan, 1, keep=1)
         rows = [row for first in range(0, BUSY_STEPS, 10) for row in history.add(call_all(ranks, "run", first, 10))]
@@ -83,14 +84,25 @@ def small_plan(corpus: str, mesh: str) -> Plan:
 
 
 @contextmanager
-def busy_cores() -> Iterator[None]:
-    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+def busy_cores(ranks: list[WorkerProcess]) -> Iterator[None]:
+    cores = sorted(os.sched_getaffinity(0))
+    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in cores[:2]]
+    pids = [rank.process.pid for rank in ranks]
     try:
+        pin([*pids, *(process.pid for process in load)], cores[:2])
         yield
     finally:
         for process in load:
             process.kill()
             process.wait()
+        pin(pids, cores)
+
+
+def pin(pids: list[int], cores: list[int]) -> None:
+    """All threads of these processes run on these cores."""
+    for pid in pids:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(thread), cores)
 
 
 def source_of_link(plan: Plan) -> int:
