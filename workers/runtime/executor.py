@@ -373,9 +373,9 @@ class Executor:
     def _rows(self, part: Instruction) -> int | None:
         """The rows of the residual stream that a transfer brings; None: as many as always."""
         tokens = self.tokens.get(part.microbatch)
-        if tokens is None or tokens.share is None:
+        if tokens is None or not self.optimizer_step.plan.batch.capacity:
             return None
-        return len(tokens.share.positions) // self.groups.layers.tp.size
+        return len(tokens.inputs) // self.groups.layers.tp.size
 
     def _input(self, part: Instruction) -> Any:
         source = self._running.sources.get(part.key)

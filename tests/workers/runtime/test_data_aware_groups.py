@@ -185,8 +185,15 @@ def test_ranks_that_exchange_tokens_of_experts_train_like_one_process(
     assert [[result.program for result in outcome.results] for outcome in outcomes] == [programs] * len(outcomes)
 
 
-@slow
-@pytest.mark.parametrize("sizes", [{"dp": 2, "cp": 2}, {"dp": 2, "ep": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"dp": 2, "cp": 2}, marks=slow),
+        pytest.param({"dp": 2, "ep": 2}, marks=slow),
+        {"pp": 2, "cp": 2},
+        pytest.param({"pp": 2, "tp": 2, "name": "zb-v"}, marks=slow),
+    ],
+)
 def test_a_run_with_groups_evaluates_like_one_process(fleet: Fleet, tmp_path: Path, sizes: dict[str, int]) -> None:
     plan = grouped_plan(tmp_path, sizes, model=FAMILIES["mixtral"])
     assert_evaluates_like_one_process(fleet, with_eval(plan, 5))
