@@ -78,7 +78,7 @@ class Explanation:
             (_ms(each.seconds), format_percent(each.seconds / self.seconds), each.cause, each.remedy)
             for each in self.remedies
         ]
-        yield fitted_table(heads, rows, width, drop=("share",), wrapped="what would remove it")
+        yield fitted_table(heads, rows, width, drop=("share",), wrapped=heads[2:])
 
     def _parts_table(self, width: int) -> RenderableType:
         means = mean_parts(self.ranks)

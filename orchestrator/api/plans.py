@@ -356,7 +356,7 @@ def _rank_view(plan: Plan, rank: int, width: int) -> Iterator[RenderableType]:
         for of in stage_memory(plan, rank)
     ]
     yield Text(f"\n rank {rank}", "bold")
-    yield fitted_table(heads, rows, width, drop=drop, wrapped="layers")
+    yield fitted_table(heads, rows, width, drop=drop, wrapped=["layers"])
     if sent := comm_volume(plan, rank):
         heads, drop = ("sends along", "by", "operations>", "a step>"), ("operations", "by")
         rows = [

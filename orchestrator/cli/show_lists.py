@@ -91,7 +91,7 @@ def print_table(console: Console, heads: Sequence[str], rows: Sequence[Sequence[
         widths[wrapped] = min(widths[wrapped], 20)
     console.width = max(console.width, sum(widths.values()))
     texts = [tuple(map(Text, row)) for row in rows]
-    console.print(fitted_table(heads, texts, console.width, drop=(), wrapped=wrapped))
+    console.print(fitted_table(heads, texts, console.width, drop=(), wrapped=[wrapped]))
 
 
 def clock(seconds: float) -> str:

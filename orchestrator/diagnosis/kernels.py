@@ -82,7 +82,7 @@ class Profile:
                 name = _shortened(each.name, options.max_width - OTHER_COLUMNS)
                 rows.append((shown, name, f"{each.calls:,}", f"{1e3 * each.seconds:,.2f} ms", share))
         heads = ("op", what, "calls>", "time>", "of op>")
-        yield fitted_table(heads, rows, options.max_width, drop=("of op", "calls"), wrapped=what)
+        yield fitted_table(heads, rows, options.max_width, drop=("of op", "calls"), wrapped=[what])
 
 
 def profile_of(folder: Path, step: int | None = None) -> Profile:

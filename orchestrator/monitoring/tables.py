@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.cells import cell_len
+from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -14,26 +15,33 @@ MOST_RANKS = 32  # rows of a table of ranks
 
 
 def fitted_table(
-    heads: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int, *, drop: Sequence[str], wrapped: str = ""
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    width: int,
+    *,
+    drop: Sequence[str],
+    wrapped: Sequence[str] = (),
 ) -> Table:
     """A table of at most `width` characters: columns are dropped in the order of `drop` until the others fit.
 
-    A head that ends in '>' is that of a right-aligned column. The column `wrapped` may take several lines per row.
+    A head that ends in '>' is that of a right-aligned column. The columns `wrapped` may take several lines per row, and
+    break no word.
     """
     columns = {head.rstrip(">"): (head, [_safe(row[index]) for row in rows]) for index, head in enumerate(heads)}
 
     def needed(name: str) -> int:
         texts = [name, *map(str, columns[name][1])]
-        parts = [word for text in texts for word in text.split()] if name == wrapped else texts
-        return 2 + max(map(cell_len, parts))
+        parts = [word for text in texts for word in text.split()] if name in wrapped else texts
+        return max(map(cell_len, parts))
 
     for name in drop:
-        if sum(map(needed, columns)) <= width:
+        if sum(2 + needed(each) for each in columns) <= width:
             break
         del columns[name]
     table = Table(box=None, padding=(0, 1), header_style="dim", pad_edge=True)
     for name, (head, _) in columns.items():
-        table.add_column(name, justify="right" if head.endswith(">") else "left", no_wrap=name != wrapped)
+        justify: JustifyMethod = "right" if head.endswith(">") else "left"
+        table.add_column(name, justify=justify, no_wrap=name not in wrapped, min_width=needed(name))
     for cells in zip(*(cells for _, cells in columns.values()), strict=True):
         table.add_row(*cells)
     return table

@@ -48,7 +48,9 @@ def show_sweep(found: Sweep, page: str, console: Console) -> None:
         columns = _columns(best)
         drop = ("memory", "of the best", "predicted", "model")
         console.print(
-            fitted_table([*columns], [*zip(*columns.values(), strict=True)], console.width, drop=drop, wrapped="layout")
+            fitted_table(
+                [*columns], [*zip(*columns.values(), strict=True)], console.width, drop=drop, wrapped=["layout"]
+            )
         )
     for row in found.rows:
         if row.outcome != "measured":
