@@ -143,7 +143,6 @@ def _blocks(tokens: int, experts: int, gate: Gate) -> tuple[int, dict[str, int]]
 
 def choose_experts(logits: Tensor, bias: Tensor | None, gate: Gate) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launches the kernel; see `pentad.kernels.moe.moe_router.choose_experts`."""
-    assert logits.is_contiguous() and (bias is None or bias.is_contiguous())
     tokens, num_experts = logits.shape
     scores = torch.empty_like(logits, dtype=torch.float32)
     experts = torch.empty(tokens, gate.top_k, dtype=torch.int64, device=logits.device)
@@ -186,8 +185,6 @@ def router_backward(
     dtype: torch.dtype,
 ) -> Tensor:
     """Launches the kernel; see `pentad.kernels.moe.moe_router.router_backward`."""
-    assert scores.is_contiguous() and experts.is_contiguous() and weights.is_contiguous()
-    dweights = dweights.contiguous()
     tokens, num_experts = scores.shape
     dlogits = torch.empty(tokens, num_experts, dtype=dtype, device=scores.device)
     programs, sizes = _blocks(tokens, num_experts, gate)
