@@ -136,7 +136,6 @@ def sort_by_expert(experts: Tensor, weights: Tensor, first: int, local: int) -> 
 
     Unused rows are of token 0, with a weight of 0.
     """
-    experts, weights = experts.contiguous(), weights.contiguous()
     (tokens, choices), device = experts.shape, experts.device
     width = triton.next_power_of_2(local)
     block = max(1, TILE // width)
