@@ -79,17 +79,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> tupl
     loss = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(loss)
     _forward[(tokens,)](
-        logits,
-        targets,
-        loss,
-        lse,
-        vocabulary,
-        softcap,
-        LANES=LANES,
-        DEPTH=DEPTH,
-        IGNORE_INDEX=IGNORE_INDEX,
-        num_warps=8,
-    )
+        logits, targets, loss, lse, vocabulary, softcap,
+        LANES=LANES, DEPTH=DEPTH, IGNORE_INDEX=IGNORE_INDEX, num_warps=8,
+    )  # fmt: skip
     return loss, lse
 
 

@@ -203,17 +203,7 @@ def weighted_glu_backward(
     dgate_up, y, dweights = torch.empty_like(gate_up), torch.empty_like(dy), torch.empty_like(weights)
     if rows:
         _weighted_glu_backward[(rows,)](
-            dy,
-            gate_up,
-            weights,
-            offsets,
-            dgate_up,
-            y,
-            dweights,
-            width,
-            offsets.shape[0],
-            ACT=act,
-            BLOCK=block,
-            num_warps=warps,
-        )
+            dy, gate_up, weights, offsets, dgate_up, y, dweights, width, offsets.shape[0],
+            ACT=act, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
     return dgate_up, y, dweights

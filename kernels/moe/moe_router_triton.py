@@ -151,25 +151,11 @@ def choose_experts(logits: Tensor, bias: Tensor | None, gate: Gate) -> tuple[Ten
     programs, sizes = _blocks(tokens, num_experts, gate)
     if programs:
         _choose[(programs,)](
-            logits,
-            bias,
-            scores,
-            experts,
-            weights,
-            load,
-            tokens,
-            gate.routed_scaling_factor,
-            E=num_experts,
-            K=gate.top_k,
-            BIAS=bias is not None,
-            SOFTMAX=gate.scoring_func == "softmax",
-            NORMALIZE=gate.norm_topk_prob,
-            GROUPS=gate.num_groups,
-            CHOSEN=gate.topk_groups,
-            G=triton.next_power_of_2(gate.num_groups),
-            SMALL=TINY,
-            **sizes,
-        )
+            logits, bias, scores, experts, weights, load, tokens, gate.routed_scaling_factor,
+            E=num_experts, K=gate.top_k, BIAS=bias is not None, SOFTMAX=gate.scoring_func == "softmax",
+            NORMALIZE=gate.norm_topk_prob, GROUPS=gate.num_groups, CHOSEN=gate.topk_groups,
+            G=triton.next_power_of_2(gate.num_groups), SMALL=TINY, **sizes,
+        )  # fmt: skip
     return scores, experts, weights, load
 
 
@@ -190,23 +176,8 @@ def router_backward(
     programs, sizes = _blocks(tokens, num_experts, gate)
     if programs:
         _backward[(programs,)](
-            scores,
-            experts,
-            weights,
-            dweights,
-            dshares,
-            logits,
-            dlogits,
-            tokens,
-            gate.routed_scaling_factor,
-            z_scale,
-            E=num_experts,
-            K=gate.top_k,
-            SHARES=dshares is not None,
-            Z=logits is not None,
-            SOFTMAX=gate.scoring_func == "softmax",
-            NORMALIZE=gate.norm_topk_prob,
-            SMALL=TINY,
-            **sizes,
-        )
+            scores, experts, weights, dweights, dshares, logits, dlogits, tokens, gate.routed_scaling_factor, z_scale,
+            E=num_experts, K=gate.top_k, SHARES=dshares is not None, Z=logits is not None,
+            SOFTMAX=gate.scoring_func == "softmax", NORMALIZE=gate.norm_topk_prob, SMALL=TINY, **sizes,
+        )  # fmt: skip
     return dlogits
