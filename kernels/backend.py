@@ -4,7 +4,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 import torch
 import torch.utils.deterministic as determinism
@@ -15,6 +15,17 @@ IGNORE_INDEX = -100  # target of a token without a loss, as in torch.nn.function
 FILL = "fill_uninitialized_memory"
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# Tensors that an operation takes although they are contiguous in their last dimension alone, or in none.
+DenseRows = Annotated[Tensor, "stride(-1) is 1"]
+Strided = Annotated[Tensor, "any strides"]
+Layout = tuple[str, Callable[[Tensor], bool]]
+CONTIGUOUS: Layout = "contiguous", Tensor.is_contiguous
+LAYOUTS: dict[Any, Layout] = {  # by the type hint of a parameter
+    Tensor: CONTIGUOUS,
+    Tensor | None: CONTIGUOUS,
+    DenseRows: ("a contiguous last dimension", lambda x: x.stride(-1) == 1),
+}
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -42,7 +53,8 @@ def triton_on_gpu(reference: Callable[P, R]) -> Callable[P, R]:
     and arguments in MODULE_triton.py.
 
     The twin runs if the first argument, or its first field, is a GPU tensor, unless it is float64, which serves
-    exactness tests.
+    exactness tests. Kernels read memory by shapes alone: a tensor that is not contiguous raises ValueError on any
+    device, unless its parameter is annotated `DenseRows` or `Strided`.
     """
 
     @functools.cache
@@ -51,9 +63,16 @@ def triton_on_gpu(reference: Callable[P, R]) -> Callable[P, R]:
         return found
 
     _twins.append(twin)
+    hints = enumerate(get_type_hints(reference, include_extras=True).items())
+    required = [(place, name, *LAYOUTS[hint]) for place, (name, hint) in hints if hint in LAYOUTS and name != "return"]
 
     @functools.wraps(reference)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
+        for place, name, layout, has_layout in required:
+            each: Any = args[place] if place < len(args) else kwargs.get(name)
+            if each is not None and not has_layout(each):
+                found = f"{name} of {reference.__name__} has shape {tuple(each.shape)} and strides {each.stride()}"
+                raise ValueError(f"{found}: expected {layout}")
         x = args[0][0] if isinstance(args[0], tuple) else args[0]
         assert isinstance(x, Tensor)
         return (twin() if x.is_cuda and x.dtype != torch.float64 else reference)(*args, **kwargs)

@@ -75,22 +75,13 @@ def _backward(
 
 def cross_entropy(logits: Tensor, targets: Tensor, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
     """Launches the forward kernel; see `pentad.kernels.cross_entropy.cross_entropy`."""
-    assert logits.is_contiguous() and targets.is_contiguous()
     tokens, vocabulary = logits.shape
     loss = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(loss)
     _forward[(tokens,)](
-        logits,
-        targets,
-        loss,
-        lse,
-        vocabulary,
-        softcap,
-        LANES=LANES,
-        DEPTH=DEPTH,
-        IGNORE_INDEX=IGNORE_INDEX,
-        num_warps=8,
-    )
+        logits, targets, loss, lse, vocabulary, softcap,
+        LANES=LANES, DEPTH=DEPTH, IGNORE_INDEX=IGNORE_INDEX, num_warps=8,
+    )  # fmt: skip
     return loss, lse
 
 
@@ -98,7 +89,6 @@ def cross_entropy_backward_(
     logits: Tensor, targets: Tensor, lse: Tensor, scale: float, softcap: float = 0.0, z_loss: float = 0.0
 ) -> None:
     """Launches the backward kernel; see `pentad.kernels.cross_entropy.cross_entropy_backward_`."""
-    assert logits.is_contiguous() and targets.is_contiguous() and lse.is_contiguous()
     tokens, vocabulary = logits.shape
     _backward[(tokens * ceil_div(vocabulary, BACKWARD_BLOCK),)](
         *(logits, targets, lse, scale, z_loss, vocabulary, softcap),

@@ -18,7 +18,7 @@ def rms_norm(
     offset. Gemma stores weights minus 1, which keeps their digits in 16 bits.
 
     Returns (y [T, H], summed [T, H], rstd [T] float32, or float64 for float64 x). Without a residual `summed` is x
-    itself. All inputs must be contiguous.
+    itself.
     """
     summed = x if residual is None else x + residual
     wide = summed.to(accumulation_dtype(x.dtype))

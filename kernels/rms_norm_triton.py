@@ -101,7 +101,6 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the forward kernel; see `pentad.kernels.rms_norm.rms_norm`."""
-    assert x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())
     tokens, width = x.shape
     rows, block, warps = shape_of(width, PER_THREAD)
     y = torch.empty_like(x)
@@ -118,8 +117,6 @@ def rms_norm_backward(
     dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, dresidual: Tensor | None = None, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Launches the backward kernel and the sum of its partial rows; see `pentad.kernels.rms_norm.rms_norm_backward`."""
-    assert dy.is_contiguous() and summed.is_contiguous() and weight.is_contiguous()
-    assert dresidual is None or dresidual.is_contiguous()
     tokens, width = dy.shape
     rows, block, warps = shape_of(width, PER_THREAD_BACKWARD)
     programs = min(PROGRAMS, ceil_div(tokens, rows))

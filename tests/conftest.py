@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from dataclasses import is_dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 os.environ["PENTAD_CACHE"] = "/nonexistent"
 
 EXAMPLES = {"default": 10, "slow": 100}  # of each test of random data
+TESTS, LONGEST_NAME = str(Path(__file__).parent), 40  # characters, of a parameter of a test
 SLOW_SECONDS = 300  # after which a slow test hangs, even on a busy machine
 
 
@@ -65,6 +67,20 @@ def pytest_make_collect_report(
     if isinstance(collector, pytest.Directory) and os.environ.get("PYTEST_XDIST_WORKER", "")[-1:] in {*"13579"}:
         report.result.reverse()
     return report
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """A short name of what pytest would number: a dataclass, such as a model, is called as the constant that has it,
+    sizes {'ep': 2} are ep2, and a named tuple of words and numbers is their list."""
+    name = None
+    if is_dataclass(val):
+        modules = [each for each in tuple(sys.modules.values()) if TESTS in (getattr(each, "__file__", None) or "")]
+        name = next((name for each in modules for name, found in vars(each).items() if found is val), None)
+    elif isinstance(val, dict) and {*map(type, val.values())} == {int}:
+        name = "-".join(f"{key}{value}" for key, value in val.items())
+    elif isinstance(val, tuple) and hasattr(val, "_fields") and {*map(type, val)} <= {str, int, float, bool}:
+        name = "-".join(map(str, val))
+    return name if name and len(name) <= LONGEST_NAME else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

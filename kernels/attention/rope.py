@@ -7,14 +7,14 @@ rotation.
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import accumulation_dtype, triton_on_gpu
+from pentad.kernels.backend import DenseRows, accumulation_dtype, triton_on_gpu
 
 
 @triton_on_gpu
-def rope_(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
+def rope_(x: DenseRows, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
     """Rotates the heads of x [T, N, D] in place by the position t % S of token t, back with `inverse`.
 
-    Only the last dimension of x must be contiguous. cos and sin [S, D/2] are contiguous, from `rope_tables`.
+    cos and sin [S, D/2] are from `rope_tables`.
     """
     wide = accumulation_dtype(x.dtype)
     half = x.shape[2] // 2

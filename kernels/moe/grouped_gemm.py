@@ -12,13 +12,13 @@ import itertools
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import triton_on_gpu
+from pentad.kernels.backend import DenseRows, Strided, triton_on_gpu
 from pentad.kernels.wgrad_gemm import accumulate_gradient_
 
 
 @triton_on_gpu
-def grouped_gemm(x: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """[R, N]: each row of x [R, K] times the transpose of its expert's matrix in weights [E, N, K], of any strides.
+def grouped_gemm(x: DenseRows, weights: Strided, offsets: Tensor) -> Tensor:
+    """[R, N]: each row of x [R, K] times the transpose of its expert's matrix in weights [E, N, K].
 
     The gradient of x is `grouped_gemm` of the result's gradient with `weights.transpose(1, 2)`.
     """

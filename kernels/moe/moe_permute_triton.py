@@ -136,7 +136,6 @@ def sort_by_expert(experts: Tensor, weights: Tensor, first: int, local: int) -> 
 
     Unused rows are of token 0, with a weight of 0.
     """
-    experts, weights = experts.contiguous(), weights.contiguous()
     (tokens, choices), device = experts.shape, experts.device
     width = triton.next_power_of_2(local)
     block = max(1, TILE // width)
@@ -157,7 +156,6 @@ def sort_by_expert(experts: Tensor, weights: Tensor, first: int, local: int) -> 
 
 def values_of_choices(values: Tensor, positions: Tensor) -> Tensor:
     """Launches the kernel; see `pentad.kernels.moe.moe_permute.values_of_choices`."""
-    assert values.is_contiguous() and positions.is_contiguous()
     out = torch.empty(positions.shape, dtype=values.dtype, device=values.device)
     if out.numel():
         _values[(ceil_div(out.numel(), VALUES),)](values, positions, out, out.numel(), BLOCK=VALUES)
@@ -166,7 +164,6 @@ def values_of_choices(values: Tensor, positions: Tensor) -> Tensor:
 
 def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
     """Launches the kernel; see `pentad.kernels.moe.moe_permute.gather_rows`."""
-    assert x.is_contiguous()
     rows, width = tokens.shape[0], x.shape[1]
     block, blocks, warps = row_blocks(width)
     y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
@@ -177,7 +174,6 @@ def gather_rows(x: Tensor, tokens: Tensor, offsets: Tensor) -> Tensor:
 
 def sum_rows(y: Tensor, positions: Tensor) -> Tensor:
     """Launches the kernel; see `pentad.kernels.moe.moe_permute.sum_rows`."""
-    assert y.is_contiguous() and positions.is_contiguous()
     (tokens, choices), width = positions.shape, y.shape[1]
     block, blocks, warps = row_blocks(width)
     out = torch.empty(tokens, width, dtype=y.dtype, device=y.device)
@@ -188,7 +184,6 @@ def sum_rows(y: Tensor, positions: Tensor) -> Tensor:
 
 def weighted_glu(gate_up: Tensor, weights: Tensor, offsets: Tensor, act: Activation = "silu") -> Tensor:
     """Launches the kernel; see `pentad.kernels.moe.moe_permute.weighted_glu`."""
-    assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     block, blocks, warps = row_blocks(width)
     y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
@@ -203,23 +198,12 @@ def weighted_glu_backward(
     dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor, act: Activation = "silu"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the kernel; see `pentad.kernels.moe.moe_permute.weighted_glu_backward`."""
-    assert dy.is_contiguous() and gate_up.is_contiguous()
     rows, width = dy.shape
     block, _, warps = row_blocks(width)
     dgate_up, y, dweights = torch.empty_like(gate_up), torch.empty_like(dy), torch.empty_like(weights)
     if rows:
         _weighted_glu_backward[(rows,)](
-            dy,
-            gate_up,
-            weights,
-            offsets,
-            dgate_up,
-            y,
-            dweights,
-            width,
-            offsets.shape[0],
-            ACT=act,
-            BLOCK=block,
-            num_warps=warps,
-        )
+            dy, gate_up, weights, offsets, dgate_up, y, dweights, width, offsets.shape[0],
+            ACT=act, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
     return dgate_up, y, dweights

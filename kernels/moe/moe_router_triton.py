@@ -143,7 +143,6 @@ def _blocks(tokens: int, experts: int, gate: Gate) -> tuple[int, dict[str, int]]
 
 def choose_experts(logits: Tensor, bias: Tensor | None, gate: Gate) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launches the kernel; see `pentad.kernels.moe.moe_router.choose_experts`."""
-    assert logits.is_contiguous() and (bias is None or bias.is_contiguous())
     tokens, num_experts = logits.shape
     scores = torch.empty_like(logits, dtype=torch.float32)
     experts = torch.empty(tokens, gate.top_k, dtype=torch.int64, device=logits.device)
@@ -152,25 +151,11 @@ def choose_experts(logits: Tensor, bias: Tensor | None, gate: Gate) -> tuple[Ten
     programs, sizes = _blocks(tokens, num_experts, gate)
     if programs:
         _choose[(programs,)](
-            logits,
-            bias,
-            scores,
-            experts,
-            weights,
-            load,
-            tokens,
-            gate.routed_scaling_factor,
-            E=num_experts,
-            K=gate.top_k,
-            BIAS=bias is not None,
-            SOFTMAX=gate.scoring_func == "softmax",
-            NORMALIZE=gate.norm_topk_prob,
-            GROUPS=gate.num_groups,
-            CHOSEN=gate.topk_groups,
-            G=triton.next_power_of_2(gate.num_groups),
-            SMALL=TINY,
-            **sizes,
-        )
+            logits, bias, scores, experts, weights, load, tokens, gate.routed_scaling_factor,
+            E=num_experts, K=gate.top_k, BIAS=bias is not None, SOFTMAX=gate.scoring_func == "softmax",
+            NORMALIZE=gate.norm_topk_prob, GROUPS=gate.num_groups, CHOSEN=gate.topk_groups,
+            G=triton.next_power_of_2(gate.num_groups), SMALL=TINY, **sizes,
+        )  # fmt: skip
     return scores, experts, weights, load
 
 
@@ -186,30 +171,13 @@ def router_backward(
     dtype: torch.dtype,
 ) -> Tensor:
     """Launches the kernel; see `pentad.kernels.moe.moe_router.router_backward`."""
-    assert scores.is_contiguous() and experts.is_contiguous() and weights.is_contiguous()
-    dweights = dweights.contiguous()
     tokens, num_experts = scores.shape
     dlogits = torch.empty(tokens, num_experts, dtype=dtype, device=scores.device)
     programs, sizes = _blocks(tokens, num_experts, gate)
     if programs:
         _backward[(programs,)](
-            scores,
-            experts,
-            weights,
-            dweights,
-            dshares,
-            logits,
-            dlogits,
-            tokens,
-            gate.routed_scaling_factor,
-            z_scale,
-            E=num_experts,
-            K=gate.top_k,
-            SHARES=dshares is not None,
-            Z=logits is not None,
-            SOFTMAX=gate.scoring_func == "softmax",
-            NORMALIZE=gate.norm_topk_prob,
-            SMALL=TINY,
-            **sizes,
-        )
+            scores, experts, weights, dweights, dshares, logits, dlogits, tokens, gate.routed_scaling_factor, z_scale,
+            E=num_experts, K=gate.top_k, SHARES=dshares is not None, Z=logits is not None,
+            SOFTMAX=gate.scoring_func == "softmax", NORMALIZE=gate.norm_topk_prob, SMALL=TINY, **sizes,
+        )  # fmt: skip
     return dlogits

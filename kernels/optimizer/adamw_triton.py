@@ -63,8 +63,6 @@ def adamw_(
     master: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, scale: Tensor, c: tuple[float, ...]
 ) -> None:
     """Launches the kernel; see `pentad.kernels.optimizer.adamw.adamw_`."""
-    assert all(t.is_contiguous() for t in (master, m, v, grad))
-    assert out is None or out.is_contiguous()
     n = master.numel()
     _step[(ceil_div(n, BLOCK),)](
         master, m, v, grad, out, scale, n, *c, BLOCK=BLOCK, CAST=out is not None, OPTIMISTIC=False, num_warps=WARPS
@@ -73,7 +71,6 @@ def adamw_(
 
 def adamw_optimistic_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, c: tuple[float, ...]) -> None:
     """Launches the kernel; see `pentad.kernels.optimizer.adamw.adamw_optimistic_`."""
-    assert all(t.is_contiguous() for t in (out, master, m, v, grad))
     n = master.numel()
     _step[(ceil_div(n, BLOCK),)](
         master, m, v, grad, out, grad, n, *c, BLOCK=BLOCK, CAST=True, OPTIMISTIC=True, num_warps=WARPS

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from pentad.kernels.backend import triton_on_gpu
+from pentad.kernels.backend import DenseRows, triton_on_gpu
 
 
 @triton_on_gpu
-def add_shards_(out: Tensor, own: Tensor, others: Tensor, position: int, *, accumulate: bool) -> None:
+def add_shards_(out: Tensor, own: Tensor, others: DenseRows, position: int, *, accumulate: bool) -> None:
     """out [n] = the sum of own [n] and of the rows of others [ranks - 1, n] in the order of ranks, of which own is
     number `position`; after what `out` holds if it is to `accumulate`. `out` may be `own`. Narrower terms than float32
     are added in float32."""

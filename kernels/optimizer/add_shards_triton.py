@@ -30,7 +30,6 @@ def _add(
 
 def add_shards_(out: Tensor, own: Tensor, others: Tensor, position: int, *, accumulate: bool) -> None:
     """Launches the kernel; see `pentad.kernels.optimizer.add_shards.add_shards_`."""
-    assert out.is_contiguous() and own.is_contiguous() and others.stride(1) == 1
     grid = (ceil_div(out.numel(), BLOCK),)
     _add[grid](
         out, own, others, others.stride(0), out.numel(), POSITION=position, RANKS=others.shape[0] + 1,

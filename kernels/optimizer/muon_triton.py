@@ -54,14 +54,12 @@ def _step(
 
 def muon_direction_(out: Tensor, momentum: Tensor, grad: Tensor, scale: Tensor, c: MuonCoefficients) -> None:
     """Launches the kernel; see `pentad.kernels.optimizer.muon.muon_direction_`."""
-    assert all(t.is_contiguous() for t in (out, momentum, grad))
     n = out.numel()
     _direction[(ceil_div(n, BLOCK),)](out, momentum, grad, scale, n, c.first, c.blend, BLOCK=BLOCK)
 
 
 def muon_optimistic_(out: Tensor, master: Tensor, direction: Tensor, c: MuonCoefficients) -> None:
     """Launches the kernel; see `pentad.kernels.optimizer.muon.muon_optimistic_`."""
-    assert all(t.is_contiguous() for t in (out, master, direction))
     n = out.numel()
     _optimistic[(ceil_div(n, BLOCK),)](out, master, direction, n, c.decay, c.size, BLOCK=BLOCK)
 
@@ -76,8 +74,6 @@ def muon_(
     c: MuonCoefficients,
 ) -> None:
     """Launches the kernel; see `pentad.kernels.optimizer.muon.muon_`."""
-    assert all(t.is_contiguous() for t in (master, momentum, grad, direction))
-    assert out is None or out.is_contiguous()
     n = master.numel()
     _step[(ceil_div(n, BLOCK),)](
         master, momentum, grad, direction, out, scale, n, c.decay, c.first, c.size, BLOCK=BLOCK, CAST=out is not None

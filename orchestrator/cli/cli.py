@@ -175,18 +175,18 @@ def status(
     show_status(folder_of(run, address), Console(), watch=watch, as_json=as_json, timeout_seconds=timeout)
 
 
-def _add_request(verb: str, seconds: float, text: str) -> None:
+def _add_request(verb: str, text: str) -> None:
     @app.command(verb, help=text)
-    def request(run: Run, address: Address = None, timeout: Timeout = seconds, as_json: Json = False) -> None:
+    def request(run: Run, address: Address = None, timeout: Timeout = 60.0, as_json: Json = False) -> None:
         from pentad.orchestrator.cli.resolve import folder_of
         from pentad.orchestrator.cli.show_status import show_request
 
         show_request(folder_of(run, address), verb, Console(), as_json=as_json, timeout_seconds=timeout)
 
 
-_add_request("pause", 60.0, "Pause a live run after the steps in flight; it keeps its ranks and their memory.")
-_add_request("resume", 60.0, "Resume a paused run.")
-_add_request("abort", 60.0, "End a live run now, without a checkpoint.")
+_add_request("pause", "Pause a live run after the steps in flight; it keeps its ranks and their memory.")
+_add_request("resume", "Resume a paused run.")
+_add_request("abort", "End a live run now, without a checkpoint.")
 
 
 @app.command()

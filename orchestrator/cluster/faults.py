@@ -119,9 +119,11 @@ def grace_seconds(failures: list[Failure]) -> float:
 def error_of(group: WorkerGroup, failures: Sequence[Failure]) -> PentadError:
     """A user's mistake as the worker worded it, else which rank failed, where and why."""
     if gone := _gone_with_nodes(group, [failure.rank for failure in failures if failure.says_nothing]):
-        return _silent_error(group, gone, "ray")
-    if all(failure.is_victim for failure in failures) and (silent := unresponsive(group)):
-        return _silent_error(group, silent, "peer")
+        return _silent_error(group, gone, "ray", ended=True)
+    if all(failure.is_victim for failure in failures):
+        silent, ended = unresponsive(group)
+        if silent:
+            return _silent_error(group, silent, "peer", ended=ended)
     culprit = min(failures, key=lambda f: (not f.died, f.is_victim))
     error = getattr(culprit.error, "cause", None)
     if isinstance(error, PentadError):
@@ -138,8 +140,8 @@ def error_of(group: WorkerGroup, failures: Sequence[Failure]) -> PentadError:
     return WorkerError(message, culprit.rank, detail, lost, culprit.fault, detector)
 
 
-def unresponsive(group: WorkerGroup) -> tuple[int, ...]:
-    """Ranks whose nodes are gone; without such nodes, those that do not answer within PING_SECONDS."""
+def unresponsive(group: WorkerGroup) -> tuple[tuple[int, ...], bool]:
+    """(ranks whose nodes are gone, True); without such nodes (those that do not answer within PING_SECONDS, False)."""
     refs = {rank: actor.clock.remote() for rank, actor in enumerate(group.actors)}
     until = time.monotonic() + PING_SECONDS
     while True:
@@ -148,7 +150,7 @@ def unresponsive(group: WorkerGroup) -> tuple[int, ...]:
         silent = tuple(rank for rank in refs if rank not in answers)
         gone = _gone_with_nodes(group, silent)
         if gone or not late or time.monotonic() > until:
-            return gone or silent
+            return gone or silent, bool(gone)
 
 
 def _gone_with_nodes(group: WorkerGroup, ranks: Iterable[int]) -> tuple[int, ...]:
@@ -157,10 +159,9 @@ def _gone_with_nodes(group: WorkerGroup, ranks: Iterable[int]) -> tuple[int, ...
     return tuple(rank for rank, place in enumerate(group.places) if place.node in gone)
 
 
-def _silent_error(group: WorkerGroup, ranks: tuple[int, ...], detector: str) -> WorkerError:
+def _silent_error(group: WorkerGroup, ranks: tuple[int, ...], detector: str, *, ended: bool) -> WorkerError:
     names, many = ", ".join(map(group.label, ranks)), len(ranks) > 1
-    reason = "after other ranks lost their connections"
-    if _gone_with_nodes(group, ranks) == ranks:
-        reason = f"and Ray has ended on the{'ir nodes' if many else ' node'}"
+    on_nodes = f"and Ray has ended on the{'ir nodes' if many else ' node'}"
+    reason = on_nodes if ended else "after other ranks lost their connections"
     text = f"{names} {'do' if many else 'does'} not answer, {reason}"
     return WorkerError(text, ranks[0], text, ranks, "node", detector)

@@ -105,26 +105,25 @@ class Worker:
         self.gpu = self._gpu_number()
         gpu = _visible_index(self.gpu) if plan.device == "cuda" else 0
         with self.changing:
-            self._require_current(generation)
+            self._require(generation >= self.generation, generation)
             if not keep:
                 self.runner = None
         if not keep:
             gc.collect()  # there may be no room for another state beside the one before
         runner = kind(plan, rank, self.progress_file, generation, gpu, self.runner, copies=self.copies)
         with self.changing:
-            self._require_current(generation)
+            self._require(generation >= self.generation, generation)
             self.generation, self.runner = generation, runner
             self.plan, self.rank, self.bundles = plan, rank, bundles
             self.streams = streams_of(plan, rank)
         self.notice.watch(plan.notice)
         return _device_name(gpu) if plan.device == "cuda" else ""
 
-    def _require_current(self, generation: int) -> None:
-        if generation < self.generation:
-            raise StaleGeneration(f"generation {generation} is over")
-
     def _require_equal(self, generation: int) -> None:
-        if generation != self.generation:
+        self._require(generation == self.generation, generation)
+
+    def _require(self, holds: bool, generation: int) -> None:
+        if not holds:
             raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
 
     @ray.method(concurrency_group="train")
@@ -143,8 +142,7 @@ class Worker:
     def fence(self, generation: int) -> None:
         """Ends the generation before `generation`: unblocks the train thread, and refuses calls that arrive late."""
         with self.changing:
-            if generation <= self.generation:
-                raise StaleGeneration(f"generation {generation} is over, it is {self.generation} now")
+            self._require(generation > self.generation, generation)
             self.generation = generation
         if self.runner is not None:
             self.runner.fence()

@@ -108,13 +108,13 @@ def make_plan(
     plan = replace(draft(config, model, device, program, layers, hosts=hosts, zero=options.zero), **others)
     _require_peers(config, plan)
     plan = with_slots(replace(plan, eval=_eval(config, program, costs, options, gated=is_gated), offload=fractions))
-    return _with_graphs(config.cluster.cuda_graphs, plan, memory or device_memory(device, gpu=plan.gpu))
+    return _with_graphs(config.cluster.cuda_graphs, plan, costs, memory or device_memory(device, gpu=plan.gpu))
 
 
-def _with_graphs(wanted: bool | None, plan: Plan, room: DeviceMemory) -> Plan:
-    """A plan whose compute is launched as graphs, if that is wanted; None: if compute gains by it and there is room.
-    Raises PentadError for one whose steps are hardly ever, or never, like an earlier one, or that communicates
-    otherwise inside layers than by peer copies."""
+def _with_graphs(wanted: bool | None, plan: Plan, costs: Costs, room: DeviceMemory) -> Plan:
+    """A plan, which has these costs, whose compute is launched as graphs, if that is wanted; None: if compute gains by
+    it and there is room. Raises PentadError for one whose steps are hardly ever, or never, like an earlier one, or that
+    communicates otherwise inside layers than by peer copies."""
     by_nccl = [each for each in LAYER_AXES if getattr(plan.mesh, each) > 1 and plan.transport_along(each) == "nccl"]
     reasons = {
         "CPU ranks": plan.device == "cpu",
@@ -133,13 +133,12 @@ def _with_graphs(wanted: bool | None, plan: Plan, room: DeviceMemory) -> Plan:
     graphs = replace(plan, cuda_graphs=True, rates=launched(plan.rates))
     if wanted:
         return graphs
-    gains = _compute_seconds(plan) > GRAPHS_GAIN * _compute_seconds(graphs)
+    gains = _compute_seconds(costs) > GRAPHS_GAIN * _compute_seconds(costs_of(graphs))
     return graphs if gains and fit_of(graphs, room).ok else plan
 
 
-def _compute_seconds(plan: Plan) -> float:
+def _compute_seconds(costs: Costs) -> float:
     """Seconds of F, B and W of a microbatch on all stages."""
-    costs = costs_of(plan)
     return sum(map(sum, (costs.forward, costs.backward, costs.weight)))
 
 

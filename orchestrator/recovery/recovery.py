@@ -244,7 +244,7 @@ def as_worker_error(group: WorkerGroup, error: PentadError) -> WorkerError:
     """The error of a recovery that failed, with the ranks that do not answer as lost. Raises it when all answer."""
     if isinstance(error, WorkerError):
         return error
-    silent = unresponsive(group)
+    silent, _ = unresponsive(group)
     if not silent:
         raise error
     return WorkerError(str(error), silent[0], str(error), silent, "node", "heartbeat")

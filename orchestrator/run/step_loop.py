@@ -29,7 +29,8 @@ from pentad.schedules.spec.batch import batch_of
 from pentad.workers.checkpoint.checkpoint import fingerprint
 from pentad.workers.checkpoint.retention import discard
 from pentad.workers.data.mixture import Mixture
-from pentad.workers.runtime.results import StepResult
+from pentad.workers.integrity.result import RankCheck
+from pentad.workers.runtime.results import Evaluation, StepResult
 
 CALL_SECONDS = 1.0  # target length of a call
 CALLS_IN_FLIGHT = 2  # the ranks never wait for the driver
@@ -38,15 +39,14 @@ T = TypeVar("T")
 
 
 class Call(NamedTuple):
-    """A call in flight on all ranks: steps, which returns the results of those that are complete; or, with `evaluates`
-    or `checks`, the evaluation, or the search for flipped bits, after `step` steps. `step` is the number of steps
-    submitted up to and including this call."""
+    """A call in flight on all ranks: steps, an evaluation, or a search for flipped bits. `step` is the number of steps
+    submitted up to and including this call; `conclude` takes it, the results of all ranks, and the seconds that they
+    took."""
 
     refs: Refs
     step: int
-    began: float = 0.0
-    evaluates: bool = False
-    checks: bool = False
+    conclude: Callable[[int, list[Any], float], None]
+    began: float
 
 
 class Save(NamedTuple):
@@ -124,12 +124,8 @@ class StepLoop:
                 self.in_flight.append(call)
             if self.in_flight:
                 call = self.in_flight.popleft()
-                if call.evaluates:
-                    self._collect_evaluation(call)
-                elif call.checks:
-                    self._collect_check(call)
-                else:
-                    self._collect(call)
+                results = self.group.collect(call.refs, tick=partial(self._tick, stepping=True))
+                call.conclude(call.step, results, time.monotonic() - max(call.began, self.collected_at))
                 self.collected_at = time.monotonic()  # the ranks are at the next call
             elif self.requests.paused and not self.ending:
                 self._pause()
@@ -158,20 +154,18 @@ class StepLoop:
         """Submits the next call, if there is one."""
         step = self.submitted
         if self.spikes.spike is not None:
-            was_open, self.open = self.open, False
-            return Call(self.group.submit_run(step, 0), step) if was_open else None
+            return self._close(step) if self.open else None
         ending, paused = self.ending, self.requests.paused
         due, evaluates = self._save_due(step), self._evaluation_due(step)
         must_wait, checks = due and self.saving is not None, self.checks.due(step, saves=due)
         if self.open and (evaluates or checks or ending or paused or must_wait):  # they are of steps that are complete
-            self.open = False
-            return Call(self.group.submit_run(step, 0), step)
+            return self._close(step)
         if checks:  # before the checkpoint, which is only of a state that all agree on
             self.checks.submitted = step
-            return Call(self.group.submit_check(step), step, began=time.monotonic(), checks=True)
+            return Call(self.group.submit_check(step), step, self._conclude_check, time.monotonic())
         if evaluates:  # before the checkpoint, which may turn out to be the best
             self.evaluated = step
-            return Call(self.group.submit_evaluate(step), step, began=time.monotonic(), evaluates=True)
+            return Call(self.group.submit_evaluate(step), step, self._conclude_evaluation, time.monotonic())
         if must_wait:
             return None
         if due:
@@ -190,7 +184,12 @@ class StepLoop:
         is_last = is_last or self.checks.due(self.submitted, saves=False)
         # The first call is closed, so that its results arrive before the second call is done.
         self.open = not is_last and step > self.first
-        return Call(self.group.submit_run(step, count, more=self.open), self.submitted)
+        refs = self.group.submit_run(step, count, more=self.open)
+        return Call(refs, self.submitted, self._conclude_steps, time.monotonic())
+
+    def _close(self, step: int) -> Call:
+        self.open = False
+        return Call(self.group.submit_run(step, 0), step, self._conclude_steps, time.monotonic())
 
     @property
     def saves_every(self) -> list[int]:
@@ -225,9 +224,8 @@ class StepLoop:
         self.saving = Save(refs, step, self.saved_at, facts={"waited_seconds": round(self.waited, 3)})
         self.waited = 0.0
 
-    def _collect(self, call: Call) -> None:
-        """Waits for steps, records them, and adapts the length of a call."""
-        results = self.group.collect(call.refs, tick=partial(self._tick, stepping=True))
+    def _conclude_steps(self, _: int, results: list[list[StepResult]], __: float) -> None:
+        """Records the steps that are complete, and adapts the length of a call."""
         if results[0] and self.spikes.spike is None:
             rows = self.history.add(results)
             self._record(rows)
@@ -246,18 +244,15 @@ class StepLoop:
             return False
         return self.config.eval.next_due(step, self.config.run.steps) == step
 
-    def _collect_evaluation(self, call: Call) -> None:
-        """Waits for an evaluation and records it. Its time is not part of the next step."""
-        results = self.group.collect(call.refs, tick=partial(self._tick, stepping=True))
-        seconds = time.monotonic() - max(call.began, self.collected_at)
-        rows = evaluation_rows(call.step, results[0].data_sets, seconds, self.group.generation)
+    def _conclude_evaluation(self, step: int, results: list[Evaluation], seconds: float) -> None:
+        """Its time is not part of the next step."""
+        rows = evaluation_rows(step, results[0].data_sets, seconds, self.group.generation)
         self.bus.evaluated(rows, self.history.add_evaluation(results))
 
-    def _collect_check(self, call: Call) -> None:
-        """Waits for a search for flipped bits. Its time is not part of the next step."""
-        checks = self.group.collect(call.refs, tick=partial(self._tick, stepping=True))
+    def _conclude_check(self, step: int, checks: list[RankCheck], seconds: float) -> None:
+        """Its time is not part of the next step."""
         self.history.pause()
-        self.checks.conclude(call.step, checks, time.monotonic() - max(call.began, self.collected_at))
+        self.checks.conclude(step, checks, seconds)
 
     def _record(self, rows: list[dict[str, Any]]) -> None:
         spans, rows = list(self.history.recent)[-len(rows) :], self.spikes.until_spike(rows)

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from pentad.schedules.simulate.rates import HOST_ORDER
-from pentad.schedules.simulate.timeline import Timeline
+from pentad.schedules.simulate.timeline import Span, Timeline
 
 Axis = Literal["dp", "pp", "cp", "tp", "ep"]
 ORDER: tuple[Axis, ...] = ("pp", "dp", "ep", "cp", "tp")  # outermost first: tp ranks are adjacent
@@ -85,13 +85,13 @@ class Mesh:
 
 def to_mesh_ranks(timeline: Timeline, mesh: Mesh) -> Timeline:
     """A timeline of pipeline ranks as one of all ranks of the mesh: every replica does the same."""
+    by_stage: list[list[Span]] = [[] for _ in range(mesh.pp)]
+    for span in timeline.spans:
+        by_stage[span.rank].append(span)
     spans = []
     for rank in range(mesh.size):
-        pp = mesh.coordinates(rank).pp
-        for span in timeline.spans:
-            if span.rank == pp:
-                peer = span.peer if span.peer < 0 else mesh.move(rank, pp=span.peer)
-                spans.append(span._replace(rank=rank, peer=peer))
+        line = (*mesh.group(("pp",), rank), -1)  # the last for spans without a peer
+        spans += [each._replace(rank=rank, peer=line[each.peer]) for each in by_stage[mesh.coordinates(rank).pp]]
     return Timeline(timeline.source, tuple(spans))
 
 

@@ -79,7 +79,7 @@ def _with_grid(program: Program) -> Iterator[None]:
     try:
         yield
     except ScheduleError as error:
-        grid = order_grid(program, mark=(error.rank, error.index))
+        grid = order_grid(program, (error.rank, error.index))
         raise ScheduleError(f"program {program.name} is refused: {error}\n{grid}", error.rank, error.index) from None
 
 

@@ -15,7 +15,7 @@ from small_models import HEADS, MOE
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90 * RANKS_A_GPU), two_gpus]
 
 
-@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2}, {"cp": 2}])
 @pytest.mark.parametrize(
     ("name", "pp", "transport"), [("dualpipev", 1, "nccl"), ("dualpipev", 2, "peer"), ("dualpipe", 2, "nccl")]
 )

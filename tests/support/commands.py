@@ -9,6 +9,7 @@ import pytest
 
 from pentad.orchestrator.cli.cli import main
 
+SIZES = ("--ranks", "4", "--microbatches", "8")
 Pentad = Callable[..., tuple[int, str, str]]
 
 

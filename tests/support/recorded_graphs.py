@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pentad.workers.lanes.step_graphs import StepGraphs
+from pentad.workers.model.base_stage import storage_id
 from pentad.workers.parallel.async_ops import LayerWork, host_waits
 from pentad.workers.runtime.runner import Runner
 
@@ -60,10 +61,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert function not in HOST_READS, "the host cannot read what a graph computes"
         kwargs = kwargs or {}
-        given = {storage_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        given = {storage_id(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         found = function(*args, **kwargs)
         results = {n: each for n, each in enumerate(tree_leaves(found)) if isinstance(each, Tensor)}
-        new = {number: each.detach() for number, each in results.items() if storage_of(each) not in given}
+        new = {number: each.detach() for number, each in results.items() if storage_id(each) not in given}
         if new or not results or function._schema.is_mutable or function.namespace == "c10d":  # no view
             args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
             self.calls.append(Call(function, args, kwargs, new))
@@ -115,12 +116,12 @@ class RecordedMemory:
         return nullcontext()
 
     def address(self, tensor: Tensor) -> Tensor:
-        self.recorded[storage_of(tensor)] += 1
+        self.recorded[storage_id(tensor)] += 1
         return tensor.detach()
 
     def add(self, calls: list[Call]) -> None:
-        self.tensors |= {storage_of(each): each for call in calls for each in call.results.values()}
-        self.recorded.update(storage_of(each) for call in calls for each in call.tensors())
+        self.tensors |= {storage_id(each): each for call in calls for each in call.results.values()}
+        self.recorded.update(storage_id(each) for call in calls for each in call.tensors())
 
     def take_stale(self) -> list[Tensor]:
         """What only graphs refer to, and did not when this was called last."""
@@ -140,7 +141,3 @@ def unrecorded_waits() -> Iterator[None]:
 
     with patch.object(host_waits, "wait", wait):
         yield
-
-
-def storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -52,7 +52,7 @@ def check_backward(tokens: int, num_experts: int, gate: Gate, more: bool, dtype:
 
 def check_sort(tokens: int, num_experts: int, top_k: int, first: int, local: int, device: str) -> None:
     """The rows in use, and where each choice's row is, are exactly torch's."""
-    experts = torch.rand(tokens, num_experts, device=device).argsort(1)[:, :top_k]
+    experts = torch.rand(tokens, num_experts, device=device).argsort(1)[:, :top_k].contiguous()
     weights = torch.rand(tokens, top_k, device=device)
     found, expected = (
         moe_permute_triton.sort_by_expert(experts, weights, first, local),

@@ -1,12 +1,16 @@
-"""Files of small models, saved by transformers."""
+"""What tests of several folders start from: files of small models, corpora, ranks of random groups."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from fleet import Fleet
 
 
 @pytest.fixture(autouse=True)
@@ -14,6 +18,21 @@ def silent_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank in this process leaves its progress file behind as the log of waits."""
     if async_ops := sys.modules.get("pentad.workers.parallel.async_ops"):
         monkeypatch.setattr(async_ops.host_waits, "log", None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For the corpora of a file's tests."""
+    return tmp_path_factory.mktemp("corpora")
+
+
+@pytest.fixture(scope="module")
+def random_fleet() -> Iterator[Fleet]:
+    from random_groups import RandomGroupsFleet
+
+    made = RandomGroupsFleet(4)
+    yield made
+    made.stop()
 
 
 @pytest.fixture(scope="session")

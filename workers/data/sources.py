@@ -39,9 +39,7 @@ def open_sources(data: DataSpec, vocab: int, length: int, *, verify: bool = Fals
     missing, damaged, another one than `data` says, shorter than one sequence, or with more token ids than a model of
     `vocab` has, and for sources that are the same or have different tokenizers.
     """
-    corpora = _open_corpora(data, vocab, verify=verify)
-    pairs = zip(data.sources, corpora, strict=True)
-    return [OpenSource(corpus, _cut(corpus, data, length, spec.key)) for spec, corpus in pairs]
+    return _cut(data, _open_corpora(data, vocab, verify=verify), length)
 
 
 def _open_corpora(data: DataSpec, vocab: int, *, verify: bool = False) -> list[Corpus]:
@@ -72,8 +70,18 @@ def _open(spec: SourceSpec, vocab: int, cache: str, *, verify: bool) -> Corpus:
     return corpus
 
 
-def _cut(corpus: Corpus, data: DataSpec, length: int, key: str) -> Sequences:
-    return Packs(corpus, length, Path(data.cache), key) if data.packing == "documents" else Windows(corpus, length, key)
+def _cut(data: DataSpec, corpora: list[Corpus], length: int) -> list[OpenSource]:
+    def cut(corpus: Corpus, key: str) -> Sequences:
+        if data.packing == "documents":
+            return Packs(corpus, length, Path(data.cache), key)
+        return Windows(corpus, length, key)
+
+    return [OpenSource(each, cut(each, spec.key)) for spec, each in zip(data.sources, corpora, strict=True)]
+
+
+def _is_cut(data: DataSpec, corpora: list[Corpus], length: int) -> bool:
+    """Whether no documents have to be packed first."""
+    return data.packing == "windows" or all(is_packed(each, length, Path(data.cache)) for each in corpora)
 
 
 def open_eval_data(
@@ -102,8 +110,7 @@ def count_eval_sequences(data_set: EvalData, vocab: int, length: int, cache: str
 
 def open_dataset(data: DataSpec, batch: BatchSpec, vocab: int, seed: int) -> Dataset:
     """All samples of a run. Raises PentadError as `open_sources` does."""
-    sources = open_sources(data, vocab, batch.sequence_length)
-    return Dataset(described(data, sources), sources, seed, batch.sequence_length, batch.sizes)
+    return _dataset(data, _open_corpora(data, vocab), batch, seed)
 
 
 def open_prepared(data: DataSpec, batch: BatchSpec, vocab: int, seed: int) -> Dataset | None:
@@ -111,12 +118,13 @@ def open_prepared(data: DataSpec, batch: BatchSpec, vocab: int, seed: int) -> Da
     remote one."""
     if not all("://" not in spec.path and _is_built(spec.path, vocab, data.cache) for spec in data.sources):
         return None
-    length, cache = batch.sequence_length, Path(data.cache)
-    if data.packing == "documents" and not all(
-        is_packed(corpus, length, cache) for corpus in _open_corpora(data, vocab)
-    ):
-        return None
-    return open_dataset(data, batch, vocab, seed)
+    corpora = _open_corpora(data, vocab)
+    return _dataset(data, corpora, batch, seed) if _is_cut(data, corpora, batch.sequence_length) else None
+
+
+def _dataset(data: DataSpec, corpora: list[Corpus], batch: BatchSpec, seed: int) -> Dataset:
+    sources = _cut(data, corpora, batch.sequence_length)
+    return Dataset(described(data, sources), sources, seed, batch.sequence_length, batch.sizes)
 
 
 def described(data: DataSpec, sources: list[OpenSource]) -> DataSpec:
@@ -143,8 +151,8 @@ def check_data(data: DataSpec, vocab: int, length: int, sizes: BatchSizes, steps
     if not all(_is_built(spec.path, vocab, data.cache) for spec in data.sources):
         return
     corpora = _open_corpora(data, vocab)
-    if data.packing == "windows" or all(is_packed(corpus, length, Path(data.cache)) for corpus in corpora):
-        require_lasting(described(data, open_sources(data, vocab, length)), sizes, steps)
+    if _is_cut(data, corpora, length):
+        require_lasting(described(data, _cut(data, corpora, length)), sizes, steps)
 
 
 def _is_built(data: str, vocab: int, cache: str) -> bool:

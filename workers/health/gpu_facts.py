@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import pynvml as nvml
 
-from pentad.workers.runtime.telemetry import THROTTLES
+from pentad.workers.runtime.telemetry import THROTTLES, query
 
 
 class GpuFacts(NamedTuple):
@@ -76,25 +74,25 @@ def index_of(uuid: object) -> int:
 def facts_of(index: int) -> GpuFacts:
     """Raises NVMLError if there is no such GPU."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = _query(nvml.nvmlDeviceGetMemoryInfo, handle)
-    reasons = _query(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0
-    clock = _query(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM)
-    most = _query(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
-    persistence = _query(nvml.nvmlDeviceGetPersistenceMode, handle)
+    memory = query(nvml.nvmlDeviceGetMemoryInfo, handle)
+    reasons = query(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0
+    clock = query(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM)
+    most = query(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
+    persistence = query(nvml.nvmlDeviceGetPersistenceMode, handle)
     return GpuFacts(
         index,
-        uuid=_text(_query(nvml.nvmlDeviceGetUUID, handle) or ""),
-        name=_text(_query(nvml.nvmlDeviceGetName, handle) or "unnamed"),
+        uuid=_text(query(nvml.nvmlDeviceGetUUID, handle) or ""),
+        name=_text(query(nvml.nvmlDeviceGetName, handle) or "unnamed"),
         memory_total=None if memory is None else int(memory.total),
         memory_used=None if memory is None else int(memory.used),
         processes=tuple(
             (int(each.pid), int(each.usedGpuMemory or 0))
-            for each in _query(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+            for each in query(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
         ),
-        ecc_errors=_query(
+        ecc_errors=query(
             nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         ),
-        remapping=_remapping(_query(nvml.nvmlDeviceGetRemappedRows, handle)),
+        remapping=_remapping(query(nvml.nvmlDeviceGetRemappedRows, handle)),
         throttles=tuple(name for name, bits in THROTTLES.items() if reasons & bits),
         clock=None if clock is None else clock * 1e6,
         clock_most=None if most is None else most * 1e6,
@@ -108,13 +106,6 @@ def _remapping(rows: Any) -> str:
         return ""
     _, _, pending, failed = rows
     return "failed" if failed else "pending" if pending else ""
-
-
-def _query(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's result, None if this GPU or driver does not support it."""
-    with suppress(nvml.NVMLError):
-        return function(*arguments)
-    return None
 
 
 def _text(found: str | bytes) -> str:

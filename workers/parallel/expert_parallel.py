@@ -129,4 +129,4 @@ def unpack_routing(packed: Tensor) -> tuple[Tensor, Tensor]:
     """(experts int64, weights) from the message of `pack_routing`."""
     experts, bits = packed.chunk(2, dim=1)
     weights = bits.contiguous().view(torch.float64 if packed.dtype == torch.int64 else torch.float32)
-    return experts.to(torch.int64), weights
+    return experts.to(torch.int64).contiguous(), weights

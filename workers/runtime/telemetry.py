@@ -60,17 +60,17 @@ def read_gpu(index: int) -> GpuState | None:
         handle = _handle(index)
     except nvml.NVMLError:
         return None
-    memory = _query(nvml.nvmlDeviceGetMemoryInfo, handle)
-    power = _query(nvml.nvmlDeviceGetPowerUsage, handle)
-    clock = _query(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM)
-    reasons = _query(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+    memory = query(nvml.nvmlDeviceGetMemoryInfo, handle)
+    power = query(nvml.nvmlDeviceGetPowerUsage, handle)
+    clock = query(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM)
+    reasons = query(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
     state = GpuState(
         memory_used=None if memory is None else int(memory.used),
         memory_total=None if memory is None else int(memory.total),
         power=None if power is None else power / 1e3,
         clock=None if clock is None else clock * 1e6,
-        temperature=_query(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-        ecc_errors=_query(
+        temperature=query(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        ecc_errors=query(
             nvml.nvmlDeviceGetTotalEccErrors, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
         ),
         throttles=None if reasons is None else tuple(name for name, bits in THROTTLES.items() if reasons & bits),
@@ -109,7 +109,7 @@ def _events(index: int) -> Any:
     return events
 
 
-def _query(function: Callable[..., Any], *arguments: Any) -> Any:
+def query(function: Callable[..., Any], *arguments: Any) -> Any:
     """The function's result, None if this GPU or driver does not support it."""
     with suppress(nvml.NVMLError):
         return function(*arguments)

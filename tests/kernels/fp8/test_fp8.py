@@ -74,7 +74,7 @@ def on_cpu(found: Fp8Tensor | None) -> Fp8Tensor | None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("role", ["activation", "gradient", "weight"])
 @pytest.mark.parametrize("shape", [(128, 128), (128, 256), (256, 5120), (4096, 384)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -91,7 +91,7 @@ def test_triton_casts_with_the_bits_of_the_reference(
 
 @pytest.mark.sampled(11)
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("width", [128, 1152, 4096, 14336])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_triton_fuses_casts_as_the_reference_does(recipe: Recipe, width: int, dtype: torch.dtype) -> None:
@@ -119,7 +119,7 @@ def test_triton_fuses_casts_as_the_reference_does(recipe: Recipe, width: int, dt
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", [each for each in RECIPES if each.scaling == "tensor"], ids=str)
+@pytest.mark.parametrize("recipe", [each for each in RECIPES if each.scaling == "tensor"])
 @pytest.mark.parametrize("width", [128, 1152, 14336])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_triton_records_the_maximum_of_what_it_casts(recipe: Recipe, width: int, dtype: torch.dtype) -> None:

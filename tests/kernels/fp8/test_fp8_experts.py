@@ -17,7 +17,7 @@ from pentad.kernels.moe.grouped_gemm import grouped_gemm
 BLOCKS = [Recipe("block"), Recipe("block", "e5m2", power_of_two=True)]
 
 
-@pytest.mark.parametrize("recipe", BLOCKS, ids=str)
+@pytest.mark.parametrize("recipe", BLOCKS)
 def test_products_are_those_of_the_numbers_that_the_operands_stand_for(recipe: Recipe) -> None:
     given, wide = operands((3, 0, 40), 128, 256, 384, recipe), torch.float64
     x, dy = given.x.dequantize(wide)[given.tokens], given.dy.dequantize(wide)
@@ -33,7 +33,7 @@ def test_products_are_those_of_the_numbers_that_the_operands_stand_for(recipe: R
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", BLOCKS, ids=str)
+@pytest.mark.parametrize("recipe", BLOCKS)
 @pytest.mark.parametrize(
     ("counts", "n", "k"),
     [((3, 0, 5), 128, 128), ((1, 130, 0, 2, 65), 256, 384), ((700, 0, 1000, 317), 2816, 2048), ((4,), 128, 1408)],
@@ -47,7 +47,7 @@ def test_triton_multiplies_as_the_reference_does(recipe: Recipe, counts: tuple[i
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", BLOCKS, ids=str)
+@pytest.mark.parametrize("recipe", BLOCKS)
 @pytest.mark.parametrize("width", [128, 768, 1408, 14336])
 def test_triton_fuses_casts_as_the_reference_does(recipe: Recipe, width: int) -> None:
     used, offsets = 300, torch.tensor([100, 100, 300], dtype=torch.int32, device="cuda")

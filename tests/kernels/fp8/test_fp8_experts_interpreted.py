@@ -21,14 +21,14 @@ RECIPES = [Recipe("block"), pytest.param(Recipe("block", "e5m2", power_of_two=Tr
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("counts", [(3, 0, 135, 64), (0, 0)])
 def test_products(recipe: Recipe, counts: tuple[int, ...]) -> None:
     given = operands(counts, 128, 256, 384, recipe)
     assert_products_agree(fp8_grouped_triton, given, given, torch.float32, 1e-6)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("width", [128, 1152])
 def test_gated_linear_units(recipe: Recipe, width: int) -> None:
     used, offsets = 5, torch.tensor([2, 2, 5], dtype=torch.int32)

@@ -25,7 +25,7 @@ SLOWLY = [pytest.param(each, marks=[] if each in (RECIPES[0], RECIPES[-1]) else 
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("recipe", SLOWLY, ids=str)
+@pytest.mark.parametrize("recipe", SLOWLY)
 @pytest.mark.parametrize("role", ["activation", "gradient", "weight"])
 def test_cast(recipe: Recipe, role: Role) -> None:
     x = torch.randn(256, 384)
@@ -36,7 +36,7 @@ def test_cast(recipe: Recipe, role: Role) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("recipe", SLOWLY, ids=str)
+@pytest.mark.parametrize("recipe", SLOWLY)
 @pytest.mark.parametrize("fused", [False, True])
 def test_rms_norm(recipe: Recipe, fused: bool) -> None:
     x, residual = torch.randn(2, 128, 384)
@@ -53,7 +53,7 @@ def test_rms_norm(recipe: Recipe, fused: bool) -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("recipe", SLOWLY, ids=str)
+@pytest.mark.parametrize("recipe", SLOWLY)
 def test_glu(recipe: Recipe) -> None:
     gate_up, dy = torch.randn(128, 512), torch.randn(128, 256)
     amax, of_gradients = amax_for(recipe, 4 * dy), amax_for(recipe, 4 * gate_up)
@@ -68,7 +68,7 @@ def test_glu(recipe: Recipe) -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("recipe", [each for each in RECIPES if each.scaling == "tensor"], ids=str)
+@pytest.mark.parametrize("recipe", [each for each in RECIPES if each.scaling == "tensor"])
 def test_casts_record_the_maximum_of_what_they_cast(recipe: Recipe) -> None:
     x, residual, dy = torch.randn(3, 128, 128)
     twins, references = (

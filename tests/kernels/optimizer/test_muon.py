@@ -61,7 +61,7 @@ def test_a_step_is_that_of_torch_up_to_bfloat16(nesterov: bool, adjust: str) -> 
         theirs.step()
         direction = torch.empty_like(master)
         muon_direction_(direction, momentum, parameter.grad, scale, c)
-        muon_(master, momentum, parameter.grad, newton_schulz(direction[None])[0], None, scale, c)
+        muon_(master, momentum, parameter.grad, newton_schulz(direction[None])[0].contiguous(), None, scale, c)
         assert relative_error(momentum, theirs.state[parameter]["momentum_buffer"]) < 1e-12
         assert relative_error(master - start, parameter.detach() - start) < 3e-2
 

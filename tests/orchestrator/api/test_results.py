@@ -9,8 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from cli_cases import SIZES
-from commands import Pentad
+from commands import SIZES, Pentad
 from small_checkpoint import save_small
 
 import pentad as api

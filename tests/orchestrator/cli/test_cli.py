@@ -10,8 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from cli_cases import SIZES
-from commands import Pentad
+from commands import SIZES, Pentad
 from full_disk import largest_file
 from paths import ROOT
 

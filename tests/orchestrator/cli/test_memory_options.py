@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_cases import SIZES
-from commands import Pentad
+from commands import SIZES, Pentad
 
 from pentad.orchestrator.planning.estimate import ON_HOST
 from pentad.schedules.compiler import compile_program

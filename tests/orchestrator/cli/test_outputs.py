@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_cases import SIZES
-from commands import Pentad
+from commands import SIZES, Pentad
 from paths import ROOT
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / ".typings")}

@@ -213,7 +213,7 @@ def test_a_grid_is_to_scale() -> None:
 
 def test_an_order_grid_marks_the_culprit_and_its_neighbours() -> None:
     program = compile_program("1f1b", 2, 4)
-    rows = order_grid(program, mark=(1, 8)).splitlines()
+    rows = order_grid(program, (1, 8)).splitlines()
     assert [row.split(":")[0] for row in rows] == ["rank 0", "rank 1"]
     assert f">{program.streams[1][8].key}<" in rows[1].split()
     assert len(rows[1].split()) == 2 + 1 + 13  # rank, its number, ..., six before, it, six after

@@ -8,13 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from memory_pass_cases import drop
 from schedule_sizes import TYPICAL, allows
 
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.errors import PentadError, ScheduleError
-from pentad.schedules.ir.instruction import COMPUTE, Key, Op, instructions_of
+from pentad.schedules.ir.instruction import COMPUTE, Instruction, Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.zero_buffers import gradient_pool, gradient_waits
 from pentad.schedules.simulate.costs import Costs
@@ -27,6 +26,16 @@ COPIES = (Op.OFFLOAD, Op.RELOAD)
 READERS = (Op.F, Op.B, Op.BW, Op.RECOMPUTE)
 SIZES = [(n, p, m) for n in CATALOGUE for p, m in ((1, 3), (2, 5), (4, 8), (4, 12)) if allows(n, p, m)]
 CHUNKED = [("interleaved", 2, 4, 4), ("interleaved", 1, 3, 4), ("looped-bfs", 2, 6, 3), ("interleaved-zb", 4, 8, 3)]
+
+
+def drop(program: Program, rank: int, key: Key) -> Program:
+    streams = list(program.streams)
+    streams[rank] = tuple(
+        u._replace(waits=tuple(w for w in u.waits if w != key)) if isinstance(u, Instruction) else u
+        for u in streams[rank]
+        if u.key != key
+    )
+    return program.with_streams(tuple(streams))
 
 
 def cases(sizes: list[Any]) -> list[Any]:

@@ -25,11 +25,6 @@ COSTS = DocumentCosts(1.0, 3.0)
 MESHES: list[dict[str, int]] = [{}, {"dp": 2, "pp": 2}, {"ep": 2, "dp": 2}, {"cp": 2, "tp": 2}]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("corpora")
-
-
 def plan_of_32(folder: Path, sizes: dict[str, int], microbatches: int, costs: DocumentCosts | None = COSTS) -> Plan:
     """32 sequences a step, whatever the mesh."""
     plan = plan_on_mesh(mixed(folder, "documents"), "1f1b", sizes)

@@ -28,11 +28,6 @@ MESHES: list[dict[str, Any]] = [{}, {"dp": 2, "pp": 2}, {"cp": 4}, {"tp": 2, "cp
 TRAINED = Counter[tuple[int, ...]]  # (token, target, position in its document, slot of its row)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("corpora")
-
-
 def plan_of_32(folder: Path, sizes: dict[str, Any], packing: Packing) -> Plan:
     """32 sequences of 16 tokens a step, whatever the mesh, in microbatches of a quarter of a replica's."""
     plan = plan_on_mesh(mixed(folder, packing), "1f1b", sizes)

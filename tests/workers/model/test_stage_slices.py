@@ -66,7 +66,7 @@ def cut(full: torch.Tensor, slices: int) -> list[torch.Tensor]:
     """[ROWS x LENGTH, ...] by slice, rows one after another."""
     size = LENGTH // slices
     rows = full.view(ROWS, LENGTH, *full.shape[1:])
-    return [rows[:, k * size : (k + 1) * size].flatten(0, 1) for k in range(slices)]
+    return [rows[:, k * size : (k + 1) * size].flatten(0, 1).contiguous() for k in range(slices)]
 
 
 def step(

@@ -26,11 +26,6 @@ slow = pytest.mark.slow
 COSTS = DocumentCosts(1.0, 3.0)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("corpora")
-
-
 def balanced_plan(folder: Path, packing: Packing, name: str, sizes: dict[str, int], **more: Any) -> Plan:
     plan = plan_on_mesh(mixed(folder, packing), name, sizes, **more)
     return replace(plan, batch=replace(plan.batch, document_costs=COSTS))

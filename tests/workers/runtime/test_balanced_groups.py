@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from exactness import assert_equals_one_process
 from fleet import Fleet
 from group_reference import groups_of, reference_of_groups, sets_of
 from plans import STEPS, global_batches, is_close
-from random_groups import RandomGroupsFleet, grouped_plan, random_groups
+from random_groups import grouped_plan, random_groups
 from resume import assert_repeatable, run_and_save
 from small_models import FAMILIES, MOE
 
@@ -36,13 +35,6 @@ def with_losses(model: ModelSpec, without: str = "") -> ModelSpec:
     assert model.experts is not None
     weights: dict[str, Any] = {"aux_loss_coef": 0.5, "router_z_loss_coef": 0.1, "bias_update_rate": 0.05}
     return replace(model, experts=replace(model.experts, **{key: weights[key] * (key != without) for key in weights}))
-
-
-@pytest.fixture(scope="module")
-def random_fleet() -> Iterator[Fleet]:
-    made = RandomGroupsFleet(4)
-    yield made
-    made.stop()
 
 
 CASES = [

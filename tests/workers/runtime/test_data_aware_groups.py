@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -18,7 +17,7 @@ from exactness import assert_equals_one_process
 from fleet import Fleet
 from group_reference import groups_of
 from plans import STEPS
-from random_groups import RandomGroupsFleet, grouped_plan, random_groups
+from random_groups import grouped_plan, random_groups
 from resume import assert_repeatable
 from small_models import FAMILIES
 from worker_processes import WorkerProcess, check_recovery
@@ -44,13 +43,6 @@ def microbatches_of(plan: Plan, planner: Any) -> tuple[list[list[int]], list[int
     steps = groups_of(plan, planner)
     counts = [groups.microbatches(1, 1) for groups in steps]
     return counts, [plan.program_of(step, len(groups.shares)) for step, groups in enumerate(steps)]
-
-
-@pytest.fixture(scope="module")
-def random_fleet() -> Iterator[Fleet]:
-    made = RandomGroupsFleet(4)
-    yield made
-    made.stop()
 
 
 PLANNED = [

@@ -52,11 +52,6 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("corpora")
-
-
 @pytest.mark.parametrize(("name", "sizes", "zero", "more"), CASES)
 def test_a_resumed_run_has_the_same_bits(fleet, folder, tmp_path, name, sizes, zero, more):
     plan = everything_on(folder, name, sizes, zero, **more)

@@ -23,11 +23,6 @@ from pentad.workers.runtime.results import LossSum
 slow = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("corpora")
-
-
 MESHES = [
     ("documents", "zb-h2", {"pp": 2}, {}),
     pytest.param("windows", "dualpipev", {"pp": 2}, {}, marks=slow),

@@ -35,9 +35,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"ep": 2}, pytest.param({"tp": 2}, marks=slow), pytest.param({"cp": 2}, marks=slow)], ids=str
-)
+@pytest.mark.parametrize("sizes", [{"ep": 2}, pytest.param({"tp": 2}, marks=slow), pytest.param({"cp": 2}, marks=slow)])
 @pytest.mark.parametrize("name", ["dualpipe", pytest.param("dualpipev", marks=slow)])
 def test_overlap_changes_no_bit_and_equals_one_process(fleet, corpus, name, sizes) -> None:
     plan = plan_of(name, 1, 2, 4, corpus, model=MOE if "ep" in sizes else HEADS, **sizes)
@@ -92,7 +90,7 @@ def run_sequentially(*tasks: Task[None]) -> None:
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("with_weights", [False, True], ids=["B", "BW"])
-@pytest.mark.parametrize(("sizes", "mode", "model", "method"), CASES, ids=str)
+@pytest.mark.parametrize(("sizes", "mode", "model", "method"), CASES)
 def test_one_half_computes_while_the_other_communicates(corpus, sizes, mode, model, method, with_weights) -> None:
     plan = plan_of("gpipe", 1, 3, 2, corpus, model=replace(model, layers=6), cp_method=method, **sizes)
     torch.manual_seed(1)
