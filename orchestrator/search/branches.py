@@ -9,11 +9,9 @@ from typing import NamedTuple
 
 from pentad.orchestrator.memory.variants import Variants
 from pentad.orchestrator.search.memory_bounds import MemoryBounds
-from pentad.orchestrator.search.space import Order, Setting
+from pentad.orchestrator.search.space import Order, Setting, Sharding
 from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.spec.mesh import Mesh
-
-Sharding = tuple[int, int | None]  # a stage of ZeRO, gathered units
 
 
 class Shape(NamedTuple):
@@ -39,6 +37,7 @@ class Group(NamedTuple):
 
     setting: Setting
     timed: Timed
+    bounds: MemoryBounds
     is_plain: bool
     is_saving: bool
     later: tuple[Sharding, ...]
@@ -77,7 +76,7 @@ class Chain:
 
     def first_within(self, room: int) -> int:
         """The first setting whose memory bound is within `room`."""
-        return bisect_left(range(len(self.settings)), True, key=lambda at: self.least(at) <= room)
+        return bisect_left(self.settings, True, key=lambda setting: self.bounds.least(setting, room) <= room)
 
 
 class Fitting(NamedTuple):
