@@ -47,7 +47,7 @@ def _state_bytes(layout: Layout, units: Sequence[int], zero: int, max_gathered: 
     work, mesh = layout.work, layout.mesh
     compute, wide, zero = BYTES[work.dtype], wide_bytes(work.dtype), zero if layout.is_shared else 0
     by_unit = [layout.parameters[unit] for unit in units]
-    full, beside = sum(map(sum, by_unit)), buffers * _beside(layout, units)
+    full, beside = sum(map(sum, by_unit)), _beside(layout, units) if buffers and zero > 1 else 0
     holders = mesh.dp * mesh.cp * layout.holders
     shard = sum(dense / (holders * mesh.ep) + experts / holders for dense, experts in by_unit) if zero else full
     frozen = sum(_frozen(layout, layout.layers[unit]) for unit in units) if work.lora is not None else 0
@@ -121,9 +121,9 @@ class MemoryBounds:
         return found
 
     def least_of(self, settings: Sequence[Setting], shardings: Sequence[Sharding]) -> int:
-        """Bytes of the fullest rank with those of the settings and of the shardings that take least on it."""
+        """Bytes of the fuller end of the pipeline with those of the settings and of the shardings that take least."""
         found, counts = 0, self.layout.model.custom is None
-        for rank in self.ranks:
+        for rank in {0, len(self.layout.placement) - 1}:
             state = min(state_bytes(self.layout, rank, *each) for each in shardings)
             saved = min((self._activations(rank, each) for each in settings), default=0) if counts else 0
             found = max(found, state + saved)
