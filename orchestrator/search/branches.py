@@ -4,6 +4,7 @@ of them."""
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,17 +53,17 @@ class Chain:
     """`settings` with less and less memory and more and more time, planned by `variants`: all up to number `low` do not
     fit, number `high` does. `plain` is the bound of their time without recomputation and offloading, `excess` what the
     last one that was planned needs beyond its memory bound, `bounded` the last one whose time is bounded by a
-    simulation."""
+    simulation; None before `low` is known."""
 
     settings: list[Setting]
-    variants: Variants
+    variants: Callable[[], Variants]
     timed: Timed
     bounds: MemoryBounds
     plain: float
     low: int
     high: int
     excess: int = 0
-    bounded: int = -1
+    bounded: int | None = None
 
     @property
     def mesh(self) -> Mesh:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from itertools import chain, count, product
 from typing import NamedTuple
 
@@ -319,20 +320,13 @@ class _Search:
 
     def _chains(self, setting: Setting, timed: Timed, bounds: MemoryBounds) -> Iterator[Chain]:
         plain = timed.bound(setting.zero, setting.max_gathered)
-        variants = None
+        variants = cache(self._variants)
         for settings in self._savings(setting, timed.layout):
             least = bounds.least(settings[-1], self.device.bytes)
             if least > self.device.bytes:  # not even its last setting fits
                 self._needs(setting.mesh, least)
-                continue
-            try:
-                variants = variants or self._variants(settings[0])
-            except PentadError as error:
-                self._refuse(setting.mesh, error)
-                continue
-            added = Chain(settings, variants, timed, bounds, plain, -1, len(settings))
-            added.low = added.first_within(self.device.bytes) - 1
-            yield added
+            else:
+                yield Chain(settings, partial(variants, setting), timed, bounds, plain, -1, len(settings))
 
     def _variants(self, setting: Setting) -> Variants:
         return Variants(with_setting(self.compared, setting, self.held), "cuda", self.device)
@@ -340,6 +334,10 @@ class _Search:
     def _step(self, chain: Chain) -> None:
         """Plans one setting more: the first that fits by what the last one needed, between those known. First bounds
         its time by a simulation, which takes longer than `seconds`."""
+        if chain.bounded is None:
+            chain.low, chain.bounded = chain.first_within(self.device.bytes) - 1, -1
+            self._push(chain.seconds(chain.low + 1), chain)
+            return
         first = chain.low + 1
         if chain.bounded < first:
             chain.bounded = first
@@ -352,14 +350,15 @@ class _Search:
         if chain.low + 1 < chain.high:
             self._push(chain.seconds(chain.low + 1), chain)
 
-    def _planned(self, setting: Setting, variants: Variants | None = None) -> tuple[int, float | None]:
+    def _planned(self, setting: Setting, of: Callable[[], Variants] | None = None) -> tuple[int, float | None]:
         """The bytes of a setting's fullest rank and, if they fit, the seconds of its step; then it is pushed. It is one
-        of `variants`, or has a program of its own."""
+        of some variants, or has a program of its own."""
         try:
-            if variants is None:
+            if of is None:
                 variants = self._variants(setting)
                 plan = variants.own
             else:
+                variants = of()
                 plan = variants.plan(setting.recompute, setting.recompute_layers, setting.offload)
             self.found.planned += 1
             needed = variants.needed(plan)
