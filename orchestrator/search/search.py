@@ -241,7 +241,8 @@ class _Search:
         shardings = [*self._shardings(by_layer)]
         for of_group, is_plain, is_saving in groups:
             setting = Setting(*shape[:2], order, unit_layers=unit_layers)
-            if (least := self._least_of(of_group, setting, shardings, is_plain, is_saving)) > self.device.bytes:
+            least = self._least_of(of_group, setting, shardings, is_plain, is_saving)
+            if least > self.device.bytes and self.found.missed is not None:  # of which the first is to be named
                 self._needs(shape.mesh, least)
                 continue
             timed = Timed(of_group, compute_order(of_group, order, shape.microbatches))
