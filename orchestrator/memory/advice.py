@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -39,50 +40,64 @@ def memory_advice(config: RunConfig, plan: Plan, fit: Fit) -> str:
     """A sentence with the change of ZeRO's stage, of recomputation or of the microbatches that costs least of those
     with which the run fits, by simulation at guessed costs, and with what it takes without the slots of peer copies, if
     they are too much; where none of these suffices, with what else is kept in host memory; or that nothing does."""
-    tried = [(fit.needed, Words())]
-    if sentence := _nearest(config, plan, fit.device, list(changes(config)), tried):
+    advice = _Advice(config, plan, fit.device, [(fit.needed, Words())])
+    if sentence := advice.nearest(changes(config)):
         return sentence
     kinds = (*ON_HOST, sum(ON_HOST, ())) if plan.device == "cuda" else ()
     most = next(reversed(_zero_stages(config)), ())
-    suffice = [kind for kind in kinds if _nearest(config, plan, fit.device, [kind + most], tried)]
+    suffice = [kind for kind in kinds if advice.found([kind + most])]
     if suffice:
-        return _nearest(config, plan, fit.device, [kind + zero for kind in suffice for zero in ((), most)], tried)
-    least, _ = min(tried)
+        return advice.nearest(kind + zero for kind in suffice for zero in ((), most))
+    least, _ = min(advice.tried)
     names = ["ZeRO stage", "recomputation", *["transport"] * has_copy_slots(plan), *["host memory"] * bool(kinds)]
     return f"no {', '.join(names)} or number of microbatches makes it fit: {format_bytes(least)} is the least"
 
 
-def _nearest(config: RunConfig, plan: Plan, room: DeviceMemory, changed: list[Words], tried: Tried) -> str:
-    """A sentence with the cheapest of these changes with which the run fits, '' if there is none; and, where its slots
-    of peer copies are too much, with NCCL instead, if that costs less or is all that has to change."""
-    found = list(filter(None, [_cheapest(config, plan, room, changed, tried)]))
-    if has_copy_slots(plan):
-        over_nccl = _cheapest(config, plan, room, [(*NCCL, *words) for words in changed], tried)
-        if over_nccl is not None and saved_by_nccl(over_nccl.plan, plan, room):
-            least = min((each.seconds for each in found), default=math.inf)
-            found += [over_nccl] if over_nccl.seconds < (1 - WORTH) * least or over_nccl.words == NCCL else []
-    found.sort(key=lambda each: (each.seconds, len(each.words)))
-    sentences = "; or ".join(_sentence(each, plan, room) for each in found)
-    return f"it fits {sentences}, at assumed rates" if found else ""
+class _Advice:
+    """On a run in this much memory. What does not fit is added to `tried`."""
 
+    def __init__(self, config: RunConfig, plan: Plan, room: DeviceMemory, tried: Tried) -> None:
+        self.config, self.plan, self.room, self.tried = config, plan, room, tried
+        self._fitting, self._change = cache(self._find_fitting), cache(self._make_change)  # of these overrides
 
-def _cheapest(
-    config: RunConfig, plan: Plan, room: DeviceMemory, changed: Iterable[Words], tried: Tried
-) -> _Change | None:
-    """Of these changes with which the run fits; what was `tried` is added."""
-    found = list[tuple[float, Words]]()
-    for words in changed:
+    def nearest(self, changed: Iterable[Words]) -> str:
+        """A sentence with what is `found`, '' if there is nothing."""
+        sentences = "; or ".join(_sentence(each, self.plan, self.room) for each in self.found([*changed]))
+        return f"it fits {sentences}, at assumed rates" if sentences else ""
+
+    def found(self, changed: Sequence[Words]) -> list[_Change]:
+        """The cheapest of these changes with which the run fits; and, where its slots of peer copies are too much, with
+        NCCL instead, if that costs less or is all that has to change."""
+        found = list(filter(None, [self._cheapest(changed)]))
+        if has_copy_slots(self.plan):
+            over_nccl = self._cheapest([(*NCCL, *words) for words in changed])
+            if over_nccl is not None and saved_by_nccl(over_nccl.plan, self.plan, self.room):
+                least = min((each.seconds for each in found), default=math.inf)
+                found += [over_nccl] if over_nccl.seconds < (1 - WORTH) * least or over_nccl.words == NCCL else []
+        return sorted(found, key=lambda each: (each.seconds, len(each.words)))
+
+    def _cheapest(self, changed: Iterable[Words]) -> _Change | None:
+        found = [each for words in changed for each in self._fitting(words)]
+        found.sort(key=lambda each: (each[0], len(each[1]), each[1]))  # of equals the least change
+        return next(filter(None, (self._change(words) for _, words in found)), None)
+
+    def _find_fitting(self, words: Words) -> list[tuple[float, Words]]:
+        """Seconds of a step, and overrides, for what can be recomputed beside these for the run to fit."""
+        found = list[tuple[float, Words]]()
         with suppress(PentadError):  # the schedule or the model does not allow this change
-            fitting = _fitting(with_words(config, words), plan.device, room, tried)
+            fitting = _fitting(with_words(self.config, words), self.plan.device, self.room, self.tried)
             found += ((seconds, (*words, *recompute)) for seconds, recompute in fitting)
-    for _, words in sorted(found, key=lambda each: (each[0], len(each[1]), each[1])):  # of equals the least change
-        changed_config = with_words(config, words)
-        changed_plan = make_plan(changed_config, plan.device, memory=room)
-        if (after := fit_of(changed_plan, room)).ok and fits_host(changed_config, changed_plan):
-            return _Change(simulated_seconds(changed_plan), words, changed_plan, after)
-        if not after.ok:
-            tried.append((after.needed, words))
-    return None
+        return found
+
+    def _make_change(self, words: Words) -> _Change | None:
+        """None if the run does not fit."""
+        config = with_words(self.config, words)
+        plan = make_plan(config, self.plan.device, memory=self.room)
+        if (fit := fit_of(plan, self.room)).ok and fits_host(config, plan):
+            return _Change(simulated_seconds(plan), words, plan, fit)
+        if not fit.ok:
+            self.tried.append((fit.needed, words))
+        return None
 
 
 def _sentence(change: _Change, plan: Plan, room: DeviceMemory) -> str:

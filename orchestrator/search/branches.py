@@ -4,16 +4,15 @@ of them."""
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pentad.orchestrator.memory.variants import Variants
 from pentad.orchestrator.search.memory_bounds import MemoryBounds
-from pentad.orchestrator.search.space import Order, Setting
+from pentad.orchestrator.search.space import Order, Setting, Sharding
 from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.spec.mesh import Mesh
-
-Sharding = tuple[int, int | None]  # a stage of ZeRO, gathered units
 
 
 class Shape(NamedTuple):
@@ -39,6 +38,7 @@ class Group(NamedTuple):
 
     setting: Setting
     timed: Timed
+    bounds: MemoryBounds
     is_plain: bool
     is_saving: bool
     later: tuple[Sharding, ...]
@@ -53,17 +53,17 @@ class Chain:
     """`settings` with less and less memory and more and more time, planned by `variants`: all up to number `low` do not
     fit, number `high` does. `plain` is the bound of their time without recomputation and offloading, `excess` what the
     last one that was planned needs beyond its memory bound, `bounded` the last one whose time is bounded by a
-    simulation."""
+    simulation; None before `low` is known."""
 
     settings: list[Setting]
-    variants: Variants
+    variants: Callable[[], Variants]
     timed: Timed
     bounds: MemoryBounds
     plain: float
     low: int
     high: int
     excess: int = 0
-    bounded: int = -1
+    bounded: int | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -77,7 +77,7 @@ class Chain:
 
     def first_within(self, room: int) -> int:
         """The first setting whose memory bound is within `room`."""
-        return bisect_left(range(len(self.settings)), True, key=lambda at: self.least(at) <= room)
+        return bisect_left(self.settings, True, key=lambda setting: self.bounds.least(setting, room) <= room)
 
 
 class Fitting(NamedTuple):

@@ -132,9 +132,12 @@ class Work:
         is_peer = section.transport == "peer" or (section.transport == "auto" and is_on_host(mesh, LAYER_AXES))
         return self.launched if section.cuda_graphs is not False and (is_peer or in_layers == 1) else self.rates
 
-    def compute(self, piece: Piece, span: LayerRange) -> Compute:
-        """F, B and W of one piece in a span of layers."""
-        rates, mesh = self.rates_of(piece.mesh), replace(piece.mesh, dp=1, pp=1)  # on which nothing else depends
+    def compute(self, piece: Piece, span: LayerRange, rates: Rates | None = None) -> Compute:
+        """F, B and W of one piece in a span of layers, at `rates_of` the mesh or at others."""
+        rates, mesh = (
+            rates or self.rates_of(piece.mesh),
+            replace(piece.mesh, dp=1, pp=1),
+        )  # on which nothing else depends
         known = self._compute.setdefault((piece._replace(mesh=mesh), rates is self.rates), {})
         if (kind := self.kind(span)) not in known:
             costs = guess_costs(self.model, [span], [range(1)], piece, rates, lora=self.lora)
@@ -236,6 +239,17 @@ class Layout:
         return [range(*span) for span in pairwise(accumulate(self.units, initial=0))]
 
     @cached_property
+    def stage_of(self) -> list[int]:
+        """The stage of each unit."""
+        return [stage for stage, units in enumerate(self.units_of_stages) for _ in units]
+
+    @cached_property
+    def layers_before(self) -> list[int]:
+        """Layers of earlier units of its stage, by unit."""
+        counts = [len(unit.numbers) for unit in self.layers]
+        return [sum(counts[self.units_of_stages[stage].start : unit]) for unit, stage in enumerate(self.stage_of)]
+
+    @cached_property
     def units_of_ranks(self) -> tuple[tuple[int, ...], ...]:
         return place_units(self.placement, self.units)
 
@@ -280,8 +294,15 @@ class Layout:
 
     @cached_property
     def of_stages(self) -> Costs:
-        """`plain`, of stages: those with which a schedule plans."""
+        """`plain`, of stages."""
         return self.plain.of_stages(self.units)
+
+    @cached_property
+    def of_order(self) -> Costs:
+        """Those of stages with which a schedule plans: without graphs, of which nothing is known yet."""
+        by_unit = self._of_kinds(lambda unit: self.work.compute(self.piece, unit, self.work.rates))
+        forward, backward, weight = zip(*by_unit, strict=True)
+        return replace(self.plain, forward=forward, backward=backward, weight=weight).of_stages(self.units)
 
     @cached_property
     def recompute(self) -> Callable[[str], Sequence[float]]:
@@ -299,10 +320,9 @@ class Layout:
     def _offload(self, mode: str, share: float) -> Sequence[float]:
         """Seconds to copy this share of what each unit saves to the host, and as many for the way back; with
         recomputation in all layers of `mode`."""
-        stage_of = [stage for stage, count in enumerate(self.units) for _ in range(count)]
         fractions = [share if unit.numbers else 0.0 for unit in self.layers]
         modes = [mode if unit.numbers else "none" for unit in self.layers]
-        moved = cuts(self.model, self.layers, stage_of, self.piece, modes, fractions)
+        moved = cuts(self.model, self.layers, self.stage_of, self.piece, modes, fractions)
         return self._with((), [each.bytes for each in moved]).offload
 
     def _with(self, modes: Sequence[str], offloaded: Sequence[int]) -> Costs:

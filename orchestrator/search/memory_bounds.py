@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
+from itertools import pairwise
+from math import inf
 
 import numpy as np
 
@@ -11,7 +13,8 @@ from pentad.orchestrator.activations.activation_peaks import stage_activations
 from pentad.orchestrator.activations.allocations import BYTES, wide_bytes
 from pentad.orchestrator.planning.estimate import CUBLAS
 from pentad.orchestrator.search.layout import Layout, UnitBytes
-from pentad.orchestrator.search.space import Setting
+from pentad.orchestrator.search.space import Setting, Sharding
+from pentad.orchestrator.search.time_bounds import Timed
 from pentad.schedules.ir.columns import Array, op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
@@ -19,6 +22,7 @@ from pentad.schedules.spec.lora import shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.tensors import LayerRange
 
+B_OR_BW = "B or BW"
 _F, _B, _BW, _W = (op_mask({op}) for op in (Op.F, Op.B, Op.BW, Op.W))
 
 
@@ -32,10 +36,18 @@ def least_state_bytes(layout: Layout, zero: int) -> int:
 
 def state_bytes(layout: Layout, rank: int, zero: int, max_gathered: int | None, *, buffers: bool = True) -> int:
     """Weights, gradients, master weights and moments of a pipeline rank, and the smallest buffers that ZeRO needs."""
-    work, mesh, units = layout.work, layout.mesh, layout.units_of_ranks[rank]
+    units = layout.units_of_ranks[rank]
+    key = "state", tuple(layout.kinds[unit] for unit in units), zero, max_gathered, buffers
+    if key not in layout.known:
+        layout.known[key] = _state_bytes(layout, units, zero, max_gathered, buffers=buffers)
+    return int(layout.known[key])
+
+
+def _state_bytes(layout: Layout, units: Sequence[int], zero: int, max_gathered: int | None, *, buffers: bool) -> int:
+    work, mesh = layout.work, layout.mesh
     compute, wide, zero = BYTES[work.dtype], wide_bytes(work.dtype), zero if layout.is_shared else 0
     by_unit = [layout.parameters[unit] for unit in units]
-    full, largest = sum(map(sum, by_unit)), buffers * max(map(sum, by_unit))
+    full, beside = sum(map(sum, by_unit)), _beside(layout, units) if buffers and zero > 1 else 0
     holders = mesh.dp * mesh.cp * layout.holders
     shard = sum(dense / (holders * mesh.ep) + experts / holders for dense, experts in by_unit) if zero else full
     frozen = sum(_frozen(layout, layout.layers[unit]) for unit in units) if work.lora is not None else 0
@@ -43,14 +55,25 @@ def state_bytes(layout: Layout, rank: int, zero: int, max_gathered: int | None, 
     if zero == 3:
         room = layout.gathered(max_gathered) or len(units)
         shards = shard + frozen / (holders * mesh.ep)
-        weights = shards + (full + frozen if buffers and room >= len(units) else largest)
+        is_ahead = room > 1 and work.config.zero.prefetch > 0
+        gathered = beside if is_ahead else buffers * max(map(sum, by_unit))
+        weights = shards + (full + frozen if buffers and room >= len(units) else gathered)
     # the stages that mirrors share have a buffer each
-    gradients = full if zero < 2 else shard + (largest if layout.holders == 1 else buffers * full)
+    gradients = full if zero < 2 else shard + (beside if layout.holders == 1 else buffers * full)
     on_host = work.config.memory.optimizer == "host"
     state = 2 if work.config.precision.optimizer_state == "bfloat16" else wide
     moments = (1 if work.config.optimizer.name == "muon" else 2) * state
     updated = 0.0 if on_host else shard * (moments + (wide if wide != compute else 0))
     return int(weights * compute + gradients * wide + updated) + CUBLAS
+
+
+def _beside(layout: Layout, units: Sequence[int]) -> int:
+    """Elements of two units of one stage, each of which follows the other, by kind: while one computes, the next one is
+    gathered, and while the gradients of one are reduced, those of the next one are added up."""
+    stage_of = layout.stage_of
+    pairs = [pair for pair in pairwise(units) if stage_of[pair[0]] == stage_of[pair[1]]]
+    groups = [*pairs, *((unit,) for unit in units)]
+    return sum(max(sum(layout.parameters[unit][kind] for unit in group) for group in groups) for kind in (0, 1))
 
 
 def _frozen(layout: Layout, held: LayerRange) -> int:
@@ -59,7 +82,6 @@ def _frozen(layout: Layout, held: LayerRange) -> int:
     return sum(shard_size(shard_tensors(model, lora, held, experts=each, frozen=True), mesh) for each in (False, True))
 
 
-@lru_cache(maxsize=256)
 def _held(program: Program, rank: int) -> dict[tuple[str, int], Array]:
     """By op and stage of an action: what the rank holds before it, in different rows [saved pieces of each stage,
     deferred ones of each]."""
@@ -79,49 +101,94 @@ def _held(program: Program, rank: int) -> dict[tuple[str, int], Array]:
 
 
 class MemoryBounds:
-    """Lower bounds on the memory of the settings with one layout and one compute order: those of the ranks at both ends
-    of the pipeline."""
+    """Lower bounds on the memory of the settings with one layout and, if that is known, one compute order."""
 
-    def __init__(self, layout: Layout, program: Program) -> None:
-        self.layout, self.program = layout, program
+    def __init__(self, layout: Layout, timed: Timed | None = None) -> None:
+        self.layout, self.timed = layout, timed
         last = len(layout.placement) - 1
-        self.ranks = sorted({0, min(1, last), last})
+        self.ranks = dict.fromkeys((0, last, *range(last)))
+        self._held = cache(lambda rank: _held(timed.program, rank) if timed else _least_held(layout, rank))
 
-    def least(self, setting: Setting) -> int:
-        """Bytes of the fullest of these ranks with a setting; those of a custom model's activations, which take long to
-        count, are left out."""
+    def least(self, setting: Setting, limit: float = inf) -> int:
+        """Bytes of the fullest rank with a setting, or of the first one that exceeds the limit; those of a custom
+        model's activations, which take long to count, are left out."""
         found = 0
         for rank in self.ranks:
             state = state_bytes(self.layout, rank, setting.zero, setting.max_gathered)
             found = max(found, state + (self._activations(rank, setting) if self.layout.model.custom is None else 0))
+            if found > limit:
+                break
+        return found
+
+    def least_of(self, settings: Sequence[Setting], shardings: Sequence[Sharding]) -> int:
+        """Bytes of the fuller end of the pipeline with those of the settings and of the shardings that take least."""
+        found, counts = 0, self.layout.model.custom is None
+        for rank in {0, len(self.layout.placement) - 1}:
+            state = min(state_bytes(self.layout, rank, *each) for each in shardings)
+            saved = min((self._activations(rank, each) for each in settings), default=0) if counts else 0
+            found = max(found, state + saved)
         return found
 
     def _activations(self, rank: int, setting: Setting) -> int:
-        stages = self.program.placement[rank]
+        if self.timed is not None and setting.offload:
+            return self._beside_copies(rank, setting)
+        stages = self.layout.placement[rank]
         units = {stage: self._of_stage(stage, setting) for stage in stages}
         bytes_of = np.array([sum(each[k] for each in units[stage]) for k in (0, 1) for stage in stages])
         peak = 0
-        for (name, stage), rows in _held(self.program, rank).items():
+        for (name, stage), rows in self._held(rank).items():
             if len(rows):
                 peak = max(peak, int((rows @ bytes_of).max()) + _during(name, units[stage]))
         return peak
 
+    def _beside_copies(self, rank: int, setting: Setting) -> int:
+        """Of a rank that offloads: unit by unit, with what is not copied, or is on its way."""
+        assert self.timed is not None
+        program, trips = self.timed.of_units, self.timed.trips
+        columns, (first, end) = program.columns, program.columns.rank_offsets[rank : rank + 2]
+        held = program.placement[rank]
+        sizes = np.zeros((program.stages, len(UnitBytes._fields) + 1), int)
+        sizes[list(held)] = [self._with_copied(unit, setting) for unit in held]
+        saved, deferred, *during, _ = sizes[columns.stage[first:end]].T
+        op = columns.op[first:end]
+        changes = _F[op] * saved + _B[op] * (deferred - saved) - _BW[op] * saved - _W[op] * deferred
+        before = np.cumsum(changes) - changes
+        own = np.flatnonzero(columns.rank[trips.forward] == rank)
+        moved = sizes[columns.stage[trips.forward[own]], -1]
+        away = np.zeros(end - first, int)
+        np.subtract.at(away, columns.action_row[trips.release[own]] - first, moved)
+        np.add.at(away, columns.action_row[trips.reload[own]] - first, moved)
+        most = sum(mask[op] * each for mask, each in zip((_F, _B, _BW), during, strict=True))
+        return int((before + np.cumsum(away) + most).max(initial=0))
+
+    def _with_copied(self, unit: int, setting: Setting) -> tuple[int, ...]:
+        """The bytes of a unit that is not copied, and those of it that are copied."""
+        saves = bool(self.layout.layers[unit].numbers)
+        mode = setting.recompute if saves and not self._is_late(unit, setting) else "none"
+        plain = self._of_unit(unit, mode, 0.0)
+        return (*plain, plain.saved - self._of_unit(unit, mode, setting.offload if saves else 0.0).saved)
+
+    def _is_late(self, unit: int, setting: Setting) -> bool:
+        """Whether a unit is not one of the first ones of its stage, which recompute."""
+        before = self.layout.layers_before[unit]
+        return setting.recompute_layers is not None and before >= setting.recompute_layers
+
     def _of_stage(self, stage: int, setting: Setting) -> list[UnitBytes]:
-        """Its units, of which the first ones recompute."""
-        before, found = 0, list[UnitBytes]()
+        found = list[UnitBytes]()
         for unit in self.layout.units_of_stages[stage]:
             layers = len(self.layout.layers[unit].numbers)
-            is_early = setting.recompute_layers is None or before < setting.recompute_layers
-            saving = setting.recompute if is_early and layers else "none", setting.offload if layers else 0.0
-            key = self.layout.kinds[unit], *saving
-            if key not in self.layout.held:
-                self.layout.held[key] = self._unit(unit, *saving)
-            found.append(self.layout.held[key])
-            before += layers
+            mode = setting.recompute if layers and not self._is_late(unit, setting) else "none"
+            found.append(self._of_unit(unit, mode, setting.offload if layers else 0.0))
         return found
 
+    def _of_unit(self, unit: int, mode: str, offload: float) -> UnitBytes:
+        key = self.layout.kinds[unit], mode, offload
+        if key not in self.layout.held:
+            self.layout.held[key] = self._unit(unit, mode, offload)
+        return self.layout.held[key]
+
     def _unit(self, unit: int, mode: str, offload: float) -> UnitBytes:
-        """The bytes of a unit. What is offloaded does not count until it is back for its backward."""
+        """What is offloaded does not count until it is back for its backward."""
         found = stage_activations(self.layout.model, self.layout.layers, unit, self.layout.piece)
         kept, least = found.kept(mode), min(found.kept(mode), found.not_offloadable)
         saved = least + int((1 - offload) * (kept - least)) if offload else kept
@@ -134,8 +201,20 @@ class MemoryBounds:
         return UnitBytes(saved, found.deferred, found.forward(mode).peak, backward, both)
 
 
+def _least_held(layout: Layout, rank: int) -> dict[tuple[str, int], Array]:
+    """In any order: a rank's first backward is of its last stage, when it has saved a piece of all its stages, or of
+    that stage where they have mirrors."""
+    held = layout.placement[rank]
+    if layout.holders > 1:
+        return {(B_OR_BW, stage): np.eye(1, 2 * len(held), number, dtype=int) for number, stage in enumerate(held)}
+    rows = np.repeat([[1, 0]], len(held), axis=1)
+    return {(B_OR_BW, max(held)): rows}
+
+
 def _during(name: str, units: Sequence[UnitBytes]) -> int:
-    """The most bytes beyond those before it that an action of a stage takes, unit by unit."""
+    """The most bytes beyond those before it that an action of a stage takes, unit by unit; B_OR_BW: at least."""
+    if name == B_OR_BW:
+        return min(_during("B", units), _during("BW", units))
     most = passed = 0
     for unit in units if name == "F" else reversed(units):
         most = max(most, passed + (unit.forward if name == "F" else unit.backward if name == "B" else unit.both))

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from itertools import chain, count, product
 from typing import NamedTuple
 
@@ -25,15 +26,16 @@ from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.copy_slots import NCCL, most_copied
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.memory.variants import Variants
+from pentad.orchestrator.planning.estimate import simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.hardware import require_tp_on_node
 from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
-from pentad.orchestrator.search.branches import Branch, Chain, Fitting, Group, Ordered, Shape, Sharding
+from pentad.orchestrator.search.branches import Branch, Chain, Fitting, Group, Ordered, Shape
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
 from pentad.orchestrator.search.placement_bounds import placement_bound, shape_bound
 from pentad.orchestrator.search.planned import Planned, without_evaluation
-from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Space, space_of, with_setting
+from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Sharding, Space, space_of, with_setting
 from pentad.orchestrator.search.time_bounds import Timed, compute_order
 from pentad.schedules.catalogue import CATALOGUE
 from pentad.schedules.ir.errors import PentadError, ScheduleError
@@ -141,7 +143,10 @@ class _Search:
             if mesh in listed_meshes:
                 continue
             if isinstance(branch, Fitting):
-                if (proved := self._proved(branch)) is not None:
+                proved = self._proved(branch)
+                if proved is not None and proved.seconds > branch.seconds * (1 + ROUNDING):
+                    self._push(proved.seconds, Fitting(branch.setting, proved.seconds))
+                elif proved is not None:
                     listed_meshes.add(mesh)
                     self.found.choices.append(proved)
             else:
@@ -233,11 +238,27 @@ class _Search:
         groups = [(layout, has_plain, is_same)]
         if not is_same and 1 not in self.space.unit_layers:
             groups.append((by_layer, False, True))
+        shardings = [*self._shardings(by_layer)]
         for of_group, is_plain, is_saving in groups:
+            setting = Setting(*shape[:2], order, unit_layers=unit_layers)
+            least = self._least_of(of_group, setting, shardings, is_plain, is_saving)
+            if least > self.device.bytes and self.found.missed is not None:  # of which the first is to be named
+                self._needs(shape.mesh, least)
+                continue
             timed = Timed(of_group, compute_order(of_group, order, shape.microbatches))
-            for shardings in self._shardings(by_layer):
-                setting = Setting(*shape[:2], order, unit_layers=unit_layers)
-                self._push_group(Group(setting, timed, is_plain, is_saving, shardings))
+            bounds = MemoryBounds(of_group, timed)
+            for row in shardings:
+                self._push_group(Group(setting, timed, bounds, is_plain, is_saving, row))
+
+    def _least_of(
+        self, layout: Layout, setting: Setting, shardings: Sequence[tuple[Sharding, ...]], *kinds: bool
+    ) -> int:
+        """Bytes that any order with this layout needs, with what takes least of what groups `kinds` save."""
+        if (key := ("least", *kinds)) not in layout.known:
+            is_plain, is_saving = kinds
+            saved = [setting] * is_plain + [each[-1] for each in self._savings(setting, layout) if is_saving]
+            layout.known[key] = MemoryBounds(layout).least_of(saved, [*chain(*shardings)])
+        return int(layout.known[key])
 
     def _push_group(self, group: Group, least: float = 0.0) -> None:
         """With the first of its later shardings, which takes at least this many seconds."""
@@ -267,9 +288,9 @@ class _Search:
         yield tuple(each for each in found if each[0])
 
     def _settings(self, group: Group) -> None:
-        setting, timed, is_plain, is_saving, _ = group
+        setting, timed, bounds, is_plain, is_saving, _ = group
         if is_plain:
-            least = MemoryBounds(timed.layout, timed.program).least(setting)
+            least = bounds.least(setting, self.device.bytes)
             if least > self.device.bytes:
                 self._needs(setting.mesh, least)
             elif (seconds := self._planned(setting)[1]) is not None:
@@ -281,37 +302,32 @@ class _Search:
         if is_saving:
             if None in self.space.unit_layers:
                 setting = setting._replace(unit_layers=None)
-            for chain in self._chains(setting, timed):
+            for chain in self._chains(setting, timed, bounds):
                 self._push(chain.seconds(chain.low + 1), chain)
 
-    def _chains(self, setting: Setting, timed: Timed) -> Iterator[Chain]:
+    def _savings(self, setting: Setting, layout: Layout) -> list[list[Setting]]:
         """Recomputation by mode, in more and more layers, and more and more offloading; where one of them is held, not
         all orders of the other are from fast to slow: what recomputes is not copied."""
-        space, layout = self.space, timed.layout
-        bounds, plain = MemoryBounds(layout, timed.program), timed.bound(setting.zero, setting.max_gathered)
+        space = self.space
         layers = space.recompute_layers or (*range(1, max(len(held.numbers) for held in layout.stages)), None)
         modes = [mode for mode in space.recompute if mode != "none"]
         by_mode = [[setting._replace(recompute=mode, recompute_layers=count) for count in layers] for mode in modes]
         if "none" not in space.recompute:
-            found = [[each._replace(offload=share) for share in space.offload] for each in chain(*by_mode)]
-        else:
-            if 0.0 not in space.offload:
-                by_mode = [[each._replace(offload=space.offload[0])] for each in chain(*by_mode)]
-            found = [*by_mode, [setting._replace(offload=share) for share in space.offload if share]]
-        variants = None
-        for settings in filter(None, found):
-            least = bounds.least(settings[-1])
+            return [[each._replace(offload=share) for share in space.offload] for each in chain(*by_mode)]
+        if 0.0 not in space.offload:
+            by_mode = [[each._replace(offload=space.offload[0])] for each in chain(*by_mode)]
+        offloading = [setting._replace(offload=share) for share in space.offload if share]
+        return [settings for settings in (*by_mode, offloading) if settings]
+
+    def _chains(self, setting: Setting, timed: Timed, bounds: MemoryBounds) -> Iterator[Chain]:
+        plain = timed.bound(setting.zero, setting.max_gathered)
+        variants = cache(self._variants)
+        for settings in self._savings(setting, timed.layout):
+            least = bounds.least(settings[-1], self.device.bytes)
             if least > self.device.bytes:  # not even its last setting fits
                 self._needs(setting.mesh, least)
-                continue
-            try:
-                variants = variants or self._variants(settings[0])
-            except PentadError as error:
-                self._refuse(setting.mesh, error)
-                continue
-            added = Chain(settings, variants, timed, bounds, plain, -1, len(settings))
-            added.low = added.first_within(self.device.bytes) - 1
-            yield added
+            else:
+                yield Chain(settings, partial(variants, setting), timed, bounds, plain, -1, len(settings))
 
     def _variants(self, setting: Setting) -> Variants:
         return Variants(with_setting(self.compared, setting, self.held), "cuda", self.device)
@@ -319,6 +335,10 @@ class _Search:
     def _step(self, chain: Chain) -> None:
         """Plans one setting more: the first that fits by what the last one needed, between those known. First bounds
         its time by a simulation, which takes longer than `seconds`."""
+        if chain.bounded is None:
+            chain.low, chain.bounded = chain.first_within(self.device.bytes) - 1, -1
+            self._push(chain.seconds(chain.low + 1), chain)
+            return
         first = chain.low + 1
         if chain.bounded < first:
             chain.bounded = first
@@ -331,14 +351,15 @@ class _Search:
         if chain.low + 1 < chain.high:
             self._push(chain.seconds(chain.low + 1), chain)
 
-    def _planned(self, setting: Setting, variants: Variants | None = None) -> tuple[int, float | None]:
+    def _planned(self, setting: Setting, of: Callable[[], Variants] | None = None) -> tuple[int, float | None]:
         """The bytes of a setting's fullest rank and, if they fit, the seconds of its step; then it is pushed. It is one
-        of `variants`, or has a program of its own."""
+        of some variants, or has a program of its own."""
         try:
-            if variants is None:
+            if of is None:
                 variants = self._variants(setting)
                 plan = variants.own
             else:
+                variants = of()
                 plan = variants.plan(setting.recompute, setting.recompute_layers, setting.offload)
             self.found.planned += 1
             needed = variants.needed(plan)
@@ -355,13 +376,14 @@ class _Search:
             return 2**62, None
 
     def _proved(self, timed: Fitting) -> Planned | None:
-        """As the whole configuration plans it, evaluation included; None if that does not fit."""
+        """As the whole configuration plans it, evaluation included, which may leave no room for CUDA graphs; None if
+        that does not fit."""
         config = with_setting(self.config, timed.setting, self.held)
         with suppress(PentadError):
             plan = make_plan(config, "cuda", memory=self.device)
             fit = fit_of(plan, self.device)
             if fit.ok:
-                return Planned(timed.setting, config, plan, timed.seconds, fit.needed)
+                return Planned(timed.setting, config, plan, simulated_seconds(plan), fit.needed)
             self._needs(timed.setting.mesh, fit.needed)
         return None
 

@@ -36,6 +36,7 @@ RESET: dict[str, Any] = {
     "zero.reduce": None,
 }
 TRANSPORT = "cluster.transport"  # tried only where nothing else makes a mesh fit
+Sharding = tuple[int, int | None]  # a stage of ZeRO, gathered units
 _W = op_mask({Op.W})
 
 

@@ -13,12 +13,14 @@ from itertools import pairwise
 
 import numpy as np
 
+from pentad.orchestrator.search.copies import end_beside_copies
 from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.space import Order, Setting
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import CODE, Array, op_mask
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
+from pentad.schedules.passes.offload import RoundTrips, round_trips
 from pentad.schedules.passes.recompute import add_recompute
 from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.simulate.costs import Costs
@@ -40,7 +42,7 @@ def compute_order(layout: Layout, order: Order, microbatches: int) -> Program:
     ranks, slices = len(layout.placement), layout.piece.slices
     if "costs" not in CATALOGUE[order.name].accepts:
         return layout.work.order(order, ranks, microbatches, slices)
-    return generate(order.name, ranks, microbatches, order.options, layout.of_stages)
+    return generate(order.name, ranks, microbatches, order.options, layout.of_order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +67,22 @@ class Timed:
         return not (self.program.columns.op == CODE[Op.BW]).any()
 
     @cached_property
+    def of_units(self) -> Program:
+        return split_into_units(self.program, self.layout.units)
+
+    @property
     def of_parts(self) -> Program:
-        return split_into_units(self.program, self.layout.units) if self.has_pairs else self.program
+        return self.of_units if self.has_pairs else self.program
+
+    @cached_property
+    def copied(self) -> list[int]:
+        """Units that can be offloaded."""
+        return [unit for unit, held in enumerate(self.layout.layers) if held.numbers]
+
+    @cached_property
+    def trips(self) -> RoundTrips:
+        """To the host and back, where nothing recomputes."""
+        return round_trips(self.of_units, self.copied)
 
     @cached_property
     def units_of_parts(self) -> list[range]:
@@ -176,15 +192,34 @@ class Timed:
         return most
 
     def simulated_with(self, setting: Setting) -> float:
-        """The compute order, simulated with the recomputation of a setting; 0 without."""
-        if setting.recompute == "none":
+        """The compute order, simulated with what a setting recomputes and copies; 0 if that is nothing."""
+        if setting.recompute == "none" and not setting.offload:
             return 0.0
-        by_unit, launch = self._recomputed(setting), self.costs.launch
-        by_part = [sum(by_unit[unit] for unit in units) for units in self.units_of_parts]
-        program = add_recompute(self.of_parts, [part for part, seconds in enumerate(by_part) if seconds])
+        if setting.offload:
+            end = self._end_beside_copies(setting)
+        else:
+            program, costs = self._recomputing(self.of_parts, self.units_of_parts, self.costs, setting)
+            end = float(action_times(program, costs)[1].max())
+        return end + update_seconds(self.layout.work, self.layout.sharded)
+
+    def _end_beside_copies(self, setting: Setting) -> float:
+        program, costs, trips = self.of_units, self.layout.plain, self.trips
+        if setting.recompute != "none":
+            units = [range(unit, unit + 1) for unit in range(program.stages)]
+            program, costs = self._recomputing(program, units, costs, setting)
+            trips = round_trips(program, self.copied)
+        costs = replace(costs, offload=tuple(self.layout.offload(setting.recompute, setting.offload)))
+        return end_beside_copies(program, costs, trips)
+
+    def _recomputing(
+        self, program: Program, units: Sequence[range], costs: Costs, setting: Setting
+    ) -> tuple[Program, Costs]:
+        """A program, of parts with these units, and its costs with the recomputation of a setting."""
+        by_unit, launch = self._recomputed(setting), costs.launch
+        by_part = [sum(by_unit[unit] for unit in of_part) for of_part in units]
         recompute = tuple(max(0.0, seconds - launch) for seconds in by_part)  # a RECOMPUTE has a launch of its own
-        _, ends = action_times(program, replace(self.costs, recompute=recompute))
-        return float(ends.max()) + update_seconds(self.layout.work, self.layout.sharded)
+        stages = [part for part, seconds in enumerate(by_part) if seconds]
+        return add_recompute(program, stages), replace(costs, recompute=recompute)
 
     def _recomputed(self, setting: Setting) -> list[float]:
         """Seconds of each unit, of which only the first layers of a stage may recompute."""

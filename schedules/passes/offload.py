@@ -7,25 +7,38 @@ memory that compute has used until then, and wait for that.
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+import numpy as np
+
+from pentad.schedules.ir.columns import CODE, Array, Columns, key_columns, op_mask
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import COMPUTE, Instruction, Key, Op
+from pentad.schedules.ir.instruction import COMPUTE, Instruction, Op
+from pentad.schedules.ir.lookup import IS_BACKWARD, IS_COMPUTE, IS_FORWARD
 from pentad.schedules.ir.program import Program, Stream
-from pentad.schedules.ir.rewrite import Addition, Wait, insert
+from pentad.schedules.ir.rewrite import insert_rows
 from pentad.schedules.simulate.memory import SAVED_CHANGE
 
 BUFFERS = 2  # units that may be on the device: one is copied to the host, the next one computes
 PREFETCH = 1  # compute actions between the start of a reload and its use
 EARLIEST = 2  # the same, where only memory limits it
-_ON_COMPUTE_LANE = COMPUTE | {Op.RECOMPUTE}
+_ON_COMPUTE_LANE = IS_COMPUTE | op_mask({Op.RECOMPUTE})
 _Cell = tuple[int, int]  # stage, microbatch
 
 
+class RoundTrips(NamedTuple):
+    """Activations that go to the host and come back, as arrays: rows of their forward and of their backward, and the
+    actions (numbered through all ranks) that take over their memory, and before which they come back."""
+
+    forward: Array
+    backward: Array
+    release: Array
+    reload: Array
+
+
 class _RoundTrip(NamedTuple):
-    """An activation on the host: indices of the actions that take over its memory, and before which it comes back."""
+    """One of them, with the indices of the actions in a stream."""
 
     cell: _Cell
     release: int
@@ -39,8 +52,26 @@ def add_offload(program: Program, stages: Collection[int]) -> Program:
     At most BUFFERS - 1 compute actions of these stages run beside an OFFLOAD, and the next one waits for it; a RELOAD
     starts PREFETCH of them before the backward. Raises PentadError for a stage that the program does not have.
     """
-    trips = [list(_trips_of(_Walk(stream), stages)) for stream in program.streams]
-    return _insert(program, trips)
+    return _inserted(program, round_trips(program, stages))
+
+
+def round_trips(program: Program, stages: Collection[int]) -> RoundTrips:
+    """Those of `add_offload`."""
+    columns, rows = program.columns, program.lookup
+    # Others, such as an embedding, may take no time beside which anything could be copied.
+    copied = np.isin(columns.stage, list(stages))
+    inner = np.zeros(len(columns.action_row), bool)
+    inner[columns.action[copied & IS_COMPUTE[columns.op]]] = True
+    so_far, compute = np.cumsum(inner), np.flatnonzero(inner)  # numbered through all ranks as well
+    forward = np.flatnonzero(copied & IS_FORWARD[columns.op])
+    backward = rows.backward[rows.cell(forward)]
+    reader = np.append(rows.forward, np.full(rows.total_slices, -1))[rows.cell(forward) + rows.total_slices]
+    reads = (reader >= 0) & (columns.rank[reader] == columns.rank[forward])  # the next stage is on this rank
+    after = so_far[columns.action[forward]] - 1 + BUFFERS
+    release = np.maximum(after, reads * so_far[columns.action[reader]])
+    reload = so_far[columns.action[backward]] - 1 - PREFETCH
+    found = np.flatnonzero(release < reload)
+    return RoundTrips(forward[found], backward[found], compute[release[found]], compute[reload[found]])
 
 
 def add_offload_beyond(program: Program, max_resident: float) -> Program:
@@ -50,15 +81,64 @@ def add_offload_beyond(program: Program, max_resident: float) -> Program:
     RELOAD goes EARLIEST compute actions before the backward, or later if there is no room. Activations that are
     recomputed are not offloaded. Raises PentadError when a rank needs more at one moment.
     """
-    found: list[list[_RoundTrip]] = []
+    found: list[tuple[int, ...]] = []
     chunks = program.chunks * program.slices  # activations in one microbatch of a whole rank
-    for rank, stream in enumerate(program.streams):
+    for rank, (stream, first) in enumerate(zip(program.streams, program.columns.action_offsets.tolist(), strict=False)):
         residency = _Residency(_Walk(stream), max_resident * chunks)
-        found.append(list(residency.round_trips()))
+        found += ((*trip.cell, first + trip.release, first + trip.reload) for trip in residency.round_trips())
         if residency.shortage:
             expected = f"at least {residency.shortage / chunks:g}, which rank {rank} saves at once"
             raise PentadError(f"memory.max_resident_microbatches is {max_resident:g}: expected {expected}")
-    return _insert(program, found)
+    stage, microbatch, release, reload = np.array(found, int).reshape(-1, 4).T
+    cell = stage * program.total_slices + microbatch
+    return _inserted(program, RoundTrips(program.lookup.forward[cell], program.lookup.backward[cell], release, reload))
+
+
+def _inserted(program: Program, trips: RoundTrips) -> Program:
+    """The program with OFFLOADs and RELOADs, each in the order of backwards where several go to one position, and with
+    what waits for them."""
+    columns, count = program.columns, len(trips.forward)
+    forward, backward, release, reload = (each[np.argsort(trips.backward)] for each in trips)
+    rank, (_, stage, microbatch), begins = columns.rank[forward], columns.keys(forward), _begins(program)
+    at, whole = begins[reload], np.array([0, 2 * count])
+    op = np.repeat([CODE[Op.OFFLOAD], CODE[Op.RELOAD]], count)
+    added = key_columns(whole, op, np.tile(stage, 2), np.tile(microbatch, 2))
+    offload, both = np.full(count, CODE[Op.OFFLOAD]), np.stack((np.arange(count), count + np.arange(count)), axis=1)
+    of_forward, parts = _parts(columns, columns.action[forward])
+    of_reload, last = _parts(columns, _last_before(columns, at))
+    added = added.with_waits(of_forward, *columns.keys(parts))  # RELOAD waits for its OFFLOAD and for compute
+    added = added.with_waits(both[:, 1], offload, stage, microbatch).with_waits(count + of_reload, *columns.keys(last))
+    recompute = program.lookup.rows(rank, CODE[Op.RECOMPUTE], stage, microbatch)
+    waiting = np.stack((columns.action_row[begins[release]], np.where(recompute < 0, backward, recompute)), axis=1)
+    keys = np.tile([CODE[Op.OFFLOAD], CODE[Op.RELOAD]], count), np.repeat(stage, 2), np.repeat(microbatch, 2)
+    before = columns.row_before(np.concatenate((columns.action[forward] + 1, at)))
+    columns = columns.with_waits(waiting.ravel(), *keys)
+    return program.with_streams(insert_rows(columns, added, np.tile(rank, 2), before))
+
+
+def _begins(program: Program) -> Array:
+    """Where each action begins: a backward at its recomputation, if it has one."""
+    columns, backwards = program.columns, program.columns.rows_of(IS_BACKWARD)
+    _, stage, microbatch = columns.keys(backwards)
+    recompute = program.lookup.rows(columns.rank[backwards], CODE[Op.RECOMPUTE], stage, microbatch)
+    found, has = np.arange(len(columns.action_row)), recompute >= 0
+    found[columns.action[backwards[has]]] = columns.action[recompute[has]]
+    return found
+
+
+def _last_before(columns: Columns, actions: Array) -> Array:
+    """The last action on the compute lane before each of these."""
+    on_lane = np.flatnonzero(_ON_COMPUTE_LANE[columns.op[columns.action_row]])
+    found: Array = on_lane[np.searchsorted(on_lane, actions) - 1]
+    return found
+
+
+def _parts(columns: Columns, actions: Array) -> tuple[Array, Array]:
+    """(indices into `actions`, rows) of the one or two parts of each."""
+    row = columns.action_row[actions]
+    index = np.repeat(np.arange(len(actions)), 1 + np.append(columns.is_second, False)[row + 1])
+    second = np.append(False, index[1:] == index[:-1])[: len(index)]
+    return index, row[index] + second
 
 
 class _Walk:
@@ -78,53 +158,6 @@ class _Walk:
         """The forward on this rank, or -1, that reads the result of a forward: this may be part of what that saves."""
         stage, microbatch = cell
         return self.forward.get((stage + 1, microbatch), -1)
-
-    def begins(self, index: int) -> int:
-        """Where a compute action begins: a backward at its recomputation, if it has one."""
-        parts = [part for part in self.stream[index].parts if part.op in (Op.B, Op.BW)]
-        return min((self.recompute.get((part.stage, part.microbatch), index) for part in parts), default=index)
-
-    def first_part(self, index: int) -> Key:
-        return self.stream[self.begins(index)].parts[0].key
-
-    def last_parts(self, before: int) -> tuple[Key, ...]:
-        """The last on the compute lane before an index."""
-        for index in range(before - 1, -1, -1):
-            action = self.stream[index]
-            if action.parts[0].op in _ON_COMPUTE_LANE:
-                return tuple(part.key for part in action.parts)
-        raise AssertionError("no forward comes before a reload")
-
-
-def _trips_of(walk: _Walk, stages: Collection[int]) -> Iterator[_RoundTrip]:
-    # Others, such as an embedding, may take no time beside which anything could be copied.
-    compute = [index for index in walk.compute if any(part.stage in stages for part in walk.stream[index].parts)]
-    number = {index: number for number, index in enumerate(compute)}
-    for cell, forward in walk.forward.items():
-        if cell[0] in stages:
-            reader = bisect.bisect_right(compute, walk.reader_of_result(cell))
-            release, reload = max(number[forward] + BUFFERS, reader), number[walk.backward[cell]] - PREFETCH
-            if release < reload:
-                yield _RoundTrip(cell, compute[release], compute[reload])
-
-
-def _insert(program: Program, trips: Iterable[Iterable[_RoundTrip]]) -> Program:
-    offloads: list[Addition] = []
-    reloads: list[Addition] = []
-    waits: list[Wait] = []
-    for rank, (stream, found) in enumerate(zip(program.streams, trips, strict=True)):
-        walk = _Walk(stream)
-        for cell, release, reload in sorted(found, key=lambda trip: walk.backward[trip.cell]):
-            offload_key, reload_key = Key(Op.OFFLOAD, *cell), Key(Op.RELOAD, *cell)
-            forward, position = walk.forward[cell], walk.begins(reload)
-            parts = (part.key for part in stream[forward].parts)
-            offloads.append((rank, forward + 1, Instruction(*offload_key, waits=(*parts,))))
-            after = (offload_key, *walk.last_parts(position))
-            reloads.append((rank, position, Instruction(*reload_key, waits=after)))
-            reader = walk.recompute.get(cell, walk.backward[cell])
-            keys = (part.key for part in walk.stream[reader].parts if (part.stage, part.microbatch) == cell)
-            waits += [(rank, walk.first_part(release), offload_key), *((rank, key, reload_key) for key in keys)]
-    return insert(program, offloads + reloads, waits)  # at one position in this order
 
 
 class _Residency:

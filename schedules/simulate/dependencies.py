@@ -45,6 +45,15 @@ def action_times(program: Program, costs: Costs) -> tuple[Array, Array]:
 
     Raises ScheduleError where a rank waits for something that never runs before it.
     """
+    graph = compute_graph(program, costs)
+    levels = topological_levels(graph)
+    if len(levels.order) < graph.events:
+        raise _stuck(program, levels.order)
+    return earliest_times(graph, levels, action_seconds(program, costs), np.zeros(graph.events))
+
+
+def compute_graph(program: Program, costs: Costs) -> Graph:
+    """The actions of a compute order, each after the one before on its rank and, by transfers, after what it reads."""
     columns = program.columns
     actions = len(columns.action_row)
     reader, producer = data_dependencies(program)
@@ -57,15 +66,16 @@ def action_times(program: Program, costs: Costs) -> tuple[Array, Array]:
     earlier = np.concatenate((followers - 1, earlier[unordered]))
     later = np.concatenate((followers, columns.action[reader[unordered]]))
     delay = np.concatenate((np.zeros(len(followers)), hops(costs, source[unordered], target[unordered])))
-    graph = Graph(actions, earlier, later, program.ranks, delay)
-    levels = topological_levels(graph)
-    if len(levels.order) < actions:
-        raise _stuck(program, levels.order)
-    seconds = instruction_seconds(program, costs)
-    duration = seconds[columns.action_row]
+    return Graph(actions, earlier, later, program.ranks, delay)
+
+
+def action_seconds(program: Program, costs: Costs) -> Array:
+    """Of every action; those of an overlapped pair are summed."""
+    columns, seconds = program.columns, instruction_seconds(program, costs)
+    found: Array = seconds[columns.action_row]
     pairs = np.flatnonzero(columns.is_second)
-    duration[columns.action[pairs]] += seconds[pairs]
-    return earliest_times(graph, levels, duration, np.zeros(actions))
+    found[columns.action[pairs]] += seconds[pairs]
+    return found
 
 
 def compute_times(program: Program, costs: Costs) -> list[list[tuple[float, float]]]:

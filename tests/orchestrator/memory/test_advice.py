@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from pentad.orchestrator.api.plans import planned
 from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.memory import advice as advices
 from pentad.orchestrator.memory.advice import changes, memory_advice
 from pentad.orchestrator.memory.copy_slots import NCCL, most_copied
 from pentad.orchestrator.memory.first_microbatches import with_words
@@ -71,6 +74,23 @@ def test_host_memory_is_advised_where_nothing_else_suffices() -> None:
     assert re.match(sentence, advice), advice
     small = config.model_copy(update={"memory": config.memory.model_copy(update={"host_gib": 0.01})})
     assert memory_advice(small, plan, fit_of(plan, device)).startswith("no ZeRO stage, recomputation, host memory or ")
+
+
+def test_no_change_is_planned_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where host memory has to help, each kind of change is asked for several times."""
+    words = "memory.recompute=full", "schedule.microbatches=16"
+    plan, on_host = (make_plan(config_of(*words, *more), "cuda") for more in ((), ("memory.optimizer=host",)))
+    needed, least = (fit_of(each, device_memory("cuda", 1000)).needed for each in (plan, on_host))
+    room = device_memory("cuda", (needed + least) / 2 / 2**30)
+    asked, fitting = list[RunConfig](), advices._fitting
+
+    def counted(changed: RunConfig, *rest: Any) -> Iterator[tuple[float, tuple[str, ...]]]:
+        asked.append(changed)
+        return fitting(changed, *rest)
+
+    monkeypatch.setattr(advices, "_fitting", counted)
+    assert " in host memory" in memory_advice(config_of(*words), plan, fit_of(plan, room))
+    assert len(asked) > 4 and all(asked.count(each) == 1 for each in asked)
 
 
 def test_a_plan_says_so_only_where_it_does_not_fit() -> None:
