@@ -134,10 +134,8 @@ class Work:
 
     def compute(self, piece: Piece, span: LayerRange, rates: Rates | None = None) -> Compute:
         """F, B and W of one piece in a span of layers, at `rates_of` the mesh or at others."""
-        rates, mesh = (
-            rates or self.rates_of(piece.mesh),
-            replace(piece.mesh, dp=1, pp=1),
-        )  # on which nothing else depends
+        rates = rates or self.rates_of(piece.mesh)
+        mesh = replace(piece.mesh, dp=1, pp=1)  # on which nothing else depends
         known = self._compute.setdefault((piece._replace(mesh=mesh), rates is self.rates), {})
         if (kind := self.kind(span)) not in known:
             costs = guess_costs(self.model, [span], [range(1)], piece, rates, lora=self.lora)
