@@ -171,3 +171,25 @@ def test_the_command_prints_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
         f"pentad: model {file}:my_model: {file} cannot be imported: ZeroDivisionError in line 2 (division by zero): "
         "expected a file that runs"
     ]
+
+
+def test_attention_counts_heads_of_keys_as_often_as_they_are_read(tmp_path: Path) -> None:
+    file, flops = tmp_path / "grouped.py", []
+    for heads in (1, 2, 4):
+        file.write_text(HEAD + GROUPED.format(heads=heads))
+        model = make_plan(load(None, [*SIZES, f"model.custom={file}:my_model"]), "cpu").model
+        assert model.custom is not None
+        flops.append(model.custom.layers[1].flops)
+    assert flops == [2 * 2 * 16 * 16 * 8] * 3  # two products of 16 queries and 16 keys, 4 heads of 2
+
+
+GROUPED = """
+def attend(layer, x):
+    q, k = x.unflatten(2, (4, 2)).transpose(1, 2), x.unflatten(2, (4, 2)).transpose(1, 2)[:, :{heads}]
+    mixed = nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+    return layer.weight * mixed.transpose(1, 2).flatten(2)
+
+
+def my_model(vocab, hidden):
+    return model(vocab, hidden, Layer(attend, weight=nn.Parameter(torch.ones(hidden))))
+"""
