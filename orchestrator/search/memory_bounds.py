@@ -22,7 +22,7 @@ from pentad.schedules.spec.lora import shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.tensors import LayerRange
 
-B_OR_BW = "B or BW"
+_B_OR_BW = "B or BW"
 _F, _B, _BW, _W = (op_mask({op}) for op in (Op.F, Op.B, Op.BW, Op.W))
 
 
@@ -206,14 +206,14 @@ def _least_held(layout: Layout, rank: int) -> dict[tuple[str, int], Array]:
     that stage where they have mirrors."""
     held = layout.placement[rank]
     if layout.holders > 1:
-        return {(B_OR_BW, stage): np.eye(1, 2 * len(held), number, dtype=int) for number, stage in enumerate(held)}
+        return {(_B_OR_BW, stage): np.eye(1, 2 * len(held), number, dtype=int) for number, stage in enumerate(held)}
     rows = np.repeat([[1, 0]], len(held), axis=1)
-    return {(B_OR_BW, max(held)): rows}
+    return {(_B_OR_BW, max(held)): rows}
 
 
 def _during(name: str, units: Sequence[UnitBytes]) -> int:
-    """The most bytes beyond those before it that an action of a stage takes, unit by unit; B_OR_BW: at least."""
-    if name == B_OR_BW:
+    """The most bytes beyond those before it that an action of a stage takes, unit by unit; _B_OR_BW: at least."""
+    if name == _B_OR_BW:
         return min(_during("B", units), _during("BW", units))
     most = passed = 0
     for unit in units if name == "F" else reversed(units):

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from pentad.orchestrator.search.copies import end_beside_copies
 from pentad.orchestrator.search.layout import Layout, Work
+from pentad.orchestrator.search.offload_bounds import end_beside_copies
 from pentad.orchestrator.search.space import Order, Setting
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import CODE, Array, op_mask

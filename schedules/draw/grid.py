@@ -11,7 +11,7 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.timeline import Span, Timeline
 
 MARK = "'"
-AROUND = 6  # columns
+CONTEXT = 6  # columns on each side of a marked one
 
 
 class Cell(NamedTuple):
@@ -53,12 +53,12 @@ def time_cells(program: Program, timeline: Timeline, costs: Costs) -> list[list[
 
 
 def order_grid(program: Program, mark: tuple[int, int]) -> str:
-    """Instructions in stream order, with `mark` = (rank, index) in >arrows< and AROUND columns on each side of it."""
-    first = max(mark[1] - AROUND, 0)
+    """Instructions in stream order, with `mark` = (rank, index) in >arrows< and CONTEXT columns on each side of it."""
+    first = max(mark[1] - CONTEXT, 0)
     rows = []
     for r, stream in enumerate(program.streams):
         cells = [f">{u.key}<" if (r, i) == mark else str(u.key) for i, u in enumerate(stream)]
-        rows.append([f"rank {r}:", *(["..."] if first else []), *cells[first : first + 2 * AROUND + 1]])
+        rows.append([f"rank {r}:", *(["..."] if first else []), *cells[first : first + 2 * CONTEXT + 1]])
     width = max((len(cell) for row in rows for cell in row), default=0)
     return "\n".join(" ".join(cell.ljust(width) for cell in row).rstrip() for row in rows)
 
