@@ -1,4 +1,4 @@
-"""Tokens per second and GPU of torchtitan 0.2.2 and of pentad, one after another on the GPUs of one host.
+"""Tokens per second and GPU of pentad and then of torchtitan 0.2.2 on the GPUs of one host.
 
 PYTHONPATH=.typings:tests/support:tests/bench python -P tests/bench/peers.py --out OUT --titan FOLDER 8b-dp4 8b-tp4
 
@@ -18,11 +18,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import yaml
-from meshes import measure, train
+from meshes import WARMUP, measure, train
 from ranks import Ranks
 from record import stamp, write
 
@@ -40,24 +41,22 @@ def main() -> None:
     parser.add_argument("--titan", type=Path, help="folder of torchtitan; without it pentad runs alone")
     parser.add_argument("--limit", type=float, default=120.0, help="time limit of a run, in seconds")
     args = parser.parse_args()
-    rows = list[dict[str, Any]]()
-    for name in args.cases:
-        row = {"case": name, "torchtitan": [], **CASES[name]}
-        if args.titan:
-            row["torchtitan"] = [
-                torchtitan(args.titan, CASES[name], flags, args.limit) for flags in CASES[name]["titan"]
-            ]
-        row["pentad"] = pentad(CASES[name], args.limit)
-        rows.append(row)
+    ranks = Ranks(args.limit, train)
+    rows = [{"case": name, **CASES[name], "pentad": pentad(ranks, CASES[name])} for name in args.cases]
+    ranks.stop()
+    for row in rows:
+        flags = row["titan"] if args.titan else []
+        row["torchtitan"] = [torchtitan(args.titan, row, each, args.limit) for each in flags]
         print(report(row), flush=True)
         write(args.out, {**stamp(), "rows": rows})
 
 
 def torchtitan(folder: Path, case: dict[str, Any], flags: str, limit: float) -> dict[str, Any]:
     """The median of the steps after compilation; what was logged last where there are none."""
+    count = case.get("titan_steps", case.get("steps", STEPS))
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(case["gpus"]), HERE / "titan.py"),
-        *("--model.name", case.get("model", "llama3"), "--training.steps", str(case.get("steps", STEPS))),
+        *("--model.name", case.get("model", "llama3"), "--training.steps", str(count)),
         *("--metrics.log_freq", "1", "--metrics.disable_color_printing", "--lr_scheduler.warmup_steps", "2"),
         *(() if "activation_checkpoint" in flags else ("--activation_checkpoint.mode", "none")),
         *flags.split(),
@@ -65,34 +64,34 @@ def torchtitan(folder: Path, case: dict[str, Any], flags: str, limit: float) -> 
     with tempfile.TemporaryFile("w+") as log:
         environment = os.environ | {"PYTHONPATH": str(folder)}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            pass  # it does not always end after its last step
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
+        until = time.monotonic() + limit
+        while process.poll() is None and time.monotonic() < until:
+            time.sleep(0.5)
+            log.seek(0)
+            if len(LOGGED.findall(log.read())) == count:  # it does not always end after its last step
+                break
+        os.killpg(process.pid, signal.SIGKILL)
         log.seek(0)
         text = log.read()
     steps = [(int(step), float(gib), float(tps.replace(",", ""))) for step, gib, tps in LOGGED.findall(text)]
-    timed = [tps for step, _, tps in steps if step > COMPILING]
+    compiling = min(COMPILING, count - 2)
+    timed = [tps for step, _, tps in steps if step > compiling]
     if not timed:
         return {"flags": flags, "error": text[-1000:]}
     memory = max(gib for _, gib, _ in steps)
     return {
         **{"flags": flags, "tokens_per_second_per_gpu": statistics.median(timed)},
-        **{"steps": max(step for step, *_ in steps) - COMPILING, "reserved_gib": memory},
+        **{"steps": max(step for step, *_ in steps) - compiling, "reserved_gib": memory},
     }
 
 
-def pentad(case: dict[str, Any], limit: float) -> list[dict[str, Any]]:
-    """A row per run, in processes that end before the next case begins."""
-    ranks, rows = Ranks(limit, train), list[dict[str, Any]]()
-    steps = [f"run.steps={case.get('steps', STEPS)}", "optimizer.warmup_steps=4"]
+def pentad(ranks: Ranks, case: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row per run."""
+    rows, steps = list[dict[str, Any]](), case.get("steps", STEPS)
     for overrides in case["runs"]:
-        words = [*steps, *case["all"].split(), *overrides.split()]
-        rows.append(measure(ranks, f"deploy/jobs/{case['job']}.yaml", words, "cuda"))
+        words = [f"run.steps={steps}", "optimizer.warmup_steps=4", *case["all"].split(), *overrides.split()]
+        rows.append(measure(ranks, f"deploy/jobs/{case['job']}.yaml", words, "cuda", min(WARMUP, steps - 3)))
         print(json.dumps({k: v for k, v in rows[-1].items() if k not in ("losses", "norms")}), flush=True)
-    ranks.stop()
     return rows
 
 
