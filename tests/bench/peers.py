@@ -44,6 +44,7 @@ def main() -> None:
     ranks = Ranks(args.limit, train)
     rows = [{"case": name, **CASES[name], "pentad": pentad(ranks, CASES[name])} for name in args.cases]
     ranks.stop()
+    write(args.out, {**stamp(), "rows": rows})
     for row in rows:
         flags = row["titan"] if args.titan else []
         row["torchtitan"] = [torchtitan(args.titan, row, each, args.limit) for each in flags]

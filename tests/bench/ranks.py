@@ -91,7 +91,7 @@ def _serve(connection: Connection, work: Work) -> None:
 
 @contextmanager
 def connected(connection: Connection, plan: Plan, rank: int) -> Iterator[Runner]:
-    """The Runner of a rank, connected to the other ranks."""
+    """The Runner of a rank, connected to the other ranks, with the initial weights."""
     gpu = gpu_of(rank)
     if plan.device == "cuda":
         torch.cuda.set_device(gpu)
@@ -101,6 +101,7 @@ def connected(connection: Connection, plan: Plan, rank: int) -> Iterator[Runner]
         if rank == 0:
             connection.send(runner.serve("127.0.0.1", 60))
         runner.connect(connection.recv(), 60)
+        runner.restore(None)
         yield runner
         runner.close()
 

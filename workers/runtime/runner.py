@@ -179,8 +179,10 @@ class Runner:
 
         `more`: another call follows, possibly of no steps. The newest step then stays open: nothing waits for its end
         or its norm, and a later call returns its result. `skipped_batches` are left out (see `batch_of`). Raises
-        Aborted if the generation ends.
+        Aborted if the generation ends, RuntimeError if this rank has no state.
         """
+        if self.state.version < 0:
+            raise RuntimeError(f"rank {self.rank} has no state to train: expected restore or receive before run")
         self._reserve()
         with self.fence_flag.guard():
             for step in range(first_step, first_step + count):
