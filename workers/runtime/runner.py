@@ -179,10 +179,9 @@ class Runner:
 
         `more`: another call follows, possibly of no steps. The newest step then stays open: nothing waits for its end
         or its norm, and a later call returns its result. `skipped_batches` are left out (see `batch_of`). Raises
-        Aborted if the generation ends, RuntimeError if this rank has no state.
+        Aborted if the generation ends.
         """
-        if self.state.version < 0:
-            raise RuntimeError(f"rank {self.rank} has no state to train: expected restore or receive before run")
+        assert self.state.version >= 0, "restore or receive comes first"
         self._reserve()
         with self.fence_flag.guard():
             for step in range(first_step, first_step + count):
@@ -279,8 +278,7 @@ class Runner:
     def position(self) -> Progress | None:
         """The instruction that the GPU has reached; None on a CPU, where the progress file says it. From any thread."""
         executor = self.executor
-        found = None if executor is None or self.fence_flag.is_set else executor.position()
-        if found is None:
+        if executor is None or self.fence_flag.is_set or (found := executor.position()) is None:
             return None
         step, counter, program = found
         if (step, counter) != self.last_position[:2]:

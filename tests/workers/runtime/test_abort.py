@@ -143,16 +143,6 @@ def test_a_runner_whose_generation_ended_early_passes_its_state_on(corpus, tmp_p
         assert all(torch.equal(*pair) for pair in zip(found, tensors, strict=True))
 
 
-def test_a_rank_without_a_state_does_not_train(corpus, tmp_path):
-    runner = Runner(make_plan("1f1b", corpus, {"microbatches": 2}), 0, tmp_path / "progress")
-    runner.connect(runner.serve("127.0.0.1", 30.0), 30.0)
-    with pytest.raises(RuntimeError, match="no state"):
-        runner.run(0, 1)
-    runner.restore(None)
-    assert len(runner.run(0, 1)) == 1
-    runner.close()
-
-
 def test_results_that_a_dead_driver_has_not_recorded_outlive_a_generation(corpus, tmp_path):
     """The next driver may die, too, between its fence and its record."""
     first = Runner(make_plan("1f1b", corpus, {"microbatches": 2}), 0, tmp_path / "progress")

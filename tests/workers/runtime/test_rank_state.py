@@ -1,4 +1,4 @@
-"""The state of a rank is read from a disk and from the memory of ranks, piece by piece."""
+"""The state of a rank is read from a disk and from the memory of ranks, piece by piece; without it no step runs."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from pentad.workers.replication.source import CopySource, FoundPart, checkpoint_
 from pentad.workers.replication.transfer import CopyServer
 from pentad.workers.runtime import rank_state, state_transfer
 from pentad.workers.runtime.rank_state import RankState
+from pentad.workers.runtime.runner import Runner
 from pentad.workers.runtime.state_transfer import hand_over
 
 ZERO = [MemoryOptions(zero=zero) for zero in range(4)]
@@ -125,3 +126,14 @@ def copy_part(files: dict[str, dict[str, torch.Tensor]]) -> CopyPart:
             found = files[file][name].contiguous().view(-1).view(torch.uint8).numpy()
             data[at : at + found.nbytes] = found
     return CopyPart(index, data, data, lambda _: None)
+
+
+def test_a_rank_without_a_state_does_not_train(corpus, tmp_path):
+    """Its weights are zeros, of which nothing can be learned."""
+    runner = Runner(plan_of("1f1b", 1, 1, 2, corpus, model=SHALLOW), 0, tmp_path / "progress")
+    runner.connect(runner.serve("127.0.0.1", 30.0), 30.0)
+    with pytest.raises(AssertionError, match="restore or receive"):
+        runner.run(0, 1)
+    runner.restore(None)
+    assert len(runner.run(0, 1)) == 1
+    runner.close()
