@@ -20,9 +20,10 @@ from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Axis, Coordinates, Mesh, are_on_one_host
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec, SpikeSpec
-from pentad.schedules.spec.tensors import LayerRange, Tensor
+from pentad.schedules.spec.tensors import LayerRange, Tensor, gathered_in_8_bits
 
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16, the widest access of kernels and NCCL
+TILE_ELEMENTS = 128 * 128  # elements of a tile with a scale, of which parts of matrices in 8 bits have whole numbers
 TILE_TOKENS = 8192  # least tokens of a tile (see `num_tiles`); docs/parallelism.md has measurements
 
 
@@ -246,9 +247,10 @@ class Plan:
         return self.holders(shard)[0]
 
     def tensors(self, shard: ParamShard) -> tuple[Tensor, ...]:
-        """The tensors that a shard has parts of."""
-        layers = self.layers[shard.stage]
-        return shard_tensors(self.model, self.lora, layers, experts=shard.experts, frozen=shard.frozen)
+        """The tensors that a shard has parts of; those that are gathered in 8 bits come last."""
+        layers, narrow = self.layers[shard.stage], self._in_8_bits(shard)
+        found = shard_tensors(self.model, self.lora, layers, experts=shard.experts, frozen=shard.frozen)
+        return tuple(sorted(found, key=lambda tensor: tensor.name in narrow)) if narrow else found
 
     def size(self, shard: ParamShard) -> int:
         """Elements of a shard."""
@@ -261,7 +263,16 @@ class Plan:
 
     def zero_shard_size(self, shard: ParamShard) -> int:
         """Elements of a ZeRO shard, padding included."""
-        return aligned_part(self.size(shard), self.num_zero_shards(shard))
+        narrow, count = self.size_in_8_bits(shard), self.num_zero_shards(shard)
+        return aligned_part(self.size(shard) - narrow, count) + aligned_part(narrow, count, TILE_ELEMENTS)
+
+    def size_in_8_bits(self, shard: ParamShard) -> int:
+        """Elements of a shard that ZeRO-3 gathers in 8 bits."""
+        narrow = self._in_8_bits(shard) if self.num_zero_shards(shard) > 1 else ()
+        return shard_size(tuple(each for each in self.tensors(shard) if each.name in narrow), self.mesh)
+
+    def _in_8_bits(self, shard: ParamShard) -> frozenset[str]:
+        return gathered_in_8_bits(self.model, self.fp8, self.layers[shard.stage], experts=shard.experts)
 
     def _param_shards(self, stage: int, tp: int, ep: int) -> tuple[ParamShard, ...]:
         is_trained = self.has_experts(stage) and (self.lora is None or self.lora.adapts_experts)
@@ -281,9 +292,9 @@ class Plan:
         return self.slice_tokens // self.mesh.tp
 
 
-def aligned_part(size: int, count: int) -> int:
+def aligned_part(size: int, count: int, alignment: int = ALIGNMENT) -> int:
     """Elements of each of `count` equal parts of a buffer, padded so that each part starts aligned."""
-    return size if count == 1 else -(-size // (count * ALIGNMENT)) * ALIGNMENT
+    return size if count == 1 else -(-size // (count * alignment)) * alignment
 
 
 def num_tiles(tokens: int) -> int:

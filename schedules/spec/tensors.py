@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -138,6 +139,15 @@ def fp8_matrices(model: ModelSpec, fp8: Fp8Spec, layers: Iterable[int], *, has_h
     if has_head and fp8.head:
         end = LayerRange(model.layers, model.layers, has_head=True)
         yield from (tensor for tensor in tensors(model, end) if tensor.name == HEAD)
+
+
+@lru_cache(maxsize=4096)
+def gathered_in_8_bits(model: ModelSpec, fp8: Fp8Spec | None, layers: LayerRange, *, experts: bool) -> frozenset[str]:
+    """The names of the matrices of these layers, of `experts` or all others, that ZeRO-3 gathers in 8 bits."""
+    if fp8 is None or not fp8.gathers:
+        return frozenset()
+    found = fp8_matrices(model, fp8, layers.numbers)
+    return frozenset(tensor.name for tensor in found if tensor.experts is experts)
 
 
 def head_in_layers(model: ModelSpec, length: int) -> float:

@@ -19,8 +19,9 @@ from pentad.workers.params.unwritten import Unwritten
 
 
 class Param(NamedTuple):
-    weight: Tensor  # in the compute dtype
+    weight: Tensor  # in the compute dtype, or with `scales` in 8 bits
     gradient: Tensor | None  # the main gradient; None: the weight is frozen
+    scales: Tensor | None = None  # of a weight that was gathered in 8 bits
 
 
 Params = dict[str, Param]  # by name

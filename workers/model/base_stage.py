@@ -122,10 +122,13 @@ class BaseStage(ABC):
             if frozen.weights is None:
                 return {}
             params |= {name: Param(weight, None) for name, weight in frozen.weights.tensors.items()}
-        for weights, gradients in (each.bound for each in self.param_buffers):
+        for each in self.param_buffers:
+            (weights, gradients), narrow = each.bound, each.parameters.in_8_bits
             if weights is None or gradients is None:
                 return {}
-            params |= {name: Param(weight, gradients.tensors[name]) for name, weight in weights.tensors.items()}
+            scales = narrow.scales if narrow is not None else {}
+            given = ((name, weight, gradients.tensors[name]) for name, weight in weights.tensors.items())
+            params |= {name: Param(weight, gradient, scales.get(name)) for name, weight, gradient in given}
         return params
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,16 +40,16 @@ class WeightBuffer:
             self.set_weights(shard.full_weights)
 
     def set_weights(self, flat: torch.Tensor) -> None:
-        self.weights = self._name(flat)
+        self.weights = self._name(flat, self.shard.weight_views)
 
     def clear_weights(self) -> None:
         self.weights = None
 
-    def _name(self, flat: torch.Tensor) -> NamedBuffer:
+    def _name(self, flat: torch.Tensor, views: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> NamedBuffer:
         """The same object whenever the same buffer comes again."""
         address = flat.data_ptr()
         if address not in self._named:
-            self._named[address] = NamedBuffer(flat, self.shard.views(flat))
+            self._named[address] = NamedBuffer(flat, views(flat))
         return self._named[address]
 
 
@@ -66,7 +67,7 @@ class ParamBuffers(WeightBuffer):
 
     def set_gradients(self, flat: torch.Tensor) -> None:
         """Adds to the gradients in this buffer from now on. W prepares it first where it is `stale`."""
-        self.gradients = self._name(flat)
+        self.gradients = self._name(flat, self.shard.views)
 
     @property
     def bound(self) -> BoundBuffers:
@@ -83,7 +84,8 @@ class ParamBuffers(WeightBuffer):
     def prepare_gradients(self, unwritten: Unwritten) -> None:
         """Called before a W adds to the gradients."""
         if self.stale and self.gradients is not None:
-            self.gradients.flat[self.parameters.layout.size :].zero_()  # the padding
+            for segment in self.parameters.layout.segments:
+                self.gradients.flat[segment.full][segment.end - segment.start :].zero_()  # the padding
             unwritten.add(self.gradients.tensors.values())
             self.stale = False
 
