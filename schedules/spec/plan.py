@@ -20,10 +20,9 @@ from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Axis, Coordinates, Mesh, are_on_one_host
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec, SpikeSpec
-from pentad.schedules.spec.tensors import LayerRange, Tensor, gathered_in_8_bits
+from pentad.schedules.spec.tensors import TILE_ELEMENTS, LayerRange, Tensor, gathered_in_8_bits
 
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16, the widest access of kernels and NCCL
-TILE_ELEMENTS = 128 * 128  # elements of a tile with a scale, of which parts of matrices in 8 bits have whole numbers
 TILE_TOKENS = 8192  # least tokens of a tile (see `num_tiles`); docs/parallelism.md has measurements
 
 
@@ -162,8 +161,7 @@ class Plan:
 
     def ranks_beside(self, rank: int) -> tuple[int, ...]:
         """The ranks on the host of a rank, itself included, in ascending order."""
-        ranks, hosts = range(self.mesh.size), self.hosts
-        return tuple(other for other in ranks if not hosts or hosts[other] == hosts[rank])
+        return tuple(each for each in range(self.mesh.size) if not self.hosts or self.hosts[each] == self.hosts[rank])
 
     def recompute_mode(self, stage: int) -> str:
         """What a stage recomputes."""
@@ -172,8 +170,7 @@ class Plan:
     @property
     def shares_documents(self) -> bool:
         """Whether context ranks share each document by itself, so that every sequence has other positions on a rank."""
-        zigzag = CP_LAYOUTS[self.cp_method] == "zigzag"
-        return zigzag and self.mesh.cp > 1 and self.data.document_mask
+        return CP_LAYOUTS[self.cp_method] == "zigzag" and self.mesh.cp > 1 and self.data.document_mask
 
     @property
     def recomputation(self) -> str:
@@ -183,9 +180,8 @@ class Plan:
     @property
     def is_tied(self) -> bool:
         """Whether two stages train copies of the embedding, as the head or for multi-token prediction."""
-        if self.lora is not None:
-            return False
-        return (self.model.tie_word_embeddings or self.model.mtp_layers > 0) and self.program.stages > 1
+        has_copies = self.model.tie_word_embeddings or self.model.mtp_layers > 0
+        return self.lora is None and has_copies and self.program.stages > 1
 
     def has_experts(self, stage: int) -> bool:
         return len(self.expert_layers(stage)) > 0
@@ -272,7 +268,8 @@ class Plan:
         return shard_size(tuple(each for each in self.tensors(shard) if each.name in narrow), self.mesh)
 
     def _in_8_bits(self, shard: ParamShard) -> frozenset[str]:
-        return gathered_in_8_bits(self.model, self.fp8, self.layers[shard.stage], experts=shard.experts)
+        fp8 = self.fp8 if self.zero == 3 else None
+        return gathered_in_8_bits(self.model, fp8, self.layers[shard.stage], experts=shard.experts)
 
     def _param_shards(self, stage: int, tp: int, ep: int) -> tuple[ParamShard, ...]:
         is_trained = self.has_experts(stage) and (self.lora is None or self.lora.adapts_experts)

@@ -17,6 +17,7 @@ IN_8_BITS = ("attention.qkv", "attention.query", "attention.keys_values", "atten
 
 SHARED_IN_8_BITS = ("shared.gate_up", "shared.down")
 EXPERTS_IN_8_BITS = ("experts.gate_up", "experts.down")
+TILE_ELEMENTS = 128 * 128  # of which parts of matrices in 8 bits have whole numbers
 HEAD = "head"  # the output head, even where it is the embedding
 
 

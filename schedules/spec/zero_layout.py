@@ -9,8 +9,8 @@ from typing import NamedTuple
 from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
-from pentad.schedules.spec.plan import TILE_ELEMENTS, ParamShard, Plan, aligned_part
-from pentad.schedules.spec.tensors import LayerRange, gathered_in_8_bits
+from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
+from pentad.schedules.spec.tensors import TILE_ELEMENTS, LayerRange, gathered_in_8_bits
 
 INBOX_ELEMENTS = 2**25  # of gradients on their way between peers, or in bfloat16 between any ranks, at most
 
@@ -96,10 +96,13 @@ class ZeroLayout(NamedTuple):
 
 def zero_layout(plan: Plan, shard: ParamShard, rank: int) -> ZeroLayout:
     """How a parameter shard is cut over its holders."""
-    size, num_shards = plan.size(shard), plan.num_zero_shards(shard)
-    if num_shards == 1:
-        return ZeroLayout(size)
-    return ZeroLayout(size, num_shards, plan.holders(shard).index(rank), plan.size_in_8_bits(shard))
+    found = first_layout(plan, shard)
+    return found if found.num_shards == 1 else found._replace(shard_index=plan.holders(shard).index(rank))
+
+
+def first_layout(plan: Plan, shard: ParamShard) -> ZeroLayout:
+    """That of the first holder; all others are as long."""
+    return ZeroLayout(plan.size(shard), plan.num_zero_shards(shard), in_8_bits=plan.size_in_8_bits(shard))
 
 
 def pool_sizes(
@@ -112,8 +115,8 @@ def pool_sizes(
     itemsize: int = 2,
 ) -> tuple[tuple[int, ...], ...]:
     """The sizes of a Program whose units have these layers, each on this many ranks of a pipeline: the padded elements
-    of a unit's parameter shards, of all but experts and of experts, and of the frozen ones of both. If some are gathered
-    in 8 bits, the trained ones' weights count what they take in elements of `itemsize` bytes, and their gradients
+    of a unit's parameter shards, of all but experts and of experts, and of the frozen ones of both. If some are
+    gathered in 8 bits, trained weights count as the elements of `itemsize` bytes that they take, and their gradients
     follow."""
 
     def layout(unit: LayerRange, *, experts: bool, frozen: bool = False) -> ZeroLayout:

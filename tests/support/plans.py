@@ -72,7 +72,8 @@ def plan_of(
     recomputed = frozenset(stage for stage, each in enumerate(layers) if recompute != "none" and each.numbers)
     mesh, units = Mesh(dp=dp, pp=pp, cp=cp, tp=tp, ep=ep), units or memory_options.units
     fractions = tuple(offload if each.numbers else 0.0 for each in layers) if offload else ()
-    sizes = pool_sizes(model, lora, layers, mesh, len(order.holders(0)), fp8, DTYPES[dtype].itemsize)
+    gathered = fp8 if memory_options.zero == 3 else None, DTYPES[dtype].itemsize
+    sizes = pool_sizes(model, lora, layers, mesh, len(order.holders(0)), *gathered)
     memory_options = memory_options._replace(sizes=sizes, units=units, recompute=recomputed, max_resident=max_resident)
     fitted = memory_options._replace(offload=frozenset(np.flatnonzero(fractions).tolist()), logits_in_w=logit_rows > 0)
     given: dict[str, Any] = {"memory_options": fitted, "order": order, "replicas": dp * cp * ep}

@@ -73,8 +73,9 @@ class Fp8Shard:
     def cast(self) -> None:
         """Writes scales and values, once `maxima` are those of all elements of each tile."""
         recipe = Recipe("row", power_of_two=self.recipe.power_of_two)
-        all_scales = scale_of(self.maxima, E4M3, power_of_two=recipe.power_of_two)
-        for scales, found in zip(self.scales.values(), all_scales.split([each.numel() for each in self.scales.values()]), strict=True):
+        counts = [each.numel() for each in self.scales.values()]
+        of_tiles = scale_of(self.maxima, E4M3, power_of_two=recipe.power_of_two).split(counts)
+        for scales, found in zip(self.scales.values(), of_tiles, strict=True):
             scales.copy_(found.view(scales.shape))
         for part in self.parts:
             tiles, own = self._tiles_around(part)

@@ -17,9 +17,9 @@ from pentad.workers.params.update_layout import spans
 @dataclass(frozen=True)
 class WeightShard:
     """`compute` [compute_part] is this rank's ZeRO shard of the weights ([size] without ZeRO), in the order of
-    `local_tensors` and in the dtype of compute: without those that are gathered in 8 bits. `full_weights` [padded_size], of which it is a view, is None where
-    stages share buffers (workers/runtime/zero.py). `router_bias` is not sharded; it comes with the weights that are not
-    experts', as every rank of the stage needs it.
+    `local_tensors` and in the dtype of compute, but for those that are gathered in 8 bits. `full_weights`
+    [padded_size], of which it is a view, is None where stages share buffers (workers/runtime/zero.py). `router_bias` is
+    not sharded; it comes with the weights that are not experts', as every rank of the stage needs it.
     """
 
     local_tensors: tuple[LocalTensor, ...]

@@ -75,7 +75,14 @@ class PeerCollectives:
         return []
 
     def reduce_scatter(
-        self, shard: ParamShard, part: torch.Tensor, full: torch.Tensor, program: int, *, accumulate: bool, first: int = 0
+        self,
+        shard: ParamShard,
+        part: torch.Tensor,
+        full: torch.Tensor,
+        program: int,
+        *,
+        accumulate: bool,
+        first: int = 0,
     ) -> list[Arrival]:
         """Writes to `part` the sum over the holders of its elements in their gradients, of which this rank has `full`,
         the elements from `first` of those that it shares, or adds that sum to it. `part` may be its place in `full`."""

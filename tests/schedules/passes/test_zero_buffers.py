@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.instruction import Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.zero_buffers import gradient_pool, meet, sharded_stages, weight_sizes, weight_pool
+from pentad.schedules.passes.zero_buffers import gradient_pool, meet, sharded_stages, weight_pool, weight_sizes
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 SIZES = st.lists(st.sampled_from([0, 64, 128, 448, 1024]), min_size=8, max_size=8)

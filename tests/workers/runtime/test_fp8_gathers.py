@@ -12,7 +12,6 @@ from bits import same_bits
 from exactness import state_like
 from fleet import assemble
 from fp8_plans import BLOCK, DELAYED, EXPERTS, LATENT, MIXTURE, SHARED, TENSOR, WIDE, WIDE_EXPERTS, fp8_plan
-from resume import assert_repeatable
 
 from pentad.schedules.spec.model import Fp8Spec
 from pentad.schedules.spec.plan import Plan
