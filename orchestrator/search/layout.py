@@ -156,11 +156,11 @@ class Work:
         return self._reduce[key]
 
     def gather_seconds(self, piece: Piece, span: LayerRange) -> float:
-        """At least what an all-gather of a span's weights takes with ZeRO, in which frozen ones do not count, and those
-        in 8 bits with its stage 3 as if it were any."""
-        key, zero = (piece.mesh, self.kind(span)), 1 if self.fp8 is None else 3
+        """At least what an all-gather of a span's weights takes with any stage of ZeRO; frozen ones do not count."""
+        key = piece.mesh, self.kind(span)
         if key not in self._gather:
-            self._gather[key] = gather_seconds(self.model, self.lora, span, piece, self.rates, zero)
+            given = self.model, self.lora, span, piece, self.rates
+            self._gather[key] = min(gather_seconds(*given, zero) for zero in (1, 3))
         return self._gather[key]
 
     def _end_seconds(self, mesh: Mesh, placement: Placement, zero: int) -> tuple[float, float]:
