@@ -77,6 +77,7 @@ def plan_of(
     memory_options = memory_options._replace(sizes=sizes, units=units, recompute=recomputed, max_resident=max_resident)
     fitted = memory_options._replace(offload=frozenset(np.flatnonzero(fractions).tolist()), logits_in_w=logit_rows > 0)
     given: dict[str, Any] = {"memory_options": fitted, "order": order, "replicas": dp * cp * ep}
+    kept: dict[str, Any] = {"host_optimizer": host_optimizer, "cp_method": cp_method, "lora": lora, "fp8": fp8}
     return Plan(
         name="exact",
         mesh=mesh,
@@ -94,11 +95,8 @@ def plan_of(
         recompute_fraction=recompute_fraction,
         logit_rows=logit_rows,
         offload=fractions,
-        host_optimizer=host_optimizer,
         zero=memory_options.zero,
-        cp_method=cp_method,
-        lora=lora,
-        fp8=fp8,
+        **kept,
     )
 
 

@@ -15,7 +15,7 @@ from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_
 from pentad.kernels.moe.moe_permute import gather_rows
 from pentad.kernels.wgrad_gemm import accumulate_gradient_
 from pentad.workers.linear.logit_chunks import HeadWgrad
-from pentad.workers.params.unwritten import Unwritten
+from pentad.workers.params.param_buffers import Unwritten
 
 
 class Param(NamedTuple):

@@ -26,9 +26,8 @@ from pentad.workers.model.layer_context import LayerContext
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.context_share import ContextShare
 from pentad.workers.parallel.process_groups import LayerGroups
-from pentad.workers.params.param_buffers import BoundBuffers, NamedBuffer, ParamBuffers, WeightBuffer
+from pentad.workers.params.param_buffers import BoundBuffers, NamedBuffer, ParamBuffers, Unwritten, WeightBuffer
 from pentad.workers.params.router_bias import ExpertLoad, LoadBalancer, reports_load
-from pentad.workers.params.unwritten import Unwritten
 
 Activation = Tensor | tuple[Tensor, Tensor]  # [T, H]; between units of a stage the two terms of the residual stream
 

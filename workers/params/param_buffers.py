@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,6 @@ import torch
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.params.tp_replicated import ReplicatedGradients
-from pentad.workers.params.unwritten import Unwritten
 from pentad.workers.params.weight_shard import WeightShard
 
 
@@ -23,7 +22,28 @@ class NamedBuffer:
     tensors: dict[str, torch.Tensor]
 
 
+Place = tuple[int, int]  # address and number of elements
 BoundBuffers = tuple[NamedBuffer | None, NamedBuffer | None]  # weights and gradients
+
+
+class Unwritten:
+    """Main gradients that W has not written yet: what they contain means nothing until the first product of a sum,
+    which takes and overwrites them, so nothing zeroes them."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[Place, torch.Tensor] = {}
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.tensors.update((_place(tensor), tensor) for tensor in tensors)
+
+    def take(self, tensor: torch.Tensor) -> bool:
+        """Whether this tensor, or this view of all of it, is to be overwritten; from now on it is written."""
+        return self.tensors.pop(_place(tensor), None) is not None
+
+    def take_all(self) -> list[torch.Tensor]:
+        """The tensors that are left: nothing was added to them."""
+        found, self.tensors = list(self.tensors.values()), {}
+        return found
 
 
 class WeightBuffer:
@@ -99,3 +119,7 @@ def make_param_buffers(
         for shard, each in parameters.items()
         if shard.stage == stage
     ]
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    return tensor.data_ptr(), tensor.numel()

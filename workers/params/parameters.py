@@ -12,7 +12,7 @@ from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.optimizer import STATE_KINDS
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.zero_layout import ZeroLayout, zero_layout
-from pentad.workers.linear.fp8_shard import Fp8Shard
+from pentad.workers.params.fp8_shard import Fp8Shard
 from pentad.workers.params.host_state import HostShard, StateStream
 from pentad.workers.params.local_tensor import LocalTensor, local_tensors
 from pentad.workers.params.param_init import initial_values

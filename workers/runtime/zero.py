@@ -23,10 +23,10 @@ from pentad.schedules.passes.zero_buffers import (
     weight_pool,
 )
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.linear.fp8_shard import Fp8Shard, Group, cast_shards
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.async_ops import Arrival, all_gather
 from pentad.workers.parallel.process_groups import ProcessGroups
+from pentad.workers.params.fp8_shard import Fp8Shard, Group, cast_shards
 from pentad.workers.params.param_buffers import ParamBuffers, WeightBuffer
 from pentad.workers.rank_waits import rank_waits
 from pentad.workers.transport.group_collectives import GroupCollectives

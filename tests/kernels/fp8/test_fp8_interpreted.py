@@ -37,13 +37,14 @@ def test_cast(recipe: Recipe, role: Role) -> None:
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_rows_of_a_tile_with_its_maximum_are_cast_as_the_tile(power_of_two: bool) -> None:
-    """As shards of matrices are (workers/linear/fp8_shard.py), which the reference of their casts cannot tell."""
+    """As shards of matrices are (workers/params/fp8_shard.py), which the reference of their casts cannot tell."""
     x = torch.randn(256, 384).bfloat16()
     tiles = x.float().abs().view(2, 128, 3, 128).amax((1, 3))
     of_rows = tiles[:, None].expand(2, 128, 3).reshape(-1, 1).contiguous()
     row, block = (Recipe(scaling, power_of_two=power_of_two) for scaling in ("row", "block"))
-    given = x.view(-1, 128), row, "weight", Amax(of_rows, of_rows)
-    found, want = fp8_cast_triton.fp8_cast(*given, columns=False).rows, fp8_cast_triton.fp8_cast(x, block, "weight")
+    amax = Amax(of_rows, of_rows)
+    found = fp8_cast_triton.fp8_cast(x.view(-1, 128), row, "weight", amax, columns=False).rows
+    want = fp8_cast_triton.fp8_cast(x, block, "weight")
     assert found is not None and want.rows is not None and want.columns is not None
     assert torch.equal(found.values.view(x.shape).view(torch.uint8), want.rows.values.view(torch.uint8))
     assert torch.equal(found.scales, want.rows.scales[:, None].expand(2, 128, 3).reshape(-1, 1))

@@ -14,6 +14,7 @@ from exactness import state_like
 from fleet import Outcome, assemble
 from fp8_plans import BLOCK, DELAYED, EXPERTS, LATENT, MIXTURE, SHARED, TENSOR, WIDE, WIDE_EXPERTS, fp8_plan
 from resume import assert_repeatable, save_and_resume
+from worker_processes import call_all, start_run
 
 from pentad.orchestrator.planning.estimate import fp8_weights, memory
 from pentad.schedules.passes.zero_buffers import WEIGHT_KINDS, sharded_stages, weight_pool
@@ -80,6 +81,16 @@ def test_bits_in_bfloat16_are_those_of_weights_that_are_cast_after_the_gather(fl
     assert_same_bits(*(fleet.run(plan, [(0, 3)]) for plan in plans), plan=plan_with(spec, "1f1b", sizes, corpus))
 
 
+@pytest.mark.slow
+def test_matrices_that_muon_updates_have_the_same_bits(fleet, corpus):
+    found = []
+    for gathers in (True, False):
+        plan = plan_with(BLOCK, "1f1b", {"dp": 2, "tp": 2, "layers": 2}, corpus, gathers=gathers)
+        plan = replace(plan, optimizer=replace(plan.optimizer, name="muon"))
+        found.append(fleet.run(plan, [(0, 3)]))
+    assert_same_bits(*found, plan=plan)
+
+
 @pytest.mark.parametrize("spec", [BLOCK, pytest.param(TENSOR, marks=pytest.mark.slow)])
 def test_copies_of_peers_have_the_bits_of_process_groups(fleet, corpus, spec):
     """Replicas of a stage are on one host."""
@@ -141,3 +152,22 @@ def assert_same_bits(found: list[Outcome], want: list[Outcome], *, plan: Plan, s
         assert [each.losses for each in a.results] == [each.losses for each in b.results[steps]]
     like = state_like({tensor.name: torch.empty(tensor.shape) for tensor in tensors(plan.model)})
     assert same_bits(*(assemble([each.state for each in outcomes], like) for outcomes in (found, want)))
+
+
+@pytest.mark.slow
+def test_ranks_agree_on_what_they_have_gathered(workers, corpus):
+    """Before the first step and after others; a matrix has a digest of its bytes, and all results have theirs twice."""
+    plan, ranks = plan_with(BLOCK, "1f1b", {"dp": 2, "layers": 2, "unit_layers": 1}, corpus), workers[:2]
+    start_run(ranks, plan)
+    digests = list[int]()
+    for step in (0, 2):
+        if step:
+            call_all(ranks, "run", 0, step)
+        one, other = call_all(ranks, "check", step)
+        names = {name for name in one.state if name.startswith("weights.")}
+        assert {f"weights.{tensor.name}" for tensor in tensors(plan.model)} == names
+        assert all(one.state[name] == other.state[name] for name in names)
+        assert one.first == one.second == other.first
+        digests.append(one.state["weights.layers.1.mlp.down"])
+    assert 0 not in digests and digests[0] != digests[1]
+    call_all(ranks, "close")

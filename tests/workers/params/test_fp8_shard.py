@@ -12,7 +12,7 @@ from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Recipe, absolute_maxim
 from pentad.schedules.spec.tensors import Tensor
 from pentad.schedules.spec.zero_layout import ZeroLayout
 from pentad.workers.linear.casts import Casts
-from pentad.workers.linear.fp8_shard import Fp8Shard
+from pentad.workers.params.fp8_shard import Fp8Shard
 from pentad.workers.params.local_tensor import LocalTensor
 from pentad.workers.params.router_bias import RouterBias
 from pentad.workers.params.weight_shard import WeightShard
