@@ -78,6 +78,7 @@ def plan_of(
     fitted = memory_options._replace(offload=frozenset(np.flatnonzero(fractions).tolist()), logits_in_w=logit_rows > 0)
     given: dict[str, Any] = {"memory_options": fitted, "order": order, "replicas": dp * cp * ep}
     kept: dict[str, Any] = {"host_optimizer": host_optimizer, "cp_method": cp_method, "lora": lora, "fp8": fp8}
+    kept |= {"recompute_fraction": recompute_fraction, "logit_rows": logit_rows, "offload": fractions}
     return Plan(
         name="exact",
         mesh=mesh,
@@ -92,9 +93,6 @@ def plan_of(
         device="cpu",
         transport="gloo",
         recompute=tuple(recompute if each.numbers else "none" for each in layers) if recomputed else (),
-        recompute_fraction=recompute_fraction,
-        logit_rows=logit_rows,
-        offload=fractions,
         zero=memory_options.zero,
         **kept,
     )
