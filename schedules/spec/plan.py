@@ -265,11 +265,11 @@ class Plan:
     def size_in_8_bits(self, shard: ParamShard) -> int:
         """Elements of a shard that ZeRO-3 gathers in 8 bits."""
         narrow = self._in_8_bits(shard) if self.num_zero_shards(shard) > 1 else ()
-        return shard_size(tuple(each for each in self.tensors(shard) if each.name in narrow), self.mesh)
+        return shard_size(tuple(t for t in self.tensors(shard) if t.name in narrow), self.mesh) if narrow else 0
 
     def _in_8_bits(self, shard: ParamShard) -> frozenset[str]:
-        fp8 = self.fp8 if self.zero == 3 else None
-        return gathered_in_8_bits(self.model, fp8, self.layers[shard.stage], experts=shard.experts)
+        given = self.model, self.fp8, self.layers[shard.stage]
+        return gathered_in_8_bits(*given, experts=shard.experts) if self.fp8 and self.zero == 3 else frozenset()
 
     def _param_shards(self, stage: int, tp: int, ep: int) -> tuple[ParamShard, ...]:
         is_trained = self.has_experts(stage) and (self.lora is None or self.lora.adapts_experts)

@@ -62,14 +62,16 @@ class ZeroShards:
             each.is_stale = True
 
     def updated(self, collectives: Collectives) -> None:
-        """The master weights, and those in the dtype of compute, are of another step."""
-        self._cast()
+        """A step is committed, which needs no other rank; weights in 8 bits do, so they are cast in `refresh`."""
+        for each, _ in self._in_8_bits():
+            each.is_stale = True
         collectives.after_update()
 
     def refresh(self, collectives: Collectives) -> None:
-        """Casts weights that have come another way than by an update. All ranks must call it."""
+        """Casts weights that have changed to 8 bits, before anything gathers them. All ranks must call it."""
         if self._is_stale:
-            self.updated(collectives)
+            self._cast()
+            collectives.after_update()
 
     def begin(self, program: int) -> None:
         """A step of this program of the plan follows: every stage adds gradients to its place there."""
