@@ -93,14 +93,16 @@ class Casts:
             self._weights[key] = self.cast(weight, "weight", "", split)
         return self._weights[key]
 
-    def gathered(self, values: Tensor, scales: Tensor) -> Fp8Forms:
-        """Both forms of a matrix that was gathered in 8 bits; transposing it also makes scales of 128 x 128 or of the
-        whole matrix those of its columns."""
+    def gathered(self, values: Tensor, scales: Tensor, *, columns: bool) -> Fp8Forms:
+        """A matrix that was gathered in 8 bits, by rows, and also by `columns` if asked for: transposing it also makes
+        scales of 128 x 128 or of the whole matrix those of its columns."""
         key = values.data_ptr()
+        if not columns:
+            return Fp8Forms(Fp8Tensor(values, scales), None)
         if key not in self._weights:
             turned = values.view(torch.uint8).t().contiguous().view(values.dtype)
-            columns = Fp8Tensor(turned, scales.contiguous().t())
-            self._weights[key] = Fp8Forms(Fp8Tensor(values, scales), columns)
+            transposed = Fp8Tensor(turned, scales.contiguous().t())
+            self._weights[key] = Fp8Forms(Fp8Tensor(values, scales), transposed)
         return self._weights[key]
 
     def cast(

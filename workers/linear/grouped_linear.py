@@ -69,7 +69,11 @@ class GroupedLinear(NamedTuple):
     def _matrices(self) -> ExpertMatrices:
         assert self.casts is not None
         matrix, scales = self.weight.flatten(0, 1), self.param.scales
-        forms = self.casts.weight(matrix, SplitOver()) if scales is None else self.casts.gathered(matrix, scales)
+        forms = (
+            self.casts.weight(matrix, SplitOver())
+            if scales is None
+            else self.casts.gathered(matrix, scales, columns=True)
+        )
         if self.casts.samples is not None and forms.rows is not None:
             self.casts.samples.add(self.name, "weight", forms.rows)
         return ExpertMatrices.of(forms, self.weight.shape[0])

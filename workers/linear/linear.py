@@ -83,7 +83,7 @@ class Linear(NamedTuple):
     def forward(self, axes: Axes, x: Operand, bias: Tensor | None = None) -> Tensor:
         """[T, N]"""
         if isinstance(x, Fp8Forms):
-            rows, matrix = _given(x.rows), _given(self._forms(axes).rows)
+            rows, matrix = _given(x.rows), _given(self._forms(axes, columns=False).rows)
             self._sample("activation", rows)
             self._sample("weight", matrix)
             y = fp8_gemm(rows, matrix, self.dtype)
@@ -96,7 +96,7 @@ class Linear(NamedTuple):
         if isinstance(dy, Fp8Forms):
             rows = _given(dy.rows)
             self._sample("gradient", rows)
-            return fp8_gemm(rows, _given(self._forms(axes).columns), self.dtype)
+            return fp8_gemm(rows, _given(self._forms(axes, columns=True).columns), self.dtype)
         return torch.mm(dy, self.weight)
 
     def forward_gathered(self, axes: Axes, x: Operand, bias: Tensor | None = None) -> AsyncResult[Tensor]:
@@ -145,10 +145,11 @@ class Linear(NamedTuple):
     def _output_split(self, axes: Axes) -> SplitOver:
         return SplitOver(axes.cp, RowGroup() if self.row_parallel else axes.tp)
 
-    def _forms(self, axes: Axes) -> Fp8Forms:
+    def _forms(self, axes: Axes, *, columns: bool) -> Fp8Forms:
+        """That of rows, and with `columns` the other one, which a cast makes anyway."""
         assert self.casts is not None
         if self.param.scales is not None:
-            return self.casts.gathered(self.weight, self.param.scales)
+            return self.casts.gathered(self.weight, self.param.scales, columns=columns)
         split = SplitOver(features=axes.tp) if self.row_parallel else SplitOver(tokens=axes.tp)
         return self.casts.weight(self.weight, split)
 

@@ -70,7 +70,7 @@ def test_gathered_shards_are_the_forms_of_full_matrices(recipe, dtype, count):
         values = gathered[start : start + matrix.numel()].view(torch.float8_e4m3fn).view(matrix.shape)
         start += matrix.numel()
         for shard in shards:
-            found, want = casts.gathered(values, shard.scales[name]), forms_of(recipe, matrix.to(dtype))
+            found, want = casts.gathered(values, shard.scales[name], columns=True), forms_of(recipe, matrix.to(dtype))
             for ours, theirs in zip(found, want, strict=True):
                 assert ours is not None and theirs is not None
                 assert torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8))
