@@ -12,7 +12,14 @@ from pentad.orchestrator.planning.estimate import costs_of, memories
 from pentad.schedules.draw.memory import MemoryCurve, Sample, UnitName
 from pentad.schedules.draw.page_program import DrawnMemory
 from pentad.schedules.ir.instruction import COMPUTE, Instruction, Op, instructions_of
-from pentad.schedules.passes.zero_buffers import TRAINED_KINDS, gradient_pool, longest, sharded_stages, weight_pool
+from pentad.schedules.passes.zero_buffers import (
+    gradient_pool,
+    gradient_sizes,
+    longest,
+    sharded_stages,
+    weight_pool,
+    weight_sizes,
+)
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Timeline
 from pentad.schedules.spec.plan import Plan
@@ -90,17 +97,13 @@ def _pooled_weights(plan: Plan, pp: int) -> tuple[Op, Op, dict[int, int]]:
     """What begins and ends the use of each unit's place in the pool, and its bytes."""
     held = sharded_stages(plan.program, pp) if plan.zero == 3 else set()
     size = BYTES[plan.dtype]
-    return Op.ALL_GATHER, Op.FREE, {unit: size * sum(_sizes(plan, unit)) for unit in held}
+    return Op.ALL_GATHER, Op.FREE, {unit: size * sum(weight_sizes(plan.program, unit)) for unit in held}
 
 
 def _pooled_gradients(plan: Plan, pp: int) -> tuple[Op, Op, dict[int, int]]:
     held = sharded_stages(plan.program, pp) if plan.zero > 1 else set()
     size = wide_bytes(plan.dtype)
-    return Op.W, Op.REDUCE_SCATTER, {unit: size * sum(_sizes(plan, unit)[:TRAINED_KINDS]) for unit in held}
-
-
-def _sizes(plan: Plan, unit: int) -> tuple[int, ...]:
-    return plan.program.sizes[unit] if plan.program.sizes else (plan.size(plan.param_shards_of(0)[0]),)
+    return Op.W, Op.REDUCE_SCATTER, {unit: size * sum(gradient_sizes(plan.program, unit)) for unit in held}
 
 
 def _in_use(times: list[tuple[Instruction, float, float]], begin: Op, end: Op, sizes: dict[int, int]) -> list[Change]:

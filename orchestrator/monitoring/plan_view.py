@@ -17,8 +17,10 @@ from pentad.orchestrator.planning.comm_volume import transports
 from pentad.orchestrator.planning.estimate import ON_HOST, copy_slots_bytes, memories
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.fp8_experts import why_not, why_not_shared
+from pentad.orchestrator.planning.numerics import why_gathered_wide
 from pentad.schedules.ir.errors import enumerated
 from pentad.schedules.passes.offload_arena import arena
+from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.passes.recompute import config_text
 from pentad.schedules.simulate.copy_slack import hidden_share
 from pentad.schedules.simulate.costs import Costs
@@ -106,7 +108,7 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
                 facts["experts"] += f"; the shared expert {plan.dtype}: {why_not_shared(model, plan.mesh)}"
     if plan.zero:
         shards = max(map(plan.num_zero_shards, plan.param_shards))
-        facts["zero"] = f"stage {plan.zero}, {shards} shards of a pipeline stage"
+        facts["zero"] = f"stage {plan.zero}, {shards} shards of a pipeline stage{_gathered_text(plan)}"
     if plan.bf16_reduce:
         facts["reduce"] = "gradients in bfloat16, with sums in float32"
     facts["program"] = f"{program.name}, {microbatches}, hash {program.hash[:12]}"
@@ -124,6 +126,17 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
     for name, fact in facts.items():
         table.add_row(f" {name}", fact)
     return table
+
+
+def _gathered_text(plan: Plan) -> str:
+    """In what ZeRO-3 gathers the weights of products in 8 bits; '' without such."""
+    if plan.fp8 is None or plan.zero < 3:
+        return ""
+    if any(map(plan.size_in_8_bits, plan.param_shards)):
+        return ", gathered in FP8 where layers multiply in it"
+    host, twice = plan.host_optimizer, has_post_validation(plan.program)
+    reason = why_gathered_wide(plan.fp8.scaling, plan.fp8.compare_every, host=host, twice=twice)
+    return f", gathered in {plan.dtype}" + f": {reason}" * bool(reason)
 
 
 def _offload_facts(plan: Plan, costs: Costs) -> dict[str, str]:

@@ -20,6 +20,7 @@ from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.model import Experts, ModelSpec
 from pentad.schedules.spec.plan import ParamShard, Plan, num_tiles
 from pentad.schedules.spec.tensors import LayerRange
+from pentad.schedules.spec.zero_layout import first_layout
 
 WHOLE = ("F", "B", "full")  # phases that run all of a stage; others are RECOMPUTE of parts of its layers
 
@@ -176,7 +177,8 @@ def _is_collective(instruction: Instruction) -> bool:
 def _collective(plan: Plan, instruction: Instruction, shard: ParamShard) -> Volume:
     holders, full = plan.num_holders(shard), padded_elements(plan, shard)
     if instruction.op is Op.ALL_GATHER:
-        return Volume(1, full * (holders - 1) // holders * BYTES[plan.dtype])
+        gathered, size = first_layout(plan, shard), BYTES[plan.dtype]
+        return Volume(len(gathered.segments), gathered.gathered_size(size) * size // holders * (holders - 1))
     rounds = 2 if instruction.op is Op.ALL_REDUCE else 1
     itemsize = BYTES["bfloat16"] if plan.bf16_reduce else wide_bytes(plan.dtype)
     return Volume(1, rounds * full * (holders - 1) // holders * itemsize)

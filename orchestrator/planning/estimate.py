@@ -29,7 +29,13 @@ from pentad.schedules.spec.optimizer import PIECE_ELEMENTS, PIECES, ROUND_ELEMEN
 from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
 from pentad.schedules.spec.row_slots import row_slots_size
 from pentad.schedules.spec.tensors import active_parameters, fp8_matrices
-from pentad.schedules.spec.zero_layout import INBOX_ELEMENTS, inbox_elements, num_muon_elements, outbox_elements
+from pentad.schedules.spec.zero_layout import (
+    INBOX_ELEMENTS,
+    first_layout,
+    inbox_elements,
+    num_muon_elements,
+    outbox_elements,
+)
 
 GRAPHS_BYTES = 3 * 2**30  # of a GPU that CUDA graphs have taken at most (docs/performance.md)
 ON_HOST = ("host", "snapshot", "host_optimizer", "copies", "compared")  # kinds of memory that no GPU has
@@ -136,25 +142,27 @@ def _state(plan: Plan, rank: int) -> dict[str, int]:
     pp = plan.mesh.coordinates(rank).pp
     compute, wide = BYTES[plan.dtype], wide_bytes(plan.dtype)
     trained, frozen = plan.param_shards_of(rank), plan.frozen_shards_of(rank)
-    shards = sum(map(plan.zero_shard_size, trained))
-    gradients = sum(padded_elements(plan, shard) for shard in trained)
-    weights = gradients + sum(padded_elements(plan, shard) for shard in frozen)
-    share = 1.0
+    layouts = [first_layout(plan, shard) for shard in trained]
+    shards, gradients = sum(each.part for each in layouts), sum(each.padded_size for each in layouts)
+    weights = sum(each.gathered_size(compute) for each in layouts)
+    weights += sum(padded_elements(plan, shard) for shard in frozen)
+    share, in_8_bits = 1.0, sum(each.part - each.compute_part for each in layouts)
     if plan.zero == 3:
         sharded = sharded_stages(plan.program, pp)
         pools = [weight_pool(program, pp, sharded) for program in plan.programs]
         share = min(1.0, sum(longest(pools)) / weights)
-        weights = shards + sum(map(plan.zero_shard_size, frozen)) + sum(longest(pools))
+        weights = shards - in_8_bits + sum(map(plan.zero_shard_size, frozen)) + sum(longest(pools))
     if plan.zero > 1:
         gradients = shards + sum(longest([gradient_pool(program, pp) for program in plan.trained_programs]))
     received = len(set().union(*(_receive_slots(program, pp) for program in plan.programs)))
-    master = shards * wide if wide != compute or has_post_validation(plan.program) or plan.host_optimizer else 0
+    is_apart = wide != compute or has_post_validation(plan.program) or plan.host_optimizer
+    master = sum(each.part for each in layouts if is_apart or each.in_8_bits) * wide
     optimizer = sum(optimizer_bytes(plan, shard, rank) for shard in trained)
     on_host = master + optimizer if plan.host_optimizer else 0
     if plan.host_optimizer:
         master, optimizer = 0, PIECES * PIECE_ELEMENTS * (wide + 2 * state_bytes(plan))
     found = {
-        "parameters": weights * compute + fp8_weights(plan, rank, share),
+        "parameters": weights * compute + in_8_bits + fp8_weights(plan, rank, share),
         "master": master,
         "gradients": gradients * wide,
         "optimizer": optimizer,
@@ -177,7 +185,11 @@ def reduction_bytes(plan: Plan, rank: int) -> int:
     if plan.transport_along("dp") == "peer":
         return (inbox_elements(plan, rank) + outbox_elements(plan, rank)) * BYTES["bfloat16"]
     holders = {shard: plan.num_holders(shard) for shard in plan.param_shards_of(rank)}
-    sent = [count * aligned_part(plan.size(shard), count) for shard, count in holders.items() if count > 1]
+    sent = [
+        padded_elements(plan, shard) if plan.zero else count * aligned_part(plan.size(shard), count)
+        for shard, count in holders.items()
+        if count > 1
+    ]
     at_once = sum(sent) if plan.device == "cpu" else min(INBOX_ELEMENTS, max(sent, default=0))
     return 2 * at_once * BYTES["bfloat16"]
 
@@ -195,14 +207,16 @@ def copy_slots_bytes(plan: Plan, rank: int) -> int:
 
 def fp8_weights(plan: Plan, rank: int, share: float) -> int:
     """Bytes of a rank's weights in 8 bits, in both forms: of a `share` of its layers, as with ZeRO-3 they come and go
-    with the weights; and of the maxima of operands with delayed scaling."""
+    with the weights, which are one of them if they come in 8 bits; and of the maxima of operands with delayed
+    scaling."""
     if plan.fp8 is None:
         return 0
     held = [plan.layers[stage] for stage in plan.stages_of(rank)]
     layers, has_head = [number for each in held for number in each.numbers], any(each.has_head for each in held)
     matrices = list(fp8_matrices(plan.model, plan.fp8, layers, has_head=has_head))
     maxima = len(matrices) * AMAX_BYTES if plan.fp8.delayed else 0
-    return int(share * 2 * sum(math.prod(each.local_shape(plan.mesh)) for each in matrices)) + maxima
+    made = 2 * sum(math.prod(each.local_shape(plan.mesh)) for each in matrices)
+    return int(share * (made - sum(map(plan.size_in_8_bits, plan.param_shards_of(rank))))) + maxima
 
 
 def _receive_slots(program: Program, pp: int) -> set[tuple[int, int]]:

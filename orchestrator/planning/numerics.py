@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from pentad.orchestrator.activations.allocations import FP8_TILE
 from pentad.orchestrator.config.config import RunConfig
@@ -59,10 +60,22 @@ def fp8_spec(config: RunConfig, model: ModelSpec, rates: Rates) -> Fp8Spec | Non
     scaling = SCALINGS[given.matmul]
     recipe = scaling, given.fp8_gradients, given.fp8_power_of_two_scales
     experts, shared = in_8_bits(config, model, rates), shared_in_8_bits(config, model)
-    delayed = given.fp8_scaling == "delayed"
-    return Fp8Spec(
-        *recipe, *skipped, given.fp8_sample_every, experts, given.compare_every, shared, delayed, given.fp8_head
-    )
+    delayed, other = given.fp8_scaling == "delayed", config.memory.optimizer == "host"
+    kept = why_gathered_wide(scaling, given.compare_every, host=other, twice=config.schedule.post_validation)
+    spec = Fp8Spec(*recipe, *skipped, given.fp8_sample_every, experts, given.compare_every, shared, delayed)
+    return replace(spec, head=given.fp8_head, gathers=not kept)
+
+
+def why_gathered_wide(scaling: Scaling, compare_every: int, *, host: bool, twice: bool) -> str:
+    """Why ZeRO-3 gathers all weights in the dtype of compute; '' if those of products in 8 bits come in 8 bits. `host`:
+    master weights are in host memory; `twice`: they follow those of compute (post-validation)."""
+    reasons = {
+        "F and B scale rows and columns of weights apart": scaling == "row",
+        "some steps compare with gradients in the compute dtype": compare_every > 0,
+        "master weights are in host memory": host,
+        "post-validation updates them before the master weights": twice,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def require_fp8(plan: Plan, gpu: str) -> None:

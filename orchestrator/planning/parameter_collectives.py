@@ -10,8 +10,8 @@ from pentad.orchestrator.planning.hardware import is_on_host, links_of
 from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Axis, Mesh
-from pentad.schedules.spec.model import ModelSpec
-from pentad.schedules.spec.tensors import LayerRange
+from pentad.schedules.spec.model import Fp8Spec, ModelSpec
+from pentad.schedules.spec.tensors import LayerRange, gathered_in_8_bits
 
 # Along which ranks hold the same parameters, and the same experts.
 DENSE_AXES: tuple[Axis, ...] = ("dp", "cp", "ep")
@@ -52,19 +52,44 @@ def gather_seconds(
     model: ModelSpec, lora: LoraSpec | None, span: LayerRange, piece: Piece, rates: Rates, zero: int
 ) -> float:
     """Seconds of an all-gather of a stage's weights with ZeRO; beside frozen ones adapters do not count."""
-    gathered = None if zero == 3 else lora
-    return _shared_seconds(model, gathered, span, piece.mesh, rates, "all_gather", piece.itemsize)
+    gathered, fp8 = (None, piece.fp8) if zero == 3 else (lora, None)
+    return _shared_seconds(model, gathered, span, piece.mesh, rates, "all_gather", piece.itemsize, fp8)
+
+
+def parameters_in_8_bits(model: ModelSpec, fp8: Fp8Spec | None, layers: LayerRange, mesh: Mesh) -> tuple[int, int]:
+    """Those of `local_parameters` that ZeRO-3 gathers in 8 bits."""
+    if fp8 is None or not fp8.gathers:
+        return 0, 0
+    return _shard_in_8_bits(model, fp8, layers, Mesh(tp=mesh.tp, ep=mesh.ep))
+
+
+@lru_cache(maxsize=4096)
+def _shard_in_8_bits(model: ModelSpec, fp8: Fp8Spec, layers: LayerRange, mesh: Mesh) -> tuple[int, int]:
+    sizes = list[int]()
+    for experts in (False, True):
+        names = gathered_in_8_bits(model, fp8, layers, experts=experts)
+        found = shard_tensors(model, None, layers, experts=experts, frozen=False)
+        sizes.append(shard_size(tuple(each for each in found if each.name in names), mesh))
+    return sizes[0], sizes[1]
 
 
 def _shared_seconds(
-    model: ModelSpec, lora: LoraSpec | None, span: LayerRange, mesh: Mesh, rates: Rates, kind: str, itemsize: int
+    model: ModelSpec,
+    lora: LoraSpec | None,
+    span: LayerRange,
+    mesh: Mesh,
+    rates: Rates,
+    kind: str,
+    itemsize: int,
+    fp8: Fp8Spec | None = None,
 ) -> float:
-    """Seconds of a collective of a stage's parameters, with this many bytes each; those of experts have fewer
-    holders."""
+    """Seconds of a collective of a stage's parameters, with this many bytes each, or one in 8 bits; those of experts
+    have fewer holders."""
     seconds = 0.0
-    dense, experts = local_parameters(model, lora, span, mesh)
-    for size, shared, operations in ((dense, DENSE_AXES, 1), (experts, EXPERT_AXES, min(1, experts))):
+    sizes, narrow = local_parameters(model, lora, span, mesh), parameters_in_8_bits(model, fp8, span, mesh)
+    for size, in_8_bits, shared in zip(sizes, narrow, (DENSE_AXES, EXPERT_AXES), strict=True):
         holders = math.prod(getattr(mesh, axis) for axis in shared)
-        sent = itemsize * size * (holders - 1) / holders
+        operations = (size > in_8_bits or shared == DENSE_AXES) + (in_8_bits > 0)
+        sent = (itemsize * (size - in_8_bits) + in_8_bits) * (holders - 1) / holders
         seconds += links_of(rates, mesh, shared).of(kind).seconds(sent, operations)
     return seconds

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from pentad.orchestrator.activations.activation_memory import cuts, with_slots
+from pentad.orchestrator.activations.allocations import BYTES
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.cost_model import guess_costs
 from pentad.orchestrator.planning.estimate import costs_of
@@ -82,7 +83,7 @@ def make_plan(
     units = units or default_units(config, model, layout, dtype)
     layers = split_layers_into_units(stages, units)
     fractions = config.memory.fractions(layers) if fractions is None else fractions
-    options = _memory_options(config, units, layout, model, layers, fractions)
+    options = _memory_options(config, units, layout, model, layers, fractions, device)
     costs = _guessed(config, model, device, layout, units, layers, options.zero, fractions)
     on_one_host = are_on_one_host(config.mesh.mesh, ("pp",), hosts)
     is_gated = {"gloo": False, "peer": not on_one_host, "nccl": True}[transport_of(config, device, hosts)]
@@ -295,17 +296,20 @@ def _memory_options(
     model: ModelSpec,
     layers: Sequence[LayerRange],
     fractions: tuple[float, ...],
+    device: str,
 ) -> MemoryOptions:
     """As configured, without ZeRO where every stage has one holder only."""
     section, found = config.zero, config.memory.options(units, layers, fractions)
     if config.mesh.replicas == 1 and not layout.has_mirrors:
         return found
+    fp8 = fp8_spec(config, model, rates_for(config.cluster, device)) if section.stage == 3 else None
+    itemsize = BYTES[compute_dtype(config, device)]
     return found._replace(
         zero=section.stage,
         prefetch=section.prefetch,
         max_gathered=max_gathered(config, section.stage, units, has_mirrors=layout.has_mirrors),
         reduce=reduction(config, section.stage),
-        sizes=pool_sizes(model, config.lora_spec, layers, config.mesh.mesh, 1 + layout.has_mirrors),
+        sizes=pool_sizes(model, config.lora_spec, layers, config.mesh.mesh, 1 + layout.has_mirrors, fp8, itemsize),
     )
 
 

@@ -12,13 +12,18 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 from pentad.orchestrator.activations.activation_memory import cuts
-from pentad.orchestrator.activations.allocations import Piece
+from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.cost_model import Kind, end_seconds, guess_costs, kind_of, transfer_seconds
 from pentad.orchestrator.planning.hardware import gpu_of, is_on_host, launched, rates_for
 from pentad.orchestrator.planning.layout import logit_rows, split, units_of
 from pentad.orchestrator.planning.numerics import fp8_spec
-from pentad.orchestrator.planning.parameter_collectives import gather_seconds, local_parameters, reduction_seconds
+from pentad.orchestrator.planning.parameter_collectives import (
+    gather_seconds,
+    local_parameters,
+    parameters_in_8_bits,
+    reduction_seconds,
+)
 from pentad.orchestrator.planning.planning import default_gathered
 from pentad.orchestrator.search.space import Order, Setting
 from pentad.schedules.catalogue import CATALOGUE, generate, spec_of
@@ -151,10 +156,11 @@ class Work:
         return self._reduce[key]
 
     def gather_seconds(self, piece: Piece, span: LayerRange) -> float:
-        """An all-gather of a span's weights with ZeRO, in which frozen ones do not count."""
+        """At least what an all-gather of a span's weights takes with any stage of ZeRO; frozen ones do not count."""
         key = piece.mesh, self.kind(span)
         if key not in self._gather:
-            self._gather[key] = gather_seconds(self.model, self.lora, span, piece, self.rates, 1)
+            given = self.model, self.lora, span, piece, self.rates
+            self._gather[key] = min(gather_seconds(*given, zero) for zero in (1, 3))
         return self._gather[key]
 
     def _end_seconds(self, mesh: Mesh, placement: Placement, zero: int) -> tuple[float, float]:
@@ -265,6 +271,17 @@ class Layout:
     def parameters(self) -> tuple[tuple[int, int], ...]:
         """Trained elements of each unit on a rank: all but experts, and experts."""
         return self._of_kinds(lambda unit: self.work.parameters(unit, self.mesh))
+
+    @cached_property
+    def gathered_bytes(self) -> tuple[tuple[int, int], ...]:
+        """Of each unit's full weights with ZeRO-3, of all but experts and of experts."""
+
+        def of_unit(unit: LayerRange) -> tuple[int, int]:
+            narrow, size = parameters_in_8_bits(self.model, self.work.fp8, unit, self.mesh), BYTES[self.work.dtype]
+            dense, experts = self.work.parameters(unit, self.mesh)
+            return dense * size - narrow[0] * (size - 1), experts * size - narrow[1] * (size - 1)
+
+        return self._of_kinds(of_unit)
 
     def _costs(self, zero: int) -> Costs:
         work = self.work

@@ -47,33 +47,37 @@ def _state_bytes(layout: Layout, units: Sequence[int], zero: int, max_gathered: 
     work, mesh = layout.work, layout.mesh
     compute, wide, zero = BYTES[work.dtype], wide_bytes(work.dtype), zero if layout.is_shared else 0
     by_unit = [layout.parameters[unit] for unit in units]
-    full, beside = sum(map(sum, by_unit)), _beside(layout, units) if buffers and zero > 1 else 0
+    full, beside = sum(map(sum, by_unit)), _beside(layout, units, layout.parameters) if buffers and zero > 1 else 0
     holders = mesh.dp * mesh.cp * layout.holders
     shard = sum(dense / (holders * mesh.ep) + experts / holders for dense, experts in by_unit) if zero else full
     frozen = sum(_frozen(layout, layout.layers[unit]) for unit in units) if work.lora is not None else 0
-    weights: float = full + frozen
+    weights: float = (full + frozen) * compute
     if zero == 3:
-        room = layout.gathered(max_gathered) or len(units)
-        shards = shard + frozen / (holders * mesh.ep)
+        room, of_units = layout.gathered(max_gathered) or len(units), [layout.gathered_bytes[unit] for unit in units]
+        shards = sum(dense / (holders * mesh.ep) + experts / holders for dense, experts in of_units)
+        shards += compute * frozen / (holders * mesh.ep)
         is_ahead = room > 1 and work.config.zero.prefetch > 0
-        gathered = beside if is_ahead else buffers * max(map(sum, by_unit))
-        weights = shards + (full + frozen if buffers and room >= len(units) else gathered)
+        ahead = _beside(layout, units, layout.gathered_bytes) if buffers and is_ahead else 0
+        gathered = ahead if is_ahead else buffers * max(map(sum, of_units))
+        all_of_them = sum(map(sum, of_units)) + compute * frozen
+        weights = shards + (all_of_them if buffers and room >= len(units) else gathered)
     # the stages that mirrors share have a buffer each
     gradients = full if zero < 2 else shard + (beside if layout.holders == 1 else buffers * full)
     on_host = work.config.memory.optimizer == "host"
     state = 2 if work.config.precision.optimizer_state == "bfloat16" else wide
     moments = (1 if work.config.optimizer.name == "muon" else 2) * state
     updated = 0.0 if on_host else shard * (moments + (wide if wide != compute else 0))
-    return int(weights * compute + gradients * wide + updated) + CUBLAS
+    return int(weights + gradients * wide + updated) + CUBLAS
 
 
-def _beside(layout: Layout, units: Sequence[int]) -> int:
-    """Elements of two units of one stage, each of which follows the other, by kind: while one computes, the next one is
-    gathered, and while the gradients of one are reduced, those of the next one are added up."""
+def _beside(layout: Layout, units: Sequence[int], sizes: Sequence[tuple[int, int]]) -> int:
+    """The most that two units of one stage have, each of which follows the other, by kind: while one computes, the next
+    one is gathered, and while the gradients of one are reduced, those of the next one are added up. `sizes` are those
+    of all units."""
     stage_of = layout.stage_of
     pairs = [pair for pair in pairwise(units) if stage_of[pair[0]] == stage_of[pair[1]]]
     groups = [*pairs, *((unit,) for unit in units)]
-    return sum(max(sum(layout.parameters[unit][kind] for unit in group) for group in groups) for kind in (0, 1))
+    return sum(max(sum(sizes[unit][kind] for unit in group) for group in groups) for kind in (0, 1))
 
 
 def _frozen(layout: Layout, held: LayerRange) -> int:

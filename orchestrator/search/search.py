@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import chain, count, product
+from itertools import chain, count, groupby, product
 from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
@@ -284,8 +284,10 @@ class _Search:
             if gathered is None or (zero == 3 and not is_default)
         ]
         found.sort(key=lambda each: (each[0], -(layout.gathered(each[1]) or units)))
-        yield tuple(each for each in found if not each[0])
-        yield tuple(each for each in found if each[0])
+        # In 8 bits ZeRO-3 gathers less at a time.
+        apart = layout.work.fp8 is not None and layout.work.fp8.gathers
+        for _, row in groupby(found, key=lambda each: (each[0] > 0, apart and each[0] > 2)):
+            yield tuple(row)
 
     def _settings(self, group: Group) -> None:
         setting, timed, bounds, is_plain, is_saving, _ = group

@@ -26,6 +26,7 @@ from pentad.schedules.passes.units import split_into_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.dependencies import action_times
 from pentad.schedules.spec.plan import ALIGNMENT
+from pentad.schedules.spec.tensors import TILE_ELEMENTS
 
 BUFFERED = 2  # units with gradients for which ZeRO-2 and 3 have buffers
 _FORWARD, _BACKWARD = op_mask({Op.F}), op_mask({Op.B, Op.BW})
@@ -132,7 +133,9 @@ class Timed:
         """Whether gradients that a rank accumulates at once take more than the two largest units, padding aside."""
         layout = self.layout
         sizes = {unit: layout.parameters[unit] for part in rank.held for unit in self.units_of_parts[part]}
-        padding = ALIGNMENT * layout.mesh.size * len(sizes)
+        fp8 = layout.work.fp8
+        alignment = ALIGNMENT if fp8 is None or not fp8.gathers else ALIGNMENT + TILE_ELEMENTS
+        padding = alignment * layout.mesh.size * len(sizes)
         for parts in rank.accumulating:
             units = [unit for part in parts for unit in self.units_of_parts[part]]
             for kind in (0, 1):

@@ -37,7 +37,8 @@ class Program:
     `units[stage]` is the number of units that a pipeline stage is cut into (empty: one each); what `placement` and the
     instructions call a stage is then a unit (passes/units.py), and `chunks` counts units. `sizes[unit]` are the
     elements of its parameters on a rank, by kind, for which ZeRO lays out memory (passes/zero_buffers.py; empty: all
-    are equal). With `logits_in_w` W of the last one makes logits, for which it reads its parameters.
+    are equal): of weights, and of gradients where these differ. With `logits_in_w` W of the last one makes logits, for
+    which it reads its parameters.
 
     A `forward_only` program evaluates: it has no backwards and no optimizer step, and ends with LOSS.
     """

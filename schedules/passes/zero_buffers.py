@@ -25,6 +25,7 @@ _GATHER = CODE[Op.ALL_GATHER]
 Place = tuple[int, int]  # stage, number of the gather, which is 0 for gradients
 EQUAL_SIZES = (1,)  # of every stage, if the program does not say them
 TRAINED_KINDS = 2  # come before the frozen ones
+WEIGHT_KINDS = 4  # after which a program may have those of gradients
 
 
 class Pool(NamedTuple):
@@ -81,7 +82,7 @@ def _most_in_use(program: Program, stages: Array, first: Array, last: Array) -> 
     """The most elements that are gathered at once, by kind."""
     if not len(stages):
         return ()
-    sizes = np.array([stage_sizes(program, stage) for stage in range(program.stages)], np.int64)[stages]
+    sizes = np.array([weight_sizes(program, stage) for stage in range(program.stages)], np.int64)[stages]
     order = np.argsort(np.concatenate((first, last)), kind="stable")
     return tuple(np.concatenate((sizes, -sizes))[order].cumsum(axis=0).max(axis=0).tolist())
 
@@ -126,8 +127,8 @@ def _laid_out(program: Program, places: list[Place], apart: Array, *, trained: b
     it has to be `apart` from; or, where two do, in turn at the start and after the largest that is there."""
     if not places:
         return Pool({}, ())
-    kinds = TRAINED_KINDS if trained else None
-    sizes = np.array([stage_sizes(program, stage)[:kinds] for stage, _ in places], np.int64)
+    sizes_of = gradient_sizes if trained else weight_sizes
+    sizes = np.array([sizes_of(program, stage) for stage, _ in places], np.int64)
     turns, columns = _two_turns(apart), []
     for each in sizes.T:
         layouts = [first_fit(each, apart)]
@@ -170,16 +171,22 @@ def first_fit(sizes: Array, apart: Array) -> Array:
     return offsets
 
 
-def stage_sizes(program: Program, stage: int) -> tuple[int, ...]:
-    """Elements of a stage's parameters, by kind."""
-    return program.sizes[stage] if program.sizes else EQUAL_SIZES
+def weight_sizes(program: Program, stage: int) -> tuple[int, ...]:
+    """Elements of a stage's full weights, by kind."""
+    return program.sizes[stage][:WEIGHT_KINDS] if program.sizes else EQUAL_SIZES
+
+
+def gradient_sizes(program: Program, stage: int) -> tuple[int, ...]:
+    """Elements of a stage's full gradients, by kind: as many as weights, unless the program says both."""
+    sizes = weight_sizes(program, stage)
+    return (program.sizes[stage][WEIGHT_KINDS:] if program.sizes else ()) or sizes[:TRAINED_KINDS]
 
 
 def is_double_buffered(program: Program) -> bool:
     """Whether no rank has gradients of more than two of its stages at once."""
     for rank in range(program.ranks):
         pool = gradient_pool(program, rank)
-        by_kind = zip(*(stage_sizes(program, stage)[:TRAINED_KINDS] for stage, _ in pool.offsets), strict=True)
+        by_kind = zip(*(gradient_sizes(program, stage) for stage, _ in pool.offsets), strict=True)
         largest_two = [sum(sorted(sizes)[-2:]) for sizes in by_kind]
         if any(elements > two for elements, two in zip(pool.elements, largest_two, strict=True)):
             return False
@@ -213,8 +220,8 @@ def meeting_stages(program: Program, pool: Pool) -> dict[int, set[int]]:
 
 def meet(program: Program, pool: Pool, stage: int, other: int) -> bool:
     """Whether the gradients of two stages have elements in common in a rank's pool."""
-    parts = zip(pool.offsets[stage, 0], stage_sizes(program, stage), strict=False)
-    others = zip(pool.offsets[other, 0], stage_sizes(program, other), strict=False)
+    parts = zip(pool.offsets[stage, 0], gradient_sizes(program, stage), strict=True)
+    others = zip(pool.offsets[other, 0], gradient_sizes(program, other), strict=True)
     return any(max(a, b) < min(a + size, b + length) for (a, size), (b, length) in zip(parts, others, strict=True))
 
 

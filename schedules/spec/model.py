@@ -126,7 +126,8 @@ class Fp8Spec:
     as given, stay in the compute dtype. Every `sample_every` steps it is counted how well operands fit into 8 bits, and
     every `compare_every` steps gradients are compared with those in the compute dtype (0: never). With `delayed` the
     scale of a tensor of activations or gradients is that of the step before. With `head` the output head multiplies in
-    8 bits, but not where multi-token prediction uses it."""
+    8 bits, but not where multi-token prediction uses it. With `gathers` ZeRO-3 gathers the matrices of layers in 8
+    bits, for which scales of rows would not do: B needs those of columns."""
 
     scaling: Scaling
     gradients: Literal["e4m3", "e5m2"] = "e4m3"
@@ -139,6 +140,7 @@ class Fp8Spec:
     shared_experts: bool = False
     delayed: bool = False
     head: bool = False
+    gathers: bool = False
 
     def samples(self, step: int) -> bool:
         return self.sample_every > 0 and step % self.sample_every == 0

@@ -20,7 +20,7 @@ from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Axis, Coordinates, Mesh, are_on_one_host
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.optimizer import OptimizerSpec, SpikeSpec
-from pentad.schedules.spec.tensors import LayerRange, Tensor
+from pentad.schedules.spec.tensors import TILE_ELEMENTS, LayerRange, Tensor, gathered_in_8_bits
 
 ALIGNMENT = 64  # elements: 128 bytes of bfloat16, the widest access of kernels and NCCL
 TILE_TOKENS = 8192  # least tokens of a tile (see `num_tiles`); docs/parallelism.md has measurements
@@ -161,8 +161,7 @@ class Plan:
 
     def ranks_beside(self, rank: int) -> tuple[int, ...]:
         """The ranks on the host of a rank, itself included, in ascending order."""
-        ranks, hosts = range(self.mesh.size), self.hosts
-        return tuple(other for other in ranks if not hosts or hosts[other] == hosts[rank])
+        return tuple(each for each in range(self.mesh.size) if not self.hosts or self.hosts[each] == self.hosts[rank])
 
     def recompute_mode(self, stage: int) -> str:
         """What a stage recomputes."""
@@ -171,8 +170,7 @@ class Plan:
     @property
     def shares_documents(self) -> bool:
         """Whether context ranks share each document by itself, so that every sequence has other positions on a rank."""
-        zigzag = CP_LAYOUTS[self.cp_method] == "zigzag"
-        return zigzag and self.mesh.cp > 1 and self.data.document_mask
+        return CP_LAYOUTS[self.cp_method] == "zigzag" and self.mesh.cp > 1 and self.data.document_mask
 
     @property
     def recomputation(self) -> str:
@@ -182,9 +180,8 @@ class Plan:
     @property
     def is_tied(self) -> bool:
         """Whether two stages train copies of the embedding, as the head or for multi-token prediction."""
-        if self.lora is not None:
-            return False
-        return (self.model.tie_word_embeddings or self.model.mtp_layers > 0) and self.program.stages > 1
+        has_copies = self.model.tie_word_embeddings or self.model.mtp_layers > 0
+        return self.lora is None and has_copies and self.program.stages > 1
 
     def has_experts(self, stage: int) -> bool:
         return len(self.expert_layers(stage)) > 0
@@ -246,9 +243,10 @@ class Plan:
         return self.holders(shard)[0]
 
     def tensors(self, shard: ParamShard) -> tuple[Tensor, ...]:
-        """The tensors that a shard has parts of."""
-        layers = self.layers[shard.stage]
-        return shard_tensors(self.model, self.lora, layers, experts=shard.experts, frozen=shard.frozen)
+        """The tensors that a shard has parts of; those that are gathered in 8 bits come last."""
+        layers, narrow = self.layers[shard.stage], self._in_8_bits(shard)
+        found = shard_tensors(self.model, self.lora, layers, experts=shard.experts, frozen=shard.frozen)
+        return tuple(sorted(found, key=lambda tensor: tensor.name in narrow)) if narrow else found
 
     def size(self, shard: ParamShard) -> int:
         """Elements of a shard."""
@@ -261,7 +259,17 @@ class Plan:
 
     def zero_shard_size(self, shard: ParamShard) -> int:
         """Elements of a ZeRO shard, padding included."""
-        return aligned_part(self.size(shard), self.num_zero_shards(shard))
+        narrow, count = self.size_in_8_bits(shard), self.num_zero_shards(shard)
+        return aligned_part(self.size(shard) - narrow, count) + aligned_part(narrow, count, TILE_ELEMENTS)
+
+    def size_in_8_bits(self, shard: ParamShard) -> int:
+        """Elements of a shard that ZeRO-3 gathers in 8 bits."""
+        narrow = self._in_8_bits(shard) if self.num_zero_shards(shard) > 1 else ()
+        return shard_size(tuple(t for t in self.tensors(shard) if t.name in narrow), self.mesh) if narrow else 0
+
+    def _in_8_bits(self, shard: ParamShard) -> frozenset[str]:
+        given = self.model, self.fp8, self.layers[shard.stage]
+        return gathered_in_8_bits(*given, experts=shard.experts) if self.fp8 and self.zero == 3 else frozenset()
 
     def _param_shards(self, stage: int, tp: int, ep: int) -> tuple[ParamShard, ...]:
         is_trained = self.has_experts(stage) and (self.lora is None or self.lora.adapts_experts)
@@ -281,9 +289,9 @@ class Plan:
         return self.slice_tokens // self.mesh.tp
 
 
-def aligned_part(size: int, count: int) -> int:
+def aligned_part(size: int, count: int, alignment: int = ALIGNMENT) -> int:
     """Elements of each of `count` equal parts of a buffer, padded so that each part starts aligned."""
-    return size if count == 1 else -(-size // (count * ALIGNMENT)) * ALIGNMENT
+    return size if count == 1 else -(-size // (count * alignment)) * alignment
 
 
 def num_tiles(tokens: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -16,6 +17,7 @@ IN_8_BITS = ("attention.qkv", "attention.query", "attention.keys_values", "atten
 
 SHARED_IN_8_BITS = ("shared.gate_up", "shared.down")
 EXPERTS_IN_8_BITS = ("experts.gate_up", "experts.down")
+TILE_ELEMENTS = 128 * 128  # of which parts of matrices in 8 bits have whole numbers
 HEAD = "head"  # the output head, even where it is the embedding
 
 
@@ -138,6 +140,15 @@ def fp8_matrices(model: ModelSpec, fp8: Fp8Spec, layers: Iterable[int], *, has_h
     if has_head and fp8.head:
         end = LayerRange(model.layers, model.layers, has_head=True)
         yield from (tensor for tensor in tensors(model, end) if tensor.name == HEAD)
+
+
+@lru_cache(maxsize=4096)
+def gathered_in_8_bits(model: ModelSpec, fp8: Fp8Spec | None, layers: LayerRange, *, experts: bool) -> frozenset[str]:
+    """The names of the matrices of these layers, of `experts` or all others, that ZeRO-3 gathers in 8 bits."""
+    if fp8 is None or not fp8.gathers:
+        return frozenset()
+    found = fp8_matrices(model, fp8, layers.numbers)
+    return frozenset(tensor.name for tensor in found if tensor.experts is experts)
 
 
 def head_in_layers(model: ModelSpec, length: int) -> float:

@@ -4,67 +4,135 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import NamedTuple
 
 from pentad.schedules.spec.lora import LoraSpec, shard_size, shard_tensors
 from pentad.schedules.spec.mesh import Mesh
-from pentad.schedules.spec.model import ModelSpec
+from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import ParamShard, Plan, aligned_part
-from pentad.schedules.spec.tensors import LayerRange
+from pentad.schedules.spec.tensors import TILE_ELEMENTS, LayerRange, gathered_in_8_bits
 
 INBOX_ELEMENTS = 2**25  # of gradients on their way between peers, or in bfloat16 between any ranks, at most
 
 
+class Segment(NamedTuple):
+    """Parameters `start` to `end` of a stage, which are cut by themselves: `own` are the elements of a shard that are
+    this segment's part, `full` those of a full buffer that are its parts of all shards."""
+
+    start: int
+    end: int
+    own: slice
+    full: slice
+
+
 class ZeroLayout(NamedTuple):
-    """A stage's parameters end to end, `size` elements and zeros as padding, in `num_shards` equal parts: a shard is
-    part `shard_index`."""
+    """A stage's parameters end to end, `size` elements, in `num_shards` equal parts: a shard is part `shard_index`.
+
+    The last `in_8_bits` of them, which are gathered in 8 bits, are cut by themselves: a shard has its part of all
+    others and then its part of these. A full buffer has the parts of all others and then those. Zeros are padding at
+    the end of both."""
 
     size: int
     num_shards: int = 1
     shard_index: int = 0
+    in_8_bits: int = 0
+
+    @property
+    def compute_part(self) -> int:
+        """Elements of a shard that are gathered in the dtype of compute."""
+        return aligned_part(self.size - self.in_8_bits, self.num_shards)
 
     @property
     def part(self) -> int:
         """Elements of a shard."""
-        return aligned_part(self.size, self.num_shards)
+        return self.compute_part + aligned_part(self.in_8_bits, self.num_shards, TILE_ELEMENTS)
 
     @property
     def padded_size(self) -> int:
         return self.num_shards * self.part
 
+    def gathered_size(self, itemsize: int) -> int:
+        """Elements, of `itemsize` bytes, that full weights take."""
+        return self.num_shards * (self.compute_part + (self.part - self.compute_part) // itemsize)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Those that have elements."""
+        first, part, count, border = self.compute_part, self.part, self.num_shards, self.size - self.in_8_bits
+        both = (
+            Segment(0, border, slice(0, first), slice(0, count * first)),
+            Segment(border, self.size, slice(first, part), slice(count * first, count * part)),
+        )
+        return tuple(each for each in both if each.start < each.end)
+
     def overlap(self, start: int, end: int) -> Iterator[tuple[slice, slice]]:
-        """Where the shard holds elements `start` to `end` of a full buffer, and which, relative to `start`; nothing if
-        it has none of them."""
-        own = self.shard_index * self.part
-        first, last = max(start, own), min(end, own + self.part)
-        if first < last:
-            yield slice(first - own, last - own), slice(first - start, last - start)
+        """Where the shard holds parameters `start` to `end`, and which, relative to `start`; nothing if it has none of
+        them."""
+        for segment in self.segments:
+            begin, length = self._part_of(segment)
+            first, last = max(start, begin), min(end, begin + length)
+            if first < last:
+                at = segment.own.start - begin
+                yield slice(first + at, last + at), slice(first - start, last - start)
+
+    def padding(self) -> Iterator[slice]:
+        """The elements of the shard that are no parameters."""
+        for segment in self.segments:
+            end = segment.own.start + self._part_of(segment)[1]
+            if end < segment.own.stop:
+                yield slice(end, segment.own.stop)
+
+    def place(self, start: int) -> int:
+        """Where a full buffer has parameter `start`."""
+        segment = next(each for each in self.segments if start < each.end)
+        return segment.full.start + start - segment.start
+
+    def _part_of(self, segment: Segment) -> tuple[int, int]:
+        """The first parameter of the shard's part, and how many there are."""
+        size = segment.own.stop - segment.own.start
+        begin = segment.start + self.shard_index * size
+        return begin, max(0, min(size, segment.end - begin))
 
 
 def zero_layout(plan: Plan, shard: ParamShard, rank: int) -> ZeroLayout:
     """How a parameter shard is cut over its holders."""
-    size, num_shards = plan.size(shard), plan.num_zero_shards(shard)
-    if num_shards == 1:
-        return ZeroLayout(size)
-    return ZeroLayout(size, num_shards, plan.holders(shard).index(rank))
+    found = first_layout(plan, shard)
+    return found if found.num_shards == 1 else found._replace(shard_index=plan.holders(shard).index(rank))
+
+
+def first_layout(plan: Plan, shard: ParamShard) -> ZeroLayout:
+    """That of the first holder; all others are as long."""
+    return ZeroLayout(plan.size(shard), plan.num_zero_shards(shard), in_8_bits=plan.size_in_8_bits(shard))
 
 
 def pool_sizes(
-    model: ModelSpec, lora: LoraSpec | None, layers: Sequence[LayerRange], mesh: Mesh, mirrors: int = 1
+    model: ModelSpec,
+    lora: LoraSpec | None,
+    layers: Sequence[LayerRange],
+    mesh: Mesh,
+    mirrors: int = 1,
+    fp8: Fp8Spec | None = None,
+    itemsize: int = 2,
 ) -> tuple[tuple[int, ...], ...]:
     """The sizes of a Program whose units have these layers, each on this many ranks of a pipeline: the padded elements
-    of a unit's parameter shards, of all but experts and of experts, and of the frozen ones of both."""
+    of a unit's parameter shards, of all but experts and of experts, and of the frozen ones of both. If some are
+    gathered in 8 bits, trained weights count as the elements of `itemsize` bytes that they take, and their gradients
+    follow."""
 
-    def padded(unit: LayerRange, *, experts: bool, frozen: bool) -> int:
-        if frozen and lora is None:
-            return 0
+    def layout(unit: LayerRange, *, experts: bool, frozen: bool = False) -> ZeroLayout:
         found = shard_tensors(model, lora, unit, experts=experts, frozen=frozen)
         holders = mirrors * mesh.dp * mesh.cp * (1 if experts else mesh.ep)
-        return ZeroLayout(shard_size(found, mesh), holders).padded_size
+        names = gathered_in_8_bits(model, fp8, unit, experts=experts) if holders > 1 else ()
+        narrow = shard_size(tuple(each for each in found if each.name in names), mesh)
+        return ZeroLayout(shard_size(found, mesh), holders, in_8_bits=narrow)
 
-    kinds = product((False, True), (False, True))
-    by_kind = [[padded(unit, experts=experts, frozen=frozen) for unit in layers] for frozen, experts in kinds]
+    trained = [[layout(unit, experts=experts) for unit in layers] for experts in (False, True)]
+    by_kind = [[each.gathered_size(itemsize) for each in kind] for kind in trained]
+    for experts in (False, True):
+        frozen = [lora and layout(unit, experts=experts, frozen=True) for unit in layers]
+        by_kind.append([each.padded_size if each else 0 for each in frozen])
+    if any(each.in_8_bits for kind in trained for each in kind):
+        by_kind += [[each.padded_size for each in kind] for kind in trained]
     return tuple(zip(*by_kind, strict=True))
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from bits import same_bits
+from exactness import state_like
+from fleet import assemble
 from fp8_plans import BLOCK, DELAYED, EXPERTS, ROW, TENSOR, WIDE, WIDE_EXPERTS, ZERO_3, fp8_plan
 from gpus import RANKS_A_GPU, on_gpu
 from plans import reference
@@ -16,6 +18,7 @@ from resume import assert_repeatable
 from pentad.schedules.compiler import NO_MEMORY_OPTIONS
 from pentad.schedules.spec.model import Fp8Spec
 from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.tensors import tensors
 from pentad.workers.linear.fp8_sample import cosines
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU)]
@@ -78,3 +81,30 @@ def test_comparing_gradients_changes_no_bit(gpus, corpus, spec, name, sizes):
     for step in range(4):
         each = cosines(sums for outcome in found for sums in outcome.results[step].fp8_gradients)
         assert bool(each) == (step % 2 == 0) and all(0.9 < cosine < 1 for cosine in each.values()), each
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes"),
+    [
+        (BLOCK, {"dp": 2, "layers": 2, "unit_layers": 1}),
+        (TENSOR, {"dp": 2, "layers": 2, "unit_layers": 1}),
+        (EXPERTS, {"dp": 2, "layers": 2, "model": WIDE_EXPERTS}),
+    ],
+)
+def test_weights_gathered_in_8_bits_have_the_bits_of_those_that_are_cast_after_the_gather(gpus, corpus, spec, sizes):
+    """Of bfloat16. No gradient is clipped, and two terms have one sum: both would depend on the layout of shards."""
+    found = []
+    for gathers in (True, False):
+        plan = plan_on_gpu(
+            replace(spec, gathers=gathers),
+            "1f1b",
+            {**sizes, **ZERO_3, "clip": 1e9, "dtype": "bfloat16"},
+            corpus,
+            "bfloat16",
+        )
+        assert any(map(plan.size_in_8_bits, plan.param_shards)) == gathers
+        found.append(gpus.run(plan, [(0, 1), (1, 2)]))
+    like = state_like({tensor.name: torch.empty(tensor.shape) for tensor in tensors(plan.model)})
+    assert same_bits(*(assemble([outcome.state for outcome in outcomes], like) for outcomes in found))
+    for a, b in zip(*found, strict=True):
+        assert [each.losses for each in a.results] == [each.losses for each in b.results]

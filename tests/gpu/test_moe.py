@@ -18,8 +18,8 @@ from pentad.schedules.spec.model import Experts
 from pentad.workers.linear.weight_grad import accumulate_wgrads
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
+from pentad.workers.params.param_buffers import Unwritten
 from pentad.workers.params.router_bias import updated_bias
-from pentad.workers.params.unwritten import Unwritten
 
 pytestmark = pytest.mark.gpu
 DTYPES = [(torch.bfloat16, 1e-2), (torch.float32, 1e-5), (torch.float64, 1e-12)]

@@ -26,7 +26,7 @@ from pentad.workers.model.mlp import MLP
 from pentad.workers.model.moe import MoE
 from pentad.workers.parallel.async_ops import run_to_completion
 from pentad.workers.parallel.expert_parallel import DispatchMode, ExpertParallelGroup
-from pentad.workers.params.unwritten import Unwritten
+from pentad.workers.params.param_buffers import Unwritten
 
 State = dict[str, torch.Tensor]
 NO_SEQUENCE: Any = SequenceContext(*[None] * 3)  # type: ignore[arg-type]  # an MoE sublayer reads no positions

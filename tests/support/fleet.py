@@ -223,6 +223,7 @@ def buffer_bytes(parameters, shards, frozen) -> dict[str, int]:
     }
     for each in parameters.values():
         kinds["parameters"] += [each.compute] if each.full_weights is None else [each.full_weights]
+        kinds["parameters"] += [] if each.in_8_bits is None else [each.in_8_bits.values]
         kinds["gradients"] += [each.gradient] if each.full_gradients is None else [each.full_gradients]
         kinds["optimizer" if each.host is None else "host_optimizer"] += [each.m, each.v]
         kinds["master" if each.host is None else "host_optimizer"].append(each.master)

@@ -32,6 +32,6 @@ def fp8_plan(spec: Fp8Spec, name: str, sizes: dict[str, Any], corpus: str) -> Pl
     model = sizes.pop("model", MODEL)
     model = replace(model, layers=sizes.pop("layers", model.layers))
     microbatches = sizes.pop("microbatches", 3 if model.layers < MODEL.layers else 4)
-    plan = plan_of(name, microbatches=microbatches, data=corpus, model=model, **sizes)
+    plan = plan_of(name, microbatches=microbatches, data=corpus, model=model, fp8=spec, **sizes)
     length = LENGTH * plan.mesh.cp * (2 if plan.mesh.cp > 1 and spec.scaling == "block" else 1)
-    return replace(plan, fp8=spec, batch=replace(plan.batch, sequence_length=length))
+    return replace(plan, batch=replace(plan.batch, sequence_length=length))

@@ -129,13 +129,13 @@ def graph_output(result: Tensor) -> GraphOutput:
 def bind_parameters(params: Params, owner: ParameterOwner, *, fake: bool = False) -> BoundParameters:
     """Weights share one storage; leaves are plain tensors if they are fake."""
     leaves: dict[str, Any] = {}
-    for name, (weight, _) in params.items():
+    for name, (weight, *_) in params.items():
         leaf: Any = weight.detach() if fake else weight.detach().as_subclass(DeferringWeight)
         leaf.param_name, leaf.owner = name, owner
         leaves[name] = leaf.requires_grad_()
     if not params:
         return BoundParameters({}, {}, 0, 0)
-    first = min((weight for weight, _ in params.values()), key=Tensor.storage_offset)
+    first = min((each.weight for each in params.values()), key=Tensor.storage_offset)
     return BoundParameters(params, leaves, storage_id(first), int(first.storage_offset()))
 
 
@@ -171,7 +171,7 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         (x,), tape, params = ctx.saved_tensors, ctx.tape, ctx.tape.owner.bound.params
-        weight, gradient = params[ctx.weight]
+        weight, gradient, _ = params[ctx.weight]
         flat_dy = dy.reshape(-1, dy.shape[-1]).contiguous()
         flat_x = x.detach().reshape(-1, x.shape[-1]).contiguous()
         tape.work.append(LinearWgrad(gradient, flat_dy, flat_x))

@@ -33,7 +33,7 @@ def check_rank(
         with gathered(index):
             for buffer in (*stage.param_buffers, *stage.frozen):
                 if buffer.shard.layout.num_shards > 1 and buffer.weights is not None:
-                    state |= gathered_digests(buffer.shard, buffer.weights.flat)
+                    state |= gathered_digests(buffer.shard, buffer.weights.tensors)
             for results in (first, second):
                 results |= replay(plan, rank, stage, index, step)
     return RankCheck(read(state), read(first), read(second))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -23,9 +23,9 @@ def state_digests(weights: Iterable[WeightShard]) -> dict[str, torch.Tensor]:
     return {name: digest(values) for each in weights for name, values in _named(each)}
 
 
-def gathered_digests(shard: WeightShard, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Digests of the weights `flat` [padded_size] that a rank has gathered."""
-    return {f"weights.{stored_name(local)}": digest(flat[start:end]) for local, start, end in shard.spans()}
+def gathered_digests(shard: WeightShard, gathered: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Digests of the weights that a rank has gathered, by name."""
+    return {f"weights.{stored_name(local)}": digest(gathered[local.name]) for local in shard.local_tensors}
 
 
 def _named(shard: WeightShard) -> Iterator[tuple[str, torch.Tensor]]:

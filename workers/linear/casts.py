@@ -61,10 +61,13 @@ class Casts:
     step, if it is sampled. With a `history` scales are delayed. `name` is always that of the parameter whose product
     reads what is cast."""
 
-    def __init__(self, recipe: Recipe, device: torch.device, history: AmaxHistory | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, device: torch.device, dtype: torch.dtype, history: AmaxHistory | None = None
+    ) -> None:
+        """`dtype` is that of compute."""
         require_units(recipe, device)
         assert history is None or recipe.scaling == "tensor"
-        self.recipe, self.history = recipe, history
+        self.recipe, self.history, self.dtype = recipe, history, dtype
         self.samples: Fp8Samples | None = None
         self._weights: dict[int, Fp8Forms] = {}  # by address
 
@@ -88,6 +91,18 @@ class Casts:
         key = weight.data_ptr()
         if key not in self._weights:
             self._weights[key] = self.cast(weight, "weight", "", split)
+        return self._weights[key]
+
+    def gathered(self, values: Tensor, scales: Tensor, *, columns: bool) -> Fp8Forms:
+        """A matrix that was gathered in 8 bits, by rows, and also by `columns` if asked for: transposing it also makes
+        scales of 128 x 128 or of the whole matrix those of its columns."""
+        key = values.data_ptr()
+        if not columns:
+            return Fp8Forms(Fp8Tensor(values, scales), None)
+        if key not in self._weights:
+            turned = values.view(torch.uint8).t().contiguous().view(values.dtype)
+            transposed = Fp8Tensor(turned, scales.contiguous().t())
+            self._weights[key] = Fp8Forms(Fp8Tensor(values, scales), transposed)
         return self._weights[key]
 
     def cast(

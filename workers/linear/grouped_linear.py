@@ -39,31 +39,41 @@ class GroupedLinear(NamedTuple):
         return self.param.weight
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of compute."""
+        return self.weight.dtype if self.casts is None else self.casts.dtype
+
+    @property
     def gradient(self) -> Tensor | None:
         return self.param.gradient
 
     def forward(self, x: RowOperand, offsets: Tensor, index: Tensor | None = None) -> Tensor:
         """[R, N], of the rows `index` of x [.., K]."""
         if isinstance(x, Fp8Tensor):
-            return fp8_grouped_gemm(x, self._matrices().rows, offsets, self.weight.dtype, index)
+            return fp8_grouped_gemm(x, self._matrices().rows, offsets, self.dtype, index)
         assert index is None
         return grouped_gemm(x, self.weight, offsets)
 
     def input_grad(self, dy: RowOperand, offsets: Tensor, index: Tensor | None = None) -> Tensor:
         """[R, K], of the rows `index` of dy [.., N]."""
         if isinstance(dy, Fp8Tensor):
-            return fp8_grouped_gemm(dy, self._matrices().columns, offsets, self.weight.dtype, index)
+            return fp8_grouped_gemm(dy, self._matrices().columns, offsets, self.dtype, index)
         assert index is None
         return grouped_gemm(dy, self.weight.transpose(1, 2), offsets)
 
     def wgrad(
         self, dy: RowOperand, x: RowOperand, offsets: Tensor, dy_rows: Tensor | None, x_rows: Tensor | None
     ) -> GroupedWgrad:
-        return GroupedWgrad(self.gradient, dy, x, offsets, dy_rows, x_rows, self.weight.dtype)
+        return GroupedWgrad(self.gradient, dy, x, offsets, dy_rows, x_rows, self.dtype)
 
     def _matrices(self) -> ExpertMatrices:
         assert self.casts is not None
-        forms = self.casts.weight(self.weight.flatten(0, 1), SplitOver())
+        matrix, scales = self.weight.flatten(0, 1), self.param.scales
+        forms = (
+            self.casts.weight(matrix, SplitOver())
+            if scales is None
+            else self.casts.gathered(matrix, scales, columns=True)
+        )
         if self.casts.samples is not None and forms.rows is not None:
             self.casts.samples.add(self.name, "weight", forms.rows)
         return ExpertMatrices.of(forms, self.weight.shape[0])

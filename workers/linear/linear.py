@@ -47,6 +47,11 @@ class Linear(NamedTuple):
         return self.param.weight
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of compute."""
+        return self.weight.dtype if self.casts is None else self.casts.dtype
+
+    @property
     def gradient(self) -> Tensor | None:
         return self.param.gradient
 
@@ -78,10 +83,10 @@ class Linear(NamedTuple):
     def forward(self, axes: Axes, x: Operand, bias: Tensor | None = None) -> Tensor:
         """[T, N]"""
         if isinstance(x, Fp8Forms):
-            rows, matrix = _given(x.rows), _given(self._forms(axes).rows)
+            rows, matrix = _given(x.rows), _given(self._forms(axes, columns=False).rows)
             self._sample("activation", rows)
             self._sample("weight", matrix)
-            y = fp8_gemm(rows, matrix, self.weight.dtype)
+            y = fp8_gemm(rows, matrix, self.dtype)
             return y if bias is None else y.add_(bias)
         weight = self.weight.t()
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
@@ -91,7 +96,7 @@ class Linear(NamedTuple):
         if isinstance(dy, Fp8Forms):
             rows = _given(dy.rows)
             self._sample("gradient", rows)
-            return fp8_gemm(rows, _given(self._forms(axes).columns), self.weight.dtype)
+            return fp8_gemm(rows, _given(self._forms(axes, columns=True).columns), self.dtype)
         return torch.mm(dy, self.weight)
 
     def forward_gathered(self, axes: Axes, x: Operand, bias: Tensor | None = None) -> AsyncResult[Tensor]:
@@ -140,8 +145,11 @@ class Linear(NamedTuple):
     def _output_split(self, axes: Axes) -> SplitOver:
         return SplitOver(axes.cp, RowGroup() if self.row_parallel else axes.tp)
 
-    def _forms(self, axes: Axes) -> Fp8Forms:
+    def _forms(self, axes: Axes, *, columns: bool) -> Fp8Forms:
+        """That of rows, and with `columns` the other one, which a cast makes anyway."""
         assert self.casts is not None
+        if self.param.scales is not None:
+            return self.casts.gathered(self.weight, self.param.scales, columns=columns)
         split = SplitOver(features=axes.tp) if self.row_parallel else SplitOver(tokens=axes.tp)
         return self.casts.weight(self.weight, split)
 

@@ -15,12 +15,13 @@ from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_
 from pentad.kernels.moe.moe_permute import gather_rows
 from pentad.kernels.wgrad_gemm import accumulate_gradient_
 from pentad.workers.linear.logit_chunks import HeadWgrad
-from pentad.workers.params.unwritten import Unwritten
+from pentad.workers.params.param_buffers import Unwritten
 
 
 class Param(NamedTuple):
-    weight: Tensor  # in the compute dtype
+    weight: Tensor  # in the compute dtype, or with `scales` in 8 bits
     gradient: Tensor | None  # the main gradient; None: the weight is frozen
+    scales: Tensor | None = None  # of a weight that was gathered in 8 bits
 
 
 Params = dict[str, Param]  # by name

@@ -26,9 +26,8 @@ from pentad.workers.model.layer_context import LayerContext
 from pentad.workers.parallel.async_ops import Task
 from pentad.workers.parallel.context_share import ContextShare
 from pentad.workers.parallel.process_groups import LayerGroups
-from pentad.workers.params.param_buffers import BoundBuffers, NamedBuffer, ParamBuffers, WeightBuffer
+from pentad.workers.params.param_buffers import BoundBuffers, NamedBuffer, ParamBuffers, Unwritten, WeightBuffer
 from pentad.workers.params.router_bias import ExpertLoad, LoadBalancer, reports_load
-from pentad.workers.params.unwritten import Unwritten
 
 Activation = Tensor | tuple[Tensor, Tensor]  # [T, H]; between units of a stage the two terms of the residual stream
 
@@ -122,10 +121,13 @@ class BaseStage(ABC):
             if frozen.weights is None:
                 return {}
             params |= {name: Param(weight, None) for name, weight in frozen.weights.tensors.items()}
-        for weights, gradients in (each.bound for each in self.param_buffers):
+        for each in self.param_buffers:
+            (weights, gradients), narrow = each.bound, each.parameters.in_8_bits
             if weights is None or gradients is None:
                 return {}
-            params |= {name: Param(weight, gradients.tensors[name]) for name, weight in weights.tensors.items()}
+            scales = narrow.scales if narrow is not None else {}
+            given = ((name, weight, gradients.tensors[name]) for name, weight in weights.tensors.items())
+            params |= {name: Param(weight, gradient, scales.get(name)) for name, weight, gradient in given}
         return params
 
     @abstractmethod

@@ -110,7 +110,8 @@ class Stage(BaseStage):
         parameters, experts, fp8 = param_buffers[0].parameters, plan.model.experts, plan.fp8
         if fp8 is not None:
             recipe = Recipe(fp8.scaling, fp8.gradients, fp8.power_of_two)
-            self.casts = Casts(recipe, self.device, history or AmaxHistory.of(plan, index, self.device))
+            history = history or AmaxHistory.of(plan, index, self.device)
+            self.casts = Casts(recipe, self.device, parameters.compute.dtype, history)
         mtp_layers = range(plan.model.layers, plan.model.layers + plan.model.mtp_layers if self.last else 0)
         self.layer_kinds = {number: plan.model.layer_kind(number) for number in (*self.layer_numbers, *mtp_layers)}
         self.rotary_tables = {

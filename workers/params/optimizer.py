@@ -53,10 +53,11 @@ def step(
 ) -> None:
     """Step `number` (from 0), with gradients times `scale` [1]. Muon needs the orthogonalized `directions`."""
     compute = parameters.compute if parameters.compute is not parameters.master else None
+    border = parameters.layout.compute_part  # after which weights are cast to 8 bits from the master weights
     for run in parameters.updates.runs:
         index = run.where
         master, m, gradient = parameters.master[index], parameters.m[index], parameters.gradient[index]
-        out = None if compute is None else compute[index]
+        out = None if compute is None or index.start >= border else compute[index]
         if parameters.host is not None:
             state = master, m, parameters.v[run.place]
             parameters.host.stream.run(state, _Update(gradient, out, scale, _adamw(spec, run, number)))

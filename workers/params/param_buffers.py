@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,6 @@ import torch
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.params.tp_replicated import ReplicatedGradients
-from pentad.workers.params.unwritten import Unwritten
 from pentad.workers.params.weight_shard import WeightShard
 
 
@@ -22,7 +22,28 @@ class NamedBuffer:
     tensors: dict[str, torch.Tensor]
 
 
+Place = tuple[int, int]  # address and number of elements
 BoundBuffers = tuple[NamedBuffer | None, NamedBuffer | None]  # weights and gradients
+
+
+class Unwritten:
+    """Main gradients that W has not written yet: what they contain means nothing until the first product of a sum,
+    which takes and overwrites them, so nothing zeroes them."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[Place, torch.Tensor] = {}
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.tensors.update((_place(tensor), tensor) for tensor in tensors)
+
+    def take(self, tensor: torch.Tensor) -> bool:
+        """Whether this tensor, or this view of all of it, is to be overwritten; from now on it is written."""
+        return self.tensors.pop(_place(tensor), None) is not None
+
+    def take_all(self) -> list[torch.Tensor]:
+        """The tensors that are left: nothing was added to them."""
+        found, self.tensors = list(self.tensors.values()), {}
+        return found
 
 
 class WeightBuffer:
@@ -39,16 +60,16 @@ class WeightBuffer:
             self.set_weights(shard.full_weights)
 
     def set_weights(self, flat: torch.Tensor) -> None:
-        self.weights = self._name(flat)
+        self.weights = self._name(flat, self.shard.weight_views)
 
     def clear_weights(self) -> None:
         self.weights = None
 
-    def _name(self, flat: torch.Tensor) -> NamedBuffer:
+    def _name(self, flat: torch.Tensor, views: Callable[[torch.Tensor], dict[str, torch.Tensor]]) -> NamedBuffer:
         """The same object whenever the same buffer comes again."""
         address = flat.data_ptr()
         if address not in self._named:
-            self._named[address] = NamedBuffer(flat, self.shard.views(flat))
+            self._named[address] = NamedBuffer(flat, views(flat))
         return self._named[address]
 
 
@@ -66,7 +87,7 @@ class ParamBuffers(WeightBuffer):
 
     def set_gradients(self, flat: torch.Tensor) -> None:
         """Adds to the gradients in this buffer from now on. W prepares it first where it is `stale`."""
-        self.gradients = self._name(flat)
+        self.gradients = self._name(flat, self.shard.views)
 
     @property
     def bound(self) -> BoundBuffers:
@@ -83,7 +104,8 @@ class ParamBuffers(WeightBuffer):
     def prepare_gradients(self, unwritten: Unwritten) -> None:
         """Called before a W adds to the gradients."""
         if self.stale and self.gradients is not None:
-            self.gradients.flat[self.parameters.layout.size :].zero_()  # the padding
+            for segment in self.parameters.layout.segments:
+                self.gradients.flat[segment.full][segment.end - segment.start :].zero_()  # the padding
             unwritten.add(self.gradients.tensors.values())
             self.stale = False
 
@@ -97,3 +119,7 @@ def make_param_buffers(
         for shard, each in parameters.items()
         if shard.stage == stage
     ]
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    return tensor.data_ptr(), tensor.numel()

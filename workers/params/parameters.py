@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from pentad.kernels.fp8.fp8_tensor import Recipe
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.optimizer import STATE_KINDS
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.schedules.spec.zero_layout import zero_layout
+from pentad.schedules.spec.zero_layout import ZeroLayout, zero_layout
+from pentad.workers.params.fp8_shard import Fp8Shard
 from pentad.workers.params.host_state import HostShard, StateStream
 from pentad.workers.params.local_tensor import LocalTensor, local_tensors
 from pentad.workers.params.param_init import initial_values
@@ -26,10 +28,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 class Parameters(WeightShard):
     """What a rank holds of a stage's parameters, experts and all else separately, in the order of `local_tensors`.
 
-    `master`, `compute`, `gradient` and `m` are its ZeRO shard, [part] ([size] without ZeRO). `m` holds
+    `master`, `gradient` and `m` are its ZeRO shard, [part] ([size] without ZeRO). `m` holds
     first moments, or Muon's momentum, and `v` [num_adamw] second moments; `updates` says which elements have which.
     Both have the dtype of optimizer state; `master` and `gradient` are float32 (float64 when compute is). `compute` is
-    a copy of `master` in the compute dtype, or `master` itself. Layers read `full_weights` and add to `full_gradients`,
+    a copy of `master` in the compute dtype, or `master` itself; of the last elements, which are gathered `in_8_bits`,
+    there is none. Layers read `full_weights` and add to `full_gradients`,
     flat; `compute` and `gradient` are views of them. Both are None where stages share buffers
     (workers/runtime/zero.py). `master`, `m` and `v` may be in `host` memory. The `router_bias` of a model that LoRA
     freezes is with its weights.
@@ -42,6 +45,7 @@ class Parameters(WeightShard):
     v: torch.Tensor
     full_gradients: torch.Tensor | None
     host: HostShard | None = None
+    in_8_bits: Fp8Shard | None = None
 
     def state_parts(self) -> Iterator[StatePart]:
         """All that a checkpoint holds, kind by kind, tensor by tensor: the kind ('model', 'optimizer.m', ...), the
@@ -60,9 +64,11 @@ class Parameters(WeightShard):
         return [self.master, self.m, self.v, *([self.router_bias.values] if self.router_bias.layers else [])]
 
     def refresh(self) -> None:
-        """Writes the compute copy from the master weights."""
+        """Writes the compute copy from the master weights; that in 8 bits needs the other holders."""
         if self.compute is not self.master:
-            self.compute.copy_(self.master)
+            self.compute.copy_(self.master[: self.layout.compute_part])
+        if self.in_8_bits is not None:
+            self.in_8_bits.is_stale = True
 
 
 def create_parameters(
@@ -91,18 +97,19 @@ def create_parameters(
     unsharded = layout.num_shards == 1
     full_weights = zeros(layout.padded_size, dtype=narrow) if unsharded or plan.zero < 3 else None
     full_gradients = zeros(layout.padded_size) if unsharded or plan.zero < 2 else None
-    compute = zeros(dtype=narrow) if full_weights is None else shard_of(layout, full_weights)
+    compute = zeros(layout.compute_part, dtype=narrow) if full_weights is None else shard_of(layout, full_weights)
     host = None
     if plan.host_optimizer:
         shapes = [(layout.part, wide), (layout.part, state), (updates.num_adamw, state)]
         host = HostShard(shapes, stream or StateStream(device))
     # With post-validation the compute weights can be a step ahead, so they need memory of their own.
-    shared = host is None and narrow is wide and not has_post_validation(plan.program)
+    shared = host is None and narrow is wide and not has_post_validation(plan.program) and not layout.in_8_bits
+    master = host.tensors[0] if host else compute if shared else zeros()
     parameters = Parameters(
         local_tensors=local,
         layout=layout,
         updates=updates,
-        master=host.tensors[0] if host else compute if shared else zeros(),
+        master=master,
         compute=compute,
         gradient=zeros() if full_gradients is None else shard_of(layout, full_gradients),
         m=host.tensors[1] if host else zeros(dtype=state),
@@ -110,11 +117,21 @@ def create_parameters(
         full_weights=full_weights,
         full_gradients=full_gradients,
         host=host,
+        in_8_bits=_in_8_bits(plan, local, layout, master, narrow),
         router_bias=router_biases(plan, shard, wide, device),
     )
     if not blank:
         initialize(parameters, plan.seed, device, initial)
     return parameters
+
+
+def _in_8_bits(
+    plan: Plan, local: tuple[LocalTensor, ...], layout: ZeroLayout, master: torch.Tensor, dtype: torch.dtype
+) -> Fp8Shard | None:
+    if plan.fp8 is None or not layout.in_8_bits:
+        return None
+    recipe = Recipe(plan.fp8.scaling, plan.fp8.gradients, plan.fp8.power_of_two)
+    return Fp8Shard(recipe, dtype, local, layout, master)
 
 
 def initialize(

@@ -52,23 +52,26 @@ def update_layout(spec: OptimizerSpec, local_tensors: Sequence[LocalTensor], lay
         used[rule.method] += size
         return slice(used[rule.method] - size, used[rule.method])
 
-    found = []
+    found: list[tuple[slice, tuple[slice, LocalTensor] | None]] = [(index, None) for index in layout.padding()]
     for local, start, end in spans(local_tensors):
-        found += [(index, span, local) for index, span in layout.overlap(start, end)]
-    for index, span, local in sorted(found, key=lambda each: each[0].start):
-        rule = spec.rule_of(local.tensor)
-        parts.append(TensorPart(local, index, span, rule, place_of(rule, span.stop - span.start)))
+        found += [(index, (span, local)) for index, span in layout.overlap(start, end)]
+    last = UpdateRule("adamw", 1.0, 0.0)
+    for index, of in sorted(found, key=lambda each: each[0].start):
+        size = index.stop - index.start
+        if of is None:
+            rule = last._replace(method="adamw")  # keeps the zeros of the padding
+            runs.append(Run(index, rule, 1.0, place_of(rule, size)))
+            continue
+        span, local = of
+        last = spec.rule_of(local.tensor)
+        parts.append(TensorPart(local, index, span, last, place_of(last, size)))
         runs += _runs(spec, parts[-1])
-    last = parts[-1].rule if parts else UpdateRule("adamw", 1.0, 0.0)
-    for index, span in layout.overlap(layout.size, layout.padded_size):
-        rule = last._replace(method="adamw")  # keeps the zeros of the padding
-        runs.append(Run(index, rule, 1.0, place_of(rule, span.stop - span.start)))
     rules = tuple(spec.rule_of(local.tensor) for local in local_tensors)
-    return UpdateLayout(rules, tuple(parts), tuple(_merged(runs)), used["adamw"], used["muon"])
+    return UpdateLayout(rules, tuple(parts), tuple(_merged(runs, layout.compute_part)), used["adamw"], used["muon"])
 
 
 def spans(local_tensors: Sequence[LocalTensor]) -> Iterator[tuple[LocalTensor, int, int]]:
-    """The local tensors with where each starts and ends in a full buffer."""
+    """The local tensors with where each starts and ends among all parameters of the stage."""
     start = 0
     for local in local_tensors:
         yield local, start, start + local.size
@@ -89,14 +92,15 @@ def _runs(spec: OptimizerSpec, part: TensorPart) -> Iterator[Run]:
             yield Run(index, part.rule, adjustment, slice(place.start + first, place.start + last))
 
 
-def _merged(runs: Sequence[Run]) -> Iterator[Run]:
-    """Neighbours that are updated alike become one run."""
+def _merged(runs: Sequence[Run], border: int) -> Iterator[Run]:
+    """Neighbours that are updated alike become one run, but not across the border between what is gathered in the dtype
+    of compute and in 8 bits."""
     if not runs:
         return
     current = runs[0]
     for run in runs[1:]:
         alike = (current.rule, current.adjustment) == (run.rule, run.adjustment)
-        if alike and current.where.stop == run.where.start:
+        if alike and current.where.stop == run.where.start != border:
             where, place = slice(current.where.start, run.where.stop), slice(current.place.start, run.place.stop)
             current = current._replace(where=where, place=place)
         else:

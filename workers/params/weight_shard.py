@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pentad.kernels.fp8.fp8_tensor import E4M3
 from pentad.schedules.spec.zero_layout import ZeroLayout
 from pentad.workers.params.local_tensor import LocalTensor
 from pentad.workers.params.router_bias import RouterBias
@@ -15,10 +16,10 @@ from pentad.workers.params.update_layout import spans
 
 @dataclass(frozen=True)
 class WeightShard:
-    """`compute` [part] is this rank's ZeRO shard of the weights ([size] without ZeRO), in the order of
-    `local_tensors` and in the dtype of compute. `full_weights` [padded_size], of which it is a view, is None where
-    stages share buffers (workers/runtime/zero.py). `router_bias` is not sharded; it comes with the weights that are not
-    experts', as every rank of the stage needs it.
+    """`compute` [compute_part] is this rank's ZeRO shard of the weights ([size] without ZeRO), in the order of
+    `local_tensors` and in the dtype of compute, but for those that are gathered in 8 bits. `full_weights`
+    [padded_size], of which it is a view, is None where stages share buffers (workers/runtime/zero.py). `router_bias` is
+    not sharded; it comes with the weights that are not experts', as every rank of the stage needs it.
     """
 
     local_tensors: tuple[LocalTensor, ...]
@@ -28,13 +29,30 @@ class WeightShard:
     router_bias: RouterBias
 
     def spans(self) -> Iterator[tuple[LocalTensor, int, int]]:
-        """The local tensors with where each starts and ends in a full buffer."""
+        """The local tensors with where each starts and ends among all of them, without padding."""
         return spans(self.local_tensors)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The local tensors in a full buffer, by name."""
-        flat = flat.view(-1)
-        return {local.name: flat[start:end].view(local.shape) for local, start, end in self.spans()}
+        flat, found = flat.view(-1), dict[str, torch.Tensor]()
+        for local, start, _ in self.spans():
+            place = self.layout.place(start)
+            found[local.name] = flat[place : place + local.size].view(local.shape)
+        return found
+
+    def weight_views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The local tensors in full weights [gathered_size], by name, some perhaps in 8 bits."""
+        plain, narrow = self.gathered_parts(flat)
+        border, found = self.layout.size - self.layout.in_8_bits, dict[str, torch.Tensor]()
+        for local, start, end in self.spans():
+            values = plain[start:end] if start < border else narrow.view(E4M3)[start - border : end - border]
+            found[local.name] = values.view(local.shape)
+        return found
+
+    def gathered_parts(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of full weights [gathered_size] those in the dtype of compute, and the bytes of those in 8 bits, as views."""
+        border = self.layout.num_shards * self.layout.compute_part
+        return flat[:border], flat[border:].view(torch.uint8)
 
     def shard_spans(self) -> Iterator[tuple[LocalTensor, slice, slice]]:
         """For each tensor with elements in the shard: where they are, and which elements of the tensor."""

@@ -162,6 +162,7 @@ class Executor:
         self, program: RankProgram, step: int, tokens: dict[int, Tokens], empty: frozenset[int] = frozenset()
     ) -> None:
         self.running, self.step, self.tokens, self.empty = program, step, tokens, empty
+        self.shards.refresh(self.collectives)
         self.lanes.begin_step()
         self._begin_exchanges(program)
 
@@ -283,7 +284,7 @@ class Executor:
                     self.gradient_sums[self.step], self.kept = self.kept.compared(), None
             case Op.STEP:
                 self.optimizer_step.step(self.step)
-                self.collectives.after_update()
+                self.shards.updated(self.collectives)
             case Op.VALIDATE:
                 self.valid = self.validate()
             case Op.ROLLBACK:

@@ -171,6 +171,7 @@ def make_collectives(
     plan: Plan, groups: ProcessGroups, store: dist.TCPStore, shards: ZeroShards, flags: StreamFlags | None
 ) -> Collectives:
     """ZeRO's."""
+    shards.join(groups)
     if flags is None or plan.transport_along("dp") != "peer":
         return GroupCollectives(groups, plan.bf16_reduce)
     rank, shared = groups.rank, shards.shared()

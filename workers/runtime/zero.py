@@ -26,6 +26,7 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.parallel.async_ops import Arrival, all_gather
 from pentad.workers.parallel.process_groups import ProcessGroups
+from pentad.workers.params.fp8_shard import Fp8Shard, Group, cast_shards
 from pentad.workers.params.param_buffers import ParamBuffers, WeightBuffer
 from pentad.workers.rank_waits import rank_waits
 from pentad.workers.transport.group_collectives import GroupCollectives
@@ -51,7 +52,26 @@ class ZeroShards:
         self.gradients = _allocate(self.gradient_pools, held.gradient)
         self.num_programs = len(plan.trained_programs)
         self.bound_pool: Pool | None = None
+        self.groups: ProcessGroups | None = None
         self.begin(0)
+
+    def join(self, groups: ProcessGroups) -> None:
+        """Casts weights to 8 bits together with these ranks from now on."""
+        self.groups = groups
+        for each, _ in self._in_8_bits():
+            each.is_stale = True
+
+    def updated(self, collectives: Collectives) -> None:
+        """A step is committed, which needs no other rank; weights in 8 bits do, so they are cast in `refresh`."""
+        for each, _ in self._in_8_bits():
+            each.is_stale = True
+        collectives.after_update()
+
+    def refresh(self, collectives: Collectives) -> None:
+        """Casts weights that have changed to 8 bits, before anything gathers them. All ranks must call it."""
+        if self._is_stale:
+            self._cast()
+            collectives.after_update()
 
     def begin(self, program: int) -> None:
         """A step of this program of the plan follows: every stage adds gradients to its place there."""
@@ -70,14 +90,14 @@ class ZeroShards:
         if buffers.parameters.full_gradients is not None:
             return buffers.parameters.full_gradients
         offset = self.gradient_pools[program].offsets[shard.stage, 0][shard.experts]
-        return _fitted(self.gradients[shard.experts], offset, buffers)
+        return self.gradients[shard.experts][offset : offset + buffers.shard.layout.padded_size]
 
     def shared(self) -> dict[str, torch.Tensor]:
         """What peers read, by name."""
         found = dict[str, torch.Tensor]()
         for shard, buffer in chain.from_iterable(map(self._weights, self.stages)):
             if buffer.shard.layout.num_shards > 1:
-                found[weights_name(shard)] = buffer.shard.compute
+                found |= {weights_name(shard, part.dtype): part for part in _own_parts(buffer)}
         for shard, buffers in chain.from_iterable(self.trained.values()):
             for program in range(self.num_programs if buffers.shard.layout.num_shards > 1 else 0):
                 found[gradients_name(shard, program)] = self.full_gradients(shard, buffers, program)
@@ -94,9 +114,10 @@ class ZeroShards:
             if full is None:
                 kind = shard.experts + TRAINED_KINDS * shard.frozen
                 offset = self.weight_pools[program].offsets[part.stage, part.microbatch][kind]
-                full = _fitted(self.weights[kind], offset, buffer)
+                full = _fitted_weights(self.weights[kind], offset, buffer)
                 buffer.set_weights(full)
-            works += collectives.all_gather(shard, full, held.compute)
+            for parts, own in _gathers(buffer, full):
+                works += collectives.all_gather(shard, parts, own)
         self.stages[part.stage].bind()
         return works
 
@@ -115,26 +136,31 @@ class ZeroShards:
             if buffers.shard.layout.num_shards > 1:
                 assert buffers.gradients is not None
                 full, accumulate = buffers.gradients.flat, buffers.has_partial_sum
-                works += collectives.reduce_scatter(shard, sums, full, self.program, accumulate=accumulate)
+                for segment in buffers.shard.layout.segments:
+                    given = shard, sums[segment.own], full[segment.full], self.program
+                    works += collectives.reduce_scatter(*given, accumulate=accumulate, first=segment.full.start)
                 buffers.end_partial_sum()
         return works
 
     @contextmanager
     def gathered(self, groups: ProcessGroups, stage: int) -> Iterator[None]:
         """Between two steps: has the full weights of a stage in its own buffers, or at the start of those that stages
-        share. All holders must enter."""
+        share. All ranks must enter."""
+        if self._is_stale:
+            self._cast()
         for shard, buffer in self._weights(stage):
             held = buffer.shard
             if held.layout.num_shards == 1:
                 continue
             full = held.full_weights
             if full is None:
-                full = _fitted(self.weights[shard.experts + TRAINED_KINDS * shard.frozen], 0, buffer)
+                full = _fitted_weights(self.weights[shard.experts + TRAINED_KINDS * shard.frozen], 0, buffer)
                 buffer.set_weights(full)
             # Peer copies have no groups for weights.
             group = groups.weights.get(shard) or groups.gradients[stage][shard.experts]
             with rank_waits.abandonable():
-                all_gather(full, held.compute, group=group)
+                for parts, own in _gathers(buffer, full):
+                    all_gather(parts, own, group=group)
         self.stages[stage].bind()
         yield
         for _, buffer in self._weights(stage):
@@ -146,6 +172,22 @@ class ZeroShards:
         """Frees the buffers."""
         self.weights.clear()
         self.gradients.clear()
+
+    def _in_8_bits(self) -> list[tuple[Fp8Shard, Group]]:
+        """With the group of their holders; in the same order on DualPipe's mirrors."""
+        groups, found = self.groups, list[tuple[Fp8Shard, Group]]()
+        for shard, buffers in sorted(chain.from_iterable(self.trained.values()), key=lambda each: each[0]):
+            if groups is not None and (narrow := buffers.parameters.in_8_bits) is not None:
+                found.append((narrow, groups.gradients[shard.stage][shard.experts]))
+        return found
+
+    @property
+    def _is_stale(self) -> bool:
+        return any(each.is_stale for each, _ in self._in_8_bits())
+
+    def _cast(self) -> None:
+        if self.groups is not None:
+            cast_shards(self._in_8_bits(), self.groups.layers.tp.group)
 
     def _weights(self, stage: int) -> list[tuple[ParamShard, WeightBuffer]]:
         """All that a stage reads."""
@@ -165,6 +207,19 @@ def _by_stage(
     return {stage: list(zip(held[stage], each, strict=True)) for stage, each in buffers.items()}
 
 
-def _fitted(pool: torch.Tensor, offset: int, buffer: WeightBuffer) -> torch.Tensor:
+def _fitted_weights(pool: torch.Tensor, offset: int, buffer: WeightBuffer) -> torch.Tensor:
     """The part of a pool that a stage needs."""
-    return pool[offset : offset + buffer.shard.layout.padded_size]
+    return pool[offset : offset + buffer.shard.layout.gathered_size(pool.element_size())]
+
+
+def _own_parts(buffer: WeightBuffer) -> list[torch.Tensor]:
+    """What this rank gives to full weights, those in 8 bits as bytes."""
+    narrow = buffer.parameters.in_8_bits if isinstance(buffer, ParamBuffers) else None
+    both = (buffer.shard.compute, *(() if narrow is None else (narrow.values.view(torch.uint8),)))
+    return [part for part in both if part.numel()]
+
+
+def _gathers(buffer: WeightBuffer, full: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The parts of `full` weights [gathered_size], and what this rank gives to each."""
+    parts = (part for part in buffer.shard.gathered_parts(full) if part.numel())
+    return zip(parts, _own_parts(buffer), strict=True)

@@ -33,7 +33,14 @@ class GroupCollectives:
         return [all_gather(full, part, group=self.groups.weights[shard], async_op=True)]
 
     def reduce_scatter(
-        self, shard: ParamShard, part: torch.Tensor, full: torch.Tensor, program: int, *, accumulate: bool
+        self,
+        shard: ParamShard,
+        part: torch.Tensor,
+        full: torch.Tensor,
+        program: int,
+        *,
+        accumulate: bool,
+        first: int = 0,
     ) -> list[Arrival]:
         """Writes to `part` the sum over the holders of its elements in their gradients, of which this rank has `full`,
         or adds that sum to it. `part` may be its place in `full`."""

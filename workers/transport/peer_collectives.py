@@ -57,7 +57,8 @@ class PeerCollectives:
         self.sums: Counter[ParamShard] = Counter()  # that were added so far
 
     def all_gather(self, shard: ParamShard, full: torch.Tensor, part: torch.Tensor) -> list[Arrival]:
-        """Fills `full` [holders part] with the weights of all holders, of which this rank has `part`."""
+        """Fills `full` [holders part] with the weights of all holders, of which this rank has `part`, all that are
+        gathered in its dtype."""
         holders = self.holders[shard]
         if self.awaited < self.updates:
             self.awaited = self.updates
@@ -68,29 +69,39 @@ class PeerCollectives:
             index %= len(holders)
             target = full.view(len(holders), -1)[index]
             if index != own:
-                self.memory.read(holders[index], weights_name(shard), 0, target)
+                self.memory.read(holders[index], weights_name(shard, part.dtype), 0, target)
             elif target.data_ptr() != part.data_ptr():
                 target.copy_(part)
         return []
 
     def reduce_scatter(
-        self, shard: ParamShard, part: torch.Tensor, full: torch.Tensor, program: int, *, accumulate: bool
+        self,
+        shard: ParamShard,
+        part: torch.Tensor,
+        full: torch.Tensor,
+        program: int,
+        *,
+        accumulate: bool,
+        first: int = 0,
     ) -> list[Arrival]:
         """Writes to `part` the sum over the holders of its elements in their gradients, of which this rank has `full`,
-        or adds that sum to it. `part` may be its place in `full`."""
+        the elements from `first` of those that it shares, or adds that sum to it. `part` may be its place in `full`."""
         terms = full.view(len(self.holders[shard]), -1)
         if not self.outbox.numel():
-            self._add(shard, part, terms, gradients_name(shard, program), accumulate=accumulate)
+            self._add(shard, part, terms, gradients_name(shard, program), first, accumulate=accumulate)
             return []
         for columns in chunks(part.numel(), self.outbox.numel() // len(terms)):
             sent = terms[:, columns]
             rounded = self.outbox[: sent.numel()].view(sent.shape)
             rounded.copy_(sent)
-            self._add(shard, part[columns], rounded, OUTBOX, accumulate=accumulate)
+            self._add(shard, part[columns], rounded, OUTBOX, 0, accumulate=accumulate)
         return []
 
-    def _add(self, shard: ParamShard, part: torch.Tensor, terms: torch.Tensor, name: str, *, accumulate: bool) -> None:
-        """Sums for `part` [n] the holders' terms [holders, n], which each shares under this name."""
+    def _add(
+        self, shard: ParamShard, part: torch.Tensor, terms: torch.Tensor, name: str, first: int, *, accumulate: bool
+    ) -> None:
+        """Sums for `part` [n] the holders' terms [holders, n], which each shares under this name from element `first`
+        on."""
         holders, size = self.holders[shard], part.numel()
         own, others = holders.index(self.rank), [holder for holder in holders if holder != self.rank]
         self.sums[shard] += 1
@@ -100,7 +111,7 @@ class PeerCollectives:
             end = min(size, start + slots.shape[1])
             arrived = slots[:, : end - start]
             for index in (*range(own, len(others)), *range(own)):  # as when weights are gathered
-                self.memory.read(others[index], name, own * size + start, arrived[index])
+                self.memory.read(others[index], name, first + own * size + start, arrived[index])
             add_shards_(part[start:end], terms[own, start:end], arrived, own, accumulate=accumulate)
         self._announce("read", shard, others)
 
@@ -139,9 +150,9 @@ def peers_of(plan: Plan, rank: int) -> list[int]:
     return sorted({peer for holders in _holders(plan, rank).values() for peer in holders} - {rank})
 
 
-def weights_name(shard: ParamShard) -> str:
-    """Under which ranks share their part of a shard's weights."""
-    return "-".join(map(str, ("weights", *map(int, shard))))
+def weights_name(shard: ParamShard, dtype: torch.dtype) -> str:
+    """Under which ranks share their part of a shard's weights that are gathered in a dtype."""
+    return "-".join(map(str, ("weights", *map(int, shard), str(dtype).removeprefix("torch."))))
 
 
 def gradients_name(shard: ParamShard, program: int) -> str:

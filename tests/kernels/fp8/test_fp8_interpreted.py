@@ -17,7 +17,7 @@ from pentad.kernels.fp8 import fp8_glu as fp8_glu_module
 from pentad.kernels.fp8.fp8_cast import fp8_cast
 from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward, glu_amax, glu_backward_amax
 from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm, rms_norm_amax
-from pentad.kernels.fp8.fp8_tensor import Recipe, Role
+from pentad.kernels.fp8.fp8_tensor import Amax, Recipe, Role
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter", "nearest_8_bit_numbers")
 # Slow but for two.
@@ -33,6 +33,22 @@ def test_cast(recipe: Recipe, role: Role) -> None:
     found = fp8_cast_triton.fp8_cast(x, recipe, role, amax_for(recipe, x))
     for a, b in zip(found, fp8_cast(x, recipe, role, amax_for(recipe, x)), strict=True):
         assert_nearly_equal(a, b, differing=0.0)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_rows_of_a_tile_with_its_maximum_are_cast_as_the_tile(power_of_two: bool) -> None:
+    """As shards of matrices are (workers/params/fp8_shard.py), which the reference of their casts cannot tell."""
+    x = torch.randn(256, 384).bfloat16()
+    tiles = x.float().abs().view(2, 128, 3, 128).amax((1, 3))
+    of_rows = tiles[:, None].expand(2, 128, 3).reshape(-1, 1).contiguous()
+    row, block = (Recipe(scaling, power_of_two=power_of_two) for scaling in ("row", "block"))
+    amax = Amax(of_rows, of_rows)
+    found = fp8_cast_triton.fp8_cast(x.view(-1, 128), row, "weight", amax, columns=False).rows
+    want = fp8_cast_triton.fp8_cast(x, block, "weight")
+    assert found is not None and want.rows is not None and want.columns is not None
+    assert torch.equal(found.values.view(x.shape).view(torch.uint8), want.rows.values.view(torch.uint8))
+    assert torch.equal(found.scales, want.rows.scales[:, None].expand(2, 128, 3).reshape(-1, 1))
+    assert torch.equal(want.columns.values.view(torch.uint8), want.rows.values.view(torch.uint8).t())
 
 
 @pytest.mark.sampled(2)

@@ -9,7 +9,7 @@ from closeness import relative_error
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
 from pentad.kernels.moe.moe_permute import gather_rows, sort_by_expert, sum_rows, weighted_glu, weighted_glu_backward
 from pentad.workers.linear.weight_grad import GroupedWgrad, accumulate_wgrads
-from pentad.workers.params.unwritten import Unwritten
+from pentad.workers.params.param_buffers import Unwritten
 
 COUNTS = [(3, 0, 5), (0, 0, 0), (0, 9, 0), (1, 70, 2), (4,)]
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.gpus.rate_table import CPU, RateTable, write_table
 from pentad.orchestrator.monitoring.plan_view import facts_table
+from pentad.orchestrator.planning.comm_volume import CommKind, comm_volume
 from pentad.orchestrator.planning.estimate import costs_of, memory
 from pentad.orchestrator.planning.hardware import rates_of
 from pentad.orchestrator.planning.numerics import require_fp8
@@ -29,6 +30,7 @@ MODEL = {"family": "llama", "layers": 4, "hidden": 256, "heads": 2, "kv_heads": 
 
 MLA = {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
 EXPERTS = {"num_experts": 4, "top_k": 2, "intermediate_size": 96}
+SHARDED: dict[str, Any] = {"mesh": {"pp": 2, "dp": 2}, "batch": {"global_batch_size": 4}, "zero": {"stage": 3}}
 LATENT = {"model": {"family": "deepseek-v3", "mla": MLA, "experts": EXPERTS}}
 
 
@@ -51,6 +53,48 @@ def test_the_configured_recipe_is_the_plans() -> None:
     found = plan_with({"matmul": "fp8-row", "fp8_gradients": "e5m2", "fp8_skip_last_layers": 1}).fp8
     assert found == Fp8Spec("row", "e5m2", skip_last=1, sample_every=100)
     assert [found.covers(layer, 4) for layer in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("precision", "sections", "text"),
+    [
+        ({"matmul": "fp8-block"}, {}, "gathered in FP8 where layers multiply in it"),
+        ({"matmul": "fp8-tensor", "fp8_scaling": "delayed"}, {}, "gathered in FP8 where layers multiply in it"),
+        ({"matmul": "fp8-row"}, {}, "gathered in float32: F and B scale rows and columns of weights apart"),
+        (
+            {"matmul": "fp8-block", "compare_every": 5},
+            {},
+            "gathered in float32: some steps compare with gradients in the compute dtype",
+        ),
+        ({"matmul": "fp8-block"}, {"memory": {"optimizer": "host"}}, "float32: master weights are in host memory"),
+        (
+            {"matmul": "fp8-block"},
+            {"schedule": {"name": "zb-h2", "post_validation": True}},
+            "float32: post-validation updates them before the master weights",
+        ),
+        ({"matmul": "fp8-block"}, {"zero": {"stage": 2}}, ""),
+        ({"matmul": "compute"}, {}, ""),
+    ],
+)
+def test_the_plan_says_what_zero_3_gathers(precision: dict[str, Any], sections: dict[str, Any], text: str) -> None:
+    plan = plan_with({**precision, "compute": "float32"}, **{**SHARDED, **sections})
+    output = io.StringIO()
+    Console(file=output, width=200).print(facts_table(plan, costs_of(plan)))
+    assert text in output.getvalue() and ("gathered" in output.getvalue()) == bool(text)
+    assert any(map(plan.size_in_8_bits, plan.param_shards)) == ("FP8" in text)
+
+
+def test_weights_gathered_in_8_bits_have_half_the_bytes() -> None:
+    """Those of matrices on the links, in shards and where they are gathered, whose form in rows needs no more."""
+    narrow = plan_with({"matmul": "fp8-block", "compute": "bfloat16"}, **SHARDED)
+    wide = plan_with({"matmul": "fp8-row", "compute": "bfloat16"}, **SHARDED)
+    matrices = sum(map(narrow.size_in_8_bits, narrow.param_shards_of(0)))
+    gathered, full = (comm_volume(plan, 0)[CommKind("dp", "ALL_GATHER")] for plan in (narrow, wide))
+    assert (gathered.operations, full.bytes - gathered.bytes) == (2 * full.operations, matrices // 2)
+    parameters = [memory(plan, 0)["parameters"] for plan in (wide, narrow)]
+    assert parameters[0] - parameters[1] == matrices // 2 + matrices + matrices
+    seconds = [costs_of(replace(plan, device="cuda")).gather for plan in (wide, narrow)]
+    assert all(less < more for more, less in zip(*seconds, strict=True))
 
 
 @pytest.mark.parametrize(

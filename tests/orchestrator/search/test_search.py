@@ -70,15 +70,15 @@ class Case(NamedTuple):
 
 def case(seed: int, held: str = "") -> Case:
     """With a value of `held`, 'recompute' or 'offload', in all settings."""
-    draw = random.Random(seed)
+    draw, matmul = random.Random(seed), "compute" if seed % 5 else "fp8-block"
     layers, hidden = draw.choice([2, 3, 4]), draw.choice([256, 1024, 4096])
     model = [f"layers={layers}", f"hidden={hidden}", f"heads={hidden // 64}", f"ffn={3 * hidden}"]
     model += [f"kv_heads={draw.choice([hidden // 64, 2])}", f"vocab={draw.choice([1024, 32768, 131072])}"]
     if draw.random() < 0.3:
         model += ["family=mixtral", "experts.num_experts=4", "experts.top_k=2", f"experts.intermediate_size={hidden}"]
     quiet = "data.holdout=0", "eval.every=0"  # the search leaves evaluation out of account, too
-    reduce = f"precision.reduce={'bfloat16' if seed % 2 else 'float32'}"
-    config = config_of(model, draw.choice([8, 16]), draw.choice([512, 2048]), *quiet, reduce)
+    precision = f"precision.reduce={'bfloat16' if seed % 2 else 'float32'}", f"precision.matmul={matmul}"
+    config = config_of(model, draw.choice([8, 16]), draw.choice([512, 2048]), *quiet, *precision)
     every = space_of(config, draw.choice([2, 4]))
     space = replace(
         every,

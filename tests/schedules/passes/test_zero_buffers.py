@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.instruction import Key, Op, instructions_of
 from pentad.schedules.ir.program import Program
-from pentad.schedules.passes.zero_buffers import gradient_pool, meet, sharded_stages, stage_sizes, weight_pool
+from pentad.schedules.passes.zero_buffers import gradient_pool, meet, sharded_stages, weight_pool, weight_sizes
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 
 SIZES = st.lists(st.sampled_from([0, 64, 128, 448, 1024]), min_size=8, max_size=8)
@@ -38,7 +38,7 @@ def test_gathered_weights_never_share_elements(name, ranks, units, gathered, siz
             place = part.stage, part.microbatch
             if part.op is Op.ALL_GATHER:
                 start = pool.offsets[place][0]
-                live[place] = start, start + stage_sizes(program, part.stage)[0]
+                live[place] = start, start + weight_sizes(program, part.stage)[0]
                 for (a, b), (c, d) in combinations(live.values(), 2):
                     assert b <= c or d <= a or a == b or c == d
                 peak = max(peak, sum(end - start for start, end in live.values()))

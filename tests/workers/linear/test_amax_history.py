@@ -17,7 +17,7 @@ YES, NO = torch.tensor(True), torch.tensor(False)
 
 def casts_of(*names: str) -> tuple[Casts, AmaxHistory]:
     history = AmaxHistory(names, CPU)
-    return Casts(RECIPE, CPU, history), history
+    return Casts(RECIPE, CPU, torch.float32, history), history
 
 
 def end_step(history: AmaxHistory, valid: Tensor = YES) -> None:

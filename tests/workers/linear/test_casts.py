@@ -25,9 +25,9 @@ def test_a_rank_refuses_a_gpu_without_the_products_of_its_recipe(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    Casts(Recipe(scaling), torch.device("cpu"))
+    Casts(Recipe(scaling), torch.device("cpu"), torch.float32)
     if expected is None:
-        Casts(Recipe(scaling), torch.device("cuda"))
+        Casts(Recipe(scaling), torch.device("cuda"), torch.float32)
         return
     with pytest.raises(PentadError, match=f"fp8-{scaling} on a GPU, which has no such products: .* {expected}$"):
-        Casts(Recipe(scaling), torch.device("cuda"))
+        Casts(Recipe(scaling), torch.device("cuda"), torch.float32)

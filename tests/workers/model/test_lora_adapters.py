@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pentad.workers.linear.weight_grad import Param, Params, accumulate_wgrads
 from pentad.workers.model.lora import ExpertAdapter, LocalAdapter
-from pentad.workers.params.unwritten import Unwritten
+from pentad.workers.params.param_buffers import Unwritten
 
 SCALE = 0.5
 CONTEXT: Any = SimpleNamespace(lora_scale=SCALE)

@@ -20,8 +20,8 @@ from pentad.schedules.spec.model import Experts
 from pentad.workers.linear.weight_grad import accumulate_wgrads
 from pentad.workers.model import router
 from pentad.workers.parallel.async_ops import run_to_completion
+from pentad.workers.params.param_buffers import Unwritten
 from pentad.workers.params.router_bias import updated_bias
-from pentad.workers.params.unwritten import Unwritten
 
 HIDDEN, TOKENS = 16, 11
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fp8_plans import EXPERTS, WIDE_EXPERTS
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import plan_of
@@ -21,11 +22,20 @@ GROUPS = (ParamGroup("*.attention.out", 0.5), ParamGroup("*norm", weight_decay=0
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "zero": 1}, {"ep": 2, "dp": 2, "zero": 3}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 2},
+        {"dp": 2, "zero": 1},
+        {"ep": 2, "dp": 2, "zero": 3},
+        {"dp": 3, "zero": 3, "model": WIDE_EXPERTS, "fp8": replace(EXPERTS, gathers=True)},
+    ],
+)
 def test_runs_and_their_places_cover_a_shard_once(corpus, name, sizes):
-    mesh = {"dp": 1, **sizes}
+    """Runs do not cross the border before what is gathered in 8 bits."""
+    mesh = {"dp": 1, "model": MOE, **sizes}
     options = MemoryOptions(zero=mesh.pop("zero", 0))
-    plan = plan_of("zb-v", pp=2, microbatches=4, data=corpus, model=MOE, memory_options=options, **mesh)
+    plan = plan_of("zb-v", pp=2, microbatches=4, data=corpus, memory_options=options, **mesh)
     spec = replace(plan.optimizer, name=name, groups=GROUPS)
     plan = replace(plan, optimizer=spec)
     for rank in range(plan.mesh.size):
@@ -35,6 +45,7 @@ def test_runs_and_their_places_cover_a_shard_once(corpus, name, sizes):
             ends = [0]
             for run in sorted(updates.runs, key=lambda run: run.where.start):
                 assert run.where.start == ends[-1]
+                assert run.where.stop <= layout.compute_part or run.where.start >= layout.compute_part
                 ends.append(run.where.stop)
             assert ends[-1] == layout.part
             for method, size in (("adamw", updates.num_adamw), ("muon", updates.num_muon)):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from bits import same_bits
 from custom_models import custom_model
+from fp8_plans import BLOCK, ZERO_3, fp8_plan
 from plans import plan_of
 from resume import commit
 from small_models import FAMILIES, MOE
@@ -26,7 +27,6 @@ from worker_processes import WorkerProcess, call_all, check_recovery, ranks_of, 
 from pentad.orchestrator.activations.activation_memory import with_slots
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.rank_waits import rank_waits
 from pentad.workers.runtime import abort
@@ -92,9 +92,12 @@ def test_a_call_queued_behind_a_failed_one_does_nothing(workers, corpus, name, a
 
 
 @pytest.mark.slow
-def test_a_lost_zero_shard_comes_back_from_a_checkpoint(workers, corpus, tmp_path):
-    """The survivors keep their processes, but their shards are not enough."""
-    plan = plan_of("1f1b", 2, 2, 4, corpus, "float32", memory_options=MemoryOptions(zero=3))
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_a_lost_zero_shard_comes_back_from_a_checkpoint(workers, corpus, tmp_path, in_8_bits):
+    """The survivors keep their processes, but their shards are not enough. Weights in 8 bits are cast again."""
+    given: dict[str, Any] = {"dp": 2, "pp": 2, "dtype": "float32", **ZERO_3}
+    spec = replace(BLOCK, gathers=True)
+    plan = fp8_plan(spec, "1f1b", given, corpus) if in_8_bits else plan_of("1f1b", microbatches=4, data=corpus, **given)
     start_run(workers, plan)
     call_all(workers, "run", 0, 6)
     expected = call_all(workers, "state")

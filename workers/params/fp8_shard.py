@@ -1,0 +1,129 @@
+"""A rank's ZeRO shard of the matrices that are gathered in 8 bits, cast from its master weights once a step.
+
+The casts are those of the full matrices: all holders of a shard agree on the absolute maximum of each tile, of which
+they may hold a few elements each. So every rank has all scales, and only values are gathered. Parts of a shard, and so
+of a matrix, are whole numbers of 128 x 128 elements in C order, which are parts of rows of 128.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pentad.kernels.fp8.fp8_cast import fp8_cast
+from pentad.kernels.fp8.fp8_tensor import E4M3, TILE, Amax, Recipe, scale_of
+from pentad.schedules.spec.zero_layout import ZeroLayout
+from pentad.workers.params.local_tensor import LocalTensor
+from pentad.workers.rank_waits import rank_waits
+
+Group = dist.ProcessGroup | None
+PIECE = 2**10  # rows of 128 x 128 elements that are cast at a time: 32 MiB of scratch memory in bfloat16
+
+
+class MatrixPart(NamedTuple):
+    """What a shard has of a matrix: its elements `span` in C order, at `where` in the shard. `tiles` are those of the
+    matrix among all maxima, in C order, of which `across` lie beside each other. A tile has `height` rows of 128
+    elements; one that is the whole matrix has all of them."""
+
+    where: slice
+    span: slice
+    tiles: slice
+    across: int
+    height: int
+
+
+class Fp8Shard:
+    """`values` [part] are the elements in 8 bits. They and the scales are those of the master weights unless it
+    `is_stale`."""
+
+    def __init__(
+        self, recipe: Recipe, dtype: torch.dtype, tensors: Sequence[LocalTensor], layout: ZeroLayout, master: Tensor
+    ) -> None:
+        """Of the last of the local tensors, as many as `layout` says; `dtype` is that of compute."""
+        self.recipe, self.dtype, self.master, self.first = recipe, dtype, master, layout.compute_part
+        self.values = torch.zeros(layout.part - self.first, dtype=E4M3, device=master.device)
+        self.scales, self.parts, self.is_stale = dict[str, Tensor](), list[MatrixPart](), True
+        start, tiles, border = 0, 0, layout.size - layout.in_8_bits
+        for local in tensors:
+            begin, start = start, start + local.size
+            if begin < border:
+                continue
+            down, across = (1, 1) if recipe.scaling == "tensor" else _tiles(local)
+            self.scales[local.name] = master.new_zeros(across, down, dtype=torch.float32).t()
+            for where, span in layout.overlap(begin, start):
+                found = slice(tiles, tiles + down * across)
+                self.parts.append(MatrixPart(where, span, found, across, local.size // TILE // (down * across)))
+            tiles += down * across
+        self.maxima = master.new_zeros(tiles, dtype=torch.float32)
+
+    def measure(self) -> None:
+        """Writes the absolute maxima of this rank's elements of each tile."""
+        self.maxima.zero_()
+        for part in self.parts:
+            rows = torch.linalg.vector_norm(self.master[part.where].view(-1, TILE), torch.inf, dim=1)
+            tiles, own = self._tiles_around(part)
+            padded = rows.new_zeros(len(tiles), part.height, tiles.shape[1], dtype=torch.float32)
+            padded.view(-1)[own] = rows.to(self.dtype).float()
+            tiles.copy_(padded.amax(1))
+
+    def cast(self) -> None:
+        """Writes scales and values, once `maxima` are those of all elements of each tile."""
+        recipe = Recipe("row", power_of_two=self.recipe.power_of_two)
+        counts = [each.numel() for each in self.scales.values()]
+        of_tiles = scale_of(self.maxima, E4M3, power_of_two=recipe.power_of_two).split(counts)
+        for scales, found in zip(self.scales.values(), of_tiles, strict=True):
+            scales.copy_(found.view(scales.shape))
+        for part in self.parts:
+            tiles, own = self._tiles_around(part)
+            of_rows = tiles[:, None].expand(-1, part.height, -1).flatten()[own, None]
+            values = self.values[part.where.start - self.first : part.where.stop - self.first].view(-1, TILE)
+            pieces = (each.split(PIECE * TILE) for each in (self.master[part.where].view(-1, TILE), of_rows, values))
+            for given, amax, out in zip(*pieces, strict=True):
+                form = fp8_cast(given.to(self.dtype).contiguous(), recipe, "weight", Amax(amax, amax), columns=False)
+                assert form.rows is not None
+                out.copy_(form.rows.values)
+        self.is_stale = False
+
+    def _tiles_around(self, part: MatrixPart) -> tuple[Tensor, slice]:
+        """The maxima [.., columns] of the rows of tiles that the part has elements of, and which rows of 128 elements
+        in these tiles, in C order, the part is."""
+        across, length = part.across, part.across * part.height
+        first, end = part.span.start // TILE, part.span.stop // TILE
+        above, below = first // length, -(-end // length)
+        tiles = self.maxima[part.tiles].view(-1, across)[above:below]
+        return tiles, slice(first - above * length, end - above * length)
+
+
+def cast_shards(shards: Sequence[tuple[Fp8Shard, Group]], tp_group: Group) -> None:
+    """Casts shards, each with the group of its holders, all of whom must call it, with the same order. Scales of whole
+    matrices are the same on all tensor ranks, which have parts of them."""
+    by_group: dict[Group, list[Fp8Shard]] = {}
+    for shard, group in shards:
+        shard.measure()
+        by_group.setdefault(group, []).append(shard)
+    for group, found in by_group.items():
+        _reduce(found, group)
+    _reduce([shard for shard, _ in shards if shard.recipe.scaling == "tensor"], tp_group)
+    for shard, _ in shards:
+        shard.cast()
+
+
+def _reduce(shards: Sequence[Fp8Shard], group: Group) -> None:
+    """Replaces their maxima by those over the ranks of a group."""
+    if group is None or not shards:
+        return
+    maxima = torch.cat([each.maxima for each in shards])
+    with rank_waits.abandonable():
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    for shard, found in zip(shards, maxima.split([len(each.maxima) for each in shards]), strict=True):
+        shard.maxima.copy_(found)
+
+
+def _tiles(local: LocalTensor) -> tuple[int, int]:
+    """Rows and columns of tiles of a matrix, or of those of experts one below the other."""
+    columns = local.shape[-1]
+    return local.size // columns // TILE, columns // TILE
