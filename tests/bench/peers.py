@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 from meshes import WARMUP, measure, train
@@ -62,19 +62,18 @@ def torchtitan(folder: Path, case: dict[str, Any], flags: str, limit: float) -> 
         *(() if "activation_checkpoint" in flags else ("--activation_checkpoint.mode", "none")),
         *flags.split(),
     ]
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("a+") as log:  # both read and write it
         environment = os.environ | {"PYTHONPATH": str(folder)}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         until = time.monotonic() + limit
         while process.poll() is None and time.monotonic() < until:
             time.sleep(0.5)
-            log.seek(0)
-            if len(LOGGED.findall(log.read())) == count:  # it does not always end after its last step
+            if any(step == count for step, *_ in logged(log)):  # it does not always end after its last step
                 break
         os.killpg(process.pid, signal.SIGKILL)
+        steps = logged(log)
         log.seek(0)
         text = log.read()
-    steps = [(int(step), float(gib), float(tps.replace(",", ""))) for step, gib, tps in LOGGED.findall(text)]
     compiling = min(COMPILING, count - 2)
     timed = [tps for step, _, tps in steps if step > compiling]
     if not timed:
@@ -84,6 +83,12 @@ def torchtitan(folder: Path, case: dict[str, Any], flags: str, limit: float) -> 
         **{"flags": flags, "tokens_per_second_per_gpu": statistics.median(timed)},
         **{"steps": max(step for step, *_ in steps) - compiling, "reserved_gib": memory},
     }
+
+
+def logged(log: IO[str]) -> list[tuple[int, float, float]]:
+    """Number, reserved GiB and tokens per second of each step that a rank of torchtitan has logged; all ranks do."""
+    log.seek(0)
+    return [(int(step), float(gib), float(tps.replace(",", ""))) for step, gib, tps in LOGGED.findall(log.read())]
 
 
 def pentad(ranks: Ranks, case: dict[str, Any]) -> list[dict[str, Any]]:
