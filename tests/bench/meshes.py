@@ -19,9 +19,9 @@ import torch
 from ranks import Ranks, connected
 from record import stamp, write
 
+from pentad.orchestrator.api.plans import Device, planned
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.estimate import memory, mfu
-from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 
@@ -45,12 +45,12 @@ def main() -> None:
     ranks.stop()
 
 
-def measure(ranks: Ranks, path: str, overrides: list[str], device: str, warmup: int = WARMUP) -> dict[str, Any]:
+def measure(ranks: Ranks, path: str, overrides: list[str], device: Device, warmup: int = WARMUP) -> dict[str, Any]:
     """The figures of one run, or its error in one sentence."""
     began = time.monotonic()
     try:
-        plan = make_plan(load(Path(path), overrides), device)
-        row = summarize(plan, ranks.run(plan), warmup)
+        found = planned(load(Path(path), overrides), device)
+        row = {"chosen": found.chosen, **summarize(found.plan, ranks.run(found.plan), warmup)}
     except PentadError as error:
         row = {"error": str(error)}
     return {"config": path, "overrides": overrides, **row, "wall_seconds": round(time.monotonic() - began, 1)}
@@ -71,8 +71,9 @@ def summarize(plan: Plan, answers: list[Any], warmup: int = WARMUP) -> dict[str,
     results, peaks, used, devices = zip(*answers, strict=True)
     steps = plan.optimizer.learning_rate.decay_steps
     starts = [min(span.start for its in results for span in its[step].spans) for step in range(steps)]
+    end = max(span.end for its in results for span in its[-1].spans)
     timed = range(warmup, steps)
-    seconds = statistics.median(b - a for a, b in pairwise(starts[warmup:]))
+    seconds = statistics.median(b - a for a, b in pairwise([*starts[warmup:], end]))
     tokens_per_second = plan.batch.tokens / seconds
     planned = [memory(plan, rank)["total"] for rank in range(plan.mesh.size)]
     fullest = max(range(plan.mesh.size), key=lambda rank: peaks[rank])

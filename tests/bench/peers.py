@@ -96,7 +96,7 @@ def pentad(ranks: Ranks, case: dict[str, Any]) -> list[dict[str, Any]]:
     rows, steps = list[dict[str, Any]](), case.get("steps", STEPS)
     for overrides in case["runs"]:
         words = [f"run.steps={steps}", "optimizer.warmup_steps=4", *case["all"].split(), *overrides.split()]
-        rows.append(measure(ranks, f"deploy/jobs/{case['job']}.yaml", words, "cuda", min(WARMUP, steps - 3)))
+        rows.append(measure(ranks, f"deploy/jobs/{case['job']}.yaml", words, "cuda", min(WARMUP, steps - 2)))
         print(json.dumps({k: v for k, v in rows[-1].items() if k not in ("losses", "norms")}), flush=True)
     return rows
 
