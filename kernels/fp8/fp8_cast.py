@@ -1,7 +1,8 @@
-"""Casts to 8 bits, of both forms in one pass."""
+"""Casts to 8 bits, of both forms in one pass, and transposes of what is cast."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from pentad.kernels.backend import triton_on_gpu
@@ -36,3 +37,9 @@ def forms_of(
         quantize(x, recipe, role, amax and amax.rows) if rows else None,
         quantize(x.t(), recipe, role, amax and amax.columns) if columns else None,
     )
+
+
+@triton_on_gpu
+def fp8_transpose(values: Tensor) -> Tensor:
+    """values [T, K] of 8 bits as [K, T], contiguous; T and K are multiples of 128."""
+    return values.view(torch.uint8).t().contiguous().view(values.dtype)

@@ -128,6 +128,15 @@ def _cast_square(
         tl.store(columns + column[:, None] * T + row[None, :], (turned * inverse).to(columns.dtype.element_ty))
 
 
+@triton.jit
+def _transpose(x, out, T, K):
+    """A program transposes a tile of x [T, K]."""
+    down, across = tl.program_id(0) // (K // TILE), tl.program_id(0) % (K // TILE)
+    row, column = (down * TILE + tl.arange(0, TILE)).to(tl.int64), (across * TILE + tl.arange(0, TILE)).to(tl.int64)
+    tile = tl.load(x + row[:, None] * K + column[None, :])
+    tl.store(out + column[:, None] * T + row[None, :], tl.trans(tile))
+
+
 def new_maxima(like: Tensor) -> Tensor:
     return torch.zeros(MAXIMA.value, dtype=torch.float32, device=like.device)
 
@@ -214,3 +223,13 @@ def fp8_cast(
             x, *out.pointers, maxima, t, k, **constants, RECORD=maxima is not None, CHUNK=CHUNK, num_warps=WARPS
         )
     return out.forms
+
+
+def fp8_transpose(values: Tensor) -> Tensor:
+    """Launches the kernel; see `pentad.kernels.fp8.fp8_cast.fp8_transpose`."""
+    assert all(size % fp8_tensor.TILE == 0 for size in values.shape)
+    t, k = values.shape
+    out = torch.empty(k, t, dtype=values.dtype, device=values.device)
+    tiles = t // fp8_tensor.TILE * (k // fp8_tensor.TILE)
+    _transpose[tiles,](values.view(torch.uint8), out.view(torch.uint8), t, k, num_warps=SQUARE_WARPS)
+    return out

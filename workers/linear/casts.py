@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pentad.kernels.fp8.fp8_cast import fp8_cast
+from pentad.kernels.fp8.fp8_cast import fp8_cast, fp8_transpose
 from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward, glu_amax, glu_backward_amax
 from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm, rms_norm_amax
 from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe, Role, absolute_maximum
@@ -100,8 +100,7 @@ class Casts:
         if not columns:
             return Fp8Forms(Fp8Tensor(values, scales), None)
         if key not in self._weights:
-            turned = values.view(torch.uint8).t().contiguous().view(values.dtype)
-            transposed = Fp8Tensor(turned, scales.contiguous().t())
+            transposed = Fp8Tensor(fp8_transpose(values), scales.contiguous().t())
             self._weights[key] = Fp8Forms(Fp8Tensor(values, scales), transposed)
         return self._weights[key]
 

@@ -10,7 +10,7 @@ from fp8_recipes import RECIPES, Casting, amax_for, assert_nearly_equal
 from pentad.kernels.fp8 import fp8_cast as fp8_cast_module
 from pentad.kernels.fp8 import fp8_glu as fp8_glu_module
 from pentad.kernels.fp8 import fp8_norm
-from pentad.kernels.fp8.fp8_cast import forms_of, fp8_cast
+from pentad.kernels.fp8.fp8_cast import forms_of, fp8_cast, fp8_transpose
 from pentad.kernels.fp8.fp8_gemm import accumulate_fp8_gradient_, fp8_gemm
 from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward, glu_amax, glu_backward_amax
 from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm, rms_norm_amax
@@ -71,6 +71,14 @@ def test_products_are_those_of_the_numbers_that_the_operands_stand_for(scaling: 
 
 def on_cpu(found: Fp8Tensor | None) -> Fp8Tensor | None:
     return found and Fp8Tensor(found.values.cpu(), found.scales.cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(128, 128), (1024, 1536), (14336, 4096)])
+def test_triton_transposes_bytes(shape: tuple[int, int]) -> None:
+    values = torch.randint(256, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    found = fp8_transpose(values)
+    assert found.is_contiguous() and torch.equal(found.view(torch.uint8), values.view(torch.uint8).t())
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from fp8_recipes import RECIPES, Casting, amax_for, assert_nearly_equal
 from pentad.kernels.fp8 import fp8_cast as fp8_cast_module
 from pentad.kernels.fp8 import fp8_cast_triton, fp8_glu_triton, fp8_norm, fp8_norm_triton
 from pentad.kernels.fp8 import fp8_glu as fp8_glu_module
-from pentad.kernels.fp8.fp8_cast import fp8_cast
+from pentad.kernels.fp8.fp8_cast import fp8_cast, fp8_transpose
 from pentad.kernels.fp8.fp8_glu import fp8_glu, fp8_glu_backward, glu_amax, glu_backward_amax
 from pentad.kernels.fp8.fp8_norm import fp8_normed, fp8_rms_norm, rms_norm_amax
 from pentad.kernels.fp8.fp8_tensor import Amax, Recipe, Role
@@ -33,6 +33,13 @@ def test_cast(recipe: Recipe, role: Role) -> None:
     found = fp8_cast_triton.fp8_cast(x, recipe, role, amax_for(recipe, x))
     for a, b in zip(found, fp8_cast(x, recipe, role, amax_for(recipe, x)), strict=True):
         assert_nearly_equal(a, b, differing=0.0)
+
+
+def test_a_transpose_moves_bytes() -> None:
+    values = torch.randint(256, (256, 384), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    found = fp8_cast_triton.fp8_transpose(values)
+    assert found.is_contiguous() and torch.equal(found.view(torch.uint8), values.view(torch.uint8).t())
+    assert torch.equal(found.view(torch.uint8), fp8_transpose(values).view(torch.uint8))
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
