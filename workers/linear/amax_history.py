@@ -17,7 +17,7 @@ from torch import Tensor
 from pentad.kernels.fp8.fp8_tensor import MAXIMA, Role, record
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.tensors import fp8_matrices
-from pentad.workers.rank_waits import rank_waits
+from pentad.workers.parallel.async_ops import all_reduce_max_
 
 ROLES: tuple[Role, ...] = ("activation", "gradient")  # weights are cast once a step, by their own maximum
 Group = dist.ProcessGroup | None
@@ -113,15 +113,5 @@ def reduce_maxima(histories: Sequence[tuple[AmaxHistory, Group]], tp_group: Grou
         torch.amax(history.maxima, 2, out=history.newest)
         by_group.setdefault(group, []).append(history)
     for group, found in by_group.items():
-        _reduce(found, group)
-    _reduce([history for history, _ in histories], tp_group)
-
-
-def _reduce(histories: Sequence[AmaxHistory], group: Group) -> None:
-    if group is None or not histories:
-        return
-    newest = torch.cat([each.newest for each in histories])
-    with rank_waits.abandonable():
-        dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=group)
-    for history, found in zip(histories, newest.split([len(each.names) for each in histories]), strict=True):
-        history.newest.copy_(found)
+        all_reduce_max_([history.newest for history in found], group)
+    all_reduce_max_([history.newest for history, _ in histories], tp_group)

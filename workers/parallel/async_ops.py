@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,6 +25,17 @@ Task = Generator[None, None, T]  # yields when it has started communication, ret
 # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce_max_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Replaces the elements of all tensors, at once, by their maxima over the ranks of a group; None: one rank."""
+    if group is None or not tensors:
+        return
+    found = torch.cat([each.flatten() for each in tensors])
+    with rank_waits.abandonable():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    for each, maxima in zip(tensors, found.split([each.numel() for each in tensors]), strict=True):
+        each.copy_(maxima.view(each.shape))
 
 
 class Arrival(Protocol):

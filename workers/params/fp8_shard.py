@@ -11,16 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pentad.kernels.fp8.fp8_cast import fp8_cast
 from pentad.kernels.fp8.fp8_tensor import E4M3, TILE, Amax, Recipe, scale_of
 from pentad.schedules.spec.zero_layout import ZeroLayout
 from pentad.workers.params.local_tensor import LocalTensor
-from pentad.workers.rank_waits import rank_waits
 
-Group = dist.ProcessGroup | None
 PIECE = 2**10  # rows of 128 x 128 elements that are cast at a time: 32 MiB of scratch memory in bfloat16
 
 
@@ -96,31 +93,6 @@ class Fp8Shard:
         above, below = first // length, -(-end // length)
         tiles = self.maxima[part.tiles].view(-1, across)[above:below]
         return tiles, slice(first - above * length, end - above * length)
-
-
-def cast_shards(shards: Sequence[tuple[Fp8Shard, Group]], tp_group: Group) -> None:
-    """Casts shards, each with the group of its holders, all of whom must call it, with the same order. Scales of whole
-    matrices are the same on all tensor ranks, which have parts of them."""
-    by_group: dict[Group, list[Fp8Shard]] = {}
-    for shard, group in shards:
-        shard.measure()
-        by_group.setdefault(group, []).append(shard)
-    for group, found in by_group.items():
-        _reduce(found, group)
-    _reduce([shard for shard, _ in shards if shard.recipe.scaling == "tensor"], tp_group)
-    for shard, _ in shards:
-        shard.cast()
-
-
-def _reduce(shards: Sequence[Fp8Shard], group: Group) -> None:
-    """Replaces their maxima by those over the ranks of a group."""
-    if group is None or not shards:
-        return
-    maxima = torch.cat([each.maxima for each in shards])
-    with rank_waits.abandonable():
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    for shard, found in zip(shards, maxima.split([len(each.maxima) for each in shards]), strict=True):
-        shard.maxima.copy_(found)
 
 
 def _tiles(local: LocalTensor) -> tuple[int, int]:

@@ -6,12 +6,13 @@ DualPipe's mirror ranks alike. The full buffers that stages share (schedules/pas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from pentad.schedules.ir.instruction import Instruction
 from pentad.schedules.passes.zero_buffers import (
@@ -24,15 +25,16 @@ from pentad.schedules.passes.zero_buffers import (
 )
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.model.base_stage import BaseStage
-from pentad.workers.parallel.async_ops import Arrival, all_gather
+from pentad.workers.parallel.async_ops import Arrival, all_gather, all_reduce_max_
 from pentad.workers.parallel.process_groups import ProcessGroups
-from pentad.workers.params.fp8_shard import Fp8Shard, Group, cast_shards
+from pentad.workers.params.fp8_shard import Fp8Shard
 from pentad.workers.params.param_buffers import ParamBuffers, WeightBuffer
 from pentad.workers.rank_waits import rank_waits
 from pentad.workers.transport.group_collectives import GroupCollectives
 from pentad.workers.transport.peer_collectives import PeerCollectives, gradients_name, weights_name
 
 Collectives = GroupCollectives | PeerCollectives
+Group = dist.ProcessGroup | None
 B = TypeVar("B", bound=WeightBuffer)
 
 
@@ -52,25 +54,28 @@ class ZeroShards:
         self.gradients = _allocate(self.gradient_pools, held.gradient)
         self.num_programs = len(plan.trained_programs)
         self.bound_pool: Pool | None = None
-        self.groups: ProcessGroups | None = None
+        self.in_8_bits: list[tuple[Fp8Shard, Group]] = []  # with the group of their holders
+        self.tp_group: Group = None
         self.begin(0)
 
     def join(self, groups: ProcessGroups) -> None:
-        """Casts weights to 8 bits together with these ranks from now on."""
-        self.groups = groups
-        for each, _ in self._in_8_bits():
-            each.is_stale = True
+        """Casts weights to 8 bits together with these ranks from now on, in the same order on DualPipe's mirrors."""
+        self.in_8_bits, self.tp_group = [], groups.layers.tp.group
+        for shard, buffers in sorted(chain.from_iterable(self.trained.values()), key=lambda each: each[0]):
+            if (narrow := buffers.parameters.in_8_bits) is not None:
+                narrow.is_stale = True
+                self.in_8_bits.append((narrow, groups.gradients[shard.stage][shard.experts]))
 
     def updated(self, collectives: Collectives) -> None:
         """A step is committed, which needs no other rank; weights in 8 bits do, so they are cast in `refresh`."""
-        for each, _ in self._in_8_bits():
+        for each, _ in self.in_8_bits:
             each.is_stale = True
         collectives.after_update()
 
     def refresh(self, collectives: Collectives) -> None:
         """Casts weights that have changed to 8 bits, before anything gathers them. All ranks must call it."""
         if self._is_stale:
-            self._cast()
+            _cast(self.in_8_bits, self.tp_group)
             collectives.after_update()
 
     def begin(self, program: int) -> None:
@@ -147,7 +152,7 @@ class ZeroShards:
         """Between two steps: has the full weights of a stage in its own buffers, or at the start of those that stages
         share. All ranks must enter."""
         if self._is_stale:
-            self._cast()
+            _cast(self.in_8_bits, self.tp_group)
         for shard, buffer in self._weights(stage):
             held = buffer.shard
             if held.layout.num_shards == 1:
@@ -173,21 +178,9 @@ class ZeroShards:
         self.weights.clear()
         self.gradients.clear()
 
-    def _in_8_bits(self) -> list[tuple[Fp8Shard, Group]]:
-        """With the group of their holders; in the same order on DualPipe's mirrors."""
-        groups, found = self.groups, list[tuple[Fp8Shard, Group]]()
-        for shard, buffers in sorted(chain.from_iterable(self.trained.values()), key=lambda each: each[0]):
-            if groups is not None and (narrow := buffers.parameters.in_8_bits) is not None:
-                found.append((narrow, groups.gradients[shard.stage][shard.experts]))
-        return found
-
     @property
     def _is_stale(self) -> bool:
-        return any(each.is_stale for each, _ in self._in_8_bits())
-
-    def _cast(self) -> None:
-        if self.groups is not None:
-            cast_shards(self._in_8_bits(), self.groups.layers.tp.group)
+        return any(each.is_stale for each, _ in self.in_8_bits)
 
     def _weights(self, stage: int) -> list[tuple[ParamShard, WeightBuffer]]:
         """All that a stage reads."""
@@ -223,3 +216,17 @@ def _gathers(buffer: WeightBuffer, full: torch.Tensor) -> Iterator[tuple[torch.T
     """The parts of `full` weights [gathered_size], and what this rank gives to each."""
     parts = (part for part in buffer.shard.gathered_parts(full) if part.numel())
     return zip(parts, _own_parts(buffer), strict=True)
+
+
+def _cast(shards: Sequence[tuple[Fp8Shard, Group]], tp_group: Group) -> None:
+    """Casts shards, each with the group of its holders, all of whom must call it, with the same order. Scales of whole
+    matrices are the same on all tensor ranks, which have parts of them."""
+    by_group: dict[Group, list[Fp8Shard]] = {}
+    for shard, group in shards:
+        shard.measure()
+        by_group.setdefault(group, []).append(shard)
+    for group, found in by_group.items():
+        all_reduce_max_([shard.maxima for shard in found], group)
+    all_reduce_max_([shard.maxima for shard, _ in shards if shard.recipe.scaling == "tensor"], tp_group)
+    for shard, _ in shards:
+        shard.cast()

@@ -40,7 +40,7 @@ class GroupCollectives:
         program: int,
         *,
         accumulate: bool,
-        first: int = 0,
+        first: int,
     ) -> list[Arrival]:
         """Writes to `part` the sum over the holders of its elements in their gradients, of which this rank has `full`,
         or adds that sum to it. `part` may be its place in `full`."""

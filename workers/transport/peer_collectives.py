@@ -82,7 +82,7 @@ class PeerCollectives:
         program: int,
         *,
         accumulate: bool,
-        first: int = 0,
+        first: int,
     ) -> list[Arrival]:
         """Writes to `part` the sum over the holders of its elements in their gradients, of which this rank has `full`,
         the elements from `first` of those that it shares, or adds that sum to it. `part` may be its place in `full`."""
