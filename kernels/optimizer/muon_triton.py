@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.kernels.backend import ceil_div
+from pentad.kernels.optimizer.adamw_triton import EXACTLY
 from pentad.kernels.optimizer.muon import MuonCoefficients
 
 BLOCK = 1024
@@ -55,13 +56,13 @@ def _step(
 def muon_direction_(out: Tensor, momentum: Tensor, grad: Tensor, scale: Tensor, c: MuonCoefficients) -> None:
     """Launches the kernel; see `pentad.kernels.optimizer.muon.muon_direction_`."""
     n = out.numel()
-    _direction[(ceil_div(n, BLOCK),)](out, momentum, grad, scale, n, c.first, c.blend, BLOCK=BLOCK)
+    _direction[(ceil_div(n, BLOCK),)](out, momentum, grad, scale, n, c.first, c.blend, BLOCK=BLOCK, **EXACTLY)
 
 
 def muon_optimistic_(out: Tensor, master: Tensor, direction: Tensor, c: MuonCoefficients) -> None:
     """Launches the kernel; see `pentad.kernels.optimizer.muon.muon_optimistic_`."""
     n = out.numel()
-    _optimistic[(ceil_div(n, BLOCK),)](out, master, direction, n, c.decay, c.size, BLOCK=BLOCK)
+    _optimistic[(ceil_div(n, BLOCK),)](out, master, direction, n, c.decay, c.size, BLOCK=BLOCK, **EXACTLY)
 
 
 def muon_(
@@ -76,5 +77,6 @@ def muon_(
     """Launches the kernel; see `pentad.kernels.optimizer.muon.muon_`."""
     n = master.numel()
     _step[(ceil_div(n, BLOCK),)](
-        master, momentum, grad, direction, out, scale, n, c.decay, c.first, c.size, BLOCK=BLOCK, CAST=out is not None
-    )
+        master, momentum, grad, direction, out, scale, n, c.decay, c.first, c.size,
+        BLOCK=BLOCK, CAST=out is not None, **EXACTLY,
+    )  # fmt: skip

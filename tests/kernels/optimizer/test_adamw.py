@@ -73,6 +73,18 @@ def test_triton_agrees_with_the_reference(n: int, step: int, cast: bool) -> None
 
 
 @pytest.mark.gpu
+def test_the_bits_of_an_element_do_not_depend_on_where_it_lies() -> None:
+    """Nor on whether its compute weight is written."""
+    c, scale, tensors = coefficients(step=7, **SETTINGS), torch.ones(1, device="cuda"), shard(10_000, "cuda")
+    pieces = [[each.clone() for each in tensor.split(1000)] for tensor in tensors[:4]]
+    adamw_(*tensors, scale, c)
+    for piece in zip(*pieces, strict=True):
+        adamw_(*piece, None, scale, c)
+    for whole, parts in zip(tensors, pieces, strict=False):
+        assert torch.equal(whole, torch.cat(parts))
+
+
+@pytest.mark.gpu
 def test_a_shard_of_more_than_two_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of free GPU memory")
