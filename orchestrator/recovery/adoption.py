@@ -82,7 +82,7 @@ def find_parked(config: RunConfig, full: Plan, placement: Placement, lease: Held
     Workers that do not answer, and those that are no ranks, are ended.
     """
     actors = dict(enumerate(lease.actors()))
-    if not actors or placement.bundle_count != full.mesh.size:
+    if not actors:
         return None
     plan, answers = full, _rank_placements(actors, full)
     sizes = {len(each.bundles) for each in answers.values() if each.rank >= 0}
