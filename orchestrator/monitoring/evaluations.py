@@ -42,6 +42,11 @@ def evaluation_rows(step: int, results: Sequence[EvalResult], seconds: float, ge
     return rows
 
 
+def newest_evaluation(rows: Sequence[dict[str, Any]]) -> int:
+    """The most steps after which weights have been evaluated, by the lines of eval.jsonl; -1 without any."""
+    return max((row["step"] for row in rows), default=-1)
+
+
 def best_of(rows: Sequence[dict[str, Any]], by: str | bool, saved: Collection[int]) -> Best | None:
     """The best of the checkpoints after `saved` steps that were evaluated, the first of equal ones: by the loss of the
     data set `by`, or by the mean loss of all data sets. None without any, or if `by` is false."""

@@ -22,7 +22,7 @@ import ray
 from pentad.orchestrator.cluster.faults import Superseded, WorkerError
 from pentad.orchestrator.cluster.group import Member, WorkerGroup
 from pentad.schedules.spec.plan import ParamShard, Plan
-from pentad.workers.runtime.results import RankSnapshot, StepResult
+from pentad.workers.runtime.results import Evaluation, RankSnapshot, StepResult
 
 FENCE_SECONDS, SNAPSHOT_SECONDS = 5.0, 10.0
 Record = Callable[..., None]  # (event, **facts): writes a line of the journal
@@ -36,14 +36,16 @@ class CannotRecover(WorkerError):
 class RecoveryState:
     """What survives of a generation: `version` steps are in the newest weights, which the ranks `current` hold.
 
-    `results[step][rank]` are results of completed steps; `lost[rank]` is the cause of a loss; `seconds` is the duration
-    of each phase of the recovery. If some rank was `corrupt`, no state counts but that of a checkpoint. `spares` are
-    ranks that processes which waited for that have taken.
+    `results[step][rank]` are results of completed steps, and `evaluations[step]` is one that a rank knows of;
+    `lost[rank]` is the cause of a loss; `seconds` is the duration of each phase of the recovery. If some rank was
+    `corrupt`, no state counts but that of a checkpoint. `spares` are ranks that processes which waited for that have
+    taken.
     """
 
     version: int = 0
     current: tuple[int, ...] = ()
     results: dict[int, dict[int, StepResult]] = field(default_factory=dict)
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     corrupt: bool = False
@@ -88,6 +90,8 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     for rank, snapshot in snapshots.items():
         for result in snapshot.results:
             state.results.setdefault(result.step, {})[rank] = result
+        if snapshot.evaluation is not None:
+            state.evaluations[snapshot.evaluation.step] = snapshot.evaluation
     seconds = time.monotonic() - began
     state.seconds["fence"] = state.seconds.get("fence", 0.0) + seconds
     record("fence", generation=group.generation, step=state.version, seconds=round(seconds, 3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -14,7 +14,7 @@ from pentad.orchestrator.cluster.faults import Refusal, WorkerError
 from pentad.orchestrator.cluster.group import Refs, WorkerGroup
 from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.evaluations import Best, evaluation_rows
+from pentad.orchestrator.monitoring.evaluations import Best, evaluation_rows, newest_evaluation
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.recovery.hang_detection import HangDetector
@@ -90,7 +90,7 @@ class StepLoop:
         self.attempted = self.durable = saved  # steps in the newest checkpoint submitted, and committed
         self.ended_with = -1  # steps in the checkpoint submitted because this generation ends
         self.saved_at = saved_at
-        self.evaluated = max((row["step"] for row in bus.folder.evaluations()), default=-1)
+        self.evaluated = newest_evaluation(bus.folder.evaluations())
         self.steps_per_call = 1
         self.in_flight: deque[Call] = deque()
         self.collected_at = time.monotonic()  # when the last call ended
@@ -145,10 +145,15 @@ class StepLoop:
         """Whether this generation ends because the ranks should be placed again."""
         return self.leaving is not None
 
-    def add(self, steps: list[list[StepResult]]) -> None:
-        """Records completed steps, [step][result], from whichever ranks have results of them."""
+    def add(self, steps: list[list[StepResult]], evaluations: Mapping[int, Evaluation]) -> None:
+        """Records completed steps, [step][result], from whichever ranks have results of them, and evaluations by
+        step."""
         if steps and self.spikes.spike is None:
             self._record([row for step in steps for row in self.history.add([[result] for result in step])])
+        recorded = newest_evaluation(self.bus.folder.evaluations())
+        for step, each in sorted(evaluations.items()):
+            if recorded < step <= self.done:
+                self.bus.evaluated(evaluation_rows(step, each.data_sets, each.seconds, self.group.generation), ())
 
     def _submit(self) -> Call | None:
         """Submits the next call, if there is one."""

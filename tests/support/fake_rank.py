@@ -45,6 +45,7 @@ class Rank:
         self.losses = (1.0,)  # of the newest step; empty if the rank does not know them
         self.results: list[StepResult] = []
         self.open: list[StepResult] = []
+        self.evaluation: Evaluation | None = None
         self.held: dict[tuple[CopyKey, int], bool] = {}  # parts, and whether they count
 
     def place(self) -> WorkerPlace:
@@ -116,7 +117,8 @@ class Rank:
         assert self.version == step and not self.open and self.plan.eval is not None
         self.fake.strike_evaluation(self, step)
         results = (EvalResult(each.name, 64.0 * step, 64, 1) for each in self.plan.eval.data_sets)
-        return Evaluation(tuple(results), ())
+        self.evaluation = Evaluation(step, tuple(results))
+        return self.evaluation
 
     def snapshot(self, step: int) -> None:
         if self.fake.is_broken(self.generation) and self.version != step:
@@ -200,7 +202,7 @@ class Rank:
         assert generation == self.generation
 
     def leave(self, generation: int) -> RankSnapshot:
-        return RankSnapshot(self.version, self.ready, 1.0, tuple(self.results), self.losses)
+        return RankSnapshot(self.version, self.ready, 1.0, tuple(self.results), self.losses, self.evaluation)
 
     def advance(self, norm: float, losses: tuple[float, ...]) -> None:
         assert self.ready

@@ -109,7 +109,7 @@ class FakeRunner:
         own = [span._replace(rank=self.rank) for span in spans if span.rank == self.pp]
         scale = self.seconds / max(span.end for span in spans)
         timed = (span._replace(start=start + span.start * scale, end=start + span.end * scale) for span in own)
-        return Evaluation(tuple(data_sets), tuple(timed))
+        return Evaluation(step, tuple(data_sets), tuple(timed))
 
     def snapshot(self, step: int) -> None:
         assert self.rank or self.steps == step

@@ -112,7 +112,7 @@ class Ranks:
             self.now += self.seconds
             result = EvalResult("holdout", 8 * self.losses.get(call[1], 1.0), 8, 1)
             span = Span(call[1], 0, "compute", "0F0", "F", 0, 0, -1, self.now - self.seconds, self.now)
-            return [Evaluation((result,), (span._replace(rank=rank),)) for rank in range(self.plan.mesh.size)]
+            return [Evaluation(call[1], (result,), (span._replace(rank=rank),)) for rank in range(self.plan.mesh.size)]
         if call[0] == "check":
             self.now += self.seconds
             return [RankCheck({"w": self.states.get((call[1], rank), 0)}, {}, {}) for rank in range(3)]

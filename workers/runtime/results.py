@@ -74,11 +74,13 @@ class EvalResult:
 
 
 class Evaluation(NamedTuple):
-    """One rank's results of an evaluation, by data set, and the spans of its last round, as in StepResult; their step
-    is the number of steps that the weights have had."""
+    """One rank's results of an evaluation of weights that have had `step` steps, by data set, and the spans of its last
+    round, as in StepResult; it took this rank `seconds`."""
 
+    step: int
     data_sets: tuple[EvalResult, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...] = ()
+    seconds: float = 0.0
 
 
 class WrittenShards(NamedTuple):
@@ -96,7 +98,7 @@ class RankSnapshot:
     Its weights have had `version` steps, the last with this global gradient `norm` and these `losses` (see
     CommittedStep).
     `ready`: the gradients of the next step are complete and lack only their global norm. `results` are of the last
-    steps; the driver may have some.
+    steps, and `evaluation` is the last one; the driver may have some.
     """
 
     version: int
@@ -104,6 +106,7 @@ class RankSnapshot:
     norm: float
     results: tuple[StepResult, ...]
     losses: tuple[float, ...] = ()
+    evaluation: Evaluation | None = None
 
 
 def sums_by_source(losses: np.ndarray, row_sources: np.ndarray, target_tokens: Iterable[float]) -> tuple[LossSum, ...]:

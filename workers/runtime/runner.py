@@ -94,6 +94,7 @@ class Runner:
         calls = (*previous.recent_calls, previous.unreported) if previous else ()
         self.recent_calls: deque[list[StepResult]] = deque(calls, maxlen=CALLS_KEPT)
         self.unreported: list[StepResult] = []  # of complete steps, for the next `run` to return
+        self.evaluation: Evaluation | None = previous.evaluation if previous else None  # the newest of this state
         self.last_position = (0, -1, 0.0)  # step, counter, and since when
         earlier = previous.reservation if previous else None
         reserve = partial(rank_setup.reserve, plan, self.device, self.snapshots, self.replicator)
@@ -141,10 +142,8 @@ class Runner:
     @abandonable
     def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> PentadError | None:
         """Reads the state of `step` steps from a checkpoint, or only the weights without `optimizer`; without a
-        checkpoint, starts from the initial values. All ranks must call it.
-
-        Returns why this rank could not: the checkpoint is Damaged, or Unreadable for now. Then no rank has a state.
-        """
+        checkpoint, starts from the initial values. All ranks must call it. Returns why this rank could not: the
+        checkpoint is Damaged, or Unreadable for now. Then no rank has a state."""
         if folder is not None:
             return self._read(lambda: open_checked(location(folder)), step, optimizer=optimizer)
         self.state.initialize()
@@ -160,11 +159,8 @@ class Runner:
 
     @abandonable
     def receive(self, sources: Mapping[ParamShard, int], step: int) -> None:
-        """Receives the state of `step` steps from other ranks: `sources[param_shard]` is the rank of the mesh that has
-        it.
-
-        All holders of these parameter shards must call it, including those that have the state.
-        """
+        """Receives the state of `step` steps of each parameter shard from rank `sources[param_shard]`. All holders of
+        these shards must call it, also those that have the state."""
         if self.state.version != step:
             self.state.version = -1  # until all of it has arrived
         with self.fence_flag.guard():
@@ -201,7 +197,7 @@ class Runner:
     def evaluate(self, step: int) -> Evaluation:
         """Evaluates the weights after `step` steps, none of which is open, on every data set of the plan. Changes
         nothing. Raises Aborted if the generation ends."""
-        executor, loader = self._connected, self.eval_loader
+        executor, loader, began = self._connected, self.eval_loader, time.monotonic()
         assert loader is not None and self.plan.eval is not None and not executor.lanes.has_unread_steps
         with self.fence_flag.guard():
             executor.losses.clear()
@@ -212,7 +208,9 @@ class Runner:
             self.progress.write(step, -1, self.programs[-1].number)
             found = zip(self.plan.eval.data_sets, executor.losses.read(), loader.counts, strict=True)
             results = tuple(EvalResult(each.name, *sums, count) for each, sums, count in found)
-            return Evaluation(results, spans_of(self.plan, self.rank, step, times[-1]))
+            spans, seconds = spans_of(self.plan, self.rank, step, times[-1]), time.monotonic() - began
+            self.evaluation = Evaluation(step, results, spans, seconds)
+            return self.evaluation
 
     @abandonable
     def check(self, step: int) -> RankCheck:
@@ -300,14 +298,13 @@ class Runner:
         self.close()
         known = (result for call in (*self.recent_calls, self.unreported) for result in call)
         results = tuple(result for result in known if result.step < self.state.version)
-        step, losses = self.newest_losses
-        return RankSnapshot(self.state.version, ready, norm, results, losses if step == self.state.version - 1 else ())
+        losses = self.newest_losses[1] if self.newest_losses[0] == self.state.version - 1 else ()
+        return RankSnapshot(self.state.version, ready, norm, results, losses, self.evaluation)
 
     def advance(self, norm: float, losses: tuple[float, ...]) -> None:
         """After `leave`: commits the step that lacked only its global norm."""
-        end = self._connected.optimizer_step
-        end.commit(self.state.version, norm, losses)
-        self.state.version = int(end.version)
+        self._connected.optimizer_step.commit(self.state.version, norm, losses)
+        self.state.version = int(self._connected.optimizer_step.version)
 
     def close(self) -> None:
         """Disconnects from the other ranks."""
@@ -340,6 +337,8 @@ class Runner:
 
     def _set_version(self, version: int) -> None:
         self.state.set_version(version)
+        if self.evaluation is not None and self.evaluation.step > version:
+            self.evaluation = None
         for each in self._snapshots:
             each.version = version
         if self.device.type == "cuda":

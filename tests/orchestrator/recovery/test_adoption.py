@@ -19,6 +19,7 @@ from pentad.orchestrator.recovery.fence import RecoveryState, is_recordable
 from pentad.orchestrator.recovery.recovery import Recovery
 from pentad.orchestrator.run import driver
 from pentad.workers.checkpoint.checkpoint import Start
+from pentad.workers.runtime.results import EvalResult, Evaluation
 
 pytestmark = pytest.mark.timeout(60)
 SMALL = ("model.layers=4", "batch.global_batch_size=8", "schedule.name=1f1b", "run.steps=12")
@@ -106,6 +107,13 @@ def test_a_step_that_the_former_driver_has_not_recorded_counts(start: StartRun, 
     (event,) = run.events("recovered")
     assert (event["how"], event["steps_replayed"]) == ("adopt", 0)
     assert run.fake.members() == run.before
+
+
+def test_the_last_evaluation_of_the_ranks_survives_their_driver(start: StartRun) -> None:
+    run = start(*SQUARE)
+    run.before[1].evaluation = Evaluation(6, (EvalResult("holdout", 8.0, 8, 1),))
+    recovery, lost = adopted(run)
+    assert recovery.adopt(lost, 7).evaluations == {6: run.before[1].evaluation}
 
 
 @pytest.mark.parametrize(("mesh", "how", "version"), [(SQUARE, "repair", 7), (LINE, "checkpoint", 5)])

@@ -17,7 +17,7 @@ from pentad.orchestrator.records.profiles import StepProfile, load_profile
 from pentad.orchestrator.run.step_loop import CALLS_IN_FLIGHT, StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.step_profile import ProfileEvent, RankProfile, pack
-from pentad.workers.runtime.results import StepResult
+from pentad.workers.runtime.results import EvalResult, Evaluation, StepResult
 
 
 @pytest.fixture
@@ -152,6 +152,19 @@ def test_a_run_that_stops_leaves_the_evaluation_to_the_next(run: Run) -> None:
     ranks, calls = run("run.steps=100", *HELD_OUT, "eval.every=1", seconds=3.0, prepare=prepare)
     assert evaluations(ranks) == list(range(1, max(evaluations(ranks)) + 1))
     assert max(evaluations(ranks)) <= calls.done
+
+
+def test_an_evaluation_that_only_ranks_know_of_is_recorded_once(run: Run) -> None:
+    """Those of steps that are not recorded either, or that were recorded before, are not."""
+    kept = {step: Evaluation(step, (EvalResult("holdout", 80.0, 8, 1),), seconds=0.5) for step in (0, 2, 4, 9)}
+
+    def prepare(ranks: Ranks) -> None:
+        ranks.at.update({5: lambda loop: loop.add([], kept), 6: lambda loop: loop.add([], kept)})
+
+    ranks, calls = run("run.steps=8", *HELD_OUT, "eval.every=8", "eval.at_start=true", seconds=3.0, prepare=prepare)
+    assert evaluations(ranks) == [0, 8]
+    rows = [(row["step"], row["loss"], row["seconds"]) for row in calls.bus.folder.evaluations()]
+    assert rows == [(0, 1.0, 0.0), (2, 10.0, 0.5), (4, 10.0, 0.5), (8, 1.0, 0.0)]
 
 
 def profiling(*profiles: RankProfile) -> Callable[[Ranks], None]:
