@@ -1,14 +1,17 @@
 """Casts to 8 bits in Triton.
 
-A program casts a part of a tile of 128 x 128 in one form: CHUNK whole rows of it, or CHUNK whole columns, which it
-transposes. So it holds few numbers, an SM runs many programs, and those of a tile follow each other: its second form is
-made of what the cache still has. `part_of` says what a program has to do, `store_rows` and `store_columns` are shared
-by the kernels that compute what they cast.
+What is transposed is computed as `quads`, four matrices that have every fourth row of it: so a thread holds four values
+that lie beside each other in the transpose, and threads exchange those at once instead of byte by byte.
+
+A program casts a part of a matrix in every form that is asked for. But where tiles of the matrix have scales of their
+own, both forms of a part need a whole tile of 128 x 128, more numbers than an SM holds of several programs. There a
+program casts whole rows of a tile, or whole columns. Programs of a tile follow each other, so that its second form is
+made of what the cache still has.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,9 +23,55 @@ from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Fp8Tensor, Recipe, Rol
 
 TILE = tl.constexpr(fp8_tensor.TILE)
 TINY = tl.constexpr(fp8_tensor.TINY)
-CHUNK, WARPS = 32, 2  # rows or columns, and warps, of a program
 SQUARE_WARPS = 8
 MAXIMA = tl.constexpr(fp8_tensor.MAXIMA)
+
+
+class Scaling(NamedTuple):
+    """How values are scaled: by maxima that are `given`, `stride` from one row or column to the next, or by those of
+    tiles; and the largest number of the 8-bit dtype."""
+
+    given: bool
+    stride: int
+    limit: float
+    power_of_two: bool
+
+
+class Parts(NamedTuple):
+    """What a program casts: the forms `rows` and `columns` of quads [quads, width], without `columns` as one matrix
+    [4 * quads, width]. Of `split` programs those that cast rows have all columns of a tile, and those that cast columns
+    all rows."""
+
+    quads: int
+    width: int
+    warps: int
+    rows: bool = True
+    columns: bool = True
+    split: bool = False
+
+    @property
+    def step(self) -> int:
+        """From one row that is held together to the next."""
+        return 4 if self.columns else 1
+
+    @property
+    def height(self) -> int:
+        """Rows that are held together."""
+        return 4 * self.quads // self.step
+
+    @property
+    def of_rows(self) -> Parts:
+        """The part of a split program that casts rows."""
+        return self._replace(width=fp8_tensor.TILE, columns=False)
+
+    @property
+    def of_columns(self) -> Parts:
+        """The part of one that casts columns."""
+        return self._replace(quads=fp8_tensor.TILE // 4, rows=False)
+
+
+GIVEN_PARTS, SPLIT_PARTS = Parts(16, 64, 2), Parts(4, 16, 1, split=True)
+ROW_PARTS, COLUMN_PARTS = Parts(8, 128, 2, columns=False), Parts(32, 64, 2, rows=False)
 
 
 @triton.jit
@@ -42,90 +91,146 @@ def saturate(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def part_of(program, K, FORMS: tl.constexpr, CHUNK: tl.constexpr):
-    """(first row, first column, chunk) of a program in a matrix of K columns: the tile that it works on, and where its
-    part of this begins; from TILE on parts are of the second form."""
-    parts = TILE // CHUNK * FORMS
-    tile, part = program // parts, program % parts
-    return tile // (K // TILE) * TILE, tile % (K // TILE) * TILE, part * CHUNK
+def part_of(program, K, PARTS: tl.constexpr):
+    """(first row, first column) of what a program casts of a matrix of K columns."""
+    return program // (K // PARTS.width) * (4 * PARTS.quads), program % (K // PARTS.width) * PARTS.width
 
 
 @triton.jit
-def store_rows(
-    x, values, scales, first, row, column, T, K, GIVEN: tl.constexpr, STRIDE: tl.constexpr,
-    LIMIT: tl.constexpr, POWER: tl.constexpr,
-):  # fmt: skip
-    """Casts the chunk x of a matrix [T, K], 128 columns wide from `first`, for products over K."""
-    if GIVEN:
-        y = saturate(x * tl.div_rn(1.0, tl.load(scales + row * STRIDE))[:, None], LIMIT)
+def cast_parts(CAST: tl.constexpr, operands, K, PARTS: tl.constexpr, SETTINGS: tl.constexpr):
+    """Has CAST(operands, first row, first column, parts, settings) cast the program's part of a matrix of K columns."""
+    if PARTS.split:
+        chunks: tl.constexpr = TILE // (4 * PARTS.quads)
+        programs: tl.constexpr = chunks + TILE // PARTS.width
+        tile, part = tl.program_id(0) // programs, tl.program_id(0) % programs
+        row, column = tile // (K // TILE) * TILE, tile % (K // TILE) * TILE
+        of_rows: tl.constexpr = PARTS.of_rows
+        of_columns: tl.constexpr = PARTS.of_columns
+        if part < chunks:
+            CAST(operands, row + part * (4 * PARTS.quads), column, of_rows, SETTINGS)
+        if part >= chunks:
+            CAST(operands, row, column + (part - chunks) * PARTS.width, of_columns, SETTINGS)
     else:
-        scale, inverse = scale_of(tl.max(tl.abs(x), axis=1), LIMIT, POWER)
-        tl.store(scales + first // TILE * T + row, scale)
+        row, column = part_of(tl.program_id(0), K, PARTS)
+        CAST(operands, row, column, PARTS, SETTINGS)
+
+
+@triton.jit
+def rows_of(row, PARTS: tl.constexpr):
+    """The rows of a part that is one matrix, or those of the first of its quads."""
+    return row + PARTS.step * tl.arange(0, PARTS.height)
+
+
+@triton.jit
+def load(x, rows, columns, K):
+    """float32 elements of x [.., K]."""
+    return tl.load(x + (rows.to(tl.int64)[:, None] * K + columns[None, :])).to(tl.float32)
+
+
+@triton.jit
+def largest(quads):
+    """The absolute maxima of each four rows [QUADS, WIDTH]."""
+    a, b, c, d = quads
+    return tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+
+
+@triton.jit
+def store_rows(x, out, rows, column, T, K, SCALING: tl.constexpr):
+    """Casts these rows, from `column` on, of a matrix [T, K] for products over K, to `out`, (values, scales, given
+    maxima); 128 columns unless maxima are given."""
+    values, scales, amax = out
+    if SCALING.given:
+        found = tl.load(amax + rows * SCALING.stride)
+        scale, inverse = scale_of(found, SCALING.limit, SCALING.power_of_two)
+        tl.store(scales + rows * SCALING.stride, scale, mask=(column == 0) & (rows >= 0))
+        y = saturate(x * inverse[:, None], SCALING.limit)
+    else:
+        scale, inverse = scale_of(tl.max(tl.abs(x), axis=1), SCALING.limit, SCALING.power_of_two)
+        tl.store(scales + column // TILE * T + rows, scale)
         y = x * inverse[:, None]
-    tl.store(values + row.to(tl.int64)[:, None] * K + column[None, :], y.to(values.dtype.element_ty))
+    columns = column + tl.arange(0, x.shape[1])
+    tl.store(values + rows.to(tl.int64)[:, None] * K + columns[None, :], y.to(values.dtype.element_ty))
 
 
 @triton.jit
-def store_columns(
-    x, values, scales, first, row, column, T, K, GIVEN: tl.constexpr, STRIDE: tl.constexpr,
-    LIMIT: tl.constexpr, POWER: tl.constexpr,
-):  # fmt: skip
-    """Casts the chunk x of a matrix [T, K], 128 rows high from `first`, for products over T, to values [K, T]."""
-    if GIVEN:
-        y = saturate(x * tl.div_rn(1.0, tl.load(scales + column * STRIDE))[None, :], LIMIT)
+def store_quads(quads, out, rows, column, T, K, SCALING: tl.constexpr):
+    """Casts the rows of quads likewise; `rows` are those of the first."""
+    for number in tl.static_range(4):
+        store_rows(quads[number], out, rows + number, column, T, K, SCALING)
+
+
+@triton.jit
+def store_columns(quads, out, row, column, T, K, SCALING: tl.constexpr):
+    """Casts quads that begin at (row, column) of a matrix [T, K] for products over T, to values [K, T] and so on; 128
+    rows unless maxima are given."""
+    values, scales, amax = out
+    a, b, c, d = quads
+    R: tl.constexpr = a.shape[0]
+    C: tl.constexpr = a.shape[1]
+    columns = column + tl.arange(0, C)
+    if SCALING.given:
+        found = tl.load(amax + columns * SCALING.stride)
+        scale, inverse = scale_of(found, SCALING.limit, SCALING.power_of_two)
+        tl.store(scales + columns * SCALING.stride, scale, mask=(row == 0) & (columns >= 0))
     else:
-        scale, inverse = scale_of(tl.max(tl.abs(x), axis=0), LIMIT, POWER)
-        tl.store(scales + first // TILE * K + column, scale)
-        y = x * inverse[None, :]
-    turned = tl.trans(y.to(values.dtype.element_ty))
-    tl.store(values + column.to(tl.int64)[:, None] * T + row[None, :], turned)
+        scale, inverse = scale_of(tl.max(largest(quads), axis=0), SCALING.limit, SCALING.power_of_two)
+        tl.store(scales + row // TILE * K + columns, scale)
+    a, b, c, d = a * inverse[None, :], b * inverse[None, :], c * inverse[None, :], d * inverse[None, :]
+    if SCALING.given:
+        a, b = saturate(a, SCALING.limit), saturate(b, SCALING.limit)
+        c, d = saturate(c, SCALING.limit), saturate(d, SCALING.limit)
+    dtype = values.dtype.element_ty
+    beside = tl.join(tl.join(a.to(dtype), c.to(dtype)), tl.join(b.to(dtype), d.to(dtype)))
+    turned = tl.reshape(tl.permute(tl.reshape(beside, (R, C, 4)), (1, 0, 2)), (C, 4 * R))
+    rows = row + tl.arange(0, 4 * R)
+    tl.store(values + columns.to(tl.int64)[:, None] * T + rows[None, :], turned)
 
 
 @triton.jit
 def store_maximum(maxima, out):
-    """Raises one of the places `out` to the largest of a program's `maxima`."""
-    tl.atomic_max(out + tl.program_id(0) % MAXIMA, tl.max(maxima, axis=0), sem="relaxed")
+    """Raises one of the places `out` to the largest of a program's `maxima` [.., ..]."""
+    tl.atomic_max(out + tl.program_id(0) % MAXIMA, tl.max(tl.max(maxima, axis=1), axis=0), sem="relaxed")
 
 
 @triton.jit
-def _cast(
-    x, rows, row_scales, columns, column_scales, maxima, T, K,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GIVEN: tl.constexpr, STRIDE: tl.constexpr,
-    LIMIT: tl.constexpr, POWER: tl.constexpr, RECORD: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    first_row, first_column, chunk = part_of(tl.program_id(0), K, ROWS + COLUMNS, CHUNK)
-    if ROWS:  # noqa: SIM102 - decides what is compiled
-        if chunk < TILE:
-            row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
-            part = tl.load(x + row.to(tl.int64)[:, None] * K + column[None, :]).to(tl.float32)
-            store_rows(part, rows, row_scales, first_column, row, column, T, K, GIVEN, STRIDE, LIMIT, POWER)
-            if RECORD:
-                store_maximum(tl.max(tl.abs(part), axis=1), maxima)
-    if COLUMNS:  # noqa: SIM102 - decides what is compiled
-        if chunk >= TILE * ROWS:
-            row, column = first_row + tl.arange(0, TILE), first_column + chunk % TILE + tl.arange(0, CHUNK)
-            part = tl.load(x + row.to(tl.int64)[:, None] * K + column[None, :]).to(tl.float32)
-            store_columns(part, columns, column_scales, first_row, row, column, T, K, GIVEN, STRIDE, LIMIT, POWER)
+def _cast_part(operands, row, column, PARTS: tl.constexpr, SCALING: tl.constexpr):
+    x, rows, columns, maxima, T, K = operands
+    at, across = rows_of(row, PARTS), column + tl.arange(0, PARTS.width)
+    a = load(x, at, across, K)
+    if PARTS.columns:
+        quads = (a, load(x, at + 1, across, K), load(x, at + 2, across, K), load(x, at + 3, across, K))
+        if PARTS.rows:
+            store_quads(quads, rows, at, column, T, K, SCALING)
+        store_columns(quads, columns, row, column, T, K, SCALING)
+        a = largest(quads)
+    else:
+        store_rows(a, rows, at, column, T, K, SCALING)
+    if PARTS.rows and maxima is not None:
+        store_maximum(tl.abs(a), maxima)
 
 
 @triton.jit
-def _cast_square(
-    x, rows, row_scales, columns, column_scales, T, K,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
-):  # fmt: skip
+def _cast(x, rows, columns, maxima, T, K, PARTS: tl.constexpr, SCALING: tl.constexpr):
+    cast_parts(_cast_part, (x, rows, columns, maxima, T, K), K, PARTS, SCALING)
+
+
+@triton.jit
+def _cast_square(x, rows, columns, T, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SCALING: tl.constexpr):
     """A program casts a tile that has one scale, in both forms."""
     down, across = tl.program_id(0) // (K // TILE), tl.program_id(0) % (K // TILE)
     row, column = (down * TILE + tl.arange(0, TILE)).to(tl.int64), (across * TILE + tl.arange(0, TILE)).to(tl.int64)
     tile = tl.load(x + row[:, None] * K + column[None, :]).to(tl.float32)
-    scale, inverse = scale_of(tl.max(tl.max(tl.abs(tile), axis=1), axis=0), LIMIT, POWER)
+    scale, inverse = scale_of(tl.max(tl.max(tl.abs(tile), axis=1), axis=0), SCALING.limit, SCALING.power_of_two)
     if ROWS:
-        tl.store(row_scales + across * (T // TILE) + down, scale)
-        tl.store(rows + row[:, None] * K + column[None, :], (tile * inverse).to(rows.dtype.element_ty))
+        values, scales, _ = rows
+        tl.store(scales + across * (T // TILE) + down, scale)
+        tl.store(values + row[:, None] * K + column[None, :], (tile * inverse).to(values.dtype.element_ty))
     if COLUMNS:
-        tl.store(column_scales + down * (K // TILE) + across, scale)
+        values, scales, _ = columns
+        tl.store(scales + down * (K // TILE) + across, scale)
         # Read again: of a float32 tile kept for both forms, Triton 3.6 transposes wrong bytes.
         turned = tl.load(x + column[:, None] + row[None, :] * K).to(tl.float32)
-        tl.store(columns + column[:, None] * T + row[None, :], (turned * inverse).to(columns.dtype.element_ty))
+        tl.store(values + column[:, None] * T + row[None, :], (turned * inverse).to(values.dtype.element_ty))
 
 
 @triton.jit
@@ -160,42 +265,46 @@ class Out:
         assert all(size % fp8_tensor.TILE == 0 for size in shape)
         assert (amax is None) == (recipe.scaling == "block")
         self.recipe, self.role, self.is_given, self.device = recipe, role, amax is not None, like.device
-        sides = zip((shape, shape[::-1]), amax or (None, None), forms, strict=True)
+        self.amax = amax or (None, None)
+        sides = zip((shape, shape[::-1]), self.amax, forms, strict=True)
         self.rows, self.columns = (self._empty(*side, maxima) if form else None for side, maxima, form in sides)
 
     def _empty(self, m: int, k: int, amax: Tensor | None) -> Fp8Tensor:
-        dtype = self.recipe.dtype(self.role)
-        values = torch.empty(m, k, dtype=dtype, device=self.device)
+        values = torch.empty(m, k, dtype=self.recipe.dtype(self.role), device=self.device)
         if amax is not None:
-            return Fp8Tensor(values, fp8_tensor.scale_of(amax, dtype, power_of_two=self.recipe.power_of_two))
+            return Fp8Tensor(values, torch.empty_like(amax))
         down, across = self.recipe.tile((m, k), self.role)
         return Fp8Tensor(values, torch.empty(k // across, m // down, dtype=torch.float32, device=self.device).t())
 
     @property
-    def pointers(self) -> tuple[Tensor | None, ...]:
-        """rows, row_scales, columns, column_scales"""
-        return (*(self.rows or (None, None)), *(self.columns or (None, None)))
-
-    @property
-    def common(self) -> dict[str, Any]:
-        """Constants of all kernels."""
-        limit = torch.finfo(self.recipe.dtype(self.role)).max
-        stride = int(self.recipe.scaling == "row")
-        return {"GIVEN": self.is_given, "STRIDE": stride, "LIMIT": limit, "POWER": self.recipe.power_of_two}
-
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """Constants of kernels that make the forms asked for."""
-        return {"ROWS": self.rows is not None, "COLUMNS": self.columns is not None}
+    def operands(self) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+        """(values, scales, given maxima) of rows and of columns."""
+        (rows, columns), none = self.amax, (None, None)
+        return (*(self.rows or none), rows), (*(self.columns or none), columns)
 
     @property
     def forms(self) -> Fp8Forms:
         return Fp8Forms(self.rows, self.columns)
 
+    @property
+    def scaling(self) -> Scaling:
+        limit = torch.finfo(self.recipe.dtype(self.role)).max
+        return Scaling(self.is_given, int(self.recipe.scaling == "row"), limit, self.recipe.power_of_two)
 
-def parts(t: int, k: int, forms: int = 1, chunk: int = CHUNK) -> tuple[int]:
-    """Programs for this many forms of a matrix [t, k]."""
-    return ((t // fp8_tensor.TILE) * (k // chunk) * forms,)
+    def parts(self, given: Parts = GIVEN_PARTS, split: Parts = SPLIT_PARTS) -> Parts:
+        """For the forms that are asked for."""
+        rows, columns = self.rows is not None, self.columns is not None
+        if self.is_given:
+            return given._replace(rows=rows, columns=columns)
+        return split if rows and columns else ROW_PARTS if rows else COLUMN_PARTS
+
+
+def programs(tokens: int, width: int, parts: Parts) -> tuple[int]:
+    """The grid that casts a matrix [tokens, width]."""
+    down, across, tile = 4 * parts.quads, parts.width, fp8_tensor.TILE
+    if parts.split:
+        return (tokens // tile * (width // tile) * (tile // down + tile // across),)
+    return (tokens // down * (width // across),)
 
 
 def fp8_cast(
@@ -212,15 +321,15 @@ def fp8_cast(
     assert x.is_contiguous() and (rows or maxima is None)
     t, k = x.shape
     out = Out((t, k), recipe, role, amax, x, rows, columns)
-    constants = out.common | out.chosen
     if role == "weight" and amax is None:
         assert maxima is None
-        del constants["GIVEN"], constants["STRIDE"]
-        grid = (t // fp8_tensor.TILE * (k // fp8_tensor.TILE),)
-        _cast_square[grid](x, *out.pointers, t, k, **constants, num_warps=SQUARE_WARPS)
+        _cast_square[t // fp8_tensor.TILE * (k // fp8_tensor.TILE),](
+            x, *out.operands, t, k, ROWS=rows, COLUMNS=columns, SCALING=out.scaling, num_warps=SQUARE_WARPS
+        )
     else:
-        _cast[parts(t, k, rows + columns)](
-            x, *out.pointers, maxima, t, k, **constants, RECORD=maxima is not None, CHUNK=CHUNK, num_warps=WARPS
+        parts = out.parts()
+        _cast[programs(t, k, parts)](
+            x, *out.operands, maxima, t, k, PARTS=parts, SCALING=out.scaling, num_warps=parts.warps
         )
     return out.forms
 

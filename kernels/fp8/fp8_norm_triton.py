@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from pentad.kernels.backend import ceil_div
-from pentad.kernels.fp8 import fp8_cast_triton, fp8_tensor
+from pentad.kernels.fp8 import fp8_tensor
 from pentad.kernels.fp8.fp8_cast_triton import (
     Out,
+    Scaling,
+    cast_parts,
+    load,
     maximum_of,
     new_maxima,
-    part_of,
-    parts,
+    programs,
+    rows_of,
     saturate,
     scale_of,
     store_columns,
     store_maximum,
+    store_quads,
     store_rows,
     twice,
 )
@@ -32,23 +34,25 @@ TILE = tl.constexpr(fp8_tensor.TILE)
 
 @triton.jit
 def _forward(
-    x, residual, weight, values, scales, maxima, summed, rstd, T, eps,
+    x, residual, weight, out, maxima, summed, rstd, T, eps,
     H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
-    CAST: tl.constexpr, RECORD: tl.constexpr,
-    GIVEN: tl.constexpr, STRIDE: tl.constexpr, LIMIT: tl.constexpr, POWER: tl.constexpr,
+    CAST: tl.constexpr, RECORD: tl.constexpr, SCALING: tl.constexpr,
 ):  # fmt: skip
     """With RECORD the maximum of the normed rows raises `maxima`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     y, offsets, mask = normed_rows(x, residual, weight, summed, rstd, T, eps, H, ROWS, BLOCK, ADD, OFFSET)
     if RECORD:
-        store_maximum(tl.max(tl.abs(y), axis=1), maxima)
+        store_maximum(tl.abs(y), maxima)
     if CAST:
-        if GIVEN:
-            at = scales + rows * STRIDE
-            y = saturate(y * tl.div_rn(1.0, tl.load(at, mask=rows < T, other=1.0))[:, None], LIMIT)
+        values, scales, amax = out
+        if SCALING.given:
+            found = tl.load(amax + rows * SCALING.stride, mask=rows < T, other=1.0)
+            scale, inverse = scale_of(found, SCALING.limit, SCALING.power_of_two)
+            tl.store(scales + rows * SCALING.stride, scale, mask=rows < T)
+            y = saturate(y * inverse[:, None], SCALING.limit)
         else:
             by_tile = tl.reshape(y, (ROWS, BLOCK // TILE, TILE))
-            scale, inverse = scale_of(tl.max(tl.abs(by_tile), axis=2), LIMIT, POWER)
+            scale, inverse = scale_of(tl.max(tl.abs(by_tile), axis=2), SCALING.limit, SCALING.power_of_two)
             tile = tl.arange(0, BLOCK // TILE)
             inside = (rows < T)[:, None] & (tile < H // TILE)[None, :]
             tl.store(scales + tile[None, :] * T + rows[:, None], scale, mask=inside)
@@ -58,28 +62,32 @@ def _forward(
 
 @triton.jit
 def _normed(summed, weight, rstd, row, column, H, OFFSET: tl.constexpr):
-    s = tl.load(summed + row.to(tl.int64)[:, None] * H + column[None, :]).to(tl.float32)
     w = tl.load(weight + column).to(tl.float32) + OFFSET
-    return s * tl.load(rstd + row)[:, None] * w[None, :]
+    return load(summed, row, column, H) * tl.load(rstd + row)[:, None] * w[None, :]
+
+
+@triton.jit
+def _cast_again(operands, row, column, PARTS: tl.constexpr, SCALING: tl.constexpr):
+    summed, weight, rstd, rows, columns, T, H, OFFSET = operands
+    at, across = rows_of(row, PARTS), column + tl.arange(0, PARTS.width)
+    a = _normed(summed, weight, rstd, at, across, H, OFFSET)
+    if PARTS.columns:
+        b = _normed(summed, weight, rstd, at + 1, across, H, OFFSET)
+        c = _normed(summed, weight, rstd, at + 2, across, H, OFFSET)
+        d = _normed(summed, weight, rstd, at + 3, across, H, OFFSET)
+        if PARTS.rows:
+            store_quads((a, b, c, d), rows, at, column, T, H, SCALING)
+        store_columns((a, b, c, d), columns, row, column, T, H, SCALING)
+    else:
+        store_rows(a, rows, at, column, T, H, SCALING)
 
 
 @triton.jit
 def _again(
-    summed, weight, rstd, rows, row_scales, columns, column_scales, T, H, OFFSET: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GIVEN: tl.constexpr, STRIDE: tl.constexpr,
-    LIMIT: tl.constexpr, POWER: tl.constexpr, CHUNK: tl.constexpr,
+    summed, weight, rstd, rows, columns, T, H,
+    OFFSET: tl.constexpr, PARTS: tl.constexpr, SCALING: tl.constexpr,
 ):  # fmt: skip
-    first_row, first_column, chunk = part_of(tl.program_id(0), H, ROWS + COLUMNS, CHUNK)
-    if ROWS:  # noqa: SIM102 - decides what is compiled
-        if chunk < TILE:
-            row, column = first_row + chunk + tl.arange(0, CHUNK), first_column + tl.arange(0, TILE)
-            y = _normed(summed, weight, rstd, row, column, H, OFFSET)
-            store_rows(y, rows, row_scales, first_column, row, column, T, H, GIVEN, STRIDE, LIMIT, POWER)
-    if COLUMNS:  # noqa: SIM102 - decides what is compiled
-        if chunk >= TILE * ROWS:
-            row, column = first_row + tl.arange(0, TILE), first_column + chunk % TILE + tl.arange(0, CHUNK)
-            y = _normed(summed, weight, rstd, row, column, H, OFFSET)
-            store_columns(y, columns, column_scales, first_row, row, column, T, H, GIVEN, STRIDE, LIMIT, POWER)
+    cast_parts(_cast_again, (summed, weight, rstd, rows, columns, T, H, OFFSET), H, PARTS, SCALING)
 
 
 def fp8_rms_norm(
@@ -95,7 +103,7 @@ def fp8_rms_norm(
     """Launches the forward kernel; see `pentad.kernels.fp8.fp8_norm.fp8_rms_norm`."""
     out = Out((x.shape[0], x.shape[1]), recipe, "activation", twice(amax), x, True, False)
     assert out.rows is not None
-    summed, rstd = _launch(x, weight, eps, residual, offset, *out.rows, maxima, CAST=True, **out.common)
+    summed, rstd = _launch(x, weight, eps, residual, offset, out.operands[0], maxima, out.scaling)
     return out.rows, summed, rstd
 
 
@@ -104,8 +112,7 @@ def rms_norm_amax(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the forward kernel; see `pentad.kernels.fp8.fp8_norm.rms_norm_amax`."""
     maxima = new_maxima(x)
-    none: dict[str, Any] = {"GIVEN": False, "STRIDE": 0, "LIMIT": 1.0, "POWER": False}
-    summed, rstd = _launch(x, weight, eps, residual, offset, None, None, maxima, CAST=False, **none)
+    summed, rstd = _launch(x, weight, eps, residual, offset, None, maxima, None)
     return maximum_of(maxima), summed, rstd
 
 
@@ -115,10 +122,9 @@ def _launch(
     eps: float,
     residual: Tensor | None,
     offset: float,
-    values: Tensor | None,
-    scales: Tensor | None,
+    out: tuple[Tensor | None, ...] | None,
     maxima: Tensor | None,
-    **constants: Any,
+    scaling: Scaling | None,
 ) -> tuple[Tensor, Tensor]:
     """(summed, rstd)"""
     tokens, width = x.shape
@@ -126,9 +132,9 @@ def _launch(
     summed = x if residual is None else torch.empty_like(x)
     rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
     _forward[(ceil_div(tokens, rows),)](
-        x, residual, weight, values, scales, maxima, summed, rstd, tokens, eps,
+        x, residual, weight, out, maxima, summed, rstd, tokens, eps,
         H=width, ROWS=rows, BLOCK=block, ADD=residual is not None, OFFSET=offset,
-        RECORD=maxima is not None, **constants, num_warps=warps,
+        CAST=scaling is not None, RECORD=maxima is not None, SCALING=scaling, num_warps=warps,
     )  # fmt: skip
     return summed, rstd
 
@@ -147,8 +153,9 @@ def fp8_normed(
     """Launches the kernel; see `pentad.kernels.fp8.fp8_norm.fp8_normed`."""
     tokens, width = summed.shape
     out = Out((tokens, width), recipe, "activation", amax, summed, rows, columns)
-    _again[parts(tokens, width, rows + columns)](
-        summed, weight, rstd, *out.pointers, tokens, width,
-        OFFSET=offset, **out.common, **out.chosen, CHUNK=fp8_cast_triton.CHUNK, num_warps=fp8_cast_triton.WARPS,
+    parts = out.parts()
+    _again[programs(tokens, width, parts)](
+        summed, weight, rstd, *out.operands, tokens, width,
+        OFFSET=offset, PARTS=parts, SCALING=out.scaling, num_warps=parts.warps,
     )  # fmt: skip
     return out.forms

@@ -72,7 +72,9 @@ def test_repeated_and_resumed_runs_are_bit_identical(gpus, corpus, tmp_path, spe
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("spec", "name", "sizes"), CASES)
 def test_comparing_gradients_changes_no_bit(gpus, corpus, spec, name, sizes):
-    """With samples in the same steps."""
+    """With samples in the same steps. Where scales are those of the step before, the first gradients, which grow from
+    step to step, saturate."""
+    bound = 0.7 if spec.delayed else 0.9
     plan = plan_on_gpu(replace(spec, compare_every=2, sample_every=2), name, sizes, corpus, "bfloat16")
     found = gpus.run(plan, [(0, 1, True), (1, 3)])
     for a, b in zip(found, gpus.run(replace(plan, fp8=spec), [(0, 4)]), strict=True):
@@ -80,7 +82,8 @@ def test_comparing_gradients_changes_no_bit(gpus, corpus, spec, name, sizes):
         assert [(r.losses, r.grad_norm) for r in a.results] == [(r.losses, r.grad_norm) for r in b.results]
     for step in range(4):
         each = cosines(sums for outcome in found for sums in outcome.results[step].fp8_gradients)
-        assert bool(each) == (step % 2 == 0) and all(0.9 < cosine < 1 for cosine in each.values()), each
+        assert bool(each) == (step % 2 == 0)
+        assert {name: cosine for name, cosine in each.items() if not bound < cosine < 1} == {}
 
 
 @pytest.mark.parametrize(

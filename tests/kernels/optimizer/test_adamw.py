@@ -78,8 +78,8 @@ def test_the_bits_of_an_element_do_not_depend_on_where_it_lies() -> None:
     c, scale, tensors = coefficients(step=7, **SETTINGS), torch.ones(1, device="cuda"), shard(10_000, "cuda")
     pieces = [[each.clone() for each in tensor.split(1000)] for tensor in tensors[:4]]
     adamw_(*tensors, scale, c)
-    for piece in zip(*pieces, strict=True):
-        adamw_(*piece, None, scale, c)
+    for master, m, v, grad in zip(*pieces, strict=True):
+        adamw_(master, m, v, grad, None, scale, c)
     for whole, parts in zip(tensors, pieces, strict=False):
         assert torch.equal(whole, torch.cat(parts))
 
