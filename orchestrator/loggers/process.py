@@ -37,17 +37,18 @@ def serve(kind: str, messages: Iterable[dict[str, Any]], note: Note) -> None:
     run = LoggedRun(**next(remaining))
     logger: Logger = pkgutil.resolve_name(LOGGERS[kind])(run, note)
     end = "failed"  # a driver that dies says nothing
-    _recorded_again(logger, run)
+    evaluated = _recorded_again(logger, run)
     for message in remaining:
         match message:
             case {"row": row}:
                 logger.log(row["step"], row["time"], scalars(row))
             case {"evaluation": rows}:
-                _log_evaluation(logger, rows)
+                if rows[0]["step"] > evaluated:  # the driver may have recorded it before this process read the file
+                    evaluated = _log_evaluation(logger, rows)
             case {"rewind": step}:
                 logger.rewind(step)
                 # It still counts when step `step`, the next one, is logged again.
-                _log_evaluation(logger, [row for row in _lines(run, EVALUATIONS) if row["step"] == step])
+                evaluated = _log_evaluation(logger, [row for row in _lines(run, EVALUATIONS) if row["step"] == step])
             case {"checkpoint": folder, "step": step}:
                 logger.checkpoint(step, folder)
             case {"end": state}:
@@ -55,8 +56,8 @@ def serve(kind: str, messages: Iterable[dict[str, Any]], note: Note) -> None:
     logger.close(end)
 
 
-def _recorded_again(logger: Logger, run: LoggedRun) -> None:
-    """A driver that died had recorded these steps, but need not have logged them."""
+def _recorded_again(logger: Logger, run: LoggedRun) -> int:
+    """A driver that died had recorded these steps, but need not have logged them. Returns the last one evaluated."""
     evaluations = [row for row in _lines(run, EVALUATIONS) if run.first <= row["step"] <= run.done]
     rows = [row for row in _lines(run, METRICS) if run.first <= row["step"] < run.done] if run.first < run.done else []
     evaluated = {step: [*of_step] for step, of_step in groupby(evaluations, itemgetter("step"))}
@@ -65,11 +66,15 @@ def _recorded_again(logger: Logger, run: LoggedRun) -> None:
         _log_evaluation(logger, evaluated.get(step, []))
         if row := trained.get(step):
             logger.log(step, row["time"], scalars(row))
+    return max(evaluated, default=-1)
 
 
-def _log_evaluation(logger: Logger, rows: list[dict[str, Any]]) -> None:
-    if rows:
-        logger.log(rows[0]["step"], rows[0]["time"], evaluation_scalars(rows))
+def _log_evaluation(logger: Logger, rows: list[dict[str, Any]]) -> int:
+    """The step of the rows, which are of one evaluation; -1 without any."""
+    if not rows:
+        return -1
+    logger.log(rows[0]["step"], rows[0]["time"], evaluation_scalars(rows))
+    return int(rows[0]["step"])
 
 
 def _lines(run: LoggedRun, name: str) -> list[dict[str, Any]]:

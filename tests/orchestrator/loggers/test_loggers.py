@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from event_files import Scalar, images, scalars, texts
@@ -18,6 +18,7 @@ from pentad.orchestrator.loggers.csv_file import CsvFile
 from pentad.orchestrator.loggers.logger import LoggedRun
 from pentad.orchestrator.loggers.logger import scalars as numbers_of
 from pentad.orchestrator.loggers.loggers import Loggers, check_loggers
+from pentad.orchestrator.loggers.process import LOGGERS, serve
 from pentad.orchestrator.monitoring.runfolder import METRIC_KEYS, RunFolder
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.compiler import compile_program
@@ -196,6 +197,37 @@ def test_the_numbers_of_a_row_are_logged_by_name() -> None:
     found = numbers_of(given)
     assert (found["train/loss"], found["train/skipped"], found["train/sources/web/loss"]) == (2.5, True, 1.0)
     assert not {"train/grad_norm", "train/mfu", "train/step", "train/time", "train/sources/name"} & found.keys()
+
+
+class Listed:
+    """A logger that lists the steps that it is given."""
+
+    steps: ClassVar[list[int]] = []
+
+    def __init__(self, *_: object) -> None:
+        self.steps.clear()
+
+    def log(self, step: int, time: float, values: dict[str, float]) -> None:
+        self.steps.append(step)
+
+    def rewind(self, step: int) -> None:
+        self.steps[:] = [each for each in self.steps if each < step]
+
+    def close(self, state: str) -> None:
+        pass
+
+
+def test_an_evaluation_that_the_file_has_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logger may read the file before the driver sends it, or after."""
+    monkeypatch.setitem(LOGGERS, "csv", f"{__name__}:Listed")
+    rows = [{"step": step, "time": 1e9, "data": "holdout", "loss": 1.0, "perplexity": 2.7} for step in (0, 2, 4)]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = LoggedRun("trial", str(tmp_path), 0, 2, {}, {})._asdict()
+    sent = [{"evaluation": [rows[1]]}, {"evaluation": [rows[2]]}]
+    serve("csv", [run, *sent, {"end": "finished"}], print)
+    assert Listed.steps == [0, 2, 4]
+    serve("csv", [run, *sent, {"rewind": 2}, *sent, {"end": "finished"}], print)
+    assert Listed.steps == [0, 2, 4]
 
 
 def test_a_line_that_a_crash_has_cut_off_is_dropped(tmp_path: Path) -> None:
