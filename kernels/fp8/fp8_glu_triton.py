@@ -55,13 +55,13 @@ def _product(gate_up, row, column, I, ACT: tl.constexpr):  # noqa: E741
 @triton.jit
 def _forward(
     gate_up, out, maxima, T, I,  # noqa: E741
-    ACT: tl.constexpr, RECORD: tl.constexpr, PARTS: tl.constexpr, SCALING: tl.constexpr,
+    ACT: tl.constexpr, PARTS: tl.constexpr, SCALING: tl.constexpr,
 ):  # fmt: skip
     row, column = part_of(tl.program_id(0), I, PARTS)
     rows = rows_of(row, PARTS)
     y = _product(gate_up, rows, column + tl.arange(0, PARTS.width), I, ACT)
     store_rows(y, out, rows, column, T, I, SCALING)
-    if RECORD:
+    if maxima is not None:
         store_maximum(tl.abs(y), maxima)
 
 
@@ -140,7 +140,7 @@ def fp8_glu(
     parts = out.parts()
     _forward[programs(tokens, width, parts)](
         gate_up, out.operands[0], maxima, tokens, width,
-        ACT=act, RECORD=maxima is not None, PARTS=parts, SCALING=out.scaling, num_warps=parts.warps,
+        ACT=act, PARTS=parts, SCALING=out.scaling, num_warps=parts.warps,
     )  # fmt: skip
     return out.rows
 

@@ -36,12 +36,12 @@ TILE = tl.constexpr(fp8_tensor.TILE)
 def _forward(
     x, residual, weight, out, maxima, summed, rstd, T, eps,
     H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
-    CAST: tl.constexpr, RECORD: tl.constexpr, SCALING: tl.constexpr,
+    CAST: tl.constexpr, SCALING: tl.constexpr,
 ):  # fmt: skip
-    """With RECORD the maximum of the normed rows raises `maxima`."""
+    """The maximum of the normed rows raises `maxima`, if there are any."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     y, offsets, mask = normed_rows(x, residual, weight, summed, rstd, T, eps, H, ROWS, BLOCK, ADD, OFFSET)
-    if RECORD:
+    if maxima is not None:
         store_maximum(tl.abs(y), maxima)
     if CAST:
         values, scales, amax = out
@@ -134,7 +134,7 @@ def _launch(
     _forward[(ceil_div(tokens, rows),)](
         x, residual, weight, out, maxima, summed, rstd, tokens, eps,
         H=width, ROWS=rows, BLOCK=block, ADD=residual is not None, OFFSET=offset,
-        CAST=scaling is not None, RECORD=maxima is not None, SCALING=scaling, num_warps=warps,
+        CAST=scaling is not None, SCALING=scaling, num_warps=warps,
     )  # fmt: skip
     return summed, rstd
 
