@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton import compile as compiled
 from triton.backends.compiler import GPUTarget
@@ -18,20 +18,35 @@ from triton.compiler import ASTSource
 from pentad.kernels.fp8 import fp8_cast_triton as cast
 from pentad.kernels.fp8 import fp8_glu_triton as glu
 from pentad.kernels.fp8 import fp8_norm_triton as norm
-from pentad.kernels.fp8.fp8_cast_triton import Parts, Scaling
+from pentad.kernels.fp8.fp8_cast_triton import Scaling
+from pentad.kernels.rms_norm_triton import PER_THREAD, shape_of
 
+HIDDEN = 4096
+BF16, F32, I32 = "*bf16", "*fp32", "i32"
 HOPPER = GPUTarget("cuda", 90, 32)
 ALIGNED = [["tt.divisibility", 16]]
 
 
-def reads(kernel: Any, types: dict[str, Any], constants: dict[str, Any], warps: int) -> Counter[str]:
-    """The kinds of loads from device memory of a compiled kernel. `types` are those of its arguments, tuples of tensors
-    among them, where None is passed as None."""
+class Case(NamedTuple):
+    """A kernel, its constants and the `types` of its other arguments, some of which are tuples of tensors or None."""
+
+    name: str
+    kernel: Any
+    types: dict[str, Any]
+    constants: dict[str, Any]
+    warps: int
+
+
+def reads(case: Case) -> Counter[str]:
+    """The kinds of loads from device memory of a compiled kernel."""
+    _, kernel, types, constants, warps = case
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     values: dict[tuple[int, ...], Any] = {(names.index(name),): value for name, value in constants.items()}
     attributes = dict[tuple[int, ...], Any]()
     for name, kind in types.items():
+        if kind == "fp32":
+            continue
         if isinstance(kind, str):
             attributes[names.index(name),] = ALIGNED
             continue
@@ -45,29 +60,39 @@ def reads(kernel: Any, types: dict[str, Any], constants: dict[str, Any], warps: 
     return Counter(re.findall(r"ld\.global[.\w:]*?\.((?:v\d\.)?b\d+)\b", found.asm["ptx"]))
 
 
-def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], Parts]]:
-    """(case, kernel, types, constants, parts) of each cast."""
-    for given in (False, True):
-        scaling = Scaling(given, 0, 448.0, power_of_two=False)
-        form, none = ("*fp8e4nv", "*fp32", "*fp32" if given else None), (None, None, None)
-        recipe = "given" if given else "tiles"
-        for rows, columns in ((True, True), (True, False), (False, True)):
-            parts = cast.GIVEN_PARTS._replace(rows=rows, columns=columns)
-            if not given:
-                parts = cast.SPLIT_PARTS if rows and columns else cast.ROW_PARTS if rows else cast.COLUMN_PARTS
-            forms = {"rows": form if rows else none, "columns": form if columns else none}
-            types = {"x": "*bf16", **forms, "T": "i32", "K": "i32"}
-            constants: dict[str, Any] = {"maxima": None, "PARTS": parts, "SCALING": scaling}
-            yield f"cast {recipe} {rows:d}{columns:d}", cast._cast, types, constants, parts
-        parts = cast.GIVEN_PARTS._replace(rows=False) if given else cast.COLUMN_PARTS
-        types = {"summed": "*bf16", "weight": "*bf16", "rstd": "*fp32", "rows": none, "columns": form}
-        constants = {"OFFSET": 0.0, "PARTS": parts, "SCALING": scaling}
-        yield f"norm {recipe}", norm._again, types | {"T": "i32", "H": "i32"}, constants, parts
-        parts = glu.GIVEN_PARTS if given else glu.SPLIT_PARTS
-        types = {"dy": "*bf16", "gate_up": "*bf16", "rows": form, "columns": form, "y": form, "T": "i32", "I": "i32"}
-        settings = glu.Backward("silu", scaling, scaling)
-        yield f"glu {recipe}", glu._backward, types, {"maxima": None, "PARTS": parts, "SETTINGS": settings}, parts
+def cases(given: bool) -> Iterator[Case]:
+    """All casts with scales by maxima that are given, or by those of tiles."""
+    types: dict[str, Any]
+    constants: dict[str, Any]
+    scaling, recipe = Scaling(given, 0, 448.0, power_of_two=False), "given" if given else "tiles"
+    form, none = ("*fp8e4nv", "*fp32", "*fp32" if given else None), (None, None, None)
+    parts_of = {
+        (True, True): cast.GIVEN_PARTS if given else cast.SPLIT_PARTS,
+        (True, False): cast.GIVEN_PARTS._replace(columns=False) if given else cast.ROW_PARTS,
+        (False, True): cast.GIVEN_PARTS._replace(rows=False) if given else cast.COLUMN_PARTS,
+    }
+    for (rows, columns), parts in parts_of.items():
+        types = {"x": BF16, "rows": form if rows else none, "columns": form if columns else none, "T": I32, "K": I32}
+        constants = {"maxima": None, "PARTS": parts, "SCALING": scaling}
+        yield Case(f"cast {recipe} {rows:d}{columns:d}", cast._cast, types, constants, parts.warps)
+    by_rows, by_columns = parts_of[True, False], parts_of[False, True]
+    types = {"summed": BF16, "weight": BF16, "rstd": F32, "rows": none, "columns": form, "T": I32, "H": I32}
+    constants = {"OFFSET": 0.0, "PARTS": by_columns, "SCALING": scaling}
+    yield Case(f"normed again {recipe}", norm._again, types, constants, by_columns.warps)
+    types = {"gate_up": BF16, "out": form, "maxima": F32, "T": I32, "I": I32}
+    constants = {"ACT": "silu", "PARTS": by_rows, "SCALING": scaling}
+    yield Case(f"glu {recipe}", glu._forward, types, constants, by_rows.warps)
+    parts = glu.GIVEN_PARTS if given else glu.SPLIT_PARTS
+    types = {"dy": BF16, "gate_up": BF16, "rows": form, "columns": form, "y": form, "T": I32, "I": I32}
+    constants = {"maxima": None, "PARTS": parts, "SETTINGS": glu.Backward("silu", scaling, scaling)}
+    yield Case(f"glu backward {recipe}", glu._backward, types, constants, parts.warps)
+    at_once, block, warps = shape_of(HIDDEN, PER_THREAD)
+    types = {"out": form, "maxima": F32, "rstd": F32, "T": I32, "eps": "fp32"}
+    types |= {"x": BF16, "residual": BF16, "weight": BF16, "summed": BF16}
+    constants = {"H": HIDDEN, "ROWS": at_once, "BLOCK": block, "ADD": True, "OFFSET": 0.0, "CAST": True}
+    yield Case(f"norm {recipe}", norm._forward, types, constants | {"SCALING": scaling}, warps)
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: reads(kernel, types, given, parts.warps) for name, kernel, types, given, parts in cases()}))
+    both = [*cases(given=False), *cases(given=True)]
+    print(json.dumps({each.name: reads(each) for each in both}))
