@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,10 @@ SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 NO_IDLE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
 # Ray gives workers a niceness of 15, so that whatever else runs on the machine delays the launches of a rank.
 USUAL_PRIORITY = {"RAY_worker_niceness": "0"}
+
+
+# A cluster that ends with its run keeps nothing; what an environment says is meant for the head of another.
+IN_MEMORY = {"RAY_gcs_storage": "memory", "RAY_REDIS_ADDRESS": None}
 
 
 class LocalHead:
@@ -124,21 +128,24 @@ def _launch(section: ClusterSection, ranks: int, port: int | None) -> Iterator[L
 
 
 @contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets variables of this process, which Ray's processes inherit; a Ray that is imported already reads them
-    again."""
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets variables of this process, or removes those that are None, which Ray's processes inherit; a Ray that is
+    imported already reads them again."""
     before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    _reload_ray_config()
+    _set(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-        _reload_ray_config()
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _reload_ray_config()
 
 
 def _require_no_session(address: str) -> None:
@@ -155,12 +162,12 @@ def _reload_ray_config() -> None:
         ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _head_variables(token: str) -> dict[str, str]:
+def _head_variables(token: str) -> dict[str, str | None]:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     interfaces = {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
     ours = SEE_ALL_GPUS | USUAL_PRIORITY | NO_IDLE_WORKERS | DRIVERS_RAY
-    return interfaces | auth | ours | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    return {**interfaces, **auth, **ours, **IN_MEMORY, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def _write_token(folder: Path, token: str) -> Path:

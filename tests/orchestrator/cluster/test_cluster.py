@@ -208,6 +208,18 @@ def test_two_clusters_coexist_and_the_second_leaves_nothing_behind(running: clus
     assert ray.get(ray.remote(num_cpus=1)(lambda: 7).remote(), timeout=30) == 7
 
 
+@pytest.mark.slow
+def test_it_stores_nothing_where_the_environment_has_the_storage_of_another_head(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor waits until that head releases it."""
+    monkeypatch.setenv("RAY_gcs_storage", "rocksdb")
+    monkeypatch.setenv("RAY_gcs_storage_path", str(tmp_path))
+    monkeypatch.setenv("RAY_REDIS_ADDRESS", "127.0.0.1:9")
+    assert join({"device": "cpu"}, Footprint()).startswith("2 True 127.0.0.1:")
+    assert not any(tmp_path.iterdir())
+
+
 def test_variables_of_the_job_itself_are_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
