@@ -13,6 +13,9 @@ from torch import Tensor
 IGNORE_INDEX = -100  # target of a token without a loss, as in torch.nn.functional.cross_entropy
 # A property that torch puts on its module at run time, where no type checker sees it.
 FILL = "fill_uninitialized_memory"
+# For launches of kernels whose bits must not depend on where an element lies, or on what else is written: the compiler
+# chooses which products and sums to fuse in each branch and each variant of a kernel.
+NO_FMA: dict[str, Any] = {"enable_fp_fusion": False}
 P = ParamSpec("P")
 R = TypeVar("R")
 

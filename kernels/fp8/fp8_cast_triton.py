@@ -3,10 +3,10 @@
 What is transposed is computed as `quads`, four matrices that have every fourth row of it: so a thread holds four values
 that lie beside each other in the transpose, and threads exchange those at once instead of byte by byte.
 
-A program casts a part of a matrix in every form that is asked for. But where tiles of the matrix have scales of their
-own, both forms of a part need a whole tile of 128 x 128, more numbers than an SM holds of several programs. There a
-program casts whole rows of a tile, or whole columns. Programs of a tile follow each other, so that its second form is
-made of what the cache still has.
+A program casts a block of a matrix in every form that is asked for. But where tiles of the matrix have scales of their
+own, both forms need a whole tile of 128 x 128, which would leave an SM no room for several programs. There a program
+casts whole rows of a tile, or whole columns. Programs of a tile follow each other, so that its second form is made of
+what the cache still has.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class Scaling(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a program casts: the forms `rows` and `columns` of quads [quads, width], without `columns` as one matrix
-    [4 * quads, width]. Of `split` programs those that cast rows have all columns of a tile, and those that cast columns
-    all rows."""
+    """A program casts a block [4 * quads, width] by `rows` and `columns`; with columns it loads four interleaved quads.
+    With `split`, separate programs cast rows, of a tile's full width, and columns, of its full height."""
 
     quads: int
     width: int
@@ -77,7 +76,7 @@ ROW_PARTS, COLUMN_PARTS = Parts(8, 128, 2, columns=False), Parts(32, 64, 2, rows
 @triton.jit
 def scale_of(amax, LIMIT: tl.constexpr, POWER: tl.constexpr):
     """(the scale, by what values are multiplied to be cast)"""
-    scale = tl.maximum(amax, TINY) * (1.0 / LIMIT)
+    scale = tl.maximum(amax, TINY, propagate_nan=tl.PropagateNan.ALL) * (1.0 / LIMIT)
     if POWER:
         bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
         scale = bits.to(tl.float32, bitcast=True)
@@ -91,8 +90,9 @@ def saturate(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def part_of(program, K, PARTS: tl.constexpr):
-    """(first row, first column) of what a program casts of a matrix of K columns."""
+def part_of(K, PARTS: tl.constexpr):
+    """(first row, first column) of what this program casts of a matrix of K columns."""
+    program = tl.program_id(0)
     return program // (K // PARTS.width) * (4 * PARTS.quads), program % (K // PARTS.width) * PARTS.width
 
 
@@ -111,13 +111,13 @@ def cast_parts(CAST: tl.constexpr, operands, K, PARTS: tl.constexpr, SETTINGS: t
         if part >= chunks:
             CAST(operands, row, column + (part - chunks) * PARTS.width, of_columns, SETTINGS)
     else:
-        row, column = part_of(tl.program_id(0), K, PARTS)
+        row, column = part_of(K, PARTS)
         CAST(operands, row, column, PARTS, SETTINGS)
 
 
 @triton.jit
 def rows_of(row, PARTS: tl.constexpr):
-    """The rows of a part that is one matrix, or those of the first of its quads."""
+    """The rows of a block that is loaded at once, or those of the first of its quads."""
     return row + PARTS.step * tl.arange(0, PARTS.height)
 
 
@@ -142,6 +142,7 @@ def store_rows(x, out, rows, column, T, K, SCALING: tl.constexpr):
     if SCALING.given:
         found = tl.load(amax + rows * SCALING.stride)
         scale, inverse = scale_of(found, SCALING.limit, SCALING.power_of_two)
+        # A mask, as a branch would cost registers: one program of a row writes its scale.
         tl.store(scales + rows * SCALING.stride, scale, mask=(column == 0) & (rows >= 0))
         y = saturate(x * inverse[:, None], SCALING.limit)
     else:
@@ -154,15 +155,15 @@ def store_rows(x, out, rows, column, T, K, SCALING: tl.constexpr):
 
 @triton.jit
 def store_quads(quads, out, rows, column, T, K, SCALING: tl.constexpr):
-    """Casts the rows of quads likewise; `rows` are those of the first."""
+    """Casts the rows of all four quads; `rows` are those of the first."""
     for number in tl.static_range(4):
         store_rows(quads[number], out, rows + number, column, T, K, SCALING)
 
 
 @triton.jit
 def store_columns(quads, out, row, column, T, K, SCALING: tl.constexpr):
-    """Casts quads that begin at (row, column) of a matrix [T, K] for products over T, to values [K, T] and so on; 128
-    rows unless maxima are given."""
+    """Casts quads that begin at (row, column) of a matrix [T, K] for products over T, to `out`, (values [K, T], scales,
+    given maxima); 128 rows unless maxima are given."""
     values, scales, amax = out
     a, b, c, d = quads
     R: tl.constexpr = a.shape[0]
@@ -272,6 +273,7 @@ class Out:
     def _empty(self, m: int, k: int, amax: Tensor | None) -> Fp8Tensor:
         values = torch.empty(m, k, dtype=self.recipe.dtype(self.role), device=self.device)
         if amax is not None:
+            assert m and k and amax.dtype == torch.float32 and amax.is_contiguous()
             return Fp8Tensor(values, torch.empty_like(amax))
         down, across = self.recipe.tile((m, k), self.role)
         return Fp8Tensor(values, torch.empty(k // across, m // down, dtype=torch.float32, device=self.device).t())

@@ -1,4 +1,4 @@
-"""Gated linear units into 8 bits in Triton: a program casts a part of what the gate has, and the same part of up."""
+"""Gated linear units into 8 bits in Triton: a program takes a block of the gate and the matching block of up."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _forward(
     gate_up, out, maxima, T, I,  # noqa: E741
     ACT: tl.constexpr, PARTS: tl.constexpr, SCALING: tl.constexpr,
 ):  # fmt: skip
-    row, column = part_of(tl.program_id(0), I, PARTS)
+    row, column = part_of(I, PARTS)
     rows = rows_of(row, PARTS)
     y = _product(gate_up, rows, column + tl.arange(0, PARTS.width), I, ACT)
     store_rows(y, out, rows, column, T, I, SCALING)
@@ -67,7 +67,7 @@ def _forward(
 
 @triton.jit
 def _forward_maximum(gate_up, amax, I, ACT: tl.constexpr, PARTS: tl.constexpr):  # noqa: E741
-    row, column = part_of(tl.program_id(0), I, PARTS)
+    row, column = part_of(I, PARTS)
     y = _product(gate_up, rows_of(row, PARTS), column + tl.arange(0, PARTS.width), I, ACT)
     store_maximum(tl.abs(y), amax)
 
@@ -119,7 +119,7 @@ def _backward(
 
 @triton.jit
 def _backward_maximum(dy, gate_up, amax, y_amax, I, ACT: tl.constexpr, PARTS: tl.constexpr):  # noqa: E741
-    row, column = part_of(tl.program_id(0), I, PARTS)
+    row, column = part_of(I, PARTS)
     columns = column + tl.arange(0, PARTS.width)
     product, dgate, dup = _gradients(dy, gate_up, rows_of(row, PARTS), columns, I, ACT)
     store_maximum(tl.maximum(tl.abs(dgate), tl.abs(dup)), amax)

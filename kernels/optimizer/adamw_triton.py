@@ -1,19 +1,14 @@
 """AdamW in Triton: one launch over a flat shard, every tensor read once and written once."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentad.kernels.backend import ceil_div
+from pentad.kernels.backend import NO_FMA, ceil_div
 
 # Four elements a thread: tensors of 4 and 2 bytes then have one layout, and the cast needs no reshuffling.
 BLOCK = 1024
 WARPS = 8
-# Else the compiler fuses other products and sums in the last program, and in kernels that cast, than elsewhere: the
-# bits of an element would depend on where it lies in a shard.
-EXACTLY: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -71,7 +66,7 @@ def adamw_(
     n = master.numel()
     _step[(ceil_div(n, BLOCK),)](
         master, m, v, grad, out, scale, n, *c,
-        BLOCK=BLOCK, CAST=out is not None, OPTIMISTIC=False, num_warps=WARPS, **EXACTLY,
+        BLOCK=BLOCK, CAST=out is not None, OPTIMISTIC=False, num_warps=WARPS, **NO_FMA,
     )  # fmt: skip
 
 
@@ -80,5 +75,5 @@ def adamw_optimistic_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: T
     n = master.numel()
     _step[(ceil_div(n, BLOCK),)](
         master, m, v, grad, out, grad, n, *c,
-        BLOCK=BLOCK, CAST=True, OPTIMISTIC=True, num_warps=WARPS, **EXACTLY,
+        BLOCK=BLOCK, CAST=True, OPTIMISTIC=True, num_warps=WARPS, **NO_FMA,
     )  # fmt: skip

@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pentad.kernels.backend import ceil_div
-from pentad.kernels.optimizer.adamw_triton import EXACTLY
+from pentad.kernels.backend import NO_FMA, ceil_div
 from pentad.kernels.optimizer.muon import MuonCoefficients
 
 BLOCK = 1024
@@ -56,13 +55,13 @@ def _step(
 def muon_direction_(out: Tensor, momentum: Tensor, grad: Tensor, scale: Tensor, c: MuonCoefficients) -> None:
     """Launches the kernel; see `pentad.kernels.optimizer.muon.muon_direction_`."""
     n = out.numel()
-    _direction[(ceil_div(n, BLOCK),)](out, momentum, grad, scale, n, c.first, c.blend, BLOCK=BLOCK, **EXACTLY)
+    _direction[(ceil_div(n, BLOCK),)](out, momentum, grad, scale, n, c.first, c.blend, BLOCK=BLOCK, **NO_FMA)
 
 
 def muon_optimistic_(out: Tensor, master: Tensor, direction: Tensor, c: MuonCoefficients) -> None:
     """Launches the kernel; see `pentad.kernels.optimizer.muon.muon_optimistic_`."""
     n = out.numel()
-    _optimistic[(ceil_div(n, BLOCK),)](out, master, direction, n, c.decay, c.size, BLOCK=BLOCK, **EXACTLY)
+    _optimistic[(ceil_div(n, BLOCK),)](out, master, direction, n, c.decay, c.size, BLOCK=BLOCK, **NO_FMA)
 
 
 def muon_(
@@ -78,5 +77,5 @@ def muon_(
     n = master.numel()
     _step[(ceil_div(n, BLOCK),)](
         master, momentum, grad, direction, out, scale, n, c.decay, c.first, c.size,
-        BLOCK=BLOCK, CAST=out is not None, **EXACTLY,
+        BLOCK=BLOCK, CAST=out is not None, **NO_FMA,
     )  # fmt: skip

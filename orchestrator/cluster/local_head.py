@@ -34,9 +34,7 @@ SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 NO_IDLE_WORKERS = {"RAY_prestart_worker_first_driver": "0"}
 # Ray gives workers a niceness of 15, so that whatever else runs on the machine delays the launches of a rank.
 USUAL_PRIORITY = {"RAY_worker_niceness": "0"}
-
-
-# A cluster that ends with its run keeps nothing; what an environment says is meant for the head of another.
+# A local cluster stores nothing: what the environment says of storage is meant for the head of another one.
 IN_MEMORY = {"RAY_gcs_storage": "memory", "RAY_REDIS_ADDRESS": None}
 
 

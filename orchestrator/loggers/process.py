@@ -78,8 +78,9 @@ def _log_evaluation(logger: Logger, rows: list[dict[str, Any]]) -> int:
 
 
 def _lines(run: LoggedRun, name: str) -> list[dict[str, Any]]:
+    """The complete ones."""
     path = Path(run.folder, name)
-    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
 
 
 def main(kind: str) -> None:

@@ -159,8 +159,7 @@ class EventBus:
 
     def evaluated(self, rows: Sequence[dict[str, Any]], spans: tuple[Span, ...]) -> None:
         """Records a completed evaluation: its rows of eval.jsonl, and the spans of its last round."""
-        for row in rows:
-            self.folder.evaluated(row)
+        self.folder.evaluated(rows)
         self.display.evaluation(rows)
         for watcher in self.watchers:
             watcher.on_evaluation(rows, spans)

@@ -136,9 +136,9 @@ class RunFolder:
         self.files.append(self.path / METRICS, row)
         return row
 
-    def evaluated(self, row: dict[str, Any]) -> None:
-        """Appends a line to eval.jsonl."""
-        self.files.append(self.path / EVALUATIONS, row)
+    def evaluated(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Appends an evaluation to eval.jsonl."""
+        self.files.append(self.path / EVALUATIONS, *rows)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The lines of eval.jsonl."""

@@ -28,12 +28,12 @@ def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:
     return [_row(line, f"{path} line {number}", keys) for number, line in enumerate(lines, 1)]
 
 
-def append(path: Path, line: str) -> None:
-    """Appends a line, or on a full disk nothing: part of a line would spoil the next one."""
+def append(path: Path, lines: str) -> None:
+    """Appends lines, or on a full disk nothing: part of a line would spoil the next one."""
     with reported(path), path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
-            _write_all(file, line.encode())
+            _write_all(file, lines.encode())
         except OSError:
             file.truncate(size)
             raise

@@ -21,10 +21,10 @@ SETTLE_SECONDS, RETRY_SECONDS = 30.0, 0.5  # for which the end of a run waits fo
 
 
 class Change(NamedTuple):
-    """A line to append to a file, or else all of its content."""
+    """Lines to append to a file, or else all of its content."""
 
     path: Path
-    line: str = ""
+    lines: str = ""
     content: bytes = b""
 
 
@@ -36,9 +36,9 @@ class RunFiles:
         self.waiting: deque[Change] = deque()
         self.failed = 0  # most changes that have waited, since the disk last took all
 
-    def append(self, path: Path, row: Row) -> None:
-        """Adds a line. Raises PentadError if too many wait already."""
-        self._change(Change(path, line_of(row)))
+    def append(self, path: Path, *rows: Row) -> None:
+        """Adds lines, all at once. Raises PentadError if too many wait already."""
+        self._change(Change(path, "".join(map(line_of, rows))))
 
     def replace(self, path: Path, content: bytes) -> None:
         self._change(Change(path, content=content))
@@ -51,16 +51,16 @@ class RunFiles:
         found = read_lines(path, keys)
         for change in self.waiting:
             if change.path == path:
-                kept, lines = (found, [change.line]) if change.line else ([], change.content.splitlines())
-                found = [*kept, *map(json.loads, lines)]
+                kept = found if change.lines else []
+                found = [*kept, *map(json.loads, (change.lines or change.content).splitlines())]
         return found
 
     def flush(self) -> None:
         """Writes what waits. Raises PentadError if the disk still does not take it."""
         while self.waiting:
-            path, line, content = self.waiting[0]
-            if line:
-                append(path, line)
+            path, lines, content = self.waiting[0]
+            if lines:
+                append(path, lines)
             else:
                 replace_file(path, content)
             self.waiting.popleft()

@@ -36,7 +36,7 @@ class CannotRecover(WorkerError):
 class RecoveryState:
     """What survives of a generation: `version` steps are in the newest weights, which the ranks `current` hold.
 
-    `results[step][rank]` are results of completed steps, and `evaluations[step]` is one that a rank knows of;
+    `results[step][rank]` are results of completed steps, and `evaluations` the ranks' newest, by step;
     `lost[rank]` is the cause of a loss; `seconds` is the duration of each phase of the recovery. If some rank was
     `corrupt`, no state counts but that of a checkpoint. `spares` are ranks that processes which waited for that have
     taken.

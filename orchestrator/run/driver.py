@@ -208,7 +208,8 @@ def _run(steps: StepLoop, recovery: Recovery, bus: EventBus) -> RecoveryState | 
 def _record_surviving(steps: StepLoop, state: RecoveryState) -> None:
     """Records the steps and evaluations that the ranks had completed, and the driver had not heard of."""
     replayed = sorted(step for step in state.results if steps.done <= step < state.version)
-    steps.add([list(state.results[step].values()) for step in replayed], state.evaluations)
+    evaluations = {step: each for step, each in state.evaluations.items() if step <= state.version}
+    steps.add([list(state.results[step].values()) for step in replayed], evaluations)
 
 
 def _save_surviving(steps: StepLoop, recovery: Recovery, bus: EventBus) -> None:

@@ -146,13 +146,12 @@ class StepLoop:
         return self.leaving is not None
 
     def add(self, steps: list[list[StepResult]], evaluations: Mapping[int, Evaluation]) -> None:
-        """Records completed steps, [step][result], from whichever ranks have results of them, and evaluations by
-        step."""
+        """Records completed steps, [step][result], from whichever ranks have them, and evaluations by step."""
         if steps and self.spikes.spike is None:
             self._record([row for step in steps for row in self.history.add([[result] for result in step])])
         recorded = newest_evaluation(self.bus.folder.evaluations())
         for step, each in sorted(evaluations.items()):
-            if recorded < step <= self.done:
+            if recorded < step <= self.done and self.spikes.spike is None:
                 self.bus.evaluated(evaluation_rows(step, each.data_sets, each.seconds, self.group.generation), ())
 
     def _submit(self) -> Call | None:
@@ -244,10 +243,11 @@ class StepLoop:
         return 0 if self.group.plan.eval is None else self.config.eval.every
 
     def _evaluation_due(self, step: int) -> bool:
-        """Whether to evaluate the weights after `step` steps. A run that stops or regroups leaves that to the next."""
-        if self.group.plan.eval is None or step <= self.evaluated or self.requests.stopping or self.regrouping:
+        """Whether to evaluate the weights after `step` steps. A run that stops or regroups does it later."""
+        if self.group.plan.eval is None or step <= self.evaluated or self.requests.stopping:
             return False
-        return self.config.eval.next_due(step, self.config.run.steps) == step
+        is_due = self.config.eval.next_due(step, self.config.run.steps) == step
+        return is_due and (not self.regrouping or step == self.config.run.steps)
 
     def _conclude_evaluation(self, step: int, results: list[Evaluation], seconds: float) -> None:
         """Its time is not part of the next step."""

@@ -6,10 +6,11 @@ samples that were counted: two ranks have the same state only if they have count
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import safetensors.numpy
 from chaos_cluster import Process
 from chaos_world import Signal
@@ -18,6 +19,8 @@ from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, Op
 from pentad.schedules.spec.mesh import Coordinates
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import open_checked, read_manifest, unreadable
+from pentad.workers.checkpoint.manifest import Shard
+from pentad.workers.checkpoint.storage import storage_errors, storage_of
 
 if TYPE_CHECKING:
     from chaos_history import Simulation
@@ -186,3 +189,26 @@ def read_state(folder: Any) -> State:
     assert all(len(indices) == int(which.rpartition("/")[2]) for which, indices in counts.items()), "parts are missing"
     assert len(found) == 1, f"a checkpoint of several states: {found}"
     return found.pop()
+
+
+def write_state(
+    folder: Any, plan: Plan, rank: int, state: Mapping[tuple[ParamShard, int, int], State], *publishing: Any
+) -> dict[str, Any]:
+    """Writes a rank's file of a checkpoint; returns its entry for the manifest."""
+    file = f"rank-{rank:03}-of-{plan.mesh.size:03}.safetensors"
+    names = {part: _name_of(plan, rank, part, whole=not publishing) for part in state}
+    content = safetensors.numpy.save({names[part]: np.array(its, np.int64) for part, its in state.items()})
+    specs: Any = {name: {"dtype": "I64", "shape": [2]} for name in names.values()}
+    with storage_errors(folder, len(content)):
+        storage_of(folder).make_folder(folder)
+        written = storage_of(folder).write(folder / file, [memoryview(content)], *publishing)
+    return Shard(file, written.bytes, written.sha256, specs, written.crc32).plain()
+
+
+def _name_of(plan: Plan, rank: int, part: tuple[ParamShard, int, int], *, whole: bool) -> str:
+    """As a checkpoint has it. Replicas write equal parts, or one of them the `whole`."""
+    shard, index, count = part
+    if count == 1 and not whole:
+        holders = plan.holders(shard)
+        index, count = holders.index(rank), len(holders)
+    return f"{shard.stage}.{shard.tp}.{int(shard.experts)}.{shard.ep}.{index}of{count}"

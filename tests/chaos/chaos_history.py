@@ -2,6 +2,7 @@
 
 no sample is lost or counted twice     every committed step has the digest of its batch, in a chain that `verify`
                                        accepts, and all ranks have the state of these steps
+every evaluation that is due is made   and recorded once, of the weights after these steps
 no earlier generation acts             neither commits a step nor a checkpoint, and no number is used twice
 committed steps never go back          beyond the newest state that survives: replicas, copies or checkpoints
 the run ends                           within an hour of virtual time, with status 0 if all steps are done and saved,
@@ -14,13 +15,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from chaos_cluster import Cluster, Process
+from chaos_config import configured, planned
 from chaos_fabric import INITIAL, Action, Fabric, compiled, digest, next_state
 from chaos_faults import Faults, justified
 from chaos_install import Silent, texts
@@ -32,9 +34,8 @@ from chaos_world import DriverEnded, Signal, World
 
 from pentad.orchestrator.cluster import group as groups
 from pentad.orchestrator.cluster.copies import newest_copy
-from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring import event_bus, runfolder
-from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.records import verify as verification
 from pentad.orchestrator.records.hash_chain import AUDIT, read_chain
 from pentad.orchestrator.records.json_lines import read_lines
@@ -46,39 +47,11 @@ from pentad.workers.checkpoint.checkpoint import complete_folders, open_checkpoi
 from pentad.workers.replication.parts import CopyKey
 
 real_fence, real_rewind = fence.fence, event_bus.EventBus.rewind
-SMALL = (
-    *("model.layers=8", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.ffn=32", "model.vocab=256"),
-    *("batch.sequence_length=16", "elastic.hang_seconds=3", "cluster.start_timeout_seconds=20"),
-    *("elastic.wait_seconds=2", "metrics.timeline_steps=0", "data.holdout=0", "eval.every=0", "cluster.device=cpu"),
-    "elastic.slow_rank=evict",
-)
 MOST_COMMANDS = 8  # of one history
 
 
 class Broken(AssertionError):
     """A promise was not kept."""
-
-
-@lru_cache(128)
-def planned(schedule: str, mesh: tuple[str, ...]) -> tuple[RunConfig, Plan]:
-    count = 8 if "mesh.pp=4" in mesh else 4
-    replicas = 2 if "mesh.dp=2" in mesh or "mesh.ep=2" in mesh else 1
-    batch = f"schedule.microbatches={count}", f"batch.global_batch_size={count * replicas}"
-    chunks = ("schedule.chunks=2",) if schedule == "interleaved" else ()
-    config = load(None, [f"schedule.name={schedule}", *batch, *chunks, *SMALL, *mesh])
-    return config, make_plan(config, "cpu")
-
-
-@lru_cache(4096)
-def configured(schedule: str, mesh: tuple[str, ...], overrides: tuple[str, ...], steps: int, folder: str) -> RunConfig:
-    config, _ = planned(schedule, mesh)
-    changed: dict[str, dict[str, Any]] = {"run": {"folder": folder, "name": "chaos", "steps": steps}}
-    for override in overrides:
-        key, _, value = override.partition("=")
-        section, _, name = key.partition(".")
-        changed.setdefault(section, {})[name] = int(value)
-    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changed.items()}
-    return config.model_copy(update=sections)
 
 
 class Simulation:
@@ -323,6 +296,9 @@ class Simulation:
                 raise Broken(f"the run ended with an error that no fault explains: {message}")
         else:
             raise Broken(f"the run has not ended after {MOST_COMMANDS} commands")
+        steps, due = self.scenario.steps, self.config.eval.next_due
+        if self._evaluated() != [step for step in range(steps + 1) if due(step, steps) == step]:
+            raise Broken(f"evaluations are recorded after these steps: {self._evaluated()}")
         if self._newest_intact() < self.scenario.steps and not self.damaged:
             raise Broken("the run ended with status 0, without an intact checkpoint of its last step")
 
@@ -368,6 +344,14 @@ class Simulation:
         for number, step in history.steps.items():
             if (step.batch, step.samples) != (number, self._samples(number)):
                 raise Broken(f"step {number} has batch {step.batch}, and not each of its samples once")
+
+    def _evaluated(self) -> list[int]:
+        """The numbers of steps after which the run has evaluated its weights."""
+        rows = read_lines(self.folder / "chaos" / runfolder.EVALUATIONS)
+        for row in rows:
+            if row["loss"] != float(self.values[row["step"]]):
+                raise Broken(f"the evaluation after {row['step']} steps is of other weights")
+        return [row["step"] for row in rows]
 
 
 def _without_torn_end(history: Any, metrics: Any) -> tuple[Any, Any]:

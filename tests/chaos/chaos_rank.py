@@ -9,9 +9,20 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import safetensors.numpy
 from chaos_cluster import Process
-from chaos_fabric import INITIAL, Fabric, Meeting, Snapshot, State, digest, members_of, next_state, parts_of, read_state
+from chaos_fabric import (
+    INITIAL,
+    Fabric,
+    Meeting,
+    Snapshot,
+    State,
+    digest,
+    members_of,
+    next_state,
+    parts_of,
+    read_state,
+    write_state,
+)
 
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, SENDS, Op
@@ -22,13 +33,11 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import Unreadable
 from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.checkpoint.location import location
-from pentad.workers.checkpoint.manifest import Shard
-from pentad.workers.checkpoint.storage import storage_errors, storage_of
 from pentad.workers.replication.parts import CopyKey, CopyPart, HostCopies
 from pentad.workers.replication.source import CopySource
 from pentad.workers.runtime.abort import Aborted, Fence
 from pentad.workers.runtime.progress_file import Progress
-from pentad.workers.runtime.results import LossSum, RankSnapshot, StepResult, WrittenShards
+from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult, WrittenShards
 
 if TYPE_CHECKING:
     from chaos_history import Simulation
@@ -76,6 +85,7 @@ class SimRunner:
         self.committed: list[StepResult] = []
         self.unreported: list[StepResult] = []
         self.recent: deque[list[StepResult]] = deque(maxlen=4)
+        self.evaluation: Evaluation | None = previous.evaluation if previous is not None else None
         self.began = self.world.now
         self.snapshots: dict[str, dict[int, Snapshot]] = {"checkpoint": {}, "copy": {}}
         self.simulation.reached("loading", progress)
@@ -138,6 +148,8 @@ class SimRunner:
     def _load(self, state: State) -> None:
         self.state = dict.fromkeys(self.parts, state)
         self.version = state.steps
+        if self.evaluation is not None and self.evaluation.step > self.version:
+            self.evaluation = None
         self.simulation.check_state(self)
 
     def receive(self, sources: dict[ParamShard, int], step: int) -> Generator[Any, None, None]:
@@ -175,6 +187,16 @@ class SimRunner:
             results, self.unreported = self.unreported, []
             self.recent.append(results)
             return results
+
+    def evaluate(self, step: int) -> Generator[Any, None, Evaluation]:
+        """The loss is the state's value."""
+        with self.fence_flag.guard():
+            assert self.version == step and not self.committed, "an evaluation is of a state that is complete"
+        yield from self._all_meet(("evaluate", step))
+        yield self.world.random.uniform(*WRITE_SECONDS)
+        self.fence_flag.check()
+        self.evaluation = Evaluation(step, (EvalResult("holdout", float(self.simulation.values[step]), 1, 1),))
+        return self.evaluation
 
     def _run_step(self, step: int, batch: int) -> Generator[Any, None, None]:
         fabric, simulation, world, rank = self.fabric, self.simulation, self.world, self.rank
@@ -276,10 +298,8 @@ class SimRunner:
         self.version, self.norm, self.newest = step + 1, None, (float(samples),)
         self.simulation.check_state(self)
         end = self.world.now
-        spans = tuple(
-            Span(step, self.rank, "compute", f"{self.at.pp}{op}0", op, self.at.pp, 0, -1, start, stop)
-            for op, start, stop in (("F", min(self.began, end - 1e-3), end),)
-        )
+        begin = min(self.began, end - 1e-3)
+        spans = (Span(step, self.rank, "compute", f"{self.at.pp}F0", "F", self.at.pp, 0, -1, begin, end),)
         self.committed.append(
             StepResult(
                 step, {self.rank: 1.0}, (LossSum(1.0, 1),), 1.0, 0.1, False, spans, 0.0, 0.0, 1, 0, samples=samples
@@ -310,7 +330,7 @@ class SimRunner:
             self.simulation.reached("saving", self.process)
             self.fence_flag.check()
             self.simulation.may_write(self.process)
-            entry = self._write_file(location(folder), state, self.fence_flag.publishing)
+            entry = write_state(location(folder), self.plan, self.rank, state, self.fence_flag.publishing)
             self.simulation.check_acts(self.generation, self.process, f"wrote a file of checkpoint {step}")
             yield self.world.random.uniform(*WRITE_SECONDS)
             return WrittenShards([entry], 0.0)
@@ -352,25 +372,7 @@ class SimRunner:
         self.simulation.reached("saving", self.process)
         assert self.version == step
         state = {part: its for part, its in self.state.items() if part[0] in shards}
-        return [self._write_file(location(folder), state)]
-
-    def _write_file(self, folder: Any, state: dict[Any, State], *publishing: Any) -> dict[str, Any]:
-        file = f"rank-{self.rank:03}-of-{self.plan.mesh.size:03}.safetensors"
-        tensors = {self._name_of(part, whole=not publishing): np.array(its, np.int64) for part, its in state.items()}
-        content = safetensors.numpy.save(tensors)
-        specs: Any = {name: {"dtype": "I64", "shape": [2]} for name in tensors}
-        with storage_errors(folder, len(content)):
-            storage_of(folder).make_folder(folder)
-            written = storage_of(folder).write(folder / file, [memoryview(content)], *publishing)
-        return Shard(file, written.bytes, written.sha256, specs, written.crc32).plain()
-
-    def _name_of(self, part: tuple[ParamShard, int, int], *, whole: bool) -> str:
-        """As a checkpoint has it. Replicas write equal parts, or one of them the `whole`."""
-        shard, index, count = part
-        if count == 1 and not whole:
-            holders = self.plan.holders(shard)
-            index, count = holders.index(self.rank), len(holders)
-        return f"{shard.stage}.{shard.tp}.{int(shard.experts)}.{shard.ep}.{index}of{count}"
+        return [write_state(location(folder), self.plan, self.rank, state)]
 
     # -- the end of a generation
 
@@ -386,7 +388,7 @@ class SimRunner:
         self.simulation.reached("recovering", self.process)
         ready = self.norm is not None and self.norm[0] == self.version
         results = tuple(result for result in known if result.step < self.version)
-        return RankSnapshot(self.version, ready, 1.0, results, self.newest)
+        return RankSnapshot(self.version, ready, 1.0, results, self.newest, self.evaluation)
 
     def advance(self, norm: float, losses: tuple[float, ...]) -> None:
         assert self.norm is not None

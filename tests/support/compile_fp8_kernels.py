@@ -73,7 +73,11 @@ def cases(given: bool) -> Iterator[Case]:
     }
     for (rows, columns), parts in parts_of.items():
         types = {"x": BF16, "rows": form if rows else none, "columns": form if columns else none, "T": I32, "K": I32}
-        constants = {"maxima": None, "PARTS": parts, "SCALING": scaling}
+        constants = {"PARTS": parts, "SCALING": scaling}
+        if given and rows:  # as with delayed scaling
+            types["maxima"] = F32
+        else:
+            constants["maxima"] = None
         yield Case(f"cast {recipe} {rows:d}{columns:d}", cast._cast, types, constants, parts.warps)
     by_rows, by_columns = parts_of[True, False], parts_of[False, True]
     types = {"summed": BF16, "weight": BF16, "rstd": F32, "rows": none, "columns": form, "T": I32, "H": I32}

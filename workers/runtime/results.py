@@ -74,8 +74,8 @@ class EvalResult:
 
 
 class Evaluation(NamedTuple):
-    """One rank's results of an evaluation of weights that have had `step` steps, by data set, and the spans of its last
-    round, as in StepResult; it took this rank `seconds`."""
+    """One rank's results of an evaluation of weights that have had `step` steps, by data set, which took `seconds`, and
+    the spans of its last round, as in StepResult."""
 
     step: int
     data_sets: tuple[EvalResult, ...]

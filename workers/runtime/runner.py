@@ -94,7 +94,7 @@ class Runner:
         calls = (*previous.recent_calls, previous.unreported) if previous else ()
         self.recent_calls: deque[list[StepResult]] = deque(calls, maxlen=CALLS_KEPT)
         self.unreported: list[StepResult] = []  # of complete steps, for the next `run` to return
-        self.evaluation: Evaluation | None = previous.evaluation if previous else None  # the newest of this state
+        self.evaluation: Evaluation | None = previous.evaluation if previous else None  # of no later weights
         self.last_position = (0, -1, 0.0)  # step, counter, and since when
         earlier = previous.reservation if previous else None
         reserve = partial(rank_setup.reserve, plan, self.device, self.snapshots, self.replicator)
@@ -159,8 +159,8 @@ class Runner:
 
     @abandonable
     def receive(self, sources: Mapping[ParamShard, int], step: int) -> None:
-        """Receives the state of `step` steps of each parameter shard from rank `sources[param_shard]`. All holders of
-        these shards must call it, also those that have the state."""
+        """Receives the state of `step` steps of each parameter shard from rank `sources[param_shard]` of the mesh. All
+        holders of these shards must call it, including those that have the state."""
         if self.state.version != step:
             self.state.version = -1  # until all of it has arrived
         with self.fence_flag.guard():
@@ -198,8 +198,9 @@ class Runner:
         """Evaluates the weights after `step` steps, none of which is open, on every data set of the plan. Changes
         nothing. Raises Aborted if the generation ends."""
         executor, loader, began = self._connected, self.eval_loader, time.monotonic()
-        assert loader is not None and self.plan.eval is not None and not executor.lanes.has_unread_steps
+        assert loader is not None and self.plan.eval is not None
         with self.fence_flag.guard():
+            assert not executor.lanes.has_unread_steps
             executor.losses.clear()
             for number, at in enumerate(loader.rounds):
                 executor.evaluate(self.programs[-1], step, number, at.data_set, loader(at))
@@ -208,9 +209,8 @@ class Runner:
             self.progress.write(step, -1, self.programs[-1].number)
             found = zip(self.plan.eval.data_sets, executor.losses.read(), loader.counts, strict=True)
             results = tuple(EvalResult(each.name, *sums, count) for each, sums, count in found)
-            spans, seconds = spans_of(self.plan, self.rank, step, times[-1]), time.monotonic() - began
-            self.evaluation = Evaluation(step, results, spans, seconds)
-            return self.evaluation
+            self.evaluation = Evaluation(step, results, seconds=time.monotonic() - began)
+            return self.evaluation._replace(spans=spans_of(self.plan, self.rank, step, times[-1]))
 
     @abandonable
     def check(self, step: int) -> RankCheck:

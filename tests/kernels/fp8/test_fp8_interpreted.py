@@ -35,6 +35,21 @@ def test_cast(recipe: Recipe, role: Role) -> None:
         assert_nearly_equal(a, b, differing=0.0)
 
 
+@pytest.mark.parametrize("recipe", [Recipe("tensor"), Recipe("row")])
+def test_a_given_maximum_that_is_not_a_number_is_seen(recipe: Recipe) -> None:
+    """That of a tensor may be one that another rank has."""
+    x = torch.randn(128, 256)
+    amax = amax_for(recipe, x)
+    assert amax is not None
+    for each in amax:
+        each[0] = torch.nan
+    found = fp8_cast_triton.fp8_cast(x, recipe, "gradient", amax)
+    for a, b in zip(found, fp8_cast(x, recipe, "gradient", amax), strict=True):
+        assert a is not None and b is not None
+        assert torch.equal(a.values.float().isnan(), b.values.float().isnan()) and a.values[0].float().isnan().all()
+        torch.testing.assert_close(a.scales, b.scales, equal_nan=True)
+
+
 def test_a_transpose_moves_bytes() -> None:
     values = torch.randint(256, (256, 384), dtype=torch.uint8).view(torch.float8_e4m3fn)
     found = fp8_cast_triton.fp8_transpose(values)

@@ -80,7 +80,7 @@ def test_the_bits_of_an_element_do_not_depend_on_where_it_lies() -> None:
     adamw_(*tensors, scale, c)
     for master, m, v, grad in zip(*pieces, strict=True):
         adamw_(master, m, v, grad, None, scale, c)
-    for whole, parts in zip(tensors, pieces, strict=False):
+    for whole, parts in zip(tensors[:4], pieces, strict=True):
         assert torch.equal(whole, torch.cat(parts))
 
 

@@ -51,7 +51,7 @@ def trial(tmp_path: Path) -> Path:
         for step in range(2):
             folder.metrics(dict.fromkeys(METRIC_KEYS, 1.5) | {"step": step, **counts})
         numbers: dict[str, float] = {"tokens": 8, "sequences": 1, "seconds": 0.1, "generation": 1}
-        folder.evaluated({"step": 2, "time": 1e9, "data": "valid", "loss": 2.0, "perplexity": 7.4, **numbers})
+        folder.evaluated([{"step": 2, "time": 1e9, "data": "valid", "loss": 2.0, "perplexity": 7.4, **numbers}])
         folder.event("mixture", step=1, generation=1)
         folder.event("failure", error="rank 1 is lost", cause="killed")
     (folder.path / "control.json").write_text(json.dumps({"address": "127.0.0.1:1", "token": "x", "host": ""}))

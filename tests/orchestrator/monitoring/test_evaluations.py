@@ -52,7 +52,7 @@ def test_a_run_that_rewinds_forgets_later_evaluations(tmp_path: Path) -> None:
     config = load(None, [f"run.folder={tmp_path}", "checkpoint.keep_best=holdout", *EVALUATED])
     with RunFolder(config, make_plan(config, "cpu")) as folder:
         for row in rows_of({4: (2.0, 2.0), 8: (1.0, 1.0)}):
-            folder.evaluated(row | {"data": "holdout"})
+            folder.evaluated([row | {"data": "holdout"}])
         assert folder.best(8) == Best(8, 1.0) and folder.best(4) == Best(4, 2.0)
         folder.rewind(8)
         assert len(folder.evaluations()) == 4

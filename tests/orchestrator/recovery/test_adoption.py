@@ -116,6 +116,15 @@ def test_the_last_evaluation_of_the_ranks_survives_their_driver(start: StartRun)
     assert recovery.adopt(lost, 7).evaluations == {6: run.before[1].evaluation}
 
 
+def test_an_evaluation_of_a_state_that_is_lost_is_not_recorded() -> None:
+    """The run goes back behind it, and evaluates again."""
+    evaluations = {step: Evaluation(step, (EvalResult("holdout", 8.0, 8, 1),)) for step in (6, 8)}
+    recorded = list[dict[int, Evaluation]]()
+    steps: Any = SimpleNamespace(done=9, add=lambda results, evaluations: recorded.append(evaluations))
+    driver._record_surviving(steps, RecoveryState(version=6, evaluations=evaluations))
+    assert recorded == [{6: evaluations[6]}]
+
+
 @pytest.mark.parametrize(("mesh", "how", "version"), [(SQUARE, "repair", 7), (LINE, "checkpoint", 5)])
 def test_a_rank_that_died_with_the_driver_is_replaced(
     start: StartRun, mesh: tuple[str, ...], how: str, version: int
