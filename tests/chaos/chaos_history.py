@@ -76,7 +76,7 @@ class Simulation:
         self.plans: list[Plan] = []  # kept, so that their ids stay theirs
         self.generation = self.earlier = 0  # newest that has begun; newest of earlier commands
         self.fenced_before = 0  # generations before this one are over
-        self.recovers, self.pauses, self.floor = False, False, (-1, -1)
+        self.recovers, self.pauses, self.floor = False, False, (-1, -1, -1)
         self.never = Signal()
         self.keeper: SimKeeper | None = None  # of the ranks that outlive their driver
         self.lease: SimLease | None = None  # of the driver
@@ -96,6 +96,8 @@ class Simulation:
 
     def on_fault(self, kind: str) -> None:
         self.kinds.add(kind)
+        if kind == "late message":  # perhaps the answer of a rank that holds a copy
+            self.floor = self.floor[0], -1, self.floor[2]
 
     def on_start(self, generation: int) -> None:
         if generation <= self.earlier:
@@ -108,7 +110,7 @@ class Simulation:
     def on_damage(self) -> None:
         """Of a checkpoint: a recovery may have to do without it."""
         self.damaged += 1
-        self.floor = self.floor[0], min(self.floor[1], self._newest_intact())
+        self.floor = *self.floor[:2], min(self.floor[2], self._newest_intact())
 
     def may_write(self, process: Process) -> None:
         try:
@@ -190,13 +192,13 @@ class Simulation:
                 raise Broken(f"the run is given up though ranks were left: {error}") from None
             raise
         self.fenced_before = group.generation
-        self.floor = self._surviving(group, state), self._newest_intact()
+        self.floor = *self._surviving(group, state), self._newest_intact()
 
-    def _surviving(self, group: groups.WorkerGroup, state: fence.RecoveryState) -> int:
-        """Steps in the newest state that is complete in memory, in replicas or copies."""
+    def _surviving(self, group: groups.WorkerGroup, state: fence.RecoveryState) -> tuple[int, int]:
+        """Steps in the newest state that is complete in memory, in replicas and in copies."""
         living = {r: a.process for r, a in enumerate(group.actors) if r not in state.lost and a.process.is_alive}
         runners = {r: p.worker.runner for r, p in living.items() if p.worker.runner is not None}
-        newest, plan = -1, group.plan
+        newest, copied, plan = -1, -1, group.plan
         versions = {runner.version for runner in runners.values()}
         if self.adopts and not fence.is_recordable(state, self.bus.view.step):
             versions.clear()  # nobody has the results of the steps that the former driver has not recorded
@@ -207,8 +209,8 @@ class Simulation:
         if "late message" not in self.kinds:  # its answer may be too late
             held = {str(p.pid): p.worker.copies.held() for p in living.values()}
             found = newest_copy(held, b"")
-            newest = max(newest, found.key.step if found else -1)
-        return newest
+            copied = found.key.step if found else -1
+        return newest, copied
 
     def _newest_intact(self) -> int:
         """Steps in the newest checkpoint that is intact; -1 if there is none, or the storage does not answer."""
@@ -233,7 +235,7 @@ class Simulation:
         self.bus, self.requests, self.recovers, self.pauses = bus, requests, False, False
         if bus.view.step < (newest := self._newest_intact()):
             raise Broken(f"the command starts at step {bus.view.step}, before the newest intact checkpoint")
-        self.floor = -1, newest
+        self.floor = -1, -1, newest
         bus.watchers.append(self)
         yield
 
