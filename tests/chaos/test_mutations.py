@@ -71,7 +71,18 @@ def committed_twice(patch: Patch) -> None:
 
 def lost_results(patch: Patch) -> None:
     """What survivors know of completed steps is forgotten."""
-    patch.setattr(step_loop.StepLoop, "add", lambda loop, steps: None)
+    patch.setattr(step_loop.StepLoop, "add", lambda loop, steps, evaluations: None)
+
+
+def lost_evaluations(patch: Patch) -> None:
+    """What survivors know of an evaluation is forgotten."""
+    add = step_loop.StepLoop.add
+    patch.setattr(step_loop.StepLoop, "add", lambda loop, steps, evaluations: add(loop, steps, {}))
+
+
+def evaluated_twice(patch: Patch) -> None:
+    """Nobody looks which evaluations are recorded."""
+    patch.setattr(step_loop, "newest_evaluation", lambda rows: -1)
 
 
 def any_source(patch: Patch) -> None:
@@ -156,6 +167,7 @@ def endless_lease(patch: Patch) -> None:
 
 DEFECTS: tuple[Callable[[Patch], None], ...] = (
     *(no_fence, same_generation, stale_calls, forgotten_rewind, committed_twice, lost_results, any_source),
+    *(lost_evaluations, evaluated_twice),
     *(unfinished_copy, no_copies_found, unsaved_end, no_hangs, processes_left, late_publishing, damage_ignored),
     *(endless_lease, older_checkpoint, damage_taken_for_intact, nothing_handed_over),
 )
