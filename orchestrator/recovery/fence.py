@@ -90,8 +90,7 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     for rank, snapshot in snapshots.items():
         for result in snapshot.results:
             state.results.setdefault(result.step, {})[rank] = result
-        if snapshot.evaluation is not None:
-            state.evaluations[snapshot.evaluation.step] = snapshot.evaluation
+        state.evaluations |= {each.step: each for each in snapshot.evaluations}
     seconds = time.monotonic() - began
     state.seconds["fence"] = state.seconds.get("fence", 0.0) + seconds
     record("fence", generation=group.generation, step=state.version, seconds=round(seconds, 3))

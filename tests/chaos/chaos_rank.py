@@ -85,7 +85,7 @@ class SimRunner:
         self.committed: list[StepResult] = []
         self.unreported: list[StepResult] = []
         self.recent: deque[list[StepResult]] = deque(maxlen=4)
-        self.evaluation: Evaluation | None = previous.evaluation if previous is not None else None
+        self.evaluations: deque[Evaluation] = deque(previous.evaluations if previous is not None else (), maxlen=4)
         self.began = self.world.now
         self.snapshots: dict[str, dict[int, Snapshot]] = {"checkpoint": {}, "copy": {}}
         self.simulation.reached("loading", progress)
@@ -148,8 +148,8 @@ class SimRunner:
     def _load(self, state: State) -> None:
         self.state = dict.fromkeys(self.parts, state)
         self.version = state.steps
-        if self.evaluation is not None and self.evaluation.step > self.version:
-            self.evaluation = None
+        while self.evaluations and self.evaluations[-1].step > self.version:
+            self.evaluations.pop()
         self.simulation.check_state(self)
 
     def receive(self, sources: dict[ParamShard, int], step: int) -> Generator[Any, None, None]:
@@ -195,8 +195,8 @@ class SimRunner:
         yield from self._all_meet(("evaluate", step))
         yield self.world.random.uniform(*WRITE_SECONDS)
         self.fence_flag.check()
-        self.evaluation = Evaluation(step, (EvalResult("holdout", float(self.simulation.values[step]), 1, 1),))
-        return self.evaluation
+        self.evaluations.append(Evaluation(step, (EvalResult("holdout", float(self.simulation.values[step]), 1, 1),)))
+        return self.evaluations[-1]
 
     def _run_step(self, step: int, batch: int) -> Generator[Any, None, None]:
         fabric, simulation, world, rank = self.fabric, self.simulation, self.world, self.rank
@@ -388,7 +388,7 @@ class SimRunner:
         self.simulation.reached("recovering", self.process)
         ready = self.norm is not None and self.norm[0] == self.version
         results = tuple(result for result in known if result.step < self.version)
-        return RankSnapshot(self.version, ready, 1.0, results, self.newest, self.evaluation)
+        return RankSnapshot(self.version, ready, 1.0, results, self.newest, tuple(self.evaluations))
 
     def advance(self, norm: float, losses: tuple[float, ...]) -> None:
         assert self.norm is not None

@@ -45,7 +45,7 @@ class Rank:
         self.losses = (1.0,)  # of the newest step; empty if the rank does not know them
         self.results: list[StepResult] = []
         self.open: list[StepResult] = []
-        self.evaluation: Evaluation | None = None
+        self.evaluations: list[Evaluation] = []
         self.held: dict[tuple[CopyKey, int], bool] = {}  # parts, and whether they count
 
     def place(self) -> WorkerPlace:
@@ -117,8 +117,8 @@ class Rank:
         assert self.version == step and not self.open and self.plan.eval is not None
         self.fake.strike_evaluation(self, step)
         results = (EvalResult(each.name, 64.0 * step, 64, 1) for each in self.plan.eval.data_sets)
-        self.evaluation = Evaluation(step, tuple(results))
-        return self.evaluation
+        self.evaluations.append(Evaluation(step, tuple(results)))
+        return self.evaluations[-1]
 
     def snapshot(self, step: int) -> None:
         if self.fake.is_broken(self.generation) and self.version != step:
@@ -202,7 +202,7 @@ class Rank:
         assert generation == self.generation
 
     def leave(self, generation: int) -> RankSnapshot:
-        return RankSnapshot(self.version, self.ready, 1.0, tuple(self.results), self.losses, self.evaluation)
+        return RankSnapshot(self.version, self.ready, 1.0, tuple(self.results), self.losses, tuple(self.evaluations))
 
     def advance(self, norm: float, losses: tuple[float, ...]) -> None:
         assert self.ready

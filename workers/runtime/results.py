@@ -98,7 +98,7 @@ class RankSnapshot:
     Its weights have had `version` steps, the last with this global gradient `norm` and these `losses` (see
     CommittedStep).
     `ready`: the gradients of the next step are complete and lack only their global norm. `results` are of the last
-    steps, and `evaluation` is the last one; the driver may have some.
+    steps, and `evaluations` the last ones; the driver may have some.
     """
 
     version: int
@@ -106,7 +106,7 @@ class RankSnapshot:
     norm: float
     results: tuple[StepResult, ...]
     losses: tuple[float, ...] = ()
-    evaluation: Evaluation | None = None
+    evaluations: tuple[Evaluation, ...] = ()
 
 
 def sums_by_source(losses: np.ndarray, row_sources: np.ndarray, target_tokens: Iterable[float]) -> tuple[LossSum, ...]:

@@ -94,7 +94,7 @@ class Runner:
         calls = (*previous.recent_calls, previous.unreported) if previous else ()
         self.recent_calls: deque[list[StepResult]] = deque(calls, maxlen=CALLS_KEPT)
         self.unreported: list[StepResult] = []  # of complete steps, for the next `run` to return
-        self.evaluation: Evaluation | None = previous.evaluation if previous else None  # of no later weights
+        self.evaluations: deque[Evaluation] = deque(previous.evaluations if previous else (), maxlen=CALLS_KEPT)
         self.last_position = (0, -1, 0.0)  # step, counter, and since when
         earlier = previous.reservation if previous else None
         reserve = partial(rank_setup.reserve, plan, self.device, self.snapshots, self.replicator)
@@ -209,8 +209,8 @@ class Runner:
             self.progress.write(step, -1, self.programs[-1].number)
             found = zip(self.plan.eval.data_sets, executor.losses.read(), loader.counts, strict=True)
             results = tuple(EvalResult(each.name, *sums, count) for each, sums, count in found)
-            self.evaluation = Evaluation(step, results, seconds=time.monotonic() - began)
-            return self.evaluation._replace(spans=spans_of(self.plan, self.rank, step, times[-1]))
+            self.evaluations.append(Evaluation(step, results, seconds=time.monotonic() - began))
+            return self.evaluations[-1]._replace(spans=spans_of(self.plan, self.rank, step, times[-1]))
 
     @abandonable
     def check(self, step: int) -> RankCheck:
@@ -299,7 +299,7 @@ class Runner:
         known = (result for call in (*self.recent_calls, self.unreported) for result in call)
         results = tuple(result for result in known if result.step < self.state.version)
         losses = self.newest_losses[1] if self.newest_losses[0] == self.state.version - 1 else ()
-        return RankSnapshot(self.state.version, ready, norm, results, losses, self.evaluation)
+        return RankSnapshot(self.state.version, ready, norm, results, losses, tuple(self.evaluations))
 
     def advance(self, norm: float, losses: tuple[float, ...]) -> None:
         """After `leave`: commits the step that lacked only its global norm."""
@@ -337,8 +337,8 @@ class Runner:
 
     def _set_version(self, version: int) -> None:
         self.state.set_version(version)
-        if self.evaluation is not None and self.evaluation.step > version:
-            self.evaluation = None
+        while self.evaluations and self.evaluations[-1].step > version:
+            self.evaluations.pop()
         for each in self._snapshots:
             each.version = version
         if self.device.type == "cuda":

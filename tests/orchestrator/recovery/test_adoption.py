@@ -109,11 +109,12 @@ def test_a_step_that_the_former_driver_has_not_recorded_counts(start: StartRun, 
     assert run.fake.members() == run.before
 
 
-def test_the_last_evaluation_of_the_ranks_survives_their_driver(start: StartRun) -> None:
+def test_the_last_evaluations_of_the_ranks_survive_their_driver(start: StartRun) -> None:
     run = start(*SQUARE)
-    run.before[1].evaluation = Evaluation(6, (EvalResult("holdout", 8.0, 8, 1),))
+    evaluations = {step: Evaluation(step, (EvalResult("holdout", 8.0, 8, 1),)) for step in (3, 6)}
+    run.before[1].evaluations = [*evaluations.values()]
     recovery, lost = adopted(run)
-    assert recovery.adopt(lost, 7).evaluations == {6: run.before[1].evaluation}
+    assert recovery.adopt(lost, 7).evaluations == evaluations
 
 
 def test_an_evaluation_of_a_state_that_is_lost_is_not_recorded() -> None:

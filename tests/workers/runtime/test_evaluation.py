@@ -113,28 +113,29 @@ def test_a_rank_lost_in_an_evaluation_costs_nothing_but_the_evaluation(workers, 
     call_all(workers, "close")
 
 
-def test_the_newest_evaluation_outlives_a_generation_but_not_its_weights(
+def test_evaluations_outlive_a_generation_but_not_their_weights(
     rank_processes: list[WorkerProcess], corpus: str
 ) -> None:
     plan = with_eval(plan_of("1f1b", pp=2, dp=1, microbatches=4, data=corpus, model=HEADS), SEQUENCES)
 
-    def left(ranks: list[WorkerProcess]) -> list[tuple[int, object] | None]:
+    def left(ranks: list[WorkerProcess]) -> list[list[tuple[int, object]]]:
         """The evaluations of which the ranks know at the end of their generation."""
         for number, rank in [(rank.call_now("fence"), rank) for rank in ranks]:
             rank.answer(number)
-        found = [snapshot.evaluation for snapshot in call_all(ranks, "leave")]
-        return [each and (each.step, each.data_sets) for each in found]
+        found = [snapshot.evaluations for snapshot in call_all(ranks, "leave")]
+        return [[(each.step, each.data_sets) for each in its] for its in found]
 
     with ranks_of(rank_processes, 2) as ranks:
         start_run(ranks, plan)
         call_all(ranks, "run", 0, 1)
-        call_all(ranks, "evaluate", 1)
+        first = call_all(ranks, "evaluate", 1)
         call_all(ranks, "run", 1, 1)
-        expected = [(2, each.data_sets) for each in call_all(ranks, "evaluate", 2)]
+        both = zip(first, call_all(ranks, "evaluate", 2), strict=True)
+        expected = [[(each.step, each.data_sets) for each in its] for its in both]
         assert left(ranks) == expected
         start_generation(ranks, plan, 2)
         call_all(ranks, "receive", {}, 2)
         assert left(ranks) == expected
         start_generation(ranks, plan, 3)
         call_all(ranks, "restore", None, 0)
-        assert left(ranks) == [None, None]
+        assert left(ranks) == [[], []]
