@@ -36,9 +36,9 @@ class RunFiles:
         self.waiting: deque[Change] = deque()
         self.failed = 0  # most changes that have waited, since the disk last took all
 
-    def append(self, path: Path, *rows: Row) -> None:
+    def append(self, path: Path, row: Row, *more: Row) -> None:
         """Adds lines, all at once. Raises PentadError if too many wait already."""
-        self._change(Change(path, "".join(map(line_of, rows))))
+        self._change(Change(path, "".join(map(line_of, (row, *more)))))
 
     def replace(self, path: Path, content: bytes) -> None:
         self._change(Change(path, content=content))

@@ -243,7 +243,7 @@ class StepLoop:
         return 0 if self.group.plan.eval is None else self.config.eval.every
 
     def _evaluation_due(self, step: int) -> bool:
-        """Whether to evaluate the weights after `step` steps. A run that stops or regroups does it later."""
+        """Whether to evaluate the weights after `step` steps. A stop or a regrouping defers it."""
         if self.group.plan.eval is None or step <= self.evaluated or self.requests.stopping:
             return False
         is_due = self.config.eval.next_due(step, self.config.run.steps) == step

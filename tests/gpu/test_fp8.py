@@ -72,8 +72,8 @@ def test_repeated_and_resumed_runs_are_bit_identical(gpus, corpus, tmp_path, spe
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("spec", "name", "sizes"), CASES)
 def test_comparing_gradients_changes_no_bit(gpus, corpus, spec, name, sizes):
-    """With samples in the same steps. Where scales are those of the step before, the first gradients, which grow from
-    step to step, saturate."""
+    """With samples in the same steps. Scales of the step before fit the next gradients less well in the first steps:
+    the least cosine is 0.93 in the emulation and below 0.9 on a GPU, and with current scales 0.99."""
     bound = 0.7 if spec.delayed else 0.9
     plan = plan_on_gpu(replace(spec, compare_every=2, sample_every=2), name, sizes, corpus, "bfloat16")
     found = gpus.run(plan, [(0, 1, True), (1, 3)])

@@ -17,9 +17,7 @@ def test_casts_compile_and_read_matrices_in_vectors() -> None:
     command = [sys.executable, "-P", str(ROOT / "tests/support/compile_fp8_kernels.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert len(found) == 14
-    for name, reads in found.items():
+    for name, reads in json.loads(done.stdout).items():
         vectors = sum(count for kind, count in reads.items() if kind in ("v2.b32", "v4.b32"))
         assert vectors >= 4, (name, reads)
         assert reads.get("b16", 0) <= name.startswith("normed again"), (name, reads)
