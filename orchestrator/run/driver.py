@@ -133,10 +133,20 @@ def _restore(config: RunConfig, group: WorkerGroup, bus: EventBus, began: Beginn
     newest, start = NewestIntact(bus, seconds, restart=restart), began.start
     while not newest.restore(group, start):
         found = newest.find()
-        start = Start(found.folder, found.step) if found else _start_of(config, origin or origin_of(config), bus.folder)
-        bus.display.note(f"resuming from step {start.step}")
+        if found:
+            start = Start(found.folder, found.step)
+            bus.display.note(f"resuming from step {start.step}")
+        else:
+            start = _start_of(config, origin or origin_of(config), bus.folder)
+            bus.display.note(_starting(start))
+    if start != began.start:  # only now: a run that ends here, without an intact checkpoint, keeps its metrics
         bus.rewind(start.step)
     return start
+
+
+def _starting(start: Start) -> str:
+    """How a run begins that has no checkpoint of its own."""
+    return f"starting from {start.folder or 'the initial weights'} at step {start.step}"
 
 
 def _run_generations(
@@ -283,7 +293,7 @@ def _resume(config: RunConfig, folder: RunFolder, display: Display, origin: Orig
         origin = origin or origin_of(config)
         first, changes, base, adapter = origin
         if first.folder or found.refused:
-            display.note(f"starting from {first.folder or 'the initial weights'} at step {first.step}")
+            display.note(_starting(first))
         if base is not None:
             display.note(f"the adapters of lora are trained beside the weights of {base.folder}")
         if adapter is not None:

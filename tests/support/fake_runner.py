@@ -29,6 +29,9 @@ from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.atomic_io import write_file
+from pentad.workers.checkpoint.checkpoint import open_checkpoint
+from pentad.workers.checkpoint.checksums import Damaged
+from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.runtime.abort import Aborted
 from pentad.workers.runtime.progress_file import ProgressFile
@@ -82,11 +85,16 @@ class FakeRunner:
         assert set(sources) <= set(range(self.plan.program.stages))
         self.steps = step
 
-    def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> None:
+    def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> PentadError | None:
         self.steps = step
         if folder:
+            try:
+                open_checkpoint(location(folder))
+            except Damaged as error:
+                return error
             saved = int(safetensors.numpy.load_file(Path(folder, "stage-000.safetensors"))["steps"])
             assert step in (0, saved), "another run's steps count, or do not"
+        return None
 
     def run(
         self, first_step: int, count: int, more: bool = False, skipped_batches: tuple[tuple[int, int], ...] = ()
