@@ -50,6 +50,11 @@ def _run(plan: Plan, rank: int, stage: BaseStage, index: int, step: int) -> Iter
         yield f"W of {'experts' if kind else 'weights'}", digest(buffers.gradients.flat)
 
 
+def new_generator(device: torch.device) -> torch.Generator:
+    """A new one. On a CPU torch.Generator needs what `torch_import.defer_meta_kernels` leaves out."""
+    return torch.default_generator.clone_state() if device.type == "cpu" else torch.Generator(device)
+
+
 class Draw:
     """Random inputs of a stage, slice by slice."""
 
@@ -58,7 +63,7 @@ class Draw:
         self.plan, self.device = plan, device
         purpose = "replay", step, stage, at.cp, at.ep
         self.tokens, self.residual = (
-            torch.Generator(device).manual_seed(derive_seed(plan.seed, *purpose, *tp)) for tp in ((), (at.tp,))
+            new_generator(device).manual_seed(derive_seed(plan.seed, *purpose, *tp)) for tp in ((), (at.tp,))
         )
 
     def inputs(self, stage: BaseStage) -> StageInputs:

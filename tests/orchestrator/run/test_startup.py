@@ -61,7 +61,9 @@ from pentad.workers.torch_import import defer_meta_kernels, load_meta_kernels
 defer_meta_kernels()
 import torch
 import pentad.workers.runtime.runner
+from pentad.workers.integrity.replay import new_generator
 
+drawn = torch.rand(1, generator=new_generator(torch.device("cpu")).manual_seed(1))
 assert "torch._decomp" not in sys.modules
 x, attend = torch.ones(1, 2, 3, 4, device="meta"), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 try:
@@ -69,10 +71,10 @@ try:
 except NotImplementedError:
     print("deferred")
 load_meta_kernels()
-print(*attend(x, x, x)[0].shape)
+print(*attend(x, x, x)[0].shape, bool(torch.rand(1, generator=torch.Generator().manual_seed(1)) == drawn))
 """
 
 
 def test_ranks_leave_meta_kernels_to_models_that_may_need_them() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", DEFERRED], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["deferred", "1", "2", "3", "4"]
+    assert done.stdout.split() == ["deferred", "1", "2", "3", "4", "True"]
