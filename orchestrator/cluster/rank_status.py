@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pentad.schedules.ir.instruction import Action
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.runtime.progress_file import Progress, read_progress
+from pentad.workers.lanes.progress_file import Progress, read_progress
 from pentad.workers.runtime.telemetry import GpuState
 
 Streams = tuple[tuple[Action, ...], ...]  # of a rank, by program of the plan

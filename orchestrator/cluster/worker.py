@@ -31,9 +31,9 @@ from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.retention import delete_older
 from pentad.workers.checkpoint.storage import access_problem
+from pentad.workers.lanes.progress_file import read_progress
 from pentad.workers.replication.parts import CopyKey, HeldPart, HostCopies
 from pentad.workers.replication.transfer import CopyServer
-from pentad.workers.runtime.progress_file import read_progress
 from pentad.workers.runtime.results import RankSnapshot, WrittenShards
 from pentad.workers.runtime.telemetry import GpuState, read_gpu
 from pentad.workers.torch_import import defer_meta_kernels

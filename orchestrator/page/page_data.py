@@ -32,8 +32,9 @@ from pentad.schedules.ir.instruction import Op
 from pentad.schedules.simulate.read_costs import read_costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span, Timeline
+from pentad.schedules.spec.mesh import LAYER_AXES
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.verify.hang_diagnosis import GROUP_AXES, INNER_AXES, find_cause
+from pentad.schedules.verify.hang_diagnosis import GROUP_AXES, find_cause
 from pentad.workers.runtime.telemetry import GpuState
 
 MOST_EVENTS = 200
@@ -253,6 +254,6 @@ def _waits(view: RunView, plan: Plan, statuses: dict[int, Status], silent: set[i
     }:
         return {}
     number, positions = positions_in_program(plan, [statuses[rank] for rank in range(plan.mesh.size)])
-    axes = GROUP_AXES if plan.batch.capacity else INNER_AXES
+    axes = GROUP_AXES if plan.batch.capacity else LAYER_AXES
     found = find_cause(plan.programs[number], plan.mesh, positions, silent, axes)
     return {wait.rank: {"for": wait.peers, "what": str(wait.missing), "axis": wait.axis} for wait in found.waits}

@@ -38,10 +38,9 @@ from pentad.schedules.passes.units import place_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.data import DataSpec
 from pentad.schedules.spec.eval_spec import EvalData, EvalSpec
-from pentad.schedules.spec.mesh import ORDER, are_on_one_host, hosts_of_size
+from pentad.schedules.spec.mesh import LAYER_AXES, ORDER, are_on_one_host, hosts_of_size
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import Plan, split_layers_into_units
-from pentad.schedules.spec.row_slots import LAYER_AXES
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import LayerRange
 from pentad.schedules.spec.zero_layout import pool_sizes

@@ -12,8 +12,9 @@ from pentad.orchestrator.cluster.group import STATUS_SECONDS, Tick, WorkerGroup
 from pentad.orchestrator.cluster.rank_status import Status, streams_of
 from pentad.schedules.ir.instruction import COLLECTIVES, RECEIVES, Action, Instruction
 from pentad.schedules.simulate.costs import Costs
+from pentad.schedules.spec.mesh import LAYER_AXES
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.verify.hang_diagnosis import GROUP_AXES, INNER_AXES, Diagnosis, Position, find_cause
+from pentad.schedules.verify.hang_diagnosis import GROUP_AXES, Diagnosis, Position, find_cause
 
 AWAITED = {*RECEIVES, *COLLECTIVES}
 SILENT_SECONDS = 2.0  # a healthy rank answers within milliseconds
@@ -67,7 +68,7 @@ class HangDetector:
             return None
         number, positions = self._positions(statuses)
         plan = self.group.plan
-        axes = GROUP_AXES if plan.batch.capacity else INNER_AXES
+        axes = GROUP_AXES if plan.batch.capacity else LAYER_AXES
         verdict = find_cause(plan.programs[number], plan.mesh, positions, silent, axes)
         causes = _causes(verdict, silent, plan.mesh.size)
         late = self.stalled > self.deadline(costs, _actions(plan, number, positions, causes))

@@ -32,10 +32,9 @@ from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.units import place_units
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.rates import Rates
-from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.mesh import LAYER_AXES, Mesh
 from pentad.schedules.spec.model import ModelSpec
 from pentad.schedules.spec.plan import split_layers_into_units
-from pentad.schedules.spec.row_slots import LAYER_AXES
 from pentad.schedules.spec.tensors import LayerRange
 from pentad.schedules.spec.validate import check_divisibility
 

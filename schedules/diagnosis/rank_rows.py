@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
-from pentad.schedules.diagnosis.rank_times import INNER_AXES, RankTime
+from pentad.schedules.diagnosis.rank_times import RankTime
 from pentad.schedules.draw.heat_map import RankRow, ordered_ops, svg_heat_map
 from pentad.schedules.simulate.timeline import COMPUTE
-from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.mesh import LAYER_AXES, Mesh
 
 SHOWN = (*COMPUTE, "STEP")  # ops that a rank's own speed decides
 
@@ -18,7 +18,7 @@ def svg_rank_times(times: Sequence[RankTime], mesh: Mesh, *, title: str) -> str:
     """The figure of all ranks of a mesh, beside those with the same stages; '' where no rank has such peers, or there
     are no times."""
     times = [each for each in times if each.rank < mesh.size and each.op in SHOWN]
-    peers = {rank: mesh.group(("dp", *INNER_AXES), rank) for rank in range(mesh.size)}
+    peers = {rank: mesh.group(("dp", *LAYER_AXES), rank) for rank in range(mesh.size)}
     if not times or len(peers[0]) == 1:
         return ""
     work: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))  # by step, then rank

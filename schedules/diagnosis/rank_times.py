@@ -21,11 +21,10 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import RECEIVES, Key
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.timeline import COMPUTE, LONGEST_SECONDS, Span, Timeline, attributed_seconds
-from pentad.schedules.spec.mesh import Axis, Mesh
+from pentad.schedules.spec.mesh import LAYER_AXES, Mesh
 
 DATA, HOST_OP = "DATA", "HOST"
 MOST_SPANS = 20_000  # of a step whose waits are told apart, in some 0.1 s of the driver's time
-INNER_AXES: tuple[Axis, ...] = ("tp", "cp", "ep")
 
 
 class RankTime(NamedTuple):
@@ -139,7 +138,7 @@ def measured_of(times: Iterable[RankTime], mesh: Mesh, began: dict[int, float] |
             waited[each.rank, each.op, each.stage] = each.waited
     total, late = dict[int, float](), dict[int, float]()
     for (rank, op, stage), seconds in waited.items():
-        group = mesh.group(INNER_AXES, rank)
+        group = mesh.group(LAYER_AXES, rank)
         shortest = min(waited.get((other, op, stage), 0.0) for other in group)
         total[rank] = total.get(rank, 0.0) + seconds
         late[rank] = late.get(rank, 0.0) + seconds - shortest

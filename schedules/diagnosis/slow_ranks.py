@@ -18,11 +18,11 @@ from math import expm1, log
 from statistics import median
 from typing import NamedTuple, TypeVar
 
-from pentad.schedules.diagnosis.rank_times import DATA, HOST_OP, INNER_AXES, RankTime
+from pentad.schedules.diagnosis.rank_times import DATA, HOST_OP, RankTime
 from pentad.schedules.ir.instruction import RECEIVES
 from pentad.schedules.ir.program import Program
 from pentad.schedules.simulate.timeline import COMPUTE
-from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.mesh import LAYER_AXES, Mesh
 
 LEAST = 0.06  # of a step's compute, from which a difference counts; one of 8 % stays above it
 WINDOW = 8  # steps whose median decides
@@ -93,8 +93,8 @@ class SlowRanks:
     def __init__(self, program: Program, mesh: Mesh) -> None:
         self.mesh, self.steps = mesh, 0
         ranks = range(mesh.size)
-        self.peers = [tuple(other for other in mesh.group(("dp", *INNER_AXES), rank)) for rank in ranks]
-        self.inner = [mesh.group(INNER_AXES, rank) for rank in ranks]
+        self.peers = [tuple(other for other in mesh.group(("dp", *LAYER_AXES), rank)) for rank in ranks]
+        self.inner = [mesh.group(LAYER_AXES, rank) for rank in ranks]
         self.sender = {
             (rank, str(action.key.op), action.key.stage): mesh.move(rank, pp=action.parts[0].peer)
             for rank in ranks

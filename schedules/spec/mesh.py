@@ -14,6 +14,7 @@ from pentad.schedules.simulate.timeline import Span, Timeline
 
 Axis = Literal["dp", "pp", "cp", "tp", "ep"]
 ORDER: tuple[Axis, ...] = ("pp", "dp", "ep", "cp", "tp")  # outermost first: tp ranks are adjacent
+LAYER_AXES: tuple[Axis, ...] = ("tp", "cp", "ep")  # of ranks that share layers
 
 
 class Coordinates(NamedTuple):

@@ -9,7 +9,6 @@ from pentad.schedules.spec.plan import ALIGNMENT, Plan
 # By axis whose ranks exchange rows inside layers: two exchanges in flight, and the next. One where sequences are long:
 # attention takes far longer than an exchange.
 ROW_SLOTS: dict[Axis, int] = {"tp": 3, "cp": 1, "ep": 3}
-LAYER_AXES = tuple(ROW_SLOTS)
 
 
 def row_slots_size(plan: Plan) -> int:

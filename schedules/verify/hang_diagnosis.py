@@ -3,9 +3,10 @@
 Each rank reports the action that it is at. SEND, RECV and ALL_REDUCE are only launched: an action that waits for one
 blocks until the other ranks have launched it too. NORM (LOSS, in an evaluation) blocks until every rank of the mesh has
 reached it; with post-validation VALIDATE blocks instead, until every rank has reached the NORM of the step before.
-Ranks that share layers (tp, cp, ep) block each other inside compute actions. Where waits inside layers are counted, on
-CPUs, a rank in its n-th wait of an action is blocked by the ranks of that axis that have not begun their n-th, and one
-that is in no wait is not blocked. On GPUs, and with data-aware groups, which may be of any ranks along dp, ep and cp,
+Ranks that share layers (tp, cp, ep) block each other inside compute actions. A rank in its n-th wait of an action is
+blocked by the ranks of that axis that have not begun their n-th, and one that is in no wait is not blocked. A GPU
+counts as in its n-th wait until it begins the next one: once it has left it, all others have begun theirs. Where waits
+are not counted, with data-aware groups, which may be of any ranks along dp, ep and cp, or a GPU has not come to one,
 those that have not reached the action block a rank.
 
 What a rank that does not answer has launched may never have left its process: it blocks all that wait for it, and is
@@ -29,10 +30,9 @@ from pentad.schedules.ir.instruction import COLLECTIVES, COMPUTE, RECEIVES, Acti
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.loss_pass import LOSS
 from pentad.schedules.passes.post_validation import NORM, VALIDATE, has_post_validation
-from pentad.schedules.spec.mesh import Axis, Coordinates, Mesh
+from pentad.schedules.spec.mesh import LAYER_AXES, Axis, Coordinates, Mesh
 
-INNER_AXES: tuple[Axis, ...] = ("tp", "cp", "ep")  # of ranks that share layers
-GROUP_AXES: tuple[Axis, ...] = ("dp", *INNER_AXES)  # of those that may, with data-aware groups
+GROUP_AXES: tuple[Axis, ...] = ("dp", *LAYER_AXES)  # of those that may, with data-aware groups
 LISTED = 4  # ranks of a sentence
 LAYER_OPS = COMPUTE | {Op.RECOMPUTE}  # what runs layers
 
@@ -41,7 +41,8 @@ class Position(NamedTuple):
     """A rank is at action `counter` of `step`, or has completed `step` if `counter` is -1 (step -1: none yet).
 
     `since` is how many seconds it has been there. `waits` is how many waits for operations inside layers it has begun
-    in the action, -1 if that is not known; `axis` is that of the operation that it waits for now, '' if it does not.
+    in the action, -1 if that is not known, or on a GPU none; `axis` is that of the operation that it waits for now, ''
+    if it does not, on a GPU that of the last one that it has come to.
     """
 
     step: int
@@ -85,7 +86,7 @@ def find_cause(
     mesh: Mesh,
     positions: Sequence[Position],
     silent: Collection[int] = (),
-    inner_axes: tuple[Axis, ...] = INNER_AXES,
+    inner_axes: tuple[Axis, ...] = LAYER_AXES,
 ) -> Diagnosis:
     """`positions` has one entry per rank of the mesh, all of the same moment or of ranks that no longer move. `silent`
     are ranks whose process does not answer; ranks along `inner_axes` share layers."""
@@ -201,7 +202,7 @@ class _Run:
 
     def layer_peers(self, rank: int) -> tuple[int, ...]:
         """The other ranks of the operation inside a layer that a rank waits for."""
-        axes = tuple(axis for axis in INNER_AXES if axis == self.positions[rank].axis)
+        axes = tuple(axis for axis in LAYER_AXES if axis == self.positions[rank].axis)
         return tuple(each for each in self.mesh.group(axes, rank) if each != rank)
 
 

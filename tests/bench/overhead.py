@@ -35,8 +35,8 @@ from pentad.orchestrator.run.measure import History
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.orchestrator.run.train import train
 from pentad.schedules.compiler import compile_program
+from pentad.workers.lanes.progress_file import ProgressFile
 from pentad.workers.lanes.streams import HostStreams
-from pentad.workers.runtime.progress_file import ProgressFile
 
 
 class Switch:

@@ -33,10 +33,10 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import Unreadable
 from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.checkpoint.location import location
+from pentad.workers.lanes.progress_file import Progress
 from pentad.workers.replication.parts import CopyKey, CopyPart, HostCopies
 from pentad.workers.replication.source import CopySource
 from pentad.workers.runtime.abort import Aborted, Fence
-from pentad.workers.runtime.progress_file import Progress
 from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult, WrittenShards
 
 if TYPE_CHECKING:

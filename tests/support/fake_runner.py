@@ -33,8 +33,8 @@ from pentad.workers.checkpoint.checkpoint import open_checkpoint
 from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.manifest import Shard
+from pentad.workers.lanes.progress_file import ProgressFile
 from pentad.workers.runtime.abort import Aborted
-from pentad.workers.runtime.progress_file import ProgressFile
 from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult, WrittenShards
 
 

@@ -10,26 +10,30 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pentad.orchestrator.cluster.rank_status import streams_of
 from pentad.schedules.ir.instruction import Instruction
 from pentad.workers.parallel.async_ops import Task, host_waits
 from pentad.workers.run_delay import run_delay
+from pentad.workers.transport.stream_flags import check_driver, handle_of
 
 SLICE, SLACK = 2e-3, 1e-3  # seconds of a sleep, and what it may take longer on an idle machine
 resumed, reached = threading.Event(), threading.Event()
+gpu_words = list[Tensor]()  # of pinned memory, that the GPU waits for
 
 
 def hang_at(runner: Any, where: str, step: int, how: str) -> None:
     """The rank stops in a step: before it launches its first `where`, an op like 'SEND_F', or if that is an axis of the
     layers in its first F between two operations of that axis.
 
-    `how`: the 'process' stops (SIGSTOP), or only its train 'thread', while the process still answers.
+    `how`: the 'process' stops (SIGSTOP), or only its train 'thread', while the process still answers, or its 'gpu', for
+    which the host goes on to issue.
     """
     resumed.clear()
     reached.clear()
-    stop = _once(_stop_process if how == "process" else _stop_thread)
+    stop = _once({"process": _stop_process, "thread": _stop_thread, "gpu": _stop_gpu}[how])
     stream, progress = streams_of(runner.plan, runner.rank)[0], runner.progress
     if where in ("tp", "cp", "ep"):
         _after_first_wait(runner, where, step, stop)
@@ -45,8 +49,10 @@ def hang_at(runner: Any, where: str, step: int, how: str) -> None:
 
 
 def resume(runner: Any) -> None:
-    """The train thread continues."""
+    """The train thread continues, or the GPU."""
     resumed.set()
+    for word in gpu_words:
+        word.fill_(1)
 
 
 def has_stopped(runner: Any) -> bool:
@@ -87,6 +93,16 @@ def _stop_process() -> None:
 def _stop_thread() -> None:
     reached.set()
     resumed.wait()
+
+
+def _stop_gpu() -> None:
+    from cuda.bindings import driver
+
+    word = torch.zeros(1, dtype=torch.int32).pin_memory()
+    at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+    check_driver(driver.cuStreamWaitValue32(handle_of(None), word.data_ptr(), 1, at_least))
+    gpu_words.append(word)
+    reached.set()
 
 
 def pad_compute(runner: Any, seconds: dict[str, float]) -> None:

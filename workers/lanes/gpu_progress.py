@@ -1,4 +1,5 @@
-"""How far a GPU has got: counts of completed instructions, which the GPU itself writes to host memory.
+"""How far a GPU has got: counts of completed instructions, and of the waits inside layers that the running one has come
+to, which the GPU itself writes to host memory.
 
 Asking the driver about an event can block while a stream waits; reading memory cannot.
 """
@@ -11,11 +12,15 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from pentad.workers.transport.stream_flags import check_driver
+from pentad.schedules.spec.mesh import LAYER_AXES
+from pentad.workers.transport.stream_flags import check_driver, handle_of
 
 POLL_SECONDS = 5e-5
 QUIET_SECONDS = 0.3
 DRAIN_SECONDS = 4.0  # the driver waits fence.FENCE_SECONDS
+LAYERS = "layers"  # the word of waits inside layers, beside those of lanes
+AXES = ("", *LAYER_AXES)
+NO_BARRIER = 1  # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER: nobody reads what was written before
 
 
 class GpuProgress:
@@ -30,9 +35,10 @@ class GpuProgress:
         self.driver, self.streams = driver, streams
         self.issued: Counter[str] = Counter()
         self.issued_before_step = 0  # on the compute lane
-        self.words = torch.zeros(len(streams), dtype=torch.int32).pin_memory()
-        self.address = {lane: self.words.data_ptr() + 4 * number for number, lane in enumerate(streams)}
-        self.counts, self.compute = self.words.numpy(), list(streams).index("compute")
+        self.words = torch.zeros(len(streams) + 1, dtype=torch.int32).pin_memory()
+        self.address = {lane: self.words.data_ptr() + 4 * number for number, lane in enumerate((*streams, LAYERS))}
+        self.counts, self.compute = self.words.numpy()[:-1], list(streams).index("compute")
+        self.num_waits, self.has_waited = 0, False  # in the layers of the action that is being issued, and of any
 
     def begin_step(self) -> None:
         self.issued_before_step = self.issued["compute"]
@@ -42,6 +48,30 @@ class GpuProgress:
         self.issued[lane] += 1
         stream = self.streams[lane].cuda_stream
         check_driver(self.driver.cuStreamWriteValue32(stream, self.address[lane], self.issued[lane], 0))
+
+    def end_waits(self) -> None:
+        """An action of the compute lane has been issued. Waits are counted from its beginning, so that a CUDA graph of
+        an action always writes the same."""
+        self.num_waits = 0
+        if self.has_waited:
+            self._write_wait(0)
+
+    def begin_wait(self, axis: str) -> None:
+        """The current stream waits for an operation inside a layer."""
+        self.num_waits, self.has_waited = self.num_waits + 1, True
+        self._write_wait(self.num_waits * len(AXES) + (AXES.index(axis) if axis in AXES else 0))
+
+    def end_wait(self) -> None:
+        """Not entered: a rank has left a wait that its group has reached."""
+
+    def layer_wait(self) -> tuple[int, str]:
+        """How many waits inside layers the compute lane has come to in its action, -1 before the first, and the axis of
+        the last one. From any thread."""
+        waits, axis = divmod(int(self.words[-1]), len(AXES))
+        return waits or -1, AXES[axis]
+
+    def _write_wait(self, number: int) -> None:
+        check_driver(self.driver.cuStreamWriteValue32(handle_of(None), self.address[LAYERS], number, NO_BARRIER))
 
     def compute_pending(self) -> int:
         """Instructions of the compute lane that are not complete. From any thread."""

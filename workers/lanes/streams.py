@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pentad.schedules.ir.instruction import Instruction, Key
+from pentad.schedules.ir.instruction import Action, Instruction, Key
 from pentad.workers.lanes.gpu_progress import GpuProgress
 from pentad.workers.lanes.gpu_timer import GpuTimer, StepTimes
 from pentad.workers.parallel.async_ops import Arrival, ContinuedWork, host_waits
@@ -88,6 +88,9 @@ class HostStreams:
     def wait_previous_step(self, check: Check) -> None:
         """Nothing to do: compute is synchronous."""
 
+    def end_action(self, action: Action) -> None:
+        """Nothing to do: the progress file counts the waits inside layers of each."""
+
     def join_sends(self) -> None:
         """Nothing to do: sends have ended."""
 
@@ -109,10 +112,6 @@ class HostStreams:
     def take_waits(self) -> dict[str, Any]:
         """Of the oldest of the steps read last that has not been taken yet."""
         return self.read_waits.pop(0).rows()
-
-    def position(self) -> tuple[int, Instruction] | None:
-        """None: the progress file says it."""
-        return None
 
     def _wait_for(self, key: Key) -> None:
         if key not in self.running:
@@ -204,6 +203,11 @@ class CudaStreams:
     def wait_previous_step(self, check: Check) -> None:
         """Waits until the compute lane has completed the previous step."""
         self.progress.wait_previous_step(check)
+
+    def end_action(self, action: Action) -> None:
+        """The waits inside layers of the next one are counted from 1."""
+        if action.parts[0].lane == "compute":
+            self.progress.end_waits()
 
     def join_sends(self) -> None:
         """Makes the compute lane wait for all sends, which read memory that it allocates."""

@@ -12,6 +12,7 @@ from typing import Any, assert_never
 from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Action, Instruction, Key, Op
 from pentad.workers.data.batch_loader import Batch, Tokens
 from pentad.workers.evaluation.loss_totals import LossTotals
+from pentad.workers.lanes.progress_file import ProgressFile
 from pentad.workers.lanes.step_graphs import REPEATED, StepGraphs
 from pentad.workers.lanes.streams import Check, HostStreams, Lanes
 from pentad.workers.linear.fp8_gradients import KeptGradients, PendingSums
@@ -23,7 +24,6 @@ from pentad.workers.parallel.process_groups import ProcessGroups
 from pentad.workers.params.router_bias import PendingLoad, reports_load
 from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.optimizer_step import OptimizerStep
-from pentad.workers.runtime.progress_file import ProgressFile
 from pentad.workers.runtime.rank_program import IssuedStep, RankProgram
 from pentad.workers.runtime.results import total_load
 from pentad.workers.runtime.zero import Collectives, ZeroShards
@@ -61,9 +61,9 @@ class Executor:
     graphs: StepGraphs | None = None
 
     def __post_init__(self) -> None:
-        # A GPU's host does not wait inside layers; ranks of data-aware groups do not wait equally often.
-        counts_waits = isinstance(self.lanes, HostStreams) and self.groups.layers.pool is None
-        host_waits.log, self.progress.counts_waits = self.progress if counts_waits else None, counts_waits
+        log = self.progress if isinstance(self.lanes, HostStreams) else self.lanes.progress
+        host_waits.log = None if self.groups.layers.pool else log  # those of a pool's groups do not wait equally often
+        self.progress.counts_waits = host_waits.log is self.progress
         self.running: RankProgram | None = None
         self.results: dict[Key, Any] = {}
         self.sent: dict[Key, Any] = {}  # by SEND, which may still read it
@@ -129,22 +129,6 @@ class Executor:
             self._run_action(action)
         self._finish_sends()
 
-    def position(self) -> tuple[int, int, int] | None:
-        """Step and counter of the instruction that the GPU has reached, and the number of its program; None on a CPU.
-        From any thread."""
-        program, number, found = self.running, self.round, self.lanes.position()
-        if program is None or found is None:
-            return None
-        (behind, part), step = found, self.step
-        if not program.forward_only and (issued := self.issued.get(step - behind)) is not None:
-            program = issued.program
-        counter = next((i for i, action in enumerate(program.stream) if part in action.parts), None)
-        if counter is None:  # another program has begun meanwhile
-            return None
-        if program.forward_only:
-            return step, counter + max(0, number - behind) * len(program.stream), program.number
-        return step - behind, counter, program.number
-
     def close(self) -> None:
         self.graphs = None  # and their memory
         rows = self.groups.layers.rows
@@ -188,10 +172,11 @@ class Executor:
         graphs = self.graphs if action.parts[0].op in REPEATED else None
         if graphs is not None and graphs.mode != "issue":
             self._repeat(action, graphs)
-            return
-        with nullcontext() if graphs is None else graphs.memory.allocating():
-            # The backward of an overlapped pair goes first: it communicates before it computes.
-            interleave(*map(self._issue, reversed(action.parts)))
+        else:
+            with nullcontext() if graphs is None else graphs.memory.allocating():
+                # The backward of an overlapped pair goes first: it communicates before it computes.
+                interleave(*map(self._issue, reversed(action.parts)))
+        self.lanes.end_action(action)
 
     def _repeat(self, action: Action, graphs: StepGraphs) -> None:
         """Captures and launches an action, or only launches it if an earlier step has captured it."""

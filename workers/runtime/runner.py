@@ -24,6 +24,7 @@ from pentad.workers.host_memory import HostMemory, Reservation, in_background, r
 from pentad.workers.integrity.rank_check import check_rank
 from pentad.workers.integrity.result import RankCheck
 from pentad.workers.lanes.gpu_timer import StepTimes, spans_of
+from pentad.workers.lanes.progress_file import Progress, ProgressFile
 from pentad.workers.lanes.streams import CudaStreams
 from pentad.workers.parallel.process_groups import abort_nccl, connect, destroy_groups, join_store, start_store
 from pentad.workers.replication.parts import CopyKey, HostCopies
@@ -33,8 +34,8 @@ from pentad.workers.runtime import rank_setup
 from pentad.workers.runtime.abort import AbandonableThread, Fence, SocketRegistry, abandonable
 from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.executor import Executor
+from pentad.workers.runtime.gpu_position import GpuPosition
 from pentad.workers.runtime.optimizer_step import CommittedStep
-from pentad.workers.runtime.progress_file import Progress, ProgressFile
 from pentad.workers.runtime.rank_program import RankProgram
 from pentad.workers.runtime.rank_state import RankState
 from pentad.workers.runtime.results import (
@@ -95,7 +96,7 @@ class Runner:
         self.recent_calls: deque[list[StepResult]] = deque(calls, maxlen=CALLS_KEPT)
         self.unreported: list[StepResult] = []  # of complete steps, for the next `run` to return
         self.evaluations: deque[Evaluation] = deque(previous.evaluations if previous else (), maxlen=CALLS_KEPT)
-        self.last_position = (0, -1, 0.0)  # step, counter, and since when
+        self.gpu_position = GpuPosition()
         earlier = previous.reservation if previous else None
         reserve = partial(rank_setup.reserve, plan, self.device, self.snapshots, self.replicator)
         self.reservation: Reservation = in_background(partial(reserve, self.state.files(), earlier))
@@ -274,14 +275,10 @@ class Runner:
             self.sockets.shutdown()
 
     def position(self) -> Progress | None:
-        """The instruction that the GPU has reached; None on a CPU, where the progress file says it. From any thread."""
-        executor = self.executor
-        if executor is None or self.fence_flag.is_set or (found := executor.position()) is None:
+        """What the GPU does; None on a CPU. From any thread."""
+        if self.executor is None or self.fence_flag.is_set:
             return None
-        step, counter, program = found
-        if (step, counter) != self.last_position[:2]:
-            self.last_position = (step, counter, time.monotonic())
-        return Progress(self.generation, step, counter, self.last_position[2], program)
+        return self.gpu_position.read(self.executor)
 
     def abort(self) -> None:
         """Aborts the collectives of a fenced GPU, once all ranks are fenced."""

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pentad.schedules.spec.mesh import Axis
+from pentad.schedules.spec.mesh import LAYER_AXES, Axis
 from pentad.schedules.spec.plan import Plan
-from pentad.schedules.spec.row_slots import LAYER_AXES, ROW_SLOTS, row_slot_elements
+from pentad.schedules.spec.row_slots import ROW_SLOTS, row_slot_elements
 from pentad.workers.parallel.async_ops import Arrival
 from pentad.workers.transport.peer_collectives import Memory
 from pentad.workers.transport.stream_flags import FlagWait, FlagWrite, check_driver, handle_of

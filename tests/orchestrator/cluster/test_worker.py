@@ -26,7 +26,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.checkpoint.checkpoint import read_manifest
 from pentad.workers.checkpoint.shards import write_shard
-from pentad.workers.runtime.progress_file import Progress
+from pentad.workers.lanes.progress_file import Progress
 
 NODE, IP = "node", "10.0.0.1"
 

@@ -27,10 +27,10 @@ from pentad.orchestrator.planning.comm_volume import (
 from pentad.orchestrator.planning.hardware import NODE_GPUS, ranks_on_host
 from pentad.schedules.passes.recompute import PARTS
 from pentad.schedules.spec import plan as plan_module
-from pentad.schedules.spec.mesh import Axis, Mesh
+from pentad.schedules.spec.mesh import LAYER_AXES, Axis, Mesh
 from pentad.schedules.spec.model import Fp8Spec
 from pentad.schedules.spec.plan import ALIGNMENT, ParamShard, Plan
-from pentad.schedules.spec.row_slots import LAYER_AXES, row_slot_elements
+from pentad.schedules.spec.row_slots import row_slot_elements
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.schedules.spec.tensors import num_parameters
 from pentad.workers.model.base_stage import StageInputs

@@ -11,8 +11,7 @@ from pentad.orchestrator.planning.estimate import costs_of
 from pentad.orchestrator.planning.hardware import NODE_GPUS, links_of, ranks_on_host, rates_of
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.simulate.rates import Links
-from pentad.schedules.spec.mesh import Axis, Mesh
-from pentad.schedules.spec.row_slots import LAYER_AXES
+from pentad.schedules.spec.mesh import LAYER_AXES, Axis, Mesh
 
 ON_HOST, BETWEEN = Links.uniform(1e-6, 100.0), Links.uniform(1e-6, 10.0)
 RATES = replace(rates_of("cuda", "NVIDIA H200"), intra_host=ON_HOST, peer=ON_HOST, inter_host=BETWEEN)

@@ -31,7 +31,7 @@ from multinode import kill
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.control.control_client import connect
 from pentad.orchestrator.records.hash_chain import AUDIT, read_chain
-from pentad.workers.runtime.progress_file import read_progress
+from pentad.workers.lanes.progress_file import read_progress
 
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(300)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pentad.schedules.compiler import compile_program
 from pentad.schedules.ir.program import Program
-from pentad.schedules.spec.mesh import Axis, Mesh
-from pentad.schedules.verify.hang_diagnosis import GROUP_AXES, INNER_AXES, Position, find_cause
+from pentad.schedules.spec.mesh import LAYER_AXES, Axis, Mesh
+from pentad.schedules.verify.hang_diagnosis import GROUP_AXES, Position, find_cause
 
 MESHES = [Mesh(tp=2), Mesh(tp=4), Mesh(tp=2, cp=2), Mesh(cp=2, ep=2), Mesh(tp=2, cp=2, ep=2)]
 compiled = cache(compile_program)
@@ -40,14 +40,22 @@ def positions_in_layers(mesh: Mesh, operations: list[Axis], stopped: dict[int, i
     return [Position(0, counter, 9.0, waits, axis) for waits, axis in zip(begun, axes, strict=True)]
 
 
+def as_gpus_tell_it(positions: list[Position], operations: list[Axis]) -> list[Position]:
+    """A GPU enters that it has come to an operation, and not that it has left it."""
+    begun = (operations[at.waits - 1] if at.waits else "" for at in positions)
+    return [at._replace(waits=at.waits or -1, axis=axis) for at, axis in zip(positions, begun, strict=True)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @given(st.data())
-def test_ranks_that_stop_between_the_operations_of_a_layer_are_the_causes(data: st.DataObject) -> None:
+def test_ranks_that_stop_between_the_operations_of_a_layer_are_the_causes(device: str, data: st.DataObject) -> None:
     mesh = data.draw(st.sampled_from(MESHES))
-    axes = [axis for axis in INNER_AXES if len(mesh.group((axis,), 0)) > 1]
+    axes = [axis for axis in LAYER_AXES if len(mesh.group((axis,), 0)) > 1]
     operations = data.draw(st.lists(st.sampled_from(axes), min_size=8, max_size=8)) + 2 * axes
     stopped = data.draw(st.dictionaries(st.integers(0, mesh.size - 1), st.integers(0, 7), min_size=1, max_size=2))
     at = positions_in_layers(mesh, operations, stopped)
-    found = find_cause(compiled("1f1b", 1, 2), mesh, at)
+    told = at if device == "cpu" else as_gpus_tell_it(at, operations)
+    found = find_cause(compiled("1f1b", 1, 2), mesh, told)
     assert set(found.causes) == {rank for rank in stopped if not at[rank].axis}
     assert {wait.rank for wait in found.waits} == set(range(mesh.size)) - set(found.causes) and not found.cycle
     for wait in found.waits:

@@ -13,10 +13,11 @@ from plans import SHALLOW, plan_on_mesh
 from small_models import MOE
 from worker_processes import WorkerProcess, call_all, ranks_of, start_run
 
+from pentad.schedules.spec.mesh import LAYER_AXES
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.schedules.verify.hang_diagnosis import INNER_AXES, Diagnosis, Position, find_cause
-from pentad.workers.runtime.progress_file import Progress, read_progress
+from pentad.schedules.verify.hang_diagnosis import Diagnosis, Position, find_cause
+from pentad.workers.lanes.progress_file import Progress, read_progress
 
 pytestmark = pytest.mark.timeout(120)
 slow = pytest.mark.slow
@@ -74,13 +75,13 @@ def check_verdict(found: Diagnosis, plan: Plan, where: str, how: str) -> None:
     assert found.causes == (STOPPED,), found.sentence
     assert found.cycle == ()
     at = plan.mesh.coordinates(STOPPED)
-    place = where if where == "STEP" else f"{at.pp}{'F' if where in INNER_AXES else where}"
+    place = where if where == "STEP" else f"{at.pp}{'F' if where in LAYER_AXES else where}"
     assert f"rank {STOPPED} ({at}) has been in {place}" in found.sentence, found.sentence
     assert ("without answering" in found.sentence) == (how == "process")
     others = {rank for rank in range(plan.mesh.size) if rank != STOPPED}
     assert {wait.rank for wait in found.waits} == others, found.sentence
     assert reaches(found, others, STOPPED)
-    if where in INNER_AXES:
+    if where in LAYER_AXES:
         group = plan.mesh.group((where,), STOPPED)
         index = group.index(STOPPED)
         in_ring = {group[index - 1], group[(index + 1) % len(group)]}  # the others wait for these

@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from pentad.schedules.spec.mesh import LAYER_AXES
+
 _FORMAT = struct.Struct("<qqqdqqq")
 _LAYER_WAIT = struct.Struct("<qq")
 _LAYER_WAIT_AT = _FORMAT.size - _LAYER_WAIT.size
-_AXES = ("", "tp", "cp", "ep")
+_AXES = ("", *LAYER_AXES)
 
 
 class Progress(NamedTuple):
@@ -19,8 +21,9 @@ class Progress(NamedTuple):
     the host's monotonic clock. The stream is that of `program` of the plan's programs. In an evaluation of the weights
     of `step` steps, it counts the actions of all rounds.
 
-    `waits` is how many operations inside layers this instruction has begun to wait for, -1 if that is not known, as on
-    a GPU; while it waits for the last of them, `axis` is that operation's ('tp', 'cp' or 'ep'), else ''."""
+    `waits` is how many operations inside layers this instruction has begun to wait for, -1 if that is not known, or on
+    a GPU none; while it waits for the last of them, and on a GPU until the next one, `axis` is that operation's ('tp',
+    'cp' or 'ep'), else ''."""
 
     generation: int
     step: int
@@ -49,6 +52,10 @@ class ProgressFile:
         self.waits = 0 if self.counts_waits else -1
         _FORMAT.pack_into(self.memory, 0, self.generation, step, counter, time.monotonic(), program, self.waits, 0)
 
+    def read(self) -> Progress:
+        """The state that was written last. From any thread."""
+        return _progress(self.memory[:])
+
     def begin_wait(self, axis: str) -> None:
         """The instruction waits for an operation inside a layer. A group that is not along tp, cp or ep counts too, as
         one of no axis."""
@@ -61,5 +68,9 @@ class ProgressFile:
 
 def read_progress(path: Path) -> Progress:
     """The last state that a rank wrote, even if the rank is gone."""
-    generation, step, counter, since, program, waits, axis = _FORMAT.unpack(path.read_bytes())
+    return _progress(path.read_bytes())
+
+
+def _progress(content: bytes) -> Progress:
+    generation, step, counter, since, program, waits, axis = _FORMAT.unpack(content)
     return Progress(generation, step, counter, since, program, waits, _AXES[axis])
