@@ -22,9 +22,11 @@ def fp8_cast(
 ) -> Fp8Forms:
     """The forms of x [T, K] that are asked for. Other scales than those of blocks need `amax`.
 
-    T and K are multiples of 128, and x is contiguous. A cast of rows can `record` the maximum of x in `maxima`.
+    T and K are multiples of 128, and x and the maxima of `amax` are contiguous. A cast of rows can `record` the maximum
+    of x in `maxima`.
     """
     assert rows or maxima is None
+    assert x.is_contiguous()
     record(x, maxima)
     return forms_of(x, recipe, role, amax, rows=rows, columns=columns)
 
@@ -33,6 +35,7 @@ def forms_of(
     x: Tensor, recipe: Recipe, role: Role, amax: Amax | None = None, *, rows: bool = True, columns: bool = True
 ) -> Fp8Forms:
     """The forms of x [T, K] by the reference."""
+    assert amax is None or all(each.is_contiguous() for each in amax)
     return Fp8Forms(
         quantize(x, recipe, role, amax and amax.rows) if rows else None,
         quantize(x.t(), recipe, role, amax and amax.columns) if columns else None,

@@ -20,7 +20,6 @@ QUIET_SECONDS = 0.3
 DRAIN_SECONDS = 4.0  # the driver waits fence.FENCE_SECONDS
 LAYERS = "layers"  # the word of waits inside layers, beside those of lanes
 AXES = ("", *LAYER_AXES)
-NO_BARRIER = 1  # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER: nobody reads what was written before
 
 
 class GpuProgress:
@@ -71,7 +70,7 @@ class GpuProgress:
         return waits or -1, AXES[axis]
 
     def _write_wait(self, number: int) -> None:
-        check_driver(self.driver.cuStreamWriteValue32(handle_of(None), self.address[LAYERS], number, NO_BARRIER))
+        check_driver(self.driver.cuStreamWriteValue32(handle_of(None), self.address[LAYERS], number, 0))
 
     def compute_pending(self) -> int:
         """Instructions of the compute lane that are not complete. From any thread."""

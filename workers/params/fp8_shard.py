@@ -76,7 +76,7 @@ class Fp8Shard:
             scales.copy_(found.view(scales.shape))
         for part in self.parts:
             tiles, own = self._tiles_around(part)
-            of_rows = tiles[:, None].expand(-1, part.height, -1).flatten()[own, None]
+            of_rows = tiles[:, None].repeat(1, part.height, 1).flatten()[own, None]
             values = self.values[part.where.start - self.first : part.where.stop - self.first].view(-1, TILE)
             pieces = (each.split(PIECE * TILE) for each in (self.master[part.where].view(-1, TILE), of_rows, values))
             for given, amax, out in zip(*pieces, strict=True):
