@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,10 @@ from plans import SHALLOW, plan_of
 from small_models import MOE
 from worker_processes import WorkerProcess, call_all, ranks_of, start_run
 
-from pentad.schedules.verify.hang_diagnosis import Position, find_cause
+from pentad.schedules.compiler import NO_MEMORY_OPTIONS
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.schedules.verify.hang_diagnosis import Diagnosis, Position, find_cause
 from pentad.workers.lanes.progress_file import Progress
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU), two_gpus]
@@ -27,42 +29,61 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ep", {"ep": 2, "dp": 2, "model": MOE}),
     ("tp", {"tp": 2, "pp": 2, "name": "dualpipev"}),
 ]
+STOPS: list[tuple[str, dict[str, Any]]] = [
+    ("F", {"dp": 2}),
+    ("ALL_REDUCE", {"dp": 2}),
+    ("ALL_GATHER", {"dp": 2, "memory_options": MemoryOptions(zero=3), "unit_layers": 1}),
+    ("STEP", {"dp": 2, "pp": 2}),
+    ("SEND_B", {"pp": 4}),
+]
 
 
 @pytest.mark.parametrize(("transport", "how"), [("peer", "gpu"), ("nccl", "thread")])
 @pytest.mark.parametrize(("where", "axes"), CASES)
 def test_a_gpu_that_stops_inside_a_layer_is_the_cause(workers, corpus, where, axes, transport, how):
-    check_hang(workers, plan_with(corpus, axes, transport), where, where, how)
+    """All ranks of the axis wait for it, and all others for these or it; it goes on once it can."""
+    plan = plan_with(corpus, axes, transport)
+    with ranks_of(workers, plan.mesh.size) as ranks:
+        asked, found = hang(ranks, plan, where, how)
+        partners = {*plan.mesh.group((where,), STOPPED)} - {STOPPED}
+        direct = {wait.rank for wait in found.waits if wait.peers == (STOPPED,) and wait.axis == where}
+        assert direct == partners, found.sentence
+        assert f"(in its {where} group)" in found.sentence and "0F0" in found.sentence
+        check_others(ranks, asked, found)
 
 
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
-def test_ranks_that_launch_graphs_tell_where_they_wait(workers, corpus, transport):
-    plan = replace(plan_with(corpus, {"tp": 2}, transport), cuda_graphs=True)
-    check_hang(workers, plan, "F", "tp", "thread")
-
-
-def plan_with(corpus, axes, transport):
-    given = {"name": "1f1b", "dp": 1, "pp": 1, "microbatches": 4, "data": corpus, "model": SHALLOW, "dtype": "float32"}
-    return on_gpu(plan_of(**given | axes), transport)
-
-
-def check_hang(workers, plan, where, axis, how):
-    """All ranks of the axis wait for the one that has stopped, and it goes on once it can."""
+@pytest.mark.parametrize(("where", "axes"), STOPS)
+def test_a_host_that_stops_issuing_is_the_cause(workers, corpus, where, axes, transport):
+    plan = plan_with(corpus, axes, transport)
     with ranks_of(workers, plan.mesh.size) as ranks:
-        start_run(ranks, plan)
-        call_all([ranks[STOPPED]], "hang_at", where, STEP, how)
-        asked = [rank.call("run", 0, STEP + 2) for rank in ranks]
-        found = find_cause(plan.program, plan.mesh, still_positions(ranks))
-        assert found.causes == (STOPPED,), found.sentence
-        partners = {*plan.mesh.group((axis,), STOPPED)} - {STOPPED}
-        direct = {wait.rank for wait in found.waits if wait.peers == (STOPPED,) and wait.axis == axis}
-        assert direct == partners, found.sentence
-        assert f"(in its {axis} group)" in found.sentence and "0F0" in found.sentence
-        assert {wait.rank for wait in found.waits} == {*range(plan.mesh.size)} - {STOPPED}, found.sentence
-        ranks[STOPPED].answer(ranks[STOPPED].call_now("resume"))
-        for rank, number in zip(ranks, asked, strict=True):
-            assert [result.step for result in rank.answer(number)] == list(range(STEP + 2))
-        call_all(ranks, "close")
+        asked, found = hang(ranks, plan, where, "thread")
+        assert where in found.sentence
+        check_others(ranks, asked, found)
+
+
+def plan_with(corpus: str, axes: dict[str, Any], transport: str) -> Plan:
+    small: dict[str, Any] = {"microbatches": 4, "data": corpus, "model": SHALLOW, "dtype": "float32"}
+    options = axes.get("memory_options", NO_MEMORY_OPTIONS)
+    return on_gpu(plan_of(**{"name": "1f1b", "dp": 1, "pp": 1, **small, **axes}), transport, memory_options=options)
+
+
+def hang(ranks: list[WorkerProcess], plan: Plan, where: str, how: str) -> tuple[list[int], Diagnosis]:
+    """The calls that run the steps, and who is the cause that they do not end."""
+    start_run(ranks, plan)
+    call_all([ranks[STOPPED]], "hang_at", where, STEP, how)
+    asked = [rank.call("run", 0, STEP + 2) for rank in ranks]
+    return asked, find_cause(plan.program, plan.mesh, still_positions(ranks))
+
+
+def check_others(ranks: list[WorkerProcess], asked: list[int], found: Diagnosis) -> None:
+    """All wait for the one that has stopped, and go on once it does."""
+    assert found.causes == (STOPPED,), found.sentence
+    assert {wait.rank for wait in found.waits} == {*range(len(ranks))} - {STOPPED}, found.sentence
+    ranks[STOPPED].answer(ranks[STOPPED].call_now("resume"))
+    for rank, number in zip(ranks, asked, strict=True):
+        assert [result.step for result in rank.answer(number)] == list(range(STEP + 2))
+    call_all(ranks, "close")
 
 
 def still_positions(ranks: list[WorkerProcess]) -> list[Position]:

@@ -36,7 +36,7 @@ class GpuProgress:
         self.issued_before_step = 0  # on the compute lane
         self.words = torch.zeros(len(streams) + 1, dtype=torch.int32).pin_memory()
         self.address = {lane: self.words.data_ptr() + 4 * number for number, lane in enumerate((*streams, LAYERS))}
-        self.counts, self.compute = self.words.numpy()[:-1], list(streams).index("compute")
+        self.counts, self.index = self.words.numpy()[:-1], {lane: number for number, lane in enumerate(streams)}
         self.num_waits, self.has_waited = 0, False  # in the layers of the action that is being issued, and of any
 
     def begin_step(self) -> None:
@@ -49,14 +49,16 @@ class GpuProgress:
         check_driver(self.driver.cuStreamWriteValue32(stream, self.address[lane], self.issued[lane], 0))
 
     def end_waits(self) -> None:
-        """An action of the compute lane has been issued. Waits are counted from its beginning, so that a CUDA graph of
-        an action always writes the same."""
+        """An action of the compute lane has been issued; the waits of the next one are counted from 1."""
         self.num_waits = 0
         if self.has_waited:
             self._write_wait(0)
 
     def begin_wait(self, axis: str) -> None:
-        """The current stream waits for an operation inside a layer."""
+        """The current stream waits for an operation inside a layer. CUDA graphs do not write that: with NCCL's kernels
+        among theirs they have hung."""
+        if torch.cuda.is_current_stream_capturing():
+            return
         self.num_waits, self.has_waited = self.num_waits + 1, True
         self._write_wait(self.num_waits * len(AXES) + (AXES.index(axis) if axis in AXES else 0))
 
@@ -72,13 +74,13 @@ class GpuProgress:
     def _write_wait(self, number: int) -> None:
         check_driver(self.driver.cuStreamWriteValue32(handle_of(None), self.address[LAYERS], number, 0))
 
-    def compute_pending(self) -> int:
-        """Instructions of the compute lane that are not complete. From any thread."""
-        return self.issued["compute"] - int(self.counts[self.compute])
+    def pending(self, lane: str = "compute") -> int:
+        """Instructions of a lane that have been issued and are not complete. From any thread."""
+        return self.issued[lane] - int(self.counts[self.index[lane]])
 
     def wait_compute(self, check: Callable[[], None], pending: int) -> None:
         """Waits until at most `pending` instructions of the compute lane are not complete."""
-        while self.compute_pending() > pending:
+        while self.pending() > pending:
             check()
             time.sleep(POLL_SECONDS)
 

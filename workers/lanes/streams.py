@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pentad.schedules.ir.instruction import Action, Instruction, Key
+from pentad.schedules.ir.instruction import Action, Instruction, Key, Op
 from pentad.workers.lanes.gpu_progress import GpuProgress
 from pentad.workers.lanes.gpu_timer import GpuTimer, StepTimes
 from pentad.workers.parallel.async_ops import Arrival, ContinuedWork, host_waits
@@ -244,15 +244,24 @@ class CudaStreams:
         return {}
 
     def position(self) -> tuple[int, Instruction] | None:
-        """(steps behind the newest one, instruction) that the compute lane is at; None if it is idle. From any
-        thread."""
-        pending = self.progress.compute_pending()
-        for behind, step in enumerate(reversed(list(self.timer.steps))):
-            compute = [part for part, _, _ in list(step.events) if part.lane == "compute"]
-            if 0 < pending <= len(compute):
-                return behind, compute[-pending]
-            pending -= len(compute)
-        return None
+        """(steps behind the newest one, instruction) that the compute lane is at, or the NORM that this one waits for,
+        in which all ranks meet; None if it is idle. From any thread."""
+        compute = self._incomplete("compute")
+        if not compute:
+            return None
+        behind, part = compute[0]
+        others = (each for lane in self.streams if lane != "compute" for each in self._incomplete(lane))
+        norms = (each for each in others if each[0] == behind and each[1].op is Op.NORM and each[1].key in part.waits)
+        return next(norms, compute[0])
+
+    def _incomplete(self, lane: str) -> list[tuple[int, Instruction]]:
+        """(steps behind the newest one, instruction) of what a lane has been given and has not completed, in order."""
+        steps, count = list(self.timer.steps), self.progress.pending(lane)
+        behind = range(len(steps) - 1, -1, -1)
+        issued = [
+            (n, p) for n, step in zip(behind, steps, strict=True) for p, *_ in list(step.events) if p.lane == lane
+        ]
+        return issued[-count:] if 0 < count <= len(issued) else []
 
 
 Lanes = HostStreams | CudaStreams
