@@ -153,7 +153,9 @@ def require_host(config: RunConfig, plan: Plan) -> None:
     }
     parts = ", ".join(f"{format_bytes(fullest[kind])} of {names[kind][0]}" for kind in ON_HOST if fullest[kind])
     key = next(key for kind, (_, key) in names.items() if fullest[kind])
-    found = f"{key}, with which {host.ranks(plan)} ranks of a host keep {format_bytes(needed)} there ({parts} each)"
+    ranks = host.ranks(plan)
+    who, each_has = (f"{ranks} ranks of a host keep", " each") if ranks > 1 else ("the rank of a host keeps", "")
+    found = f"{key}, with which {who} {format_bytes(needed)} there ({parts}{each_has})"
     raise PentadError(f"{found}: expected at most {format_bytes(int(host.bytes))}, {host.where}")
 
 

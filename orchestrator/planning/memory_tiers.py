@@ -68,7 +68,8 @@ def choose_tiers(config: RunConfig, device: DeviceMemory, host: HostMemory | Non
             return found
         if config.memory.recompute_layers:
             break
-    return make(_with(config, None, 1.0), fractions=search.fractions(search.caps(most)))
+    caps = search.caps(most, lambda: make(_with(config, None, 0.5)))
+    return make(_with(config, None, 1.0), fractions=search.fractions(caps))
 
 
 class _Search:
@@ -94,7 +95,8 @@ class _Search:
             return self.config.memory.recompute_layers or 0
         none, offloaded, recomputed = self.plan(0, 0.0), self.plan(0, 1.0), self.plan(self.steps, 0.0)
         costs, again = costs_of(offloaded), costs_of(recomputed)
-        hidden, caps, shares = hidden_share(offloaded.program, costs), self.caps(offloaded), list[float]()
+        caps, shares = self.caps(offloaded, lambda: self.plan(0, 0.5)), list[float]()
+        hidden = hidden_share(offloaded.program, costs)
         for rank, at in enumerate(_ranks(none)):
             need, total = _needed(none, at) - self.device.bytes, _needed(none, at)
             gains = [total - _needed(other, at) for other in (offloaded, recomputed)]
@@ -107,20 +109,26 @@ class _Search:
             shares.append(cheapest(need, tiers)[2])
         return math.ceil(max(shares) * self.steps - 1e-9)
 
-    def caps(self, offloaded: Plan) -> list[float]:
-        """By pipeline rank: the share for which the host has memory."""
-        found = []
-        for at in _ranks(offloaded):
-            moved = memory(offloaded, at)["host"]
-            spare = self.host.bytes / self.host.ranks(offloaded) - (host_bytes(offloaded, at) - moved)
+    def caps(self, offloaded: Plan, halved: Callable[[], Plan]) -> list[float]:
+        """By pipeline rank: the share for which the host has memory, from plans that offload all and half. Not all
+        tensors are cut, so that some of what is moved is moved with any share."""
+        moved = [memory(offloaded, at)["host"] for at in _ranks(offloaded)]
+        room = self.host.bytes / self.host.ranks(offloaded)
+        spare = [room - host_bytes(offloaded, at) + size for at, size in zip(_ranks(offloaded), moved, strict=True)]
+        if all(size <= free for size, free in zip(moved, spare, strict=True)):
+            return [1.0] * len(moved)
+        half, found = halved(), list[float]()
+        for at, size, free in zip(_ranks(half), moved, spare, strict=True):
+            whole = 2 * memory(half, at)["host"] - size
+            share = (free - whole) / max(1, size - whole)
             # rounded down: slots are aligned, and sums of parts of tensors are not exactly those of all
-            found.append(math.floor(1000 * min(1.0, max(0.0, spare / moved))) / 1000 if moved else 1.0)
+            found.append(math.floor(1000 * min(1.0, max(0.0, share))) / 1000)
         return found
 
     def plan_with(self, step: int) -> Plan | None:
         """With the least fractions with which every rank fits if so much recomputes; None if there are none."""
         none, offloaded = self.plan(step, 0.0), self.plan(step, 1.0)
-        caps, shares = self.caps(offloaded), list[float]()
+        caps, shares = self.caps(offloaded, lambda: self.plan(step, 0.5)), list[float]()
         for cap, at in zip(caps, _ranks(none), strict=True):
             gain = _needed(none, at) - _needed(offloaded, at)
             shares += cheapest(_needed(none, at) - self.device.bytes, [Tier(gain, 0.0, cap)])

@@ -74,6 +74,17 @@ def test_only_ranks_that_lack_memory_offload_and_no_more_than_they_must() -> Non
     assert seconds(tight) == pytest.approx(seconds(roomy), rel=0.01)
 
 
+@pytest.mark.parametrize("host", [62, 67, 72])
+def test_what_auto_offloads_fits_the_host_also_where_that_is_too_little(host: int) -> None:
+    words = "mesh.pp=1", "memory.optimizer=host", f"memory.host_gib={host}", "memory.recompute=full"
+    long = [*words, "batch.sequence_length=262144", "schedule.microbatches=1", "batch.global_batch_size=1"]
+    plan = planned(60, *long)
+    moved = memory(plan, 0)["host"] / 2**30
+    assert max(needed(plan)) > 60
+    host_fit.require_host(config(*long), plan)
+    assert host_fit.host_bytes(plan, 0) / 2**30 > host - 0.5 and moved > 10
+
+
 def test_layers_recompute_only_where_copies_cannot_be_hidden_or_the_host_is_full() -> None:
     words = "memory.recompute=attention", "memory.host_gib=400"
     assert "attention" not in planned(75, *words).recompute
