@@ -132,7 +132,17 @@ class HeldLease:
         except (ActorUnavailableError, GetTimeoutError):  # Ray starts it again on another node
             pass
         except RayError:
-            self.lost = f"elastic.driver_lease = {self.seconds:g} s have passed while this driver stood still"
+            if not self._is_known():
+                self.lost = f"elastic.driver_lease = {self.seconds:g} s have passed while this driver stood still"
+
+    def _is_known(self) -> bool:
+        """Whether the keeper has not ended: calls also fail as if it had while Ray starts it again."""
+        try:
+            return bool(ray.get_actor(KEEPER, namespace=self.namespace) == self.keeper)
+        except ValueError:
+            return False
+        except RayError:  # the head of the cluster is away
+            return True
 
 
 @contextmanager

@@ -83,6 +83,8 @@ def started(nodes: Cluster, folder: Path, small: Sequence[str] = SMALL) -> Itera
     finally:
         for run in runs:
             run.stop()
+        if nodes.ranks():
+            nodes.clear()
 
 
 def references(

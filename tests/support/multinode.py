@@ -36,6 +36,22 @@ HEALTH = {"period_ms": "1000", "timeout_ms": "3000", "failure_threshold": "3", "
 PREEMPTION = 2
 RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 COMMAND = (sys.executable, "-P", "-m", "pentad.orchestrator.cli.cli", "train")
+CLEAR = """
+import sys
+from contextlib import suppress
+import ray
+from ray.util.placement_group import PlacementGroup, PlacementGroupID
+from pentad.orchestrator.cluster.cluster import loopback_allowed
+
+with loopback_allowed():
+    ray.init(address=sys.argv[1], log_to_driver=False)
+for actor in ray.util.list_named_actors(all_namespaces=True):
+    with suppress(ValueError):  # it has ended
+        ray.kill(ray.get_actor(**actor))
+for key, facts in ray.util.placement_group_table().items():
+    if facts["state"] != "REMOVED":
+        ray.util.remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(key))))
+"""
 
 
 class Cluster:
@@ -82,6 +98,10 @@ class Cluster:
         client = ray._raylet.GcsClient(address=self.address)
         loads = client.get_all_resource_usage(timeout=10).resource_usage_data.batch
         return sum(load.resources_available.get("CPU", 0.0) for load in loads)
+
+    def clear(self) -> None:
+        """Ends what runs have left that did not end as their test expected: the next one needs the room."""
+        subprocess.run([sys.executable, "-P", "-c", CLEAR, self.address], check=True, timeout=60)
 
     def _actors(self) -> dict[int, str]:
         titles = {}

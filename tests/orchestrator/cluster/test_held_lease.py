@@ -176,12 +176,22 @@ def test_a_keeper_that_is_away_costs_nothing_and_one_that_is_gone_the_lease(clus
     keeper = cluster.keeper(lease)
     keeper.fault = ActorUnavailableError("restarts", None)
     assert not lease.is_lost() and lease.placement() is None
-    keeper.fault = ActorDiedError()
+    keeper.fault = ActorDiedError()  # as calls may fail that are under way when a node is lost
+    assert not lease.is_lost()
+    cluster.actors[lease.namespace, KEEPER] = "another"
     eventually(lambda: bool(lease.lost))
     with pytest.raises(Superseded, match=r"^elastic.driver_lease = 5 s have passed while this driver stood still"):
         lease.require()
     lease.close()
     assert cluster.actors, "nothing was ended"
+
+
+def test_a_keeper_that_has_ended_costs_the_lease(cluster: Cluster) -> None:
+    lease = HeldLease("mine", "/runs/mine", SECONDS)
+    keeper = cluster.keeper(lease)
+    del cluster.actors[lease.namespace, KEEPER]
+    keeper.fault = ActorDiedError()
+    assert lease.is_lost()
 
 
 def test_a_keeper_that_never_answers_is_waited_for_and_said_not_to(

@@ -317,3 +317,17 @@ def test_a_recurring_fault_ends_the_run_with_its_cause(nodes, start_run):
     last = run.printed.read_text().strip().splitlines()[-1]
     assert re.fullmatch(r"pentad: rank 1 .* died.*: its process was killed or crashed.*", last), run.describe()
     run.assert_gone()
+
+
+@slow
+def test_what_a_run_has_left_can_be_cleared_for_the_next_test(nodes, start_run):
+    nodes.resize(2, 2, 2)
+    run = start_run(*SQUARE, "schedule.name=1f1b")
+    run.wait_for_step(1)
+    run.stop()
+    assert nodes.ranks() and nodes.free_cpus() == 2
+    nodes.clear()
+    until = time.monotonic() + 20
+    while nodes.ranks() or nodes.free_cpus() < 6:
+        assert time.monotonic() < until, nodes.ranks()
+        time.sleep(0.1)
