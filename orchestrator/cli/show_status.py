@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
+import signal
+import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ _OUTCOMES = {
     "abort": "aborted at step {step}, without a checkpoint",
 }
 _LATE_SECONDS = 3.0  # older heartbeats are highlighted
+_POLL_SECONDS = 0.1
 _MAX_ROWS = 64  # of ranks, unless the terminal says how many fit
 
 
@@ -63,12 +65,24 @@ def show_page(run: Path, *, as_json: bool, timeout_seconds: float) -> None:
         from pentad.orchestrator.page.page_server import PageServer
 
         token = secrets.token_urlsafe(16)
-        with closing(PageServer(EndedRun(run), "127.0.0.1", 0, token, None)) as server:
+        with closing(PageServer(EndedRun(run), "127.0.0.1", 0, token, None)) as server, _until_interrupted():
             _print_page(run, f"{server.url}?token={token}", as_json)
             state = f"run {run.name} is {error.last['state']}: this command serves its page until Ctrl-C"
             Console(stderr=True).print(Text(state, "dim"), soft_wrap=True)
-            with suppress(KeyboardInterrupt):
-                threading.Event().wait()
+
+
+@contextmanager
+def _until_interrupted() -> Iterator[None]:
+    """Ends once the block has ended and Ctrl-C was pressed, in either order. KeyboardInterrupt would get lost in a
+    finalizer that happens to run."""
+    pressed = list[int]()
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+        while not pressed:
+            time.sleep(_POLL_SECONDS)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _print_page(run: Path, address: str, as_json: bool) -> None:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from page_run import ended_run
 
+from pentad.orchestrator.cli import show_status
 from pentad.orchestrator.page.ended_run import EndedRun
 from pentad.schedules.ir.errors import PentadError
 
@@ -90,3 +91,23 @@ def test_the_command_serves_it_until_it_is_interrupted(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(60) == 0
         assert "run trial is finished: this command serves its page until Ctrl-C" in process.stderr.read()
+
+
+def test_an_interrupt_counts_from_before_the_address_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where KeyboardInterrupt would get lost."""
+    folder, *_ = ended_run(tmp_path)
+    handler = signal.getsignal(signal.SIGINT)
+
+    class Finalized:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def printed(*_: object) -> None:
+        Finalized()
+
+    monkeypatch.setattr(show_status, "_print_page", printed)
+    show_status.show_page(folder, as_json=True, timeout_seconds=5)
+    assert "this command serves its page until Ctrl-C" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is handler
