@@ -246,21 +246,21 @@ class CudaStreams:
     def position(self) -> tuple[int, Instruction] | None:
         """(steps behind the newest one, instruction) that the compute lane is at, or the NORM that this one waits for,
         in which all ranks meet; None if it is idle. From any thread."""
-        compute = self._incomplete("compute")
-        if not compute:
+        if not (compute := self._incomplete("compute")):
             return None
         behind, part = compute[0]
+        if all(key.op is not Op.NORM for key in part.waits):
+            return behind, part
         others = (each for lane in self.streams if lane != "compute" for each in self._incomplete(lane))
-        norms = (each for each in others if each[0] == behind and each[1].op is Op.NORM and each[1].key in part.waits)
-        return next(norms, compute[0])
+        return next((each for each in others if each[0] == behind and each[1].op is Op.NORM), (behind, part))
 
     def _incomplete(self, lane: str) -> list[tuple[int, Instruction]]:
         """(steps behind the newest one, instruction) of what a lane has been given and has not completed, in order."""
         steps, count = list(self.timer.steps), self.progress.pending(lane)
-        behind = range(len(steps) - 1, -1, -1)
-        issued = [
-            (n, p) for n, step in zip(behind, steps, strict=True) for p, *_ in list(step.events) if p.lane == lane
-        ]
+        behind, issued = len(steps), list[tuple[int, Instruction]]()
+        for step in steps:
+            behind -= 1
+            issued += [(behind, part) for part, *_ in list(step.events) if part.lane == lane]
         return issued[-count:] if 0 < count <= len(issued) else []
 
 
