@@ -124,19 +124,18 @@ class HeldLease:
             self._renew_once()
 
     def _renew_once(self) -> None:
-        try:
-            with self._asking:
-                is_ours = ray.get(self.keeper.renew.remote(self.driver), timeout=ANSWER_SECONDS)
-            if not is_ours:
-                self.lost = "another driver commands the ranks of this run by now: this one ends"
-        except (ActorUnavailableError, GetTimeoutError):  # Ray starts it again on another node
-            pass
-        except RayError:
-            if not self._is_known():
-                self.lost = f"elastic.driver_lease = {self.seconds:g} s have passed while this driver stood still"
+        with self._asking:
+            try:
+                if not ray.get(self.keeper.renew.remote(self.driver), timeout=ANSWER_SECONDS):
+                    self.lost = "another driver commands the ranks of this run by now: this one ends"
+            except (ActorUnavailableError, GetTimeoutError):  # Ray starts it again on another node
+                pass
+            except RayError:
+                if not self._keeper_lives():
+                    self.lost = f"elastic.driver_lease = {self.seconds:g} s have passed while this driver stood still"
 
-    def _is_known(self) -> bool:
-        """Whether the keeper has not ended: calls also fail as if it had while Ray starts it again."""
+    def _keeper_lives(self) -> bool:
+        """Whether it has not ended for good: calls also fail as if it had while Ray starts it again."""
         try:
             return bool(ray.get_actor(KEEPER, namespace=self.namespace) == self.keeper)
         except ValueError:

@@ -140,7 +140,8 @@ def require_host(config: RunConfig, plan: Plan) -> None:
         return
     each = [memory(plan, plan.mesh.move(0, pp=pp)) for pp in range(plan.mesh.pp)]
     fullest = max(each, key=lambda kinds: sum(kinds[kind] for kind in ON_HOST))
-    needed = host.ranks(plan) * sum(fullest[kind] for kind in ON_HOST)
+    ranks = host.ranks(plan)
+    needed = ranks * sum(fullest[kind] for kind in ON_HOST)
     if needed <= host.bytes:
         return
     every = "every" if config.checkpoint.every else "every_seconds"
@@ -153,7 +154,6 @@ def require_host(config: RunConfig, plan: Plan) -> None:
     }
     parts = ", ".join(f"{format_bytes(fullest[kind])} of {names[kind][0]}" for kind in ON_HOST if fullest[kind])
     key = next(key for kind, (_, key) in names.items() if fullest[kind])
-    ranks = host.ranks(plan)
     who, each_has = (f"{ranks} ranks of a host keep", " each") if ranks > 1 else ("the rank of a host keeps", "")
     found = f"{key}, with which {who} {format_bytes(needed)} there ({parts}{each_has})"
     raise PentadError(f"{found}: expected at most {format_bytes(int(host.bytes))}, {host.where}")

@@ -5,9 +5,9 @@ blocks until the other ranks have launched it too. NORM (LOSS, in an evaluation)
 reached it; with post-validation VALIDATE blocks instead, until every rank has reached the NORM of the step before.
 Ranks that share layers (tp, cp, ep) block each other inside compute actions. A rank in its n-th wait of an action is
 blocked by the ranks of that axis that have not begun their n-th, and one that is in no wait is not blocked. A GPU
-counts as in its n-th wait until it begins the next one: once it has left it, all others have begun theirs. Where waits
-are not counted, with data-aware groups, which may be of any ranks along dp, ep and cp, or a GPU has not come to one,
-those that have not reached the action block a rank.
+counts as in its n-th wait until it begins the next one: ranks that wait for it are at later ones. With CUDA graphs and
+data-aware groups (of any ranks along dp, ep and cp) waits are not counted; there, and on a GPU before its first wait,
+the ranks that have not reached the action block a rank.
 
 What a rank that does not answer has launched may never have left its process: it blocks all that wait for it, and is
 not blocked itself.
@@ -41,8 +41,8 @@ class Position(NamedTuple):
     """A rank is at action `counter` of `step`, or has completed `step` if `counter` is -1 (step -1: none yet).
 
     `since` is how many seconds it has been there. `waits` is how many waits for operations inside layers it has begun
-    in the action, -1 if that is not known, or on a GPU none; `axis` is that of the operation that it waits for now, ''
-    if it does not, on a GPU that of the last one that it has come to.
+    in the action, -1 if that is not known, and on a GPU before the first; `axis` is that of the operation that it waits
+    for now, '' if it does not, on a GPU that of the last one that it has come to.
     """
 
     step: int
@@ -265,7 +265,8 @@ def _sentence(run: _Run, causes: Sequence[int], waits: Sequence[Wait], cycle: Se
     if direct:
         parts.append(_describe_wait(run, max(direct, key=lambda wait: run.positions[wait.rank].since)))
     if causes:
-        places = enumerated([f"{_name(run, rank)} has been {_place(run, rank)}" for rank in causes], LISTED)
+        inside = len(causes) > 1  # a single one may have left its last wait
+        places = enumerated([f"{_name(run, r)} has been {_place(run, r, inside=inside)}" for r in causes], LISTED)
         parts += [f"{places}: {_blame(run, causes)}", _count_waiting(causes, waits)]
     if cycle:
         ring = [_describe_wait(run, wait) for rank in cycle for wait in waits if wait.rank == rank]
@@ -301,13 +302,13 @@ def _describe_wait(run: _Run, wait: Wait) -> str:
     return f"{_name(run, wait.rank)} has been {_place(run, wait.rank)}, waiting for {wait.missing}{missing}"
 
 
-def _place(run: _Run, rank: int) -> str:
+def _place(run: _Run, rank: int, *, inside: bool = True) -> str:
     at = run.positions[rank]
     action = run.name_of_action(rank)
     if action:
         newest = max(position.step for position in run.positions)
         where = f"in {action}" if at.step == newest else f"in {action} of step {at.step}"
-        where += f" (in its {at.axis} group)" if at.axis else ""
+        where += f" (in its {at.axis} group)" if at.axis and inside else ""
     else:
         where = f"at the end of step {at.step}" if at.step >= 0 else "before its first step"
     silent = ", without answering," if rank in run.silent else ""

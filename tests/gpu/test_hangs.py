@@ -48,7 +48,8 @@ def test_a_gpu_that_stops_inside_a_layer_is_the_cause(workers, corpus, where, ax
         partners = {*plan.mesh.group((where,), STOPPED)} - {STOPPED}
         direct = {wait.rank for wait in found.waits if wait.peers == (STOPPED,) and wait.axis == where}
         assert direct == partners, found.sentence
-        assert f"(in its {where} group)" in found.sentence and "0F0" in found.sentence
+        before, after = found.sentence.split(f"; rank {STOPPED} ")
+        assert f"in 0F0 (in its {where} group)" in before and "has been in 0F0 for" in after
         check_others(ranks, asked, found)
 
 

@@ -51,7 +51,7 @@ def _run(plan: Plan, rank: int, stage: BaseStage, index: int, step: int) -> Iter
 
 
 def new_generator(device: torch.device) -> torch.Generator:
-    """A new one. On a CPU torch.Generator needs what `torch_import.defer_meta_kernels` leaves out."""
+    """As torch.Generator(device), which on a CPU needs what `torch_import.defer_meta_kernels` leaves out."""
     return torch.default_generator.clone_state() if device.type == "cpu" else torch.Generator(device)
 
 

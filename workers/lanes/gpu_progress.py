@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from pentad.schedules.spec.mesh import LAYER_AXES
+from pentad.workers.lanes.progress_file import AXES, axis_number
 from pentad.workers.transport.stream_flags import check_driver, handle_of
 
 POLL_SECONDS = 5e-5
 QUIET_SECONDS = 0.3
 DRAIN_SECONDS = 4.0  # the driver waits fence.FENCE_SECONDS
 LAYERS = "layers"  # the word of waits inside layers, beside those of lanes
-AXES = ("", *LAYER_AXES)
 
 
 class GpuProgress:
@@ -37,10 +36,11 @@ class GpuProgress:
         self.words = torch.zeros(len(streams) + 1, dtype=torch.int32).pin_memory()
         self.address = {lane: self.words.data_ptr() + 4 * number for number, lane in enumerate((*streams, LAYERS))}
         self.counts, self.index = self.words.numpy()[:-1], {lane: number for number, lane in enumerate(streams)}
-        self.num_waits, self.has_waited = 0, False  # in the layers of the action that is being issued, and of any
+        self.num_waits = 0  # in the layers of the action that is being issued
 
     def begin_step(self) -> None:
         self.issued_before_step = self.issued["compute"]
+        self.end_waits()  # of what ran layers between steps
 
     def count(self, lane: str) -> None:
         """Counts an instruction that has been issued; the GPU counts it when it is complete."""
@@ -49,21 +49,21 @@ class GpuProgress:
         check_driver(self.driver.cuStreamWriteValue32(stream, self.address[lane], self.issued[lane], 0))
 
     def end_waits(self) -> None:
-        """An action of the compute lane has been issued; the waits of the next one are counted from 1."""
-        self.num_waits = 0
-        if self.has_waited:
+        """What runs layers has been issued; the waits of what follows are counted from 1."""
+        if self.num_waits:
+            self.num_waits = 0
             self._write_wait(0)
 
     def begin_wait(self, axis: str) -> None:
-        """The current stream waits for an operation inside a layer. CUDA graphs do not write that: with NCCL's kernels
-        among theirs they have hung."""
+        """The current stream waits for an operation inside a layer. CUDA graphs do not write that: one with kernels of
+        NCCL has hung."""
         if torch.cuda.is_current_stream_capturing():
             return
-        self.num_waits, self.has_waited = self.num_waits + 1, True
-        self._write_wait(self.num_waits * len(AXES) + (AXES.index(axis) if axis in AXES else 0))
+        self.num_waits += 1
+        self._write_wait(self.num_waits * len(AXES) + axis_number(axis))
 
     def end_wait(self) -> None:
-        """Not entered: a rank has left a wait that its group has reached."""
+        """Not entered: the next wait tells."""
 
     def layer_wait(self) -> tuple[int, str]:
         """How many waits inside layers the compute lane has come to in its action, -1 before the first, and the axis of

@@ -13,7 +13,7 @@ from pentad.schedules.spec.mesh import LAYER_AXES
 _FORMAT = struct.Struct("<qqqdqqq")
 _LAYER_WAIT = struct.Struct("<qq")
 _LAYER_WAIT_AT = _FORMAT.size - _LAYER_WAIT.size
-_AXES = ("", *LAYER_AXES)
+AXES = ("", *LAYER_AXES)
 
 
 class Progress(NamedTuple):
@@ -21,9 +21,9 @@ class Progress(NamedTuple):
     the host's monotonic clock. The stream is that of `program` of the plan's programs. In an evaluation of the weights
     of `step` steps, it counts the actions of all rounds.
 
-    `waits` is how many operations inside layers this instruction has begun to wait for, -1 if that is not known, or on
-    a GPU none; while it waits for the last of them, and on a GPU until the next one, `axis` is that operation's ('tp',
-    'cp' or 'ep'), else ''."""
+    `waits` is how many operations inside layers this instruction has begun to wait for, -1 if that is not known, and on
+    a GPU before the first; while it waits for the last of them, and on a GPU until the next one, `axis` is that
+    operation's ('tp', 'cp' or 'ep'), else ''."""
 
     generation: int
     step: int
@@ -57,10 +57,9 @@ class ProgressFile:
         return _progress(self.memory[:])
 
     def begin_wait(self, axis: str) -> None:
-        """The instruction waits for an operation inside a layer. A group that is not along tp, cp or ep counts too, as
-        one of no axis."""
+        """The instruction waits for an operation inside a layer."""
         self.waits += 1
-        _LAYER_WAIT.pack_into(self.memory, _LAYER_WAIT_AT, self.waits, _AXES.index(axis) if axis in _AXES else 0)
+        _LAYER_WAIT.pack_into(self.memory, _LAYER_WAIT_AT, self.waits, axis_number(axis))
 
     def end_wait(self) -> None:
         _LAYER_WAIT.pack_into(self.memory, _LAYER_WAIT_AT, self.waits, 0)
@@ -71,6 +70,11 @@ def read_progress(path: Path) -> Progress:
     return _progress(path.read_bytes())
 
 
+def axis_number(axis: str) -> int:
+    """Among AXES. A group that is not along tp, cp or ep counts as one of no axis."""
+    return AXES.index(axis) if axis in AXES else 0
+
+
 def _progress(content: bytes) -> Progress:
     generation, step, counter, since, program, waits, axis = _FORMAT.unpack(content)
-    return Progress(generation, step, counter, since, program, waits, _AXES[axis])
+    return Progress(generation, step, counter, since, program, waits, AXES[axis])

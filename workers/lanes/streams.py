@@ -206,7 +206,7 @@ class CudaStreams:
 
     def end_action(self, action: Action) -> None:
         """The waits inside layers of the next one are counted from 1."""
-        if action.parts[0].lane == "compute":
+        if action.lane == "compute":
             self.progress.end_waits()
 
     def join_sends(self) -> None:
@@ -251,8 +251,8 @@ class CudaStreams:
         behind, part = compute[0]
         if all(key.op is not Op.NORM for key in part.waits):
             return behind, part
-        others = (each for lane in self.streams if lane != "compute" for each in self._incomplete(lane))
-        return next((each for each in others if each[0] == behind and each[1].op is Op.NORM), (behind, part))
+        reductions = self._incomplete(Instruction(Op.NORM).lane)
+        return next((each for each in reductions if each[0] == behind and each[1].op is Op.NORM), (behind, part))
 
     def _incomplete(self, lane: str) -> list[tuple[int, Instruction]]:
         """(steps behind the newest one, instruction) of what a lane has been given and has not completed, in order."""

@@ -275,7 +275,7 @@ class Runner:
             self.sockets.shutdown()
 
     def position(self) -> Progress | None:
-        """What the GPU does; None on a CPU. From any thread."""
+        """What the GPU does; None on a CPU, before `connect` and after `fence`. From any thread."""
         if self.executor is None or self.fence_flag.is_set:
             return None
         return self.gpu_position.read(self.executor)

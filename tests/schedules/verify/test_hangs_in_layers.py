@@ -63,9 +63,12 @@ def test_ranks_that_stop_between_the_operations_of_a_layer_are_the_causes(device
         assert set(wait.peers) == {other for other in group if at[other].waits < at[wait.rank].waits}
 
 
-def test_the_sentence_says_in_which_group_a_rank_waits() -> None:
-    at = positions_in_layers(Mesh(tp=2), ["tp"] * 4, {1: 2})
-    assert find_cause(compiled("1f1b", 1, 2), Mesh(tp=2), at).sentence == (
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_sentence_says_in_which_group_a_rank_waits(device: str) -> None:
+    operations: list[Axis] = ["tp"] * 4
+    at = positions_in_layers(Mesh(tp=2), operations, {1: 2})
+    told = at if device == "cpu" else as_gpus_tell_it(at, operations)
+    assert find_cause(compiled("1f1b", 1, 2), Mesh(tp=2), told).sentence == (
         "rank 0 (dp0 pp0) has been in 0F0 (in its tp group) for 9.0 s, waiting for rank 1; "
         "rank 1 (dp0 pp0 tp1) has been in 0F0 for 9.0 s: rank 1 is the cause; 1 rank waits for it"
     )
