@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -213,17 +213,19 @@ def test_bounds_are_those_of_the_order_that_a_plan_has(name: str) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_to_shard_or_gather_more_never_makes_a_step_faster(seed: int) -> None:
-    """So that the search plans it only where less does not fit."""
+    """So that the search plans it only where less does not fit; but ZeRO-3 that gathers in 8 bits sends less."""
     config, space = case(seed)
     settings = [each for each in space.settings(config) if each.mesh.size > each.mesh.pp * each.mesh.tp]
     for setting in random.Random(seed).sample(settings, min(8, len(settings))):
-        seconds = list[float]()
+        rows: dict[bool, list[float]] = {False: [], True: []}  # by whether weights are gathered in 8 bits
         for zero, gathered in ((1, None), (2, None), (3, 2**10), (3, 3), (3, 2)):
             with suppress(PentadError, ScheduleError):
                 changed = with_setting(config, setting._replace(zero=zero, max_gathered=gathered))
-                seconds.append(simulated_seconds(make_plan(changed, "cuda", proved=False)))
-        for less, more in pairwise(seconds):
-            assert less <= more * (1 + 1e-9), (setting, seconds)
+                plan = make_plan(changed, "cuda", proved=False)
+                in_8_bits = zero == 3 and plan.fp8 is not None and plan.fp8.gathers
+                rows[in_8_bits].append(simulated_seconds(plan))
+        for less, more in chain(*map(pairwise, rows.values())):
+            assert less <= more * (1 + 1e-9), (setting, rows)
 
 
 def test_every_factorisation_is_tried_once() -> None:
