@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from pyarrow import fs
 
+from pentad.workers.checkpoint import location, storage
+
 KEY, SECRET, BUCKET = "someone", "something-secret", "corpora"
 START_SECONDS = 60
 
@@ -112,9 +114,17 @@ def served(folders: pytest.TempPathFactory, port: int, *, named: bool = True) ->
             patch.setenv(name, value)
         try:
             store.start()
+            forget_connections()
             yield store
         finally:
             store.stop()
+            forget_connections()
+
+
+def forget_connections() -> None:
+    """To stores: the same address may be another one by now."""
+    location._open.cache_clear()
+    storage._remote.cache_clear()
 
 
 @contextmanager
