@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-import signal
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from pentad.orchestrator.control.control_client import NotLive, connect
 from pentad.orchestrator.monitoring.display import ENDED, STATE_COLOURS
 from pentad.orchestrator.monitoring.tables import fitted_table, with_rest
 from pentad.orchestrator.planning.formatting import format_number
+from pentad.orchestrator.run.interrupts import Interrupts
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.mesh import Coordinates
 
@@ -65,24 +65,13 @@ def show_page(run: Path, *, as_json: bool, timeout_seconds: float) -> None:
         from pentad.orchestrator.page.page_server import PageServer
 
         token = secrets.token_urlsafe(16)
-        with closing(PageServer(EndedRun(run), "127.0.0.1", 0, token, None)) as server, _until_interrupted():
+        with closing(PageServer(EndedRun(run), "127.0.0.1", 0, token, None)) as server, Interrupts() as interrupts:
+            interrupts.stop = lambda: None  # KeyboardInterrupt would get lost in a finalizer that happens to run
             _print_page(run, f"{server.url}?token={token}", as_json)
             state = f"run {run.name} is {error.last['state']}: this command serves its page until Ctrl-C"
             Console(stderr=True).print(Text(state, "dim"), soft_wrap=True)
-
-
-@contextmanager
-def _until_interrupted() -> Iterator[None]:
-    """Ends once the block has ended and Ctrl-C was pressed, in either order. KeyboardInterrupt would get lost in a
-    finalizer that happens to run."""
-    pressed = list[int]()
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-        while not pressed:
-            time.sleep(_POLL_SECONDS)
-    finally:
-        signal.signal(signal.SIGINT, before)
+            while not interrupts.requested:
+                time.sleep(_POLL_SECONDS)
 
 
 def _print_page(run: Path, address: str, as_json: bool) -> None:

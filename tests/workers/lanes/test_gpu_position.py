@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,3 +54,28 @@ def test_a_gpu_is_at_its_first_incomplete_computation_or_the_norm_before_it(name
     waits = norm.key in first.waits and (behind, norm) in left[norm.lane]
     assert found == ((behind, norm) if waits else (behind, first))
     assert (found[1].op is Op.NORM) <= (first.op is Op.STEP)
+
+
+def test_waits_are_counted_from_the_beginning_of_an_action_and_left_out_of_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    progress, written, captures = GpuProgress.__new__(GpuProgress), list[int](), [False]
+    progress.words, progress.num_waits = torch.zeros(1, dtype=torch.int32), 0
+
+    def write(number: int) -> None:
+        written.append(number)
+        progress.words[-1] = number
+
+    monkeypatch.setattr(progress, "_write_wait", write)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures[0])
+    assert progress.layer_wait() == (-1, "")
+    progress.end_waits()
+    assert not written, "nothing is written for an action without waits"
+    for number, axis in enumerate(("tp", "cp", "tp"), 1):
+        progress.begin_wait(axis)
+        progress.end_wait()
+        assert progress.layer_wait() == (number, axis)
+    progress.end_waits()
+    captures[0] = True
+    progress.begin_wait("tp")
+    assert progress.layer_wait() == (-1, "") and len(written) == 4
