@@ -24,7 +24,7 @@ from pentad.kernels.attention.packed_runs import backward_by_runs, forward_by_ru
 from pentad.kernels.backend import deterministic_algorithms, shared_memory
 
 MAX_HEAD_DIM = 256  # of the flash kernels
-# Head dims of queries and keys, and of values, for which our backward has kernels.
+# Head dims of queries and keys, and of values, for which Triton has kernels.
 TRITON_HEAD_DIMS = {(32, 32), (64, 64), (128, 128)}
 WIDE_HEAD_DIMS = {(192, 128), (256, 256)}  # these where a multiprocessor has as much shared memory as an A100's
 WIDE_SHARED_MEMORY = 160 * 1024  # bytes
@@ -35,15 +35,21 @@ QKVGrads = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 def partial_attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """(out [B, N, S, Dv], lse [B, N, S] in float32 or wider) of q [B, N, S, D], k [B, M, K, D] and v [B, M, K, Dv].
 
-    Every query must see at least one key, unless its segment has none. On a GPU, 16-bit inputs take cuDNN, or flash
-    attention where cuDNN does not support the shape or window; all others, and soft-capped scores, take the reference,
-    whose memory grows with S K.
+    Every query must see at least one key, unless its segment has none. On a GPU, 16-bit inputs take cuDNN; where that
+    does not support the shape, window or soft cap, Triton, or, for head dims without a kernel, flash attention. All
+    others take the reference, whose memory grows with S K.
     """
     if options.lengths is not None and options.lengths.runs:
         return forward_by_runs(partial_attention, options.lengths.runs, q, k, v, options)
-    if options.softcap or not has_fused_kernel(q, v):
+    if not has_fused_kernel(q, v, options.softcap):
         return partial_attention_reference(q, k, v, options)
-    return _cudnn(q, k, v, options) if _cudnn_supports(q, k, v, options) else _flash(q, k, v, options)
+    if _cudnn_supports(q, k, v, options):
+        return _cudnn(q, k, v, options)
+    if has_triton_kernels(q, v):
+        from pentad.kernels.attention.attention_forward_triton import attention_forward  # imports Triton
+
+        return attention_forward(q, k, v, options)
+    return _flash(q, k, v, options)
 
 
 def partial_attention_backward(
@@ -52,16 +58,17 @@ def partial_attention_backward(
     """(dq, dk, dv) of this part, from `dout`, `out` and `lse` of the full attention for its queries.
 
     cuDNN is fastest, but sums dq in an order that changes from run to run. Then comes Triton, which is deterministic,
-    and for other head dims flash attention, which has a deterministic mode.
+    and for other head dims, and heads of 256 in any order, flash attention, which has a deterministic mode.
     """
     if options.lengths is not None and options.lengths.runs:
         runs = options.lengths.runs
         return backward_by_runs(partial_attention_backward, runs, dout, q, k, v, out, lse, options)
-    if options.softcap or not has_fused_kernel(q, v):
+    if not has_fused_kernel(q, v, options.softcap):
         return partial_attention_backward_reference(dout, q, k, v, out, lse, options)
     if _cudnn_supports(q, k, v, options) and not options.deterministic:
         return _cudnn_backward(dout, q, k, v, out, lse, options)
-    if has_triton_backward(q, v, deterministic=options.deterministic):
+    is_faster = v.shape[3] < MAX_HEAD_DIM  # than flash attention in any order
+    if has_triton_kernels(q, v) and (options.deterministic or options.softcap or is_faster):
         from pentad.kernels.attention.attention_backward_triton import attention_backward  # imports Triton
 
         return attention_backward(dout, q, k, v, out, lse, options)
@@ -69,23 +76,22 @@ def partial_attention_backward(
         return _flash_backward(dout, q, k, v, out, lse, options)
 
 
-def has_fused_kernel(q: Tensor, v: Tensor) -> bool:
+def has_fused_kernel(q: Tensor, v: Tensor, softcap: float = 0.0) -> bool:
     """Whether fused kernels support the device, dtype and head dims."""
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM
+    is_fused = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and max(q.shape[3], v.shape[3]) <= MAX_HEAD_DIM
+    return is_fused and (not softcap or has_triton_kernels(q, v))
 
 
-def has_triton_backward(q: Tensor, v: Tensor, *, deterministic: bool) -> bool:
-    """Whether our backward has kernels for the head dims; for wide heads they replace flash attention's deterministic
-    mode alone, which keeps dq in up to 132 parts."""
+def has_triton_kernels(q: Tensor, v: Tensor) -> bool:
+    """Whether ours serve the head dims."""
     dims = q.shape[3], v.shape[3]
-    is_wide = deterministic and dims in WIDE_HEAD_DIMS
-    return dims in TRITON_HEAD_DIMS or (is_wide and shared_memory(q.device) >= WIDE_SHARED_MEMORY)
+    return dims in TRITON_HEAD_DIMS or (dims in WIDE_HEAD_DIMS and shared_memory(q.device) >= WIDE_SHARED_MEMORY)
 
 
 def _cudnn_supports(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
     """cuDNN's causal mask is aligned at the first key."""
     aligned = not options.causal or q.shape[2] == k.shape[2]
-    is_plain = options.lengths is None and options.window_left is None
+    is_plain = options.lengths is None and options.window_left is None and not options.softcap
     if not is_plain or not options.fixed_shape or not aligned:
         return False
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, options.causal, q.shape[1] != k.shape[1]))

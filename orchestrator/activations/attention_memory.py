@@ -7,8 +7,8 @@ from typing import NamedTuple
 from pentad.orchestrator.activations.allocations import BYTES, Allocation, Piece
 from pentad.schedules.spec.model import ModelSpec
 
-# As in kernels/attention/attention_partial.py, on GPUs with as much shared memory as an A100.
-TRITON_HEAD_DIMS, WIDE_HEAD_DIMS = {(32, 32), (64, 64), (128, 128)}, {(192, 128), (256, 256)}
+# Of queries and values, as in kernels/attention/attention_partial.py, on GPUs with as much shared memory as an A100.
+TRITON_HEAD_DIMS, MAX_HEAD_DIM = {(32, 32), (64, 64), (128, 128), (192, 128), (256, 256)}, 256
 PROCESSORS = 132  # of a Hopper GPU: deterministic flash attention sums dq in at most this many parts
 
 
@@ -75,7 +75,7 @@ def attention_core(
     (kernels/attention). `is_plain` attention has no windows, soft caps or sinks."""
     piece, cp, is_exchanged = shape.piece, shape.piece.mesh.cp, shape.is_exchanged
     is_split, is_graph = cp > 1 and not is_exchanged, False
-    is_flash = piece.device == "cuda" and piece.dtype == "bfloat16" and not has_softcap
+    is_flash = piece.device == "cuda" and piece.dtype == "bfloat16" and (not has_softcap or _has_triton(shape))
     is_blocks = is_split or piece.document_mask or not is_plain
     is_fused = piece.device == "cpu" or (piece.dtype == "float32" and not piece.deterministic)
     inputs = shape.exchanged * piece.itemsize if is_exchanged else shape.inputs
@@ -86,13 +86,13 @@ def attention_core(
     blocks = {"ring": 3, "all_gather": cp + 1, "ulysses": 4}[piece.cp_method] if cp > 1 else 0
     forward = backward = blocks * shape.keys_values * piece.itemsize
     if is_flash or is_blocks:
-        # blocks of a sequence, merged by their log-sum-exps: flash attention on a GPU, else products in float32
+        # blocks of a sequence, merged by their log-sum-exps: fused kernels on a GPU, else products in float32
         saves_output = not is_flash
         backward *= {"ring": 2, "all_gather": 3, "ulysses": 1}[piece.cp_method]  # gradients in flight are float32
         forward += is_split * piece.tokens * shape.heads * shape.value * piece.wide
-        padded = 0 if _has_cudnn(piece, is_plain=is_plain) else _padded_values(shape)
+        padded = 0 if _has_cudnn(piece, is_plain=is_plain) or _has_triton(shape) else _padded_values(shape)
         forward += padded if is_flash else score_workspace
-        backward += _fused_backward(shape, is_plain=is_plain) if is_flash else score_workspace
+        backward += _fused_backward(shape, is_plain=is_plain, has_softcap=has_softcap) if is_flash else score_workspace
     elif is_fused and shape.query == shape.value:
         # torch's own kernel, in an autograd graph
         is_graph, saves_output, other = True, False, log_sum_exps._replace(offload=False)
@@ -127,6 +127,11 @@ def _has_cudnn(piece: Piece, *, is_plain: bool) -> bool:
     return is_plain and not piece.document_mask and piece.slices == 1
 
 
+def _has_triton(shape: AttentionShape) -> bool:
+    """Whether our kernels serve its head dims: where cuDNN does not, forward; for backward see `_fused_backward`."""
+    return (shape.query, shape.value) in TRITON_HEAD_DIMS
+
+
 def _padded_values(shape: AttentionShape) -> int:
     """Values and output in columns of a query's width, the only ones that flash attention takes."""
     if shape.query == shape.value:
@@ -134,7 +139,7 @@ def _padded_values(shape: AttentionShape) -> int:
     return 2 * shape.piece.tokens * shape.heads * shape.query * shape.piece.itemsize
 
 
-def _fused_backward(shape: AttentionShape, *, is_plain: bool) -> int:
+def _fused_backward(shape: AttentionShape, *, is_plain: bool, has_softcap: bool) -> int:
     """dq in float32 and gradients of keys and values for every query head: of flash attention dq in as many parts as
     keep all processors busy, if it is deterministic. Our kernels have two terms of each query instead."""
     piece = shape.piece
@@ -142,8 +147,7 @@ def _fused_backward(shape: AttentionShape, *, is_plain: bool) -> int:
     kv_gradients = 2 * queries * piece.itemsize if shape.kv_heads < shape.heads else 0
     if _has_cudnn(piece, is_plain=is_plain) and not piece.deterministic:
         return queries * BYTES["float32"] + kv_gradients
-    dims = shape.query, shape.value
-    if dims in TRITON_HEAD_DIMS or (piece.deterministic and dims in WIDE_HEAD_DIMS):
+    if _has_triton(shape) and (piece.deterministic or has_softcap or shape.value < MAX_HEAD_DIM):
         return 2 * piece.tokens * shape.heads * BYTES["float32"]
     parts = -(-PROCESSORS // (piece.rows * shape.heads)) if piece.deterministic else 1
     return parts * queries * BYTES["float32"] + kv_gradients + _padded_values(shape)

@@ -1,4 +1,4 @@
-"""Our backward of attention against the reference in float64: in Triton's interpreter, and on a GPU at real sizes."""
+"""Our kernels of attention against the reference in float64: in Triton's interpreter, and on a GPU at real sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from pentad.kernels.attention import attention_backward_triton as kernels
+from pentad.kernels.attention import attention_backward_triton, attention_forward_triton
+from pentad.kernels.attention.attention_blocks_triton import Blocks
 from pentad.kernels.attention.attention_partial import partial_attention, partial_attention_backward
 from pentad.kernels.attention.attention_reference import (
     AttentionOptions,
@@ -21,7 +22,7 @@ from pentad.kernels.attention.attention_reference import (
 from pentad.kernels.attention.packed_runs import PackedLengths
 
 Shape = tuple[int, int, int, int, int, int]  # batch, query heads, key-value heads, queries, keys, head dim
-SMALL = kernels.Blocks(16, 32, 4, 2), kernels.Blocks(32, 16, 4, 2)
+SMALL = Blocks(16, 32, 4, 2), Blocks(32, 16, 4, 2)
 SHAPES: list[Shape] = [
     (2, 4, 2, 64, 64, 32),
     (1, 4, 1, 50, 50, 32),
@@ -51,13 +52,18 @@ def inputs(shape: Shape, device: str, dtype: torch.dtype) -> list[Tensor]:
 
 
 def packed(
-    lengths: list[int], device: str, causal: bool, window: int | None, keys: list[int] | None = None
+    lengths: list[int],
+    device: str,
+    causal: bool,
+    window: int | None,
+    keys: list[int] | None = None,
+    softcap: float = 0.0,
 ) -> AttentionOptions:
     """Segments of these many queries, and of as many keys unless they are given."""
     sizes = lengths, lengths if keys is None else keys
     ends = [torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in sizes]
     packed_lengths = PackedLengths(ends[0], ends[1], (max(sizes[0]), max(sizes[1])))
-    return AttentionOptions(causal, 0.2, True, packed_lengths, window_left=window)
+    return AttentionOptions(causal, 0.2, True, packed_lengths, window_left=window, softcap=softcap)
 
 
 def empty_segments(scale: int, device: str, window: int | None) -> AttentionOptions:
@@ -67,25 +73,22 @@ def empty_segments(scale: int, device: str, window: int | None) -> AttentionOpti
 
 
 def errors(tensors: list[Tensor], options: AttentionOptions) -> list[float]:
-    """Of dq, dk and dv, relative to float64's; absolute where that is zero, as of one key."""
+    """Of out, lse, dq, dk and dv, relative to float64's; absolute where that is zero, as of one key. Where a query sees
+    nothing, in a part of an attention, the backward takes the output and lse of a whole in which it sees other keys."""
     q, k, v, dout = tensors
-    out, lse = partial_attention_reference(q.double(), k.double(), v.double(), options)
-    exact = partial_attention_backward_reference(dout.double(), q.double(), k.double(), v.double(), out, lse, options)
-    found = kernels.attention_backward(dout, q, k, v, out.to(q.dtype), lse.float(), options)
-    return [
-        relative_error(a, b) if b.norm() > 1e-6 else a.double().norm().item() for a, b in zip(found, exact, strict=True)
-    ]
-
-
-def errors_of_a_part(tensors: list[Tensor], options: AttentionOptions) -> list[float]:
-    """As `errors`, of a part of an attention in which every query sees other keys as well."""
-    q, k, v, dout = tensors
-    out, lse = partial_attention_reference(q.double(), k.double(), v.double(), options)
-    assert (lse.isneginf() == (out == 0).all(-1)).all() and lse.isneginf().any()
-    lse = torch.logaddexp(lse, torch.zeros_like(lse))
-    exact = partial_attention_backward_reference(dout.double(), q.double(), k.double(), v.double(), out, lse, options)
-    found = kernels.attention_backward(dout, q, k, v, out.to(q.dtype), lse.float(), options)
-    return [relative_error(a, b) for a, b in zip(found, exact, strict=True)]
+    wide = [each.double() for each in (q, k, v)]
+    exact = out, lse = partial_attention_reference(*wide, options)
+    found = attention_forward_triton.attention_forward(q, k, v, options)
+    sees_nothing = lse.isneginf()
+    assert torch.equal(found[1].isneginf(), sees_nothing)
+    assert (found[0][sees_nothing] == 0).all()
+    if sees_nothing.any():
+        lse = torch.logaddexp(lse, torch.zeros_like(lse))
+    exact += partial_attention_backward_reference(dout.double(), *wide, out, lse, options)
+    backward = attention_backward_triton.attention_backward
+    found += backward(dout, q, k, v, out.to(q.dtype), lse.float(), options)
+    pairs = [(a.nan_to_num(neginf=0.0), b.nan_to_num(neginf=0.0)) for a, b in zip(found, exact, strict=True)]
+    return [relative_error(a, b) if b.norm() > 1e-6 else a.double().norm().item() for a, b in pairs]
 
 
 @pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter")
@@ -93,7 +96,8 @@ def errors_of_a_part(tensors: list[Tensor], options: AttentionOptions) -> list[f
 class TestInterpreted:
     @pytest.fixture(autouse=True)
     def _small_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(kernels, "blocks_for", lambda width, rest, device: SMALL)
+        monkeypatch.setattr(attention_backward_triton, "blocks_for", lambda width, rest, device: SMALL)
+        monkeypatch.setattr(attention_forward_triton, "forward_blocks", lambda width, rest, device: SMALL[1])
 
     @pytest.mark.sampled(3)
     @pytest.mark.parametrize("window", [None, 10])
@@ -111,10 +115,15 @@ class TestInterpreted:
         options = packed([5, 25, 18, 1, 47], "cpu", True, window)
         assert max(errors(inputs((2, 4, 2, 48, 48, 32), "cpu", torch.float32), options)) < 1e-5
 
-    def test_segments_without_keys_or_queries_have_gradients_of_zero(self) -> None:
+    def test_segments_without_keys_or_queries_have_outputs_and_gradients_of_zero(self) -> None:
         options = empty_segments(1, "cpu", None)
         tensors = inputs((1, 4, 2, 48, 40, 32), "cpu", torch.float32)
-        assert max(errors_of_a_part(tensors, options)) < 1e-5
+        assert max(errors(tensors, options)) < 1e-5
+
+    @pytest.mark.parametrize("window", [None, pytest.param(10, marks=pytest.mark.slow)])
+    def test_soft_caps(self, window: int | None) -> None:
+        options = packed([5, 25, 18, 1, 47], "cpu", True, window, softcap=1.5)
+        assert max(errors(inputs((2, 4, 2, 48, 48, 32), "cpu", torch.float32), options)) < 1e-5
 
 
 @pytest.mark.sampled(7)
@@ -138,11 +147,19 @@ def test_segments_on_a_gpu(width: int, window: int | None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("width", [32, 64, 128, 192, 256])
+def test_soft_caps_on_a_gpu(width: int, window: int | None) -> None:
+    options = packed([300, 1, 7, 204, 512], "cuda", True, window, softcap=2.0)
+    assert max(errors(inputs((2, 4, 2, 512, 512, width), "cuda", torch.bfloat16), options)) < 1e-2
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 0, 40])
 @pytest.mark.parametrize("width", [32, 64, 128, 192, 256])
 def test_segments_without_keys_or_queries_on_a_gpu(width: int, window: int | None) -> None:
     tensors = inputs((1, 4, 2, 480, 400, width), "cuda", torch.bfloat16)
-    assert max(errors_of_a_part(tensors, empty_segments(10, "cuda", window))) < 1e-2
+    assert max(errors(tensors, empty_segments(10, "cuda", window))) < 1e-2
 
 
 @pytest.mark.gpu

@@ -1,0 +1,149 @@
+"""What the kernels of attention's forward and backward share: segments, which pairs are visible, scores and blocks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pentad.kernels.attention.attention_reference import AttentionOptions
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class Blocks(NamedTuple):
+    """Queries and keys of a program's step, and how it runs. The fastest of some ten on one H200."""
+
+    QUERIES: int
+    KEYS: int
+    num_warps: int
+    num_stages: int
+
+
+# Lengths of 1 would become constants, which have no methods. A stride is that of (a row, a head, a token).
+NUMBERS = ("LENGTH_Q", "LENGTH_K", "window", "HEADS", "LENGTH")
+
+
+@triton.jit
+def segment_of(cu_seqlens, number, LENGTH, PACKED: tl.constexpr):
+    """(first token, length) of a segment; without packing a row is one."""
+    start, length = 0, LENGTH
+    if PACKED:
+        start = tl.load(cu_seqlens + number)
+        length = tl.load(cu_seqlens + number + 1) - start
+    return start, length
+
+
+@triton.jit
+def visible(
+    query, key, queries, keys, diagonal, window,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Which (query, key) pairs are visible. Under a causal mask, keys past the last one come after every query."""
+    seen = query >= 0
+    if not EVEN:
+        seen = seen & (query < queries) & (key < keys)
+    if CAUSAL:
+        seen = seen & (key <= query + diagonal)
+    if WINDOWED:
+        seen = seen & (key >= query + diagonal - window)
+    return seen
+
+
+@triton.jit
+def keys_of(
+    first_query, queries, keys, diagonal, window,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """(first, inner, outer, end): a block of queries sees keys from `first` to before `end`, in blocks, and each of its
+    queries all those from `inner` to before `outer`."""
+    first, inner, outer, end = 0, 0, keys // KEYS * KEYS, keys
+    if CAUSAL:
+        end = tl.minimum(keys, first_query + QUERIES + diagonal)
+        outer = tl.maximum((first_query + diagonal + 1) // KEYS * KEYS, 0)
+    if WINDOWED:
+        first = tl.maximum(first_query + diagonal - window, 0) // KEYS * KEYS
+        outer = tl.maximum(outer, first)
+        inner = tl.maximum(tl.cdiv(first_query + QUERIES - 1 + diagonal - window, KEYS) * KEYS, first)
+        inner = tl.minimum(inner, outer)
+    return first, inner, outer, end
+
+
+@triton.jit
+def capped(scores):
+    """tanh x of `scores` 2 x log2(e)."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(scores))
+
+
+@triton.jit
+def tokens_of(x, stride, row, head, start):
+    """Where a segment's first token is."""
+    return x + row * stride[0] + tl.cast(head, tl.int64) * stride[1] + tl.cast(start, tl.int64) * stride[2]
+
+
+@triton.jit
+def block_of(x, start, stride, limit, EVEN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of `x` from `start` on, zeros from `limit` on. Only the offset of the first needs 64 bits."""
+    row = tl.arange(0, ROWS)[:, None]
+    first = x + tl.cast(start, tl.int64) * stride + row * stride + tl.arange(0, WIDTH)[None, :]
+    return tl.load(first) if EVEN else tl.load(first, mask=start + row < limit, other=0)
+
+
+class Scores(NamedTuple):
+    """The factor of products of queries and keys that makes scores to base 2 of them; with a soft cap, of `capped`
+    products times `cap_scale`."""
+
+    scale: float
+    cap_scale: float
+
+
+def scores_of(options: AttentionOptions) -> Scores:
+    log2_e, cap = LOG2_E.value, options.softcap
+    return Scores(log2_e * cap, 2 * log2_e * options.scale / cap) if cap else Scores(log2_e * options.scale, 0.0)
+
+
+class Segments(NamedTuple):
+    """`number` segments; those without packing are rows, of which `cu_seqlens` says nothing."""
+
+    cu_seqlens: tuple[Tensor, Tensor]
+    number: int
+    longest: tuple[int, int]  # of the queries and of the keys
+
+
+def segments_of(options: AttentionOptions, q: Tensor, k: Tensor) -> Segments:
+    """Those of q and k as the kernels index them (`rows_of`)."""
+    if options.lengths is None:
+        return Segments((q, q), q.shape[0], (q.shape[2], k.shape[2]))
+    of_queries, of_keys, longest, _ = options.lengths
+    return Segments((of_queries, of_keys), len(of_queries) - 1, longest)
+
+
+def flags_of(options: AttentionOptions, blocks: Blocks, q: Tensor, v: Tensor) -> dict[str, Any]:
+    """What a kernel is compiled for, by q and v as it indexes them."""
+    packed, width = options.lengths is not None, v.shape[3]
+    return {
+        "CAUSAL": options.causal,
+        "WINDOWED": options.window_left is not None,
+        "CAPPED": options.softcap > 0,
+        "PACKED": packed,
+        "EVEN": not packed and q.shape[2] % blocks.QUERIES == 0 and v.shape[2] % blocks.KEYS == 0,
+        "WIDTH": width,
+        "REST": q.shape[3] - width,
+    }
+
+
+def rows_of(x: Tensor, options: AttentionOptions) -> Tensor:
+    """[B, heads, S, D] with a contiguous last dimension; if packed [1, heads, B S, D]."""
+    x = x if x.stride(3) == 1 else x.contiguous()
+    return x if options.lengths is None else x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0)
+
+
+def token_major(x: Tensor, width: int) -> Tensor:
+    """Memory for [B, heads, S, width], with heads of a token side by side."""
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1], width).transpose(1, 2)
+
+
+def stride_of(x: Tensor) -> tuple[int, ...]:
+    return x.stride()[:3]
