@@ -96,8 +96,8 @@ def _keys_and_values(
     q, k, v, dout, log2_lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k,
     stride_q, stride_k, stride_v, stride_dout, stride_dk, stride_dv,
     GROUP, LENGTH_Q, LENGTH_K, window, scale, cap_scale, factor,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr,
+    EVEN: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys of one head, from the query heads of its group one after another."""
     head, segment = tl.program_id(1), tl.program_id(2)
@@ -122,24 +122,25 @@ def _keys_and_values(
         if WINDOWED:
             end = tl.minimum(queries, first_key + KEYS - diagonal + window)
             outer = tl.minimum(outer, (first_key + 1 - diagonal + window) // QUERIES * QUERIES)
-        outer = tl.maximum(outer, inner)
+        outer = first if SHORT else tl.maximum(outer, inner)
         sum_k, sum_v = tl.zeros([KEYS, WIDTH], tl.float32), tl.zeros([KEYS, WIDTH], tl.float32)
         for member in range(GROUP):
             q_head = head * GROUP + member
             q_at = tokens_of(q, stride_q, row, q_head, q_start)
             dout_at = tokens_of(dout, stride_dout, row, q_head, q_start)
             term = (row * (GROUP * tl.num_programs(1)) + q_head) * LENGTH_Q + q_start
-            if CAUSAL:
+            if CAUSAL and not SHORT:
                 sum_k, sum_rest, sum_v = _add_queries(
                     sum_k, sum_rest, sum_v, k_block, k_rest, v_block, q_at, dout_at, log2_lse + term, delta + term,
                     stride_q[2], stride_dout[2], first, tl.minimum(inner, end), key, queries, keys, diagonal, window,
                     scale, cap_scale, True, CAUSAL, WINDOWED, CAPPED, EVEN, QUERIES, WIDTH, REST,
                 )  # fmt: skip
-            sum_k, sum_rest, sum_v = _add_queries(
-                sum_k, sum_rest, sum_v, k_block, k_rest, v_block, q_at, dout_at, log2_lse + term, delta + term,
-                stride_q[2], stride_dout[2], inner, outer, key, queries, keys, diagonal, window, scale, cap_scale,
-                False, CAUSAL, WINDOWED, CAPPED, True, QUERIES, WIDTH, REST,
-            )  # fmt: skip
+            if not SHORT:
+                sum_k, sum_rest, sum_v = _add_queries(
+                    sum_k, sum_rest, sum_v, k_block, k_rest, v_block, q_at, dout_at, log2_lse + term, delta + term,
+                    stride_q[2], stride_dout[2], inner, outer, key, queries, keys, diagonal, window, scale, cap_scale,
+                    False, CAUSAL, WINDOWED, CAPPED, True, QUERIES, WIDTH, REST,
+                )  # fmt: skip
             if WINDOWED or not EVEN:
                 sum_k, sum_rest, sum_v = _add_queries(
                     sum_k, sum_rest, sum_v, k_block, k_rest, v_block, q_at, dout_at, log2_lse + term, delta + term,
@@ -191,8 +192,8 @@ def _queries(
     q, k, v, dout, log2_lse, delta, dq, cu_seqlens_q, cu_seqlens_k,
     stride_q, stride_k, stride_v, stride_dout, stride_dq,
     GROUP, LENGTH_Q, LENGTH_K, window, scale, cap_scale, factor,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr,
+    EVEN: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries of one head. The last block sees most keys under a causal mask, so it comes first."""
     head, segment = tl.program_id(1), tl.program_id(2)
@@ -213,23 +214,24 @@ def _queries(
         k_at = tokens_of(k, stride_k, row, head // GROUP, k_start)
         v_at = tokens_of(v, stride_v, row, head // GROUP, k_start)
         first, inner, outer, end = keys_of(
-            first_query, queries, keys, diagonal, window, CAUSAL, WINDOWED, QUERIES, KEYS
+            first_query, queries, keys, diagonal, window, CAUSAL, WINDOWED, SHORT, QUERIES, KEYS
         )
         total, total_rest, q_rest = tl.zeros([QUERIES, WIDTH], tl.float32), q_block, q_block  # these two: of no use
         if REST:
             q_rest = block_of(q_at + WIDTH, first_query, stride_q[2], queries, EVEN, QUERIES, REST)
             total_rest = tl.zeros([QUERIES, REST], tl.float32)
-        if WINDOWED:
+        if WINDOWED and not SHORT:
             total, total_rest = _add_keys(
                 total, total_rest, q_block, q_rest, d_block, lse_row, delta_row, k_at, v_at, stride_k[2], stride_v[2],
                 first, inner, query, queries, keys, diagonal, window, scale, cap_scale,
                 True, CAUSAL, WINDOWED, CAPPED, EVEN, KEYS, WIDTH, REST,
             )  # fmt: skip
-        total, total_rest = _add_keys(
-            total, total_rest, q_block, q_rest, d_block, lse_row, delta_row, k_at, v_at, stride_k[2], stride_v[2],
-            inner, outer, query, queries, keys, diagonal, window, scale, cap_scale,
-            False, CAUSAL, WINDOWED, CAPPED, True, KEYS, WIDTH, REST,
-        )  # fmt: skip
+        if not SHORT:
+            total, total_rest = _add_keys(
+                total, total_rest, q_block, q_rest, d_block, lse_row, delta_row, k_at, v_at, stride_k[2], stride_v[2],
+                inner, outer, query, queries, keys, diagonal, window, scale, cap_scale,
+                False, CAUSAL, WINDOWED, CAPPED, True, KEYS, WIDTH, REST,
+            )  # fmt: skip
         if CAUSAL or not EVEN:
             total, total_rest = _add_keys(
                 total, total_rest, q_block, q_rest, d_block, lse_row, delta_row, k_at, v_at, stride_k[2], stride_v[2],

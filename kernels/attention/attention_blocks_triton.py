@@ -11,6 +11,7 @@ from torch import Tensor
 from pentad.kernels.attention.attention_reference import AttentionOptions
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+SHORT_SEGMENT = 1024  # tokens; where all have fewer, loops over blocks without a mask cost more than they save
 
 
 class Blocks(NamedTuple):
@@ -55,10 +56,10 @@ def visible(
 @triton.jit
 def keys_of(
     first_query, queries, keys, diagonal, window,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SHORT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """(first, inner, outer, end): a block of queries sees keys from `first` to before `end`, in blocks, and each of its
-    queries all those from `inner` to before `outer`."""
+    queries all those from `inner` to before `outer`. Of short segments these are none: see `SHORT_SEGMENT`."""
     first, inner, outer, end = 0, 0, keys // KEYS * KEYS, keys
     if CAUSAL:
         end = tl.minimum(keys, first_query + QUERIES + diagonal)
@@ -68,6 +69,8 @@ def keys_of(
         outer = tl.maximum(outer, first)
         inner = tl.maximum(tl.cdiv(first_query + QUERIES - 1 + diagonal - window, KEYS) * KEYS, first)
         inner = tl.minimum(inner, outer)
+    if SHORT:
+        inner, outer = first, first
     return first, inner, outer, end
 
 
@@ -122,13 +125,14 @@ def segments_of(options: AttentionOptions, q: Tensor, k: Tensor) -> Segments:
 
 def flags_of(options: AttentionOptions, blocks: Blocks, q: Tensor, v: Tensor) -> dict[str, Any]:
     """What a kernel is compiled for, by q and v as it indexes them."""
-    packed, width = options.lengths is not None, v.shape[3]
+    lengths, width = options.lengths, v.shape[3]
     return {
         "CAUSAL": options.causal,
         "WINDOWED": options.window_left is not None,
         "CAPPED": options.softcap > 0,
-        "PACKED": packed,
-        "EVEN": not packed and q.shape[2] % blocks.QUERIES == 0 and v.shape[2] % blocks.KEYS == 0,
+        "PACKED": lengths is not None,
+        "SHORT": lengths is not None and max(lengths.max_seqlens) < SHORT_SEGMENT,
+        "EVEN": lengths is None and q.shape[2] % blocks.QUERIES == 0 and v.shape[2] % blocks.KEYS == 0,
         "WIDTH": width,
         "REST": q.shape[3] - width,
     }

@@ -61,8 +61,8 @@ def _add_keys(
 def _attend(
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, stride_q, stride_k, stride_v, stride_out,
     GROUP, LENGTH_Q, LENGTH_K, window, scale, cap_scale,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PACKED: tl.constexpr, SHORT: tl.constexpr,
+    EVEN: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """A block of queries of one head. The last block sees most keys under a causal mask, so it comes first."""
     head, segment = tl.program_id(1), tl.program_id(2)
@@ -81,21 +81,22 @@ def _attend(
         k_at = tokens_of(k, stride_k, row, head // GROUP, k_start)
         v_at = tokens_of(v, stride_v, row, head // GROUP, k_start)
         first, inner, outer, end = keys_of(
-            first_query, queries, keys, diagonal, window, CAUSAL, WINDOWED, QUERIES, KEYS
+            first_query, queries, keys, diagonal, window, CAUSAL, WINDOWED, SHORT, QUERIES, KEYS
         )
         total, weight = tl.zeros([QUERIES, WIDTH], tl.float32), tl.zeros([QUERIES], tl.float32)
         most = tl.full([QUERIES], LOWEST, tl.float32)
-        if WINDOWED:
+        if WINDOWED and not SHORT:
             total, weight, most = _add_keys(
                 total, weight, most, q_block, q_rest, k_at, v_at, stride_k[2], stride_v[2],
                 first, inner, query, queries, keys, diagonal, window, scale, cap_scale,
                 True, CAUSAL, WINDOWED, CAPPED, EVEN, KEYS, WIDTH, REST,
             )  # fmt: skip
-        total, weight, most = _add_keys(
-            total, weight, most, q_block, q_rest, k_at, v_at, stride_k[2], stride_v[2],
-            inner, outer, query, queries, keys, diagonal, window, scale, cap_scale,
-            False, CAUSAL, WINDOWED, CAPPED, True, KEYS, WIDTH, REST,
-        )  # fmt: skip
+        if not SHORT:
+            total, weight, most = _add_keys(
+                total, weight, most, q_block, q_rest, k_at, v_at, stride_k[2], stride_v[2],
+                inner, outer, query, queries, keys, diagonal, window, scale, cap_scale,
+                False, CAUSAL, WINDOWED, CAPPED, True, KEYS, WIDTH, REST,
+            )  # fmt: skip
         if CAUSAL or not EVEN:
             total, weight, most = _add_keys(
                 total, weight, most, q_block, q_rest, k_at, v_at, stride_k[2], stride_v[2],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from pentad.kernels.attention import attention_backward_triton, attention_forward_triton
+from pentad.kernels.attention import attention_backward_triton, attention_blocks_triton, attention_forward_triton
 from pentad.kernels.attention.attention_blocks_triton import Blocks
 from pentad.kernels.attention.attention_partial import partial_attention, partial_attention_backward
 from pentad.kernels.attention.attention_reference import (
@@ -76,19 +76,27 @@ def errors(tensors: list[Tensor], options: AttentionOptions) -> list[float]:
     """Of out, lse, dq, dk and dv, relative to float64's; absolute where that is zero, as of one key. Where a query sees
     nothing, in a part of an attention, the backward takes the output and lse of a whole in which it sees other keys."""
     q, k, v, dout = tensors
-    wide = [each.double() for each in (q, k, v)]
-    exact = out, lse = partial_attention_reference(*wide, options)
+    wide_q, wide_k, wide_v = q.double(), k.double(), v.double()
+    exact = partial_attention_reference(wide_q, wide_k, wide_v, options)
     found = attention_forward_triton.attention_forward(q, k, v, options)
+    out, lse = exact
     sees_nothing = lse.isneginf()
     assert torch.equal(found[1].isneginf(), sees_nothing)
     assert (found[0][sees_nothing] == 0).all()
     if sees_nothing.any():
         lse = torch.logaddexp(lse, torch.zeros_like(lse))
-    exact += partial_attention_backward_reference(dout.double(), *wide, out, lse, options)
-    backward = attention_backward_triton.attention_backward
-    found += backward(dout, q, k, v, out.to(q.dtype), lse.float(), options)
-    pairs = [(a.nan_to_num(neginf=0.0), b.nan_to_num(neginf=0.0)) for a, b in zip(found, exact, strict=True)]
+    exact_grads = partial_attention_backward_reference(dout.double(), wide_q, wide_k, wide_v, out, lse, options)
+    grads = attention_backward_triton.attention_backward(dout, q, k, v, out.to(q.dtype), lse.float(), options)
+    both = zip((*found, *grads), (*exact, *exact_grads), strict=True)
+    pairs = [(a.nan_to_num(neginf=0.0), b.nan_to_num(neginf=0.0)) for a, b in both]
     return [relative_error(a, b) if b.norm() > 1e-6 else a.double().norm().item() for a, b in pairs]
+
+
+@pytest.fixture(params=["short", "long"])
+def how_long(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels take segments for short ones, or for such as have blocks without a mask."""
+    if request.param == "long":
+        monkeypatch.setattr(attention_blocks_triton, "SHORT_SEGMENT", 0)
 
 
 @pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter")
@@ -110,7 +118,8 @@ class TestInterpreted:
         assert max(errors(inputs(shape, "cpu", torch.float32), options)) < 1e-5
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("window", [None, pytest.param(10, marks=pytest.mark.slow)])
+    @pytest.mark.usefixtures("how_long")
+    @pytest.mark.parametrize("window", [None, 10])
     def test_segments_do_not_see_each_other(self, window: int | None) -> None:
         options = packed([5, 25, 18, 1, 47], "cpu", True, window)
         assert max(errors(inputs((2, 4, 2, 48, 48, 32), "cpu", torch.float32), options)) < 1e-5
@@ -120,6 +129,7 @@ class TestInterpreted:
         tensors = inputs((1, 4, 2, 48, 40, 32), "cpu", torch.float32)
         assert max(errors(tensors, options)) < 1e-5
 
+    @pytest.mark.usefixtures("how_long")
     @pytest.mark.parametrize("window", [None, pytest.param(10, marks=pytest.mark.slow)])
     def test_soft_caps(self, window: int | None) -> None:
         options = packed([5, 25, 18, 1, 47], "cpu", True, window, softcap=1.5)
@@ -139,6 +149,7 @@ def test_it_agrees_on_a_gpu(shape: Shape, causal: bool, window: int | None, dtyp
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("how_long")
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("width", [32, 64, 128, 192, 256])
 def test_segments_on_a_gpu(width: int, window: int | None) -> None:
@@ -147,6 +158,7 @@ def test_segments_on_a_gpu(width: int, window: int | None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("how_long")
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("width", [32, 64, 128, 192, 256])
 def test_soft_caps_on_a_gpu(width: int, window: int | None) -> None:
@@ -155,6 +167,7 @@ def test_soft_caps_on_a_gpu(width: int, window: int | None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("how_long")
 @pytest.mark.parametrize("window", [None, 0, 40])
 @pytest.mark.parametrize("width", [32, 64, 128, 192, 256])
 def test_segments_without_keys_or_queries_on_a_gpu(width: int, window: int | None) -> None:
