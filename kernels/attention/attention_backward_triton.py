@@ -22,6 +22,7 @@ from pentad.kernels.attention.attention_blocks_triton import (
     capped,
     flags_of,
     keys_of,
+    queries_of,
     rows_of,
     scores_of,
     segment_of,
@@ -114,15 +115,9 @@ def _keys_and_values(
         if REST:
             k_rest = block_of(k_at + WIDTH, first_key, stride_k[2], keys, EVEN, KEYS, REST)
             sum_rest = tl.zeros([KEYS, REST], tl.float32)
-        # Queries from `inner` to before `outer` see all keys of the block.
-        first, inner, outer, end = 0, 0, queries // QUERIES * QUERIES, queries
-        if CAUSAL:
-            first = tl.maximum(first_key - diagonal, 0) // QUERIES * QUERIES
-            inner = tl.maximum(tl.cdiv(first_key + KEYS - 1 - diagonal, QUERIES) * QUERIES, first)
-        if WINDOWED:
-            end = tl.minimum(queries, first_key + KEYS - diagonal + window)
-            outer = tl.minimum(outer, (first_key + 1 - diagonal + window) // QUERIES * QUERIES)
-        outer = first if SHORT else tl.maximum(outer, inner)
+        first, inner, outer, end = queries_of(
+            first_key, queries, keys, diagonal, window, CAUSAL, WINDOWED, SHORT, QUERIES, KEYS
+        )
         sum_k, sum_v = tl.zeros([KEYS, WIDTH], tl.float32), tl.zeros([KEYS, WIDTH], tl.float32)
         for member in range(GROUP):
             q_head = head * GROUP + member
@@ -132,8 +127,8 @@ def _keys_and_values(
             if CAUSAL and not SHORT:
                 sum_k, sum_rest, sum_v = _add_queries(
                     sum_k, sum_rest, sum_v, k_block, k_rest, v_block, q_at, dout_at, log2_lse + term, delta + term,
-                    stride_q[2], stride_dout[2], first, tl.minimum(inner, end), key, queries, keys, diagonal, window,
-                    scale, cap_scale, True, CAUSAL, WINDOWED, CAPPED, EVEN, QUERIES, WIDTH, REST,
+                    stride_q[2], stride_dout[2], first, inner, key, queries, keys, diagonal, window, scale, cap_scale,
+                    True, CAUSAL, WINDOWED, CAPPED, EVEN, QUERIES, WIDTH, REST,
                 )  # fmt: skip
             if not SHORT:
                 sum_k, sum_rest, sum_v = _add_queries(

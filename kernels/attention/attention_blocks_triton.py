@@ -75,6 +75,26 @@ def keys_of(
 
 
 @triton.jit
+def queries_of(
+    first_key, queries, keys, diagonal, window,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SHORT: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """As `keys_of`: the queries that see keys of a block, and those that see all of them."""
+    first, inner, outer, end = 0, 0, queries // QUERIES * QUERIES, queries
+    if CAUSAL:
+        first = tl.maximum(first_key - diagonal, 0) // QUERIES * QUERIES
+        inner = tl.maximum(tl.cdiv(first_key + KEYS - 1 - diagonal, QUERIES) * QUERIES, first)
+    if WINDOWED:
+        end = tl.minimum(queries, first_key + KEYS - diagonal + window)
+        outer = tl.minimum(outer, (first_key + 1 - diagonal + window) // QUERIES * QUERIES)
+    inner = tl.minimum(inner, end)
+    outer = tl.maximum(outer, inner)
+    if SHORT:
+        inner, outer = first, first
+    return first, inner, outer, end
+
+
+@triton.jit
 def capped(scores):
     """tanh x of `scores` 2 x log2(e)."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(scores))
