@@ -177,13 +177,13 @@ def mlp(hidden: int, width: int, piece: Piece) -> Iterator[Allocation]:
 
 
 def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False) -> Iterator[Allocation]:
-    """Mixture of experts, with as many rows as there can be: ep groups that gather tokens (GPUs) allocate them all, and
-    those that exchange tokens (CPUs) get no more."""
+    """Mixture of experts, with as many rows as there can be: ep groups that gather tokens or have slots for them (GPUs)
+    allocate them all, and those that exchange tokens (CPUs) get no more."""
     tokens, c, wide, ep = piece.tokens, piece.itemsize, piece.wide, piece.mesh.ep
     local = experts.num_experts // ep
     width = experts.intermediate_size // piece.mesh.tp
     shared = experts.shared_intermediate_size // piece.mesh.tp
-    group_tokens = ep * tokens
+    group_tokens = ep * (piece.expert_slots or tokens)
     rows = group_tokens * min(experts.top_k, local)
     copy, in_8_bits, of_shared = piece.copy(hidden), piece.casts_experts, piece.of_shared_experts
     received = (0,) if ep == 1 else piece.expert_tensors(group_tokens, hidden)

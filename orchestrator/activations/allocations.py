@@ -27,7 +27,8 @@ def wide_bytes(dtype: str) -> int:
 class Piece(NamedTuple):
     """`rows` sequences with `length` positions each on a cp rank, one of `slices` of a microbatch; `fp8` says which
     products are in 8 bits (None: none), and `gpu` names the GPU ('': the assumed one). Of row-wise parts of layers the
-    share `recompute_fraction` is recomputed, and logits go in chunks of `logit_rows` (0: all are kept)."""
+    share `recompute_fraction` is recomputed, and logits go in chunks of `logit_rows` (0: all are kept). `expert_slots`
+    are those of Plan."""
 
     rows: int
     length: int
@@ -42,6 +43,7 @@ class Piece(NamedTuple):
     gpu: str = ""
     recompute_fraction: float = 1.0
     logit_rows: int = 0
+    expert_slots: int = 0
 
     @property
     def tokens(self) -> int:
@@ -214,4 +216,5 @@ def piece_of(plan: Plan) -> Piece:
         rows, length = 1, plan.batch.capacity
     sizes = rows, length, plan.dtype, plan.device, plan.program.slices
     mask, fraction, chunk = plan.data.document_mask, plan.recompute_fraction, plan.logit_rows
-    return Piece(*sizes, plan.mesh, plan.cp_method, mask, plan.deterministic, plan.fp8, plan.gpu, fraction, chunk)
+    found = Piece(*sizes, plan.mesh, plan.cp_method, mask, plan.deterministic, plan.fp8, plan.gpu, fraction, chunk)
+    return found._replace(expert_slots=plan.expert_slots)

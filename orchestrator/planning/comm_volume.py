@@ -16,6 +16,7 @@ from pentad.orchestrator.activations.allocations import BYTES, FP8_TILE, INDEX, 
 from pentad.orchestrator.activations.attention_memory import attention_shape
 from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Op, instructions_of
 from pentad.schedules.passes.recompute import PARTS, recomputed_parts
+from pentad.schedules.spec.expert_slots import routed_share
 from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.model import Experts, ModelSpec
 from pentad.schedules.spec.plan import ParamShard, Plan, num_tiles
@@ -249,11 +250,12 @@ def _add_context_parallel(
 
 def _add_expert_parallel(found: CommVolume, hidden: int, experts: Experts, piece: Piece, phase: str) -> None:
     """Tokens are dispatched, in 8 bits where experts multiply in 8, and results combined, with choices and weights in F
-    and weights' gradients in B. On a GPU
-    every rank of a group gets all tokens; on a CPU those it has experts for, here as many as even routing gives."""
-    ep, is_gathered = piece.mesh.ep, piece.device == "cuda"
-    share = 1.0 if is_gathered else _routed_share(experts, experts.num_experts // ep)
-    tokens = round(piece.tokens * (ep - 1) * share)
+    and weights' gradients in B. All slots travel, where there are any. Otherwise, on a GPU every rank of a group gets
+    all tokens; on a CPU those it has experts for, here as many as even routing gives."""
+    ep, slots = piece.mesh.ep, piece.expert_slots
+    is_gathered = piece.device == "cuda" and not slots
+    share = 1.0 if is_gathered else routed_share(experts.num_experts, experts.top_k, experts.num_experts // ep)
+    tokens = (ep - 1) * slots if slots else round(piece.tokens * (ep - 1) * share)
     weights = experts.top_k * (piece.wide if phase == "B" else 2 * (INDEX if piece.dtype == "float64" else 4))
     kinds = ("all_gather", "reduce_scatter") if is_gathered else ("all_to_all", "all_to_all")
     if piece.casts_experts:  # values and scales
@@ -263,13 +265,5 @@ def _add_expert_parallel(found: CommVolume, hidden: int, experts: Experts, piece
         found.add("ep", kinds[0], 1, tokens * hidden * piece.itemsize)
     found.add("ep", kinds[1], 1, tokens * hidden * piece.itemsize)
     found.add("ep", kinds[phase == "B"], 1, tokens * weights)
-    if not is_gathered and phase != "B":  # how many tokens each rank sends
+    if not (is_gathered or slots) and phase != "B":  # how many tokens each rank sends
         found.add("ep", "all_to_all", 1, (ep - 1) * INDEX)
-
-
-def _routed_share(experts: Experts, local: int) -> float:
-    """The share of tokens that at least one of `local` experts gets, with even routing."""
-    none = 1.0
-    for drawn in range(experts.top_k):
-        none *= max(0, experts.num_experts - local - drawn) / (experts.num_experts - drawn)
-    return 1 - none

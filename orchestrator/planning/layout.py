@@ -22,6 +22,7 @@ from pentad.schedules.search.auto import AUTO, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
+from pentad.schedules.spec.expert_slots import expert_slots, routed_share
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import Plan, layers_of_sizes, num_units, split_layers, split_layers_by_cost
@@ -150,7 +151,27 @@ def first_piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None
     sizes = batch.micro_batch_size, length, compute_dtype(config, device), device, slices
     gpu, fraction = gpu_of(config.cluster) if device == "cuda" else "", row_fraction(config)
     found = Piece(*sizes, mesh, config.mesh.cp_method, fp8=fp8, gpu=gpu, recompute_fraction=fraction)
-    return found._replace(logit_rows=logit_rows(config, mesh, found.dtype))
+    slots = slots_for(config, mesh, device, found.tokens)
+    return found._replace(logit_rows=logit_rows(config, mesh, found.dtype), expert_slots=slots)
+
+
+def slots_for(config: RunConfig, mesh: Mesh, device: str, tokens: int) -> int:
+    """The `expert_slots` of a mesh's ranks with so many tokens. By default CPUs have none, nor runs whose steps cannot
+    be run again with more. Raises PentadError for slots in such a run."""
+    capacity, experts = config.mesh.ep_capacity, config.model.experts
+    reasons = {
+        "schedule.post_validation = true, where steps change weights before the norm is known": (
+            config.schedule.post_validation
+        ),
+        "data.balance = dynamic, where ranks have unlike numbers of tokens": config.data.balance == "dynamic",
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if capacity and found:
+        raise PentadError(f"mesh.ep_capacity is {capacity:g}: expected 0 or null with {found[0]}")
+    if experts is None or mesh.ep == 1 or (capacity is None and (device == "cpu" or found)):
+        return 0
+    share = routed_share(experts.num_experts, experts.top_k, experts.num_experts // mesh.ep)
+    return expert_slots(share, tokens, capacity)
 
 
 def logit_rows(config: RunConfig, mesh: Mesh, dtype: str) -> int:

@@ -27,6 +27,7 @@ from pentad.orchestrator.planning.layout import (
     logit_rows,
     require_groups,
     row_fraction,
+    slots_for,
     split,
 )
 from pentad.orchestrator.planning.memory_tiers import choose_tiers
@@ -123,6 +124,7 @@ def _with_graphs(wanted: bool | None, plan: Plan, costs: Costs, room: DeviceMemo
         "data.document_mask, since every step has other documents": plan.data.document_mask,
         "data.balance = dynamic, since every step has other groups": plan.batch.capacity > 0,
         f"mesh.{' and mesh.'.join(by_nccl)} over NCCL": bool(by_nccl),
+        "mesh.ep_capacity, since slots may grow": plan.expert_slots > 0,
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if wanted and found:
@@ -233,6 +235,7 @@ def draft(
 ) -> Plan:
     """A plan with a given program."""
     batch, rates = batch_spec(config), rates_for(config.cluster, device)
+    slice_tokens = batch.micro_batch_size * batch.sequence_length // program.slices // config.mesh.cp
     plan = Plan(
         name=config.run.name,
         mesh=config.mesh.mesh,
@@ -251,6 +254,7 @@ def draft(
         zero=zero,
         bf16_reduce=config.precision.bf16_reduce,
         cp_method=config.mesh.cp_method,
+        expert_slots=slots_for(config, config.mesh.mesh, device, slice_tokens),
         spikes=config.spikes.spec,
         replicate_every=config.elastic.replicate_every,
         notice=config.elastic.notice,

@@ -16,7 +16,7 @@ from pentad.orchestrator.activations.allocations import BYTES, Piece
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.cost_model import Kind, end_seconds, guess_costs, kind_of, transfer_seconds
 from pentad.orchestrator.planning.hardware import gpu_of, is_on_host, launched, rates_for
-from pentad.orchestrator.planning.layout import logit_rows, split, units_of
+from pentad.orchestrator.planning.layout import logit_rows, slots_for, split, units_of
 from pentad.orchestrator.planning.numerics import fp8_spec
 from pentad.orchestrator.planning.parameter_collectives import (
     gather_seconds,
@@ -114,7 +114,8 @@ class Work:
         check_divisibility(self.model, mesh, length, rows, slices, method)
         sizes = rows, length // slices // mesh.cp
         found = Piece(*sizes, self.dtype, "cuda", slices, mesh, method, fp8=self.fp8, gpu=self.gpu)
-        return found._replace(logit_rows=logit_rows(self.config, mesh, self.dtype))
+        slots = slots_for(self.config, mesh, "cuda", found.tokens)
+        return found._replace(logit_rows=logit_rows(self.config, mesh, self.dtype), expert_slots=slots)
 
     def layout(self, mesh: Mesh, microbatches: int, order: Order, unit_layers: int | None, *, by_layer: bool) -> Layout:
         """Raises PentadError for sizes that do not divide."""

@@ -64,7 +64,9 @@ class Plan:
     1910.02054): from 1 on the holders of a stage shard its master weights and optimizer state, from 2 on its gradients,
     with 3 its compute weights. With `bf16_reduce` gradients are reduced in bfloat16, with sums in float32
     (workers/transport/bf16_reduction.py).
-    `cp_method` is how context ranks attend to each other's tokens. Tensor ranks share a node unless `tp_across_nodes`.
+    `cp_method` is how context ranks attend to each other's tokens. Expert ranks send each other tokens through slots
+    for so many of a piece, `expert_slots` (schedules/spec/expert_slots.py); with 0 on GPUs each gets all tokens, and on
+    CPUs the host waits for their numbers. Tensor ranks share a node unless `tp_across_nodes`.
     Steps that are `spikes` change no weight (None: only those with a norm that is not finite). With `lora` the model is
     frozen, and its adapters are the parameters. `fp8` says which products are in 8 bits (None: none).
     `gpu` names the GPU whose figures the plan is made with ('': unknown), and `rates` are those of its costs (None:
@@ -97,6 +99,7 @@ class Plan:
     zero: int = 0
     bf16_reduce: bool = False
     cp_method: CpMethod = "ring"
+    expert_slots: int = 0
     tp_across_nodes: bool = False
     eval: EvalSpec | None = None
     spikes: SpikeSpec | None = None

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from pentad.orchestrator.cluster.worker import StaleGeneration
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.runtime.abort import Aborted
+from pentad.workers.abort import Aborted
 
 DRIVER_NODE = "node0"
 RPC_SECONDS = 0.001

@@ -30,13 +30,13 @@ from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.workers.abort import Aborted, Fence
 from pentad.workers.checkpoint.checkpoint import Unreadable
 from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.checkpoint.location import location
 from pentad.workers.lanes.progress_file import Progress
 from pentad.workers.replication.parts import CopyKey, CopyPart, HostCopies
 from pentad.workers.replication.source import CopySource
-from pentad.workers.runtime.abort import Aborted, Fence
 from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult, WrittenShards
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from pentad.orchestrator.cluster.worker import Worker
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.recovery import fence, newest_checkpoint, regroup
 from pentad.orchestrator.run import driver, step_loop
+from pentad.workers.abort import Fence
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.checksums import CheckedFile, Damaged
-from pentad.workers.runtime.abort import Fence
 
 Patch = pytest.MonkeyPatch
 SEEDS = range(300)

@@ -23,7 +23,7 @@ from worker_processes import (
 
 from pentad.schedules.spec.mesh import hosts_of_size
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.workers.runtime.abort import Aborted
+from pentad.workers.abort import Aborted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120 * RANKS_A_GPU), two_gpus]
 STEPS = 24

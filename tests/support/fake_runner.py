@@ -28,13 +28,13 @@ from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.simulate.simulate import simulate
 from pentad.schedules.simulate.timeline import Span
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.abort import Aborted
 from pentad.workers.checkpoint.atomic_io import write_file
 from pentad.workers.checkpoint.checkpoint import open_checkpoint
 from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.manifest import Shard
 from pentad.workers.lanes.progress_file import ProgressFile
-from pentad.workers.runtime.abort import Aborted
 from pentad.workers.runtime.results import EvalResult, Evaluation, LossSum, RankSnapshot, StepResult, WrittenShards
 
 

@@ -24,7 +24,7 @@ from pool import process_context, send
 
 from pentad.orchestrator.run.measure import mean_loss
 from pentad.schedules.spec.plan import Plan
-from pentad.workers.runtime.abort import Aborted
+from pentad.workers.abort import Aborted
 
 TIMEOUT = 60.0 * RANKS_A_GPU  # seconds; the first step of a run compiles kernels
 NUM_CALLS = 4  # number of calls over which `check_recovery` divides its steps

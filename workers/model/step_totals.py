@@ -9,20 +9,21 @@ import torch
 
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.model.base_stage import BaseStage
+from pentad.workers.parallel.expert_parallel import ExpertSlots
 from pentad.workers.params import optimizer
 
 
 class StepTotals:
     """What ranks add up at the end of a step, in float64: squared gradient norms by shard; squared log-sum-exps by
-    rank; losses by replica, microbatch, sequence and cp rank; target tokens by source of the data and digests of
-    samples, which `begin` sets for a step.
+    rank; losses by replica, microbatch, sequence and cp rank; how often tokens found no slot to their experts; target
+    tokens by source of the data and digests of samples, which `begin` sets for a step.
 
     Every entry has one contributor, or whole numbers of many, so sums are exact in any order; but with data-aware
     groups, documents of one row are on several ranks. All ranks get the losses:
     those of a committed step survive the rank that computed them.
     """
 
-    def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage]) -> None:
+    def __init__(self, plan: Plan, rank: int, stages: dict[int, BaseStage], slots: ExpertSlots | None) -> None:
         self.plan, self.stages, self.at, self.rank = plan, stages, plan.mesh.coordinates(rank), rank
         *first, self.num_squares = accumulate(map(plan.num_zero_shards, plan.param_shards), initial=0)
         self.first_square = dict(zip(plan.param_shards, first, strict=True))
@@ -31,8 +32,9 @@ class StepTotals:
         self.counts = plan.owner(ParamShard(plan.program.stages - 1)) == rank
         self.lse_shape = (batch.replicas, plan.mesh.cp, plan.mesh.pp, 2)
         self.first_loss = self.num_squares + math.prod(self.lse_shape)
-        self.num_losses = math.prod(self.loss_shape)
-        size = self.first_loss + self.num_losses + self.num_sources + 1
+        self.num_losses, self.slots = math.prod(self.loss_shape), slots
+        self.lacking = self.first_loss + self.num_losses
+        size = self.lacking + 1 + self.num_sources + 1
         self.values = torch.zeros(size, dtype=torch.float64, device=next(iter(stages.values())).device)
         self.own_counts = self.values[-self.num_sources - 1 :].clone()
 
@@ -61,6 +63,8 @@ class StepTotals:
                     losses += sums.view(losses.shape)
                 else:
                     losses[replica] += sums
+        if self.slots is not None:
+            self.values[self.lacking] = self.slots.lacking
         first = 0 if self.counts else self.num_sources
         self._counts(self.values)[first:].copy_(self.own_counts[first:])
         return self.values
@@ -68,6 +72,10 @@ class StepTotals:
     def norm(self, totals: torch.Tensor) -> torch.Tensor:
         """The global gradient norm, a scalar."""
         return totals[: self.num_squares].sum().sqrt()
+
+    def has_room(self, totals: torch.Tensor) -> torch.Tensor:
+        """A bool scalar: whether all tokens have reached their experts."""
+        return totals[self.lacking] == 0
 
     def losses(self, totals: torch.Tensor) -> torch.Tensor:
         """[global_batch_size + sources + 1], as in CommittedStep."""

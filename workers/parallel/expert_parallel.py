@@ -3,11 +3,12 @@
 Experts are cut into contiguous blocks of equal size, a block a rank. `dispatch` sends rows [T, ...] of this rank's
 tokens to every rank that has an expert for them and returns the rows [T', ...] received; `combine` sends partial
 results [T', ...] back and returns their sums [T, ...]. Each is the transpose of the other, so the backward pass uses
-the same two.
+the same two. Rows of no token, in slots that are not used, are of no expert.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,17 +17,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.kernels.moe.moe_permute import sum_rows
+from pentad.schedules.spec.expert_slots import GROWTH
 from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task, ready
 from pentad.workers.parallel.row_exchange import RowGroup
+from pentad.workers.rank_waits import rank_waits
 
 DispatchMode = Literal["all_to_all", "all_gather"]
 
 
+class ExpertSlots:
+    """Room for the `tokens` that a rank sends to another at once. Where it has more for one, they are left out, and
+    `lacking`, a float64 scalar on the device, counts that: the step must not count, and is run again with more room."""
+
+    def __init__(self, tokens: int, device: str) -> None:
+        self.tokens, self.lacking = tokens, torch.zeros((), dtype=torch.float64, device=device)
+
+    def sufficed(self, world: dist.ProcessGroup | None, check: Callable[[], None]) -> bool:
+        """Whether all tokens of all ranks have found a slot. Waits for them, and then calls `check`."""
+        total = self.lacking.clone()
+        if world is not None:
+            with rank_waits.abandonable():
+                dist.all_reduce(total, group=world)
+        check()
+        return not total.item()
+
+    def grow(self, tokens: int) -> None:
+        """More room, at most for all of a rank's `tokens`. Between steps, on all ranks alike."""
+        self.tokens = min(tokens, GROWTH * self.tokens)
+        self.lacking.zero_()
+
+
 @dataclass(frozen=True)
 class ExpertParallelGroup(RowGroup):
-    """The ep group of a rank."""
+    """The ep group of a rank. With `slots` tokens travel through these, otherwise by `mode`."""
 
     mode: DispatchMode = "all_to_all"
+    slots: ExpertSlots | None = None
 
 
 class LocalDispatcher(NamedTuple):
@@ -92,7 +118,26 @@ class AllToAllDispatcher(NamedTuple):
         return AsyncResult((LayerWork(work, self.group),), lambda: sum_rows(returned, self.positions), x)
 
 
-Dispatcher = LocalDispatcher | AllGatherDispatcher | UnevenGatherDispatcher | AllToAllDispatcher
+class SlotDispatcher(NamedTuple):
+    """A token is sent once to each rank that has experts for it, in one of so many slots for each rank that the host
+    never waits for the routing."""
+
+    group: RowGroup
+    tokens: Tensor  # [ep, slots] int64, the token in each slot, -1 for none
+    positions: Tensor  # [T, ep] int64, the slot of a token for a rank, -1 for none
+
+    def dispatch(self, x: Tensor) -> AsyncResult[Tensor]:
+        rows = x[self.tokens.clamp(min=0)]
+        if not x.is_floating_point():  # numbers of experts
+            rows.masked_fill_((self.tokens < 0).unsqueeze(2), -1)
+        return self.group.all_to_all(rows).then(lambda received: received.flatten(0, 1))
+
+    def combine(self, x: Tensor) -> AsyncResult[Tensor]:
+        returned = self.group.all_to_all(x.view(*self.tokens.shape, *x.shape[1:]))
+        return returned.then(lambda rows: sum_rows(rows.flatten(0, 1), self.positions))
+
+
+Dispatcher = LocalDispatcher | AllGatherDispatcher | UnevenGatherDispatcher | AllToAllDispatcher | SlotDispatcher
 
 
 def make_dispatcher(
@@ -103,10 +148,12 @@ def make_dispatcher(
     group = ep.group
     if group is None:
         return LocalDispatcher()
-    if ep.mode == "all_gather":
+    if ep.slots is None and ep.mode == "all_gather":
         return UnevenGatherDispatcher(group, held, ep.rank) if held else AllGatherDispatcher(ep)
     visits = torch.zeros(experts.shape[0], group.size(), dtype=torch.bool, device=experts.device)
     visits.scatter_(1, experts // num_local, True)
+    if ep.slots is not None:
+        return _in_slots(visits, ep, ep.slots)
     sent = visits.sum(0)
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received, sent, group=group, async_op=True)
@@ -117,6 +164,18 @@ def make_dispatcher(
     tokens = by_rank.nonzero()[:, 1]
     yield from in_flight
     return AllToAllDispatcher(group, tokens, positions, sent.tolist(), received.tolist())
+
+
+def _in_slots(visits: Tensor, ep: ExpertParallelGroup, slots: ExpertSlots) -> SlotDispatcher:
+    """The dispatcher for tokens that visit ranks as `visits` [T, ep] says; those that find no slot are left out."""
+    numbers, room = visits.cumsum(0) - 1, slots.tokens
+    slots.lacking += (numbers[-1] >= room).any()
+    first = torch.arange(ep.size, device=visits.device) * room
+    positions = torch.where(visits & (numbers < room), numbers + first, -1)
+    tokens = torch.full((ep.size * room + 1,), -1, device=visits.device)  # the last one for those without a slot
+    each = torch.arange(len(visits), device=visits.device).unsqueeze(1).expand_as(visits)
+    tokens.scatter_(0, torch.where(positions < 0, ep.size * room, positions).flatten(), each.flatten())
+    return SlotDispatcher(ep, tokens[:-1].view(ep.size, room), positions)
 
 
 def pack_routing(experts: Tensor, weights: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from pentad.schedules.ir.instruction import RECEIVES, SENDS, Instruction, Op, in
 from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.parallel.context_parallel import ContextParallelGroup
-from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
+from pentad.workers.parallel.expert_parallel import ExpertParallelGroup, ExpertSlots
 from pentad.workers.parallel.point_to_point import batching
 from pentad.workers.parallel.row_exchange import Rows
 from pentad.workers.parallel.tensor_parallel import TensorParallelGroup
@@ -233,6 +233,7 @@ def _layer_groups(plan: Plan, rank: int) -> LayerGroups:
             mesh.ep,
             at.ep,
             mode="all_gather" if plan.device == "cuda" else "all_to_all",
+            slots=ExpertSlots(plan.expert_slots, plan.device) if plan.expert_slots else None,
         ),
         _connected_pairs(along("dp", "ep", "cp"), plan) if plan.batch.capacity else None,
     )

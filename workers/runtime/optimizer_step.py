@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,10 +37,10 @@ class CommittedStep(NamedTuple):
 
     `losses` [global_batch_size + sources + 1] are sums over the target tokens of each sequence, 0 for the microbatches
     that a replica lacks in a smaller batch, then the target tokens by source of the data, and the digests of the
-    samples, added up over ranks; `squared_lse` [2] are the sums
-    of squared log-sum-exps for z-losses, of the model's logits and of those of all routers. `norm` is the global
-    gradient norm before clipping, a scalar; `taken` is the same, or nan if the update was skipped. All are float64 on
-    the host, valid once the step has ended.
+    samples, added up over ranks; `squared_lse` [2] are the sums of squared log-sum-exps for z-losses, of the model's
+    logits and of those of all routers. `norm` is the global gradient norm before clipping, a scalar; `taken` is the
+    same, or nan if the update was skipped. All are float64 on the host, valid once the step has ended. A step without
+    `has_room`, a bool scalar, does not count: tokens found no slot to their experts, and nothing has changed.
     """
 
     step: int
@@ -47,6 +48,7 @@ class CommittedStep(NamedTuple):
     norm: torch.Tensor
     taken: torch.Tensor
     squared_lse: torch.Tensor
+    has_room: torch.Tensor
 
 
 class LocalUpdate(NamedTuple):
@@ -58,13 +60,15 @@ class LocalUpdate(NamedTuple):
 
 
 class GlobalNorm(NamedTuple):
-    """The result of NORM: `accepted` is a bool scalar, false after an abort; `norm` is nan then."""
+    """The result of NORM: `accepted` is a bool scalar, false after an abort and without `has_room`; `norm` is nan
+    then."""
 
     step: int
     accepted: torch.Tensor
     norm: torch.Tensor
     losses: torch.Tensor
     squared_lse: torch.Tensor
+    has_room: torch.Tensor
 
 
 class _StepBase:
@@ -83,7 +87,8 @@ class _StepBase:
         snapshots: Sequence[Snapshots],
         cancelled: torch.Tensor,
     ) -> None:
-        self.plan, self.stages, self.spikes, self.totals = plan, stages, spikes, StepTotals(plan, groups.rank, stages)
+        self.plan, self.stages, self.spikes = plan, stages, spikes
+        self.totals = StepTotals(plan, groups.rank, stages, groups.layers.ep.slots)
         self.snapshots, self.cancelled, self.world = snapshots, cancelled, groups.world
         self.device = self.totals.values.device
         self.version = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -212,8 +217,11 @@ class BarrierStep(_StepBase):
         cancelled = self._cancelled()
         self.update = LocalUpdate(step, cancelled == 0)
         accepted = self._meet(cancelled, check, None if self.muon else totals)
+        has_room = self.totals.has_room(totals)
+        accepted = accepted & has_room
         norm = torch.where(accepted, self.totals.norm(totals), torch.nan)
-        self.global_norm = GlobalNorm(step, accepted, norm, self.totals.losses(totals), self.totals.squared_lse(totals))
+        sums = self.totals.losses(totals), self.totals.squared_lse(totals)
+        self.global_norm = GlobalNorm(step, accepted, norm, *sums, has_room)
 
     def _fill(self) -> torch.Tensor:
         self.tied.reduce()
@@ -227,15 +235,16 @@ class BarrierStep(_StepBase):
     def commit(self, step: int, norm: float, losses: Sequence[float]) -> None:
         """Commits the step that lacked only its norm; another rank received that, and the losses, before the abort."""
         accepted = torch.ones((), dtype=torch.bool, device=self.device)
-        values = [torch.tensor(each, dtype=torch.float64, device=self.device) for each in (norm, losses, (0.0, 0.0))]
-        self._commit(GlobalNorm(step, accepted, *values))
+        of = partial(torch.tensor, dtype=torch.float64, device=self.device)
+        self._commit(GlobalNorm(step, accepted, of(norm), of(losses), of((0.0, 0.0)), accepted))
 
     def _commit(self, result: GlobalNorm) -> None:
         with state_update(self.snapshots, result.step + 1):
             taken = self._update(result)
         losses, norm = _to_host(result.losses), _to_host(result.norm)
         taken = norm if self.spikes is None else _to_host(taken)
-        self.committed.append(CommittedStep(result.step, losses, norm, taken, _to_host(result.squared_lse)))
+        rest = _to_host(result.squared_lse), _to_host(result.has_room)
+        self.committed.append(CommittedStep(result.step, losses, norm, taken, *rest))
 
     def _update(self, result: GlobalNorm) -> torch.Tensor:
         """Changes the state; returns the norm, or nan if the step is skipped."""
@@ -348,7 +357,8 @@ class PostValidatedStep(_StepBase):
         with state_update(self.snapshots, step + 1):
             taken, unscaled = self._update(step, norm, losses, accepted)
         self.norm, self.unvalidated = norm, None
-        self.committed.append(CommittedStep(step, losses, norm, taken, squared_lse))
+        has_room = torch.ones((), dtype=torch.bool)  # a plan has no slots with post-validation
+        self.committed.append(CommittedStep(step, losses, norm, taken, squared_lse, has_room))
         return unscaled
 
     def _update(

@@ -21,9 +21,11 @@ from pentad.workers.custom.stage import CustomStage
 from pentad.workers.data.batch_loader import BatchLoader
 from pentad.workers.data.sources import open_dataset, open_eval_data
 from pentad.workers.evaluation.eval_loader import EvalLoader
+from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.host_memory import HostMemory, Reservation
+from pentad.workers.lanes.progress_file import ProgressFile
 from pentad.workers.lanes.step_graphs import CudaGraphMemory, StepGraphs
-from pentad.workers.lanes.streams import CudaStreams, HostStreams, Lanes, stream_of
+from pentad.workers.lanes.streams import Check, CudaStreams, HostStreams, Lanes, stream_of
 from pentad.workers.linear.amax_history import AmaxHistory
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.model.stage import Stage
@@ -33,6 +35,8 @@ from pentad.workers.params.param_buffers import WeightBuffer, make_param_buffers
 from pentad.workers.params.parameters import DTYPES, Parameters
 from pentad.workers.params.spike_filter import SpikeFilter
 from pentad.workers.replication.replicator import Replicator
+from pentad.workers.runtime.activation_offload import ActivationOffload
+from pentad.workers.runtime.executor import Executor
 from pentad.workers.runtime.optimizer_step import BarrierStep, OptimizerStep, PostValidatedStep
 from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport import p2p_ipc, peer_collectives, peer_rows
@@ -204,3 +208,23 @@ def make_optimizer_step(
     store = join_store(address, mesh.size, timeout_seconds)
     reducer = NormReducer(store, pipeline, mesh.coordinates(groups.rank).pp, len(first_ranks), mesh.pp, cancelled)
     return PostValidatedStep(plan, groups, stages, spikes, snapshots, cancelled, reducer)
+
+
+def make_executor(
+    plan: Plan,
+    groups: ProcessGroups,
+    stages: dict[int, BaseStage],
+    shards: ZeroShards,
+    progress: ProgressFile,
+    end: OptimizerStep,
+    check: Check,
+    store: dist.TCPStore,
+    device: torch.device,
+    flags: StreamFlags | None,
+) -> Executor:
+    """What runs the programs of a rank that is connected to the others through the store."""
+    lanes, transport = make_lanes(plan, groups.rank, device), make_transport(plan, groups, store, device, flags)
+    collectives = make_collectives(plan, groups, store, shards, flags)
+    losses = LossTotals(plan, groups.rank, stages, groups.world)
+    given = stages, groups, transport, lanes, progress, end, losses, shards, collectives
+    return Executor(*given, ActivationOffload.of(plan, groups.rank, lanes, device), check, make_graphs(plan))

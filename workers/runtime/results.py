@@ -35,8 +35,9 @@ class StepResult:
     that was compared with the compute dtype. On a CPU `layer_waits` are the seconds, by op and stage, that the host
     waited for communication inside layers, and `starved` those that it was ready to run while other processes had the
     cores (HOST: between instructions). `expert_load` has, by layer and in some steps, the visits of this rank's
-    tokens to each expert (see LOAD_EVERY); of tensor ranks the first has them. `profile` is that of a step in the
-    plan's `profile_steps`.
+    tokens to each expert (see LOAD_EVERY); of tensor ranks the first has them. `expert_slots` is the room for tokens
+    that it had for each other expert rank (0: without slots). `profile` is that of a step in the plan's
+    `profile_steps`.
     """
 
     step: int
@@ -59,6 +60,7 @@ class StepResult:
     layer_waits: tuple[tuple[str, int, float], ...] = ()
     starved: tuple[tuple[str, int, float], ...] = ()
     expert_load: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    expert_slots: int = 0
     profile: RankProfile | None = None
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,28 +15,25 @@ import torch.distributed as dist
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import batch_of
 from pentad.schedules.spec.plan import ParamShard, Plan
+from pentad.workers.abort import AbandonableThread, Fence, SocketRegistry, abandonable
 from pentad.workers.checkpoint.checkpoint import Checkpoint, open_checked
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.checkpoint.snapshot import Snapshots
-from pentad.workers.data.samples import DIGEST_BITS
-from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.host_memory import HostMemory, Reservation, in_background, reserved
 from pentad.workers.integrity.rank_check import check_rank
 from pentad.workers.integrity.result import RankCheck
-from pentad.workers.lanes.gpu_timer import StepTimes, spans_of
+from pentad.workers.lanes.gpu_timer import spans_of
 from pentad.workers.lanes.progress_file import Progress, ProgressFile
 from pentad.workers.lanes.streams import CudaStreams
+from pentad.workers.parallel.expert_parallel import ExpertSlots
 from pentad.workers.parallel.process_groups import abort_nccl, connect, destroy_groups, join_store, start_store
 from pentad.workers.replication.parts import CopyKey, HostCopies
 from pentad.workers.replication.replicator import Replicator, SentPart
 from pentad.workers.replication.source import CopySource, checkpoint_in_memory
 from pentad.workers.runtime import rank_setup
-from pentad.workers.runtime.abort import AbandonableThread, Fence, SocketRegistry, abandonable
-from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.executor import Executor
 from pentad.workers.runtime.gpu_position import GpuPosition
-from pentad.workers.runtime.optimizer_step import CommittedStep
 from pentad.workers.runtime.rank_program import RankProgram
 from pentad.workers.runtime.rank_state import RankState
 from pentad.workers.runtime.results import (
@@ -45,10 +43,10 @@ from pentad.workers.runtime.results import (
     StepResult,
     WrittenShards,
     longest_instruction,
-    sums_by_source,
 )
 from pentad.workers.runtime.state_transfer import hand_over, read_shared
 from pentad.workers.runtime.step_profiler import StepProfiler
+from pentad.workers.runtime.step_result import step_result
 from pentad.workers.runtime.zero import ZeroShards
 
 CALLS_KEPT = 4  # recent calls whose results the driver may ask for again
@@ -95,6 +93,7 @@ class Runner:
         calls = (*previous.recent_calls, previous.unreported) if previous else ()
         self.recent_calls: deque[list[StepResult]] = deque(calls, maxlen=CALLS_KEPT)
         self.unreported: list[StepResult] = []  # of complete steps, for the next `run` to return
+        self.lacking: int | None = None  # the first step that does not count, as tokens found no slot to their experts
         self.evaluations: deque[Evaluation] = deque(previous.evaluations if previous else (), maxlen=CALLS_KEPT)
         self.gpu_position = GpuPosition()
         earlier = previous.reservation if previous else None
@@ -132,13 +131,8 @@ class Runner:
                 each.version = self.state.version
             if self.sockets is not None:
                 self.sockets.exchange(store, rank, size)
-            lanes = rank_setup.make_lanes(plan, rank, self.device)
-            transport = rank_setup.make_transport(plan, groups, store, self.device, flags)
-            collectives = rank_setup.make_collectives(plan, groups, store, self.shards, flags)
-            losses, check = LossTotals(plan, rank, self.stages, groups.world), self.fence_flag.check
-            activations = ActivationOffload.of(plan, rank, lanes, self.device)
-            given = self.stages, groups, transport, lanes, self.progress, end, losses, self.shards, collectives
-            self.executor = Executor(*given, activations, check, rank_setup.make_graphs(plan))
+            given = plan, groups, self.stages, self.shards, self.progress, end, self.fence_flag.check
+            self.executor = rank_setup.make_executor(*given, store, self.device, flags)
 
     @abandonable
     def restore(self, folder: str | None, step: int = 0, optimizer: bool = True) -> PentadError | None:
@@ -175,20 +169,21 @@ class Runner:
         """Runs `count` steps and returns the results of all steps completed since the last call.
 
         `more`: another call follows, possibly of no steps. The newest step then stays open: nothing waits for its end
-        or its norm, and a later call returns its result. `skipped_batches` are left out (see `batch_of`). Raises
-        Aborted if the generation ends.
+        or its norm, and a later call returns its result; but not if tokens travel in slots, of which there may have
+        been too few: it is then run again with more. `skipped_batches` are left out (see `batch_of`). Raises Aborted
+        if the generation ends.
         """
         assert self.state.version >= 0, "restore or receive comes first"
         self._reserve()
         with self.fence_flag.guard():
-            for step in range(first_step, first_step + count):
-                began = time.monotonic()
-                batch = self.load_batch(batch_of(step, skipped_batches), self.fence_flag.check)
-                self.data_wait_seconds[step] = time.monotonic() - began
-                self.profiler.run(self._connected, self.programs[batch.program], step, batch)
-            if more:
+            self._issue(range(first_step, first_step + count), skipped_batches)
+            if more and self._slots is None:
                 self._collect_results(num_open=1)
             else:
+                self._finish_step()
+            while (lacking := self.lacking) is not None:
+                self._grow_slots()
+                self._issue(range(lacking, first_step + count), skipped_batches)
                 self._finish_step()
             results, self.unreported = self.unreported, []
             self.recent_calls.append(results)
@@ -202,11 +197,15 @@ class Runner:
         assert loader is not None and self.plan.eval is not None
         with self.fence_flag.guard():
             assert not executor.lanes.has_unread_steps
-            executor.losses.clear()
-            for number, at in enumerate(loader.rounds):
-                executor.evaluate(self.programs[-1], step, number, at.data_set, loader(at))
-            executor.lanes.finish(self.fence_flag.check)
-            times = executor.lanes.read_times(self.fence_flag.check)
+            while True:
+                executor.losses.clear()
+                for number, at in enumerate(loader.rounds):
+                    executor.evaluate(self.programs[-1], step, number, at.data_set, loader(at))
+                executor.lanes.finish(self.fence_flag.check)
+                times = executor.lanes.read_times(self.fence_flag.check)
+                if self._slots is None or self._slots.sufficed(executor.groups.world, self.fence_flag.check):
+                    break
+                self._grow_slots()
             self.progress.write(step, -1, self.programs[-1].number)
             found = zip(self.plan.eval.data_sets, executor.losses.read(), loader.counts, strict=True)
             results = tuple(EvalResult(each.name, *sums, count) for each, sums, count in found)
@@ -354,6 +353,23 @@ class Runner:
         with self.fence_flag.guard():
             self._finish_step()
 
+    @property
+    def _slots(self) -> ExpertSlots | None:
+        return self._connected.groups.layers.ep.slots
+
+    def _issue(self, steps: Iterable[int], skipped_batches: Sequence[tuple[int, int]]) -> None:
+        for step in steps:
+            began = time.monotonic()
+            batch = self.load_batch(batch_of(step, skipped_batches), self.fence_flag.check)
+            self.data_wait_seconds[step] = time.monotonic() - began
+            self.profiler.run(self._connected, self.programs[batch.program], step, batch)
+
+    def _grow_slots(self) -> None:
+        """After tokens have found no slot to their experts: on all ranks alike."""
+        assert self._slots is not None
+        self._slots.grow(self.plan.slice_tokens)
+        self.lacking = None
+
     def _finish_step(self) -> None:
         """Completes the open step: validates it and waits for everything in flight."""
         executor = self._connected
@@ -365,32 +381,13 @@ class Runner:
         """Waits for all steps except the newest `num_open` and adds their results to the unreported ones."""
         committed = self._connected.optimizer_step.committed
         times = self._connected.lanes.read_times(self.fence_flag.check, num_open)
-        self.unreported += [self._result(*each) for each in zip(committed, times, strict=False)]
+        for each, its_times in zip(committed, times, strict=False):
+            if self.lacking is None and not each.has_room:
+                self.lacking = each.step
+            waited = self.data_wait_seconds.pop(each.step, 0.0)
+            result = step_result(self._connected, self.plan, self.rank, each, its_times, waited)
+            result = replace(result, profile=self.profiler.take(each.step))
+            if self.lacking is None:
+                self.newest_losses = each.step, tuple(each.losses.tolist())
+                self.unreported.append(result)
         del committed[: len(times)]
-
-    def _result(self, committed: CommittedStep, times: StepTimes) -> StepResult:
-        batch, self.newest_losses = self.plan.batch, (committed.step, tuple(committed.losses.tolist()))
-        issued = self._connected.issued.pop(committed.step)
-        largest = committed.losses[: batch.global_batch_size].view(batch.replicas, batch.microbatches, -1)
-        losses = issued.by_row(largest[:, : issued.program.microbatches].flatten())
-        return StepResult(
-            step=committed.step,
-            program=issued.program.number,
-            losses=dict(enumerate(losses.view(-1, batch.micro_batch_size).sum(1).tolist())),
-            sources=sums_by_source(losses.numpy(), issued.row_sources, committed.losses[batch.global_batch_size : -1]),
-            samples=int(committed.losses[-1]) % 2**DIGEST_BITS,
-            fp8=tuple(each for stage in self._connected.fp8_samples.pop(committed.step, ()) for each in stage.read()),
-            fp8_gradients=self._connected.take_gradient_sums(committed.step),
-            **dict(zip(("squared_lse", "router_squared_lse"), committed.squared_lse.tolist(), strict=True)),
-            grad_norm=float(committed.norm),
-            learning_rate=self.plan.optimizer.learning_rate.at(committed.step),
-            skipped=not bool(committed.taken.isfinite()),
-            spans=spans_of(self.plan, self.rank, committed.step, times),
-            profile=self.profiler.take(committed.step),
-            **self._connected.lanes.take_waits(),
-            expert_load=self._connected.take_expert_load(committed.step),
-            data_wait_seconds=self.data_wait_seconds.pop(committed.step, 0.0),
-            host_seconds=self._connected.host_seconds.pop(committed.step, 0.0),
-            instructions=len(times),
-            peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
-        )

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pentad.workers.abort import Aborted
 from pentad.workers.data.batch_loader import MOST_AHEAD, Prefetcher
-from pentad.workers.runtime.abort import Aborted
 
 
 def nothing() -> None:

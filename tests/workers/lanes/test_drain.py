@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from pentad.orchestrator.recovery.fence import FENCE_SECONDS
+from pentad.workers.abort import Fence
 from pentad.workers.lanes import gpu_progress
 from pentad.workers.lanes.gpu_progress import GpuProgress
 from pentad.workers.lanes.streams import CudaStreams
-from pentad.workers.runtime.abort import Fence
 from pentad.workers.runtime.results import longest_instruction
 from pentad.workers.runtime.runner import Runner
 

@@ -18,7 +18,7 @@ from worker_processes import call_all, ranks_of, start_generation, start_run, un
 from pentad.schedules.spec.optimizer import SpikeSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
-from pentad.workers.runtime.abort import Aborted
+from pentad.workers.abort import Aborted
 
 pytestmark = pytest.mark.timeout(150)
 slow = pytest.mark.slow

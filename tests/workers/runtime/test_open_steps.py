@@ -12,8 +12,8 @@ from plans import SHALLOW, plan_of
 from resume import commit
 from worker_processes import call_all, losses_and_state, recover, start_run, uninterrupted
 
+from pentad.workers.abort import Aborted
 from pentad.workers.checkpoint import checkpoint, shards
-from pentad.workers.runtime.abort import Aborted
 
 pytestmark = pytest.mark.timeout(150)
 slow = pytest.mark.slow

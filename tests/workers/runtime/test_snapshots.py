@@ -22,9 +22,9 @@ from pentad.schedules.spec.lora import LoraSpec
 from pentad.schedules.spec.optimizer import SpikeSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
+from pentad.workers.abort import Aborted
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.snapshot import Snapshots
-from pentad.workers.runtime.abort import Aborted
 
 pytestmark = pytest.mark.timeout(150)
 slow = pytest.mark.slow

@@ -16,8 +16,8 @@ from plans import SHALLOW, plan_of
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.simulate.step_profile import ASYNC, INSTRUCTION, OPERATOR, ProfileEvent, unpack
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.abort import Aborted
 from pentad.workers.runtime import step_profiler
-from pentad.workers.runtime.abort import Aborted
 from pentad.workers.runtime.runner import Runner
 
 pytestmark = pytest.mark.timeout(150)

@@ -27,10 +27,10 @@ from worker_processes import WorkerProcess, call_all, check_recovery, ranks_of, 
 from pentad.orchestrator.activations.activation_memory import with_slots
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.spec.plan import Plan
+from pentad.workers import abort
+from pentad.workers.abort import AbandonableThread, Aborted, Fence, SocketRegistry, listening_ports
 from pentad.workers.checkpoint import checkpoint
 from pentad.workers.rank_waits import rank_waits
-from pentad.workers.runtime import abort
-from pentad.workers.runtime.abort import AbandonableThread, Aborted, Fence, SocketRegistry, listening_ports
 from pentad.workers.runtime.runner import Runner
 
 pytestmark = pytest.mark.timeout(150)

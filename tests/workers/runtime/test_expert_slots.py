@@ -1,0 +1,59 @@
+"""Tokens that travel to their experts in slots: law 1, and steps that are run again with more of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from bits import assert_same_runs
+from evaluations import assert_evaluates_like_one_process, with_eval
+from exactness import assert_equals_one_process
+from plans import plan_on_mesh
+from small_models import FAMILIES, MOE
+
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.schedule_spec import MemoryOptions
+
+slow = pytest.mark.slow
+FEW = 1
+MESHES = [
+    ("1f1b", {"ep": 2, "dp": 2}, {"memory_options": MemoryOptions(zero=3)}),
+    pytest.param("1f1b", {"ep": 4}, {}, marks=slow),
+    pytest.param("zb-h2", {"ep": 2, "pp": 2}, {}, marks=slow),
+    pytest.param("dualpipe", {"ep": 2, "pp": 2}, {}, marks=slow),
+    pytest.param("zb-v", {"ep": 2, "pp": 2}, {"recompute": "full"}, marks=slow),
+    pytest.param("1f1b", {"ep": 2, "tp": 2}, {"memory_options": MemoryOptions(zero=1)}, marks=slow),
+    pytest.param("gpipe", {"ep": 2, "cp": 2}, {}, marks=slow),
+]
+
+
+def plan_with(corpus: str, name: str, sizes: dict[str, int], slots: int, family: str = "", **more: object) -> Plan:
+    """`slots` of 0: for all tokens."""
+    model = replace(FAMILIES[family] if family else MOE, layers=4)
+    plan = plan_on_mesh(corpus, name, sizes, model=model, **more)
+    return replace(plan, expert_slots=slots or plan.slice_tokens)
+
+
+@pytest.mark.parametrize("slots", [FEW, pytest.param(0, marks=slow)])
+@pytest.mark.parametrize(("name", "sizes", "more"), MESHES)
+def test_slots_give_the_bits_of_one_process(fleet, corpus, name, sizes, more, slots):
+    """With too few of them, steps are run again until there are enough."""
+    plan = plan_with(corpus, name, sizes, slots, **more)
+    outcomes = assert_equals_one_process(fleet, plan)
+    ended_with = {result.expert_slots for outcome in outcomes for result in outcome.results}
+    assert max(ended_with) <= plan.slice_tokens
+    assert (min(ended_with) > FEW) if slots else ended_with == {plan.slice_tokens}
+
+
+@slow
+@pytest.mark.parametrize(("name", "sizes"), [("1f1b", {"ep": 2, "dp": 2}), ("dualpipe", {"ep": 2, "pp": 2})])
+def test_steps_that_are_run_again_change_no_bit(fleet, corpus, name, sizes):
+    """Of DeepSeek-V3's router biases, which move by the load, either."""
+    calls = [(0, 2), (2, 3)]
+    few, enough = (fleet.run(plan_with(corpus, name, sizes, slots, "deepseek-v3"), calls) for slots in (FEW, 0))
+    assert_same_runs(few, enough)
+
+
+def test_evaluations_have_room_for_all_tokens(fleet, corpus):
+    plan = plan_with(corpus, "1f1b", {"ep": 2, "pp": 2}, FEW)
+    assert_evaluates_like_one_process(fleet, with_eval(plan, 21))
