@@ -43,7 +43,7 @@ class EventBus:
         self.lasting_slow_ranks: tuple[SlowRank, ...] = ()  # those of them that elastic.slow_rank acts upon
         self.flipped_bits = ""  # what the last search that found some said
         self.gpus = dict[int, GpuState]()  # the ranks' GPUs, as last read
-        self.expert_load = ExpertLoads()
+        self.expert_load, self.expert_slots = ExpertLoads(), 0
         self.statuses = dict[int, Status]()  # of the ranks of this generation, as last heard
         self.on_first_step: Callable[[], None] = lambda: None
         plan = folder.plan
@@ -120,6 +120,7 @@ class EventBus:
         times = [row.pop("rank_times", ()) for row in rows]
         loads = [ExpertLoads(row["step"], row.pop("expert_load", {})) for row in rows]
         self.expert_load = next((each for each in reversed(loads) if each.layers), self.expert_load)
+        self._slots_grown([(row["step"], row.pop("expert_slots", 0)) for row in rows])
         profiles = [row.pop("profile", None) for row in rows]
         self.folder.rank_times.extend(times)
         rows = [self.folder.metrics(row) for row in rows]
@@ -143,6 +144,16 @@ class EventBus:
         last, pace = rows[-1], rows[-1]["tokens_per_second"]
         verdict = "; ".join(filter(None, (self.flipped_bits, self.slow_ranks)))
         self.update(step=last["step"] + 1, loss=last["loss"], tokens_per_second=pace, verdict=verdict)
+
+    def _slots_grown(self, steps: Sequence[tuple[int, int]]) -> None:
+        """Records, of (step, slots for tokens to another rank of experts), those that have become more."""
+        for step, slots in steps:
+            before = max(self.expert_slots, self.folder.plan.expert_slots)
+            if slots > before:
+                text = f"step {step} was run again: tokens found {before} slots to their experts too few, now {slots}"
+                self.record("expert slots", step=step, before=before, slots=slots)
+                self.display.note(text)
+            self.expert_slots = max(before, slots)
 
     def _profiled(self, profile: StepProfile) -> None:
         """Writes what ranks saw of a profiled step, and to the journal what came of it."""

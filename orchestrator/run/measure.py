@@ -58,7 +58,7 @@ class History:
 
     def add(self, results: Sequence[Sequence[StepResult]]) -> list[dict[str, Any]]:
         """Adds the results of a call, [rank][step]; returns the row of each step, without `total_tokens`,
-        but with its `rank_times`, `expert_load` and `profile`.
+        but with its `rank_times`, `expert_load`, `expert_slots` and `profile`.
 
         The results of lost ranks may be missing.
         """
@@ -144,6 +144,7 @@ class History:
             "data_wait_seconds": max(result.data_wait_seconds for result in step),
             "rank_times": self._rank_times(step, spans),
             "expert_load": total_load(result.expert_load for result in step),
+            "expert_slots": step[0].expert_slots,
             **self._sources(step),
             **fp8_row(sample for result in step for sample in result.fp8),
             **self._profile(step, spans),

@@ -23,6 +23,7 @@ from pentad.workers.parallel.row_exchange import RowGroup
 from pentad.workers.rank_waits import rank_waits
 
 DispatchMode = Literal["all_to_all", "all_gather"]
+ROUTING_DTYPES = torch.int32, torch.int64  # of `pack_routing`, where -1 is no expert
 
 
 class ExpertSlots:
@@ -128,7 +129,7 @@ class SlotDispatcher(NamedTuple):
 
     def dispatch(self, x: Tensor) -> AsyncResult[Tensor]:
         rows = x[self.tokens.clamp(min=0)]
-        if not x.is_floating_point():  # numbers of experts
+        if x.dtype in ROUTING_DTYPES:
             rows.masked_fill_((self.tokens < 0).unsqueeze(2), -1)
         return self.group.all_to_all(rows).then(lambda received: received.flatten(0, 1))
 
