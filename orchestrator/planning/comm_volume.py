@@ -16,10 +16,10 @@ from pentad.orchestrator.activations.allocations import BYTES, FP8_TILE, INDEX, 
 from pentad.orchestrator.activations.attention_memory import attention_shape
 from pentad.schedules.ir.instruction import REDUCTIONS, SENDS, Instruction, Op, instructions_of
 from pentad.schedules.passes.recompute import PARTS, recomputed_parts
-from pentad.schedules.spec.expert_slots import routed_share
 from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.model import Experts, ModelSpec
 from pentad.schedules.spec.plan import ParamShard, Plan, num_tiles
+from pentad.schedules.spec.row_slots import routed_share
 from pentad.schedules.spec.tensors import LayerRange
 from pentad.schedules.spec.zero_layout import first_layout
 

@@ -22,10 +22,10 @@ from pentad.schedules.search.auto import AUTO, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
-from pentad.schedules.spec.expert_slots import expert_slots, routed_share
 from pentad.schedules.spec.mesh import Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import Plan, layers_of_sizes, num_units, split_layers, split_layers_by_cost
+from pentad.schedules.spec.row_slots import expert_slots, routed_share
 from pentad.schedules.spec.tensors import LayerRange, head_in_layers
 
 UNIT_BYTES = 400 * 2**20  # of gradients: large enough for the full speed of a link, small beside a backward

@@ -45,8 +45,8 @@ class Plan:
     `program` is that of a step with a full batch, `rampup_programs` are those of the stages of `batch.rampup`, and
     `longer_programs` those of the steps with full batches that have more microbatches, as many as `batch.longer` says.
     `layers[stage]` are a stage's decoder layers, beside which stage 0 has the embedding, and the last one the final
-    norm, head and loss. `dtype` is that of compute ('bfloat16', 'float32', 'float64'); master weights,
-    gradients and optimizer state are float32, or float64 if compute is. `device` is 'cuda' or 'cpu'. `transport` is
+    norm, head and loss. `dtype` is that of compute ('bfloat16', 'float32', 'float64'); master weights, gradients and
+    optimizer state are float32, or float64 if compute is. `device` is 'cuda' or 'cpu'. `transport` is
     'gloo' on CPUs; on GPUs 'peer' (copies inside hosts, see `transport_along`) or 'nccl'. `hosts` has the host of each
     rank; empty: all are on one.
 
@@ -59,14 +59,11 @@ class Plan:
     Logits are kept from F to W, or go in chunks of `logit_rows`, and W makes them again.
     `offload[stage]` is the share of the bytes of saved activations that OFFLOAD takes; empty: all;
     `offload_slots[stage]` the bytes that one needs in host memory, and on the device for what stays of a tensor that is
-    cut. With `host_optimizer` master
-    weights and optimizer state are in host memory. `zero` is the ZeRO stage (arXiv
+    cut. With `host_optimizer` master weights and optimizer state are in host memory. `zero` is the ZeRO stage (arXiv
     1910.02054): from 1 on the holders of a stage shard its master weights and optimizer state, from 2 on its gradients,
-    with 3 its compute weights. With `bf16_reduce` gradients are reduced in bfloat16, with sums in float32
-    (workers/transport/bf16_reduction.py).
-    `cp_method` is how context ranks attend to each other's tokens. Expert ranks send each other tokens through slots
-    for so many of a piece, `expert_slots` (schedules/spec/expert_slots.py); with 0 on GPUs each gets all tokens, and on
-    CPUs the host waits for their numbers. Tensor ranks share a node unless `tp_across_nodes`.
+    with 3 its compute weights. With `bf16_reduce` gradients are reduced in bfloat16, with sums in float32. `cp_method`
+    is how context ranks attend to each other's tokens. Expert ranks send each other tokens in so many `expert_slots`;
+    with 0 a GPU gets all tokens. Tensor ranks share a node unless `tp_across_nodes`.
     Steps that are `spikes` change no weight (None: only those with a norm that is not finite). With `lora` the model is
     frozen, and its adapters are the parameters. `fp8` says which products are in 8 bits (None: none).
     `gpu` names the GPU whose figures the plan is made with ('': unknown), and `rates` are those of its costs (None:

@@ -1,6 +1,8 @@
-"""Slots in which a rank shares rows of activations with the ranks of its host that share its layers."""
+"""Slots for rows of activations: those that a rank shares with the ranks of its host, and those for experts' tokens."""
 
 from __future__ import annotations
+
+import math
 
 from pentad.schedules.spec.mesh import Axis
 from pentad.schedules.spec.model import ModelSpec
@@ -9,6 +11,10 @@ from pentad.schedules.spec.plan import ALIGNMENT, Plan
 # By axis whose ranks exchange rows inside layers: two exchanges in flight, and the next. One where sequences are long:
 # attention takes far longer than an exchange.
 ROW_SLOTS: dict[Axis, int] = {"tp": 3, "cp": 1, "ep": 3}
+SLOT_TOKENS = 16  # slots are a multiple of this
+CAPACITY = 1.5  # room for so many times the tokens that even routing sends
+LARGEST_SHARE = 0.5  # of a rank's tokens: with room for more, every rank gets all of them instead
+GROWTH = 2  # how many times more room there is after a step that had too little
 
 
 def row_slots_size(plan: Plan) -> int:
@@ -48,3 +54,18 @@ def _context_elements(plan: Plan) -> int:
     wide = 2 if plan.dtype == "bfloat16" else 1  # gradients of keys and values are summed in float32 or wider
     senders = mesh.cp if plan.cp_method == "all_gather" else 1
     return senders * wide * tokens * kv_heads * (query + value)
+
+
+def expert_slots(share: float, tokens: int, capacity: float | None) -> int:
+    """Slots for the tokens, of so many, that a rank sends to another, which gets the `share` of them with even routing:
+    `capacity` times as many; None: CAPACITY times, or 0 if that is more than LARGEST_SHARE of the tokens."""
+    slots = math.ceil(tokens * share * (CAPACITY if capacity is None else capacity) / SLOT_TOKENS) * SLOT_TOKENS
+    return 0 if capacity is None and slots > LARGEST_SHARE * tokens else min(tokens, slots)
+
+
+def routed_share(num_experts: int, top_k: int, local: int) -> float:
+    """The share of tokens that at least one of `local` experts gets, with even routing."""
+    none = 1.0
+    for drawn in range(top_k):
+        none *= max(0, num_experts - local - drawn) / (num_experts - drawn)
+    return 1 - none

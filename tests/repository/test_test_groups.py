@@ -53,7 +53,8 @@ def test_files_that_share_a_cluster_or_the_fleet_or_start_clusters_are_groups() 
     run, runtime = "tests/orchestrator/run", "tests/workers/runtime"
     assert {groups[f"{run}/test_{name}.py"] for name in ("training", "driver")} == {"shared cluster"}
     assert groups[f"{run}/test_elastic.py"] == "own clusters"
-    assert {groups[f"{runtime}/test_{name}.py"] for name in ("exactness", "zero", "abort")} == {"fleet"}
+    assert {groups[f"{runtime}/test_{name}.py"] for name in ("exactness", "zero")} == {"fleet"}
+    assert groups["tests/workers/test_abort.py"] == "fleet"
     assert len({group_of(f"{runtime}/test_zero.py::test[{number}]", 16) for number in range(3)}) == 3
     assert groups["tests/schedules/spec/test_mesh.py"] == "tests/schedules/spec/test_mesh.py"
     assert groups.keys() >= set(ORDER)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentad.kernels.moe.moe_permute import sum_rows
-from pentad.schedules.spec.expert_slots import GROWTH
+from pentad.schedules.spec.row_slots import GROWTH
 from pentad.workers.parallel.async_ops import AsyncResult, LayerWork, Task, ready
 from pentad.workers.parallel.row_exchange import RowGroup
 from pentad.workers.rank_waits import rank_waits
