@@ -194,6 +194,8 @@ def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False
         yield Allocation("logits of the router", "F-B", tokens * experts.num_experts * wide)
     yield Allocation("choices", "F-B", tokens * experts.top_k * INDEX, offload=False)
     yield Allocation("loads", "F-B", experts.num_experts * INDEX * loads, offload=False)
+    if piece.expert_slots:
+        yield Allocation("slots of tokens", "F-B", ep * (tokens + piece.expert_slots) * INDEX, offload=False)
     yield Allocation("row numbers and offsets", "F-W", rows * INDEX + local * 4, offload=False)
     yield Allocation(
         "row weights and positions", "F-B", rows * wide + group_tokens * experts.top_k * INDEX, offload=False

@@ -148,12 +148,13 @@ class EventBus:
     def _slots_grown(self, steps: Sequence[tuple[int, int]]) -> None:
         """Records, of (step, slots for tokens to another rank of experts), those that have become more."""
         for step, slots in steps:
-            before = max(self.expert_slots, self.folder.plan.expert_slots)
+            before = self.expert_slots or self.folder.plan.expert_slots
             if slots > before:
-                text = f"step {step} was run again: tokens found {before} slots to their experts too few, now {slots}"
                 self.record("expert slots", step=step, before=before, slots=slots)
-                self.display.note(text)
-            self.expert_slots = max(before, slots)
+                self.display.note(
+                    f"{before} slots for tokens to another rank's experts were too few: {slots} at step {step}"
+                )
+            self.expert_slots = slots
 
     def _profiled(self, profile: StepProfile) -> None:
         """Writes what ranks saw of a profiled step, and to the journal what came of it."""

@@ -114,6 +114,7 @@ class MoE(NamedTuple):
         if shared_gate_up is not None and self.shared is not None:
             shared = self.shared.down.forward(axes, self.shared.down.glu(axes, shared_gate_up, self.act))
         saved = yield from in_flight
+        del in_flight  # and the rows that were sent
         partial, gate_up = self._compute_experts(context, full, saved)
         out = yield from dispatcher.combine(partial)
         out = out if shared is None else out + shared

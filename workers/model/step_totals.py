@@ -33,8 +33,8 @@ class StepTotals:
         self.lse_shape = (batch.replicas, plan.mesh.cp, plan.mesh.pp, 2)
         self.first_loss = self.num_squares + math.prod(self.lse_shape)
         self.num_losses, self.slots = math.prod(self.loss_shape), slots
-        self.lacking = self.first_loss + self.num_losses
-        size = self.lacking + 1 + self.num_sources + 1
+        self.overflow_at = self.first_loss + self.num_losses
+        size = self.overflow_at + 1 + self.num_sources + 1
         self.values = torch.zeros(size, dtype=torch.float64, device=next(iter(stages.values())).device)
         self.own_counts = self.values[-self.num_sources - 1 :].clone()
 
@@ -64,7 +64,7 @@ class StepTotals:
                 else:
                     losses[replica] += sums
         if self.slots is not None:
-            self.values[self.lacking] = self.slots.lacking
+            self.values[self.overflow_at] = self.slots.overflows
         first = 0 if self.counts else self.num_sources
         self._counts(self.values)[first:].copy_(self.own_counts[first:])
         return self.values
@@ -75,7 +75,7 @@ class StepTotals:
 
     def has_room(self, totals: torch.Tensor) -> torch.Tensor:
         """A bool scalar: whether all tokens have reached their experts."""
-        return totals[self.lacking] == 0
+        return totals[self.overflow_at] == 0
 
     def losses(self, totals: torch.Tensor) -> torch.Tensor:
         """[global_batch_size + sources + 1], as in CommittedStep."""

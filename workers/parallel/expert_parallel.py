@@ -28,24 +28,33 @@ ROUTING_DTYPES = torch.int32, torch.int64  # of `pack_routing`, where -1 is no e
 
 class ExpertSlots:
     """Room for the `tokens` that a rank sends to another at once. Where it has more for one, they are left out, and
-    `lacking`, a float64 scalar on the device, counts that: the step must not count, and is run again with more room."""
+    `overflows`, a float64 scalar on the device, counts that: the step is rejected, and run again with more room."""
 
     def __init__(self, tokens: int, device: str) -> None:
-        self.tokens, self.lacking = tokens, torch.zeros((), dtype=torch.float64, device=device)
+        self.tokens, self.overflows = tokens, torch.zeros((), dtype=torch.float64, device=device)
 
     def sufficed(self, world: dist.ProcessGroup | None, check: Callable[[], None]) -> bool:
         """Whether all tokens of all ranks have found a slot. Waits for them, and then calls `check`."""
-        total = self.lacking.clone()
+        total = self.overflows.clone()
         if world is not None:
             with rank_waits.abandonable():
                 dist.all_reduce(total, group=world)
+        found = total.item()  # on a GPU the host waits here
         check()
-        return not total.item()
+        return not found
+
+    def agree(self, known: int, world: dist.ProcessGroup | None) -> None:
+        """At least as many as any rank had `known` in an earlier generation."""
+        largest = torch.tensor(max(known, self.tokens), device=self.overflows.device)
+        if world is not None:
+            with rank_waits.abandonable():
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=world)
+        self.tokens = int(largest)
 
     def grow(self, tokens: int) -> None:
         """More room, at most for all of a rank's `tokens`. Between steps, on all ranks alike."""
         self.tokens = min(tokens, GROWTH * self.tokens)
-        self.lacking.zero_()
+        self.overflows.zero_()
 
 
 @dataclass(frozen=True)
@@ -170,7 +179,7 @@ def make_dispatcher(
 def _in_slots(visits: Tensor, ep: ExpertParallelGroup, slots: ExpertSlots) -> SlotDispatcher:
     """The dispatcher for tokens that visit ranks as `visits` [T, ep] says; those that find no slot are left out."""
     numbers, room = visits.cumsum(0) - 1, slots.tokens
-    slots.lacking += (numbers[-1] >= room).any()
+    slots.overflows += (numbers[-1] >= room).any()
     first = torch.arange(ep.size, device=visits.device) * room
     positions = torch.where(visits & (numbers < room), numbers + first, -1)
     tokens = torch.full((ep.size * room + 1,), -1, device=visits.device)  # the last one for those without a slot

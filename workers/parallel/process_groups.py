@@ -226,10 +226,15 @@ def _layer_groups(plan: Plan, rank: int) -> LayerGroups:
     experts = along("ep")
     return LayerGroups(
         TensorParallelGroup(along("tp"), mesh.tp, at.tp),
-        ContextParallelGroup(along("cp"), mesh.cp, at.cp, method=plan.cp_method),
+        ContextParallelGroup(
+            _connected_pairs(along("cp"), plan) if plan.cp_method == "ulysses" else along("cp"),
+            mesh.cp,
+            at.cp,
+            method=plan.cp_method,
+        ),
         # A GPU's host must not wait for the routing.
         ExpertParallelGroup(
-            _connected_pairs(experts, plan) if plan.batch.capacity else experts,
+            _connected_pairs(experts, plan) if plan.batch.capacity or plan.expert_slots else experts,
             mesh.ep,
             at.ep,
             mode="all_gather" if plan.device == "cuda" else "all_to_all",

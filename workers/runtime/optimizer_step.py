@@ -48,7 +48,7 @@ class CommittedStep(NamedTuple):
     norm: torch.Tensor
     taken: torch.Tensor
     squared_lse: torch.Tensor
-    has_room: torch.Tensor
+    has_room: torch.Tensor = torch.ones((), dtype=torch.bool)
 
 
 class LocalUpdate(NamedTuple):
@@ -285,6 +285,7 @@ class PostValidatedStep(_StepBase):
     ) -> None:
         super().__init__(plan, groups, stages, spikes, snapshots, cancelled)
         self.reducer = reducer
+        assert self.totals.slots is None, "a step that has changed weights is not run again with more slots"
         self.unvalidated: int | None = None  # the step whose norm is not known yet
         self.clipped: LocalUpdate | None = None  # the newest step that was orthogonalized again
 
@@ -357,8 +358,7 @@ class PostValidatedStep(_StepBase):
         with state_update(self.snapshots, step + 1):
             taken, unscaled = self._update(step, norm, losses, accepted)
         self.norm, self.unvalidated = norm, None
-        has_room = torch.ones((), dtype=torch.bool)  # a plan has no slots with post-validation
-        self.committed.append(CommittedStep(step, losses, norm, taken, squared_lse, has_room))
+        self.committed.append(CommittedStep(step, losses, norm, taken, squared_lse))
         return unscaled
 
     def _update(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -93,7 +92,8 @@ class Runner:
         calls = (*previous.recent_calls, previous.unreported) if previous else ()
         self.recent_calls: deque[list[StepResult]] = deque(calls, maxlen=CALLS_KEPT)
         self.unreported: list[StepResult] = []  # of complete steps, for the next `run` to return
-        self.lacking: int | None = None  # the first step that does not count, as tokens found no slot to their experts
+        self.rejected: int | None = None  # the first step that has to be run again, with more expert slots
+        self.expert_slots: int = previous.expert_slots if previous else 0  # of the newest generation
         self.evaluations: deque[Evaluation] = deque(previous.evaluations if previous else (), maxlen=CALLS_KEPT)
         self.gpu_position = GpuPosition()
         earlier = previous.reservation if previous else None
@@ -121,6 +121,9 @@ class Runner:
             groups = connect(plan, rank, store, timeout_seconds, self.device, self.generation)
             flags = rank_setup.make_flags(plan, rank, store, self.generation)
             groups = rank_setup.with_peer_rows(plan, groups, store, self.device, flags)
+            if (slots := groups.layers.ep.slots) is not None:
+                slots.agree(min(self.expert_slots, plan.slice_tokens), groups.world)
+                self.expert_slots = slots.tokens
             for stage in self.stages.values():
                 stage.join(groups.layers)
             end = rank_setup.make_optimizer_step(
@@ -169,9 +172,8 @@ class Runner:
         """Runs `count` steps and returns the results of all steps completed since the last call.
 
         `more`: another call follows, possibly of no steps. The newest step then stays open: nothing waits for its end
-        or its norm, and a later call returns its result; but not if tokens travel in slots, of which there may have
-        been too few: it is then run again with more. `skipped_batches` are left out (see `batch_of`). Raises Aborted
-        if the generation ends.
+        or its norm, and a later call returns its result; but not with expert slots, since steps that had too few are
+        run again here. `skipped_batches` are left out (see `batch_of`). Raises Aborted if the generation ends.
         """
         assert self.state.version >= 0, "restore or receive comes first"
         self._reserve()
@@ -181,9 +183,9 @@ class Runner:
                 self._collect_results(num_open=1)
             else:
                 self._finish_step()
-            while (lacking := self.lacking) is not None:
+            while (first := self.rejected) is not None:
                 self._grow_slots()
-                self._issue(range(lacking, first_step + count), skipped_batches)
+                self._issue(range(first, first_step + count), skipped_batches)
                 self._finish_step()
             results, self.unreported = self.unreported, []
             self.recent_calls.append(results)
@@ -218,7 +220,10 @@ class Runner:
         bit of the run. All ranks must call it; raises Aborted if the generation ends."""
         gathered = partial(self.shards.gathered, self._connected.groups)
         with self.fence_flag.guard():
-            return check_rank(self.plan, self.rank, step, self.state.held, self.stages, gathered)
+            found = check_rank(self.plan, self.rank, step, self.state.held, self.stages, gathered)
+            if self._slots is not None:
+                self._slots.overflows.zero_()  # what is not a step's tokens may find too few
+            return found
 
     def snapshot(self, step: int) -> None:
         """Has this rank's part of the state of `step` steps, the last of which may be open, copied to host memory.
@@ -368,7 +373,9 @@ class Runner:
         """After tokens have found no slot to their experts: on all ranks alike."""
         assert self._slots is not None
         self._slots.grow(self.plan.slice_tokens)
-        self.lacking = None
+        self.expert_slots, self.rejected = self._slots.tokens, None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # of tensors that are too small now
 
     def _finish_step(self) -> None:
         """Completes the open step: validates it and waits for everything in flight."""
@@ -382,12 +389,12 @@ class Runner:
         committed = self._connected.optimizer_step.committed
         times = self._connected.lanes.read_times(self.fence_flag.check, num_open)
         for each, its_times in zip(committed, times, strict=False):
-            if self.lacking is None and not each.has_room:
-                self.lacking = each.step
+            if self.rejected is None and not each.has_room:
+                self.rejected = each.step
             waited = self.data_wait_seconds.pop(each.step, 0.0)
-            result = step_result(self._connected, self.plan, self.rank, each, its_times, waited)
-            result = replace(result, profile=self.profiler.take(each.step))
-            if self.lacking is None:
+            seen = waited, self.profiler.take(each.step)
+            result = step_result(self._connected, self.plan, self.rank, each, its_times, *seen)
+            if self.rejected is None:
                 self.newest_losses = each.step, tuple(each.losses.tolist())
                 self.unreported.append(result)
         del committed[: len(times)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pentad.schedules.simulate.step_profile import RankProfile
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.data.samples import DIGEST_BITS
 from pentad.workers.lanes.gpu_timer import StepTimes, spans_of
@@ -13,7 +14,13 @@ from pentad.workers.runtime.results import StepResult, sums_by_source
 
 
 def step_result(
-    executor: Executor, plan: Plan, rank: int, committed: CommittedStep, times: StepTimes, data_wait_seconds: float
+    executor: Executor,
+    plan: Plan,
+    rank: int,
+    committed: CommittedStep,
+    times: StepTimes,
+    data_wait_seconds: float,
+    profile: RankProfile | None,
 ) -> StepResult:
     """That of a step that has ended, whose data the host waited for so long. The executor forgets the step."""
     batch, step, slots = plan.batch, committed.step, executor.groups.layers.ep.slots
@@ -37,6 +44,7 @@ def step_result(
         expert_load=executor.take_expert_load(step),
         expert_slots=0 if slots is None else slots.tokens,
         data_wait_seconds=data_wait_seconds,
+        profile=profile,
         host_seconds=executor.host_seconds.pop(step, 0.0),
         instructions=len(times),
         peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,

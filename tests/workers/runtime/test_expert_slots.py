@@ -9,7 +9,9 @@ from bits import assert_same_runs
 from evaluations import assert_evaluates_like_one_process, with_eval
 from exactness import assert_equals_one_process
 from plans import plan_on_mesh
+from rank_checks import assert_a_check_changes_nothing
 from small_models import FAMILIES, MOE
+from worker_processes import WorkerProcess, call_all, ranks_of, recover, start_run
 
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
@@ -57,3 +59,24 @@ def test_steps_that_are_run_again_change_no_bit(fleet, corpus, name, sizes):
 def test_evaluations_have_room_for_all_tokens(fleet, corpus):
     plan = plan_with(corpus, "1f1b", {"ep": 2, "pp": 2}, FEW)
     assert_evaluates_like_one_process(fleet, with_eval(plan, 21))
+
+
+def test_a_repaired_generation_keeps_its_slots(rank_processes: list[WorkerProcess], corpus: str) -> None:
+    """Of the ranks that are left, on the one that is new as well."""
+    plan = plan_with(corpus, "1f1b", {"ep": 2, "dp": 2}, FEW)
+    with ranks_of(rank_processes, 4) as ranks:
+        start_run(ranks, plan)
+        grown = {result.expert_slots for results in call_all(ranks, "run", 0, 2) for result in results[1:]}
+        version, _ = recover(ranks, [1], plan, 2)
+        results = call_all(ranks, "run", version, 1)
+        call_all(ranks, "close")
+    assert version == 2
+    assert {each[0].expert_slots for each in results} == grown
+    assert min(grown) > FEW
+
+
+@slow
+def test_a_search_for_flipped_bits_leaves_slots_as_they_are(workers, corpus):
+    """What it replays is of no step."""
+    plan = plan_with(corpus, "1f1b", {"ep": 2, "dp": 2}, FEW, dtype="float32")
+    assert_a_check_changes_nothing(workers, plan, 3)

@@ -1,0 +1,74 @@
+"""Slots for experts' tokens: who has them, how many, and what the planner counts for them."""
+
+from __future__ import annotations
+
+from math import comb
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.comm_volume import comm_volume
+from pentad.orchestrator.planning.estimate import memory
+from pentad.orchestrator.planning.planning import make_plan
+from pentad.schedules.ir.errors import PentadError
+from pentad.schedules.spec.plan import Plan
+from pentad.schedules.spec.row_slots import expert_slots, routed_share
+
+CONFIG = ROOT / "deploy/jobs/qwen3-30b-a3b.yaml"
+
+
+def plan_of(*overrides: str, ep: int = 32, device: str = "cuda") -> Plan:
+    """Of Qwen3 30B-A3B with a sequence of 4,096 tokens in each of two microbatches."""
+    words = [f"mesh.ep={ep}", f"batch.global_batch_size={2 * ep}", "memory.recompute=full", "model.layers=8"]
+    return make_plan(load(Path(CONFIG), [*words, *overrides]), device)
+
+
+@pytest.mark.parametrize(
+    ("ep", "more", "device", "slots"),
+    [
+        (32, [], "cuda", 1424),  # 1.5 x 4,096 x 0.2302, in whole 16s
+        (16, [], "cuda", 0),  # 0.62 of the tokens
+        (8, ["mesh.ep_capacity=1.5"], "cuda", 4096),
+        (4, [], "cuda", 0),
+        (32, ["mesh.ep_capacity=1"], "cuda", 944),
+        (32, ["mesh.ep_capacity=0"], "cuda", 0),
+        (32, [], "cpu", 0),
+        (32, ["memory.offload_fraction=0.5"], "cuda", 0),
+    ],
+)
+def test_ranks_have_slots_by_default_where_few_tokens_travel(ep, more, device, slots):
+    words = ["cluster.device=cpu"] if device == "cpu" else []
+    assert plan_of(*more, *words, ep=ep, device=device).expert_slots == slots
+
+
+@pytest.mark.parametrize(("experts", "top_k", "ep"), [(128, 8, 32), (64, 6, 8), (8, 2, 4), (4, 4, 2)])
+def test_the_share_of_tokens_that_a_rank_gets_is_that_of_all_choices(experts, top_k, ep):
+    """The chosen experts are a subset of size K: none is local with C(E - local, K) / C(E, K)."""
+    local = experts // ep
+    assert routed_share(experts, top_k, local) == pytest.approx(1 - comb(experts - local, top_k) / comb(experts, top_k))
+    assert expert_slots(1.0, 100, 3.0) == 100  # never more than all tokens
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["schedule.post_validation=true", "mesh.pp=2", "schedule.name=zb-h2"], "schedule.post_validation = true"),
+        (["memory.offload_fraction=0.5"], "activations in host memory"),
+    ],
+)
+def test_slots_are_refused_where_a_step_is_not_run_again(words, reason):
+    with pytest.raises(PentadError, match=rf"^mesh.ep_capacity is 2: expected 0 or null with {reason}"):
+        plan_of("mesh.ep_capacity=2", "model.experts.aux_loss_coef=0", *words)
+
+
+def test_slots_save_bytes_and_memory():
+    """All slots travel, used or not: 31 x 1,424 rows instead of 31 x 4,096."""
+    few, all_tokens = plan_of(), plan_of("mesh.ep_capacity=0")
+    assert _sent_to_experts(few) / _sent_to_experts(all_tokens) == pytest.approx(1424 / 4096, rel=0.01)
+    assert memory(few, 0)["total"] < memory(all_tokens, 0)["total"]
+
+
+def _sent_to_experts(plan: Plan) -> int:
+    return sum(volume.bytes for (axis, _), volume in comm_volume(plan, 0).items() if axis == "ep")
