@@ -158,6 +158,7 @@ class PlannedRun:
             "dtype": plan.dtype,
             "transport": transports(plan),
             "cuda_graphs": plan.cuda_graphs,
+            "expert_slots": plan.expert_slots,
             "mesh": asdict(plan.mesh),
             "parameters": num_parameters(plan.model),
             "tokens": plan.batch.tokens,

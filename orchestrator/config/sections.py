@@ -101,8 +101,8 @@ class MeshSection(Section):
     sequence for heads (Ulysses)"""
     ep_capacity: NonNegativeFloat | None = None
     """tokens go to the ranks of their experts in slots, this many times as many as even routing takes; a step with more
-    tokens is run again with more slots. 0: no slots, and GPUs get all tokens of their ep group; null: 1.5 for more than
-    8 GPUs where those are at most half of a rank's tokens, else 0"""
+    tokens is run again with more slots. 0: no slots, and GPUs get all tokens of their ep group; null: 1.5 on GPUs where
+    fewer rows then travel between hosts, else 0"""
     tp_across_nodes: bool = Field(default=False, description="allow the tp ranks of a layer on more than one node")
 
     def rules(self) -> Iterator[Broken | str]:

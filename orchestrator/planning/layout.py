@@ -10,7 +10,7 @@ from dataclasses import replace
 from pentad.orchestrator.activations.allocations import BYTES, Piece, piece_of, wide_bytes
 from pentad.orchestrator.config.config import Layout, RunConfig
 from pentad.orchestrator.planning.cost_model import compute_seconds, guess_costs
-from pentad.orchestrator.planning.hardware import NODE_GPUS, gpu_of, links_of, rates_for, rates_of
+from pentad.orchestrator.planning.hardware import gpu_of, links_of, ranks_on_host, rates_for, rates_of
 from pentad.orchestrator.planning.numerics import fp8_spec
 from pentad.orchestrator.planning.parameter_collectives import local_parameters
 from pentad.schedules.catalogue import CATALOGUE, generate
@@ -156,8 +156,8 @@ def first_piece(config: RunConfig, device: str, slices: int, fp8: Fp8Spec | None
 
 
 def slots_for(config: RunConfig, mesh: Mesh, device: str, tokens: int) -> int:
-    """The `expert_slots` of a mesh's ranks with so many tokens. By default CPUs have none, nor GPUs that may share a
-    host, nor runs whose steps cannot be run again with more. Raises PentadError for slots in such a run."""
+    """The `expert_slots` of a mesh's ranks with so many tokens. By default CPUs have none, nor GPUs that share
+    a host, nor runs whose steps cannot be run again with more. Raises PentadError for slots in such a run."""
     capacity, experts = config.mesh.ep_capacity, config.model.experts
     reasons = {
         "schedule.post_validation = true, where steps change weights before the norm is known": (
@@ -171,11 +171,12 @@ def slots_for(config: RunConfig, mesh: Mesh, device: str, tokens: int) -> int:
     found = [reason for reason, holds in reasons.items() if holds]
     if capacity and found:
         raise PentadError(f"mesh.ep_capacity is {capacity:g}: expected 0 or null with {found[0]}")
-    by_default = device == "cuda" and mesh.ep > NODE_GPUS and not found
+    on_host = ranks_on_host(mesh, ("ep",))
+    by_default = device == "cuda" and mesh.ep > on_host and not found
     if experts is None or mesh.ep == 1 or (capacity is None and not by_default):
         return 0
     share = routed_share(experts.num_experts, experts.top_k, experts.num_experts // mesh.ep)
-    return expert_slots(share, tokens, capacity)
+    return expert_slots(share, tokens, capacity, on_host)
 
 
 def logit_rows(config: RunConfig, mesh: Mesh, dtype: str) -> int:

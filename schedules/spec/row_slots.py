@@ -13,7 +13,7 @@ from pentad.schedules.spec.plan import ALIGNMENT, Plan
 ROW_SLOTS: dict[Axis, int] = {"tp": 3, "cp": 1, "ep": 3}
 SLOT_TOKENS = 16  # slots are a multiple of this
 CAPACITY = 1.5  # room for so many times the tokens that even routing sends
-LARGEST_SHARE = 0.5  # of a rank's tokens: with room for more, every rank gets all of them instead
+LARGEST_SHARE = 0.75  # of the rows that an all-gather sends between hosts: with more, ranks get all tokens instead
 GROWTH = 2  # how many times more room there is after a step that had too little
 
 
@@ -56,11 +56,14 @@ def _context_elements(plan: Plan) -> int:
     return senders * wide * tokens * kv_heads * (query + value)
 
 
-def expert_slots(share: float, tokens: int, capacity: float | None) -> int:
+def expert_slots(share: float, tokens: int, capacity: float | None, on_host: int = 1) -> int:
     """Slots for the tokens, of so many, that a rank sends to another, which gets the `share` of them with even routing:
-    `capacity` times as many; None: CAPACITY times, or 0 if that is more than LARGEST_SHARE of the tokens."""
+    `capacity` times as many; None: CAPACITY times, or 0 if an all-gather sends hardly more between hosts.
+
+    That brings a row to a host once, for all `on_host` ranks of the group there; slots bring it to each of them.
+    """
     slots = math.ceil(tokens * share * (CAPACITY if capacity is None else capacity) / SLOT_TOKENS) * SLOT_TOKENS
-    return 0 if capacity is None and slots > LARGEST_SHARE * tokens else min(tokens, slots)
+    return 0 if capacity is None and slots * on_host > LARGEST_SHARE * tokens else min(tokens, slots)
 
 
 def routed_share(num_experts: int, top_k: int, local: int) -> float:

@@ -10,7 +10,7 @@ from paths import ROOT
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.comm_volume import comm_volume
-from pentad.orchestrator.planning.estimate import memory
+from pentad.orchestrator.planning.estimate import memory, simulated_seconds
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
@@ -28,17 +28,18 @@ def plan_of(*overrides: str, ep: int = 32, device: str = "cuda") -> Plan:
 @pytest.mark.parametrize(
     ("ep", "more", "device", "slots"),
     [
-        (32, [], "cuda", 1424),  # 1.5 x 4,096 x 0.2302, in whole 16s
-        (16, [], "cuda", 0),  # 0.62 of the tokens
+        (32, ["mesh.tp=4"], "cuda", 1424),  # 1.5 x 4,096 x 0.2302, in whole 16s; two ranks of the group share a host
+        (32, [], "cuda", 0),  # eight share a host, and 8 x 1,424 is more than all tokens
+        (128, [], "cuda", 384),
         (8, ["mesh.ep_capacity=1.5"], "cuda", 4096),
-        (4, [], "cuda", 0),
+        (8, [], "cuda", 0),
         (32, ["mesh.ep_capacity=1"], "cuda", 944),
-        (32, ["mesh.ep_capacity=0"], "cuda", 0),
-        (32, [], "cpu", 0),
-        (32, ["memory.offload_fraction=0.5"], "cuda", 0),
+        (32, ["mesh.tp=4", "mesh.ep_capacity=0"], "cuda", 0),
+        (32, ["mesh.tp=4"], "cpu", 0),
+        (32, ["mesh.tp=4", "memory.offload_fraction=0.5"], "cuda", 0),
     ],
 )
-def test_ranks_have_slots_by_default_where_few_tokens_travel(ep, more, device, slots):
+def test_ranks_have_slots_by_default_where_fewer_rows_then_leave_hosts(ep, more, device, slots):
     words = ["cluster.device=cpu"] if device == "cpu" else []
     assert plan_of(*more, *words, ep=ep, device=device).expert_slots == slots
 
@@ -63,9 +64,10 @@ def test_slots_are_refused_where_a_step_is_not_run_again(words, reason):
         plan_of("mesh.ep_capacity=2", "model.experts.aux_loss_coef=0", *words)
 
 
-def test_slots_save_bytes_and_memory():
+def test_slots_save_time_bytes_and_memory():
     """All slots travel, used or not: 31 x 1,424 rows instead of 31 x 4,096."""
-    few, all_tokens = plan_of(), plan_of("mesh.ep_capacity=0")
+    few, all_tokens = plan_of("mesh.tp=4"), plan_of("mesh.tp=4", "mesh.ep_capacity=0")
+    assert simulated_seconds(few) < 0.8 * simulated_seconds(all_tokens)
     assert _sent_to_experts(few) / _sent_to_experts(all_tokens) == pytest.approx(1424 / 4096, rel=0.01)
     assert memory(few, 0)["total"] < memory(all_tokens, 0)["total"]
 

@@ -139,3 +139,17 @@ def test_a_run_goes_on_with_another_optimizer_and_more_steps(train: Train, tmp_p
     train("again", *small, "run.steps=20", "optimizer.name=muon")
     again = read_lines(tmp_path / "again" / "metrics.jsonl")
     assert [row["loss"] for row in again] == [row["loss"] for row in rows]
+
+
+@pytest.mark.slow
+def test_a_run_with_too_few_slots_for_tokens_says_so_and_has_the_same_losses(train: Train, tmp_path: Path) -> None:
+    sizes = {"num_experts": 8, "top_k": 2, "intermediate_size": 32}
+    experts = [f"model.experts.{key}={value}" for key, value in sizes.items()]
+    given = "model.family=qwen3-moe", *experts, "mesh.pp=1", "mesh.ep=2", "schedule.name=1f1b", "run.steps=6"
+    (_, printed), _ = train("slots", *given, "mesh.ep_capacity=0.2"), train("exact", *given)
+    rows, expected = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("slots", "exact"))
+    assert [(row["loss"], row["grad_norm"]) for row in rows] == [(row["loss"], row["grad_norm"]) for row in expected]
+    grown = [event for event in read_lines(tmp_path / "slots" / "journal.jsonl") if event["event"] == "expert slots"]
+    assert [event["before"] for event in grown[1:]] == [event["slots"] for event in grown[:-1]]
+    assert grown[0]["before"] < grown[0]["slots"]
+    assert f"{grown[0]['before']} slots for tokens to another rank's experts were too few" in printed

@@ -50,10 +50,12 @@ def test_slots_give_the_bits_of_one_process(fleet, corpus, name, sizes, more, sl
 @slow
 @pytest.mark.parametrize(("name", "sizes"), [("1f1b", {"ep": 2, "dp": 2}), ("dualpipe", {"ep": 2, "pp": 2})])
 def test_steps_that_are_run_again_change_no_bit(fleet, corpus, name, sizes):
-    """Of DeepSeek-V3's router biases, which move by the load, either."""
-    calls = [(0, 2), (2, 3)]
-    few, enough = (fleet.run(plan_with(corpus, name, sizes, slots, "deepseek-v3"), calls) for slots in (FEW, 0))
-    assert_same_runs(few, enough)
+    """Of DeepSeek-V3's router biases, which move by the load, either: they are those of enough slots, and of none."""
+    calls, more = [(0, 2), (2, 3)], {"dtype": "float32"}
+    few, enough = (plan_with(corpus, name, sizes, slots, "deepseek-v3", **more) for slots in (FEW, 0))
+    expected = fleet.run(enough, calls)
+    for plan in (few, replace(enough, expert_slots=0)):
+        assert_same_runs(fleet.run(plan, calls), expected)
 
 
 def test_evaluations_have_room_for_all_tokens(fleet, corpus):
