@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from pentad.kernels.moe.moe_permute import gather_rows, sort_by_expert, sum_rows
 from pentad.schedules.spec.model import Experts
 from pentad.workers.linear.weight_grad import accumulate_wgrads
 from pentad.workers.parallel.async_ops import run_to_completion
-from pentad.workers.parallel.expert_parallel import ExpertParallelGroup
+from pentad.workers.parallel.expert_parallel import ExpertParallelGroup, ExpertSlots
 from pentad.workers.params.param_buffers import Unwritten
 from pentad.workers.params.router_bias import updated_bias
 
@@ -141,14 +142,15 @@ def one_rank() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def test_a_large_sublayer_is_reproducible(one_rank: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("slots", [None, 2048])
+def test_a_large_sublayer_is_reproducible(one_rank: dist.ProcessGroup, slots: int | None) -> None:
     shape = Experts(32, 4, 768, 768, bias_update_rate=1e-3)
     sizes = {"router": (32, 1024), "gate_up": (32, 1536, 1024), "down": (32, 1024, 768)}
     sizes |= {"shared_gate_up": (1536, 1024), "shared_down": (1024, 768)}
     state = {name: torch.randn(*size, device="cuda", dtype=torch.bfloat16) / 30 for name, size in sizes.items()}
     state["bias"] = torch.zeros(32, device="cuda")
     tokens, gradient = (torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    ep = ExpertParallelGroup(one_rank, 1, 0, mode="all_gather")
+    ep = ExpertParallelGroup(one_rank, 1, 0, mode="all_gather", slots=ExpertSlots(slots, "cuda") if slots else None)
     first = run(shape, state, tokens, gradient, ep)
     with no_host_sync():
         second = run(shape, state, tokens, gradient, ep)
@@ -164,9 +166,8 @@ def ranks() -> Iterator[Ranks]:
 
 
 @two_gpus
-@pytest.mark.parametrize("mode", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize(("mode", "held"), [("slots", None), *product(("all_to_all", "all_gather"), (None, [7, 2]))])
 @pytest.mark.parametrize("top_k", [1, 3])
-@pytest.mark.parametrize("held", [None, [7, 2]])
 def test_experts_on_two_gpus_equal_one_process(ranks: Ranks, mode, top_k: int, held: list[int] | None) -> None:
     shape = Experts(8, top_k, 5, 3, aux_loss_coef=0.3)
     case = case_of(shape, 2, 7, torch.tensor([0.0, 0, -9, -9, 0, 0, 0, 0]), mode=mode, held=held)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from pentad.workers.model.layer_context import LayerContext, SequenceContext
 from pentad.workers.model.mlp import MLP
 from pentad.workers.model.moe import MoE
 from pentad.workers.parallel.async_ops import run_to_completion
-from pentad.workers.parallel.expert_parallel import DispatchMode, ExpertParallelGroup
+from pentad.workers.parallel.expert_parallel import DispatchMode, ExpertParallelGroup, ExpertSlots
 from pentad.workers.params.param_buffers import Unwritten
 
 State = dict[str, torch.Tensor]
@@ -40,7 +40,7 @@ class Case(NamedTuple):
     state: State
     tokens: torch.Tensor
     gradients: torch.Tensor
-    mode: DispatchMode = "all_to_all"
+    mode: DispatchMode | Literal["slots"] = "all_to_all"
     scale: float = 0.25
     recompute: bool = False
     held: list[int] | None = None
@@ -88,7 +88,9 @@ def run_rank(case: Case, rank: int, ranks: int, group: dist.ProcessGroup | None)
     """Runs F, B and W of one rank."""
     x, local = case.of_rank(rank, case.tokens).clone(), case.shape.num_experts // ranks
     sequence, dy = NO_SEQUENCE._replace(expert_tokens=tuple(case.held or ())), case.of_rank(rank, case.gradients)
-    context = layer_context(case.shape, case.scale, ExpertParallelGroup(group, ranks, rank, mode=case.mode))
+    ep = ExpertParallelGroup(group, ranks, rank)
+    ep = replace(ep, slots=ExpertSlots(len(x), str(x.device))) if case.mode == "slots" else replace(ep, mode=case.mode)
+    context = layer_context(case.shape, case.scale, ep)
     mine = slice(rank * local, (rank + 1) * local)
     moe = bind({k: v[mine].contiguous() if k in ("gate_up", "down") else v for k, v in case.state.items()})
     y, saved, recomputable = run_to_completion(moe.forward(context, sequence, x))
