@@ -46,12 +46,9 @@ def _row_terms(
     row, head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
     first = tl.program_id(0) * ROWS
     token = first + tl.arange(0, ROWS)
-    a = block_of(tokens_of(dout, stride_dout, row, head, 0), first, stride_dout[2], LENGTH, False, ROWS, WIDTH).to(
-        tl.float32
-    )
-    b = block_of(tokens_of(out, stride_out, row, head, 0), first, stride_out[2], LENGTH, False, ROWS, WIDTH).to(
-        tl.float32
-    )
+    dout_at, out_at = tokens_of(dout, stride_dout, row, head, 0), tokens_of(out, stride_out, row, head, 0)
+    a = block_of(dout_at, first, stride_dout[2], LENGTH, False, ROWS, WIDTH).to(tl.float32)
+    b = block_of(out_at, first, stride_out[2], LENGTH, False, ROWS, WIDTH).to(tl.float32)
     at, is_token = (row * HEADS + head) * LENGTH + token, token < LENGTH
     tl.store(delta + at, tl.sum(a * b, axis=1), mask=is_token)
     tl.store(log2_lse + at, tl.load(lse + at, mask=is_token, other=0) * LOG2_E, mask=is_token)

@@ -75,7 +75,7 @@ def attention_core(
     (kernels/attention). `is_plain` attention has no windows, soft caps or sinks."""
     piece, cp, is_exchanged = shape.piece, shape.piece.mesh.cp, shape.is_exchanged
     is_split, is_graph = cp > 1 and not is_exchanged, False
-    is_flash = piece.device == "cuda" and piece.dtype == "bfloat16" and (not has_softcap or _has_triton(shape))
+    is_gpu_kernel = piece.device == "cuda" and piece.dtype == "bfloat16" and (not has_softcap or _has_triton(shape))
     is_blocks = is_split or piece.document_mask or not is_plain
     is_fused = piece.device == "cpu" or (piece.dtype == "float32" and not piece.deterministic)
     inputs = shape.exchanged * piece.itemsize if is_exchanged else shape.inputs
@@ -85,14 +85,16 @@ def attention_core(
     # keys and values in flight between cp ranks, in blocks
     blocks = {"ring": 3, "all_gather": cp + 1, "ulysses": 4}[piece.cp_method] if cp > 1 else 0
     forward = backward = blocks * shape.keys_values * piece.itemsize
-    if is_flash or is_blocks:
+    if is_gpu_kernel or is_blocks:
         # blocks of a sequence, merged by their log-sum-exps: fused kernels on a GPU, else products in float32
-        saves_output = not is_flash
+        saves_output = not is_gpu_kernel
         backward *= {"ring": 2, "all_gather": 3, "ulysses": 1}[piece.cp_method]  # gradients in flight are float32
         forward += is_split * piece.tokens * shape.heads * shape.value * piece.wide
         padded = 0 if _has_cudnn(piece, is_plain=is_plain) or _has_triton(shape) else _padded_values(shape)
-        forward += padded if is_flash else score_workspace
-        backward += _fused_backward(shape, is_plain=is_plain, has_softcap=has_softcap) if is_flash else score_workspace
+        forward += padded if is_gpu_kernel else score_workspace
+        backward += (
+            _fused_backward(shape, is_plain=is_plain, has_softcap=has_softcap) if is_gpu_kernel else score_workspace
+        )
     elif is_fused and shape.query == shape.value:
         # torch's own kernel, in an autograd graph
         is_graph, saves_output, other = True, False, log_sum_exps._replace(offload=False)

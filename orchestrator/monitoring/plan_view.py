@@ -86,8 +86,8 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
         "mesh": f"{plan.mesh}: {plan.mesh.size} ranks, {plan.dtype} on {device}{_transport_text(plan)}{graphs}",
     }
     if plan.expert_slots:
-        tokens = f"{plan.expert_slots:,} of a rank's {plan.slice_tokens:,} tokens"
-        facts["slots"] = f"for {tokens} to each other one's experts"
+        sent = f"{plan.expert_slots:,} of a rank's {plan.slice_tokens:,} tokens"
+        facts["slots"] = f"for {sent} to each other one's experts"
     if batch.rampup:
         smaller = [f"{stage.global_batch_size} sequences in {stage.steps} steps" for stage in batch.rampup]
         facts["rampup"] = f"{', then '.join(smaller)}; all figures are for the full batch"

@@ -22,7 +22,7 @@ from pentad.schedules.search.auto import AUTO, choose
 from pentad.schedules.search.problem import Objective
 from pentad.schedules.simulate.costs import Costs
 from pentad.schedules.spec.batch import BatchSpec, DocumentCosts
-from pentad.schedules.spec.mesh import Mesh
+from pentad.schedules.spec.mesh import Axis, Mesh
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec
 from pentad.schedules.spec.plan import Plan, layers_of_sizes, num_units, split_layers, split_layers_by_cost
 from pentad.schedules.spec.row_slots import expert_slots, routed_share
@@ -164,14 +164,15 @@ def slots_for(config: RunConfig, mesh: Mesh, device: str, tokens: int) -> int:
             config.schedule.post_validation
         ),
         "data.balance = dynamic, where ranks have unlike numbers of tokens": config.data.balance == "dynamic",
-        "activations in host memory, which has no room for more": (
+        "memory.offload_fraction or memory.max_resident_microbatches, as host memory has no room for more": (
             config.memory.offload_fraction != 0 or config.memory.max_resident_microbatches is not None
         ),
     }
     found = [reason for reason, holds in reasons.items() if holds]
     if capacity and found:
         raise PentadError(f"mesh.ep_capacity is {capacity:g}: expected 0 or null with {found[0]}")
-    on_host = ranks_on_host(mesh, ("ep",))
+    along: tuple[Axis, ...] = ("ep",)
+    on_host = ranks_on_host(mesh, along)
     by_default = device == "cuda" and mesh.ep > on_host and not found
     if experts is None or mesh.ep == 1 or (capacity is None and not by_default):
         return 0

@@ -223,18 +223,19 @@ def _layer_groups(plan: Plan, rank: int) -> LayerGroups:
         ranks_of_groups = (mesh.group(axes, other) for other in range(mesh.size))
         return _new_groups(ranks_of_groups, " x ".join(axes)).get(mesh.group(axes, rank))
 
-    experts = along("ep")
+    def exchanging(axis: Axis, *, pairs: bool) -> dist.ProcessGroup | None:
+        """The same, connected in `pairs` if they exchange by NCCL."""
+        group = along(axis)
+        return _connected_pairs(group, plan) if pairs and plan.transport_along(axis) == "nccl" else group
+
     return LayerGroups(
         TensorParallelGroup(along("tp"), mesh.tp, at.tp),
         ContextParallelGroup(
-            _connected_pairs(along("cp"), plan) if plan.cp_method == "ulysses" else along("cp"),
-            mesh.cp,
-            at.cp,
-            method=plan.cp_method,
+            exchanging("cp", pairs=plan.cp_method == "ulysses"), mesh.cp, at.cp, method=plan.cp_method
         ),
         # A GPU's host must not wait for the routing.
         ExpertParallelGroup(
-            _connected_pairs(experts, plan) if plan.batch.capacity or plan.expert_slots else experts,
+            exchanging("ep", pairs=plan.batch.capacity > 0 or plan.expert_slots > 0),
             mesh.ep,
             at.ep,
             mode="all_gather" if plan.device == "cuda" else "all_to_all",

@@ -38,7 +38,7 @@ def plan_with(corpus: str, name: str, sizes: dict[str, int], slots: int, family:
 
 @pytest.mark.parametrize("slots", [FEW, pytest.param(0, marks=slow)])
 @pytest.mark.parametrize(("name", "sizes", "more"), MESHES)
-def test_slots_give_the_bits_of_one_process(fleet, corpus, name, sizes, more, slots):
+def test_slots_give_the_numbers_of_one_process(fleet, corpus, name, sizes, more, slots):
     """With too few of them, steps are run again until there are enough."""
     plan = plan_with(corpus, name, sizes, slots, **more)
     outcomes = assert_equals_one_process(fleet, plan)
