@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.backend import triton_on_gpu
+from pentad.kernels.optimizer.split_float32 import nearest
 
 
 class Coefficients(NamedTuple):
@@ -45,8 +46,10 @@ def _updated(master: Tensor, m: Tensor, v: Tensor, g: Tensor, c: Coefficients) -
 def adamw_(
     master: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, scale: Tensor, c: Coefficients
 ) -> None:
-    """Updates master [n], m and v from grad [n] * scale, and writes the new master to out [n] in its dtype. Gradients
-    and master are float32; m and v are too, or bfloat16, to which they are rounded after the update.
+    """Updates master [n], m and v from grad [n] * scale, and writes the `nearest` of the new master to out [n].
+
+    Gradients and master, which may be a SplitFloat32, are float32; m and v are too, or bfloat16, to which they are
+    rounded after the update.
 
     As torch.optim.AdamW: decoupled weight decay, bias correction, eps outside the root. `scale` [1] is on the same
     device; if it is not finite nothing changes, which skips a step without the host.
@@ -56,7 +59,7 @@ def adamw_(
     for tensor, new in ((m, new_m), (v, new_v), (master, new_master)):
         tensor.copy_(torch.where(finite, new.to(tensor.dtype), tensor))
     if out is not None:
-        out.copy_(torch.where(finite, new_master.to(out.dtype), out))
+        out.copy_(torch.where(finite, nearest(new_master, out.dtype), out))
 
 
 @triton_on_gpu
@@ -65,4 +68,4 @@ def adamw_optimistic_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: T
 
     The step can still be cancelled, or taken with another scale (post-validation, arXiv 2401.10241, section 4).
     """
-    out.copy_(_updated(master, m, v, grad.to(master.dtype), c)[2].to(out.dtype))
+    out.copy_(nearest(_updated(master, m, v, grad.to(master.dtype), c)[2], out.dtype))

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.kernels.backend import NO_FMA, ceil_div
+from pentad.kernels.optimizer.split_float32_triton import load, nearest, parts, store
 
 # Four elements a thread: tensors of 4 and 2 bytes then have one layout, and the cast needs no reshuffling.
 BLOCK = 1024
@@ -13,28 +14,28 @@ WARPS = 8
 
 @triton.jit
 def _update(
-    master, m, v, grad, out, mask, s, decay, first, second, size, unbias, eps,
-    CAST: tl.constexpr, OPTIMISTIC: tl.constexpr,
+    master, low, m, v, grad, out, mask, s, decay, first, second, size, unbias, eps,
+    SPLIT: tl.constexpr, CAST: tl.constexpr, OPTIMISTIC: tl.constexpr,
 ):  # fmt: skip
     g = tl.load(grad, mask=mask).to(tl.float32) * s
     new_m = tl.load(m, mask=mask).to(tl.float32)
     new_v = tl.load(v, mask=mask).to(tl.float32)
-    p = tl.load(master, mask=mask)
+    p = load(master, low, mask, SPLIT)
     new_m += (g - new_m) * first
     new_v += (g * g - new_v) * second
     p = p - decay * p - size * new_m / (tl.sqrt(new_v) * unbias + eps)
     if not OPTIMISTIC:
         tl.store(m, new_m.to(m.dtype.element_ty), mask=mask)
         tl.store(v, new_v.to(v.dtype.element_ty), mask=mask)
-        tl.store(master, p, mask=mask)
+        store(master, low, p, mask, SPLIT)
     if CAST:
-        tl.store(out, p.to(out.dtype.element_ty), mask=mask)
+        tl.store(out, nearest(p, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _step(
-    master, m, v, grad, out, scale, n, decay, first, second, size, unbias, eps,
-    BLOCK: tl.constexpr, CAST: tl.constexpr, OPTIMISTIC: tl.constexpr,
+    master, low, m, v, grad, out, scale, n, decay, first, second, size, unbias, eps,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, CAST: tl.constexpr, OPTIMISTIC: tl.constexpr,
 ):  # fmt: skip
     s = 1.0 if OPTIMISTIC else tl.load(scale).to(tl.float32)
     if tl.abs(s) < float("inf"):
@@ -44,18 +45,22 @@ def _step(
         m += start
         v += start
         grad += start
+        if SPLIT:
+            low += start
         if CAST:
             out += start
         # Only the last program masks: with an odd n, masks would cost all programs their 16-byte accesses.
         if start + BLOCK <= n:
             _update(
-                master + lanes, m + lanes, v + lanes, grad + lanes, out + lanes if CAST else out, None,
-                s, decay, first, second, size, unbias, eps, CAST, OPTIMISTIC,
+                master + lanes, low + lanes if SPLIT else low, m + lanes, v + lanes, grad + lanes,
+                out + lanes if CAST else out, None,
+                s, decay, first, second, size, unbias, eps, SPLIT, CAST, OPTIMISTIC,
             )  # fmt: skip
         else:
             _update(
-                master + lanes, m + lanes, v + lanes, grad + lanes, out + lanes if CAST else out, lanes < n - start,
-                s, decay, first, second, size, unbias, eps, CAST, OPTIMISTIC,
+                master + lanes, low + lanes if SPLIT else low, m + lanes, v + lanes, grad + lanes,
+                out + lanes if CAST else out, lanes < n - start,
+                s, decay, first, second, size, unbias, eps, SPLIT, CAST, OPTIMISTIC,
             )  # fmt: skip
 
 
@@ -63,10 +68,10 @@ def adamw_(
     master: Tensor, m: Tensor, v: Tensor, grad: Tensor, out: Tensor | None, scale: Tensor, c: tuple[float, ...]
 ) -> None:
     """Launches the kernel; see `pentad.kernels.optimizer.adamw.adamw_`."""
-    n = master.numel()
+    n, (values, low) = master.numel(), parts(master)
     _step[(ceil_div(n, BLOCK),)](
-        master, m, v, grad, out, scale, n, *c,
-        BLOCK=BLOCK, CAST=out is not None, OPTIMISTIC=False, num_warps=WARPS, **NO_FMA,
+        values, low, m, v, grad, out, scale, n, *c,
+        BLOCK=BLOCK, SPLIT=low is not None, CAST=out is not None, OPTIMISTIC=False, num_warps=WARPS, **NO_FMA,
     )  # fmt: skip
 
 
@@ -74,6 +79,6 @@ def adamw_optimistic_(out: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: T
     """Launches the kernel; see `pentad.kernels.optimizer.adamw.adamw_optimistic_`."""
     n = master.numel()
     _step[(ceil_div(n, BLOCK),)](
-        master, m, v, grad, out, grad, n, *c,
-        BLOCK=BLOCK, CAST=True, OPTIMISTIC=True, num_warps=WARPS, **NO_FMA,
+        master, None, m, v, grad, out, grad, n, *c,
+        BLOCK=BLOCK, SPLIT=False, CAST=True, OPTIMISTIC=True, num_warps=WARPS, **NO_FMA,
     )  # fmt: skip

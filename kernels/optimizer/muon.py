@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.backend import triton_on_gpu
+from pentad.kernels.optimizer.split_float32 import nearest
 
 
 class MuonCoefficients(NamedTuple):
@@ -42,7 +43,7 @@ def muon_(
     c: MuonCoefficients,
 ) -> None:
     """Updates master [n] with the orthogonalized direction [n] and momentum [n] with grad [n] * scale [1], and writes
-    the new master to out [n] in its dtype.
+    the `nearest` of the new master, which may be a SplitFloat32, to out [n].
 
     As torch.optim.Muon: decoupled weight decay, at the learning rate before its adjustment. If `scale` is not finite
     nothing changes, which skips a step without the host.
@@ -52,13 +53,13 @@ def muon_(
     for tensor, new in ((momentum, _new_momentum(momentum, grad * scale, c)), (master, new_master)):
         tensor.copy_(torch.where(finite, new.to(tensor.dtype), tensor))
     if out is not None:
-        out.copy_(torch.where(finite, new_master.to(out.dtype), out))
+        out.copy_(torch.where(finite, nearest(new_master, out.dtype), out))
 
 
 @triton_on_gpu
 def muon_optimistic_(out: Tensor, master: Tensor, direction: Tensor, c: MuonCoefficients) -> None:
-    """Writes to out [n], in its dtype, the master [n] that `muon_` makes with the orthogonalized direction [n]."""
-    out.copy_(_new_master(master, direction, c))
+    """Writes to out [n] what `muon_` makes of the master [n] with the orthogonalized direction [n]."""
+    out.copy_(nearest(_new_master(master, direction, c), out.dtype))
 
 
 def _new_master(master: Tensor, direction: Tensor, c: MuonCoefficients) -> Tensor:

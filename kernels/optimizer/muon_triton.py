@@ -6,6 +6,7 @@ from torch import Tensor
 
 from pentad.kernels.backend import NO_FMA, ceil_div
 from pentad.kernels.optimizer.muon import MuonCoefficients
+from pentad.kernels.optimizer.split_float32_triton import load, nearest, parts, store
 
 BLOCK = 1024
 
@@ -25,7 +26,7 @@ def _optimistic(out, master, direction, n, decay, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     p = _new_master(tl.load(master + at, mask=mask), tl.load(direction + at, mask=mask), decay, size)
-    tl.store(out + at, p.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + at, nearest(p, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -35,8 +36,8 @@ def _new_master(master, direction, decay, size):
 
 @triton.jit
 def _step(
-    master, momentum, grad, direction, out, scale, n, decay, first, size,
-    BLOCK: tl.constexpr, CAST: tl.constexpr,
+    master, low, momentum, grad, direction, out, scale, n, decay, first, size,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     s = tl.load(scale).to(tl.float32)
     if tl.abs(s) < float("inf"):
@@ -44,12 +45,13 @@ def _step(
         mask = at < n
         g = tl.load(grad + at, mask=mask).to(tl.float32) * s
         b = tl.load(momentum + at, mask=mask).to(tl.float32)
-        p = _new_master(tl.load(master + at, mask=mask), tl.load(direction + at, mask=mask), decay, size)
+        rest = low + at if SPLIT else low
+        p = _new_master(load(master + at, rest, mask, SPLIT), tl.load(direction + at, mask=mask), decay, size)
         b += (g - b) * first
         tl.store(momentum + at, b.to(momentum.dtype.element_ty), mask=mask)
-        tl.store(master + at, p, mask=mask)
+        store(master + at, rest, p, mask, SPLIT)
         if CAST:
-            tl.store(out + at, p.to(out.dtype.element_ty), mask=mask)
+            tl.store(out + at, nearest(p, out.dtype.element_ty), mask=mask)
 
 
 def muon_direction_(out: Tensor, momentum: Tensor, grad: Tensor, scale: Tensor, c: MuonCoefficients) -> None:
@@ -74,8 +76,8 @@ def muon_(
     c: MuonCoefficients,
 ) -> None:
     """Launches the kernel; see `pentad.kernels.optimizer.muon.muon_`."""
-    n = master.numel()
+    n, (values, low) = master.numel(), parts(master)
     _step[(ceil_div(n, BLOCK),)](
-        master, momentum, grad, direction, out, scale, n, c.decay, c.first, c.size,
-        BLOCK=BLOCK, CAST=out is not None, **NO_FMA,
+        values, low, momentum, grad, direction, out, scale, n, c.decay, c.first, c.size,
+        BLOCK=BLOCK, SPLIT=low is not None, CAST=out is not None, **NO_FMA,
     )  # fmt: skip

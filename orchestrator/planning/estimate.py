@@ -115,7 +115,7 @@ def memory(plan: Plan, rank: int, state: States | None = None) -> dict[str, int]
     """Peak bytes of a rank of the mesh, by kind. `state` has, and gets, what does not depend on activations, for plans
     that differ only in what recomputes and is offloaded.
 
-    'parameters' are in the dtype of compute; 'master' is 0 if those are the master weights themselves. With ZeRO,
+    'parameters' are in the dtype of compute; 'master' is what master weights need beside them. With ZeRO,
     'parameters', 'master', 'gradients' and 'optimizer' count shards and gather buffers. 'activations' include
     workspaces, and those of Muon. 'tables' are tokens, rotary tables and cuBLAS's workspace, 'graphs' what
     CUDA graphs take, which are no tensors. ON_HOST are not part of
@@ -155,8 +155,9 @@ def _state(plan: Plan, rank: int) -> dict[str, int]:
     if plan.zero > 1:
         gradients = shards + sum(longest([gradient_pool(program, pp) for program in plan.trained_programs]))
     received = len(set().union(*(_receive_slots(program, pp) for program in plan.programs)))
-    is_apart = wide != compute or has_post_validation(plan.program) or plan.host_optimizer
-    master = sum(each.part for each in layouts if is_apart or each.in_8_bits) * wide
+    is_apart = has_post_validation(plan.program) or plan.host_optimizer
+    beside = wide if is_apart else wide - compute  # of weights that are not in 8 bits, which are half of their masters
+    master = sum(each.compute_part * beside + (each.part - each.compute_part) * wide for each in layouts)
     optimizer = sum(optimizer_bytes(plan, shard, rank) for shard in trained)
     on_host = master + optimizer if plan.host_optimizer else 0
     if plan.host_optimizer:

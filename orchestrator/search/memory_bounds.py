@@ -66,7 +66,7 @@ def _state_bytes(layout: Layout, units: Sequence[int], zero: int, max_gathered: 
     on_host = work.config.memory.optimizer == "host"
     state = 2 if work.config.precision.optimizer_state == "bfloat16" else wide
     moments = (1 if work.config.optimizer.name == "muon" else 2) * state
-    updated = 0.0 if on_host else shard * (moments + (wide if wide != compute else 0))
+    updated = 0.0 if on_host else shard * (moments + wide - compute)
     return int(weights + gradients * wide + updated) + CUBLAS
 
 

@@ -136,13 +136,13 @@ class Row:
         return median(simulated_seconds(plan, events, rates) for plan, events in self.plans)
 
     def memory(self) -> float:
-        """GiB of the fullest rank, with units of one layer where layers recompute."""
+        """GiB of the fullest rank, with units of one layer where layers recompute and whole master weights."""
         found = []
         for facts in self.choices:
             fewer = facts["micro_batch"] * facts.get("dp", 1) * facts.get("ep", 1) * 2 * facts.get("pp", 1)
             short = facts | {"unit_layers": None, "batch": min(facts["batch"], fewer)}
             plan = make_plan(RunConfig.model_validate(sections(short)), "cuda", proved=False)
-            found.append(max(each["total"] for each in memories(plan)) / 2**30)
+            found.append(max(each["total"] + each["master"] for each in memories(plan)) / 2**30)
         return median(found)
 
 

@@ -30,6 +30,7 @@ from pentad.kernels.optimizer import adamw_triton, add_shards_triton, muon_trito
 from pentad.kernels.optimizer.adamw import adamw_, adamw_optimistic_, coefficients
 from pentad.kernels.optimizer.add_shards import add_shards_
 from pentad.kernels.optimizer.muon import muon_, muon_coefficients, muon_direction_
+from pentad.kernels.optimizer.split_float32 import SplitFloat32, nearest
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter")
@@ -141,10 +142,24 @@ def test_adamw(n: int, cast: bool, state: torch.dtype, bound: float, bad: float 
     adamw_triton.adamw_(master, m, v, grad, out if cast else None, scale, c)
     for found, exact, most in zip((master, m, v), expected, (1e-6, bound, bound), strict=True):
         assert relative_error(found, exact) < most
-    if cast and bad is None:
-        assert torch.allclose(out.float(), master, rtol=2**-7)
-    else:
-        assert not out.any()
+    assert torch.equal(out, nearest(master, torch.bfloat16)) if cast and bad is None else not out.any()
+
+
+@pytest.mark.parametrize("n", [1, 1024, 2049])
+def test_steps_of_master_weights_in_two_parts(n: int) -> None:
+    master, m, v, grad, direction = torch.randn(5, n)
+    parts = SplitFloat32(torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int16))
+    parts.copy_(master)
+    moments, scale = (m.clone(), v.square_().clone()), torch.tensor([0.5])
+    c = coefficients(3e-3, 0.9, 0.95, 1e-8, 0.1, 2)
+    adamw_triton.adamw_(master, m, v, grad, None, scale, c)
+    adamw_triton.adamw_(parts, *moments, grad, None, scale, c)
+    assert torch.equal(parts, master)
+    each = muon_coefficients(3e-3, 0.95, 0.1, 1.5, nesterov=True)
+    muon_triton.muon_(master, m, grad, direction, None, scale, each)
+    muon_triton.muon_(parts, moments[0], grad, direction, None, scale, each)
+    assert torch.equal(parts, master)
+    assert torch.equal(parts.high, nearest(master, torch.bfloat16))
 
 
 @pytest.mark.parametrize("bad", [None, float("nan")])
@@ -165,7 +180,7 @@ def test_muon(n: int, state: torch.dtype, bound: float, bad: float | None) -> No
     muon_triton.muon_(master, momentum, grad, direction, out, scale, c)
     assert relative_error(master, master64) < 1e-6
     assert relative_error(momentum, momentum64) < bound
-    assert torch.allclose(out.float(), master, rtol=2**-7) if bad is None else not out.any()
+    assert torch.equal(out, nearest(master, torch.bfloat16)) if bad is None else not out.any()
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -17,6 +17,7 @@ from host_copies import copy_on_cpus
 from plans import TILE
 from pool import Pool, send
 
+from pentad.kernels.optimizer.split_float32 import SplitFloat32
 from pentad.orchestrator.activations.activation_memory import with_slots
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.results import Evaluation
@@ -226,7 +227,10 @@ def buffer_bytes(parameters, shards, frozen) -> dict[str, int]:
         kinds["parameters"] += [] if each.in_8_bits is None else [each.in_8_bits.values]
         kinds["gradients"] += [each.gradient] if each.full_gradients is None else [each.full_gradients]
         kinds["optimizer" if each.host is None else "host_optimizer"] += [each.m, each.v]
-        kinds["master" if each.host is None else "host_optimizer"].append(each.master)
+        kinds["master" if each.host is None else "host_optimizer"] += [
+            each.master.low if isinstance(each.master, SplitFloat32) else each.master,
+            *([] if each.in_8_bits is None else [each.in_8_bits.master]),
+        ]
     kinds["parameters"] += shards.weights
     kinds["parameters"] += [each.compute for each in frozen.values()]
     kinds["gradients"] += shards.gradients

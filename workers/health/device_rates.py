@@ -20,6 +20,7 @@ from pentad.kernels.fp8.fp8_tensor import E4M3, Fp8Tensor, Recipe
 from pentad.kernels.glu import glu, glu_backward
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
 from pentad.kernels.optimizer.adamw import adamw_, coefficients
+from pentad.kernels.optimizer.split_float32 import SplitFloat32
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.kernels.wgrad_gemm import accumulate_gradient_
 
@@ -284,10 +285,12 @@ def _elementwise(sizes: Sizes, new: _Tensors, clock: Clock) -> float:
 
 def _update(sizes: Sizes, new: _Tensors, clock: Clock) -> float:
     master, first, second, gradient = (new(sizes.elements, dtype=torch.float32) for _ in range(4))
-    out, scale = new(sizes.elements), torch.ones(1, device=new.device)
+    scale = torch.ones(1, device=new.device)
+    if new.dtype == torch.bfloat16:
+        master = SplitFloat32(master.bfloat16(), torch.zeros_like(master, dtype=torch.int16))
     each = coefficients(1e-4, 0.9, 0.95, 1e-8, 0.1, 1)
     second.square_()
-    return 7.0 * master.nbytes / clock.seconds(lambda: adamw_(master, first, second, gradient, out, scale, each))
+    return 7.0 * master.nbytes / clock.seconds(lambda: adamw_(master, first, second, gradient, None, scale, each))
 
 
 def _host(sizes: Sizes, device: torch.device, clock: Clock) -> list[tuple[float, float]]:

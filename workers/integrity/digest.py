@@ -16,11 +16,11 @@ def digest(values: torch.Tensor) -> torch.Tensor:
     A change of one element always changes it, since no multiple of an odd number by less than 2^64 is divisible by
     2^64; changes of several do unless they cancel exactly. Sums of whole numbers do not depend on their order.
     """
-    bits = values.detach().contiguous().view(-1).view(INTEGERS[values.element_size()])
+    flat = values.detach().contiguous().view(-1)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    weights = torch.arange(min(PIECE, bits.numel()), device=values.device).mul_(2).add_(1).mul_(ODD)
-    for number, piece in enumerate(bits.split(PIECE)):
-        wide = piece.long()
+    weights = torch.arange(min(PIECE, flat.numel()), device=values.device).mul_(2).add_(1).mul_(ODD)
+    for number, piece in enumerate(flat.split(PIECE)):
+        wide = piece.view(INTEGERS[values.element_size()]).long()
         # The weights of a later piece are larger by as much for all its elements.
         total += _signed(2 * number * PIECE * ODD) * wide.sum() + wide.mul(weights[: len(wide)]).sum()
     return total

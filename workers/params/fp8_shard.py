@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pentad.kernels.fp8.fp8_cast import fp8_cast
 from pentad.kernels.fp8.fp8_tensor import E4M3, TILE, Amax, Recipe, scale_of
+from pentad.kernels.optimizer.split_float32 import nearest
 from pentad.schedules.spec.zero_layout import ZeroLayout
 from pentad.workers.params.local_tensor import LocalTensor
 
@@ -22,8 +23,8 @@ PIECE = 2**10  # rows of 128 x 128 elements that are cast at a time: 32 MiB of s
 
 
 class MatrixPart(NamedTuple):
-    """What a shard has of a matrix: its elements `span` in C order, at `where` in the shard. `tiles` are those of the
-    matrix among all maxima, in C order, of which `across` lie beside each other. A tile has `height` rows of 128
+    """What a shard has of a matrix: its elements `span` in C order, at `where` among those in 8 bits. `tiles` are those
+    of the matrix among all maxima, in C order, of which `across` lie beside each other. A tile has `height` rows of 128
     elements; one that is the whole matrix has all of them."""
 
     where: slice
@@ -34,15 +35,15 @@ class MatrixPart(NamedTuple):
 
 
 class Fp8Shard:
-    """`values` [part] are the elements in 8 bits. They and the scales are those of the master weights unless it
-    `is_stale`."""
+    """`values` are the elements in 8 bits. They and the scales are those of the `master` weights, float32 (or float64),
+    unless it `is_stale`."""
 
     def __init__(
         self, recipe: Recipe, dtype: torch.dtype, tensors: Sequence[LocalTensor], layout: ZeroLayout, master: Tensor
     ) -> None:
         """Of the last of the local tensors, as many as `layout` says; `dtype` is that of compute."""
-        self.recipe, self.dtype, self.master, self.first = recipe, dtype, master, layout.compute_part
-        self.values = torch.zeros(layout.part - self.first, dtype=E4M3, device=master.device)
+        self.recipe, self.dtype, self.master = recipe, dtype, master
+        self.values = torch.zeros_like(master, dtype=E4M3)
         self.scales, self.parts, self.is_stale = dict[str, Tensor](), list[MatrixPart](), True
         start, tiles, border = 0, 0, layout.size - layout.in_8_bits
         for local in tensors:
@@ -51,7 +52,8 @@ class Fp8Shard:
                 continue
             down, across = (1, 1) if recipe.scaling == "tensor" else _tiles(local)
             self.scales[local.name] = master.new_zeros(across, down, dtype=torch.float32).t()
-            for where, span in layout.overlap(begin, start):
+            for index, span in layout.overlap(begin, start):
+                where = slice(index.start - layout.compute_part, index.stop - layout.compute_part)
                 found = slice(tiles, tiles + down * across)
                 self.parts.append(MatrixPart(where, span, found, across, local.size // TILE // (down * across)))
             tiles += down * across
@@ -64,7 +66,7 @@ class Fp8Shard:
             rows = torch.linalg.vector_norm(self.master[part.where].view(-1, TILE), torch.inf, dim=1)
             tiles, own = self._tiles_around(part)
             padded = rows.new_zeros(len(tiles), part.height, tiles.shape[1], dtype=torch.float32)
-            padded.view(-1)[own] = rows.to(self.dtype).float()
+            padded.view(-1)[own] = nearest(rows, self.dtype).float()
             tiles.copy_(padded.amax(1))
 
     def cast(self) -> None:
@@ -77,10 +79,11 @@ class Fp8Shard:
         for part in self.parts:
             tiles, own = self._tiles_around(part)
             of_rows = tiles[:, None].repeat(1, part.height, 1).flatten()[own, None]
-            values = self.values[part.where.start - self.first : part.where.stop - self.first].view(-1, TILE)
-            pieces = (each.split(PIECE * TILE) for each in (self.master[part.where].view(-1, TILE), of_rows, values))
-            for given, amax, out in zip(*pieces, strict=True):
-                form = fp8_cast(given.to(self.dtype).contiguous(), recipe, "weight", Amax(amax, amax), columns=False)
+            both = (each[part.where].view(-1, TILE) for each in (self.master, self.values))
+            pieces = (each.split(PIECE * TILE) for each in (*both, of_rows))
+            for given, out, amax in zip(*pieces, strict=True):
+                weights = nearest(given, self.dtype).contiguous()
+                form = fp8_cast(weights, recipe, "weight", Amax(amax, amax), columns=False)
                 assert form.rows is not None
                 out.copy_(form.rows.values)
         self.is_stale = False

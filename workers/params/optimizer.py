@@ -52,12 +52,10 @@ def step(
     directions: torch.Tensor | None = None,
 ) -> None:
     """Step `number` (from 0), with gradients times `scale` [1]. Muon needs the orthogonalized `directions`."""
-    compute = parameters.compute if parameters.compute is not parameters.master else None
-    border = parameters.layout.compute_part  # after which weights are cast to 8 bits from the master weights
     for run in parameters.updates.runs:
         index = run.where
-        master, m, gradient = parameters.master[index], parameters.m[index], parameters.gradient[index]
-        out = None if compute is None or index.start >= border else compute[index]
+        master, m, gradient = parameters.master_weights(index), parameters.m[index], parameters.gradient[index]
+        out = parameters.compute[index] if parameters.is_apart else None
         if parameters.host is not None:
             state = master, m, parameters.v[run.place]
             parameters.host.stream.run(state, _Update(gradient, out, scale, _adamw(spec, run, number)))
@@ -86,7 +84,7 @@ def optimistic_step(
     parameters: Parameters, spec: OptimizerSpec, number: int, directions: torch.Tensor | None = None
 ) -> None:
     """Writes the compute weights as `step` would with a scale of 1; nothing else changes."""
-    assert parameters.compute is not parameters.master
+    assert parameters.is_apart
     for run in parameters.updates.runs:
         buffers = parameters.compute, parameters.master, parameters.m
         compute, master, m = (buffer[run.where] for buffer in buffers)

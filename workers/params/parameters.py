@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from pentad.kernels.fp8.fp8_tensor import Recipe
+from pentad.kernels.optimizer.split_float32 import SplitFloat32, nearest
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.optimizer import STATE_KINDS
 from pentad.schedules.spec.plan import ParamShard, Plan
@@ -21,6 +22,7 @@ from pentad.workers.params.update_layout import UpdateLayout, update_layout
 from pentad.workers.params.weight_shard import WeightShard, shard_of
 
 StatePart = tuple[str, LocalTensor, slice, torch.Tensor]  # see Parameters.state_parts
+PIECE = 2**24  # elements that are cast at a time
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -28,12 +30,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 class Parameters(WeightShard):
     """What a rank holds of a stage's parameters, experts and all else separately, in the order of `local_tensors`.
 
-    `master`, `gradient` and `m` are its ZeRO shard, [part] ([size] without ZeRO). `m` holds
-    first moments, or Muon's momentum, and `v` [num_adamw] second moments; `updates` says which elements have which.
-    Both have the dtype of optimizer state; `master` and `gradient` are float32 (float64 when compute is). `compute` is
-    a copy of `master` in the compute dtype, or `master` itself; of the last elements, which are gathered `in_8_bits`,
-    there is none. Layers read `full_weights` and add to `full_gradients`,
-    flat; `compute` and `gradient` are views of them. Both are None where stages share buffers
+    `gradient` and `m` are its ZeRO shard, [part] ([size] without ZeRO). `m` holds first moments, or Muon's momentum,
+    and `v` [num_adamw] second moments; `updates` says which elements have which. Both have the dtype of optimizer
+    state; `master` [compute_part] and `gradient` are float32 (float64 when compute is). `compute` is `master` itself,
+    or the upper half of its numbers, or if it `is_apart` a copy in the compute dtype. The last elements, which are
+    gathered `in_8_bits`, have master weights there and no `compute`. Layers read `full_weights` and add to
+    `full_gradients`, flat; `compute` and `gradient` are views of them. Both are None where stages share buffers
     (workers/runtime/zero.py). `master`, `m` and `v` may be in `host` memory. The `router_bias` of a model that LoRA
     freezes is with its weights.
     """
@@ -47,10 +49,26 @@ class Parameters(WeightShard):
     host: HostShard | None = None
     in_8_bits: Fp8Shard | None = None
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether `compute` has memory that a step writes beside the master weights."""
+        return self.compute is not self.master and not isinstance(self.master, SplitFloat32)
+
+    def master_weights(self, where: slice) -> torch.Tensor:
+        """Those of elements of the shard that are all in `compute`, or none of them."""
+        border = self.layout.compute_part
+        if self.in_8_bits is None or where.start < border:
+            return self.master[where]
+        return self.in_8_bits.master[where.start - border : where.stop - border]
+
+    def master_parts(self) -> Iterator[tuple[LocalTensor, slice, torch.Tensor]]:
+        """As `shard_parts`, of the master weights."""
+        return ((local, span, self.master_weights(where)) for local, where, span in self.shard_spans())
+
     def state_parts(self) -> Iterator[StatePart]:
         """All that a checkpoint holds, kind by kind, tensor by tensor: the kind ('model', 'optimizer.m', ...), the
         tensor, which of its elements in C order, their values."""
-        for local, span, values in self.shard_parts(self.master):
+        for local, span, values in self.master_parts():
             yield "model", local, span, values
         for method, kinds in STATE_KINDS.items():
             for kind in kinds:
@@ -61,12 +79,16 @@ class Parameters(WeightShard):
 
     def state_tensors(self) -> list[torch.Tensor]:
         """All that another rank needs to continue with the same parameters."""
-        return [self.master, self.m, self.v, *([self.router_bias.values] if self.router_bias.layers else [])]
+        split, narrow = isinstance(self.master, SplitFloat32), self.in_8_bits
+        found = [self.master.high, self.master.low] if split else [self.master]
+        found += [self.m, self.v, *([] if narrow is None else [narrow.master])]
+        return [*found, *([self.router_bias.values] if self.router_bias.layers else [])]
 
     def refresh(self) -> None:
         """Writes the compute copy from the master weights; that in 8 bits needs the other holders."""
-        if self.compute is not self.master:
-            self.compute.copy_(self.master[: self.layout.compute_part])
+        if self.is_apart:
+            for out, given in zip(self.compute.split(PIECE), self.master.split(PIECE), strict=True):
+                out.copy_(nearest(given, out.dtype))
         if self.in_8_bits is not None:
             self.in_8_bits.is_stale = True
 
@@ -102,9 +124,7 @@ def create_parameters(
     if plan.host_optimizer:
         shapes = [(layout.part, wide), (layout.part, state), (updates.num_adamw, state)]
         host = HostShard(shapes, stream or StateStream(device))
-    # With post-validation the compute weights can be a step ahead, so they need memory of their own.
-    shared = host is None and narrow is wide and not has_post_validation(plan.program) and not layout.in_8_bits
-    master = host.tensors[0] if host else compute if shared else zeros()
+    master = host.tensors[0] if host else _master(plan, compute, wide)
     parameters = Parameters(
         local_tensors=local,
         layout=layout,
@@ -117,7 +137,7 @@ def create_parameters(
         full_weights=full_weights,
         full_gradients=full_gradients,
         host=host,
-        in_8_bits=_in_8_bits(plan, local, layout, master, narrow),
+        in_8_bits=_in_8_bits(plan, local, layout, compute, wide),
         router_bias=router_biases(plan, shard, wide, device),
     )
     if not blank:
@@ -125,20 +145,29 @@ def create_parameters(
     return parameters
 
 
+def _master(plan: Plan, compute: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    """The master weights of `compute`. With post-validation that can be a step ahead, so they have all their memory."""
+    if has_post_validation(plan.program):
+        return torch.zeros_like(compute, dtype=wide)
+    return compute if compute.dtype is wide else SplitFloat32(compute, torch.zeros_like(compute, dtype=torch.int16))
+
+
 def _in_8_bits(
-    plan: Plan, local: tuple[LocalTensor, ...], layout: ZeroLayout, master: torch.Tensor, dtype: torch.dtype
+    plan: Plan, local: tuple[LocalTensor, ...], layout: ZeroLayout, compute: torch.Tensor, wide: torch.dtype
 ) -> Fp8Shard | None:
     if plan.fp8 is None or not layout.in_8_bits:
         return None
     recipe = Recipe(plan.fp8.scaling, plan.fp8.gradients, plan.fp8.power_of_two)
-    return Fp8Shard(recipe, dtype, local, layout, master)
+    return Fp8Shard(
+        recipe, compute.dtype, local, layout, compute.new_zeros(layout.part - layout.compute_part, dtype=wide)
+    )
 
 
 def initialize(
     parameters: Parameters, seed: int, device: torch.device, initial: Mapping[str, torch.Tensor] | None = None
 ) -> None:
     """Gives parameters their initial values: by seed and name, made on the device, or those of `initial` tensors."""
-    for part, span, values in parameters.shard_parts(parameters.master):
+    for part, span, values in parameters.master_parts():
         if initial is not None:
             value = part.slice_of(initial[part.name])
         else:

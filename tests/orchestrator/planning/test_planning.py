@@ -237,7 +237,7 @@ def test_memory_adds_up_and_counts_master_weights_once() -> None:
     assert memory(plan, 0)["master"] == 0
     parts = memory(on_gpu, 0)
     assert (parts["master"], parts["gradients"], parts["optimizer"]) == tuple(
-        k * parts["parameters"] for k in (2, 2, 4)
+        k * parts["parameters"] for k in (1, 2, 4)
     )
 
 

@@ -62,9 +62,10 @@ def test_configurations_that_fitted_in_80_gb_fit(row: Published) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_eighty_billion_parameters_fit_on_no_mesh_of_two_nodes(nodes: int) -> None:
-    """Without host memory, which was not used."""
-    held = "memory.offload_fraction"
-    assert not search(config("80B", f"{held}=0"), 8 * nodes, device_memory("cuda", 79), [held]).choices
+    """Without host memory and recomputation, which were not used."""
+    held = {"memory.offload_fraction": "0", "memory.recompute": "none"}
+    given = config("80B", *map("=".join, held.items()))
+    assert not search(given, 8 * nodes, device_memory("cuda", 79), list(held)).choices
 
 
 def test_predictions_rank_configurations_as_the_measurements_do() -> None:

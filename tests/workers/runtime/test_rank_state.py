@@ -29,6 +29,10 @@ from pentad.workers.runtime.state_transfer import hand_over
 ZERO = [MemoryOptions(zero=zero) for zero in range(4)]
 
 
+def randomize(tensor: torch.Tensor) -> None:
+    tensor.normal_() if tensor.is_floating_point() else tensor.random_()
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("where", ["disk", "this process", "another process"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
@@ -43,7 +47,7 @@ def test_state_is_read_in_pieces_to_the_same_bits(corpus, tmp_path, monkeypatch,
     for rank, state in enumerate(states):
         for parameters in state.parameters.values():
             for tensor in parameters.state_tensors():
-                tensor.normal_()
+                randomize(tensor)
         files = state.files()
         written += [shards.write_shard(folder, name, tensors) for name, tensors in files.items()]
         copies.put(key, rank, copy_part(files))
@@ -89,7 +93,7 @@ def test_state_that_ranks_hand_over_is_that_of_a_checkpoint_on_any_mesh(corpus, 
             holder = old.holders(shard).index(state.rank) if old.num_zero_shards(shard) > 1 else 0
             torch.manual_seed(hash((shard, holder)) % 2**31)  # replicas hold the same
             for tensor in parameters.state_tensors():
-                tensor.normal_()
+                randomize(tensor)
         written += [shards.write_shard(folder, name, tensors) for name, tensors in state.files().items()]
     checkpoint.commit(folder, step=1, shards=written, meta={})
     parts = handed_over(old, range(old.mesh.size))

@@ -1,0 +1,92 @@
+"""float32 numbers in two parts: all bits are there, and steps are those of float32 tensors, in torch and in Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pentad.kernels.optimizer.adamw import adamw_, coefficients
+from pentad.kernels.optimizer.muon import muon_, muon_coefficients
+from pentad.kernels.optimizer.split_float32 import SplitFloat32, nearest
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+EDGES = (0, 0x8000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x7F7FFFFF, 0x7F800000, -(2**31), -0x800000, -0x407F8000, 1)
+
+
+def split(x: Tensor) -> SplitFloat32:
+    shape = {"size": x.shape, "device": x.device}
+    found = SplitFloat32(torch.zeros(**shape, dtype=torch.bfloat16), torch.zeros(**shape, dtype=torch.int16))
+    found.copy_(x)
+    return found
+
+
+def any_numbers(count: int, device: str = "cpu") -> Tensor:
+    """Of any bits, the first of which are at the edges of rounding."""
+    bits = torch.randint(-(2**31), 2**31, (count,), dtype=torch.int64).to(torch.int32)
+    bits[: len(EDGES)] = torch.tensor(EDGES, dtype=torch.int32)
+    return bits.view(torch.float32).to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_number_comes_back_bit_by_bit(device: str) -> None:
+    x = any_numbers(300_000, device)
+    found = split(x)
+    is_nan = x.isnan()
+    assert is_nan.any()
+    assert torch.equal(found.isnan(), is_nan)
+    assert torch.equal(found.high.isnan(), is_nan)
+    assert torch.equal(found.joined()[~is_nan].view(torch.int32), x[~is_nan].view(torch.int32))
+
+
+def test_its_high_part_is_the_nearest_bfloat16() -> None:
+    x = any_numbers(300_000)
+    x = x[x.isfinite() & (x.abs() < 3e38)]
+    found, rounded = split(x).high, x.bfloat16()
+    assert torch.equal((found.double() - x).abs(), (rounded.double() - x).abs())
+    is_tie = (x.view(torch.int32) & 0xFFFF) == 0x8000
+    assert is_tie.any()
+    assert torch.equal(found[~is_tie], rounded[~is_tie])
+    assert (found[is_tie].abs().double() > x[is_tie].abs()).all()
+    assert torch.equal(nearest(x, torch.bfloat16), found)
+    assert torch.equal(nearest(x, torch.float64), x.double())
+
+
+def test_views_write_through_and_everything_else_reads() -> None:
+    x = torch.randn(6, 40)
+    whole = split(x)
+    assert (whole.dtype, whole.numel(), whole.nbytes, whole.element_size()) == (torch.float32, 240, 960, 4)
+    flat = whole.view(-1)
+    flat[40:80].zero_()
+    for number, piece in enumerate(flat.split(100)):
+        piece[:10].copy_(torch.full((10,), 1.5 + number))
+    x.view(-1)[40:80] = 0
+    for number in range(3):
+        x.view(-1)[100 * number : 100 * number + 10] = 1.5 + number
+    assert torch.equal(whole, x)
+    assert torch.equal(whole * 2 - 1, x * 2 - 1)
+    assert torch.equal(torch.empty_like(x).copy_(whole), x)
+    with pytest.raises(AssertionError, match="would write a copy"):
+        whole.add_(1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [1.0, 0.37, float("nan")])
+@pytest.mark.parametrize("n", [1, 1023, 1024, 70_001])
+def test_a_step_has_the_bits_of_float32_master_weights(n: int, scale: float, device: str) -> None:
+    master, m, v, grad, direction = torch.randn(5, n, device=device)
+    factor, out = torch.tensor([scale], device=device), nearest(master, torch.bfloat16)
+    v = v.abs()
+    parts = split(master)
+    moments = m.clone(), v.clone()
+    for number in range(1, 4):
+        c = coefficients(3e-3, 0.9, 0.95, 1e-8, 0.1, number)
+        adamw_(master, m, v, grad, out, factor, c)
+        adamw_(parts, *moments, grad, None, factor, c)
+        each = muon_coefficients(3e-3, 0.95, 0.1, 1.5, nesterov=True)
+        muon_(master, m, grad, direction.bfloat16(), out, factor, each)
+        muon_(parts, moments[0], grad, direction.bfloat16(), None, factor, each)
+    assert torch.equal(parts, master)
+    assert torch.equal(parts.high, out)
+    assert torch.equal(m, moments[0])
+    assert torch.equal(v, moments[1])
