@@ -46,15 +46,11 @@ class SplitFloat32(Tensor):
         bits = self.high.view(torch.int16).to(torch.int32)
         return bits.bitwise_left_shift_(16).add_(self.low).view(torch.float32)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"SplitFloat32({self.joined()})"
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
     @classmethod
-    def __torch_dispatch__(
-        cls, operation: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    def _run(
+        cls, operation: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """What torch calls instead of an operation that has a SplitFloat32 among its arguments."""
         target, given = args[0], kwargs or {}
         if operation in VIEWS:
             parts = [operation(part, *args[1:], **given) for part in (target.high, target.low)]
@@ -69,6 +65,13 @@ class SplitFloat32(Tensor):
             return target
         assert not (operation._schema.is_mutable and isinstance(target, cls)), f"{operation} would write a copy"
         return operation(target.joined() if isinstance(target, cls) else target, *rest, **named)
+
+    def _shown(self) -> str:
+        return f"SplitFloat32({self.joined()})"
+
+    __repr__: Any = _shown
+    __torch_dispatch__: Any = _run
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
 
 def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:

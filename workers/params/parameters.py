@@ -79,10 +79,9 @@ class Parameters(WeightShard):
 
     def state_tensors(self) -> list[torch.Tensor]:
         """All that another rank needs to continue with the same parameters."""
-        split, narrow = isinstance(self.master, SplitFloat32), self.in_8_bits
-        found = [self.master.high, self.master.low] if split else [self.master]
-        found += [self.m, self.v, *([] if narrow is None else [narrow.master])]
-        return [*found, *([self.router_bias.values] if self.router_bias.layers else [])]
+        found = [self.master.high, self.master.low] if isinstance(self.master, SplitFloat32) else [self.master]
+        found += [] if self.in_8_bits is None else [self.in_8_bits.master]
+        return [*found, self.m, self.v, *([self.router_bias.values] if self.router_bias.layers else [])]
 
     def refresh(self) -> None:
         """Writes the compute copy from the master weights; that in 8 bits needs the other holders."""

@@ -15,8 +15,7 @@ EDGES = (0, 0x8000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x7F7FFFFF, 0x7F800000, 
 
 
 def split(x: Tensor) -> SplitFloat32:
-    shape = {"size": x.shape, "device": x.device}
-    found = SplitFloat32(torch.zeros(**shape, dtype=torch.bfloat16), torch.zeros(**shape, dtype=torch.int16))
+    found = SplitFloat32(torch.zeros_like(x, dtype=torch.bfloat16), torch.zeros_like(x, dtype=torch.int16))
     found.copy_(x)
     return found
 
