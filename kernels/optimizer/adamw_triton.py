@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.kernels.backend import NO_FMA, ceil_div
-from pentad.kernels.optimizer.split_float32_triton import load, nearest, parts, store
+from pentad.kernels.optimizer.split_float32_triton import load, parts, rounded, store
 
 # Four elements a thread: tensors of 4 and 2 bytes then have one layout, and the cast needs no reshuffling.
 BLOCK = 1024
@@ -29,7 +29,7 @@ def _update(
         tl.store(v, new_v.to(v.dtype.element_ty), mask=mask)
         store(master, low, p, mask, SPLIT)
     if CAST:
-        tl.store(out, nearest(p, out.dtype.element_ty), mask=mask)
+        tl.store(out, rounded(p, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

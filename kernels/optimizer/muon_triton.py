@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pentad.kernels.backend import NO_FMA, ceil_div
 from pentad.kernels.optimizer.muon import MuonCoefficients
-from pentad.kernels.optimizer.split_float32_triton import load, nearest, parts, store
+from pentad.kernels.optimizer.split_float32_triton import load, parts, rounded, store
 
 BLOCK = 1024
 
@@ -26,7 +26,7 @@ def _optimistic(out, master, direction, n, decay, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     p = _new_master(tl.load(master + at, mask=mask), tl.load(direction + at, mask=mask), decay, size)
-    tl.store(out + at, nearest(p, out.dtype.element_ty), mask=mask)
+    tl.store(out + at, rounded(p, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _step(
         tl.store(momentum + at, b.to(momentum.dtype.element_ty), mask=mask)
         store(master + at, rest, p, mask, SPLIT)
         if CAST:
-            tl.store(out + at, nearest(p, out.dtype.element_ty), mask=mask)
+            tl.store(out + at, rounded(p, out.dtype.element_ty), mask=mask)
 
 
 def muon_direction_(out: Tensor, momentum: Tensor, grad: Tensor, scale: Tensor, c: MuonCoefficients) -> None:

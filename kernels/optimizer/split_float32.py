@@ -13,20 +13,25 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pentad.kernels.backend import triton_on_gpu
+
 HALF = 0x8000  # of the last bit that bfloat16 keeps
 NAN = 0x7FC00000
 PIECE = 2**22  # elements that are written at a time, with 64 MiB of scratch memory
 aten = torch.ops.aten
-VIEWS = {aten.alias.default, aten.detach.default, aten.slice.Tensor, aten.split.Tensor, aten.view.default}
+VIEWS = {
+    *(aten.alias.default, aten.detach.default, aten.slice.Tensor, aten.view.default),
+    *(aten.split.Tensor, aten.split_with_sizes.default),
+}
 
 
 class SplitFloat32(Tensor):
     """A float32 tensor without memory of its own: the bits of `high` (bfloat16), with zeros behind them, plus `low`
     (int16).
 
-    `high` is the nearest bfloat16, away from zero where two are as near: of such pairs each has one float32. Slices and
-    views are of both parts. `copy_` and `zero_` write both; all other operations read the float32 numbers, in memory
-    that lives as long as they do.
+    `high` is the nearest bfloat16, and of two as near the one away from zero: so each float32 has one such pair. Slices
+    and views are of both parts. `copy_` and `zero_` write both. All other operations read the float32 numbers, in
+    memory that lives as long as they do, as `view` in another dtype does; other views and writes are refused.
     """
 
     high: Tensor
@@ -35,7 +40,8 @@ class SplitFloat32(Tensor):
     @staticmethod
     def __new__(cls, high: Tensor, low: Tensor) -> SplitFloat32:
         assert (high.dtype, low.dtype, high.shape) == (torch.bfloat16, torch.int16, low.shape)
-        return Tensor._make_wrapper_subclass(cls, high.shape, dtype=torch.float32, device=high.device)
+        layout: dict[str, Any] = {"strides": high.stride(), "device": high.device}
+        return Tensor._make_wrapper_subclass(cls, high.shape, dtype=torch.float32, **layout)
 
     def __init__(self, high: Tensor, low: Tensor) -> None:
         super().__init__()
@@ -43,8 +49,7 @@ class SplitFloat32(Tensor):
 
     def joined(self) -> Tensor:
         """The numbers, in memory of their own."""
-        bits = self.high.view(torch.int16).to(torch.int32)
-        return bits.bitwise_left_shift_(16).add_(self.low).view(torch.float32)
+        return join(self.high, self.low)
 
     @classmethod
     def _run(
@@ -59,12 +64,13 @@ class SplitFloat32(Tensor):
             target.high.zero_()
             target.low.zero_()
             return target
-        rest, named = tree_map_only(cls, cls.joined, (args[1:], given))
         if operation is aten.copy_.default and isinstance(target, cls):
-            _write(target, rest[0].to(target.device, torch.float32, *rest[1:], **named))
+            _write(target, args[1])
             return target
-        assert not (operation._schema.is_mutable and isinstance(target, cls)), f"{operation} would write a copy"
-        return operation(target.joined() if isinstance(target, cls) else target, *rest, **named)
+        is_of_memory = any(each.alias_info is not None for each in operation._schema.returns)
+        if isinstance(target, cls) and is_of_memory and operation is not aten.view.dtype:
+            raise NotImplementedError(f"{operation} of a SplitFloat32 would be of a copy: expected what reads it")
+        return operation(*tree_map_only(cls, cls.joined, tuple(args)), **tree_map_only(cls, cls.joined, given))
 
     def _shown(self) -> str:
         return f"SplitFloat32({self.joined()})"
@@ -74,17 +80,23 @@ class SplitFloat32(Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
 
+@triton_on_gpu
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """The float32 numbers [..] of a SplitFloat32."""
+    bits = high.view(torch.int16).to(torch.int32)
+    return bits.bitwise_left_shift_(16).add_(low).view(torch.float32)
+
+
+@triton_on_gpu
 def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in another dtype; bfloat16 as `high` of a SplitFloat32, where torch would round to even."""
-    if dtype != torch.bfloat16 or x.dtype != torch.float32:
-        return x.to(dtype)
-    return _high(_bits(x))
+    """x in another dtype; of float32 in bfloat16 the `high` of a SplitFloat32, where torch would round to even."""
+    return _high(_bits(x)) if (x.dtype, dtype) == (torch.float32, torch.bfloat16) else x.to(dtype)
 
 
 def _write(target: SplitFloat32, x: Tensor) -> None:
-    pieces = (each.reshape(-1).split(PIECE) for each in (target.high, target.low, x.expand(target.shape)))
-    for high, low, values in zip(*pieces, strict=True):
-        bits = _bits(values)
+    flat = target.high.view(-1), target.low.view(-1), x.expand(target.shape).reshape(-1)
+    for high, low, values in zip(*(each.split(PIECE) for each in flat), strict=True):
+        bits = _bits((values.joined() if isinstance(values, SplitFloat32) else values).to(high.device, torch.float32))
         high.copy_(_high(bits))
         low.copy_(bits.sub_(high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)))
 

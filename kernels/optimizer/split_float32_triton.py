@@ -1,16 +1,19 @@
-"""SplitFloat32 in Triton: reading, writing and rounding its numbers."""
+"""SplitFloat32 in Triton: reading, writing and rounding its numbers, alone or in an update."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from pentad.kernels.backend import ceil_div
 from pentad.kernels.optimizer import split_float32
 from pentad.kernels.optimizer.split_float32 import SplitFloat32
 
 HALF = tl.constexpr(split_float32.HALF)
 NAN = tl.constexpr(split_float32.NAN)
+BLOCK = 2048
 
 
 def parts(x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -40,8 +43,8 @@ def store(x, low, values, mask, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def nearest(values, dtype: tl.constexpr):
-    """float32 numbers in another dtype, as `pentad.kernels.optimizer.split_float32.nearest`."""
+def rounded(values, dtype: tl.constexpr):
+    """float32 numbers in another dtype, as `nearest`."""
     return _high(_bits(values)).to(tl.bfloat16, bitcast=True) if dtype == tl.bfloat16 else values.to(dtype)
 
 
@@ -53,3 +56,33 @@ def _bits(values):
 @triton.jit
 def _high(bits):
     return ((bits + HALF) >> 16).to(tl.int16)
+
+
+@triton.jit
+def _join(high, low, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, load(high + at, low + at, at < n, True), mask=at < n)
+
+
+@triton.jit
+def _nearest(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, rounded(tl.load(x + at, mask=at < n), out.dtype.element_ty), mask=at < n)
+
+
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """Launches the kernel; see `pentad.kernels.optimizer.split_float32.join`."""
+    out, n = torch.empty_like(high, dtype=torch.float32), high.numel()
+    if n:
+        _join[(ceil_div(n, BLOCK),)](high, low, out, n, BLOCK=BLOCK)
+    return out
+
+
+def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Launches the kernel; see `pentad.kernels.optimizer.split_float32.nearest`."""
+    if (x.dtype, dtype) != (torch.float32, torch.bfloat16):
+        return x.to(dtype)
+    out, n = torch.empty_like(x, dtype=dtype), x.numel()
+    if n:
+        _nearest[(ceil_div(n, BLOCK),)](x, out, n, BLOCK=BLOCK)
+    return out

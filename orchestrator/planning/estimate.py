@@ -156,7 +156,7 @@ def _state(plan: Plan, rank: int) -> dict[str, int]:
         gradients = shards + sum(longest([gradient_pool(program, pp) for program in plan.trained_programs]))
     received = len(set().union(*(_receive_slots(program, pp) for program in plan.programs)))
     is_apart = has_post_validation(plan.program) or plan.host_optimizer
-    beside = wide if is_apart else wide - compute  # of weights that are not in 8 bits, which are half of their masters
+    beside = wide if is_apart else wide - compute  # of weights that are not in 8 bits
     master = sum(each.compute_part * beside + (each.part - each.compute_part) * wide for each in layouts)
     optimizer = sum(optimizer_bytes(plan, shard, rank) for shard in trained)
     on_host = master + optimizer if plan.host_optimizer else 0

@@ -83,7 +83,7 @@ def make_stage(args: argparse.Namespace, ep_rank: int, device: torch.device) -> 
         shard: create_parameters(plan, shard, device, rank=rank, blank=True) for shard in plan.param_shards_of(rank)
     }
     for parameters in shards.values():
-        parameters.master.normal_(0, 0.02)
+        parameters.master.copy_(torch.randn(len(parameters.master), device=device) * 0.02)
         parameters.refresh()
     stage = Stage(plan, 1, make_param_buffers(plan, rank, 1, shards), rank)
     experts = ExpertParallelGroup(dist.group.WORLD, dist.get_world_size(), ep_rank, mode=args.dispatch)

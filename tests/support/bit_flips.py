@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from pentad.kernels.optimizer.split_float32 import SplitFloat32
+
 
 def flip(runner: Any, where: str, element: int = 3) -> None:
     """In 'master', 'm', 'v' or 'compute', once: in a norm, or with 'matrix ' before it in a matrix; or in the result of
@@ -33,6 +35,8 @@ def flip(runner: Any, where: str, element: int = 3) -> None:
 
 
 def flip_bit(tensor: torch.Tensor, element: int, bit: int = 5) -> None:
+    if isinstance(tensor, SplitFloat32):
+        tensor = tensor.low
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     tensor.view(-1)[element : element + 1].view(integers).bitwise_xor_(1 << bit)
 

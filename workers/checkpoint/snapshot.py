@@ -183,7 +183,7 @@ class Snapshots:
             with torch.cuda.stream(self.stream):
                 begin.record()
                 for source, target in pairs:
-                    _copy_in_chunks(source, target)
+                    _copy_in_chunks(source, target, non_blocking=True)
                 self._end.record()
             copy = Copy(step, targets, version_copy, begin=begin, end=self._end)
         with self._changed:
@@ -191,13 +191,13 @@ class Snapshots:
             self._changed.notify_all()
 
 
-def _copy_in_chunks(source: torch.Tensor, target: torch.Tensor) -> None:
+def _copy_in_chunks(source: torch.Tensor, target: torch.Tensor, *, non_blocking: bool) -> None:
     if source.device == target.device or not source.is_contiguous():
         target.copy_(source)
         return
     size = max(1, CHUNK_BYTES // source.element_size())
     for piece, place in zip(source.view(-1).split(size), target.view(-1).split(size), strict=True):
-        place.copy_(piece, non_blocking=True)
+        place.copy_(piece, non_blocking=non_blocking)
 
 
 @contextmanager
@@ -213,7 +213,7 @@ def copy_to(buffer: torch.Tensor, files: Files) -> None:
     """Copies these files, at once, to host memory [snapshot_bytes], as in their `layout`."""
     for file, targets in _views(buffer, files).items():
         for name, target in targets.items():
-            target.copy_(files[file][name])
+            _copy_in_chunks(files[file][name], target, non_blocking=False)
 
 
 def snapshot_bytes(files: Files) -> int:

@@ -6,6 +6,7 @@ import re
 
 import torch
 
+from pentad.kernels.optimizer.split_float32 import nearest
 from pentad.workers.hf.layout import FP8_BLOCK, SCALE_SUFFIX, quantized, scales_shape, to_file
 from pentad.workers.hf.names import FileTensor, TensorEntry, TensorTable
 from pentad.workers.hf.stored_tensors import StoredTensors
@@ -54,7 +55,7 @@ class FileTensors:
             self._tensor = torch.empty(0)  # frees the previous one before reading the next
             self._tensor, self._entry = self.source.read(entry.name, entry.shape), entry
         end = offset + torch.Size(part.shape).numel()
-        return to_file(self._tensor.view(-1)[offset:end], part).to(self.dtypes[name])
+        return nearest(to_file(self._tensor.view(-1)[offset:end], part).contiguous(), self.dtypes[name])
 
 
 class QuantizedTensors:

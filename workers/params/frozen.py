@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from pentad.kernels.optimizer.split_float32 import nearest
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.zero_layout import zero_layout
 from pentad.workers.checkpoint.checkpoint import Checkpoint
@@ -59,7 +60,7 @@ def _fill(weights: WeightShard, plan: Plan, source: Checkpoint | None) -> None:
         else:
             name = local.tensor.tied_to or local.name
             value = local.slice_of(read_full(source, f"model.{name}", local.tensor.shape))
-        values.copy_(value.flatten()[span])
+        values.copy_(nearest(value.flatten()[span], values.dtype))
     if source is None:
         return
     for name, bias in weights.router_bias.by_name.items():

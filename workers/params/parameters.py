@@ -79,7 +79,9 @@ class Parameters(WeightShard):
 
     def state_tensors(self) -> list[torch.Tensor]:
         """All that another rank needs to continue with the same parameters."""
-        found = [self.master.high, self.master.low] if isinstance(self.master, SplitFloat32) else [self.master]
+        found = [self.master]
+        if isinstance(self.master, SplitFloat32):
+            found = [self.master.high, self.master.low.view(torch.uint8)]  # groups send no int16
         found += [] if self.in_8_bits is None else [self.in_8_bits.master]
         return [*found, self.m, self.v, *([self.router_bias.values] if self.router_bias.layers else [])]
 
@@ -145,7 +147,7 @@ def create_parameters(
 
 
 def _master(plan: Plan, compute: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """The master weights of `compute`. With post-validation that can be a step ahead, so they have all their memory."""
+    """The master weights of `compute`. With post-validation `compute` can be a step ahead, so they share no memory."""
     if has_post_validation(plan.program):
         return torch.zeros_like(compute, dtype=wide)
     return compute if compute.dtype is wide else SplitFloat32(compute, torch.zeros_like(compute, dtype=torch.int16))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -65,8 +67,28 @@ def test_views_write_through_and_everything_else_reads() -> None:
     assert torch.equal(whole, x)
     assert torch.equal(whole * 2 - 1, x * 2 - 1)
     assert torch.equal(torch.empty_like(x).copy_(whole), x)
-    with pytest.raises(AssertionError, match="would write a copy"):
-        whole.add_(1)
+    assert torch.equal(torch.cat([whole, whole]), torch.cat([x, x]))
+    assert torch.equal(flat.view(torch.int32), x.view(-1).view(torch.int32))
+    first, second = flat.split([100, 140])
+    first.zero_()
+    second.copy_(torch.ones(140))
+    assert torch.equal(whole.sum(), torch.tensor(140.0))
+
+
+REFUSED = [lambda x: x.add_(1), lambda x: x[0], lambda x: x.t(), lambda x: x.unsqueeze(0), lambda x: x.normal_()]
+
+
+@pytest.mark.parametrize("operation", REFUSED)
+def test_what_would_write_a_copy_is_refused(operation: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(NotImplementedError, match="would be of a copy"):
+        operation(split(torch.randn(6, 40)))
+
+
+def test_a_part_that_is_not_contiguous_is_not_written() -> None:
+    whole = split(torch.randn(6, 40))
+    assert not whole[:, 3:5].is_contiguous()
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        whole[:, 3:5].zero_().copy_(torch.ones(6, 2))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -30,8 +30,9 @@ ZERO = [
 
 
 @pytest.mark.parametrize(("name", "dp", "pp", "microbatches"), CASES)
-def test_repeated_and_resumed_runs_are_bit_identical(fleet, corpus, tmp_path, name, dp, pp, microbatches):
-    plan = plan_of(name, dp, pp, microbatches, corpus, "float32", model=SHALLOW)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_repeated_and_resumed_runs_are_bit_identical(fleet, corpus, tmp_path, name, dp, pp, microbatches, dtype):
+    plan = plan_of(name, dp, pp, microbatches, corpus, dtype, model=SHALLOW)
     assert_repeatable(fleet, plan, tmp_path)
 
 
