@@ -89,7 +89,7 @@ class Parameters(WeightShard):
         """Writes the compute copy from the master weights; that in 8 bits needs the other holders."""
         if self.is_apart:
             for out, given in zip(self.compute.split(PIECE), self.master.split(PIECE), strict=True):
-                out.copy_(nearest(given, out.dtype))
+                out.copy_(nearest(given.to(out.device), out.dtype))
         if self.in_8_bits is not None:
             self.in_8_bits.is_stale = True
 
