@@ -47,6 +47,13 @@ class SplitFloat32(Tensor):
         super().__init__()
         self.high, self.low = high, low
 
+    @classmethod
+    def of(cls, x: Tensor) -> SplitFloat32:
+        """The numbers of a float32 tensor."""
+        found = cls(torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x, dtype=torch.int16))
+        found.copy_(x)
+        return found
+
     def joined(self) -> Tensor:
         """The numbers, in memory of their own."""
         return join(self.high, self.low)

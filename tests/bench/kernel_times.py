@@ -219,9 +219,7 @@ def loss(tokens: int, vocabulary: int, backward: bool) -> Case:
 
 def adamw_case(n: int) -> Case:
     master, m, grad = (random(n, dtype=torch.float32) for _ in range(3))
-    v, out = torch.rand(n, device="cuda"), torch.empty(n, device="cuda", dtype=torch.bfloat16)
-    parts = SplitFloat32(torch.empty_like(out), torch.empty_like(out, dtype=torch.int16))
-    parts.copy_(master)
+    v, out, parts = torch.rand(n, device="cuda"), master.bfloat16(), SplitFloat32.of(master)
     scale, step = torch.full((1,), 0.5, device="cuda"), torch.full((), 10.0, device="cuda")
     settings: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 

@@ -149,8 +149,7 @@ def test_adamw(n: int, cast: bool, state: torch.dtype, bound: float, bad: float 
 @pytest.mark.parametrize("n", [1, 1024, 2049])
 def test_steps_of_master_weights_in_two_parts(n: int) -> None:
     master, m, v, grad, direction = torch.randn(5, n)
-    parts = SplitFloat32(torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int16))
-    parts.copy_(master)
+    parts = SplitFloat32.of(master)
     moments, scale = (m.clone(), v.square_().clone()), torch.tensor([0.5])
     c = coefficients(3e-3, 0.9, 0.95, 1e-8, 0.1, 2)
     adamw_triton.adamw_(master, m, v, grad, None, scale, c)

@@ -287,7 +287,7 @@ def _update(sizes: Sizes, new: _Tensors, clock: Clock) -> float:
     master, first, second, gradient = (new(sizes.elements, dtype=torch.float32) for _ in range(4))
     scale = torch.ones(1, device=new.device)
     if new.dtype == torch.bfloat16:
-        master = SplitFloat32(master.bfloat16(), torch.zeros_like(master, dtype=torch.int16))
+        master = SplitFloat32.of(master)
     each = coefficients(1e-4, 0.9, 0.95, 1e-8, 0.1, 1)
     second.square_()
     return 7.0 * master.nbytes / clock.seconds(lambda: adamw_(master, first, second, gradient, None, scale, each))

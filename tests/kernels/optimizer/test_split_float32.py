@@ -16,12 +16,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EDGES = (0, 0x8000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x7F7FFFFF, 0x7F800000, -(2**31), -0x800000, -0x407F8000, 1)
 
 
-def split(x: Tensor) -> SplitFloat32:
-    found = SplitFloat32(torch.zeros_like(x, dtype=torch.bfloat16), torch.zeros_like(x, dtype=torch.int16))
-    found.copy_(x)
-    return found
-
-
 def any_numbers(count: int, device: str = "cpu") -> Tensor:
     """Of any bits, the first of which are at the edges of rounding."""
     bits = torch.randint(-(2**31), 2**31, (count,), dtype=torch.int64).to(torch.int32)
@@ -32,7 +26,7 @@ def any_numbers(count: int, device: str = "cpu") -> Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_number_comes_back_bit_by_bit(device: str) -> None:
     x = any_numbers(300_000, device)
-    found = split(x)
+    found = SplitFloat32.of(x)
     is_nan = x.isnan()
     assert is_nan.any()
     assert torch.equal(found.isnan(), is_nan)
@@ -43,7 +37,7 @@ def test_every_number_comes_back_bit_by_bit(device: str) -> None:
 def test_its_high_part_is_the_nearest_bfloat16() -> None:
     x = any_numbers(300_000)
     x = x[x.isfinite() & (x.abs() < 3e38)]
-    found, rounded = split(x).high, x.bfloat16()
+    found, rounded = SplitFloat32.of(x).high, x.bfloat16()
     assert torch.equal((found.double() - x).abs(), (rounded.double() - x).abs())
     is_tie = (x.view(torch.int32) & 0xFFFF) == 0x8000
     assert is_tie.any()
@@ -55,7 +49,7 @@ def test_its_high_part_is_the_nearest_bfloat16() -> None:
 
 def test_views_write_through_and_everything_else_reads() -> None:
     x = torch.randn(6, 40)
-    whole = split(x)
+    whole = SplitFloat32.of(x)
     assert (whole.dtype, whole.numel(), whole.nbytes, whole.element_size()) == (torch.float32, 240, 960, 4)
     flat = whole.view(-1)
     flat[40:80].zero_()
@@ -81,11 +75,11 @@ REFUSED = [lambda x: x.add_(1), lambda x: x[0], lambda x: x.t(), lambda x: x.uns
 @pytest.mark.parametrize("operation", REFUSED)
 def test_what_would_write_a_copy_is_refused(operation: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(NotImplementedError, match="would be of a copy"):
-        operation(split(torch.randn(6, 40)))
+        operation(SplitFloat32.of(torch.randn(6, 40)))
 
 
 def test_a_part_that_is_not_contiguous_is_not_written() -> None:
-    whole = split(torch.randn(6, 40))
+    whole = SplitFloat32.of(torch.randn(6, 40))
     assert not whole[:, 3:5].is_contiguous()
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         whole[:, 3:5].zero_().copy_(torch.ones(6, 2))
@@ -98,7 +92,7 @@ def test_a_step_has_the_bits_of_float32_master_weights(n: int, scale: float, dev
     master, m, v, grad, direction = torch.randn(5, n, device=device)
     factor, out = torch.tensor([scale], device=device), nearest(master, torch.bfloat16)
     v = v.abs()
-    parts = split(master)
+    parts = SplitFloat32.of(master)
     moments = m.clone(), v.clone()
     for number in range(1, 4):
         c = coefficients(3e-3, 0.9, 0.95, 1e-8, 0.1, number)
