@@ -2,9 +2,9 @@
 
 PYTHONPATH=.typings:tests/support:tests/bench python -P tests/bench/peers.py --out OUT --titan FOLDER 8b-dp4 8b-tp4
 
-The cases are in peers.yaml. torchtitan and what it needs are taken from FOLDER, where they disturb nothing else
-(`pip install --no-deps --target FOLDER ...`). pentad has float32 master weights in every case, torchtitan where its
-flags do not say bfloat16.
+With --again pentad runs once more after torchtitan. The cases are in peers.yaml. torchtitan and what it needs are taken
+from FOLDER, where they disturb nothing else (`pip install --no-deps --target FOLDER ...`). pentad has float32 master
+weights in every case, torchtitan where its flags do not say bfloat16.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from record import stamp, write
 HERE = Path(__file__).parent
 CASES: dict[str, dict[str, Any]] = yaml.safe_load((HERE / "peers.yaml").read_text())
 STEPS = 24
+SPEED = "tokens_per_second_per_gpu"
 COMPILING = 3  # first steps of torchtitan, which are not timed
 LOGGED = re.compile(r"step:\s+(\d+)\s.*?memory:\s+([\d.]+)GiB.*?tps:\s+([\d,]+)")
 
@@ -40,16 +41,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     parser.add_argument("--titan", type=Path, help="folder of torchtitan; without it pentad runs alone")
     parser.add_argument("--limit", type=float, default=120.0, help="time limit of a run, in seconds")
+    parser.add_argument("--again", action="store_true", help="run pentad before torchtitan and after it")
     args = parser.parse_args()
-    ranks = Ranks(args.limit, train)
-    rows = [{"case": name, **CASES[name], "pentad": pentad(ranks, CASES[name])} for name in args.cases]
-    ranks.stop()
-    write(args.out, {**stamp(), "rows": rows})
+    rows: list[dict[str, Any]] = [{"case": name, **CASES[name]} for name in args.cases]
+    run_pentad("pentad", rows, args)
     for row in rows:
         flags = row["titan"] if args.titan else []
         row["torchtitan"] = [torchtitan(args.titan, row, each, args.limit) for each in flags]
         print(report(row), flush=True)
         write(args.out, {**stamp(), "rows": rows})
+    if args.again:
+        run_pentad("again", rows, args)
+        print("\n".join(map(report, rows)), flush=True)
+
+
+def run_pentad(key: str, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """Adds the runs of every case to its row, in processes that end with them."""
+    ranks = Ranks(args.limit, train)
+    for row in rows:
+        row[key] = pentad(ranks, row)
+        write(args.out, {**stamp(), "rows": rows})
+    ranks.stop()
 
 
 def torchtitan(folder: Path, case: dict[str, Any], flags: str, limit: float) -> dict[str, Any]:
@@ -80,7 +92,7 @@ def torchtitan(folder: Path, case: dict[str, Any], flags: str, limit: float) -> 
         return {"flags": flags, "error": text[-1000:]}
     memory = max(gib for _, gib, _ in steps)
     return {
-        **{"flags": flags, "tokens_per_second_per_gpu": statistics.median(timed)},
+        **{"flags": flags, SPEED: statistics.median(timed)},
         **{"steps": max(step for step, *_ in steps) - compiling, "reserved_gib": memory},
     }
 
@@ -103,15 +115,17 @@ def pentad(ranks: Ranks, case: dict[str, Any]) -> list[dict[str, Any]]:
 
 def report(row: dict[str, Any]) -> str:
     """One line per run: speed, ratio to torchtitan's best, memory, last loss."""
-    peers = [run["tokens_per_second_per_gpu"] for run in row["torchtitan"] if "error" not in run]
+    peers = [run[SPEED] for run in row["torchtitan"] if "error" not in run]
     lines = [f"{row['case']}: torchtitan {', '.join(f'{speed:,.0f}' for speed in peers) or 'no figure'} tokens/s/GPU"]
-    for overrides, run in zip(row["runs"], row["pentad"], strict=True):
+    for overrides, run, *again in zip(
+        row["runs"], *(row[key] for key in ("pentad", "again") if key in row), strict=True
+    ):
         if "error" in run:
             lines.append(f"  {overrides}: {run['error'][-300:]}")
             continue
-        speed = run["tokens_per_second_per_gpu"]
+        speed, after = run[SPEED], "".join(f", then {each.get(SPEED, 0):,.0f}" for each in again)
         ratio = f"{speed / max(peers):.3f} of it, " if peers else ""
-        lines.append(f"  {overrides}: {speed:,.0f}, {ratio}{run['peak_gib']} GiB, last loss {run['last_loss']}")
+        lines.append(f"  {overrides}: {speed:,.0f}{after}, {ratio}{run['peak_gib']} GiB, last loss {run['last_loss']}")
     return "\n".join(lines)
 
 
