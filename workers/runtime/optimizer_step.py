@@ -71,6 +71,17 @@ class GlobalNorm(NamedTuple):
     has_room: torch.Tensor
 
 
+class StepContext(NamedTuple):
+    """What the end of a step needs of its rank; `cancelled` as in `_StepBase`."""
+
+    plan: Plan
+    groups: ProcessGroups
+    stages: dict[int, BaseStage]
+    spikes: SpikeFilter | None
+    snapshots: Sequence[Snapshots]
+    cancelled: torch.Tensor
+
+
 class _StepBase:
     """`version` (on the device) is the number of steps in the master weights, `norm` that of the newest one.
 
@@ -78,18 +89,10 @@ class _StepBase:
     ends their waits for each other; those of other hosts learn of it by a sum (see `_meet`).
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        groups: ProcessGroups,
-        stages: dict[int, BaseStage],
-        spikes: SpikeFilter | None,
-        snapshots: Sequence[Snapshots],
-        cancelled: torch.Tensor,
-    ) -> None:
-        self.plan, self.stages, self.spikes = plan, stages, spikes
+    def __init__(self, context: StepContext) -> None:
+        plan, groups, stages, self.spikes, self.snapshots, self.cancelled = context
+        self.plan, self.stages, self.world = plan, stages, groups.world
         self.totals = StepTotals(plan, groups.rank, stages, groups.layers.ep.slots)
-        self.snapshots, self.cancelled, self.world = snapshots, cancelled, groups.world
         self.device = self.totals.values.device
         self.version = torch.zeros((), dtype=torch.int64, device=self.device)
         self.norm = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -182,16 +185,9 @@ class BarrierStep(_StepBase):
     W of the next step before this one has ended.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        groups: ProcessGroups,
-        stages: dict[int, BaseStage],
-        spikes: SpikeFilter | None,
-        snapshots: Sequence[Snapshots],
-        cancelled: torch.Tensor,
-    ) -> None:
-        super().__init__(plan, groups, stages, spikes, snapshots, cancelled)
+    def __init__(self, context: StepContext) -> None:
+        super().__init__(context)
+        plan, groups, stages, *_ = context
         self.tied = TiedEmbedding(plan, groups.rank, stages, groups.tied)
         # Sorted, because DualPipe's mirror ranks hold the same stages in another order.
         balances = [(stage.load_balancer, groups.gradients[index][0]) for index, stage in sorted(stages.items())]
@@ -273,17 +269,8 @@ class PostValidatedStep(_StepBase):
     be clipped has other directions: all ranks orthogonalize again when they validate it, and meet before any commits.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        groups: ProcessGroups,
-        stages: dict[int, BaseStage],
-        spikes: SpikeFilter | None,
-        snapshots: Sequence[Snapshots],
-        cancelled: torch.Tensor,
-        reducer: NormReducer,
-    ) -> None:
-        super().__init__(plan, groups, stages, spikes, snapshots, cancelled)
+    def __init__(self, context: StepContext, reducer: NormReducer) -> None:
+        super().__init__(context)
         self.reducer = reducer
         assert self.totals.slots is None, "a step that has changed weights is not run again with more slots"
         self.unvalidated: int | None = None  # the step whose norm is not known yet

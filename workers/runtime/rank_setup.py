@@ -37,7 +37,7 @@ from pentad.workers.params.spike_filter import SpikeFilter
 from pentad.workers.replication.replicator import Replicator
 from pentad.workers.runtime.activation_offload import ActivationOffload
 from pentad.workers.runtime.executor import Executor
-from pentad.workers.runtime.optimizer_step import BarrierStep, OptimizerStep, PostValidatedStep
+from pentad.workers.runtime.optimizer_step import BarrierStep, OptimizerStep, PostValidatedStep, StepContext
 from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport import p2p_ipc, peer_collectives, peer_rows
 from pentad.workers.transport.group_collectives import GroupCollectives
@@ -201,13 +201,14 @@ def make_optimizer_step(
     """The barrier, or the reducer of norms with a connection of its own to the store at 'HOST:PORT'."""
     own = torch.zeros((), dtype=torch.float64, pin_memory=plan.device == "cuda")
     cancelled = own if flags is None else flags.cancelled
+    context = StepContext(plan, groups, stages, spikes, snapshots, cancelled)
     if not has_post_validation(plan.program):
-        return BarrierStep(plan, groups, stages, spikes, snapshots, cancelled)
+        return BarrierStep(context)
     mesh, first_ranks = plan.mesh, first_stage_ranks(plan.mesh)
     pipeline = first_ranks.index(mesh.move(groups.rank, pp=0))
     store = join_store(address, mesh.size, timeout_seconds)
     reducer = NormReducer(store, pipeline, mesh.coordinates(groups.rank).pp, len(first_ranks), mesh.pp, cancelled)
-    return PostValidatedStep(plan, groups, stages, spikes, snapshots, cancelled, reducer)
+    return PostValidatedStep(context, reducer)
 
 
 def make_executor(
