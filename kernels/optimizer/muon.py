@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pentad.kernels.backend import triton_on_gpu
-from pentad.kernels.optimizer.split_float32 import nearest
+from pentad.kernels.optimizer.param_remainders import nearest
 
 
 class MuonCoefficients(NamedTuple):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pentad.kernels.backend import NO_FMA, ceil_div
 from pentad.kernels.optimizer.muon import MuonCoefficients
-from pentad.kernels.optimizer.split_float32_triton import load, parts, rounded, store
+from pentad.kernels.optimizer.param_remainders_triton import load, parts, rounded, store
 
 BLOCK = 1024
 
@@ -37,7 +37,7 @@ def _new_master(master, direction, decay, size):
 @triton.jit
 def _step(
     master, low, momentum, grad, direction, out, scale, n, decay, first, size,
-    BLOCK: tl.constexpr, SPLIT: tl.constexpr, CAST: tl.constexpr,
+    BLOCK: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
     s = tl.load(scale).to(tl.float32)
     if tl.abs(s) < float("inf"):
@@ -45,11 +45,11 @@ def _step(
         mask = at < n
         g = tl.load(grad + at, mask=mask).to(tl.float32) * s
         b = tl.load(momentum + at, mask=mask).to(tl.float32)
-        rest = low + at if SPLIT else low
-        p = _new_master(load(master + at, rest, mask, SPLIT), tl.load(direction + at, mask=mask), decay, size)
+        rest = low + at if low is not None else None
+        p = _new_master(load(master + at, rest, mask), tl.load(direction + at, mask=mask), decay, size)
         b += (g - b) * first
         tl.store(momentum + at, b.to(momentum.dtype.element_ty), mask=mask)
-        store(master + at, rest, p, mask, SPLIT)
+        store(master + at, rest, p, mask)
         if CAST:
             tl.store(out + at, rounded(p, out.dtype.element_ty), mask=mask)
 
@@ -79,5 +79,5 @@ def muon_(
     n, (values, low) = master.numel(), parts(master)
     _step[(ceil_div(n, BLOCK),)](
         values, low, momentum, grad, direction, out, scale, n, c.decay, c.first, c.size,
-        BLOCK=BLOCK, SPLIT=low is not None, CAST=out is not None, **NO_FMA,
+        BLOCK=BLOCK, CAST=out is not None, **NO_FMA,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from torch import Tensor
 from pentad.kernels import cross_entropy, glu, rms_norm, wgrad_gemm
 from pentad.kernels.attention import attention, rope, rope_tables
 from pentad.kernels.optimizer import adamw
-from pentad.kernels.optimizer.split_float32 import SplitFloat32
+from pentad.kernels.optimizer.param_remainders import SplitFloat32
 
 Calls = list[Callable[[], object]]
 SETS, SAMPLES = 3, 20

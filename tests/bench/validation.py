@@ -136,7 +136,7 @@ class Row:
         return median(simulated_seconds(plan, events, rates) for plan, events in self.plans)
 
     def memory(self) -> float:
-        """GiB of the fullest rank, with units of one layer where layers recompute and whole master weights."""
+        """GiB of the fullest rank, with units of one layer where layers recompute, and 4 bytes of master weights."""
         found = []
         for facts in self.choices:
             fewer = facts["micro_batch"] * facts.get("dp", 1) * facts.get("ep", 1) * 2 * facts.get("pp", 1)

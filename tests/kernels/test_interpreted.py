@@ -26,11 +26,11 @@ from pentad.kernels.cross_entropy import cross_entropy, cross_entropy_backward_
 from pentad.kernels.glu import Activation, glu, glu_backward
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
 from pentad.kernels.moe.moe_permute import gather_rows, sum_rows, weighted_glu, weighted_glu_backward
-from pentad.kernels.optimizer import adamw_triton, add_shards_triton, muon_triton, split_float32_triton
+from pentad.kernels.optimizer import adamw_triton, add_shards_triton, muon_triton, param_remainders_triton
 from pentad.kernels.optimizer.adamw import adamw_, adamw_optimistic_, coefficients
 from pentad.kernels.optimizer.add_shards import add_shards_
 from pentad.kernels.optimizer.muon import muon_, muon_coefficients, muon_direction_
-from pentad.kernels.optimizer.split_float32 import SplitFloat32, join, nearest
+from pentad.kernels.optimizer.param_remainders import SplitFloat32, join, nearest
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 
 pytestmark = pytest.mark.usefixtures("fresh_memory_holds_nan", "interpreter")
@@ -160,8 +160,8 @@ def test_steps_of_master_weights_in_two_parts(n: int) -> None:
     muon_triton.muon_(parts, moments[0], grad, direction, None, scale, each)
     assert torch.equal(parts, master)
     assert torch.equal(parts.high, nearest(master, torch.bfloat16))
-    assert torch.equal(split_float32_triton.join(parts.high, parts.low), master)
-    assert torch.equal(split_float32_triton.nearest(master, torch.bfloat16), parts.high)
+    assert torch.equal(param_remainders_triton.join(parts.high, parts.low), master)
+    assert torch.equal(param_remainders_triton.nearest(master, torch.bfloat16), parts.high)
 
 
 @pytest.mark.parametrize("bad", [None, float("nan")])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pentad.kernels.optimizer.split_float32 import SplitFloat32
+from pentad.kernels.optimizer.param_remainders import SplitFloat32
 
 
 def flip(runner: Any, where: str, element: int = 3) -> None:

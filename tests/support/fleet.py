@@ -17,7 +17,7 @@ from host_copies import copy_on_cpus
 from plans import TILE
 from pool import Pool, send
 
-from pentad.kernels.optimizer.split_float32 import SplitFloat32
+from pentad.kernels.optimizer.param_remainders import SplitFloat32
 from pentad.orchestrator.activations.activation_memory import with_slots
 from pentad.schedules.spec.plan import Plan
 from pentad.workers.runtime.results import Evaluation

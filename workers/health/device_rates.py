@@ -20,7 +20,7 @@ from pentad.kernels.fp8.fp8_tensor import E4M3, Fp8Tensor, Recipe
 from pentad.kernels.glu import glu, glu_backward
 from pentad.kernels.moe.grouped_gemm import accumulate_grouped_gradient_, grouped_gemm
 from pentad.kernels.optimizer.adamw import adamw_, coefficients
-from pentad.kernels.optimizer.split_float32 import SplitFloat32
+from pentad.kernels.optimizer.param_remainders import SplitFloat32
 from pentad.kernels.rms_norm import rms_norm, rms_norm_backward
 from pentad.kernels.wgrad_gemm import accumulate_gradient_
 

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from pentad.kernels.optimizer.split_float32 import nearest
+from pentad.kernels.optimizer.param_remainders import nearest
 from pentad.workers.hf.layout import FP8_BLOCK, SCALE_SUFFIX, quantized, scales_shape, to_file
 from pentad.workers.hf.names import FileTensor, TensorEntry, TensorTable
 from pentad.workers.hf.stored_tensors import StoredTensors

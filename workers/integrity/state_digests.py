@@ -34,7 +34,8 @@ def _named(shard: WeightShard) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{kind}.{_part_name(local, span)}", values
     for name, bias in shard.router_bias.by_name.items():
         yield f"model.{name}", bias
-    if shard.layout.num_shards == 1 and not (isinstance(shard, Parameters) and not shard.is_apart):
+    is_apart = not isinstance(shard, Parameters) or shard.is_apart
+    if shard.layout.num_shards == 1 and is_apart:
         for local, span, values in shard.shard_parts(shard.compute):
             yield f"weights.{_part_name(local, span)}", values
 

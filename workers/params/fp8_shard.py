@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pentad.kernels.fp8.fp8_cast import fp8_cast
 from pentad.kernels.fp8.fp8_tensor import E4M3, TILE, Amax, Recipe, scale_of
-from pentad.kernels.optimizer.split_float32 import nearest
+from pentad.kernels.optimizer.param_remainders import nearest
 from pentad.schedules.spec.zero_layout import ZeroLayout
 from pentad.workers.params.local_tensor import LocalTensor
 

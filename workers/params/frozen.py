@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from pentad.kernels.optimizer.split_float32 import nearest
+from pentad.kernels.optimizer.param_remainders import nearest
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.zero_layout import zero_layout
 from pentad.workers.checkpoint.checkpoint import Checkpoint

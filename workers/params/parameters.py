@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from pentad.kernels.fp8.fp8_tensor import Recipe
-from pentad.kernels.optimizer.split_float32 import SplitFloat32, nearest
+from pentad.kernels.optimizer.param_remainders import SplitFloat32, nearest
 from pentad.schedules.passes.post_validation import has_post_validation
 from pentad.schedules.spec.optimizer import STATE_KINDS
 from pentad.schedules.spec.plan import ParamShard, Plan

@@ -8,7 +8,7 @@ from closeness import relative_error
 from torch import Tensor
 
 from pentad.kernels.optimizer.adamw import adamw_, adamw_optimistic_, coefficients
-from pentad.kernels.optimizer.split_float32 import nearest
+from pentad.kernels.optimizer.param_remainders import nearest
 
 SETTINGS: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 

@@ -15,7 +15,7 @@ from pentad.kernels.optimizer.muon import (
     muon_optimistic_,
 )
 from pentad.kernels.optimizer.newton_schulz import newton_schulz
-from pentad.kernels.optimizer.split_float32 import nearest
+from pentad.kernels.optimizer.param_remainders import nearest
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (1, 7)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

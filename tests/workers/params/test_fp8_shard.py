@@ -9,7 +9,7 @@ import torch
 
 from pentad.kernels.fp8.fp8_cast import fp8_cast
 from pentad.kernels.fp8.fp8_tensor import Amax, Fp8Forms, Recipe, absolute_maximum
-from pentad.kernels.optimizer.split_float32 import nearest
+from pentad.kernels.optimizer.param_remainders import nearest
 from pentad.schedules.spec.tensors import Tensor
 from pentad.schedules.spec.zero_layout import ZeroLayout
 from pentad.workers.linear.casts import Casts

@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from pentad.kernels.backend import ceil_div
-from pentad.kernels.optimizer import split_float32
-from pentad.kernels.optimizer.split_float32 import SplitFloat32
+from pentad.kernels.optimizer import param_remainders
+from pentad.kernels.optimizer.param_remainders import SplitFloat32
 
-HALF = tl.constexpr(split_float32.HALF)
-NAN = tl.constexpr(split_float32.NAN)
+HALF = tl.constexpr(param_remainders.HALF)
+NAN = tl.constexpr(param_remainders.NAN)
 BLOCK = 2048
 
 
@@ -22,18 +22,18 @@ def parts(x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 @triton.jit
-def load(x, low, mask, SPLIT: tl.constexpr):
-    """float32 numbers: at pointers `x`, or if they are SPLIT the parts at `x` and `low`."""
+def load(x, low, mask):
+    """float32 numbers at pointers `x`, or with a `low` those of which these are the parts."""
     found = tl.load(x, mask=mask)
-    if SPLIT:
+    if low is not None:
         bits = found.to(tl.int16, bitcast=True).to(tl.int32) << 16
         found = (bits + tl.load(low, mask=mask).to(tl.int32)).to(tl.float32, bitcast=True)
     return found
 
 
 @triton.jit
-def store(x, low, values, mask, SPLIT: tl.constexpr):
-    if SPLIT:
+def store(x, low, values, mask):
+    if low is not None:
         bits = _bits(values)
         high = _high(bits)
         tl.store(x, high.to(tl.bfloat16, bitcast=True), mask=mask)
@@ -61,7 +61,7 @@ def _high(bits):
 @triton.jit
 def _join(high, low, out, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + at, load(high + at, low + at, at < n, True), mask=at < n)
+    tl.store(out + at, load(high + at, low + at, at < n), mask=at < n)
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def _nearest(x, out, n, BLOCK: tl.constexpr):
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """Launches the kernel; see `pentad.kernels.optimizer.split_float32.join`."""
+    """Launches the kernel; see `pentad.kernels.optimizer.param_remainders.join`."""
     out, n = torch.empty_like(high, dtype=torch.float32), high.numel()
     if n:
         _join[(ceil_div(n, BLOCK),)](high, low, out, n, BLOCK=BLOCK)
@@ -79,7 +79,7 @@ def join(high: Tensor, low: Tensor) -> Tensor:
 
 
 def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Launches the kernel; see `pentad.kernels.optimizer.split_float32.nearest`."""
+    """Launches the kernel; see `pentad.kernels.optimizer.param_remainders.nearest`."""
     if (x.dtype, dtype) != (torch.float32, torch.bfloat16):
         return x.to(dtype)
     out, n = torch.empty_like(x, dtype=dtype), x.numel()

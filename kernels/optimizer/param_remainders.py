@@ -1,7 +1,7 @@
 """float32 numbers as the bfloat16 ones nearest to them, and the 16 bits that those lack.
 
-Master weights in this form need 2 bytes beside the bfloat16 weights that layers read, not 4 (in Apex's distributed
-optimizers these bits are called parameter remainders).
+Master weights in this form need 2 bytes beside the bfloat16 weights that layers read, not 4: only their remainders are
+stored (`store_param_remainders` of Megatron-LM and Transformer Engine).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ VIEWS = {
 
 
 class SplitFloat32(Tensor):
-    """A float32 tensor without memory of its own: the bits of `high` (bfloat16), with zeros behind them, plus `low`
-    (int16).
+    """A float32 tensor without memory of its own: the bits of `high` (bfloat16), with zeros behind them, plus
+    `low` (int16).
 
     `high` is the nearest bfloat16, and of two as near the one away from zero: so each float32 has one such pair. Slices
     and views are of both parts. `copy_` and `zero_` write both. All other operations read the float32 numbers, in
@@ -76,7 +76,7 @@ class SplitFloat32(Tensor):
             return target
         is_of_memory = any(each.alias_info is not None for each in operation._schema.returns)
         if isinstance(target, cls) and is_of_memory and operation is not aten.view.dtype:
-            raise NotImplementedError(f"{operation} of a SplitFloat32 would be of a copy: expected what reads it")
+            raise TypeError(f"{operation} of a SplitFloat32 would be of a copy: expected what reads it")
         return operation(*tree_map_only(cls, cls.joined, tuple(args)), **tree_map_only(cls, cls.joined, given))
 
     def _shown(self) -> str:
