@@ -267,16 +267,11 @@ def compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rat
     elements = sum(sum(_dense_sizes(model, layer)) for layer in range(first, end))
     dense = sum(_dense_seconds(model, layer, work, rates.products) for layer in range(first, end))
     pace = dense / (work * elements) if elements else 1 / rates.flops  # seconds of a FLOP
-    expert_rates: tuple[float, ...] = (math.inf,) * 3
-    routed, routed_flops = 0, 0.0  # visits of a token to experts
-    width = model.ffn  # of all networks that it passes in a layer
+    routed, width = 0, model.ffn  # visits of a token to experts; width of all networks that it passes in a layer
     if experts is not None:
         width = experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
         routed = max(0, end - max(first, experts.first_k_dense)) * experts.top_k
-        routed_flops = routed * (work * 3 * model.hidden * experts.intermediate_size)
-        rows, in_8_bits = expert_rows(experts, tokens, piece.mesh), piece.casts_experts and piece.device == "cuda"
-        expert_rates = expert_flops(rates, rows, in_8_bits=in_8_bits)
-    linear, (forward, backward, weight) = dense, (routed_flops / each for each in expert_rates)
+    linear, of_experts = dense, _expert_seconds(model, routed, piece, rates)
     if piece.fp8 is not None and piece.device == "cuda":
         matrices = fp8_matrices(model, piece.fp8, range(first, end))
         sizes = [work * math.prod(each.shape) for each in matrices if not each.experts]
@@ -295,16 +290,38 @@ def compute_seconds(model: ModelSpec, span: LayerRange, piece: Piece, rates: Rat
     parts["core_attn"] = work / 2 * counts["core_attn"] / rate_at(of_width.forward, length)
     if experts is not None:
         share = experts.top_k * experts.intermediate_size / width
-        parts["moe"] = work / 2 * counts["moe"] * ((1 - share) * speed * pace + share / expert_rates[0])
+        parts["moe"] = work / 2 * counts["moe"] * ((1 - share) * speed * pace + share * of_experts.pace)
     products = [part for part in counts if part != "core_attn" and counts[part]]
     for part in products:  # what is read and written around each
         parts[part] += elementwise / len(products)
     return StageSeconds(
-        forward=linear + forward + attention + head.forward + head.loss + max(0.0, elementwise - unread[0]),
-        backward=linear + backward + attention_backward + head.backward + head.dloss + moved,
-        weight=linear + weight + head.weight,
+        forward=linear + of_experts.forward + attention + head.forward + head.loss + max(0.0, elementwise - unread[0]),
+        backward=linear + of_experts.backward + attention_backward + head.backward + head.dloss + moved,
+        weight=linear + of_experts.weight + head.weight,
         parts=parts,
     )
+
+
+class ExpertSeconds(NamedTuple):
+    """Of the products of routed experts in F, B and W, and of a FLOP of F."""
+
+    forward: float
+    backward: float
+    weight: float
+    pace: float
+
+
+def _expert_seconds(model: ModelSpec, visits: int, piece: Piece, rates: Rates) -> ExpertSeconds:
+    """With so many `visits` of a token to experts. W copies both of its operands that are rows of tokens; in 8 bits its
+    rate has that."""
+    if model.experts is None or not visits:
+        return ExpertSeconds(*(0.0,) * 4)
+    rows, in_8_bits = expert_rows(model.experts, piece.tokens, piece.mesh), piece.casts_experts
+    flops = visits * (2 * piece.tokens / piece.mesh.tp * 3 * model.hidden * model.experts.intermediate_size)
+    measured = expert_flops(rates, rows, in_8_bits=in_8_bits and piece.device == "cuda")
+    forward, backward, weight = (flops / each for each in measured)
+    copies = 0.0 if in_8_bits else 4 * visits * piece.tokens * model.hidden * piece.itemsize / rates.memory
+    return ExpertSeconds(forward, backward, weight + copies, forward / flops)
 
 
 class HeadSeconds(NamedTuple):

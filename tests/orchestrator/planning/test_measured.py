@@ -20,7 +20,7 @@ from pentad.schedules.spec.plan import Plan
 
 RESULTS = [json.loads(path.read_text()) for path in sorted((TESTS / "bench" / "results").glob("meshes-*.json"))]
 UNITS_SINCE = "2026-11-23"  # before, no stage was cut
-HALVES_SINCE = "2026-11-30"  # before, master weights had all their memory, beside the weights in bfloat16
+HALVES_SINCE = "2026-11-29"  # before, master weights had all their memory, beside the weights in bfloat16
 COPIES_SINCE = "2026-11-26 18:12"  # before, and in the tree of then, tensor ranks exchanged rows by NCCL
 RUNS = [
     {
@@ -52,9 +52,10 @@ def planned(run: dict[str, Any]) -> Plan:
 
 
 @each_run
-def test_peak_memory_is_within_5_percent(run: dict[str, Any]) -> None:
+def test_peak_memory_is_as_planned(run: dict[str, Any]) -> None:
+    """Within 2 %, but of early runs within 5 %."""
     most = max(each["total"] + (0 if run["has_halves"] else each["master"]) for each in memories(planned(run)))
-    assert most / 2**30 == pytest.approx(run["peak_gib"], rel=0.05)
+    assert most / 2**30 == pytest.approx(run["peak_gib"], rel=0.02 if run["has_halves"] else 0.05)
 
 
 @each_run
