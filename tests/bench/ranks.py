@@ -102,6 +102,8 @@ def connected(connection: Connection, plan: Plan, rank: int) -> Iterator[Runner]
             connection.send(runner.serve("127.0.0.1", 60))
         runner.connect(connection.recv(), 60)
         runner.restore(None)
+        if plan.mesh.size > 1:
+            torch.distributed.barrier()  # a rank's first step reads the initial weights of its peers
         yield runner
         runner.close()
 

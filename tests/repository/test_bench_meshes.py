@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 from meshes import measure, train
 from ranks import Ranks
+from restored_ranks import when_restored_and_begun
+
+from pentad.orchestrator.config.config import load
+from pentad.orchestrator.planning.planning import make_plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,3 +21,13 @@ def test_the_loss_of_a_measured_run_falls():
     row = measure(ranks, str(ROOT / "deploy" / "jobs" / "cpu.yaml"), overrides, "cpu", warmup=1)
     ranks.stop()
     assert all(after < before for before, after in pairwise(row["losses"])), row
+
+
+@pytest.mark.timeout(100)
+def test_no_rank_begins_before_all_have_their_initial_weights():
+    """Ranks read them from each other, and nothing but the call that makes them tells when they are there."""
+    ranks = Ranks(90, when_restored_and_begun)
+    config = load(ROOT / "deploy" / "jobs" / "cpu.yaml", ["mesh.dp=2", "mesh.pp=1", "zero.stage=1"])
+    restored, began = zip(*ranks.run(make_plan(config, "cpu")), strict=True)
+    ranks.stop()
+    assert min(began) >= max(restored)

@@ -52,6 +52,8 @@ class StateStream:
         of every call have the same dtypes."""
         if not self.slots:
             self.slots = [_Slot([each.dtype for each in state], self.device) for _ in range(PIECES)]
+            for stream in self.streams:  # kernels that were issued before may still use the slots' memory
+                stream.wait_stream(torch.cuda.current_stream(self.device))
         for pieces in zip(*(each.split(PIECE_ELEMENTS) for each in state), strict=True):
             slot = self.slots[self.number % PIECES]
             self.number += 1
@@ -64,9 +66,11 @@ class StateStream:
             self._copy(moved, pieces, 1, slot.updated, slot.returned)
 
     def finish(self) -> None:
-        """The current stream waits until all of the state is on the host again; what comes next may read it."""
-        for stream in self.streams:
-            torch.cuda.current_stream(self.device).wait_stream(stream)
+        """What comes next on the current stream, or on its way to the device, finds all of the state on the host."""
+        if self.streams:
+            to_device, to_host = self.streams
+            to_device.wait_stream(to_host)
+            torch.cuda.current_stream(self.device).wait_stream(to_device)
 
     def _copy(
         self,
