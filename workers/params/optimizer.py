@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pentad.kernels.optimizer import square_sum as squares
 from pentad.kernels.optimizer.adamw import Coefficients, adamw_, adamw_optimistic_, coefficients
 from pentad.kernels.optimizer.muon import (
     MuonCoefficients,
@@ -18,20 +19,11 @@ from pentad.schedules.spec.optimizer import OptimizerSpec
 from pentad.workers.params.parameters import Parameters
 from pentad.workers.params.update_layout import Run
 
-ROW = 4096  # elements of a partial norm
-
 
 def square_sum(parameters: Parameters, counted: list[slice]) -> torch.Tensor:
-    """The sum of squares of these parts of a gradient shard, a float64 scalar.
-
-    Rows are summed in the gradient's own precision: torch would first make a float64 copy of all of it.
-    """
-    norms = [torch.zeros(1, dtype=parameters.gradient.dtype, device=parameters.gradient.device)]
-    for flat in (parameters.gradient[index] for index in counted):
-        end = flat.numel() // ROW * ROW
-        rows = flat[:end].view(-1, ROW), flat[end:].view(1, -1)
-        norms += [torch.linalg.vector_norm(part, dim=1) for part in rows]
-    return torch.cat(norms).double().square().sum()
+    """The sum of squares of these parts of a gradient shard, a float64 scalar."""
+    sums = [squares.square_sum(parameters.gradient[index]) for index in counted]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=parameters.gradient.device)
 
 
 def clip_scale(norm: torch.Tensor, limit: float | None, dtype: torch.dtype) -> torch.Tensor:
