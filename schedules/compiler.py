@@ -126,7 +126,7 @@ def add_memory_passes(program: Program, options: MemoryOptions) -> Program:
         program = add_gathers(program, zero=options.zero, prefetch=options.prefetch, max_gathered=options.max_gathered)
     if options.max_resident is not None:
         return add_offload_beyond(program, options.max_resident)
-    return add_offload(program, options.offload) if options.offload else program
+    return add_offload(program, options.offload, options.offload_prefetch) if options.offload else program
 
 
 def add_reductions(program: Program, replicas: int, options: MemoryOptions) -> Program:

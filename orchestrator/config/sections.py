@@ -236,6 +236,9 @@ class MemorySection(Section):
     """share of the bytes of every unit's saved activations that are in host memory until the unit's backward; the
     others stay on the device. What memory.recompute computes again is not saved. auto: the least with which each rank
     fits, and of memory.recompute the fewest layers"""
+    offload_prefetch: Count | None = None
+    """units that compute beside the copy of one to the host, before its memory is used again, and beside the copy back,
+    before its backward; null: 1, or with offload_fraction auto in a pipeline what takes least time"""
     host_gib: PositiveFloat | None = None
     """memory of a host, in GiB, for what its ranks keep there; null: 90 % of that of this machine, if the GPUs are
     here; otherwise it is unknown, and nothing is checked"""
@@ -320,6 +323,7 @@ class MemorySection(Section):
             recompute=recompute,
             max_resident=resident,
             offload=offload,
+            offload_prefetch=self.offload_prefetch or 1,
             units=units if is_cut else (),
             logits_in_w=self.logits == "recompute",
         )

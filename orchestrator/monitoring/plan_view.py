@@ -152,7 +152,9 @@ def _offload_facts(plan: Plan, costs: Costs) -> dict[str, str]:
         largest = max(arenas, key=lambda each: each.bytes)
         host, bound = (format_bytes(each[0]) for each in (largest.bytes, largest.bounds))
         lie = f"{host} of pinned host memory a rank, at least {bound} in any layout"
-        found["offload"] = f"{_by_rank(shares)} of saved activations, in copies of which compute hides {hidden}; {lie}"
+        units = "one unit" if plan.offload_prefetch == 1 else f"{plan.offload_prefetch} units"
+        copies = f"copies beside {units} each, of which compute hides {hidden}"
+        found["offload"] = f"{_by_rank(shares)} of saved activations, in {copies}; {lie}"
     if plan.host_optimizer:
         found["optimizer"] = "master weights and moments in host memory"
     return found

@@ -14,16 +14,18 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.estimate import costs_of, memory
+from pentad.orchestrator.planning.estimate import costs_of, memory, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, HostMemory, host_bytes
 from pentad.schedules.ir.errors import PentadError
-from pentad.schedules.ir.instruction import Op, instructions_of
 from pentad.schedules.simulate.copy_slack import hidden_share
 from pentad.schedules.spec.plan import Plan
 
 Maker = Callable[..., Plan]  # `make_plan` of a configuration, with `units` and `fractions`
 # How often, and by how much, a fraction is raised for what is not linear in it: tensors that are cut.
 RAISES, RAISED = 8, 0.02
+# Units that compute beside a copy, in a pipeline, where forwards in a row are followed by as many backwards.
+PREFETCHES = (1, 2, 4, 8)
+NO_COST = 1.001  # times the step without any copies
 ROW_STEPS = 32  # parts of the rows, of which memory.recompute_fraction auto takes some
 
 
@@ -50,7 +52,8 @@ def cheapest(need: float, tiers: Sequence[Tier]) -> list[float]:
 
 
 def choose_tiers(config: RunConfig, device: DeviceMemory, host: HostMemory | None, make: Maker) -> Plan:
-    """The plan with the least recomputation and offloading that fits; if none fits, with the most of both.
+    """The plan that fits in the least simulated time, of those with the least recomputation and offloading that fit
+    with each of PREFETCHES; if none fits, with the most of both.
 
     Without memory.recompute nothing recomputes; with memory.recompute_layers that many layers do. Raises PentadError if
     something has to go to a host whose memory is unknown (None).
@@ -61,11 +64,31 @@ def choose_tiers(config: RunConfig, device: DeviceMemory, host: HostMemory | Non
     if host is None:
         where = "as this machine's memory says nothing about the hosts of other GPUs"
         raise PentadError(f"memory.offload_fraction is auto: expected memory.host_gib besides, {where}")
+    given = config.memory.offload_prefetch
+    best, *others = (given,) if given or config.mesh.pp == 1 else PREFETCHES
+    found = _with_prefetch(config, best, device, host, make)
+    least, seconds = simulated_seconds(plain), simulated_seconds(found)
+    for prefetch in others:
+        if _lack(found, device) <= 0 and seconds <= NO_COST * least:
+            break
+        other = _with_prefetch(config, prefetch, device, host, make)
+        if _lack(other, device) <= 0 and (_lack(found, device) > 0 or simulated_seconds(other) < seconds):
+            found, seconds = other, simulated_seconds(other)
+    return found
+
+
+def _with_prefetch(
+    config: RunConfig, prefetch: int | None, device: DeviceMemory, host: HostMemory, make: Maker
+) -> Plan:
+    """The plan with the least recomputation and offloading that fits; if none fits, with the most of both."""
+    memory = config.memory.model_copy(update={"offload_prefetch": prefetch})
+    config = config.model_copy(update={"memory": memory})
     most = make(_with(config, None, 1.0))
     search = _Search(config, device, host, make, most)
-    for step in range(search.first_step(), search.steps + 1):
+    first = search.first_step()
+    for step in range(first, search.steps + 1):
         if (found := search.plan_with(step)) is not None:
-            return found
+            return found if config.memory.recompute_layers else search.faster(found, step)
         if config.memory.recompute_layers:
             break
     caps = search.caps(most, lambda: make(_with(config, None, 0.5)))
@@ -93,19 +116,21 @@ class _Search:
         """The step of the solution of the linear program, as if tensors could be cut anywhere."""
         if self.config.memory.recompute_layers or not self.steps:
             return self.config.memory.recompute_layers or 0
-        none, offloaded, recomputed = self.plan(0, 0.0), self.plan(0, 1.0), self.plan(self.steps, 0.0)
-        costs, again = costs_of(offloaded), costs_of(recomputed)
+        plans = none, offloaded, recomputed = self.plan(0, 0.0), self.plan(0, 1.0), self.plan(self.steps, 0.0)
+        seconds, copied, computed = map(simulated_seconds, plans)
         caps, shares = self.caps(offloaded, lambda: self.plan(0, 0.5)), list[float]()
-        hidden = hidden_share(offloaded.program, costs)
+        hidden = hidden_share(offloaded.program, costs_of(offloaded))
         for rank, at in enumerate(_ranks(none)):
             need, total = _needed(none, at) - self.device.bytes, _needed(none, at)
             gains = [total - _needed(other, at) for other in (offloaded, recomputed)]
-            copies, computes = (
-                sum(each.seconds(part) for part in instructions_of(plan.program.streams[rank]) if part.op is op)
-                for plan, each, op in ((offloaded, costs, Op.OFFLOAD), (recomputed, again, Op.RECOMPUTE))
-            )
             free = min(hidden[rank], caps[rank])
-            tiers = Tier(gains[0], 0.0, free), Tier(gains[0], copies, caps[rank] - free), Tier(gains[1], computes, 1.0)
+            # the time of a step grows with what is copied beyond that
+            copies = (copied - seconds) / (1 - free) if free < 1 else 0.0
+            tiers = (
+                Tier(gains[0], 0.0, free),
+                Tier(gains[0], copies, caps[rank] - free),
+                Tier(gains[1], computed - seconds, 1.0),
+            )
             shares.append(cheapest(need, tiers)[2])
         return math.ceil(max(shares) * self.steps - 1e-9)
 
@@ -142,6 +167,18 @@ class _Search:
             raised = zip(shares, caps, lacking, strict=True)
             shares = [min(cap, share + RAISED * lacks) for share, cap, lacks in raised]
         return None
+
+    def faster(self, found: Plan, step: int) -> Plan:
+        """The plan that fits at this step, or one at an earlier step that takes less time: a pipeline has slack for
+        copies that are later than their deadlines, which `first_step` does not count."""
+        least = simulated_seconds(found)
+        for earlier in range(step - 1, 0, -1):
+            plan = self.plan_with(earlier)
+            if plan is None or (seconds := simulated_seconds(plan)) >= least:
+                break
+            found, least = plan, seconds
+        without = self.plan_with(0) if step else None
+        return found if without is None or simulated_seconds(without) >= least else without
 
     def fractions(self, shares: Sequence[float]) -> tuple[float, ...]:
         """By unit: the largest share of the ranks that hold it."""

@@ -263,6 +263,7 @@ def draft(
         recompute=config.memory.modes(program.units or (1,) * program.stages, layers),
         recompute_fraction=row_fraction(config),
         logit_rows=logit_rows(config, config.mesh.mesh, compute_dtype(config, device)),
+        offload_prefetch=config.memory.offload_prefetch or 1,
         host_optimizer=config.memory.optimizer == "host",
         fp8=fp8_spec(config, model, rates),
         gpu=gpu_of(config.cluster) if device == "cuda" else "",

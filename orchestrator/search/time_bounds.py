@@ -83,7 +83,10 @@ class Timed:
     @cached_property
     def trips(self) -> RoundTrips:
         """To the host and back, where nothing recomputes."""
-        return round_trips(self.of_units, self.copied)
+        return self._trips(self.of_units)
+
+    def _trips(self, program: Program) -> RoundTrips:
+        return round_trips(program, self.copied, self.layout.work.config.memory.offload_prefetch or 1)
 
     @cached_property
     def units_of_parts(self) -> list[range]:
@@ -210,7 +213,7 @@ class Timed:
         if setting.recompute != "none":
             units = [range(unit, unit + 1) for unit in range(program.stages)]
             program, costs = self._recomputing(program, units, costs, setting)
-            trips = round_trips(program, self.copied)
+            trips = self._trips(program)
         costs = replace(costs, offload=tuple(self.layout.offload(setting.recompute, setting.offload)))
         return end_beside_copies(program, costs, trips)
 

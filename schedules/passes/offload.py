@@ -20,9 +20,7 @@ from pentad.schedules.ir.program import Program, Stream
 from pentad.schedules.ir.rewrite import insert_rows
 from pentad.schedules.simulate.memory import SAVED_CHANGE
 
-BUFFERS = 2  # units that may be on the device: one is copied to the host, the next one computes
-PREFETCH = 1  # compute actions between the start of a reload and its use
-EARLIEST = 2  # the same, where only memory limits it
+EARLIEST = 2  # compute actions between the start of a reload and its use, where only memory limits them
 _ON_COMPUTE_LANE = IS_COMPUTE | op_mask({Op.RECOMPUTE})
 _Cell = tuple[int, int]  # stage, microbatch
 
@@ -45,17 +43,17 @@ class _RoundTrip(NamedTuple):
     reload: int
 
 
-def add_offload(program: Program, stages: Collection[int]) -> Program:
+def add_offload(program: Program, stages: Collection[int], prefetch: int = 1) -> Program:
     """OFFLOAD and RELOAD of every microbatch of these stages, but where the backward follows so soon after the forward
     that a copy would free no memory in time.
 
-    At most BUFFERS - 1 compute actions of these stages run beside an OFFLOAD, and the next one waits for it; a RELOAD
-    starts PREFETCH of them before the backward. Raises PentadError for a stage that the program does not have.
+    At most `prefetch` compute actions of these stages run beside an OFFLOAD, and the next one waits for it; a RELOAD
+    starts as many of them before the backward. Raises PentadError for a stage that the program does not have.
     """
-    return _inserted(program, round_trips(program, stages))
+    return _inserted(program, round_trips(program, stages, prefetch))
 
 
-def round_trips(program: Program, stages: Collection[int]) -> RoundTrips:
+def round_trips(program: Program, stages: Collection[int], prefetch: int = 1) -> RoundTrips:
     """Those of `add_offload`."""
     columns, rows = program.columns, program.lookup
     # Others, such as an embedding, may take no time beside which anything could be copied.
@@ -67,9 +65,9 @@ def round_trips(program: Program, stages: Collection[int]) -> RoundTrips:
     backward = rows.backward[rows.cell(forward)]
     reader = np.append(rows.forward, np.full(rows.total_slices, -1))[rows.cell(forward) + rows.total_slices]
     reads = (reader >= 0) & (columns.rank[reader] == columns.rank[forward])  # the next stage is on this rank
-    after = so_far[columns.action[forward]] - 1 + BUFFERS
+    after = so_far[columns.action[forward]] + prefetch
     release = np.maximum(after, reads * so_far[columns.action[reader]])
-    reload = so_far[columns.action[backward]] - 1 - PREFETCH
+    reload = so_far[columns.action[backward]] - 1 - prefetch
     found = np.flatnonzero(release < reload)
     return RoundTrips(forward[found], backward[found], compute[release[found]], compute[reload[found]])
 

@@ -50,26 +50,25 @@ class Plan:
     'gloo' on CPUs; on GPUs 'peer' (copies inside hosts, see `transport_along`) or 'nccl'. `hosts` has the host of each
     rank; empty: all are on one.
 
-    `data` is what is trained on, and `eval` what the run evaluates, if anything.
-    `seed` is the run's only source of randomness. `deterministic` asks for bit-reproducible kernels. With `cuda_graphs`
-    compute is launched as it was captured in an earlier step.
+    `data` is what is trained on, and `eval` what the run evaluates, if anything. `seed` is the run's only source of
+    randomness. `deterministic` asks for bit-reproducible kernels. With `cuda_graphs` compute is launched as it was
+    captured in an earlier step.
 
     `recompute[stage]` is a mode or names of parts of layers (schedules/passes/recompute.py); empty means none
-    everywhere. Of parts that work on rows only the share `recompute_fraction` is recomputed, the last rows.
-    Logits are kept from F to W, or go in chunks of `logit_rows`, and W makes them again.
-    `offload[stage]` is the share of the bytes of saved activations that OFFLOAD takes; empty: all;
+    everywhere. Of parts that work on rows only the share `recompute_fraction` is recomputed, the last rows. Logits are
+    kept from F to W, or go in chunks of `logit_rows`, and W makes them again. `offload[stage]` is the share of the
+    bytes of saved activations that OFFLOAD takes; empty: all; `offload_prefetch` is that of MemoryOptions,
     `offload_slots[stage]` the bytes that one needs in host memory, and on the device for what stays of a tensor that is
     cut. With `host_optimizer` master weights and optimizer state are in host memory. `zero` is the ZeRO stage (arXiv
     1910.02054): from 1 on the holders of a stage shard its master weights and optimizer state, from 2 on its gradients,
     with 3 its compute weights. With `bf16_reduce` gradients are reduced in bfloat16, with sums in float32. `cp_method`
     is how context ranks attend to each other's tokens. Expert ranks send each other tokens in so many `expert_slots`;
-    with 0 a GPU gets all tokens. Tensor ranks share a node unless `tp_across_nodes`.
-    Steps that are `spikes` change no weight (None: only those with a norm that is not finite). With `lora` the model is
-    frozen, and its adapters are the parameters. `fp8` says which products are in 8 bits (None: none).
-    `gpu` names the GPU whose figures the plan is made with ('': unknown), and `rates` are those of its costs (None:
-    what is assumed of that GPU).
-    The state of each rank is copied into the memory of another one every `replicate_every` steps, 0: never.
-    The end of a node is announced by the file or URL `notice`. In `profile_steps` ranks run torch's profiler.
+    with 0 a GPU gets all tokens. Tensor ranks share a node unless `tp_across_nodes`. Steps that are `spikes` change no
+    weight (None: only those with a norm that is not finite). With `lora` the model is frozen, and its adapters are the
+    parameters. `fp8` says which products are in 8 bits (None: none). `gpu` names the GPU whose figures the plan is made
+    with ('': unknown), and `rates` are those of its costs (None: what is assumed of that GPU). The state of each rank
+    is copied into the memory of another one every `replicate_every` steps, 0: never. The end of a node is announced by
+    the file or URL `notice`. In `profile_steps` ranks run torch's profiler.
     """
 
     name: str
@@ -91,6 +90,7 @@ class Plan:
     recompute_fraction: float = 1.0
     logit_rows: int = 0
     offload: tuple[float, ...] = ()
+    offload_prefetch: int = 1
     offload_slots: tuple[tuple[int, int], ...] = ()
     host_optimizer: bool = False
     zero: int = 0

@@ -207,12 +207,15 @@ def test_no_more_activations_are_resident_than_allowed(name, p, m, limit):
     simulate(program, Costs.uniform(program.stages))
 
 
-@pytest.mark.parametrize("units", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("units", "prefetch"), [(1, 1), *(pytest.param(3, far, marks=pytest.mark.slow) for far in (1, 2, 5))]
+)
 @pytest.mark.parametrize(("name", "p", "m"), cases(SIZES))
-def test_units_go_to_the_host_beside_later_compute_and_come_back_in_time(name, p, m, units):
-    """Each at most once, where at least three compute actions are between its forward and its backward."""
+def test_units_go_to_the_host_beside_later_compute_and_come_back_in_time(name, p, m, units, prefetch):
+    """Each at most once, where both copies have as many compute actions between its forward and its backward."""
     stages = compile_program(name, p, m).stages
-    options = MemoryOptions(offload=frozenset(range(units * stages)), units=(units,) * stages)
+    every = frozenset(range(units * stages))
+    options = MemoryOptions(offload=every, offload_prefetch=prefetch, units=(units,) * stages)
     program = compiled(name, p, m, options)
     for stream in program.streams:
         number, place = -1, dict[Key, int]()  # of compute actions
@@ -223,11 +226,11 @@ def test_units_go_to_the_host_beside_later_compute_and_come_back_in_time(name, p
         assert moved == {key[1:] for key in place if key.op is Op.RELOAD}
         assert all(place[Key(Op.OFFLOAD, *cell)] == place[Key(Op.F, *cell)] for cell in moved)
         for key, at in place.items():
-            if key.op in (Op.B, Op.BW) and at - place[Key(Op.F, *key[1:])] > 4:
+            if key.op in (Op.B, Op.BW) and at - place[Key(Op.F, *key[1:])] > 2 + 2 * prefetch:
                 assert key[1:] in moved
             if key.op is Op.RELOAD:
                 backward = next(place[each] for op in (Op.B, Op.BW) if (each := Key(op, *key[1:])) in place)
-                assert backward - at == 2  # it goes before the compute action before its backward
+                assert backward - at == 1 + prefetch  # it goes before as many compute actions before its backward
     costs = Costs.uniform(program.stages)
     simulate(program, replace(costs, offload=(0.5,) * program.stages))
 

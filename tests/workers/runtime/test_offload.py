@@ -82,6 +82,22 @@ def test_experts_that_exchange_tokens_equal_one_process(fleet, corpus, mode, alp
     assert_equals_one_process(fleet, plan_of("dualpipe", 1, 2, 4, corpus, **given))
 
 
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("1f1b", "none"), *(pytest.param(*each, marks=slow) for each in product(SCHEDULES, ("none", "attention")))],
+)
+def test_the_length_of_a_prefetch_changes_no_bit(fleet, corpus, name, mode) -> None:
+    runs = []
+    for prefetch in (1, 2, 4):
+        options = MemoryOptions(zero=1, offload_prefetch=prefetch)
+        given: dict[str, Any] = {"recompute": mode, "unit_layers": 1, "offload": 0.6, **SCHEDULES[name]}
+        plan = plan_of(name, 2, 2, 4, corpus, memory_options=options, **given)
+        assert Op.OFFLOAD in {part.op for stream in plan.program.streams for part in instructions_of(stream)}
+        runs.append(fleet.run(plan, [(0, 2)]))
+    for first, *others in zip(*runs, strict=True):
+        assert all(same_bits(first.state, other.state) for other in others)
+
+
 @pytest.mark.parametrize("mode", ["none", *(pytest.param(mode, marks=slow) for mode in MODES[1:])])
 def test_offloading_changes_no_bit(fleet, corpus, mode) -> None:
     cases = [(alpha, rows) for rows in ((1.0, 0.5) if mode == "attention" else (1.0,)) for alpha in (0.0, 0.3, 1.0)]
