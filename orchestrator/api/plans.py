@@ -23,6 +23,7 @@ from pentad.orchestrator.memory.copy_slots import copy_slots_note
 from pentad.orchestrator.memory.curve import memory_curves
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.memory.useless_recompute import recompute_note
+from pentad.orchestrator.memory.useless_zero import zero_note
 from pentad.orchestrator.monitoring.plan_view import bubble_text, layers_text, plan_view
 from pentad.orchestrator.monitoring.runfolder import with_kept_division
 from pentad.orchestrator.monitoring.tables import fitted_table
@@ -30,7 +31,7 @@ from pentad.orchestrator.planning.balance import DataBalance, data_balance, requ
 from pentad.orchestrator.planning.comm_volume import collective_bytes, comm_volume, transports
 from pentad.orchestrator.planning.estimate import costs_of, memories, mfu, stage_memory, step_seconds
 from pentad.orchestrator.planning.eval_cost import EvalCost, eval_cost
-from pentad.orchestrator.planning.fit import Fit, device_memory, fit_of, require_host
+from pentad.orchestrator.planning.fit import Fit, device_memory, fit_of, host_note, require_host
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import gpu_of, local_device, require_tp_on_node
 from pentad.orchestrator.planning.planning import make_plan, require_shards
@@ -278,7 +279,8 @@ def planned(
     remedy = "" if fit.ok else memory_advice(config, found, fit)
     note = ""
     if fit.ok:
-        note = copy_slots_note(given, found, fit) or ("" if chosen else recompute_note(config, found, fit))
+        note = copy_slots_note(given, found, fit) or zero_note(config, found, fit) or host_note(config, found)
+        note = note or ("" if chosen else recompute_note(config, found, fit))
     factor, balance = config.data.capacity_factor, None
     assert factor != "auto"
     capacity = capacity_of(config, found, room, factor) if is_open and fit.ok else None

@@ -108,10 +108,6 @@ class HostMemory(NamedTuple):
     bytes: float
     where: str
 
-    def ranks(self, plan: Plan) -> int:
-        """Ranks on a host."""
-        return min(plan.mesh.size, NODE_GPUS)
-
 
 def host_memory(config: RunConfig, device: str) -> HostMemory | None:
     """As configured, or of this machine or the container that this process is in; None, unknown, where GPUs are
@@ -136,14 +132,9 @@ def require_host(config: RunConfig, plan: Plan) -> None:
     """Raises PentadError if the ranks of a host keep more there than it has, as far as that is known. On CPUs that is
     all the same memory."""
     host = host_memory(config, plan.device)
-    if plan.device != "cuda" or host is None:
+    if plan.device != "cuda" or host is None or (needed := _needed_on_host(plan)) <= host.bytes:
         return
-    each = [memory(plan, plan.mesh.move(0, pp=pp)) for pp in range(plan.mesh.pp)]
-    fullest = max(each, key=lambda kinds: sum(kinds[kind] for kind in ON_HOST))
-    ranks = host.ranks(plan)
-    needed = ranks * sum(fullest[kind] for kind in ON_HOST)
-    if needed <= host.bytes:
-        return
+    fullest, ranks = _fullest_on_host(plan), ranks_of_host(plan)
     every = "every" if config.checkpoint.every else "every_seconds"
     names = {
         "host": ("activations", f"memory.offload_fraction is {config.memory.offload_fraction}"),
@@ -153,10 +144,36 @@ def require_host(config: RunConfig, plan: Plan) -> None:
         "snapshot": ("a checkpoint's copy", f"checkpoint.{every} is {getattr(config.checkpoint, every):g}"),
     }
     parts = ", ".join(f"{format_bytes(fullest[kind])} of {names[kind][0]}" for kind in ON_HOST if fullest[kind])
-    key = next(key for kind, (_, key) in names.items() if fullest[kind])
+    _, key = names[max(ON_HOST, key=fullest.__getitem__)]
     who, each_has = (f"{ranks} ranks of a host keep", " each") if ranks > 1 else ("the rank of a host keeps", "")
     found = f"{key}, with which {who} {format_bytes(needed)} there ({parts}{each_has})"
     raise PentadError(f"{found}: expected at most {format_bytes(int(host.bytes))}, {host.where}")
+
+
+def host_note(config: RunConfig, plan: Plan) -> str:
+    """A sentence if it is unknown whether hosts have the memory for activations or optimizer state; else ''."""
+    fullest = _fullest_on_host(plan)
+    is_used = fullest["host"] or fullest["host_optimizer"]
+    if plan.device != "cuda" or host_memory(config, "cuda") is not None or not is_used:
+        return ""
+    needed, ranks = format_bytes(_needed_on_host(plan)), ranks_of_host(plan)
+    who = f"the {ranks} ranks of a host keep" if ranks > 1 else "the rank of a host keeps"
+    return f"memory.host_gib is null, so it was not checked that a host has the {needed} that {who} there"
+
+
+def _fullest_on_host(plan: Plan) -> dict[str, int]:
+    """What the rank that has most there keeps in host memory."""
+    each = [memory(plan, plan.mesh.move(0, pp=pp)) for pp in range(plan.mesh.pp)]
+    return max(each, key=lambda kinds: sum(kinds[kind] for kind in ON_HOST))
+
+
+def _needed_on_host(plan: Plan) -> int:
+    return ranks_of_host(plan) * sum(_fullest_on_host(plan)[kind] for kind in ON_HOST)
+
+
+def ranks_of_host(plan: Plan) -> int:
+    """Ranks on a host."""
+    return min(plan.mesh.size, NODE_GPUS)
 
 
 def fits_host(config: RunConfig, plan: Plan) -> bool:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.estimate import costs_of, memory, simulated_seconds
-from pentad.orchestrator.planning.fit import DeviceMemory, HostMemory, host_bytes
+from pentad.orchestrator.planning.fit import DeviceMemory, HostMemory, host_bytes, ranks_of_host
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.copy_slack import hidden_share
 from pentad.schedules.spec.plan import Plan
@@ -138,7 +138,7 @@ class _Search:
         """By pipeline rank: the share for which the host has memory, from plans that offload all and half. Not all
         tensors are cut, so that some of what is moved is moved with any share."""
         moved = [memory(offloaded, at)["host"] for at in _ranks(offloaded)]
-        room = self.host.bytes / self.host.ranks(offloaded)
+        room = self.host.bytes / ranks_of_host(offloaded)
         spare = [room - host_bytes(offloaded, at) + size for at, size in zip(_ranks(offloaded), moved, strict=True)]
         if all(size <= free for size, free in zip(moved, spare, strict=True)):
             return [1.0] * len(moved)

@@ -161,4 +161,4 @@ def test_the_planner_says_where_it_recomputes_for_slots_of_peer_copies() -> None
     keys = "cluster.transport=nccl memory.recompute=none"
     slots = f"it fits without {format_bytes(needed - least)} of slots of peer copies"
     assert re.match(rf"with {keys}(?: \S+)* {slots}: a step takes .* less, at assumed rates$", found.note), found.note
-    assert planned(config, "cuda", 1.01 * needed / 2**30).note == "", "there is room for both"
+    assert "slots" not in planned(config, "cuda", 1.01 * needed / 2**30).note, "there is room for both"

@@ -11,6 +11,7 @@ from pentad.orchestrator.config.config import RunConfig, load
 from pentad.orchestrator.planning import fit as host_fit
 from pentad.orchestrator.planning.estimate import costs_of, memory, step_seconds
 from pentad.orchestrator.planning.fit import device_memory
+from pentad.orchestrator.planning.formatting import format_bytes
 from pentad.orchestrator.planning.memory_tiers import Tier, cheapest
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
@@ -142,6 +143,30 @@ def test_a_host_that_is_too_small_is_refused(words: list[str], sentence: str) ->
     assert str(caught.value).startswith(sentence)
     assert str(caught.value).endswith(f"GiB, memory.host_gib = {gib}")
     host_fit.require_host(chosen, make_plan(chosen, "cpu"))  # where the device's memory is the host's
+
+
+def test_the_refusal_names_what_most_of_the_memory_is_for() -> None:
+    chosen = config("memory.offload_fraction=0.02", "memory.host_gib=30", "memory.unit_layers=1")
+    with pytest.raises(
+        PentadError, match=r"^checkpoint.every_?\w* is .* of activations, .* of a checkpoint's copy each"
+    ):
+        host_fit.require_host(chosen, make_plan(chosen, "cuda"))
+
+
+@pytest.mark.parametrize(
+    ("word", "is_told"),
+    [("memory.offload_fraction=1.0", True), ("memory.optimizer=host", True), ("memory.offload_fraction=0.0", False)],
+)
+def test_a_plan_for_hosts_of_unknown_size_says_that_they_were_not_checked(
+    monkeypatch: pytest.MonkeyPatch, word: str, is_told: bool
+) -> None:
+    monkeypatch.setattr(host_fit, "local_gpus", lambda: 0)
+    chosen = config("memory.offload_fraction=0.0", word)
+    plan = make_plan(chosen, "cuda")
+    needed = 4 * max(host_fit.host_bytes(plan, rank) for rank in range(4))
+    expected = f"it was not checked that a host has the {format_bytes(needed)} that the 4 ranks of a host keep there"
+    assert host_fit.host_note(chosen, plan) == (f"memory.host_gib is null, so {expected}" if is_told else "")
+    assert not host_fit.host_note(config("memory.host_gib=1000", word), plan)
 
 
 def test_without_a_configured_size_this_machine_counts_if_the_run_is_local(monkeypatch) -> None:
