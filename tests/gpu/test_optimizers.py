@@ -8,7 +8,7 @@ import pytest
 from bits import same_bits
 from exactness import assert_equals_one_process
 from gpus import RANKS_A_GPU, on_gpu, two_gpus
-from plans import MODEL, plan_on_mesh
+from plans import MODEL, plan_of, plan_on_mesh
 from small_models import HEADS, MOE, WIDE, WIDE_MOE
 
 from pentad.schedules.spec.schedule_spec import MemoryOptions
@@ -33,6 +33,14 @@ def test_muon_gives_the_weights_of_one_process(gpus, corpus, name, sizes, zero, 
     plan = on_gpu(plan_on_mesh(corpus, name, sizes, model=model, memory_options=options), "peer", "float64", options)
     muon = replace(plan.optimizer, name="muon", z_loss=0.1)
     assert_equals_one_process(gpus, replace(plan, zero=zero, optimizer=muon))
+
+
+@two_gpus
+@pytest.mark.parametrize("name", ["zb-h2", "1f1b"])
+def test_a_step_before_its_norm_has_the_directions_of_its_own_gradients(gpus, corpus, name):
+    """With post-validation NORM makes them on a lane of its own, and STEP waits for no other rank."""
+    plan = on_gpu(plan_of(name, 1, 2, 4, corpus, post_validation=True), "peer", "float64")
+    assert_equals_one_process(gpus, replace(plan, optimizer=replace(plan.optimizer, name="muon")))
 
 
 @pytest.mark.parametrize(("name", "sizes", "zero", "model"), REPEATED)

@@ -91,6 +91,9 @@ class HostStreams:
     def end_action(self, action: Action) -> None:
         """Nothing to do: the progress file counts the waits inside layers of each."""
 
+    def join(self, key: Key) -> None:
+        """Nothing to do: what other lanes do for compute has ended."""
+
     def join_sends(self) -> None:
         """Nothing to do: sends have ended."""
 
@@ -208,6 +211,10 @@ class CudaStreams:
         """The waits inside layers of the next one are counted from 1."""
         if action.lane == "compute":
             self.progress.end_waits()
+
+    def join(self, key: Key) -> None:
+        """Makes the compute lane wait for what this rank does for an instruction of the step."""
+        self.compute.wait_event(self.ends[key][1])
 
     def join_sends(self) -> None:
         """Makes the compute lane wait for all sends, which read memory that it allocates."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, assert_never
 
 from pentad.schedules.ir.instruction import COMPUTE, RECEIVES, SENDS, Action, Instruction, Key, Op
+from pentad.schedules.passes.post_validation import NORM
 from pentad.workers.data.batch_loader import Batch, Tokens
 from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.lanes.progress_file import ProgressFile
@@ -268,6 +269,7 @@ class Executor:
                 if self.kept is not None:
                     self.gradient_sums[self.step], self.kept = self.kept.compared(), None
             case Op.STEP:
+                self.lanes.join(NORM)  # with post-validation, too, which waits for no other rank's
                 self.optimizer_step.step(self.step)
                 self.shards.updated(self.collectives)
             case Op.VALIDATE:
