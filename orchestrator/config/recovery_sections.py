@@ -30,7 +30,7 @@ class CheckpointSection(Section):
     keep_every: NonNegativeInt = 0
     """milestones: every this many steps a checkpoint is saved and kept for good; 0: none"""
     restart_if_damaged: bool = False
-    """begin a run again if all its checkpoints are damaged; false: it ends with an error"""
+    """begin a run again if all its checkpoints are damaged or gone; false: it ends with an error"""
     keep_best: bool | Text = False
     """besides those, keep the checkpoint with the lowest evaluation loss: of the data set of this name, or with true
     their mean"""

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from pentad.orchestrator.cluster.group import Tick, WorkerGroup
 from pentad.orchestrator.monitoring.event_bus import EventBus
+from pentad.orchestrator.recovery.retention import require_listed
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import (
     Checkpoint,
@@ -36,8 +37,11 @@ class NewestIntact:
         self.damaged: dict[Location, str] = {}  # as the driver has read them, and why
 
     def find(self) -> Checkpoint | None:
-        """Renames newer ones that are damaged. Raises as `recover` does."""
-        found, refused = self._answered(partial(recover, self.bus.folder.checkpoints, self.restart, self._open))
+        """Renames newer ones that are damaged. Raises as `recover` does, and if those are gone that the run has had."""
+        folder = self.bus.folder
+        found, refused = self._answered(partial(recover, folder.checkpoints, self.restart, self._open))
+        if found is None and not refused and not folder.config.checkpoint.restart_if_damaged:
+            require_listed(folder.checkpoints, folder.journal())
         for aside, reason in refused:
             self.bus.record("checkpoint refused", renamed=aside.name, cause=reason)
             self.bus.display.note(f"checkpoint refused and renamed to {aside.name}: {reason}")

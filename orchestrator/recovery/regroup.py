@@ -266,9 +266,10 @@ class Regroup:
 
     def _newest_step(self) -> int:
         """The step of the newest checkpoint, which may be damaged; -1 without one. As the journal has it if the storage
-        does not answer: to go back beyond that would undo steps that are safe."""
+        does not answer or has none: to go back beyond that would undo steps that are safe."""
         with suppress(Unreadable):
-            return max(complete_folders(self.bus.folder.checkpoints), default=-1)
+            if listed := complete_folders(self.bus.folder.checkpoints):
+                return max(listed)
         return newest_recorded(self.bus.folder.journal())
 
     def _check_answers(self) -> Tick:

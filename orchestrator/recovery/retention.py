@@ -8,6 +8,8 @@ from typing import Any
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.evaluations import best_of
 from pentad.orchestrator.monitoring.runfolder import RunFolder
+from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.location import Location
 
 
 def rollback_target(config: RunConfig, step: int) -> int | None:
@@ -38,11 +40,21 @@ def pinned_checkpoints(config: RunConfig, folder: RunFolder, step: int) -> tuple
 
 def newest_recorded(events: Iterable[dict[str, Any]]) -> int:
     """Steps of the newest checkpoint that was committed, by the lines of journal.jsonl, and that no rollback has
-    deleted; -1 without one."""
+    deleted, nor a run that began again has left behind; -1 without one."""
     steps = {-1}
     for event in events:
         if event["event"] == "checkpoint":
             steps.add(event["step"])
-        elif event["event"] == "rollback":
-            steps = {step for step in steps if step <= event["to"]}
+        elif event["event"] in ("rollback", "start"):
+            end = event["to"] if event["event"] == "rollback" else event["step"]
+            steps = {step for step in steps if step <= end}
     return max(steps)
+
+
+def require_listed(root: Location, events: Iterable[dict[str, Any]]) -> None:
+    """Raises PentadError if the run has committed a checkpoint: for a `root` without any, as while a file system is not
+    mounted. To begin at the start would undo steps that are safe."""
+    if (step := newest_recorded(events)) >= 0:
+        found = f"{root} has no checkpoint, but the run has committed that of {step} steps"
+        expected = "the folder with it, or checkpoint.restart_if_damaged = true to begin the run again"
+        raise PentadError(f"{found}: expected {expected}")

@@ -28,7 +28,7 @@ from pentad.orchestrator.recovery.fence import RecoveryState, is_complete
 from pentad.orchestrator.recovery.hang_detection import HangDetector
 from pentad.orchestrator.recovery.newest_checkpoint import NewestIntact
 from pentad.orchestrator.recovery.recovery import Recovery
-from pentad.orchestrator.recovery.retention import rollback_target
+from pentad.orchestrator.recovery.retention import require_listed, rollback_target
 from pentad.orchestrator.recovery.spikes import roll_back, skipped_batches
 from pentad.orchestrator.run.init_from import Origin, adapter_request, origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
@@ -275,10 +275,13 @@ class Beginning(NamedTuple):
 def _resume(config: RunConfig, folder: RunFolder, display: Display, origin: Origin | None) -> Beginning:
     """From the newest checkpoint, of which the ranks will read the content, or as a new run.
 
-    Newer checkpoints that are damaged are renamed, and their steps run again. Raises PentadError if all are damaged,
-    unless checkpoint.restart_if_damaged, and if one cannot be read.
+    Newer checkpoints that are damaged are renamed, and their steps run again. Raises PentadError if all are damaged or
+    gone, unless checkpoint.restart_if_damaged, and if one cannot be read.
     """
-    found = recover(folder.checkpoints, config.checkpoint.restart_if_damaged, open_checked)
+    restart = config.checkpoint.restart_if_damaged
+    found = recover(folder.checkpoints, restart, open_checked)
+    if found.checkpoint is None and not found.refused and not restart:
+        require_listed(folder.checkpoints, folder.journal())
     known = _generations(folder)
     if found.checkpoint:  # perhaps of a run whose folder is gone
         known.append(found.checkpoint.meta.get("generation", 0))

@@ -87,6 +87,15 @@ def test_a_store_that_is_away_does_not_take_the_run_back_beyond_its_newest_check
             run.recovery.recover(run.lose(1), 7)
 
 
+def test_nor_does_one_whose_checkpoints_are_gone(start: StartRun) -> None:
+    run = copied(start, 5)
+    run.save(6)
+    run.bus.record("checkpoint", generation=1, step=6)
+    Path(str(run.folder.checkpoints)).rename(run.folder.path / "away")
+    with pytest.raises(PentadError, match=r"has no checkpoint, but the run has committed that of 6 steps: expected"):
+        run.recovery.recover(run.lose(1), 7)
+
+
 def test_a_store_that_comes_back_is_waited_for(start: StartRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run, answers = copied(start, 5), iter([away, away])
     run.save(6)

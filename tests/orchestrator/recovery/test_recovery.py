@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fake_rank
@@ -93,6 +94,15 @@ def test_a_recovery_goes_back_past_damaged_checkpoints_but_never_to_the_start(st
     assert run.recovery.recover(run.lose(1), 7).version == 3 and run.folder.saved() == [3]
     damage(run, 3)
     with pytest.raises(PentadError, match=r"no checkpoint in .* is intact"):
+        run.recovery.recover(run.lose(1), 7)
+
+
+def test_nor_does_one_whose_checkpoints_are_gone(start: StartRun) -> None:
+    run = start(*LINE)
+    run.save(3)
+    run.bus.record("checkpoint", generation=1, step=3)
+    Path(str(run.folder.checkpoints)).rename(run.folder.path / "away")
+    with pytest.raises(PentadError, match=r"has no checkpoint, but the run has committed that of 3 steps: expected"):
         run.recovery.recover(run.lose(1), 7)
 
 
