@@ -23,6 +23,7 @@ from pentad.workers.checkpoint.manifest import Spec
 from pentad.workers.checkpoint.safetensors_header import Stored
 from pentad.workers.checkpoint.safetensors_io import DTYPES
 from pentad.workers.checkpoint.shards import stored_order
+from pentad.workers.device_streams import stream_of
 from pentad.workers.host_memory import HostMemory
 
 CHUNK_BYTES = 32 << 20  # in one copy to the host: others that share the copy engine go in between
@@ -55,11 +56,12 @@ class Snapshots:
         *,
         in_place: bool = False,
         check: Callable[[], None] = lambda: None,
+        lane: str = "snapshots",
     ) -> None:
         self.device, self.version = device, -1
         self.memory: HostMemory | None = None
         self.in_place, self.check, self._reading = in_place, check, False
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = stream_of(device, lane) if device.type == "cuda" else None
         self._changed = threading.Condition()
         self._requested: tuple[int, Files, torch.Tensor] | None = None
         self._copy: Copy | Exception | None = None  # until `release`

@@ -105,7 +105,8 @@ class BatchLoader:
         self.slices, self.positions = plan.program.slices, local_positions(plan, rank).numpy()
         self.parts = [local_part(plan, rank, program) for program in plan.programs]
         self.no_counts = torch.zeros(len(dataset.sources) + 1, dtype=torch.float64, device=device)
-        self.on_device = torch.empty(0, dtype=torch.int64, device=device)  # the tokens of the step that is read last
+        # Of each shape, the tokens of the step that is read last: captured steps read them where they were.
+        self.on_device = dict[torch.Size, torch.Tensor]()
         self.has_losses = plan.program.stages - 1 in plan.stages_of(rank)
         self.pool = ThreadPoolExecutor(READERS, thread_name_prefix="pentad-read")
         self.prefetcher = Prefetcher(self._load, lambda batch: 8 * batch.tokens.numel(), AHEAD_BYTES)
@@ -132,9 +133,10 @@ class BatchLoader:
     def _on_device(self, host: HostBatch, part: LocalPart) -> dict[int, Tokens]:
         if host.shares:
             return _shares_on_device(host, self.device)
-        if self.on_device.shape != host.tokens.shape:
-            self.on_device = torch.empty_like(host.tokens, device=self.device)
-        tokens = self.on_device.copy_(host.tokens, non_blocking=True)
+        shape = host.tokens.shape
+        if shape not in self.on_device:
+            self.on_device[shape] = torch.empty_like(host.tokens, device=self.device)
+        tokens = self.on_device[shape].copy_(host.tokens, non_blocking=True)
         return {
             mb * self.slices + number: self._tokens(each, its)
             for mb, of_mb, its in zip(part.microbatches, tokens, host.document_starts, strict=True)

@@ -5,7 +5,6 @@ An instruction waits for the previous one of its lane, for those in `waits`, and
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pentad.schedules.ir.instruction import Action, Instruction, Key, Op
+from pentad.workers.device_streams import stream_of
 from pentad.workers.lanes.gpu_progress import GpuProgress
 from pentad.workers.lanes.gpu_timer import GpuTimer, StepTimes
 from pentad.workers.parallel.async_ops import Arrival, ContinuedWork, host_waits
@@ -137,13 +137,6 @@ class HostStreams:
         if delayed > self.delayed:
             starved[where] = starved.get(where, 0.0) + delayed - self.delayed
         self.delayed = delayed
-
-
-@functools.cache
-def stream_of(device: torch.device, lane: str) -> torch.cuda.Stream:
-    """The stream of a lane, for the life of the process: new ones for every generation would in time share hardware
-    queues with compute, which a lane that waits then holds up."""
-    return torch.cuda.Stream(device)
 
 
 class CudaStreams:

@@ -30,7 +30,7 @@ class Replicator:
     another one."""
 
     def __init__(self, copies: HostCopies, rank: int, device: torch.device) -> None:
-        self.copies, self.rank, self.snapshots = copies, rank, Snapshots(device)
+        self.copies, self.rank, self.snapshots = copies, rank, Snapshots(device, lane="copies")
 
     def reserve(self, files: Files) -> None:
         """Memory for both, which takes seconds for many GB."""

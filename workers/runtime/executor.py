@@ -165,7 +165,8 @@ class Executor:
     def _run_action(self, action: Action) -> None:
         self.check()
         self.lanes.throttle(self.check)
-        for key in self._running.ended_sends.get(action.key, ()):
+        # That a SEND has ended follows from transfers, which those of empty microbatches are not.
+        for key in () if self.empty else self._running.ended_sends.get(action.key, ()):
             self.sent.pop(key, None)
         if any(part.op in (Op.W, Op.BW) for part in action.parts):
             self.lanes.wait_previous_step(self.check)  # that step may still need its gradients (BarrierStep.commit)
@@ -269,15 +270,19 @@ class Executor:
                 if self.kept is not None:
                     self.gradient_sums[self.step], self.kept = self.kept.compared(), None
             case Op.STEP:
-                self.lanes.join(NORM)  # with post-validation, too, which waits for no other rank's
-                self.optimizer_step.step(self.step)
-                self.shards.updated(self.collectives)
+                self._update()
             case Op.VALIDATE:
                 self.valid = self.validate()
             case Op.ROLLBACK:
                 self.restart = not self.valid
             case _:
                 assert_never(part.op)
+
+    def _update(self) -> None:
+        """STEP, after what this rank's NORM makes: with post-validation, too, which waits for no other rank's."""
+        self.lanes.join(NORM)
+        self.optimizer_step.step(self.step)
+        self.shards.updated(self.collectives)
 
     def _rehearse(self, program: RankProgram) -> None:
         """Runs a step in the compute dtype up to its gradients, which are kept for a comparison, and takes it back."""

@@ -20,12 +20,13 @@ from pentad.workers.checkpoint.snapshot import Files, Snapshots
 from pentad.workers.custom.stage import CustomStage
 from pentad.workers.data.batch_loader import BatchLoader
 from pentad.workers.data.sources import open_dataset, open_eval_data
+from pentad.workers.device_streams import stream_of
 from pentad.workers.evaluation.eval_loader import EvalLoader
 from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.host_memory import HostMemory, Reservation
 from pentad.workers.lanes.progress_file import ProgressFile
 from pentad.workers.lanes.step_graphs import CudaGraphMemory, StepGraphs
-from pentad.workers.lanes.streams import Check, CudaStreams, HostStreams, Lanes, stream_of
+from pentad.workers.lanes.streams import Check, CudaStreams, HostStreams, Lanes
 from pentad.workers.linear.amax_history import AmaxHistory
 from pentad.workers.model.base_stage import BaseStage
 from pentad.workers.model.stage import Stage

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from queue import SimpleQueue
 
@@ -174,11 +176,20 @@ def _execute(reads: Sequence[StateRead], device: torch.device) -> None:
             buffers.put(buffer)
 
     try:
-        with ThreadPoolExecutor(READERS) as pool:
+        with _all_streams_done(device), ThreadPoolExecutor(READERS) as pool:  # whose threads have their own
             for _ in pool.map(execute, reads):
                 pass  # raises what has been raised there
     finally:
         memory.close()
+
+
+@contextmanager
+def _all_streams_done(device: torch.device) -> Iterator[None]:
+    """Waits for the device before the block and after it."""
+    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
+    synchronize()
+    yield
+    synchronize()
 
 
 def _broadcast(tensor: torch.Tensor, device: torch.device, source: int, group: dist.ProcessGroup | None) -> None:

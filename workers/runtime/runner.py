@@ -293,9 +293,9 @@ class Runner:
         """After `fence`, on the train thread: releases the communicators and returns a snapshot of this rank."""
         norm, ready = 0.0, False
         if self.executor is not None:
+            self._collect_results()  # and waits for all lanes
             end = self.executor.optimizer_step
             self.state.version, norm, ready = int(end.version), float(end.norm), end.is_ready
-            self._collect_results()
         self.close()
         known = (result for call in (*self.recent_calls, self.unreported) for result in call)
         results = tuple(result for result in known if result.step < self.state.version)

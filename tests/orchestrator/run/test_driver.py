@@ -167,19 +167,16 @@ def test_a_run_without_an_intact_checkpoint_begins_again_if_told_to(train: Train
 
 @pytest.mark.slow
 def test_a_run_whose_checkpoints_are_gone_begins_again_only_if_told_to(train: Train, tmp_path: Path) -> None:
-    """As while the file system that has them is not mounted."""
     train("run.steps=3")
-    before, root = metrics(tmp_path), tmp_path / "quickstart" / "checkpoints"
-    root.rename(away := tmp_path / "away")
+    root = tmp_path / "quickstart" / "checkpoints"
+    before, away = metrics(tmp_path), root.rename(tmp_path / "away")
     with pytest.raises(PentadError, match=r"has no checkpoint, but the run has committed that of 3 steps: expected"):
         train("run.steps=4")
     assert metrics(tmp_path) == before
-    root.rmdir()
     away.rename(root)
     assert "resuming from step 3" in train("run.steps=4")[1]
-    root.rename(away)
-    train("run.steps=2", "checkpoint.restart_if_damaged=true")
-    assert [row["step"] for row in metrics(tmp_path)] == [0, 1]
+    root.rename(tmp_path / "gone")
+    assert train("run.steps=2", "checkpoint.restart_if_damaged=true") and len(metrics(tmp_path)) == 2
 
 
 @pytest.mark.slow
