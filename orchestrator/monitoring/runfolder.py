@@ -160,8 +160,9 @@ class RunFolder:
             self.generation = generation
             with suppress(OSError):  # in place, which takes no room: no number is used again, whatever else is lost
                 os.pwrite(self.lock, b"%20d" % generation, _GENERATION_AT)
-        self.files.append(self.path / JOURNAL, entry)
-        self._audit(entry)
+        with self.files.lock:
+            self.files.append(self.path / JOURNAL, entry)
+            self._audit(entry)
         return entry
 
     def keep_files(self, checkpoint: Location) -> None:
@@ -198,9 +199,10 @@ class RunFolder:
 
     def _audit(self, entry: dict[str, Any]) -> None:
         """Appends an entry to audit.jsonl, which only grows."""
-        entry = linked(json.loads(line_of(entry)), self.audit_hash)
-        self.files.append(self.path / AUDIT, entry)
-        self.audit_hash = entry["hash"]
+        with self.files.lock:
+            entry = linked(json.loads(line_of(entry)), self.audit_hash)
+            self.audit_hash = entry["hash"]  # first: after Ctrl-C the line is written later
+            self.files.append(self.path / AUDIT, entry)
 
     def timelines(self, measured: Timeline, costs: Costs, program: int = 0) -> None:
         """Writes timeline.arrow (measured), trace.json.gz and timeline.html (both with simulated steps), and to

@@ -29,14 +29,25 @@ def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:
 
 
 def append(path: Path, lines: str) -> None:
-    """Appends lines, or on a full disk nothing: part of a line would spoil the next one."""
+    """Appends lines, or on a full disk and after Ctrl-C nothing: part of a line would spoil the next one."""
     with reported(path), path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
             _write_all(file, lines.encode())
-        except OSError:
+        except BaseException:
             file.truncate(size)
             raise
+
+
+def ends_with(path: Path, lines: str) -> bool:
+    """Whether these are the last lines of a file."""
+    text = lines.encode()
+    with reported(path, "read"):
+        if not path.exists() or path.stat().st_size < len(text):
+            return False
+        with path.open("rb") as file:
+            file.seek(-len(text), os.SEEK_END)
+            return file.read() == text
 
 
 def trim(path: Path) -> bytes:

@@ -4,6 +4,8 @@ in memory, in order, and written once it does: neither training nor a recovery w
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pentad.orchestrator.records.json_lines import append, line_of, read_lines, reported
+from pentad.orchestrator.records.json_lines import append, ends_with, line_of, read_lines, reported
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.atomic_io import partial_file
 
@@ -21,20 +23,24 @@ SETTLE_SECONDS, RETRY_SECONDS = 30.0, 0.5  # for which the end of a run waits fo
 
 
 class Change(NamedTuple):
-    """Lines to append to a file, or else all of its content."""
+    """Lines to append to a file, unless they are its last ones if it `may_be_there`, or else all of its content."""
 
     path: Path
     lines: str = ""
     content: bytes = b""
+    may_be_there: bool = False
 
 
 class RunFiles:
-    """`note` gets a message when the disk refuses writes, and when it accepts them again."""
+    """For any thread: `lock` is held for every change, and by who makes several. `note` gets a message when the disk
+    refuses writes, and when it accepts them again."""
 
     def __init__(self) -> None:
         self.note: Callable[[str], object] = lambda text: None
         self.waiting: deque[Change] = deque()
+        self.lock = threading.RLock()
         self.failed = 0  # most changes that have waited, since the disk last took all
+        self.unsynced = set[Path]()  # to which lines were appended that a power cut could take
 
     def append(self, path: Path, row: Row, *more: Row) -> None:
         """Adds lines, all at once. Raises PentadError if too many wait already."""
@@ -48,25 +54,44 @@ class RunFiles:
 
     def rows(self, path: Path, keys: Iterable[str] = ()) -> list[Row]:
         """Those of a file, with what waits to be written."""
-        found = read_lines(path, keys)
-        for change in self.waiting:
-            if change.path == path:
-                kept = found if change.lines else []
-                found = [*kept, *map(json.loads, (change.lines or change.content).splitlines())]
-        return found
+        with self.lock:
+            found = read_lines(path, keys)
+            for change in self.waiting:
+                if change.path == path:
+                    kept = found if change.lines else []
+                    found = [*kept, *map(json.loads, (change.lines or change.content).splitlines())]
+            return found
 
     def flush(self) -> None:
         """Writes what waits. Raises PentadError if the disk still does not take it."""
-        while self.waiting:
-            path, lines, content = self.waiting[0]
-            if lines:
-                append(path, lines)
-            else:
-                replace_file(path, content)
-            self.waiting.popleft()
-        if self.failed:
-            self.note(f"the run's files are complete again: {self.failed} changes have waited in memory")
-            self.failed = 0
+        with self.lock:
+            while self.waiting:
+                change = self.waiting.popleft()
+                try:
+                    self._write(change)
+                except BaseException as error:  # Ctrl-C, too: whether the lines were written is found out the next time
+                    is_refused = isinstance(error, PentadError)
+                    self.waiting.appendleft(change._replace(may_be_there=change.may_be_there or not is_refused))
+                    raise
+            if self.failed:
+                self.note(f"the run's files are complete again: {self.failed} changes have waited in memory")
+                self.failed = 0
+
+    def sync(self) -> None:
+        """Writes what waits, and has the disk keep what was appended. Raises PentadError if it does not."""
+        with self.lock:
+            self.flush()
+            for path in sorted(self.unsynced):
+                with reported(path), path.open("rb") as file:
+                    os.fsync(file.fileno())
+                self.unsynced.discard(path)
+
+    def _write(self, change: Change) -> None:
+        if not change.lines:
+            replace_file(change.path, change.content)
+        elif not change.may_be_there or not ends_with(change.path, change.lines):
+            self.unsynced.add(change.path)
+            append(change.path, change.lines)
 
     def settle(self) -> None:
         """At the end of a run: waits a while for the disk. Raises PentadError if it takes no more."""
@@ -80,15 +105,16 @@ class RunFiles:
                 time.sleep(RETRY_SECONDS)
 
     def _change(self, change: Change) -> None:
-        self.waiting.append(change)
-        try:
-            self.flush()
-        except PentadError as error:
-            if len(self.waiting) > MOST_WAITING:
-                raise
-            if not self.failed:
-                self.note(f"{error}; until then it is kept in memory, and no checkpoint is committed")
-            self.failed = max(self.failed, len(self.waiting))
+        with self.lock:
+            self.waiting.append(change)
+            try:
+                self.flush()
+            except PentadError as error:
+                if len(self.waiting) > MOST_WAITING:
+                    raise
+                if not self.failed:
+                    self.note(f"{error}; until then it is kept in memory, and no checkpoint is committed")
+                self.failed = max(self.failed, len(self.waiting))
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -310,7 +310,7 @@ class StepLoop:
         if self.done < save.step:
             self._discard(save)
             return None
-        self.bus.folder.files.flush()  # a run that resumes there has the records of all steps before
+        self.bus.folder.files.sync()  # a run that resumes there has the records of all steps before
         entries = [entry for answer in answers for entry in answer.entries]
         pinned = pinned_checkpoints(self.config, self.bus.folder, save.step)
         path, keep = self.bus.folder.checkpoint(save.step), self.config.checkpoint.keep
