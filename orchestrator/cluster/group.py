@@ -64,6 +64,7 @@ class WorkerGroup:
         self._statuses: dict[int, Status] = {}
         self.last_heard: dict[int, float] = {}  # monotonic second of each rank's last answer
         self._polled = time.monotonic()
+        self.committing: Refs = {}  # the newest commit
         self._failed = self._stopped = False
         self.superseded = False  # whether a rank has refused a fence, as another driver has fenced it meanwhile
 
@@ -186,7 +187,8 @@ class WorkerGroup:
             "lora": None if plan.lora is None else plan.lora.plain,
             "skipped_batches": list(map(list, self.skipped_batches)),
         }
-        return {rank: commit.remote(self.generation, str(folder), step, shards, meta, keep, tuple(pinned))}
+        self.committing = {rank: commit.remote(self.generation, str(folder), step, shards, meta, keep, tuple(pinned))}
+        return self.committing
 
     def is_ready(self, refs: Refs) -> bool:
         """Whether `collect` would return at once."""

@@ -25,6 +25,7 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.runtime.results import Evaluation, RankSnapshot, StepResult
 
 FENCE_SECONDS, SNAPSHOT_SECONDS = 5.0, 10.0
+COMMIT_SECONDS = 40.0  # of three requests to a store that answers late
 Record = Callable[..., None]  # (event, **facts): writes a line of the journal
 
 
@@ -65,6 +66,7 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     Raises CannotRecover when no rank is left, and Superseded when another driver has fenced a rank meanwhile.
     """
     began = time.monotonic()
+    _await_commit(group, state.lost)
     group.generation += 1
     _call_living(group, state.lost, "fence", FENCE_SECONDS, record)
     if group.superseded:
@@ -94,6 +96,13 @@ def fence(group: WorkerGroup, state: RecoveryState, record: Record) -> None:
     seconds = time.monotonic() - began
     state.seconds["fence"] = state.seconds.get("fence", 0.0) + seconds
     record("fence", generation=group.generation, step=state.version, seconds=round(seconds, 3))
+
+
+def _await_commit(group: WorkerGroup, lost: Iterable[int]) -> None:
+    """A rank that is committing a checkpoint is fenced only afterwards: while storage is slow it is no lost rank."""
+    refs = [ref for rank, ref in group.committing.items() if rank not in lost]
+    if refs:
+        ray.wait(refs, timeout=COMMIT_SECONDS)
 
 
 def is_recordable(state: RecoveryState, done: int) -> bool:

@@ -16,6 +16,7 @@ from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.recovery import fence
 from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, is_complete
 from pentad.orchestrator.recovery.recovery import ATTEMPTS, CHECK_SECONDS
 from pentad.orchestrator.run import driver
@@ -104,6 +105,25 @@ def test_nor_does_one_whose_checkpoints_are_gone(start: StartRun) -> None:
     Path(str(run.folder.checkpoints)).rename(run.folder.path / "away")
     with pytest.raises(PentadError, match=r"has no checkpoint, but the run has committed that of 3 steps: expected"):
         run.recovery.recover(run.lose(1), 7)
+
+
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_rank_that_commits_a_checkpoint_is_fenced_once_it_has(
+    start: StartRun, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """However slow the storage is: it would be given up for lost otherwise."""
+    run, wait, waited, commit = start(*SQUARE), fence.ray.wait, list[tuple[int, float]](), object()
+    run.group.committing = {0: commit}
+
+    def recorded(refs: list[object], **given: float) -> object:
+        if refs != [commit]:
+            return wait(refs, **given)
+        waited.append((run.group.generation, given["timeout"]))
+        return [], refs
+
+    monkeypatch.setattr(fence.ray, "wait", recorded)
+    run.recovery.recover(run.lose(lost), 7)
+    assert waited == ([(1, fence.COMMIT_SECONDS)] if lost else [])
 
 
 def test_a_mesh_that_may_not_shrink_ends_the_run_and_keeps_the_group(start: StartRun) -> None:
