@@ -96,6 +96,15 @@ class Snapshots:
             self._changed.notify_all()
 
     @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Has `take` raise what the block does."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    @contextmanager
     def update(self, step: int) -> Iterator[None]:
         """Changes the state, which is of `step` steps then."""
         if self._end is not None:

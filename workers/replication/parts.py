@@ -78,8 +78,11 @@ class HostCopies:
                 self._drop(each)
 
     def commit(self, key: CopyKey) -> None:
-        """The copy is complete: no other one is needed."""
+        """The copy is complete: no other one is needed. Of one that is gone, as a newer one counts, or that never was
+        here, only a driver speaks that is late."""
         with self.lock:
+            if all(held != key for held, _ in self.parts):
+                return
             self.committed = {key}
             for other in [each for each in self.parts if each[0] != key]:
                 self._drop(other)

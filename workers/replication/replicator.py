@@ -44,14 +44,11 @@ class Replicator:
     def request(self, step: int, files: Files, version: torch.Tensor) -> None:
         """Has the state of `step` steps, of which `files` are views, copied to host memory. `send` must follow, and
         raises what goes wrong here."""
-        try:
+        with self.snapshots.failing():
             self.reserve(files)
             if self.snapshots.memory is None:
                 self.snapshots.memory = self._free_memory(snapshot_bytes(files))
             self.snapshots.request(step, files, version)
-        except Exception as error:
-            self.snapshots.fail(error)
-            raise
 
     def send(self, key: CopyKey, address: str, token: bytes, check: Check) -> SentPart:
         """Waits for the snapshot; returns once the part is in this process and in that at `address`.

@@ -152,6 +152,7 @@ class _Handler(socketserver.BaseRequestHandler):
                     self._get(peer, copies, key, request)
 
     def _put(self, peer: socket.socket, copies: HostCopies, key: CopyKey, request: dict[str, Any]) -> None:
+        copies.discard(request["owner"])  # a part of a copy that failed: its memory is for this one
         try:
             data = copies.room(request["bytes"])
         except PentadError as error:

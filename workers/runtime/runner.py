@@ -228,12 +228,9 @@ class Runner:
     def snapshot(self, step: int) -> None:
         """Has this rank's part of the state of `step` steps, the last of which may be open, copied to host memory.
         Training continues meanwhile: only the next update waits for the copy. `write` raises what goes wrong here."""
-        try:
+        with self.snapshots.failing():
             reserved(self.reservation, self.fence_flag.check)
             self.snapshots.request(step, self.state.files(), self._connected.optimizer_step.version)
-        except Exception as error:
-            self.snapshots.fail(error)
-            raise
 
     def write(self, folder: str, step: int) -> WrittenShards:
         """Writes the snapshot of `step` steps, for which it waits; the driver commits it. From a thread of its own.
@@ -246,9 +243,10 @@ class Runner:
             self.snapshots.release()
 
     def copy(self, step: int) -> None:
-        """As `snapshot`, for a copy in the memory of ranks."""
-        reserved(self.reservation, self.fence_flag.check)
-        self.replicator.request(step, self.state.files(), self._connected.optimizer_step.version)
+        """As `snapshot`, for a copy in the memory of ranks; `replicate` raises what goes wrong here."""
+        with self.replicator.snapshots.failing():
+            reserved(self.reservation, self.fence_flag.check)
+            self.replicator.request(step, self.state.files(), self._connected.optimizer_step.version)
 
     def replicate(self, key: CopyKey, address: str, token: bytes) -> SentPart:
         """Stores the snapshot that `copy` takes in this process and in that at `address`, for which it waits. From a

@@ -149,6 +149,13 @@ def test_storage_and_peers_at_fault_are_answers_and_end_nothing(worker: Worker) 
     worker.forget_copies()
 
 
+def test_too_little_memory_for_copies_ends_nothing(worker: Worker) -> None:
+    """`replicate` says so, and training continues."""
+    worker.runner.reservation = Future()
+    worker.runner.reservation.set_exception(PentadError("no room"))
+    assert worker.serve_copies("127.0.0.1", b"token").startswith("127.0.0.1:")
+
+
 def test_a_checkpoint_is_committed_unless_its_generation_ends_meanwhile(worker: Worker, tmp_path: Path) -> None:
     import torch
 

@@ -102,6 +102,26 @@ def test_a_part_is_stored_only_if_every_byte_that_arrives_is_the_one_that_was_se
     assert all(each is not None and (each == data).all() for each in found)
 
 
+def test_a_holder_has_memory_for_two_parts_of_a_rank_whatever_copies_fail(
+    served: tuple[HostCopies, CopyServer],
+) -> None:
+    copies, server = served
+    for step in range(1, 7):
+        send_part(server.address, TOKEN, CopyKey(1, step, 2), 0, {}, np.zeros(1000, np.uint8), lambda: None)
+        if step in (1, 4):  # of the others another rank's part never arrives
+            copies.commit(CopyKey(1, step, 2))
+        assert len(copies.parts) + len(copies.spare) <= 2
+
+
+def test_a_driver_that_is_late_commits_no_copy_that_is_gone(served: tuple[HostCopies, CopyServer]) -> None:
+    copies, server = served
+    for step in (1, 2):
+        send_part(server.address, TOKEN, CopyKey(1, step, 2), 0, {}, np.zeros(10, np.uint8), lambda: None)
+        copies.commit(CopyKey(1, step, 2))
+    copies.commit(CopyKey(1, 1, 2))
+    assert [(held.key.step, held.committed) for held in copies.held()] == [(2, True)]
+
+
 def test_a_part_that_is_not_there_is_an_error_that_says_so(served: tuple[HostCopies, CopyServer]) -> None:
     _, server = served
     with (
