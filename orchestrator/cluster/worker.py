@@ -189,14 +189,19 @@ class Worker:
         meta: dict[str, Any],
         keep: int,
         pinned: tuple[int, ...],
-    ) -> None:
-        """Commits a checkpoint and deletes older ones but those of `pinned` steps, beside training. After a fence
-        nothing is committed."""
+    ) -> str:
+        """Commits a checkpoint and deletes older ones but those of `pinned` steps, beside training; returns why one is
+        still there, or ''. After a fence nothing is committed."""
         path = location(folder)
         found = [checkpoint.Shard.from_plain(shard) for shard in shards]
         checkpoint.commit(path, step=step, shards=found, meta=meta, publishing=partial(self._publishing, generation))
-        delete_older(path.parent, keep, pinned)
+        reason = ""
+        try:
+            delete_older(path.parent, keep, pinned)
+        except (OSError, PentadError) as error:
+            reason = str(error)
         checkpoint.read_manifest(path)  # raises if it was damaged when it was read again
+        return reason
 
     @ray.method(concurrency_group="copies")
     def serve_copies(self, host: str, token: bytes) -> str:

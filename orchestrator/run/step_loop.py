@@ -222,8 +222,7 @@ class StepLoop:
     def _save(self, step: int) -> None:
         """Has the ranks copy their state once they are that far, and write it while they train on."""
         self.attempted, self.saved_at, self.shrink_save.pending = step, time.monotonic(), False
-        if self.ending:
-            self.ended_with = step
+        self.ended_with = step if self.ending else self.ended_with
         refs = self.group.submit_save(self.bus.folder.checkpoint(step), step)
         self.saving = Save(refs, step, self.saved_at, facts={"waited_seconds": round(self.waited, 3)})
         self.waited = 0.0
@@ -283,8 +282,7 @@ class StepLoop:
         began = time.monotonic()
         self.history.pause()
         self._continue_save(wait=True)
-        if not self.ending:
-            self.waited += time.monotonic() - began
+        self.waited += 0.0 if self.ending else time.monotonic() - began
 
     def _continue_save(self, *, wait: bool) -> None:
         """Commits a checkpoint that all ranks have written, and records one that is committed; with `wait` waits for
@@ -299,8 +297,9 @@ class StepLoop:
                 self._record_checkpoint(save, manifest)
 
     def _is_over(self, save: Save, *, wait: bool) -> bool:
-        is_certain = self.done >= save.step and self.checks.vouches_for(save.step)
-        return wait or (is_certain and self.group.is_ready(save.refs))
+        return wait or (
+            self.done >= save.step and self.checks.vouches_for(save.step) and self.group.is_ready(save.refs)
+        )
 
     def _commit(self, save: Save) -> Save | None:
         """Waits for the files and submits the commit; None for steps after a spike, which no longer count."""
@@ -321,7 +320,8 @@ class StepLoop:
 
     def _manifest(self, save: Save) -> str:
         """Waits for the commit; returns the hash of what has been committed."""
-        self.group.collect(save.refs, tick=self._tick)
+        for reason in filter(None, self.group.collect(save.refs, tick=self._tick)):
+            self.bus.display.note(f"older checkpoints are still there: {reason}")
         return fingerprint(self.bus.folder.checkpoint(save.step))
 
     def _record_checkpoint(self, save: Save, manifest: str) -> None:

@@ -60,12 +60,13 @@ class SimWorker(Worker):
     def reserved(self, generation: int) -> None:
         self._require_equal(generation)
 
-    def commit(self, generation: int, folder: str, step: int, *rest: Any) -> None:
+    def commit(self, generation: int, folder: str, step: int, *rest: Any) -> str:
         self.simulation.reached("committing", self.process)
         self.simulation.may_write(self.process)
         super().commit(generation, folder, step, *rest)
         self.simulation.check_acts(generation, self.process, f"committed checkpoint {step}")
         self.simulation.saved()
+        return ""
 
     def commit_copy(self, key: CopyKey) -> None:
         self.simulation.check_copy(key)

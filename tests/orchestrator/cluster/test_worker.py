@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -171,6 +172,24 @@ def test_a_checkpoint_is_committed_unless_its_generation_ends_meanwhile(worker: 
                 worker.commit(generation, str(folder), step, shards, {}, 1, ())
     assert worker.folder_problem(str(tmp_path)) is None
     assert "step-00000001" not in {path.name for path in (tmp_path / "checkpoints").iterdir()}, "one is kept"
+
+
+def test_an_older_checkpoint_that_cannot_be_deleted_fails_no_commit(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from pentad.orchestrator.cluster import worker as module
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(module, "delete_older", refused)
+    folder = tmp_path / "checkpoints" / "step-00000001"
+    folder.mkdir(parents=True)
+    shards = [write_shard(folder, "a.safetensors", {"w": torch.zeros(2)}).plain()]
+    assert "Permission denied" in worker.commit(3, str(folder), 1, shards, {}, 1, ())
+    assert read_manifest(folder).step == 1
 
 
 def test_the_status_says_which_instruction_of_the_stream_runs(worker: Worker, gpus: list[str]) -> None:
