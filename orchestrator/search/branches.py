@@ -50,16 +50,17 @@ class Group(NamedTuple):
 
 @dataclass
 class Chain:
-    """`settings` with less and less memory and more and more time, planned by `variants`: all up to number `low` do not
-    fit, number `high` does. `plain` is the bound of their time without recomputation and offloading, `excess` what the
-    last one that was planned needs beyond its memory bound, `bounded` the last one whose time is bounded by a
-    simulation; None before `low` is known."""
+    """`settings` with less and less memory and more and more time, planned by `variants`: all up to number `low` take
+    more than `room`, number `high` does not. `plain` is the bound of their time without recomputation and offloading,
+    `excess` what the last one that was planned needs beyond its memory bound, `bounded` the last one whose time is
+    bounded by a simulation; None before `low` is known."""
 
     settings: list[Setting]
     variants: Callable[[], Variants]
     timed: Timed
     bounds: MemoryBounds
     plain: float
+    room: int
     low: int
     high: int
     excess: int = 0

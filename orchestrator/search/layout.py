@@ -221,6 +221,14 @@ class Layout:
         """Units that a rank with ZeRO-3 has gathered at once, by default if none are given; None for all of them."""
         return given or default_gathered(self.units, has_mirrors=self.holders > 1)
 
+    @cached_property
+    def gains_by_graphs(self) -> bool:
+        """Whether a plan may have CUDA graphs where they fit, and compute takes longer without them."""
+        work = self.work
+        if work.config.cluster.cuda_graphs is not None or work.rates_of(self.mesh) is not work.launched:
+            return False
+        return any(work.compute(self.piece, unit, work.rates) != work.compute(self.piece, unit) for unit in self.layers)
+
     @property
     def is_shared(self) -> bool:
         """Whether several ranks hold the same parameters."""

@@ -6,7 +6,8 @@ setting: then nothing in its mesh is faster. Plans whose memory bound exceeds th
 (memory_bounds.py).
 
 Recomputation and offloading take time and save memory, so in a `Chain` of settings that do more and more of one, the
-first that fits is the fastest: it is found by bisection, where memory says no sooner.
+first that fits is the fastest: it is found by bisection, where memory says no sooner. So is the first that fits beside
+CUDA graphs, where these may be worth more than what it takes longer.
 
 Meshes on which nothing fits for the slots of peer copies are searched again, over NCCL.
 """
@@ -17,16 +18,15 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
-from itertools import chain, count, groupby, product
-from typing import NamedTuple
+from itertools import chain, count, groupby, pairwise, product
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.copy_slots import NCCL, most_copied
 from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.memory.variants import Variants
-from pentad.orchestrator.planning.estimate import simulated_seconds
+from pentad.orchestrator.planning.estimate import GRAPHS_BYTES, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory, fit_of
 from pentad.orchestrator.planning.hardware import require_tp_on_node
 from pentad.orchestrator.planning.planning import GATHERED_UNITS, make_plan
@@ -35,6 +35,7 @@ from pentad.orchestrator.search.layout import Layout, Work
 from pentad.orchestrator.search.memory_bounds import MemoryBounds, least_state_bytes
 from pentad.orchestrator.search.placement_bounds import placement_bound, shape_bound
 from pentad.orchestrator.search.planned import Planned, without_evaluation
+from pentad.orchestrator.search.result import Missed, Refusal, SearchResult
 from pentad.orchestrator.search.space import TRANSPORT, Order, Setting, Sharding, Space, space_of, with_setting
 from pentad.orchestrator.search.time_bounds import Timed, compute_order
 from pentad.schedules.catalogue import CATALOGUE
@@ -44,39 +45,6 @@ from pentad.schedules.spec.mesh import Mesh
 
 LISTED = 5
 ROUNDING = 1e-9
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why no setting of a mesh was listed: a sentence; and the bytes that each needs at least, if memory is why."""
-
-    why: str
-    least_bytes: int = 0
-
-
-class Missed(NamedTuple):
-    """A setting that does not fit, and the least seconds that it could take."""
-
-    setting: Setting
-    seconds: float
-
-
-@dataclass
-class SearchResult:
-    """The fastest plan of each of the best meshes, best first; `refusals` by mesh; `missed` is what might be fastest of
-    all that does not fit; `planned` is the number of settings that were."""
-
-    device: DeviceMemory
-    space: Space
-    held: Collection[str] = ()
-    choices: list[Planned] = field(default_factory=list)
-    refusals: dict[Mesh, Refusal] = field(default_factory=dict)
-    missed: Missed | None = None
-    planned: int = 0
-
-    @property
-    def num_possible(self) -> int:
-        return len(self.space.meshes) - len(self.refusals)
 
 
 def search(
@@ -131,6 +99,7 @@ class _Search:
         self._numbers = count()
         self._refused: dict[Mesh, Counter[str]] = {}
         self._least: dict[Mesh, int] = {}
+        self._known = dict[Setting, tuple[int, float | None]]()
         self.crowded = set[Mesh]()  # on which a plan would fit without slots of peer copies
 
     def run(self, listed: int) -> None:
@@ -256,7 +225,7 @@ class _Search:
         """Bytes that any order with this layout needs, with what takes least of what groups `kinds` save."""
         if (key := ("least", *kinds)) not in layout.known:
             is_plain, is_saving = kinds
-            saved = [setting] * is_plain + [each[-1] for each in self._savings(setting, layout) if is_saving]
+            saved = [setting] * is_plain + [each for row in self._savings(setting, layout) for each in row if is_saving]
             layout.known[key] = MemoryBounds(layout).least_of(saved, [*chain(*shardings)])
         return int(layout.known[key])
 
@@ -291,21 +260,33 @@ class _Search:
 
     def _settings(self, group: Group) -> None:
         setting, timed, bounds, is_plain, is_saving, _ = group
+        rooms = self._rooms(timed.layout)
         if is_plain:
-            least = bounds.least(setting, self.device.bytes)
-            if least > self.device.bytes:
-                self._needs(setting.mesh, least)
-            elif (seconds := self._planned(setting)[1]) is not None:
+            needed, seconds = self._plain(setting, bounds)
+            rooms = [room for room in rooms if room < needed]
+            if seconds is not None and not rooms:
                 self._push_group(group, seconds)
                 return
-            if self.found.missed is None:
+            if seconds is None and self.found.missed is None:
                 self.found.missed = Missed(setting, timed.bound(setting.zero, setting.max_gathered))
         self._push_group(group)
         if is_saving:
             if None in self.space.unit_layers:
                 setting = setting._replace(unit_layers=None)
-            for chain in self._chains(setting, timed, bounds):
+            for chain in self._chains(setting, timed, bounds, rooms):
                 self._push(chain.seconds(chain.low + 1), chain)
+
+    def _rooms(self, layout: Layout) -> list[int]:
+        """Bytes within which the first setting that saves memory is looked for: those of the device, and those beside
+        CUDA graphs, as what has no room for them may be slower than what saves more."""
+        return [self.device.bytes, *[self.device.bytes - GRAPHS_BYTES] * layout.gains_by_graphs]
+
+    def _plain(self, setting: Setting, bounds: MemoryBounds) -> tuple[int, float | None]:
+        least = bounds.least(setting, self.device.bytes)
+        if least <= self.device.bytes:
+            return self._planned(setting)
+        self._needs(setting.mesh, least)
+        return least, None
 
     def _savings(self, setting: Setting, layout: Layout) -> list[list[Setting]]:
         """Recomputation by mode, in more and more layers, and more and more offloading; where one of them is held, not
@@ -321,15 +302,18 @@ class _Search:
         offloading = [setting._replace(offload=share) for share in space.offload if share]
         return [settings for settings in (*by_mode, offloading) if settings]
 
-    def _chains(self, setting: Setting, timed: Timed, bounds: MemoryBounds) -> Iterator[Chain]:
+    def _chains(self, setting: Setting, timed: Timed, bounds: MemoryBounds, rooms: Sequence[int]) -> Iterator[Chain]:
         plain = timed.bound(setting.zero, setting.max_gathered)
         variants = cache(self._variants)
-        for settings in self._savings(setting, timed.layout):
-            least = bounds.least(settings[-1], self.device.bytes)
-            if least > self.device.bytes:  # not even its last setting fits
-                self._needs(setting.mesh, least)
-            else:
-                yield Chain(settings, partial(variants, setting), timed, bounds, plain, -1, len(settings))
+        for row, room in product(self._savings(setting, timed.layout), rooms):
+            if row[0].offload and room < self.device.bytes:
+                continue  # what offloads has no graphs
+            for settings in _falling(row, bounds.least):
+                least = bounds.least(settings[-1], room)
+                if least <= room:
+                    yield Chain(settings, partial(variants, setting), timed, bounds, plain, room, -1, len(settings))
+                elif room == self.device.bytes:  # not even its last setting fits
+                    self._needs(setting.mesh, least)
 
     def _variants(self, setting: Setting) -> Variants:
         return Variants(with_setting(self.compared, setting, self.held), "cuda", self.device)
@@ -338,7 +322,7 @@ class _Search:
         """Plans one setting more: the first that fits by what the last one needed, between those known. First bounds
         its time by a simulation, which takes longer than `seconds`."""
         if chain.bounded is None:
-            chain.low, chain.bounded = chain.first_within(self.device.bytes) - 1, -1
+            chain.low, chain.bounded = chain.first_within(chain.room) - 1, -1
             self._push(chain.seconds(chain.low + 1), chain)
             return
         first = chain.low + 1
@@ -346,16 +330,22 @@ class _Search:
             chain.bounded = first
             self._push(max(chain.seconds(first), chain.timed.simulated_with(chain.settings[first])), chain)
             return
-        at = min(max(chain.first_within(self.device.bytes - chain.excess), first), chain.high - 1)
+        at = min(max(chain.first_within(chain.room - chain.excess), first), chain.high - 1)
         needed, seconds = self._planned(chain.settings[at], chain.variants)
         chain.excess = max(0, needed - chain.least(at))
-        chain.low, chain.high = (at, chain.high) if seconds is None else (chain.low, at)
+        fits = seconds is not None and needed <= chain.room
+        chain.low, chain.high = (chain.low, at) if fits else (at, chain.high)
         if chain.low + 1 < chain.high:
             self._push(chain.seconds(chain.low + 1), chain)
 
     def _planned(self, setting: Setting, of: Callable[[], Variants] | None = None) -> tuple[int, float | None]:
-        """The bytes of a setting's fullest rank and, if they fit, the seconds of its step; then it is pushed. It is one
-        of some variants, or has a program of its own."""
+        """The bytes of a setting's fullest rank, but for graphs that it need not have, and the seconds of its step
+        if it fits; then it is pushed. It is one of some variants, or has a program of its own."""
+        if setting not in self._known:
+            self._known[setting] = self._plan(setting, of)
+        return self._known[setting]
+
+    def _plan(self, setting: Setting, of: Callable[[], Variants] | None) -> tuple[int, float | None]:
         try:
             if of is None:
                 variants = self._variants(setting)
@@ -372,7 +362,7 @@ class _Search:
                 return needed, None
             seconds = variants.seconds(plan)
             self._push(seconds, Fitting(setting, seconds))
-            return needed, seconds
+            return needed - GRAPHS_BYTES * (plan.cuda_graphs and self.config.cluster.cuda_graphs is None), seconds
         except (PentadError, ScheduleError) as error:  # the simulation finds a deadlock, since nothing is proven yet
             self._refuse(setting.mesh, PentadError(str(error)))
             return 2**62, None
@@ -398,3 +388,12 @@ class _Search:
         else:
             refused = self._refused.get(mesh, Counter({"no setting is possible": 1}))
             self.found.refusals[mesh] = Refusal(refused.most_common(1)[0][0])
+
+
+def _falling(settings: Sequence[Setting], least: Callable[[Setting], int]) -> Iterator[list[Setting]]:
+    """Divides settings where their memory rises: the last layer of the last stage, whose backward is first, needs no
+    less for what it recomputes."""
+    sizes = [*map(least, settings)]
+    starts = [0, *(each for each in range(1, len(settings)) if sizes[each] > sizes[each - 1])]
+    for start, end in pairwise([*starts, len(settings)]):
+        yield [*settings[start:end]]
