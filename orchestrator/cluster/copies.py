@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from pentad.orchestrator.cluster.group import Refs, Tick, WorkerGroup
+from pentad.orchestrator.cluster.group import Refs, Tick, WorkerGroup, raise_worst
 from pentad.schedules.spec.plan import ParamShard
 from pentad.workers.replication.parts import CopyKey, HeldPart
 from pentad.workers.replication.source import CopySource, FoundPart
@@ -106,10 +106,11 @@ class GroupCopies:
         self.group.gather(asked, ANSWER_SECONDS)  # a rank that does not answer is lost, and what it holds with it
 
     def restore(self, source: CopySource, tick: Tick | None = None) -> None:
-        """Has every rank read its state from a copy. Raises WorkerError when a rank is lost meanwhile."""
+        """Has every rank read its state from a copy. Raises WorkerError when a rank is lost meanwhile, and Unreadable
+        or Damaged, as a rank has found the copy, when no rank has a state and another one can be restored."""
         group, known = self.group, ray.put(source)
         calls = {rank: group.call_runner(rank, "restore_copy", known) for rank in range(len(group.actors))}
-        group.collect(calls, tick=tick)
+        raise_worst(group.collect(calls, tick=tick))
 
     def found(self, actors: Iterable[Any]) -> CopySource | None:
         """The newest copy that counts and that these processes hold all parts of."""

@@ -122,9 +122,7 @@ class WorkerGroup:
         """Loads the state that training starts from on every rank. Raises Damaged or Unreadable, as a rank has found
         the checkpoint; then no rank has a state, and another one can be restored."""
         folder = str(start.folder) if start.folder else None
-        problems = self.collect(self._call_runners("restore", folder, start.step, start.optimizer), tick=tick)
-        for problem in sorted(filter(None, problems), key=lambda each: isinstance(each, Unreadable)):
-            raise problem
+        raise_worst(self.collect(self._call_runners("restore", folder, start.step, start.optimizer), tick=tick))
 
     def receive(self, sources: dict[ParamShard, int], step: int, tick: Tick | None = None) -> None:
         """Broadcasts the state of `step` steps of each shard from rank `sources[shard]` to its other holders."""
@@ -389,3 +387,9 @@ class WorkerGroup:
         for actor in ended:
             ray.kill(actor)
         self.gather({number: actor.clock.remote() for number, actor in enumerate(ended)}, CLOSE_SECONDS)
+
+
+def raise_worst(problems: Iterable[PentadError | None]) -> None:
+    """Raises what ranks have found wrong with a state, if any have: Damaged rather than Unreadable."""
+    for problem in sorted(filter(None, problems), key=lambda each: isinstance(each, Unreadable)):
+        raise problem

@@ -35,10 +35,12 @@ from pentad.orchestrator.search.replanned_order import EVENT
 from pentad.schedules.spec.mesh import numbered
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint.checkpoint import Start, Unreadable, complete_folders, fingerprint, has_manifest
+from pentad.workers.checkpoint.checksums import Damaged
 from pentad.workers.replication.source import CopySource
 
 CREATE_SECONDS = 30.0
 RETRY_SECONDS = 0.05
+READS = 2  # of copies in memory that cannot be read, before a checkpoint is
 
 
 class Regroup:
@@ -225,19 +227,33 @@ class Regroup:
         """All ranks restore the newest state that is intact: this copy in memory, else a checkpoint, else what the run
         started from. Returns which, as the journal has it."""
         with state.timed("state"):
-            newest = self._newest(restart=copy is not None)
+            newest, reads = self._newest(restart=copy is not None), 0
             while True:
                 found = newest.find() if copy is None or copy.key.step < self._newest_step() else None
                 if copy is not None and (found is None or found.step <= copy.key.step):
-                    state.version = copy.key.step
-                    self.copies.restore(copy, tick=self._check_answers())
-                    if not self.config.elastic.replicate_every:  # otherwise it counts until the next one does
-                        self.copies.drop(copy.key)
-                    return "copies"
+                    if self._has_restored(copy, state):
+                        return "copies"
+                    reads += 1
+                    copy = self._find_copy(state) if reads < READS else None
+                    newest = self._newest(restart=copy is not None)
+                    continue
                 start = Start(found.folder, found.step) if found else self.start
                 state.version = start.step
                 if newest.restore(self.group, start, self._check_answers()):
                     return "checkpoint"
+
+    def _has_restored(self, copy: CopySource, state: RecoveryState) -> bool:
+        """Whether all ranks have the state of a copy now. Says why if not."""
+        state.version = copy.key.step
+        try:
+            self.copies.restore(copy, tick=self._check_answers())
+        except (Damaged, Unreadable) as error:
+            self.bus.record("copies unread", generation=self.group.generation, step=state.version, cause=str(error))
+            self.bus.display.note(f"the copy of step {state.version} cannot be read: {error}")
+            return False
+        if not self.config.elastic.replicate_every:  # otherwise it counts until the next one does
+            self.copies.drop(copy.key)
+        return True
 
     def _moving(self, state: RecoveryState) -> CopySource | None:
         """What ranks on another mesh, or with other layers, read their state from: a copy in memory, which is of the

@@ -120,22 +120,26 @@ class SimRunner:
             self._load(state)
         return problem
 
-    def restore_copy(self, source: CopySource) -> Generator[Any, None, None]:
+    def restore_copy(self, source: CopySource) -> Generator[Any, None, PentadError | None]:
         self.simulation.reached("restoring", self.process)
-        found = set[State]()
+        found, problem = set[State](), None
         for each in source.parts:
             data = self.copies.find(each.part.key, each.part.owner)
             if data is None:
                 holder = next(p for p in self.simulation.cluster.processes if str(p.pid) == each.address)
                 if not holder.is_alive:
-                    raise OSError("connection refused")
+                    problem = Unreadable("the memory of ranks cannot be read: connection refused")
+                    break
                 data = holder.worker.copies.find(each.part.key, each.part.owner)
             assert data is not None, "a part that was held is gone"
             found.add(State(*map(int, data.view(np.int64))))
-        (state,) = found
-        assert state.steps == source.key.step
-        yield from self._all_meet(f"copy {source.key}")
-        self._load(state)
+        self.restores += 1
+        meeting = yield from self._all_meet(("copy", self.restores), int(problem is not None))
+        if not meeting.total:
+            (state,) = found
+            assert state.steps == source.key.step
+            self._load(state)
+        return problem
 
     def _all_meet(self, key: Any, brings: int = 0) -> Generator[Any, None, Meeting]:
         assert self.fabric is not None

@@ -47,6 +47,7 @@ class Rank:
         self.open: list[StepResult] = []
         self.evaluations: list[Evaluation] = []
         self.held: dict[tuple[CopyKey, int], bool] = {}  # parts, and whether they count
+        self.copy_problem: PentadError | None = None  # why it cannot read copies
 
     def place(self) -> WorkerPlace:
         return WorkerPlace(self.node, f"10.0.0.{self.node[-1]}", -1, self.pid, f"/nowhere/{self.pid}")
@@ -178,9 +179,11 @@ class Rank:
     def held_copies(self) -> tuple[str, list[HeldPart]]:
         return str(self.pid), [HeldPart(key, owner, 1, counts, {}) for (key, owner), counts in self.held.items()]
 
-    def restore_copy(self, source: CopySource) -> None:
+    def restore_copy(self, source: CopySource) -> PentadError | None:
         assert {each.address for each in source.parts} <= {str(rank.pid) for rank in self.fake.ranks if rank.is_alive}
-        self.version = source.key.step
+        problems = [rank.copy_problem for rank in self.fake.ranks if rank.is_alive]
+        self.version = -1 if any(problems) else source.key.step
+        return self.copy_problem
 
     def save(self, folder: str, step: int, shards: Any) -> list[dict[str, Any]]:
         assert self.version == step

@@ -149,11 +149,11 @@ class Runner:
         return None
 
     @abandonable
-    def restore_copy(self, source: CopySource) -> None:
-        """Reads the state from a copy in the memory of ranks, as from a checkpoint. All ranks must call it."""
+    def restore_copy(self, source: CopySource) -> PentadError | None:
+        """Reads the state from a copy in the memory of ranks, as from a checkpoint. All ranks must call it. Returns why
+        this rank could not; then no rank has a state."""
         opened = partial(checkpoint_in_memory, source, self.copies, self.fence_flag.check)
-        if (problem := self._read(opened, source.key.step)) is not None:
-            raise problem
+        return self._read(opened, source.key.step)
 
     @abandonable
     def receive(self, sources: Mapping[ParamShard, int], step: int) -> None:

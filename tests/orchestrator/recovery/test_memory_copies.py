@@ -155,6 +155,27 @@ def test_a_fault_while_a_copy_is_restored_is_recovered_from_the_same_copy(start:
     assert [row["how"] for row in run.events("recovered")] == ["copies"] and len(run.events("fence")) == 2
 
 
+@pytest.mark.parametrize(("failures", "how"), [(1, "copies"), (2, "checkpoint")])
+def test_a_copy_that_cannot_be_read_is_read_once_more_and_then_a_checkpoint(
+    start: StartRun, failures: int, how: str
+) -> None:
+    """The connection to a process breaks that is alive otherwise."""
+    run, calls = copied(start, 5), list[int]()
+    run.save(4)
+
+    def on_call(rank: Rank, method: str) -> None:
+        if method == "restore_copy" and rank.number == 0:
+            calls.append(rank.number)
+            reader = next(each for each in run.fake.ranks if each.is_alive and each.number == 3)
+            reader.copy_problem = Unreadable("reset by peer") if len(calls) <= failures else None
+
+    run.fake.on_call = on_call
+    version = run.recovery.recover(run.lose(1), 7).version
+    assert (version, run.versions()) == ((5, [5] * 4) if how == "copies" else (4, [4] * 4)) and len(calls) == 2
+    assert [row["how"] for row in run.events("recovered")] == [how]
+    assert [(row["step"], row["cause"]) for row in run.events("copies unread")] == [(5, "reset by peer")] * failures
+
+
 def test_a_mesh_shrinks_from_a_copy_and_spare_ranks_end_afterwards(start: StartRun) -> None:
     run = copied(start, 5, *SHRINKS)
     fault = run.lose(2, 3)
