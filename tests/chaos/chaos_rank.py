@@ -114,11 +114,7 @@ class SimRunner:
             except (Damaged, Unreadable) as error:
                 problem = error
         assert problem or state.steps == step, f"a checkpoint of {state.steps} steps restored as one of {step}"
-        self.restores += 1
-        meeting = yield from self._all_meet(("restore", self.restores), int(problem is not None))
-        if not meeting.total:
-            self._load(state)
-        return problem
+        return (yield from self._load_if_all_have(problem, state))
 
     def restore_copy(self, source: CopySource) -> Generator[Any, None, PentadError | None]:
         self.simulation.reached("restoring", self.process)
@@ -133,12 +129,14 @@ class SimRunner:
                 data = holder.worker.copies.find(each.part.key, each.part.owner)
             assert data is not None, "a part that was held is gone"
             found.add(State(*map(int, data.view(np.int64))))
+        assert problem or [state.steps for state in found] == [source.key.step]
+        return (yield from self._load_if_all_have(problem, *found))
+
+    def _load_if_all_have(self, problem: PentadError | None, *found: State) -> Generator[Any, None, PentadError | None]:
         self.restores += 1
-        meeting = yield from self._all_meet(("copy", self.restores), int(problem is not None))
+        meeting = yield from self._all_meet(("restore", self.restores), int(problem is not None))
         if not meeting.total:
-            (state,) = found
-            assert state.steps == source.key.step
-            self._load(state)
+            self._load(found[0])
         return problem
 
     def _all_meet(self, key: Any, brings: int = 0) -> Generator[Any, None, Meeting]:
