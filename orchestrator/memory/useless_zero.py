@@ -22,7 +22,7 @@ def zero_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
     if more <= 0:
         return ""
     held = plan.program.placement[plan.mesh.coordinates(fit.rank).pp]
-    why = f"up to two units are whole at once, and rank {fit.rank} has {len(held)}"
+    why = f"full weights and gradients of two units are held at once, and rank {fit.rank} has {len(held)}"
     if any(len(plan.program.holders(stage)) > 1 for stage in held):
         why = f"the mirrored ranks of {plan.program.name} gather and reduce all their units together"
     return f"zero.stage is {plan.zero}, with which the run needs {format_bytes(more)} more than with 1: {why}"

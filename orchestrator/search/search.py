@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain, count, groupby, pairwise, product
+from itertools import chain, count, groupby, product
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.memory.copy_slots import NCCL, most_copied
@@ -225,7 +225,7 @@ class _Search:
         """Bytes that any order with this layout needs, with what takes least of what groups `kinds` save."""
         if (key := ("least", *kinds)) not in layout.known:
             is_plain, is_saving = kinds
-            saved = [setting] * is_plain + [each for row in self._savings(setting, layout) for each in row if is_saving]
+            saved = [setting] * is_plain + [each[-1] for each in self._savings(setting, layout) if is_saving]
             layout.known[key] = MemoryBounds(layout).least_of(saved, [*chain(*shardings)])
         return int(layout.known[key])
 
@@ -305,15 +305,14 @@ class _Search:
     def _chains(self, setting: Setting, timed: Timed, bounds: MemoryBounds, rooms: Sequence[int]) -> Iterator[Chain]:
         plain = timed.bound(setting.zero, setting.max_gathered)
         variants = cache(self._variants)
-        for row, room in product(self._savings(setting, timed.layout), rooms):
-            if row[0].offload and room < self.device.bytes:
+        for settings, room in product(self._savings(setting, timed.layout), rooms):
+            if settings[0].offload and room < self.device.bytes:
                 continue  # what offloads has no graphs
-            for settings in _falling(row, bounds.least):
-                least = bounds.least(settings[-1], room)
-                if least <= room:
-                    yield Chain(settings, partial(variants, setting), timed, bounds, plain, room, -1, len(settings))
-                elif room == self.device.bytes:  # not even its last setting fits
-                    self._needs(setting.mesh, least)
+            least = bounds.least(settings[-1], room)
+            if least <= room:
+                yield Chain(settings, partial(variants, setting), timed, bounds, plain, room, -1, len(settings))
+            elif room == self.device.bytes:  # not even its last setting fits
+                self._needs(setting.mesh, least)
 
     def _variants(self, setting: Setting) -> Variants:
         return Variants(with_setting(self.compared, setting, self.held), "cuda", self.device)
@@ -388,12 +387,3 @@ class _Search:
         else:
             refused = self._refused.get(mesh, Counter({"no setting is possible": 1}))
             self.found.refusals[mesh] = Refusal(refused.most_common(1)[0][0])
-
-
-def _falling(settings: Sequence[Setting], least: Callable[[Setting], int]) -> Iterator[list[Setting]]:
-    """Divides settings where their memory rises: the last layer of the last stage, whose backward is first, needs no
-    less for what it recomputes."""
-    sizes = [*map(least, settings)]
-    starts = [0, *(each for each in range(1, len(settings)) if sizes[each] > sizes[each - 1])]
-    for start, end in pairwise([*starts, len(settings)]):
-        yield [*settings[start:end]]

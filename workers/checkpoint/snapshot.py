@@ -23,7 +23,7 @@ from pentad.workers.checkpoint.manifest import Spec
 from pentad.workers.checkpoint.safetensors_header import Stored
 from pentad.workers.checkpoint.safetensors_io import DTYPES
 from pentad.workers.checkpoint.shards import stored_order
-from pentad.workers.device_streams import stream_of
+from pentad.workers.cuda_streams import stream_of
 from pentad.workers.host_memory import HostMemory
 
 CHUNK_BYTES = 32 << 20  # in one copy to the host: others that share the copy engine go in between

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pentad.schedules.ir.instruction import Action, Instruction, Key, Op
-from pentad.workers.device_streams import stream_of
+from pentad.workers.cuda_streams import stream_of
 from pentad.workers.lanes.gpu_progress import GpuProgress
 from pentad.workers.lanes.gpu_timer import GpuTimer, StepTimes
 from pentad.workers.parallel.async_ops import Arrival, ContinuedWork, host_waits

@@ -17,10 +17,10 @@ from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.schedules.spec.row_slots import ROW_SLOTS, row_slot_elements
 from pentad.schedules.spec.zero_layout import inbox_elements, outbox_elements
 from pentad.workers.checkpoint.snapshot import Files, Snapshots
+from pentad.workers.cuda_streams import stream_of
 from pentad.workers.custom.stage import CustomStage
 from pentad.workers.data.batch_loader import BatchLoader
 from pentad.workers.data.sources import open_dataset, open_eval_data
-from pentad.workers.device_streams import stream_of
 from pentad.workers.evaluation.eval_loader import EvalLoader
 from pentad.workers.evaluation.loss_totals import LossTotals
 from pentad.workers.host_memory import HostMemory, Reservation

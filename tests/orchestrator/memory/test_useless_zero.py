@@ -1,4 +1,4 @@
-"""A stage of ZeRO that needs more memory than the first one is reported: where all units are whole at once."""
+"""A stage of ZeRO that needs more memory than the first one is reported: where all units are held in full at once."""
 
 from __future__ import annotations
 
