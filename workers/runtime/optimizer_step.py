@@ -284,7 +284,7 @@ class PostValidatedStep(_StepBase):
         """NORM: submits this rank's sums. A step that any rank commits thus has directions on every rank."""
         self._reduce_maxima()
         totals = self._fill()
-        self._orthogonalize(step, torch.zeros_like(self.norm))
+        self._orthogonalize(step, torch.zeros_like(self.norm, device=self.device))
         self.unvalidated = step
         if totals.device.type == "cpu":
             self.reducer.submit(NormPartial(step, totals.clone(), lambda: True))
