@@ -131,14 +131,14 @@ def add_memory_passes(program: Program, options: MemoryOptions) -> Program:
 
 def add_reductions(program: Program, replicas: int, options: MemoryOptions) -> Program:
     """Reductions of gradients, and waits for the buffers that they share with ZeRO-2 and 3. Raises PentadError for
-    reductions of every microbatch without those, or with mirrors."""
+    reductions of every microbatch without those."""
     if options.zero < 2:
         if options.reduce == "microbatch":
             raise PentadError(f"zero.reduce is microbatch with zero.stage = {options.zero}: expected zero.stage 2 or 3")
         return add_reduce(program, replicas=replicas, scatter=options.zero > 0)
-    every, has_mirrors = options.reduce == "microbatch", sum(map(len, program.placement)) > program.stages
+    every = options.reduce == "microbatch"
     reduced = add_reduce(program, replicas=replicas, scatter=True, every_microbatch=every)
-    if options.reduce is None and not has_mirrors and not is_double_buffered(reduced):
+    if options.reduce is None and not is_double_buffered(reduced):
         reduced = add_reduce(program, replicas=replicas, scatter=True, every_microbatch=True)
     return add_gradient_buffer_waits(reduced)
 

@@ -337,7 +337,7 @@ class ZeroSection(Section):
     """what is sharded: 0: nothing; 1: master weights and optimizer state; 2: gradients too; 3: weights too"""
     max_gathered: Count | Literal["auto"] | None = None
     """most units whose weights a rank has gathered at once, with zero.stage 3; null: 2, or all where stages are not cut
-    into units, or are on two ranks (DualPipe); auto: 2, or all units of a rank, gathered once a step, if those fit and
+    into units; auto: 2, or all units of a rank, gathered once a step, if those fit and
     take less time"""
     prefetch: NonNegativeInt = 1
     """forward and backward passes between the start of an all-gather of weights and their first use"""

@@ -174,16 +174,12 @@ def largest_stage(plan: Plan) -> int:
 
 
 def _gathered(config: RunConfig, device: str) -> Iterator[Words]:
-    """Two units at once, or all of a rank through all its microbatches, however small they are; mirrors gather all."""
+    """Two units at once, or all of a rank through all its microbatches, however small they are."""
     if config.zero.max_gathered != AUTO:
         yield ()
         return
     smallest = ("zero.max_gathered=null", "memory.unit_layers=1", *_no_recompute(config))
-    placement = unit_placement(with_words(config, smallest), device)
-    units, has_mirrors = max(map(len, placement)), sum(map(len, placement)) > 1 + max(map(max, placement))
-    if has_mirrors:
-        yield ("zero.max_gathered=null",)
-        return
+    units = max(map(len, unit_placement(with_words(config, smallest), device)))
     yield from ((f"zero.max_gathered={count}",) for count in (GATHERED_UNITS, units))
 
 

@@ -23,6 +23,4 @@ def zero_note(config: RunConfig, plan: Plan, fit: Fit) -> str:
         return ""
     held = plan.program.placement[plan.mesh.coordinates(fit.rank).pp]
     why = f"full weights and gradients of two units are held at once, and rank {fit.rank} has {len(held)}"
-    if any(len(plan.program.holders(stage)) > 1 for stage in held):
-        why = f"the mirrored ranks of {plan.program.name} gather and reduce all their units together"
     return f"zero.stage is {plan.zero}, with which the run needs {format_bytes(more)} more than with 1: {why}"

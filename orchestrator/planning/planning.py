@@ -311,23 +311,23 @@ def _memory_options(
     return found._replace(
         zero=section.stage,
         prefetch=section.prefetch,
-        max_gathered=max_gathered(config, section.stage, units, has_mirrors=layout.has_mirrors),
+        max_gathered=max_gathered(config, section.stage, units),
         reduce=reduction(config, section.stage),
         sizes=pool_sizes(model, config.lora_spec, layers, config.mesh.mesh, 1 + layout.has_mirrors, fp8, itemsize),
     )
 
 
-def max_gathered(config: RunConfig, zero: int, units: Sequence[int], *, has_mirrors: bool) -> int | None:
+def max_gathered(config: RunConfig, zero: int, units: Sequence[int]) -> int | None:
     """`max_gathered` of MemoryOptions: zero.max_gathered, or the default."""
     given = config.zero.max_gathered
     if zero < 3 or isinstance(given, int):
         return given if zero == 3 and isinstance(given, int) else None
-    return default_gathered(units, has_mirrors=has_mirrors)
+    return default_gathered(units)
 
 
-def default_gathered(units: Sequence[int], *, has_mirrors: bool) -> int | None:
-    """GATHERED_UNITS where stages are cut into units, except for mirrors, which gather all their units together."""
-    return GATHERED_UNITS if max(units) > 1 and not has_mirrors else None
+def default_gathered(units: Sequence[int]) -> int | None:
+    """GATHERED_UNITS where stages are cut into units."""
+    return GATHERED_UNITS if max(units) > 1 else None
 
 
 def reduction(config: RunConfig, zero: int) -> Literal["step", "microbatch"] | None:

@@ -219,7 +219,7 @@ class Layout:
 
     def gathered(self, given: int | None) -> int | None:
         """Units that a rank with ZeRO-3 has gathered at once, by default if none are given; None for all of them."""
-        return given or default_gathered(self.units, has_mirrors=self.holders > 1)
+        return given or default_gathered(self.units)
 
     @cached_property
     def gains_by_graphs(self) -> bool:

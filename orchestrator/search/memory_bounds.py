@@ -61,8 +61,7 @@ def _state_bytes(layout: Layout, units: Sequence[int], zero: int, max_gathered: 
         gathered = ahead if is_ahead else buffers * max(map(sum, of_units))
         all_of_them = sum(map(sum, of_units)) + compute * frozen
         weights = shards + (all_of_them if buffers and room >= len(units) else gathered)
-    # the stages that mirrors share have a buffer each
-    gradients = full if zero < 2 else shard + (beside if layout.holders == 1 else buffers * full)
+    gradients = full if zero < 2 else shard + beside
     on_host = work.config.memory.optimizer == "host"
     state = 2 if work.config.precision.optimizer_state == "bfloat16" else wide
     moments = (1 if work.config.optimizer.name == "muon" else 2) * state

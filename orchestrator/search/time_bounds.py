@@ -127,8 +127,8 @@ class Timed:
     def reduces_often(self) -> bool:
         """Whether ZeRO-2 and 3 reduce after every microbatch: as configured, or because more than two units of a rank
         would have gradients at once."""
-        given, layout = self.layout.work.config.zero.reduce, self.layout
-        if given is not None or layout.holders > 1:
+        given = self.layout.work.config.zero.reduce
+        if given is not None:
             return given == "microbatch"
         return any(self._fills_buffers(rank) for rank in self.ranks)
 

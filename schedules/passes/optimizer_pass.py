@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 
 from pentad.schedules.ir.columns import CODE, key_columns
-from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Instruction, Key, Op
 from pentad.schedules.ir.lookup import IS_REDUCTION, IS_SEND, IS_WEIGHT
 from pentad.schedules.ir.program import Program
@@ -20,7 +19,7 @@ def add_reduce(program: Program, *, replicas: int, scatter: bool = False, every_
 
     Collectives meet by position, so all ranks reduce stages in one order: that in which the last holder of each stage
     finishes its gradients. With `every_microbatch` there is one after the last W of every microbatch instead, whose
-    microbatch field says which. Raises PentadError for that with mirrors: they compute different microbatches.
+    microbatch field counts those of its rank: mirrors compute different ones.
     """
     columns, op = program.columns, Op.REDUCE_SCATTER if scatter else Op.ALL_REDUCE
     if every_microbatch:
@@ -41,9 +40,6 @@ def add_reduce(program: Program, *, replicas: int, scatter: bool = False, every_
 
 
 def _reduce_every_microbatch(program: Program, op: Op) -> Program:
-    if any(len(program.holders(stage)) > 1 for stage in range(program.stages)):
-        expected = f"step, since the mirrored ranks of {program.name} compute different microbatches"
-        raise PentadError(f"zero.reduce is microbatch: expected {expected}")
     columns, found = program.columns, complete_weight_grads(program, every_microbatch=True)
     ranks, stages, numbers = (np.array(part) for part in zip(*found, strict=True))
     rows = np.fromiter(found.values(), np.int64, len(found))
@@ -87,15 +83,18 @@ def complete_gradients(program: Program) -> list[tuple[int, Key, tuple[Key, ...]
 
 
 def complete_weight_grads(program: Program, *, every_microbatch: bool = False) -> dict[tuple[int, int, int], int]:
-    """(rank, stage, microbatch) -> row of the W or BW that completes the gradients of a microbatch, in order; or with
-    -1 for the microbatch those of the step."""
+    """(rank, stage, number) -> row of the W or BW that completes the gradients of the `number`-th microbatch that a
+    rank computes of a stage, in order; or with -1 for the number those of the step."""
     columns = program.columns
     rows = columns.rows_of(IS_WEIGHT)
     if every_microbatch:  # W takes the slices of a microbatch from the last to the first
         rows = rows[columns.microbatch[rows] % program.slices == 0]
-        number = columns.microbatch[rows] // program.slices
+    holding = program.lookup.holding(columns.rank[rows], columns.stage[rows])
+    if every_microbatch:
+        order = np.argsort(holding, kind="stable")
+        number = np.empty(len(rows), int)
+        number[order] = np.arange(len(rows)) - np.searchsorted(holding[order], holding[order])
     else:
-        holding = program.lookup.holding(columns.rank[rows], columns.stage[rows])
         last = np.full(holding.max(initial=-1) + 1, -1)
         last[holding] = rows
         rows = last[last >= 0]

@@ -51,8 +51,8 @@ def add_gathers(program: Program, *, zero: int, prefetch: int = 1, max_gathered:
     of both numbers the gathers of a stage.
 
     A rank holds at most `max_gathered` stages at once (None: all its stages). A gather goes `prefetch` compute actions
-    before its reader, for which the rank keeps room, or later if there is none. Raises PentadError when that is too few
-    stages for an action of the program, or for DualPipe mirrors, which must gather together.
+    before its reader, for which the rank keeps room, or later if there is none. Mirrored ranks read their stages in the
+    same actions, and so gather together. Raises PentadError when that is too few stages for an action of the program.
     """
     by_rank = []
     for rank, held in enumerate(program.placement):
@@ -199,13 +199,8 @@ def _following(reads: Reads) -> Array:
 
 def _check_room(program: Program, rank: int, reads: Reads, max_gathered: int) -> int:
     """The least stages that a rank has to hold at once. Raises PentadError if it may not."""
-    held = program.placement[rank]
-    where = f"rank {rank} of schedule {program.name}"
-    if any(len(program.holders(stage)) > 1 for stage in held):
-        least, why = len(held), f"{where} gathers that many stages together with their mirrors"
-    else:
-        least = int(np.unique_counts(reads.action).counts.max(initial=0))
-        why = f"one action on {where} reads that many stages"
+    least = int(np.unique_counts(reads.action).counts.max(initial=0))
     if max_gathered < least:
+        why = f"one action on rank {rank} of schedule {program.name} reads that many stages"
         raise PentadError(f"zero.max_gathered is {max_gathered}: expected at least {least}, because {why}")
     return least

@@ -92,8 +92,7 @@ def gradient_pool(program: Program, rank: int) -> Pool:
     the first W of a sum to the REDUCE_SCATTER.
 
     It is apart from those of stages that accumulate at the same time, and from that of the stage reduced just before:
-    its REDUCE_SCATTER then runs beside this one's W. A DualPipe stage shares with none, because waiting for one could
-    block its mirror.
+    its REDUCE_SCATTER then runs beside this one's W.
     """
     numbers, running, reduced = dict[int, int](), set[int](), -1  # by stage, in the order of their first W
     held = sharded_stages(program, rank)
@@ -111,9 +110,6 @@ def gradient_pool(program: Program, rank: int) -> Pool:
         for other in others:
             apart[numbers[stage], numbers[other]] = apart[numbers[other], numbers[stage]] = True
         running.add(stage)
-    for stage, number in numbers.items():
-        if len(program.holders(stage)) > 1:
-            apart[number], apart[:, number] = True, True
     return _laid_out(program, [(stage, 0) for stage in numbers], apart, trained=True)
 
 
@@ -197,12 +193,10 @@ def gradient_waits(program: Program, rank: int) -> Iterator[tuple[int, int]]:
     """Which first W of a sum has to wait for which REDUCE_SCATTER, as rows: the last of those whose places meet its
     own, and the last of its own stage, whose sum it continues."""
     meeting, reduced = meeting_stages(program, gradient_pool(program, rank)), dict[int, int]()  # the last one last
-    alone = {stage for stage in meeting if len(program.holders(stage)) == 1}
     for begins, stage, row in accumulations(program, rank, sharded_stages(program, rank)):
         if not begins:
-            if stage in alone:
-                reduced.pop(stage, None)
-                reduced[stage] = row
+            reduced.pop(stage, None)
+            reduced[stage] = row
             continue
         before = next((reduced[other] for other in reversed(reduced) if other in meeting[stage]), -1)
         own = reduced.get(stage, -1)

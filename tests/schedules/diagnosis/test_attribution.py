@@ -53,8 +53,7 @@ cases = pytest.mark.parametrize(
 
 def program_of(name: str, ranks: int, memory: str, replicas: int = 2, *, post_validation: bool = False) -> Program:
     options = ScheduleOptions(slices=2) if name == "seq-1f1b" else ScheduleOptions()
-    reduce = "step" if name == "dualpipe" else MEMORY[memory].reduce  # whose mirrors need all microbatches
-    given = {"replicas": replicas, "options": options, "memory_options": MEMORY[memory]._replace(reduce=reduce)}
+    given = {"replicas": replicas, "options": options, "memory_options": MEMORY[memory]}
     return compiled(name, ranks, 8, post_validation=post_validation, **given)
 
 

@@ -26,6 +26,7 @@ CASES = [
     pytest.param("1f1b", {"dp": 2, "pp": 2}, 1, MemoryOptions(zero=3, max_gathered=2), {}),
     pytest.param("zb-h2", {"pp": 2, "dp": 2}, 2, MemoryOptions(zero=2), {"recompute": "full"}, marks=slow),
     pytest.param("dualpipe", {"pp": 2, "ep": 2}, 1, MemoryOptions(zero=3), {"model": MOE}, marks=slow),
+    pytest.param("dualpipe", {"pp": 2, "dp": 1}, 1, EVERY._replace(zero=3, max_gathered=2), {}),
     pytest.param(
         "zb-v", {"pp": 2, "tp": 2}, 1, MemoryOptions(), {"model": HEADS, "recompute": "selective"}, marks=slow
     ),
@@ -35,14 +36,14 @@ CASES = [
 ]
 ORDERS = {"1f1b": {}, "zb-h2": {}, "zb-v": {}, "dualpipe": {}, "dualpipev": {}, "looped-bfs": {"chunks": 2}}
 MODELS = {"dense": MODEL, "experts": MOE, "tied": FAMILIES["qwen3"]}
-SHARDED = [MemoryOptions(zero=1), MemoryOptions(zero=2), EVERY, MemoryOptions(zero=3), EVERY._replace(zero=3)]
+SHARDED = [MemoryOptions(zero=1), MemoryOptions(zero=2), EVERY, MemoryOptions(zero=3)]
+SHARDED += [EVERY._replace(zero=3), EVERY._replace(zero=3, max_gathered=2)]
 MATRIX = [
     pytest.param(name, {"pp": 2, "dp": 2, **more}, units, options, {"model": model})
     for name, more in ORDERS.items()
     for units in (1, 2, None)
     for options in SHARDED
     for model in MODELS.values()
-    if name != "dualpipe" or options.reduce == "step"
 ]
 
 

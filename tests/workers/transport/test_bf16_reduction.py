@@ -36,8 +36,7 @@ ALWAYS = [(2, 2), (4, 3), (5, 0)]  # mesh and ZeRO stage
 
 
 def narrow_plan(data: str, name: str, mesh: dict[str, Any], zero: int, dtype: str = "float32") -> Plan:
-    mirrors = name.startswith("dualpipe")
-    options = MemoryOptions(zero=zero, reduce="microbatch" if zero > 1 and not mirrors else "step")
+    options = MemoryOptions(zero=zero, reduce="microbatch" if zero > 1 else "step")
     plan = plan_of(
         name,
         microbatches=2 * max(2, mesh["pp"]),
