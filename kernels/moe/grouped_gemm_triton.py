@@ -55,30 +55,53 @@ def _grouped(
 @triton.jit
 def _accumulate(
     main, dy, x, offsets, N, K, OVERWRITE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(K, COLUMNS)
     tiles = tl.cdiv(N, ROWS) * across
     expert = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     n = tile // across * ROWS + tl.arange(0, ROWS)
-    k = tile % across * COLUMNS + tl.arange(0, COLUMNS)
+    first_k = tile % across * COLUMNS
+    k = first_k + tl.arange(0, COLUMNS)
     start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
     end = tl.load(offsets + expert)
     if not OVERWRITE and start == end:
         return
+    row = start + tl.arange(0, DEPTH)
+    in_n, in_k = (n < N)[None, :], (k < K)[None, :]
+    left, right = dy + row.to(tl.int64)[:, None] * N + n[None, :], x + row.to(tl.int64)[:, None] * K + k[None, :]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for first in range(start, end, DEPTH):
-        row = first + tl.arange(0, DEPTH)
-        own, offset = (row < end)[:, None], row.to(tl.int64)[:, None]
-        a = tl.load(dy + offset * N + n[None, :], mask=own & (n < N)[None, :], other=0.0)
-        b = tl.load(x + offset * K + k[None, :], mask=own & (k < K)[None, :], other=0.0)
+    whole = start + (end - start) // DEPTH * DEPTH
+    for _ in range(start, whole, DEPTH):
+        a, b = tl.load(left, mask=in_n, other=0.0), tl.load(right, mask=in_k, other=0.0)
         total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
-    target = main + expert.to(tl.int64) * N * K + n.to(tl.int64)[:, None] * K + k[None, :]
-    mask = (n < N)[:, None] & (k < K)[None, :]
-    if not OVERWRITE:
-        total += tl.load(target, mask=mask, other=0.0)
-    tl.store(target, total, mask=mask)
+        left += DEPTH * N
+        right += DEPTH * K
+    if whole < end:
+        own = (row + (whole - start) < end)[:, None]
+        a, b = tl.load(left, mask=own & in_n, other=0.0), tl.load(right, mask=own & in_k, other=0.0)
+        total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
+    _add(main + expert.to(tl.int64) * N * K, total, n, first_k, N, K, OVERWRITE, ROWS, COLUMNS, PIECES)
+
+
+@triton.jit
+def _add(
+    main, total, n, first_k, N, K, OVERWRITE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Adds columns in PIECES one after another: the sum and what it is added to need not all be in registers."""
+    if PIECES > 1:
+        left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+        _add(main, left, n, first_k, N, K, OVERWRITE, ROWS, COLUMNS // 2, PIECES // 2)
+        _add(main, right, n, first_k + COLUMNS // 2, N, K, OVERWRITE, ROWS, COLUMNS // 2, PIECES // 2)
+    else:
+        k = first_k + tl.arange(0, COLUMNS)
+        target = main + n.to(tl.int64)[:, None] * K + k[None, :]
+        mask = (n < N)[:, None] & (k < K)[None, :]
+        if not OVERWRITE:
+            total += tl.load(target, mask=mask, other=0.0)
+        tl.store(target, total, mask=mask)
 
 
 def _shape(dtype: torch.dtype) -> dict[str, Any]:
@@ -122,7 +145,6 @@ def accumulate_grouped_gradient_(
     """Launches the kernel; see `pentad.kernels.moe.grouped_gemm.accumulate_grouped_gradient_`."""
     experts, n, k = main.shape
     assert dy.shape[1] == n and x.shape[1] == k and offsets.shape == (experts,)
-    # Few warps a program, so that an SM runs two: one multiplies while the other adds to the main gradient.
-    shape = _shape(dy.dtype) | {"num_warps": 4}
+    shape = _shape(dy.dtype) | {"PIECES": 1 if dy.dtype == torch.float32 else 4}
     grid = (experts * ceil_div(n, shape["ROWS"]) * ceil_div(k, shape["COLUMNS"]),)
     _accumulate[grid](main, dy, x, offsets, n, k, OVERWRITE=overwrite, **shape)

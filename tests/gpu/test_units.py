@@ -19,6 +19,7 @@ CASES = [
     ("1f1b", 2, 1, MemoryOptions(zero=3, max_gathered=2), "none"),
     ("zb-h2", 1, 2, MemoryOptions(), "full"),
     ("dualpipe", 1, 2, MemoryOptions(zero=2), "selective"),
+    ("dualpipe", 1, 2, MemoryOptions(zero=3, max_gathered=2, reduce="microbatch"), "none"),
 ]
 
 
