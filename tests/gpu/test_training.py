@@ -8,6 +8,8 @@ from fleet import Fleet, losses_of
 from gpus import RANKS_A_GPU, on_gpu, two_gpus
 from plans import STEPS, is_close, plan_of, reference
 
+from pentad.schedules.spec.schedule_spec import MemoryOptions
+
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90 * RANKS_A_GPU), two_gpus]
 SCHEDULES = [("gpipe", 3), ("1f1b", 5), ("seq-1f1b", 3), ("zb-h1", 8), ("zb-h2", 8), ("zb-v", 8), ("dualpipe", 8)]
 OTHERS = [("interleaved", 4), ("interleaved-zb", 4), ("zb-2p", 5), ("v-half", 6), ("v-min", 6), ("dualpipev", 5)]
@@ -38,16 +40,20 @@ def test_schedule_equals_one_process(gpus, corpus, name, dp, pp, microbatches, t
             assert is_close(outcome.state[f"model.{parameter}"], weights[parameter]), parameter
 
 
-def test_mirror_ranks_reduce_in_the_first_step_of_new_processes(corpus):
-    """NCCL's first operation must not hold a host before it has granted what its neighbour sends: a deadlock."""
-    plan = on_gpu(plan_of("dualpipe", 1, 2, 8, corpus), "peer", "float64")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_mirror_ranks_reduce_in_the_first_step_of_new_processes(corpus, zero, dtype, tolerance):
+    """NCCL's first operation, or a kernel's first launch, must not hold a host before it has granted what its neighbour
+    sends: a deadlock."""
+    options = MemoryOptions(zero=zero)
+    plan = on_gpu(plan_of("dualpipe", 1, 2, 8, corpus, memory_options=options), "peer", dtype, options)
     fleet = Fleet(2)
     try:
         outcomes = fleet.run(plan, [(0, 1)])
     finally:
         fleet.stop()
     sums = losses_of(outcomes).values()
-    assert sum(sums) / plan.batch.tokens == pytest.approx(reference(plan)[0][0], rel=1e-10)
+    assert sum(sums) / plan.batch.tokens == pytest.approx(reference(plan)[0][0], rel=tolerance)
 
 
 @pytest.mark.sampled(7)

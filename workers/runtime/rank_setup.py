@@ -41,6 +41,7 @@ from pentad.workers.runtime.executor import Executor
 from pentad.workers.runtime.optimizer_step import BarrierStep, OptimizerStep, PostValidatedStep, StepContext
 from pentad.workers.runtime.zero import Collectives, ZeroShards
 from pentad.workers.transport import p2p_ipc, peer_collectives, peer_rows
+from pentad.workers.transport.first_launches import launch_reductions
 from pentad.workers.transport.group_collectives import GroupCollectives
 from pentad.workers.transport.norm_reducer import NormReducer
 from pentad.workers.transport.p2p import P2PTransport
@@ -177,10 +178,11 @@ def make_collectives(
 ) -> Collectives:
     """ZeRO's."""
     shards.join(groups)
+    rank, gradient = groups.rank, next(iter(shards.stages.values())).param_buffers[0].parameters.gradient
+    launch_reductions(plan, rank, gradient)
     if flags is None or plan.transport_along("dp") != "peer":
         return GroupCollectives(groups, plan.bf16_reduce)
-    rank, shared = groups.rank, shards.shared()
-    gradient = next(iter(shards.stages.values())).param_buffers[0].parameters.gradient
+    shared = shards.shared()
     dtype, sizes = gradient.dtype, (inbox_elements(plan, rank), outbox_elements(plan, rank))
     inbox, outbox = (gradient.new_empty(each, dtype=torch.bfloat16 if plan.bf16_reduce else dtype) for each in sizes)
     if outbox.numel():

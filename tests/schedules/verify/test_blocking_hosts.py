@@ -1,7 +1,8 @@
 """A host may block at any compute instruction until its GPU has done all that was launched: no program hangs.
 
 CUDA may block a host at a kernel's first use (programming guide, lazy loading) and where the stack grows
-(cuCtxSetLimit). Reductions block no host, since the process groups are connected before the first step.
+(cuCtxSetLimit). Reductions block no host: process groups are connected, and kernels of reductions launched once, before
+the first step.
 """
 
 from __future__ import annotations

@@ -1,0 +1,27 @@
+"""What reductions of gradients launch is launched once before the first step.
+
+CUDA may block a host at a kernel's first use until its GPU has done all that was launched before. Programs survive that
+at compute instructions (tests/schedules/verify/test_blocking_hosts.py), not at reductions: one may come between a
+receive and what its sender waits for, on both ranks at once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pentad.kernels.optimizer.add_shards import add_shards_
+from pentad.schedules.spec.plan import ALIGNMENT, Plan
+
+
+def launch_reductions(plan: Plan, rank: int, like: torch.Tensor) -> None:
+    """Launches the kernels that sum the gradients of a rank, which are of the dtype and on the device of `like`."""
+    holders = {plan.holders(shard) for shard in plan.param_shards_of(rank)}
+    for ranks in sorted(each for each in holders if len(each) > 1):
+        terms = like.new_zeros(len(ranks), 2 * ALIGNMENT)[:, :ALIGNMENT]
+        sent = torch.zeros(terms.shape, dtype=torch.bfloat16 if plan.bf16_reduce else like.dtype, device=like.device)
+        sent.copy_(terms)
+        terms[0].add_(terms[1]).copy_(sent[0])
+        own = ranks.index(rank) if plan.transport_along("dp") == "peer" else 0
+        for out in (terms[0], sent[0]):
+            for accumulate in (False, True):
+                add_shards_(out, sent[own], sent[1:], own, accumulate=accumulate)
