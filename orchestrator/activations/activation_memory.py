@@ -25,6 +25,7 @@ MARGIN, PADDING = (
     1 / 256,
 )  # for what is offloaded: where its bytes are not known, and for statistics of GPU kernels
 OUTPUT_GRADIENT = "gradient of the result"  # what B receives, allocated by the next layer or stage unless gathered
+INPUT_GRADIENTS = "gradients of the input, after and before its norm"
 POST_NORM_GRADIENT = "gradient of the norm's input"  # the same where a norm follows, which allocates it
 
 
@@ -109,10 +110,11 @@ def attention(model: ModelSpec, has_window: bool, piece: Piece) -> Iterator[Allo
     yield Allocation("heads' output, cast", "B-W", piece.cast(width))
     yield Allocation("attention", "F", copy + forward)
     yield Allocation("product with the output weight", "F", 2 * copy + stream + piece.cast(width))
-    yield Allocation(
-        "attention, gradients of heads and of their parts", "B", backward + out + qkv * (1 if piece.fp8 is None else 2)
-    )
-    yield Allocation("gradient of the input", "B", copy + piece.stream(model.hidden))
+    # What W reads of gradients is made of those of parts, once the memory of a kernel, but not of blocks, is free.
+    parts, dqkv = qkv * (1 if piece.fp8 is None else 2), piece.operand(projected) if piece.mesh.cp == 1 else 0
+    parts = max(backward + out + qkv - dqkv, parts) if dqkv else backward + out + parts
+    yield Allocation("attention, gradients of heads and of their parts", "B", parts)
+    yield Allocation(INPUT_GRADIENTS, "B", copy + 2 * piece.stream(model.hidden))
 
 
 def _head_norms(model: ModelSpec, shape: AttentionShape) -> Iterator[Allocation]:
@@ -173,7 +175,7 @@ def mlp(hidden: int, width: int, piece: Piece) -> Iterator[Allocation]:
     yield Allocation("gathered input", "B-W", piece.cast(hidden) or copy)
     yield Allocation("gated and the result", "F", piece.operand(width) + piece.stream(hidden) + copy)
     yield Allocation("gradient of gated, casts for B", "B", inner + piece.cast(2 * width) + piece.cast(hidden))
-    yield Allocation("gradient of the input", "B", piece.stream(hidden) + copy)
+    yield Allocation(INPUT_GRADIENTS, "B", 2 * piece.stream(hidden) + copy)
 
 
 def moe(hidden: int, experts: Experts, piece: Piece, *, has_biases: bool = False) -> Iterator[Allocation]:

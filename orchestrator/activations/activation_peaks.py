@@ -113,8 +113,10 @@ def layer_effects(model: ModelSpec, has_experts: bool, has_window: bool, piece: 
         [sequence(allocate(part.deferred - part.reused), workspace(part.backward)) for part in reversed(sublayer)]
         for sublayer in parts
     )
-    gradient = allocate(stream)  # of the stream between the sublayers
-    freed = allocate(totals.reused - totals.saved - stream)
+    # The gradient of the stream between the sublayers: what W of the mixer reads, or apart from it.
+    is_read = any(each.what == memory.OUTPUT_GRADIENT for each in chain(*sublayers[0])) and piece.keeps_operands
+    gradient = allocate(0 if is_read else stream)
+    freed = allocate(totals.reused - totals.saved - gradient.held)
     backward = sequence(*network, gradient, *mixer, freed)
     return LayerEffects(totals, received if piece.of_network(has_experts).keeps_operands else 0, forward, backward)
 
@@ -328,4 +330,6 @@ def _effect(
             effect = Effect(held, effect.peak - incoming_in_slot)
             gradients = allocate(at.is_last_slice * stage.kv_gradients)
             freed = allocate(-at.is_first_slice * (stage.kv_cache + stage.kv_gradients))
-            return sequence(gradients, allocate(-following), allocate(previous), effect, freed)
+            # Where W reads what B received, the gradient that B returns is apart from it, and comes last.
+            last = previous if stage.incoming else 0
+            return sequence(gradients, allocate(-following), allocate(previous - last), effect, allocate(last), freed)
