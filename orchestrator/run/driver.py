@@ -188,8 +188,8 @@ def _run_generations(
             state.version = roll_back(config, group, bus, spike)
         if state.version < steps.done:
             bus.rewind(state.version)
-        first, saved_at = state.version, steps.saved_at
-        saved = max((s for s in (steps.durable, *_saved(bus)) if s <= state.version), default=-1)
+        first, saved_at = state.version, steps.saving.saved_at
+        saved = max((s for s in (steps.saving.durable, *_saved(bus)) if s <= state.version), default=-1)
 
 
 def _run(steps: StepLoop, recovery: Recovery, bus: EventBus) -> RecoveryState | None:
@@ -227,7 +227,7 @@ def _save_surviving(steps: StepLoop, recovery: Recovery, bus: EventBus) -> None:
     try:
         state = recovery.end_generation()
         _record_surviving(steps, state)
-        is_newest = steps.spikes.spike is None and steps.durable < steps.done == state.version
+        is_newest = steps.spikes.spike is None and steps.saving.durable < steps.done == state.version
         if is_newest and is_complete(recovery.group.plan, state):
             recovery.ranks.save(state)
     except Superseded:

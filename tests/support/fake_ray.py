@@ -30,7 +30,7 @@ from pentad.orchestrator.recovery import (
     regroup,
     spares,
 )
-from pentad.orchestrator.run import step_loop
+from pentad.orchestrator.run import saving, step_loop
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start
 
@@ -123,6 +123,7 @@ class FakeRay:
             evictions,
             hang_detection,
             step_loop,
+            saving,
         ):
             patch.setattr(module, "time", clock)
         patch.setattr(fence, "os", kill)

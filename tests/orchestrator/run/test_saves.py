@@ -12,7 +12,7 @@ from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, RunFolder
 from pentad.orchestrator.records.json_lines import read_lines
-from pentad.orchestrator.run import driver, step_loop
+from pentad.orchestrator.run import driver, saving
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start
@@ -47,7 +47,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_waits_with_the_next_
 
 def test_a_checkpoint_by_time_is_not_due_while_one_is_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(step_loop, "time", clock)
+    clock.patch(monkeypatch)
 
     def prepare(ranks: Ranks) -> None:
         clock.ranks = ranks
@@ -85,7 +85,7 @@ def test_the_checkpoint_of_the_last_step_is_tried_again_when_the_run_stops_there
 
     ranks, calls = run("run.steps=50", "checkpoint.every=4", "eval.every=0", seconds=3.0, prepare=prepare)
     assert [call[1] for call in ranks.log if call[0] == "save"] == [4, 8, 8]
-    assert (calls.done, calls.durable) == (8, 8)
+    assert (calls.done, calls.saving.durable) == (8, 8)
 
 
 @pytest.mark.parametrize("what", ["save", "commit"])
@@ -103,7 +103,7 @@ def test_checkpoints_that_cannot_be_read_do_not_end_training(run: Run, monkeypat
             raise PentadError("Stale file handle")
         return ()
 
-    monkeypatch.setattr(step_loop, "pinned_checkpoints", unreadable)
+    monkeypatch.setattr(saving, "pinned_checkpoints", unreadable)
     ranks, calls = run("run.steps=12", "checkpoint.every=4")
     assert calls.done == 12
     assert [call[1] for call in ranks.log if call[0] == "commit"] == [4, 12]
@@ -129,7 +129,7 @@ def test_checkpoints_are_saved_by_steps_and_by_time(
 ) -> None:
     """Steps of a second, of which two are in flight when the driver looks at the clock."""
     clock = Clock()
-    monkeypatch.setattr(step_loop, "time", clock)
+    clock.patch(monkeypatch)
     options = f"checkpoint.every={every}", f"checkpoint.every_seconds={every_seconds}"
     ranks, calls = run(
         "run.steps=40", *options, seconds=1.0, saved_at=0.0, prepare=lambda ranks: setattr(clock, "ranks", ranks)
@@ -141,7 +141,7 @@ def test_checkpoints_are_saved_by_steps_and_by_time(
         assert len(saves) <= 40 // 10 + (40 // every if every else 0)
     else:
         assert len(saves) == (3 if every else 1)
-    assert calls.durable == 40
+    assert calls.saving.durable == 40
 
 
 def test_commits_keep_the_best_checkpoint(run: Run) -> None:

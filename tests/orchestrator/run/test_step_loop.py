@@ -85,7 +85,7 @@ def test_a_regroup_starts_with_every_step_done_and_saved_if_a_rank_leaves_with_i
     assert 20 < calls.done == calls.submitted < 40
     saved = [("save", calls.done), ("commit", calls.done)] if leaving else []
     last = [("run", calls.done, 0, False), *saved]
-    assert ranks.log[-len(last) :] == last and calls.durable == (calls.done if leaving else 0)
+    assert ranks.log[-len(last) :] == last and calls.saving.durable == (calls.done if leaving else 0)
 
 
 @pytest.mark.parametrize("at", [{}, {8: lambda loop: loop.requests.stop()}])
