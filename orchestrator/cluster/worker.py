@@ -28,6 +28,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint.checksums import activity
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.retention import delete_older
 from pentad.workers.checkpoint.storage import access_problem
@@ -179,6 +180,12 @@ class Worker:
         except PentadError as error:
             return str(error)
 
+    @ray.method(concurrency_group="control")
+    def give_up_save(self, generation: int, step: int) -> None:
+        """`write` of `step` steps hangs: training no longer waits for it, and it fails when it returns."""
+        self._require_equal(generation)
+        self.runner.snapshots.give_up(step)
+
     @ray.method(concurrency_group="checkpoint")
     def commit(
         self,
@@ -305,7 +312,7 @@ class Worker:
             return Status(self.generation, -1, "", 0.0, leaving=leaving, node_leaving=of_node)
         state = self.runner.position() or read_progress(self.progress_file)
         found = status_of(state, self.streams)
-        return found._replace(gpu=self._telemetry(), leaving=leaving, node_leaving=of_node)
+        return found._replace(gpu=self._telemetry(), written=activity.chunks, leaving=leaving, node_leaving=of_node)
 
     @ray.method(concurrency_group="control", enable_task_events=False)
     def clock(self) -> float:

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from pentad.orchestrator.cluster.faults import WorkerError
-from pentad.orchestrator.cluster.group import Refs, Tick, WorkerGroup
+from pentad.orchestrator.cluster.group import STATUS_SECONDS, Refs, Tick, WorkerGroup
+from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.evaluations import Best
 from pentad.orchestrator.monitoring.event_bus import EventBus
@@ -25,7 +26,7 @@ T = TypeVar("T")
 
 class Save(NamedTuple):
     """A checkpoint after `step` steps that is written by all ranks, and then, when it `commits`, committed by one, with
-    these facts for the journal; `best` is the best checkpoint then."""
+    these facts for the journal; `best` is the best checkpoint then. Nobody waits any more for one that `hangs`."""
 
     refs: Refs
     step: int
@@ -33,6 +34,11 @@ class Save(NamedTuple):
     commits: bool = False
     facts: dict[str, Any] = {}  # noqa: RUF012
     best: Best | None = None
+    hangs: bool = False
+
+
+class SaveHangs(Exception):
+    """Storage takes nothing of a checkpoint."""
 
 
 class Saving:
@@ -57,6 +63,12 @@ class Saving:
         self.saved_at = saved_at
         self.current: Save | None = None  # the next one waits for it
         self.waited = 0.0  # seconds that training has waited for it
+        self.written: dict[int, int] = {}  # what ranks last said of it
+        self.idle, self.watched = 0.0, time.monotonic()  # seconds without a change until then
+
+    @property
+    def hangs(self) -> bool:
+        return self.current is not None and self.current.hangs
 
     def submit(self, step: int) -> None:
         """Has the ranks copy their state once they are that far, and write it while they train on."""
@@ -74,17 +86,49 @@ class Saving:
             self._conclude(save, required)
 
     def wait(self, done: int, required: int | None) -> None:
-        """`continue_` until the checkpoint is committed, or has failed."""
-        if (save := self.current) is not None and not save.commits:
-            self._commit(save, done, required)
-        if (save := self.current) is not None:
-            self._conclude(save, required)
+        """`continue_` until the checkpoint is committed, has failed, or hangs."""
+        with suppress(SaveHangs):
+            if (save := self.current) is not None and not save.commits:
+                self._commit(save, done, required)
+            if (save := self.current) is not None:
+                self._conclude(save, required)
+
+    def watch(self, statuses: dict[int, Status], done: int) -> None:
+        """Finds a checkpoint that hangs, and says so; with the ranks' statuses, about twice a second. Time counts once
+        the ranks have taken its steps, and only while this process runs."""
+        now, written = time.monotonic(), {rank: status.written for rank, status in statuses.items()}
+        passed, self.watched = min(now - self.watched, 2 * STATUS_SECONDS), now
+        is_moving, self.written = written != self.written, written
+        save = self.current
+        taken = max(done, min((status.step for status in statuses.values()), default=0))  # an update may wait for it
+        if save is None or save.hangs or taken < save.step or is_moving:
+            self.idle = 0.0
+            return
+        self.idle += passed
+        if self.idle > self.config.checkpoint.hang_seconds:
+            self.current = save._replace(hangs=True)
+            if not save.commits:
+                self.group.give_up_save(save.step)
+            self._note_failure(save.step, self._hang())
+
+    def skip(self, step: int, *, is_last: bool = False) -> None:
+        """Instead of `submit`, while a checkpoint hangs. Raises PentadError if it is the last one of the run."""
+        assert self.current is not None
+        if is_last:
+            raise PentadError(f"the last state, after step {step}, was not saved: {self._hang()}")
+        self.attempted, self.saved_at = step, time.monotonic()
+        self._note_failure(step, f"that of step {self.current.step} still hangs")
+
+    def _hang(self) -> str:
+        seconds = self.config.checkpoint.hang_seconds
+        return f"{self.bus.folder.checkpoints} has taken nothing for checkpoint.hang_seconds = {seconds:g}"
 
     def note_lost_rank(self) -> None:
         """A rank has failed, perhaps before it had written its part."""
-        if self.current is not None and not self.current.commits:
+        save = self.current
+        if save is not None and not save.commits and not save.hangs:
             with suppress(PentadError):  # the failure of the rank is what counts
-                self._note_failure(self.current, "a rank failed before all had written it")
+                self._note_failure(save.step, "a rank failed before all had written it")
 
     def _is_over(self, save: Save, done: int) -> bool:
         return done >= save.step and self.checks.vouches_for(save.step) and self.group.is_ready(save.refs)
@@ -93,14 +137,19 @@ class Saving:
         self.current = self._or_note(save, partial(self._submit_commit, save, done), required)
 
     def _conclude(self, save: Save, required: int | None) -> None:
-        self.current, self.saved_at = None, time.monotonic()
         manifest = self._or_note(save, partial(self._manifest, save), required)
+        self.current, self.saved_at = None, time.monotonic()
         if manifest is not None:
             self._record(save, manifest)
 
     def _submit_commit(self, save: Save, done: int) -> Save | None:
-        """Waits for the files and submits the commit; None for steps after a spike, which no longer count."""
-        answers = self.group.collect(save.refs, tick=self.tick)
+        """Waits for the files and submits the commit; None for steps after a spike, which no longer count, and for a
+        checkpoint that was given up."""
+        answers = self.group.collect(save.refs, tick=partial(self._tick, save))
+        if save.hangs:
+            self._discard(save)
+            self.bus.display.note(f"{self.bus.folder.checkpoints} answers again: checkpoints are saved as usual")
+            return None
         for error in (answer for answer in answers if isinstance(answer, str)):
             raise PentadError(error)
         if done < save.step:
@@ -117,7 +166,7 @@ class Saving:
 
     def _manifest(self, save: Save) -> str:
         """Waits for the commit; returns the hash of what has been committed."""
-        for reason in filter(None, self.group.collect(save.refs, tick=self.tick)):
+        for reason in filter(None, self.group.collect(save.refs, tick=partial(self._tick, save))):
             self.bus.display.note(f"older checkpoints are still there: {reason}")
         return fingerprint(self.bus.folder.checkpoint(save.step))
 
@@ -145,12 +194,18 @@ class Saving:
                 raise PentadError(f"the last state, after step {save.step}, was not saved: {error}") from error
             if not save.commits:
                 self._discard(save)
-            self._note_failure(save, str(error))
+            self._note_failure(save.step, str(error))
             return None
 
-    def _note_failure(self, save: Save, error: str) -> None:
-        self.bus.record("checkpoint failed", generation=self.group.generation, step=save.step, error=error)
-        self.bus.display.note(f"no checkpoint of step {save.step}, training continues: {error}")
+    def _tick(self, save: Save, statuses: dict[int, Status]) -> None:
+        """Raises SaveHangs once the checkpoint does, for which the driver waits."""
+        self.tick(statuses)
+        if self.hangs and not save.hangs:
+            raise SaveHangs
+
+    def _note_failure(self, step: int, error: str) -> None:
+        self.bus.record("checkpoint failed", generation=self.group.generation, step=step, error=error)
+        self.bus.display.note(f"no checkpoint of step {step}, training continues: {error}")
 
     def _discard(self, save: Save) -> None:
         """Deletes what has been written of a checkpoint that will not be: the next one needs the room."""

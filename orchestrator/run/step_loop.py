@@ -108,21 +108,28 @@ class StepLoop:
                 self.collected_at = time.monotonic()  # the ranks are at the next call
             elif self.requests.paused and not self.ending:
                 self._pause()
-            elif self.saving.current is not None:
+            elif self.saving.current is not None and not self.saving.hangs:
                 self._wait_for_save()
             elif self._hands_over(self.submitted) and self.replication.making is not None:
                 self.replication.continue_(self.done, wait=self._tick)
             else:
                 break
+        if self.saving.hangs and self.spikes.spike is None and self._save_due(self.submitted):
+            self.saving.skip(self.submitted, is_last=self.is_last)
 
     @property
     def ending(self) -> bool:
-        return self.requests.stopping or self.regrouping or self.submitted == self.config.run.steps
+        return self.regrouping or self.is_last
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no generation follows, unless ranks fail."""
+        return self.requests.stopping or self.submitted == self.config.run.steps
 
     @property
     def required(self) -> int | None:
-        """The steps whose state has to be saved before this generation ends."""
-        return self.submitted if self.ending else None
+        """The steps whose checkpoint the run must not end without."""
+        return self.submitted if self.is_last else None
 
     @property
     def regrouping(self) -> bool:
@@ -145,6 +152,9 @@ class StepLoop:
             return self._close(step) if self.open else None
         ending, paused = self.ending, self.requests.paused
         due, evaluates = self._save_due(step), self._evaluation_due(step)
+        if due and self.saving.hangs and not ending:
+            self.saving.skip(step)
+            due = False
         must_wait, checks = due and self.saving.current is not None, self.checks.due(step, saves=due)
         if self.open and (evaluates or checks or ending or paused or must_wait):  # they are of steps that are complete
             return self._close(step)
@@ -157,7 +167,7 @@ class StepLoop:
         if must_wait:
             return None
         if due:
-            self.ended_with = step if self.ending else self.ended_with
+            self.ended_with = step if ending else self.ended_with
             self.shrink_save.pending = False
             self.saving.submit(step)
         self.replication.submit(step, required=ending and self._hands_over(step))
@@ -198,13 +208,15 @@ class StepLoop:
             return True
         seconds = self.config.checkpoint.every_seconds
         is_late = 0 < seconds <= time.monotonic() - self.saving.saved_at
+        if self.saving.hangs:
+            return is_late  # which is said
         wanted = is_late or self.requests.wants_checkpoint or self.shrink_save.is_due(step)
         return wanted and self.saving.current is None
 
     def _is_unsaved(self, step: int) -> bool:
         """Whether a generation that ends after `step` steps has yet to save them."""
         is_tried = step == self.ended_with
-        is_current = self.saving.current is not None and self.saving.current.step == step
+        is_current = self.saving.current is not None and self.saving.current.step == step and not self.saving.hangs
         return step > self.saving.durable and not is_tried and not is_current
 
     def _hands_over(self, step: int) -> bool:
@@ -294,10 +306,11 @@ class StepLoop:
             self.stop_announced = True
             self.bus.display.note("stopping after the steps in flight; once more stops at once, without a checkpoint")
             self.bus.set_state("stopping")
+        self.saving.watch(statuses, self.done)
         if not self.regrouping:
             self.leaving = self.should_regroup(statuses)
         # An update waits until the state, if that is on the host, has been written.
-        is_written = self.saving.current is not None and self.group.plan.host_optimizer
+        is_written = self.saving.current is not None and not self.saving.hangs and self.group.plan.host_optimizer
         stall = self.hangs.check(statuses, self.history.measured, stepping=stepping and not is_written)
         self.bus.update_ranks(statuses, self.group.last_heard, stall.causes if stall else ())
         if stall is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,10 @@ STEP_SECONDS = 0.3
 
 class Blocked(Exception):
     """The call waits in a collective that nobody else joins."""
+
+
+class Hangs(Blocked):
+    """The call waits for storage, which may answer later."""
 
 
 class Rank:
@@ -133,13 +138,19 @@ class Rank:
 
     def write(self, generation: int, folder: str, step: int) -> WrittenShards | str:
         assert generation == self.generation
-        if self.copied != step or (step, self.number) == self.fake.writing:
+        if self.copied != step:
             raise Blocked
+        if (step, self.number) == self.fake.writing:
+            raise Hangs
         if step in self.fake.full:
             return "folder checkpoints cannot be written (No space left on device): expected room"
         shards = self.plan.param_shards_of(self.number)
         self.fake.written.setdefault(step, []).extend(shards)
         return WrittenShards([{"bytes": 1}] * len(shards))
+
+    def give_up_save(self, generation: int, step: int) -> None:
+        assert generation == self.generation
+        self.fake.given_up.add(step)
 
     def serve_copies(self, host: str, token: bytes) -> str:
         return str(self.pid)
@@ -194,6 +205,8 @@ class Rank:
         self, generation: int, folder: str, step: int, shards: Any, meta: Any, keep: int, pinned: tuple[int, ...]
     ) -> str:
         assert generation == self.generation
+        if step in self.fake.committing:
+            raise Hangs
         save_small(location(folder), step)
         return ""
 
@@ -232,16 +245,27 @@ class Ref:
     """A pending answer: ready once it has a value or an error, or its rank is dead."""
 
     def __init__(self, rank: Rank, method: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self.rank, self.is_ready = rank, rank.is_alive and not rank.hangs
+        self.rank, self.call = rank, partial(method, *arguments)
         self.value: Any = None
         self.error: Exception | None = None
+        self.is_ready, self.waits_for_storage = rank.is_alive and not rank.hangs, False
         if self.is_ready:
-            try:
-                self.value = method(*arguments)
-            except Blocked:
-                self.is_ready = False
-            except Exception as error:
-                self.error = RayTaskError("call", "traceback", error)
+            self._call()
+
+    def _call(self) -> None:
+        self.is_ready, self.waits_for_storage = True, False
+        try:
+            self.value = self.call()
+        except Blocked as blocked:
+            self.is_ready, self.waits_for_storage = False, isinstance(blocked, Hangs)
+        except Exception as error:
+            self.error = RayTaskError("call", "traceback", error)
+
+    def look(self) -> bool:
+        """Whether the answer is there, now that somebody looks."""
+        if self.waits_for_storage and self.rank.is_alive:
+            self._call()
+        return self.is_ready
 
     def get(self) -> Any:
         if not self.is_ready:

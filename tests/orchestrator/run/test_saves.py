@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from fake_rank import STEP_SECONDS, Rank
 from fake_ray import FakeRun
 from listed_calls import HELD_OUT, Clock, Ranks, Run, loop_runner
 
@@ -207,3 +208,72 @@ def test_a_full_disk_at_the_end_ends_the_run_with_an_error(start: Callable[..., 
     with pytest.raises(PentadError, match="No space left"):
         drive(run)
     assert run.folder.saved() == [4, 8, 12]
+
+
+HANGS = (*START, "checkpoint.hang_seconds=5")
+
+
+def test_a_write_that_never_returns_costs_checkpoints_and_no_step(start: Callable[..., FakeRun]) -> None:
+    """Training waits for it once, with the next checkpoint by steps, and the end of the run not again."""
+    run = start(*HANGS, "run.steps=24")
+    run.fake.writing, began = (8, 2), run.fake.now
+    with pytest.raises(PentadError, match=r"^the last state, after step 24, was not saved: .* has taken nothing for"):
+        drive(run)
+    assert [row["step"] for row in run.rows()] == list(range(24))
+    assert run.fake.now - began < 24 * STEP_SECONDS + 5 + 5
+    failed = {row["step"]: row["error"] for row in run.events("checkpoint failed")}
+    assert [*failed] == [8, 12, 16, 20] and run.folder.saved() == [4]
+    assert "has taken nothing for checkpoint.hang_seconds = 5" in failed[8] and run.fake.given_up == {8}
+    assert {failed[step] for step in (12, 16, 20)} == {"that of step 8 still hangs"}
+
+
+def test_a_write_that_returns_late_commits_nothing_and_the_next_checkpoint_is_saved(
+    start: Callable[..., FakeRun],
+) -> None:
+    run = start(*HANGS, "run.steps=24")
+    run.fake.writing = (8, 2)
+
+    def on_call(rank: object, method: str) -> None:
+        if run.fake.trained.get(13) is not None:
+            run.fake.writing = (-1, -1)
+
+    run.fake.on_call = on_call
+    events = drive(run)
+    assert events[:3] == [("checkpoint", 4), ("checkpoint failed", 8), ("checkpoint failed", 12)]
+    assert events[3:] == [("checkpoint", step) for step in (16, 20, 24)] and 8 not in run.folder.saved()
+
+
+def test_a_commit_that_hangs_counts_once_it_has_ended(start: Callable[..., FakeRun]) -> None:
+    run = start(*HANGS, "run.steps=20")
+    run.fake.committing = {8}
+
+    def on_call(rank: object, method: str) -> None:
+        if run.fake.trained.get(13) is not None:
+            run.fake.committing.clear()
+
+    run.fake.on_call = on_call
+    expected = [("checkpoint", 4), ("checkpoint failed", 8), ("checkpoint failed", 12)]
+    assert drive(run) == [*expected, ("checkpoint", 8), ("checkpoint", 16), ("checkpoint", 20)]
+    assert not run.fake.given_up and run.folder.saved() == [4, 8, 16, 20]
+
+
+def test_checkpoints_by_time_that_a_hang_prevents_are_reported(
+    start: Callable[..., FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = ("checkpoint.every=0", "checkpoint.every_seconds=2", "checkpoint.at_end=false")
+    run = start(*HANGS, *seconds, "run.steps=60")
+    monkeypatch.setattr(driver, "time", saving.time)
+
+    def on_call(rank: Rank, method: str) -> None:
+        if method == "snapshot" and run.fake.writing == (-1, -1):
+            run.fake.writing = rank.version, 1
+
+    run.fake.on_call = on_call
+    events = drive(run)
+    assert [name for name, _ in events] == ["checkpoint failed"] * len(events) and len(events) >= 4
+
+
+def test_a_run_that_ends_without_a_checkpoint_does_not_wait_for_one_that_hangs(start: Callable[..., FakeRun]) -> None:
+    run = start(*HANGS, "checkpoint.at_end=false", "run.steps=10")
+    run.fake.writing = (8, 1)
+    assert drive(run) == [("checkpoint", 4), ("checkpoint failed", 8)]
