@@ -88,6 +88,7 @@ class Worker:
         self.plan: Plan | None = None
         self.rank, self.bundles = -1, tuple[int, ...]()
         self.generation, self.changing = 0, threading.Lock()
+        self.given_up = -1  # steps of the checkpoint being committed, if nobody waits for it any more
         self.gpu, self.gpu_read = -1, 0.0
         self.gpu_state: GpuState | None = None
         self.runner: Any = None
@@ -182,8 +183,11 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def give_up_save(self, generation: int, step: int) -> None:
-        """`write` of `step` steps hangs: training no longer waits for it, and it fails when it returns."""
-        self._require_equal(generation)
+        """`write` or `commit` of `step` steps hangs: training no longer waits for it, and nothing more of the
+        checkpoint appears when it returns."""
+        with self.changing:
+            self._require_equal(generation)
+            self.given_up = step
         self.runner.snapshots.give_up(step)
 
     @ray.method(concurrency_group="checkpoint")
@@ -199,9 +203,10 @@ class Worker:
     ) -> str:
         """Commits a checkpoint and deletes older ones but those of `pinned` steps, beside training; returns why one is
         still there, or ''. After a fence nothing is committed."""
-        path = location(folder)
+        self.given_up, path = -1, location(folder)
         found = [checkpoint.Shard.from_plain(shard) for shard in shards]
-        checkpoint.commit(path, step=step, shards=found, meta=meta, publishing=partial(self._publishing, generation))
+        publishing = partial(self._publishing, generation, step)
+        checkpoint.commit(path, step=step, shards=found, meta=meta, publishing=publishing)
         reason = ""
         try:
             delete_older(path.parent, keep, pinned)
@@ -320,10 +325,13 @@ class Worker:
         return time.monotonic()
 
     @contextmanager
-    def _publishing(self, generation: int) -> Iterator[None]:
-        """The generation does not end meanwhile. Raises StaleGeneration if it has."""
+    def _publishing(self, generation: int, step: int) -> Iterator[None]:
+        """The generation does not end meanwhile. Raises StaleGeneration if it has, and PentadError if the checkpoint of
+        `step` steps was given up."""
         with self.changing:
             self._require_equal(generation)
+            if step == self.given_up:
+                raise PentadError(f"the checkpoint of step {step} was given up before it was committed")
             yield
 
     def _gpu_number(self) -> int:

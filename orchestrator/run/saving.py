@@ -79,7 +79,8 @@ class Saving:
 
     def continue_(self, done: int, required: int | None) -> None:
         """Commits a checkpoint that all ranks have written, and records one that is committed; never before all of its
-        steps are `done`, which are recorded. Raises PentadError if that of `required` steps cannot be saved."""
+        steps are `done`: recorded, and not after a spike. Raises PentadError if that of `required` steps cannot be
+        saved."""
         if (save := self.current) is not None and not save.commits and self._is_over(save, done):
             self._commit(save, done, required)
         if (save := self.current) is not None and save.commits and self._is_over(save, done):
@@ -107,8 +108,7 @@ class Saving:
         self.idle += passed
         if self.idle > self.config.checkpoint.hang_seconds:
             self.current = save._replace(hangs=True)
-            if not save.commits:
-                self.group.give_up_save(save.step)
+            self.group.give_up_save(save.step)
             self._note_failure(save.step, self._hang())
 
     def skip(self, step: int, *, is_last: bool = False) -> None:
@@ -190,6 +190,8 @@ class Saving:
         except PentadError as error:
             if self.requests.aborted:
                 raise
+            if save.hangs:
+                return None  # which has been noted
             if save.step == required:
                 raise PentadError(f"the last state, after step {save.step}, was not saved: {error}") from error
             if not save.commits:

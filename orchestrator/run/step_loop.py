@@ -127,6 +127,11 @@ class StepLoop:
         return self.requests.stopping or self.submitted == self.config.run.steps
 
     @property
+    def counted(self) -> int:
+        """Steps that are done, but for those that a run which goes back leaves behind."""
+        return self.done if self.spikes.spike is None else self.spikes.spike
+
+    @property
     def required(self) -> int | None:
         """The steps whose checkpoint the run must not end without."""
         return self.submitted if self.is_last else None
@@ -233,7 +238,7 @@ class StepLoop:
             self._record(rows)
             seconds = sum(row["step_seconds"] for row in rows) / len(rows)
             self.steps_per_call = max(1, min(4 * self.steps_per_call, int(CALL_SECONDS / seconds)))
-        self.saving.continue_(self.done, self.required)
+        self.saving.continue_(self.counted, self.required)
         self.replication.continue_(self.done)
 
     @property
@@ -280,7 +285,7 @@ class StepLoop:
         """The ranks wait too: at the end, and before the next checkpoint by steps."""
         began = time.monotonic()
         self.history.pause()
-        self.saving.wait(self.done, self.required)
+        self.saving.wait(self.counted, self.required)
         self.saving.waited += 0.0 if self.ending else time.monotonic() - began
 
     def _pause(self) -> None:
@@ -289,7 +294,7 @@ class StepLoop:
             self.bus.record("pause", generation=self.group.generation, step=self.done)
             self.bus.display.note(f"paused after step {self.done}; resume with `pentad resume {self.config.run.name}`")
             self.bus.set_state("paused")
-        self.saving.continue_(self.done, self.required)
+        self.saving.continue_(self.counted, self.required)
         self.group.ping(self._tick)
         self.history.pause()
         self.requests.wait(PAUSE_SECONDS)

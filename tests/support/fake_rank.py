@@ -205,9 +205,9 @@ class Rank:
         self, generation: int, folder: str, step: int, shards: Any, meta: Any, keep: int, pinned: tuple[int, ...]
     ) -> str:
         assert generation == self.generation
+        save_small(location(folder), step)
         if step in self.fake.committing:
             raise Hangs
-        save_small(location(folder), step)
         return ""
 
     def fence(self, generation: int) -> None:

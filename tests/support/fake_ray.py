@@ -70,9 +70,9 @@ class FakeRay:
     steps `returns`. `eval_faults[step]` are the ranks that die in the evaluation after this many steps. In a step of
     `commits` one survivor has taken the step by then, and the others lack only the norm. In a step `unreadable`, the
     first rank that comes to it cannot read its data. The rank in `writing`, (steps, rank), does not finish its part
-    of the checkpoint of this many steps while that stays there, nor is that of steps in `committing` committed; ranks
-    no longer wait for those of steps `given_up`, and those of steps `full` find the disk full. A step on
-    a batch of `spikes` is skipped; `trained[step]` is the batch that a step trained on last."""
+    of the checkpoint of this many steps while that stays there; those of the steps in `committing` are committed, and
+    the call does not end; ranks no longer wait for those of steps `given_up`, and those of steps `full` find the disk
+    full. A step on a batch of `spikes` is skipped; `trained[step]` is the batch that a step trained on last."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *nodes: str) -> None:
         self.now, self.nodes, self.first = 100.0, nodes, nodes

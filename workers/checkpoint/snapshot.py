@@ -67,7 +67,7 @@ class Snapshots:
         self._requested: tuple[int, Files, torch.Tensor] | None = None
         self._copy: Copy | Exception | None = None  # until `release`
         self._end: torch.cuda.Event | None = None  # of the newest copy
-        self._given_up = -1  # steps in the newest snapshot that nobody waits for any more
+        self._given_up = -1  # steps in the newest snapshot, if nobody waits for it any more
 
     def reserve(self, files: Files) -> HostMemory:
         """Memory for a snapshot of these files, which takes seconds for many GB."""
@@ -87,7 +87,7 @@ class Snapshots:
                 self._copy = PentadError(f"there is no snapshot of step {step}: expected one at a time, in order")
                 self._changed.notify_all()
                 return
-            self._requested = step, files, version
+            self._requested, self._given_up = (step, files, version), -1
         if self.version == step:
             self._begin()
 

@@ -223,6 +223,11 @@ def test_a_write_that_hangs_and_is_given_up_stops_no_update_and_leaves_no_file(t
     assert not [*folder.iterdir()]
     it.snapshots.request(2, it.files, it.version)
     assert it.take(2) == [2.0] * 4
+    it.snapshots.give_up(2)
+    it.snapshots.release()
+    it.snapshots.request(2, it.files, it.version)
+    with it.snapshots.publishing(2, nullcontext):
+        assert it.take(2) == [2.0] * 4, "a later attempt counts"
 
 
 def test_a_second_snapshot_at_once_and_one_of_the_past_are_refused():
