@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.evaluations import best_of
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checkpoint import fingerprint, read_manifest
 from pentad.workers.checkpoint.location import Location
+
+if TYPE_CHECKING:
+    from pentad.orchestrator.monitoring.event_bus import EventBus
 
 
 def rollback_target(config: RunConfig, step: int) -> int | None:
@@ -36,6 +41,18 @@ def pinned_checkpoints(config: RunConfig, folder: RunFolder, step: int) -> tuple
     """Those to keep beside the newest ones once there is one of `step` steps, the newest."""
     saved = {saved for saved in folder.saved() if saved < step}
     return kept_steps(config, saved | {step}, folder.evaluations())
+
+
+def record_committed(bus: EventBus, step: int) -> None:
+    """Writes to the journal that there is a checkpoint of `step` steps, if it lacks that: it was committed when a rank
+    was lost, or when a former driver died. Storage that cannot be read costs the line alone."""
+    path = bus.folder.checkpoint(step)
+    with suppress(PentadError):
+        manifest, found = read_manifest(path), fingerprint(path)
+        events = [each for each in bus.folder.journal() if each["event"] == "checkpoint" and each["step"] == step]
+        if not events or events[-1]["manifest"] != found:
+            facts = {"manifest": found, "bytes": sum(shard.bytes for shard in manifest.shards)}
+            bus.record("checkpoint", generation=manifest.meta.get("generation", 0), step=step, **facts)
 
 
 def newest_recorded(events: Iterable[dict[str, Any]]) -> int:

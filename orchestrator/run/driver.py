@@ -28,7 +28,7 @@ from pentad.orchestrator.recovery.fence import RecoveryState, is_complete
 from pentad.orchestrator.recovery.hang_detection import HangDetector
 from pentad.orchestrator.recovery.newest_checkpoint import NewestIntact
 from pentad.orchestrator.recovery.recovery import Recovery
-from pentad.orchestrator.recovery.retention import require_listed, rollback_target
+from pentad.orchestrator.recovery.retention import record_committed, require_listed, rollback_target
 from pentad.orchestrator.recovery.spikes import roll_back, skipped_batches
 from pentad.orchestrator.run.init_from import Origin, adapter_request, origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
@@ -168,6 +168,7 @@ def _run_generations(
         saved = -1  # the initial weights are something to go back to as well
     saved_at, shown = time.monotonic(), None
     while True:
+        record_committed(bus, saved)
         state = None
         if parked is not None:
             state, parked = recovery.adopt(parked.lost, first), None

@@ -16,7 +16,7 @@ from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.run import driver, saving
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import Start
+from pentad.workers.checkpoint.checkpoint import Start, fingerprint
 
 
 @pytest.fixture
@@ -255,6 +255,36 @@ def test_a_commit_that_hangs_after_its_manifest_is_recorded_once_it_has_ended(st
     expected = [("checkpoint", 4), ("checkpoint failed", 8), ("checkpoint failed", 12)]
     assert drive(run) == [*expected, ("checkpoint", 8), ("checkpoint", 16), ("checkpoint", 20)]
     assert run.fake.given_up == {8} and run.folder.saved() == [4, 8, 16, 20]
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_checkpoint_that_is_committed_when_a_rank_is_lost_is_in_the_journal(
+    start: Callable[..., FakeRun], lost: int
+) -> None:
+    """Rank 0 commits: it may have done so although nobody has heard of it."""
+    run = start(*START, "checkpoint.every=8", "run.steps=24")
+    run.fake.committing, run.fake.faults = {8}, {14: (lost,)}
+
+    def on_call(rank: object, method: str) -> None:
+        if run.group.generation > 1:
+            run.fake.committing.clear()
+
+    run.fake.on_call = on_call
+    assert drive(run) == [("recovered", 8), ("checkpoint", 8), ("checkpoint", 16), ("checkpoint", 24)]
+    manifests = {event["step"]: event["manifest"] for event in run.events("checkpoint")}
+    assert manifests == {step: fingerprint(run.folder.checkpoint(step)) for step in run.folder.saved()}
+
+
+def test_a_checkpoint_that_a_driver_has_committed_when_it_died_is_in_the_journal_of_the_next_one(
+    start: Callable[..., FakeRun],
+) -> None:
+    run = start(*START, "run.steps=12")
+    run.save(8)
+    begin = Start(run.folder.checkpoint(8), 8)
+    for _ in range(2):
+        run.group.restore(begin)
+        driver._run_generations(run.config, run.group, run.bus, run.requests, begin)
+    assert [event["step"] for event in run.events("checkpoint")].count(8) == 1
 
 
 def test_checkpoints_by_time_that_a_hang_prevents_are_reported(
