@@ -12,6 +12,7 @@ from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import fingerprint, read_manifest
 from pentad.workers.checkpoint.location import Location
+from pentad.workers.checkpoint.retention import listed
 
 if TYPE_CHECKING:
     from pentad.orchestrator.monitoring.event_bus import EventBus
@@ -70,8 +71,12 @@ def newest_recorded(events: Iterable[dict[str, Any]]) -> int:
 
 def require_listed(root: Location, events: Iterable[dict[str, Any]]) -> None:
     """Raises PentadError if the run has committed a checkpoint: for a `root` without any, as while a file system is not
-    mounted. To begin at the start would undo steps that are safe."""
-    if (step := newest_recorded(events)) >= 0:
+    mounted, or once all were renamed because they are damaged. To begin at the start would undo steps."""
+    if (step := newest_recorded(events)) < 0:
+        return
+    if any(entry.state == "refused" for entry in listed(root)):
+        text = f"no checkpoint in {root} is intact, and the damaged ones are renamed: expected an intact one"
+    else:
         found = f"{root} has no checkpoint, but the run has committed that of {step} steps"
-        expected = "the folder with it, or checkpoint.restart_if_damaged = true to begin the run again"
-        raise PentadError(f"{found}: expected {expected}")
+        text = f"{found}: expected the folder with it"
+    raise PentadError(f"{text}, or checkpoint.restart_if_damaged = true to begin the run again")
