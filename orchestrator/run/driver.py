@@ -166,14 +166,14 @@ def _run_generations(
         saved = max((step for step in _saved(bus) if step <= first), default=-1)
     elif rollback_target(config, first) == 0 and first not in bus.folder.saved():
         saved = -1  # the initial weights are something to go back to as well
-    saved_at, shown = time.monotonic(), None
+    saved_at, shown, hanging = time.monotonic(), None, None
     while True:
         record_committed(bus, saved)
         state = None
         if parked is not None:
             state, parked = recovery.adopt(parked.lost, first), None
         given = config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup
-        steps = StepLoop(*given, shrunk=not recovery.ranks.is_full)
+        steps = StepLoop(*given, shrunk=not recovery.ranks.is_full, hanging=hanging)
         if state is None:
             bus.ranks_placed(group)
             if group.plan is not shown:
@@ -184,6 +184,8 @@ def _run_generations(
         if state is None:
             return steps.done
         _record_surviving(steps, state)
+        is_same = steps.history.generation == group.generation  # after a spike alone
+        hanging = steps.saving.current if is_same and steps.saving.hangs else None
         if (spike := steps.spikes.spike) is not None and spike < state.version:
             copies.forget()
             state.version = roll_back(config, group, bus, spike)

@@ -56,12 +56,13 @@ class Saving:
         saved: int,
         saved_at: float,
         tick: Tick,
+        hanging: Save | None = None,
     ) -> None:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
         self.checks, self.tick = checks, tick
         self.attempted = self.durable = saved
         self.saved_at = saved_at
-        self.current: Save | None = None  # the next one waits for it
+        self.current = hanging  # the next one waits for it, or is skipped
         self.waited = 0.0  # seconds that training has waited for it
         self.written: dict[int, int] = {}  # what ranks last said of it
         self.idle, self.watched = 0.0, time.monotonic()  # seconds without a change until then

@@ -21,7 +21,7 @@ from pentad.orchestrator.recovery.spikes import SpikeWatch
 from pentad.orchestrator.run.bit_checks import BitChecks
 from pentad.orchestrator.run.measure import History
 from pentad.orchestrator.run.replication import Replication
-from pentad.orchestrator.run.saving import Saving
+from pentad.orchestrator.run.saving import Save, Saving
 from pentad.orchestrator.run.shrink_save import ShrinkSave
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import batch_of
@@ -49,8 +49,8 @@ class StepLoop:
     """The steps of one generation: from `first` to the last, or until a stop is requested, or until `should_regroup`,
     asked about twice a second, says that the ranks should be placed again, or get other layers or another order. `done`
     steps are complete; `saved` steps were in the newest checkpoint, of the monotonic second `saved_at`. The newest
-    evaluation was after `evaluated` steps. The mesh may have `shrunk`. Nothing is recorded after a spike because of
-    which the run goes back."""
+    evaluation was after `evaluated` steps. The mesh may have `shrunk`, and a checkpoint that the same ranks were to
+    save before may be `hanging`. Nothing is recorded after a spike because of which the run goes back."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class StepLoop:
         copies: GroupCopies,
         should_regroup: Callable[[dict[int, Status]], tuple[int, ...] | None],
         shrunk: bool = False,
+        hanging: Save | None = None,
     ) -> None:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
         self.should_regroup = should_regroup
@@ -80,7 +81,7 @@ class StepLoop:
         self.replication = Replication(config.elastic.replicate_every, copies, bus)
         self.shrink_save = ShrinkSave(config.checkpoint, group, self.replication, first, due=shrunk and first > saved)
         self.checks = BitChecks(config.elastic, group, bus, first)
-        self.saving = Saving(config, group, bus, requests, self.checks, saved, saved_at, self._tick)
+        self.saving = Saving(config, group, bus, requests, self.checks, saved, saved_at, self._tick, hanging)
         self.spikes = SpikeWatch(config.spikes, requests)
         self.leaving: tuple[int, ...] | None = None  # see `Recovery.should_regroup`
         self.stop_announced = self.stall_reported = False

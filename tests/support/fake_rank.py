@@ -46,6 +46,7 @@ class Rank:
         self.bundle, self.node = (at, fake.nodes[at]) if isinstance(at, int) else (-1, at)
         self.number, self.pid, self.generation, self.version = -1, 10_000_000 + len(fake.ranks), 0, -1
         self.is_alive, self.hangs, self.ready, self.copied, self.copied_to_peers = True, False, False, -1, -1
+        self.hanging = False  # in a write
         self.leaving = self.node_leaving = ""  # why it, or its node, is about to end
         self.losses = (1.0,)  # of the newest step; empty if the rank does not know them
         self.results: list[StepResult] = []
@@ -71,6 +72,7 @@ class Rank:
 
     def start(self, generation: int, plan: Plan, number: int, bundles: tuple[int, ...], keep: bool) -> str:
         self.generation, self.plan, self.number, self.ready, self.open = generation, plan, number, False, []
+        self.hanging = False  # its snapshots are others from now on
         if not keep:
             self.version, self.results = -1, []
         return ""
@@ -127,6 +129,8 @@ class Rank:
         return self.evaluations[-1]
 
     def snapshot(self, step: int) -> None:
+        if self.hanging:
+            self.fake.overwritten.add(step)
         if self.fake.is_broken(self.generation) and self.version != step:
             raise Blocked
         assert self.version == step
@@ -140,7 +144,8 @@ class Rank:
         assert generation == self.generation
         if self.copied != step:
             raise Blocked
-        if (step, self.number) == self.fake.writing:
+        self.hanging = (step, self.number) == self.fake.writing
+        if self.hanging:
             raise Hangs
         if step in self.fake.full:
             return "folder checkpoints cannot be written (No space left on device): expected room"

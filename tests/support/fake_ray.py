@@ -71,8 +71,9 @@ class FakeRay:
     `commits` one survivor has taken the step by then, and the others lack only the norm. In a step `unreadable`, the
     first rank that comes to it cannot read its data. The rank in `writing`, (steps, rank), does not finish its part
     of the checkpoint of this many steps while that stays there; those of the steps in `committing` are committed, and
-    the call does not end; ranks no longer wait for those of steps `given_up`, and those of steps `full` find the disk
-    full. A step on a batch of `spikes` is skipped; `trained[step]` is the batch that a step trained on last."""
+    the call does not end; ranks no longer wait for those of steps `given_up`; those of steps `overwritten` take memory
+    that a write which hangs may still read; and those of steps `full` find the disk full. A step on a batch of `spikes`
+    is skipped; `trained[step]` is the batch that a step trained on last."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *nodes: str) -> None:
         self.now, self.nodes, self.first = 100.0, nodes, nodes
@@ -90,7 +91,7 @@ class FakeRay:
         self.trained: dict[int, int] = {}
         self.written: dict[int, list[Any]] = {}  # shards by the steps of their checkpoint
         self.writing = (-1, -1)
-        self.committing, self.given_up = set[int](), set[int]()
+        self.committing, self.given_up, self.overwritten = set[int](), set[int](), set[int]()
         self.full: set[int] = set()
         self.pinning: set[int] = set()  # generations in which memory for snapshots is not there yet
         self.full_memory = False  # no rank has memory for what it hands over

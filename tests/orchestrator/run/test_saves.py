@@ -257,6 +257,25 @@ def test_a_commit_that_hangs_after_its_manifest_is_recorded_once_it_has_ended(st
     assert run.fake.given_up == {8} and run.folder.saved() == [4, 8, 16, 20]
 
 
+def test_a_write_that_hangs_while_the_run_goes_back_commits_nothing_and_its_memory_is_left_alone(
+    start: Callable[..., FakeRun],
+) -> None:
+    """A spike in step 17 takes the run back in the same generation."""
+    run = start(*HANGS, "checkpoint.every=5", "spikes.policy=rollback", "run.steps=30", "eval.every=0")
+    run.fake.spikes, run.fake.writing = {17}, (15, 2)
+
+    def on_call(rank: object, method: str) -> None:
+        if run.fake.trained.get(21) is not None:
+            run.fake.writing = (-1, -1)
+
+    run.fake.on_call = on_call
+    assert [event for event in drive(run) if event[0] == "checkpoint"] == [
+        ("checkpoint", step) for step in (0, 5, 10, 25, 30)
+    ]
+    assert [event["step"] for event in run.events("checkpoint failed")] == [15, 15, 20]
+    assert run.events("rollback")[0]["to"] == 15 and not run.fake.overwritten
+
+
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_checkpoint_that_is_committed_when_a_rank_is_lost_is_in_the_journal(
     start: Callable[..., FakeRun], lost: int
