@@ -151,6 +151,10 @@ class WorkerGroup:
         self._call_runners("snapshot", step)  # `write` raises what goes wrong there
         return self._call("write", self.generation, str(folder), step)
 
+    def give_up_save(self, step: int) -> None:
+        """Has no update wait for a checkpoint to be written, and no rank finish it."""
+        self._call("give_up_save", self.generation, step)
+
     def submit_save_of(self, shards: dict[int, tuple[ParamShard, ...]], folder: Location, step: int) -> Refs:
         """In a generation that not all ranks have survived, has each rank in `shards` write what it has of those."""
         return {rank: self.call_runner(rank, "save", str(folder), step, its) for rank, its in shards.items()}

@@ -28,6 +28,7 @@ from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.gc_pause import gc_paused
 from pentad.schedules.spec.plan import ParamShard, Plan
 from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint.checksums import activity
 from pentad.workers.checkpoint.location import location
 from pentad.workers.checkpoint.retention import delete_older
 from pentad.workers.checkpoint.storage import access_problem
@@ -87,6 +88,7 @@ class Worker:
         self.plan: Plan | None = None
         self.rank, self.bundles = -1, tuple[int, ...]()
         self.generation, self.changing = 0, threading.Lock()
+        self.given_up = -1  # steps of the checkpoint being committed, if nobody waits for it any more
         self.gpu, self.gpu_read = -1, 0.0
         self.gpu_state: GpuState | None = None
         self.runner: Any = None
@@ -179,6 +181,15 @@ class Worker:
         except PentadError as error:
             return str(error)
 
+    @ray.method(concurrency_group="control")
+    def give_up_save(self, generation: int, step: int) -> None:
+        """`write` or `commit` of `step` steps hangs: training no longer waits for it, and nothing more of the
+        checkpoint appears when it returns."""
+        with self.changing:
+            self._require_equal(generation)
+            self.given_up = step
+        self.runner.snapshots.give_up(step)
+
     @ray.method(concurrency_group="checkpoint")
     def commit(
         self,
@@ -192,9 +203,10 @@ class Worker:
     ) -> str:
         """Commits a checkpoint and deletes older ones but those of `pinned` steps, beside training; returns why one is
         still there, or ''. After a fence nothing is committed."""
-        path = location(folder)
+        self.given_up, path = -1, location(folder)
         found = [checkpoint.Shard.from_plain(shard) for shard in shards]
-        checkpoint.commit(path, step=step, shards=found, meta=meta, publishing=partial(self._publishing, generation))
+        publishing = partial(self._publishing, generation, step)
+        checkpoint.commit(path, step=step, shards=found, meta=meta, publishing=publishing)
         reason = ""
         try:
             delete_older(path.parent, keep, pinned)
@@ -305,7 +317,7 @@ class Worker:
             return Status(self.generation, -1, "", 0.0, leaving=leaving, node_leaving=of_node)
         state = self.runner.position() or read_progress(self.progress_file)
         found = status_of(state, self.streams)
-        return found._replace(gpu=self._telemetry(), leaving=leaving, node_leaving=of_node)
+        return found._replace(gpu=self._telemetry(), written=activity.chunks, leaving=leaving, node_leaving=of_node)
 
     @ray.method(concurrency_group="control", enable_task_events=False)
     def clock(self) -> float:
@@ -313,10 +325,13 @@ class Worker:
         return time.monotonic()
 
     @contextmanager
-    def _publishing(self, generation: int) -> Iterator[None]:
-        """The generation does not end meanwhile. Raises StaleGeneration if it has."""
+    def _publishing(self, generation: int, step: int) -> Iterator[None]:
+        """The generation does not end meanwhile. Raises StaleGeneration if it has, and PentadError if the checkpoint of
+        `step` steps was given up."""
         with self.changing:
             self._require_equal(generation)
+            if step == self.given_up:
+                raise PentadError(f"the checkpoint of step {step} was given up before it was committed")
             yield
 
     def _gpu_number(self) -> int:

@@ -24,6 +24,9 @@ class CheckpointSection(Section):
     """steps between checkpoints; 0: none by steps"""
     every_seconds: NonNegativeFloat = 600.0
     """seconds of training after which a checkpoint is saved, whatever the step; 0: none by time"""
+    hang_seconds: PositiveFloat = 300.0
+    """shortest time in which storage takes nothing of a checkpoint, after which neither training nor the end of a run
+    waits for it any longer"""
     at_end: bool = True
     """save a checkpoint as well when the run ends or is stopped; false: what came after the last one is lost"""
     keep: Count = Field(default=2, description="newest checkpoints to keep; older ones are deleted")

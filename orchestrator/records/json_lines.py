@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +16,42 @@ from pentad.orchestrator.records.json_rows import checked_row
 from pentad.schedules.ir.errors import PentadError
 
 
-def read_lines(path: Path, keys: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, [] if there is none; an incomplete last line, left by a crash, is dropped.
+def read_lines(path: Path, keys: Iterable[str] = (), size: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, or of its first `size` bytes, [] if there is none; an incomplete last line is
+    dropped, which a crash has left.
 
     Raises PentadError for any other line that is not a JSON object with `keys` and values of their kinds.
     """
     if not path.exists():
         return []
     with reported(path, "read"):
-        lines = path.read_bytes().split(b"\n")[:-1]
+        lines = path.read_bytes()[:size].split(b"\n")[:-1]
     return [_row(line, f"{path} line {number}", keys) for number, line in enumerate(lines, 1)]
 
 
-def append(path: Path, lines: str) -> None:
-    """Appends lines, or on a full disk and after Ctrl-C nothing: part of a line would spoil the next one."""
-    with reported(path), path.open("ab", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        try:
-            _write_all(file, lines.encode())
-        except BaseException:
+def append(path: Path, lines: str, size: int) -> None:
+    """Appends lines to a file. Beginnings of them after its first `size` bytes are of an earlier attempt, and cut off.
+
+    On a full disk and after Ctrl-C appends nothing, if it can cut that off: part of a line would spoil the next one.
+    """
+    data = lines.encode()
+    with reported(path), path.open("a+b", buffering=0) as file:
+        file.seek(size)
+        if (left := file.read(len(data) + 1)) and data.startswith(left):
             file.truncate(size)
+        end = file.seek(0, os.SEEK_END)
+        try:
+            _write_all(file, data)
+        except BaseException:
+            with suppress(OSError):
+                file.truncate(end)
             raise
 
 
-def ends_with(path: Path, lines: str) -> bool:
-    """Whether these are the last lines of a file."""
-    text = lines.encode()
+def size_of(path: Path) -> int:
+    """Bytes of a file, 0 if there is none."""
     with reported(path, "read"):
-        if not path.exists() or path.stat().st_size < len(text):
-            return False
-        with path.open("rb") as file:
-            file.seek(-len(text), os.SEEK_END)
-            return file.read() == text
+        return path.stat().st_size if path.exists() else 0
 
 
 def trim(path: Path) -> bytes:

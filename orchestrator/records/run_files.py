@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pentad.orchestrator.records.json_lines import append, ends_with, line_of, read_lines, reported
+from pentad.orchestrator.records.json_lines import append, line_of, read_lines, reported, size_of
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.atomic_io import partial_file
 
@@ -23,12 +23,13 @@ SETTLE_SECONDS, RETRY_SECONDS = 30.0, 0.5  # for which the end of a run waits fo
 
 
 class Change(NamedTuple):
-    """Lines to append to a file, unless they are its last ones if it `may_be_there`, or else all of its content."""
+    """Lines to append to the first `size` bytes of a file, or else all of its content. The size is known from the first
+    attempt on: what that may have left after them is no other line."""
 
     path: Path
     lines: str = ""
     content: bytes = b""
-    may_be_there: bool = False
+    size: int | None = None
 
 
 class RunFiles:
@@ -55,7 +56,8 @@ class RunFiles:
     def rows(self, path: Path, keys: Iterable[str] = ()) -> list[Row]:
         """Those of a file, with what waits to be written."""
         with self.lock:
-            found = read_lines(path, keys)
+            attempted = self.waiting[0] if self.waiting else None
+            found = read_lines(path, keys, attempted.size if attempted and attempted.path == path else None)
             for change in self.waiting:
                 if change.path == path:
                     kept = found if change.lines else []
@@ -66,13 +68,11 @@ class RunFiles:
         """Writes what waits. Raises PentadError if the disk still does not take it."""
         with self.lock:
             while self.waiting:
-                change = self.waiting.popleft()
-                try:
-                    self._write(change)
-                except BaseException as error:  # Ctrl-C, too: whether the lines were written is found out the next time
-                    is_refused = isinstance(error, PentadError)
-                    self.waiting.appendleft(change._replace(may_be_there=change.may_be_there or not is_refused))
-                    raise
+                change = self.waiting[0]
+                if change.lines and change.size is None:
+                    change = self.waiting[0] = change._replace(size=size_of(change.path))
+                self._write(change)
+                self.waiting.popleft()  # last: what Ctrl-C interrupts is written again, in the same place
             if self.failed:
                 self.note(f"the run's files are complete again: {self.failed} changes have waited in memory")
                 self.failed = 0
@@ -87,11 +87,11 @@ class RunFiles:
                 self.unsynced.discard(path)
 
     def _write(self, change: Change) -> None:
-        if not change.lines:
+        if change.size is None:
             replace_file(change.path, change.content)
-        elif not change.may_be_there or not ends_with(change.path, change.lines):
+        else:
             self.unsynced.add(change.path)
-            append(change.path, change.lines)
+            append(change.path, change.lines, change.size)
 
     def settle(self) -> None:
         """At the end of a run: waits a while for the disk. Raises PentadError if it takes no more."""

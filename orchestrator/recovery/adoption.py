@@ -57,13 +57,15 @@ def membership(found: Mapping[int, RankPlacement]) -> Membership | None:
     return Membership(bundles, members, extra, max(each.generation for each in found.values()))
 
 
-def can_adopt(journal: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], ranks: str) -> bool:
-    """Whether the ranks of the namespace `ranks` are those of this run's journal, and in the middle of no rollback,
-    which the newest checkpoint repeats; `rows` are the lines of metrics.jsonl."""
+def can_adopt(journal: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], ranks: str, spike_policy: str) -> bool:
+    """Whether the ranks of the namespace `ranks` are those of this run's journal, and neither before nor in the middle
+    of a rollback, to which a run that resumes from the newest checkpoint comes again; `rows` are the lines of
+    metrics.jsonl."""
     starts = [event for event in journal if event["event"] == "start"]
     rollbacks = [event["time"] for event in journal if event["event"] == "rollback"]
     is_rolling_back = bool(rollbacks) and (not rows or rows[-1]["time"] <= rollbacks[-1])
-    return bool(starts) and starts[-1].get("lease") == ranks and not is_rolling_back
+    is_before = spike_policy == "rollback" and bool(rows) and rows[-1].get("skipped", False)
+    return bool(starts) and starts[-1].get("lease") == ranks and not (is_rolling_back or is_before)
 
 
 class Parked(NamedTuple):

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.evaluations import best_of
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.checkpoint import fingerprint, read_manifest
 from pentad.workers.checkpoint.location import Location
+from pentad.workers.checkpoint.retention import listed
+
+if TYPE_CHECKING:
+    from pentad.orchestrator.monitoring.event_bus import EventBus
 
 
 def rollback_target(config: RunConfig, step: int) -> int | None:
@@ -38,6 +44,18 @@ def pinned_checkpoints(config: RunConfig, folder: RunFolder, step: int) -> tuple
     return kept_steps(config, saved | {step}, folder.evaluations())
 
 
+def record_committed(bus: EventBus, step: int) -> None:
+    """Writes to the journal that there is a checkpoint of `step` steps, if it lacks that: it was committed when a rank
+    was lost, or when a former driver died. Storage that cannot be read costs the line alone."""
+    path = bus.folder.checkpoint(step)
+    with suppress(PentadError):
+        manifest, found = read_manifest(path), fingerprint(path)
+        events = [each for each in bus.folder.journal() if each["event"] == "checkpoint" and each["step"] == step]
+        if not events or events[-1]["manifest"] != found:
+            facts = {"manifest": found, "bytes": sum(shard.bytes for shard in manifest.shards)}
+            bus.record("checkpoint", generation=manifest.meta.get("generation", 0), step=step, **facts)
+
+
 def newest_recorded(events: Iterable[dict[str, Any]]) -> int:
     """Steps of the newest checkpoint that was committed, by the lines of journal.jsonl, and that no rollback has
     deleted, nor a run that began again has left behind; -1 without one."""
@@ -53,8 +71,12 @@ def newest_recorded(events: Iterable[dict[str, Any]]) -> int:
 
 def require_listed(root: Location, events: Iterable[dict[str, Any]]) -> None:
     """Raises PentadError if the run has committed a checkpoint: for a `root` without any, as while a file system is not
-    mounted. To begin at the start would undo steps that are safe."""
-    if (step := newest_recorded(events)) >= 0:
+    mounted, or once all were renamed because they are damaged. To begin at the start would undo steps."""
+    if (step := newest_recorded(events)) < 0:
+        return
+    if any(entry.state == "refused" for entry in listed(root)):
+        text = f"no checkpoint in {root} is intact, and the damaged ones are renamed: expected an intact one"
+    else:
         found = f"{root} has no checkpoint, but the run has committed that of {step} steps"
-        expected = "the folder with it, or checkpoint.restart_if_damaged = true to begin the run again"
-        raise PentadError(f"{found}: expected {expected}")
+        text = f"{found}: expected the folder with it"
+    raise PentadError(f"{text}, or checkpoint.restart_if_damaged = true to begin the run again")

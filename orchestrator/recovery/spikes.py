@@ -63,7 +63,7 @@ def roll_back(config: RunConfig, group: WorkerGroup, bus: EventBus, spike: int) 
     if min(saved, default=spike) > target:
         found = f"step {spike} is a spike, and there is no checkpoint of at most {target} steps to go back to"
         raise PentadError(f"{found}: expected one, as spikes.policy = rollback keeps from the start of a run")
-    for step in saved:
+    for step in sorted(saved, reverse=True):  # whichever is the newest one if this is cut short, the spike follows it
         if step > target:
             delete_checkpoint(bus.folder.checkpoint(step))
     newest = NewestIntact(bus, config.cluster.start_timeout_seconds, restart=False)

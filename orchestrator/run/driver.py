@@ -28,7 +28,7 @@ from pentad.orchestrator.recovery.fence import RecoveryState, is_complete
 from pentad.orchestrator.recovery.hang_detection import HangDetector
 from pentad.orchestrator.recovery.newest_checkpoint import NewestIntact
 from pentad.orchestrator.recovery.recovery import Recovery
-from pentad.orchestrator.recovery.retention import require_listed, rollback_target
+from pentad.orchestrator.recovery.retention import record_committed, require_listed, rollback_target
 from pentad.orchestrator.recovery.spikes import roll_back, skipped_batches
 from pentad.orchestrator.run.init_from import Origin, adapter_request, origin_of
 from pentad.orchestrator.run.interrupts import Interrupts
@@ -166,13 +166,14 @@ def _run_generations(
         saved = max((step for step in _saved(bus) if step <= first), default=-1)
     elif rollback_target(config, first) == 0 and first not in bus.folder.saved():
         saved = -1  # the initial weights are something to go back to as well
-    saved_at, shown = time.monotonic(), None
+    saved_at, shown, hanging = time.monotonic(), None, None
     while True:
+        record_committed(bus, saved)
         state = None
         if parked is not None:
             state, parked = recovery.adopt(parked.lost, first), None
         given = config, group, bus, requests, first, saved, saved_at, copies, recovery.should_regroup
-        steps = StepLoop(*given, shrunk=not recovery.ranks.is_full)
+        steps = StepLoop(*given, shrunk=not recovery.ranks.is_full, hanging=hanging)
         if state is None:
             bus.ranks_placed(group)
             if group.plan is not shown:
@@ -183,13 +184,15 @@ def _run_generations(
         if state is None:
             return steps.done
         _record_surviving(steps, state)
+        is_same = steps.history.generation == group.generation  # after a spike alone
+        hanging = steps.saving.current if is_same and steps.saving.hangs else None
         if (spike := steps.spikes.spike) is not None and spike < state.version:
             copies.forget()
             state.version = roll_back(config, group, bus, spike)
         if state.version < steps.done:
             bus.rewind(state.version)
-        first, saved_at = state.version, steps.saved_at
-        saved = max((s for s in (steps.durable, *_saved(bus)) if s <= state.version), default=-1)
+        first, saved_at = state.version, steps.saving.saved_at
+        saved = max((s for s in (steps.saving.durable, *_saved(bus)) if s <= state.version), default=-1)
 
 
 def _run(steps: StepLoop, recovery: Recovery, bus: EventBus) -> RecoveryState | None:
@@ -227,7 +230,7 @@ def _save_surviving(steps: StepLoop, recovery: Recovery, bus: EventBus) -> None:
     try:
         state = recovery.end_generation()
         _record_surviving(steps, state)
-        is_newest = steps.spikes.spike is None and steps.durable < steps.done == state.version
+        is_newest = steps.spikes.spike is None and steps.saving.durable < steps.done == state.version
         if is_newest and is_complete(recovery.group.plan, state):
             recovery.ranks.save(state)
     except Superseded:

@@ -72,7 +72,9 @@ def _left(config: RunConfig, plan: Plan, cluster: Cluster, lease: HeldLease, run
     """What a former driver has left, if it can be adopted."""
     folder, placement = path_of(config), lease.placement()
     journal, rows = read_lines(folder / JOURNAL, ["event", "time"]), read_lines(folder / METRICS, METRIC_KEYS)
-    if placement is None or placement.bundle_count != plan.mesh.size or not can_adopt(journal, rows, lease.ranks):
+    if placement is None or placement.bundle_count != plan.mesh.size:
+        return None
+    if not can_adopt(journal, rows, lease.ranks, config.spikes.policy):
         return None
     plan = _planned(config, plan, cluster, placement)
     parked = find_parked(config, plan, placement, lease, runner)

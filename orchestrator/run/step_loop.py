@@ -1,33 +1,30 @@
-"""Keeps the ranks busy: submits steps in calls of about a second, and checkpoints that are written beside them."""
+"""Keeps the ranks busy: submits steps in calls of about a second, and what is due between them."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pentad.orchestrator.cluster.copies import GroupCopies
 from pentad.orchestrator.cluster.faults import Refusal, WorkerError
 from pentad.orchestrator.cluster.group import Refs, WorkerGroup
 from pentad.orchestrator.cluster.rank_status import Status
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.monitoring.evaluations import Best, evaluation_rows, newest_evaluation
+from pentad.orchestrator.monitoring.evaluations import evaluation_rows, newest_evaluation
 from pentad.orchestrator.monitoring.event_bus import EventBus
 from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.recovery.hang_detection import HangDetector
-from pentad.orchestrator.recovery.retention import pinned_checkpoints
 from pentad.orchestrator.recovery.spikes import SpikeWatch
 from pentad.orchestrator.run.bit_checks import BitChecks
 from pentad.orchestrator.run.measure import History
 from pentad.orchestrator.run.replication import Replication
+from pentad.orchestrator.run.saving import Save, Saving
 from pentad.orchestrator.run.shrink_save import ShrinkSave
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import batch_of
-from pentad.workers.checkpoint.checkpoint import fingerprint
-from pentad.workers.checkpoint.retention import discard
 from pentad.workers.data.mixture import Mixture
 from pentad.workers.integrity.result import RankCheck
 from pentad.workers.runtime.results import Evaluation, StepResult
@@ -35,7 +32,6 @@ from pentad.workers.runtime.results import Evaluation, StepResult
 CALL_SECONDS = 1.0  # target length of a call
 CALLS_IN_FLIGHT = 2  # the ranks never wait for the driver
 PAUSE_SECONDS = 0.5
-T = TypeVar("T")
 
 
 class Call(NamedTuple):
@@ -49,24 +45,12 @@ class Call(NamedTuple):
     began: float
 
 
-class Save(NamedTuple):
-    """A checkpoint after `step` steps that is written beside training: by all ranks, and then, when it `commits`, by
-    one, with these facts for the journal; `best` is the best checkpoint then."""
-
-    refs: Refs
-    step: int
-    began: float
-    commits: bool = False
-    facts: dict[str, Any] = {}  # noqa: RUF012
-    best: Best | None = None
-
-
 class StepLoop:
     """The steps of one generation: from `first` to the last, or until a stop is requested, or until `should_regroup`,
     asked about twice a second, says that the ranks should be placed again, or get other layers or another order. `done`
-    steps are complete, `durable` steps are in a committed checkpoint; at the monotonic second `saved_at` the newest one
-    was submitted or committed. The newest evaluation was after `evaluated` steps. The mesh may have `shrunk`. Nothing
-    is recorded after a spike because of which the run goes back."""
+    steps are complete; `saved` steps were in the newest checkpoint, of the monotonic second `saved_at`. The newest
+    evaluation was after `evaluated` steps. The mesh may have `shrunk`, and a checkpoint that the same ranks were to
+    save before may be `hanging`. Nothing is recorded after a spike because of which the run goes back."""
 
     def __init__(
         self,
@@ -80,6 +64,7 @@ class StepLoop:
         copies: GroupCopies,
         should_regroup: Callable[[dict[int, Status]], tuple[int, ...] | None],
         shrunk: bool = False,
+        hanging: Save | None = None,
     ) -> None:
         self.config, self.group, self.bus, self.requests = config, group, bus, requests
         self.should_regroup = should_regroup
@@ -87,19 +72,16 @@ class StepLoop:
         self.history = History(group.plan, group.generation, keep=keep, offsets=clocks, device_name=group.device_name)
         self.mixture = Mixture(group.plan.data, group.plan.batch.sizes)
         self.first = self.done = self.submitted = first
-        self.attempted = self.durable = saved  # steps in the newest checkpoint submitted, and committed
         self.ended_with = -1  # steps in the checkpoint submitted because this generation ends
-        self.saved_at = saved_at
         self.evaluated = newest_evaluation(bus.folder.evaluations())
         self.steps_per_call = 1
         self.in_flight: deque[Call] = deque()
         self.collected_at = time.monotonic()  # when the last call ended
-        self.saving: Save | None = None  # the next one waits for it
-        self.waited = 0.0  # seconds that training has waited for it
         self.open = False  # the last step submitted is open: another run call must follow
         self.replication = Replication(config.elastic.replicate_every, copies, bus)
         self.shrink_save = ShrinkSave(config.checkpoint, group, self.replication, first, due=shrunk and first > saved)
         self.checks = BitChecks(config.elastic, group, bus, first)
+        self.saving = Saving(config, group, bus, requests, self.checks, saved, saved_at, self._tick, hanging)
         self.spikes = SpikeWatch(config.spikes, requests)
         self.leaving: tuple[int, ...] | None = None  # see `Recovery.should_regroup`
         self.stop_announced = self.stall_reported = False
@@ -113,9 +95,7 @@ class StepLoop:
             self.shrink_save.begin_generation()
             self._run()
         except (WorkerError, Refusal):
-            if self.saving is not None and not self.saving.commits:
-                with suppress(PentadError):  # the failure is what counts
-                    self._note_failure(self.saving, "a rank failed before all had written it")
+            self.saving.note_lost_rank()
             raise
 
     def _run(self) -> None:
@@ -129,16 +109,33 @@ class StepLoop:
                 self.collected_at = time.monotonic()  # the ranks are at the next call
             elif self.requests.paused and not self.ending:
                 self._pause()
-            elif self.saving is not None:
+            elif self.saving.current is not None and not self.saving.hangs:
                 self._wait_for_save()
             elif self._hands_over(self.submitted) and self.replication.making is not None:
                 self.replication.continue_(self.done, wait=self._tick)
             else:
                 break
+        if self.saving.hangs and self.spikes.spike is None and self._save_due(self.submitted):
+            self.saving.skip(self.submitted, is_last=self.is_last)
 
     @property
     def ending(self) -> bool:
-        return self.requests.stopping or self.regrouping or self.submitted == self.config.run.steps
+        return self.regrouping or self.is_last
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no generation follows, unless ranks fail."""
+        return self.requests.stopping or self.submitted == self.config.run.steps
+
+    @property
+    def counted(self) -> int:
+        """Steps that are done, but for those that a run which goes back leaves behind."""
+        return self.done if self.spikes.spike is None else self.spikes.spike
+
+    @property
+    def required(self) -> int | None:
+        """The steps whose checkpoint the run must not end without."""
+        return self.submitted if self.is_last else None
 
     @property
     def regrouping(self) -> bool:
@@ -161,7 +158,10 @@ class StepLoop:
             return self._close(step) if self.open else None
         ending, paused = self.ending, self.requests.paused
         due, evaluates = self._save_due(step), self._evaluation_due(step)
-        must_wait, checks = due and self.saving is not None, self.checks.due(step, saves=due)
+        if due and self.saving.hangs and not ending:
+            self.saving.skip(step)
+            due = False
+        must_wait, checks = due and self.saving.current is not None, self.checks.due(step, saves=due)
         if self.open and (evaluates or checks or ending or paused or must_wait):  # they are of steps that are complete
             return self._close(step)
         if checks:  # before the checkpoint, which is only of a state that all agree on
@@ -173,9 +173,11 @@ class StepLoop:
         if must_wait:
             return None
         if due:
-            self._save(step)
+            self.ended_with = step if ending else self.ended_with
+            self.shrink_save.pending = False
+            self.saving.submit(step)
         self.replication.submit(step, required=ending and self._hands_over(step))
-        if self.requests.wants_checkpoint and step == self.durable and not self.in_flight:
+        if self.requests.wants_checkpoint and step == self.saving.durable and not self.in_flight:
             self.requests.checkpoint_saved(step)
         if ending or paused:
             return None
@@ -184,10 +186,10 @@ class StepLoop:
         limit = min([self.config.run.steps, *following])
         count = min(self.steps_per_call, limit - step)
         self.submitted += count
-        is_last = self.submitted == self.config.run.steps or self._evaluation_due(self.submitted)
-        is_last = is_last or self.checks.due(self.submitted, saves=False)
-        # The first call is closed, so that its results arrive before the second call is done.
-        self.open = not is_last and step > self.first
+        is_first = step == self.first  # closed, so that its results arrive before the second call is done
+        is_last = self.submitted == self.config.run.steps
+        precedes_other = self._evaluation_due(self.submitted) or self.checks.due(self.submitted, saves=False)
+        self.open = not (is_first or is_last or precedes_other)
         refs = self.group.submit_run(step, count, more=self.open)
         return Call(refs, self.submitted, self._conclude_steps, time.monotonic())
 
@@ -204,13 +206,24 @@ class StepLoop:
     def _save_due(self, step: int) -> bool:
         """Whether to save a checkpoint after `step` steps. Those by steps, and the last one, are due while another one
         is being written, too: they wait for it."""
-        if self.ending and step > self.durable and step not in (self.ended_with, self.saving and self.saving.step):
+        if self.ending and self._is_unsaved(step):
             return (self.regrouping or self.config.checkpoint.at_end) and not self._hands_over(step)
-        if step <= self.attempted:
+        if step <= self.saving.attempted:
             return False
-        late = 0 < self.config.checkpoint.every_seconds <= time.monotonic() - self.saved_at
-        wanted = late or self.requests.wants_checkpoint or self.shrink_save.is_due(step)
-        return any(step % each == 0 for each in self.saves_every) or (self.saving is None and wanted)
+        if any(step % each == 0 for each in self.saves_every):
+            return True
+        seconds = self.config.checkpoint.every_seconds
+        is_late = 0 < seconds <= time.monotonic() - self.saving.saved_at
+        if self.saving.hangs:
+            return is_late  # which is said
+        wanted = is_late or self.requests.wants_checkpoint or self.shrink_save.is_due(step)
+        return wanted and self.saving.current is None
+
+    def _is_unsaved(self, step: int) -> bool:
+        """Whether a generation that ends after `step` steps has yet to save them."""
+        is_tried = step == self.ended_with
+        is_current = self.saving.current is not None and self.saving.current.step == step and not self.saving.hangs
+        return step > self.saving.durable and not is_tried and not is_current
 
     def _hands_over(self, step: int) -> bool:
         """Whether this generation ends and the next one needs no checkpoint of it."""
@@ -219,14 +232,6 @@ class StepLoop:
             return False
         return not self.leaving or self.replication.hands_over(step, self.leaving)
 
-    def _save(self, step: int) -> None:
-        """Has the ranks copy their state once they are that far, and write it while they train on."""
-        self.attempted, self.saved_at, self.shrink_save.pending = step, time.monotonic(), False
-        self.ended_with = step if self.ending else self.ended_with
-        refs = self.group.submit_save(self.bus.folder.checkpoint(step), step)
-        self.saving = Save(refs, step, self.saved_at, facts={"waited_seconds": round(self.waited, 3)})
-        self.waited = 0.0
-
     def _conclude_steps(self, _: int, results: list[list[StepResult]], __: float) -> None:
         """Records the steps that are complete, and adapts the length of a call."""
         if results[0] and self.spikes.spike is None:
@@ -234,7 +239,7 @@ class StepLoop:
             self._record(rows)
             seconds = sum(row["step_seconds"] for row in rows) / len(rows)
             self.steps_per_call = max(1, min(4 * self.steps_per_call, int(CALL_SECONDS / seconds)))
-        self._continue_save(wait=False)
+        self.saving.continue_(self.counted, self.required)
         self.replication.continue_(self.done)
 
     @property
@@ -281,84 +286,8 @@ class StepLoop:
         """The ranks wait too: at the end, and before the next checkpoint by steps."""
         began = time.monotonic()
         self.history.pause()
-        self._continue_save(wait=True)
-        self.waited += 0.0 if self.ending else time.monotonic() - began
-
-    def _continue_save(self, *, wait: bool) -> None:
-        """Commits a checkpoint that all ranks have written, and records one that is committed; with `wait` waits for
-        both. Never commits before its steps are recorded."""
-        save = self.saving
-        if save is not None and not save.commits and self._is_over(save, wait=wait):
-            self.saving = self._or_note(save, partial(self._commit, save))
-        save = self.saving
-        if save is not None and save.commits and self._is_over(save, wait=wait):
-            self.saving, self.saved_at = None, time.monotonic()
-            if (manifest := self._or_note(save, partial(self._manifest, save))) is not None:
-                self._record_checkpoint(save, manifest)
-
-    def _is_over(self, save: Save, *, wait: bool) -> bool:
-        return wait or (
-            self.done >= save.step and self.checks.vouches_for(save.step) and self.group.is_ready(save.refs)
-        )
-
-    def _commit(self, save: Save) -> Save | None:
-        """Waits for the files and submits the commit; None for steps after a spike, which no longer count."""
-        answers = self.group.collect(save.refs, tick=self._tick)
-        for error in (answer for answer in answers if isinstance(answer, str)):
-            raise PentadError(error)
-        if self.done < save.step:
-            self._discard(save)
-            return None
-        self.bus.folder.files.sync()  # a run that resumes there has the records of all steps before
-        entries = [entry for answer in answers for entry in answer.entries]
-        pinned = pinned_checkpoints(self.config, self.bus.folder, save.step)
-        path, keep = self.bus.folder.checkpoint(save.step), self.config.checkpoint.keep
-        refs = self.group.submit_commit(path, save.step, entries, keep, pinned)
-        snapshot = round(max(answer.snapshot_seconds for answer in answers), 4)
-        facts = {"bytes": sum(entry["bytes"] for entry in entries), "snapshot_seconds": snapshot, **save.facts}
-        return save._replace(refs=refs, commits=True, facts=facts, best=self.bus.folder.best(save.step))
-
-    def _manifest(self, save: Save) -> str:
-        """Waits for the commit; returns the hash of what has been committed."""
-        for reason in filter(None, self.group.collect(save.refs, tick=self._tick)):
-            self.bus.display.note(f"older checkpoints are still there: {reason}")
-        return fingerprint(self.bus.folder.checkpoint(save.step))
-
-    def _record_checkpoint(self, save: Save, manifest: str) -> None:
-        seconds, generation = round(time.monotonic() - save.began, 3), self.group.generation
-        facts = {"seconds": seconds, "manifest": manifest, **save.facts}
-        self.bus.record("checkpoint", generation=generation, step=save.step, **facts)
-        self.durable = save.step
-        if (best := save.best) and best.step == save.step:
-            self.bus.record("best", generation=generation, step=best.step, loss=best.loss)
-            self.bus.display.note(f"the checkpoint of step {best.step} is the best so far: loss {best.loss:.4f}")
-        self.requests.checkpoint_saved(save.step)
-
-    def _or_note(self, save: Save, action: Callable[[], T]) -> T | None:
-        """What the action returns; None when the storage is full, away or cannot be read, which is fatal only for a
-        run's last checkpoint."""
-        try:
-            return action()
-        except WorkerError:
-            raise
-        except PentadError as error:
-            if self.requests.aborted:
-                raise
-            if self.ending and save.step == self.submitted:
-                raise PentadError(f"the last state, after step {save.step}, was not saved: {error}") from error
-            if not save.commits:
-                self._discard(save)
-            self._note_failure(save, str(error))
-            return None
-
-    def _note_failure(self, save: Save, error: str) -> None:
-        self.bus.record("checkpoint failed", generation=self.group.generation, step=save.step, error=error)
-        self.bus.display.note(f"no checkpoint of step {save.step}, training continues: {error}")
-
-    def _discard(self, save: Save) -> None:
-        """Deletes what has been written of a checkpoint that will not be: the next one needs the room."""
-        with suppress(PentadError):
-            discard(self.bus.folder.checkpoint(save.step))
+        self.saving.wait(self.counted, self.required)
+        self.saving.waited += 0.0 if self.ending else time.monotonic() - began
 
     def _pause(self) -> None:
         """The ranks wait between two steps; called again and again until a resume is requested."""
@@ -366,7 +295,7 @@ class StepLoop:
             self.bus.record("pause", generation=self.group.generation, step=self.done)
             self.bus.display.note(f"paused after step {self.done}; resume with `pentad resume {self.config.run.name}`")
             self.bus.set_state("paused")
-        self._continue_save(wait=False)
+        self.saving.continue_(self.counted, self.required)
         self.group.ping(self._tick)
         self.history.pause()
         self.requests.wait(PAUSE_SECONDS)
@@ -383,10 +312,11 @@ class StepLoop:
             self.stop_announced = True
             self.bus.display.note("stopping after the steps in flight; once more stops at once, without a checkpoint")
             self.bus.set_state("stopping")
+        self.saving.watch(statuses, self.done)
         if not self.regrouping:
             self.leaving = self.should_regroup(statuses)
         # An update waits until the state, if that is on the host, has been written.
-        is_written = self.saving is not None and self.group.plan.host_optimizer
+        is_written = self.saving.current is not None and not self.saving.hangs and self.group.plan.host_optimizer
         stall = self.hangs.check(statuses, self.history.measured, stepping=stepping and not is_written)
         self.bus.update_ranks(statuses, self.group.last_heard, stall.causes if stall else ())
         if stall is None:

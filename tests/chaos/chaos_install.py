@@ -32,7 +32,7 @@ from pentad.orchestrator.recovery import (
     regroup,
     spares,
 )
-from pentad.orchestrator.run import driver, measure, placing, replication, step_loop
+from pentad.orchestrator.run import driver, measure, placing, replication, saving, step_loop
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint import checkpoint as checkpoints
 from pentad.workers.checkpoint import local_storage
@@ -51,6 +51,7 @@ CLOCKED = (
         evictions,
         hang_detection,
         step_loop,
+        saving,
         replication,
         driver,
         measure,

@@ -24,7 +24,7 @@ class SimWorker(Worker):
     def __init__(self, simulation: Simulation, process: Process) -> None:
         self.simulation, self.process = simulation, process
         self.runner_class, self.streams = "chaos_rank:SimRunner", ()
-        self.generation, self.changing = 0, threading.Lock()
+        self.generation, self.changing, self.given_up = 0, threading.Lock(), -1
         self.gpu, self.gpu_state, self.gpu_read = -1, None, 0.0
         self.runner: Any = None
         self.plan, self.rank, self.bundles = None, -1, ()

@@ -14,7 +14,7 @@ from pentad.orchestrator.cluster.group import WorkerGroup
 from pentad.orchestrator.monitoring.runfolder import RunFolder
 from pentad.orchestrator.recovery.regroup import Regroup
 from pentad.orchestrator.run.measure import History
-from pentad.orchestrator.run.step_loop import StepLoop
+from pentad.orchestrator.run.saving import Saving
 
 STEP = 6
 Condition = Callable[..., bool]
@@ -48,8 +48,8 @@ POINTS: dict[str, tuple[type, str, Condition, bool]] = {
         lambda folder, entry: entry["event"] == "step" and entry["step"] == STEP,
         True,
     ),
-    "a checkpoint is written, but not committed": (StepLoop, "_commit", always, False),
-    "a checkpoint is committed, but not recorded": (StepLoop, "_record_checkpoint", always, False),
+    "a checkpoint is written, but not committed": (Saving, "_submit_commit", always, False),
+    "a checkpoint is committed, but not recorded": (Saving, "_record", always, False),
     "a copy in memory is made, but does not count": (GroupCopies, "commit", copies, False),
     "a lost rank is not replaced": (Regroup, "_members", always, False),
     "a lost rank is replaced, but has no state": (Regroup, "_receive", always, False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,10 @@ class Blocked(Exception):
     """The call waits in a collective that nobody else joins."""
 
 
+class Hangs(Blocked):
+    """The call waits for storage, which may answer later."""
+
+
 class Rank:
     """One rank's process: the methods of a Worker and of its Runner, which `call` reaches by name. `version` steps are
     in its weights, -1: it has none. While it `hangs`, nothing in it answers."""
@@ -41,6 +46,7 @@ class Rank:
         self.bundle, self.node = (at, fake.nodes[at]) if isinstance(at, int) else (-1, at)
         self.number, self.pid, self.generation, self.version = -1, 10_000_000 + len(fake.ranks), 0, -1
         self.is_alive, self.hangs, self.ready, self.copied, self.copied_to_peers = True, False, False, -1, -1
+        self.hanging = False  # in a write
         self.leaving = self.node_leaving = ""  # why it, or its node, is about to end
         self.losses = (1.0,)  # of the newest step; empty if the rank does not know them
         self.results: list[StepResult] = []
@@ -66,6 +72,7 @@ class Rank:
 
     def start(self, generation: int, plan: Plan, number: int, bundles: tuple[int, ...], keep: bool) -> str:
         self.generation, self.plan, self.number, self.ready, self.open = generation, plan, number, False, []
+        self.hanging = False  # its snapshots are others from now on
         if not keep:
             self.version, self.results = -1, []
         return ""
@@ -122,6 +129,8 @@ class Rank:
         return self.evaluations[-1]
 
     def snapshot(self, step: int) -> None:
+        if self.hanging:
+            self.fake.overwritten.add(step)
         if self.fake.is_broken(self.generation) and self.version != step:
             raise Blocked
         assert self.version == step
@@ -133,13 +142,20 @@ class Rank:
 
     def write(self, generation: int, folder: str, step: int) -> WrittenShards | str:
         assert generation == self.generation
-        if self.copied != step or (step, self.number) == self.fake.writing:
+        if self.copied != step:
             raise Blocked
+        self.hanging = (step, self.number) == self.fake.writing
+        if self.hanging:
+            raise Hangs
         if step in self.fake.full:
             return "folder checkpoints cannot be written (No space left on device): expected room"
         shards = self.plan.param_shards_of(self.number)
         self.fake.written.setdefault(step, []).extend(shards)
         return WrittenShards([{"bytes": 1}] * len(shards))
+
+    def give_up_save(self, generation: int, step: int) -> None:
+        assert generation == self.generation
+        self.fake.given_up.add(step)
 
     def serve_copies(self, host: str, token: bytes) -> str:
         return str(self.pid)
@@ -195,6 +211,8 @@ class Rank:
     ) -> str:
         assert generation == self.generation
         save_small(location(folder), step)
+        if step in self.fake.committing:
+            raise Hangs
         return ""
 
     def fence(self, generation: int) -> None:
@@ -232,16 +250,27 @@ class Ref:
     """A pending answer: ready once it has a value or an error, or its rank is dead."""
 
     def __init__(self, rank: Rank, method: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self.rank, self.is_ready = rank, rank.is_alive and not rank.hangs
+        self.rank, self.call = rank, partial(method, *arguments)
         self.value: Any = None
         self.error: Exception | None = None
+        self.is_ready, self.waits_for_storage = rank.is_alive and not rank.hangs, False
         if self.is_ready:
-            try:
-                self.value = method(*arguments)
-            except Blocked:
-                self.is_ready = False
-            except Exception as error:
-                self.error = RayTaskError("call", "traceback", error)
+            self._call()
+
+    def _call(self) -> None:
+        self.is_ready, self.waits_for_storage = True, False
+        try:
+            self.value = self.call()
+        except Blocked as blocked:
+            self.is_ready, self.waits_for_storage = False, isinstance(blocked, Hangs)
+        except Exception as error:
+            self.error = RayTaskError("call", "traceback", error)
+
+    def look(self) -> bool:
+        """Whether the answer is there, now that somebody looks."""
+        if self.waits_for_storage and self.rank.is_alive:
+            self._call()
+        return self.is_ready
 
     def get(self) -> Any:
         if not self.is_ready:

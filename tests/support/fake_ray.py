@@ -30,7 +30,7 @@ from pentad.orchestrator.recovery import (
     regroup,
     spares,
 )
-from pentad.orchestrator.run import step_loop
+from pentad.orchestrator.run import saving, step_loop
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.checkpoint import Start
 
@@ -69,9 +69,11 @@ class FakeRay:
     `faults[step]` are the ranks that die in a step, or the node that is lost with its ranks; lost nodes return in the
     steps `returns`. `eval_faults[step]` are the ranks that die in the evaluation after this many steps. In a step of
     `commits` one survivor has taken the step by then, and the others lack only the norm. In a step `unreadable`, the
-    first rank that comes to it cannot read its data. The rank in `writing`, (steps, rank), never finishes its part of
-    the checkpoint of this many steps; those of the steps `full` find the disk full. A step on a batch of `spikes` is
-    skipped; `trained[step]` is the batch that a step trained on last."""
+    first rank that comes to it cannot read its data. The rank in `writing`, (steps, rank), does not finish its part
+    of the checkpoint of this many steps while that stays there; those of the steps in `committing` are committed, and
+    the call does not end; ranks no longer wait for those of steps `given_up`; those of steps `overwritten` take memory
+    that a write which hangs may still read; and those of steps `full` find the disk full. A step on a batch of `spikes`
+    is skipped; `trained[step]` is the batch that a step trained on last."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *nodes: str) -> None:
         self.now, self.nodes, self.first = 100.0, nodes, nodes
@@ -89,6 +91,7 @@ class FakeRay:
         self.trained: dict[int, int] = {}
         self.written: dict[int, list[Any]] = {}  # shards by the steps of their checkpoint
         self.writing = (-1, -1)
+        self.committing, self.given_up, self.overwritten = set[int](), set[int](), set[int]()
         self.full: set[int] = set()
         self.pinning: set[int] = set()  # generations in which memory for snapshots is not there yet
         self.full_memory = False  # no rank has memory for what it hands over
@@ -123,6 +126,7 @@ class FakeRay:
             evictions,
             hang_detection,
             step_loop,
+            saving,
         ):
             patch.setattr(module, "time", clock)
         patch.setattr(fence, "os", kill)
@@ -206,7 +210,7 @@ class FakeRay:
         return SimpleNamespace(remote=remote)
 
     def _wait(self, refs: list[Ref], num_returns: int = 1, timeout: float = 0.0) -> tuple[list[Ref], list[Ref]]:
-        ready = [ref for ref in refs if ref.is_ready or not ref.rank.is_alive]
+        ready = [ref for ref in refs if ref.look() or not ref.rank.is_alive]
         if len(ready) < num_returns:
             self.now += timeout
         return ready, [ref for ref in refs if ref not in ready]

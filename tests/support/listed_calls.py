@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 from small_checkpoint import save_small
 
@@ -17,6 +18,7 @@ from pentad.orchestrator.monitoring.run_state import ControlRequests
 from pentad.orchestrator.monitoring.runfolder import METRICS, RunFolder
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.run import saving, step_loop
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.timeline import Span
@@ -138,6 +140,10 @@ class Clock:
 
     def __init__(self) -> None:
         self.ranks: Ranks | None = None
+
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        for module in (saving, step_loop):
+            patch.setattr(module, "time", self)
 
     def monotonic(self) -> float:
         return self.ranks.now if self.ranks else 0.0

@@ -28,6 +28,7 @@ OWN_CLUSTERS = (
     "tests/orchestrator/run/test_elastic_copies.py",
     "tests/orchestrator/run/test_everything.py",
     "tests/orchestrator/run/test_fault_series.py",
+    "tests/orchestrator/run/test_hanging_saves.py",
     "tests/orchestrator/run/test_lora_runs.py",
     "tests/orchestrator/sweep/test_real_trials.py",
 )

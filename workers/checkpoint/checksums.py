@@ -31,6 +31,16 @@ class Written(NamedTuple):
     crc32: str
 
 
+class Activity:
+    """`chunks` grows while this process writes checkpoints, or compares all of one with its checksums: then storage
+    answers."""
+
+    chunks = 0
+
+
+activity = Activity()
+
+
 class Checksums:
     """Those of what `update` gets, one piece after another."""
 
@@ -38,6 +48,7 @@ class Checksums:
         self.bytes, self._sha256, self._crcs, self._crc = 0, hashlib.sha256(), bytearray(), 0
 
     def update(self, data: memoryview) -> None:
+        activity.chunks += 1
         self._sha256.update(data)
         at = 0
         while at < len(data):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pentad.workers.checkpoint import atomic_io
-from pentad.workers.checkpoint.checksums import Written
+from pentad.workers.checkpoint.checksums import Written, activity
 from pentad.workers.checkpoint.location import RemotePath
 
 Publishing = Callable[[], AbstractContextManager[None]]
@@ -85,6 +85,7 @@ def sha256_of(file: Any) -> str:
     digest = hashlib.sha256()
     while chunk := file.read(atomic_io.CHUNK):
         digest.update(chunk)
+        activity.chunks += 1
     return digest.hexdigest()
 
 

@@ -129,8 +129,8 @@ def discard(folder: Location) -> None:
 
 def delete_older(root: L, keep: int, pinned: Sequence[int] = ()) -> tuple[L, ...]:
     """Keeps the newest valid checkpoint, the `keep` - 1 valid ones before it, anything newer, and those of `pinned`
-    steps; deletes the rest, and renames newer ones that are damaged. In a store also deletes what failed saves have
-    left, once nobody can be writing it.
+    steps; deletes the rest, and renames newer ones that are damaged. Also deletes what failed saves have left in those
+    that stay, once nobody can be writing it.
 
     Returns the deleted folders, oldest first. Deletes nothing unless it has opened a newer checkpoint with `open_saved`
     and found it valid.
@@ -165,8 +165,6 @@ def _sweep(root: Location) -> None:
     """Deletes files beside checkpoints that belong to none, and ends uploads that have not been ended, both if nobody
     can be writing them."""
     storage, before = storage_of(root), _abandoned_before(root)
-    if not storage.grace_seconds:
-        return
     for folder in committed(root).values():
         expected = {shard.file for shard in read_manifest(folder).shards}
         with _reading(f"checkpoint {folder}"):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from pentad.schedules.ir.errors import PentadError
+from pentad.workers.checkpoint.local_storage import Publishing
 from pentad.workers.checkpoint.manifest import Spec
 from pentad.workers.checkpoint.safetensors_header import Stored
 from pentad.workers.checkpoint.safetensors_io import DTYPES
@@ -66,6 +67,7 @@ class Snapshots:
         self._requested: tuple[int, Files, torch.Tensor] | None = None
         self._copy: Copy | Exception | None = None  # until `release`
         self._end: torch.cuda.Event | None = None  # of the newest copy
+        self._given_up = -1  # steps in the newest snapshot, if nobody waits for it any more
 
     def reserve(self, files: Files) -> HostMemory:
         """Memory for a snapshot of these files, which takes seconds for many GB."""
@@ -85,7 +87,7 @@ class Snapshots:
                 self._copy = PentadError(f"there is no snapshot of step {step}: expected one at a time, in order")
                 self._changed.notify_all()
                 return
-            self._requested = step, files, version
+            self._requested, self._given_up = (step, files, version), -1
         if self.version == step:
             self._begin()
 
@@ -141,6 +143,21 @@ class Snapshots:
             raise PentadError(f"the snapshot is of step {int(copy.version)}: expected {step}")
         seconds = copy.seconds if copy.begin is None or copy.end is None else copy.begin.elapsed_time(copy.end) / 1000
         return copy.files, seconds
+
+    @contextmanager
+    def publishing(self, step: int, publishing: Publishing) -> Iterator[None]:
+        """`publishing()`, for a file of the snapshot of `step` steps. Raises PentadError if that was given up."""
+        with publishing():
+            if self._given_up == step:
+                raise PentadError(f"the snapshot of step {step} was given up before it had been written")
+            yield
+
+    def give_up(self, step: int) -> None:
+        """The snapshot of `step` steps no longer counts: no update waits for it to be written. Who writes it may still
+        read it until `release`. From any thread."""
+        with self._changed:
+            self._given_up, self._reading = step, False
+            self._changed.notify_all()
 
     def release(self) -> None:
         """The next snapshot may be requested."""

@@ -234,10 +234,12 @@ class Runner:
 
     def write(self, folder: str, step: int) -> WrittenShards:
         """Writes the snapshot of `step` steps, for which it waits; the driver commits it. From a thread of its own.
-        Raises PentadError if the disk is full, and Aborted if the generation ends: no file appears after that."""
+        Raises PentadError if the disk is full or the driver has given it up, and Aborted if the generation ends: no
+        file appears after that."""
         files, seconds = self.snapshots.take(step, self.fence_flag.check)
         try:
-            found = [write_shard(location(folder), *each, self.fence_flag.publishing) for each in files.items()]
+            publishing = partial(self.snapshots.publishing, step, self.fence_flag.publishing)
+            found = [write_shard(location(folder), *each, publishing) for each in files.items()]
             return WrittenShards([entry.plain() for entry in found], seconds)
         finally:
             self.snapshots.release()

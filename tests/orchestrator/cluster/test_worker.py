@@ -25,6 +25,7 @@ from pentad.orchestrator.config.version import release
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.plan import Plan
+from pentad.workers.checkpoint import checkpoint
 from pentad.workers.checkpoint.checkpoint import read_manifest
 from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.lanes.progress_file import Progress
@@ -172,6 +173,31 @@ def test_a_checkpoint_is_committed_unless_its_generation_ends_meanwhile(worker: 
                 worker.commit(generation, str(folder), step, shards, {}, 1, ())
     assert worker.folder_problem(str(tmp_path)) is None
     assert "step-00000001" not in {path.name for path in (tmp_path / "checkpoints").iterdir()}, "one is kept"
+
+
+def test_a_commit_that_was_given_up_is_none(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    given_up, worker.runner.snapshots = list[int](), SimpleNamespace()
+    worker.runner.snapshots.give_up = given_up.append
+    folder = tmp_path / "checkpoints" / "step-00000001"
+    folder.mkdir(parents=True)
+    shards = [write_shard(folder, "a.safetensors", {"w": torch.zeros(2)}).plain()]
+    commit = checkpoint.commit
+
+    def hangs(*given: Any, **options: Any) -> Any:
+        worker.give_up_save(3, 1)
+        return commit(*given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "commit", hangs)
+        with pytest.raises(PentadError, match="the checkpoint of step 1 was given up"):
+            worker.commit(3, str(folder), 1, shards, {}, 1, ())
+    assert given_up == [1] and {path.name for path in folder.iterdir()} == {"a.safetensors"}
+    worker.commit(3, str(folder), 1, shards, {}, 1, ())
+    assert read_manifest(folder).step == 1, "a later attempt counts"
+    with pytest.raises(StaleGeneration):
+        worker.give_up_save(2, 1)
 
 
 def test_an_older_checkpoint_that_cannot_be_deleted_fails_no_commit(

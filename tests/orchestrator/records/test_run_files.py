@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,11 +42,11 @@ def test_a_line_that_is_interrupted_is_written_once(
     files, path, hash_ = RunFiles(), tmp_path / "audit.jsonl", ""
     calls = 0
 
-    def interrupted(where: Path, lines: str) -> None:
+    def interrupted(where: Path, lines: str, size: int) -> None:
         nonlocal calls
         calls += 1
         if calls != 2 or writes:
-            append(where, lines)
+            append(where, lines, size)
         if calls == 2:
             raise KeyboardInterrupt
 
@@ -57,6 +60,59 @@ def test_a_line_that_is_interrupted_is_written_once(
             assert step == 1
     entries = read_chain(path.read_bytes().splitlines(), "audit.jsonl")
     assert [entry["step"] for entry in entries] == [0, 1, 2, 3]
+
+
+class FullDisk(io.FileIO):
+    """A file on a disk that is full while `fails` says what does: a write, of which a part has got there; its removal
+    as well; or only the file's close, as a server may report, with all of the line there."""
+
+    fails = ""
+
+    def write(self, data: Any) -> int:
+        if self.fails in ("write", "truncate") and len(data) > 1:
+            super().write(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        if self.fails == "truncate":
+            raise OSError(errno.EIO, "Input/output error")
+        return super().truncate(size)
+
+    def close(self) -> None:
+        reports = self.fails == "close" and not self.closed
+        super().close()
+        if reports:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("fails", ["write", "truncate", "close"])
+def test_lines_that_a_full_disk_has_taken_in_part_are_there_once_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    files, path, other = RunFiles(), tmp_path / "metrics.jsonl", tmp_path / "journal.jsonl"
+    open_ = Path.open
+    opened = lambda path, mode="r", *given, **more: (  # noqa: E731
+        FullDisk(path, mode.replace("b", "")) if "a" in mode else open_(path, mode, *given, **more)
+    )
+    monkeypatch.setattr(Path, "open", opened)
+    for step in range(9):
+        monkeypatch.setattr(FullDisk, "fails", fails if 2 <= step < 5 else "")
+        files.append(path, {"step": step})
+        files.append(other, {"step": step}, {"step": step, "more": "lines"})
+        assert [row["step"] for row in files.rows(path)] == list(range(step + 1))
+        assert len(files.rows(other)) == 2 * (step + 1)
+    assert not files.waiting
+    assert [row["step"] for row in read_lines(path)] == list(range(9))
+    assert [row["step"] for row in read_lines(other)] == [step for step in range(9) for _ in range(2)]
+
+
+def test_lines_of_another_driver_are_not_cut_off(tmp_path: Path) -> None:
+    """One that took over while this one stood still between two attempts."""
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n')
+    append(path, '{"step": 7}\n', 12)
+    assert [row["step"] for row in read_lines(path)] == [0, 1, 7]
 
 
 def test_what_was_appended_is_on_the_disk_before_a_checkpoint_is_committed(

@@ -74,7 +74,13 @@ def test_ranks_of_another_plan_are_not_adopted() -> None:
 )
 def test_the_journal_says_whose_ranks_they_are(journal: list[Any], rows: list[float], adopts: bool) -> None:
     events = [{"event": kind, "time": time, "lease": lease} for kind, time, lease in journal]
-    assert can_adopt(events, [{"time": time} for time in rows], "ns/1") is adopts
+    assert can_adopt(events, [{"time": time} for time in rows], "ns/1", "rollback") is adopts
+
+
+def test_ranks_that_have_yet_to_go_back_from_a_spike_are_not_adopted() -> None:
+    events = [{"event": "start", "time": 1.0, "lease": "ns/1"}]
+    rows = [{"time": 2.0, "skipped": True}]
+    assert not can_adopt(events, rows, "ns/1", "rollback") and can_adopt(events, rows, "ns/1", "skip")
 
 
 def test_a_step_without_results_cannot_be_recorded() -> None:

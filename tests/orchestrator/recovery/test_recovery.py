@@ -21,7 +21,7 @@ from pentad.orchestrator.recovery.fence import CannotRecover, RecoveryState, is_
 from pentad.orchestrator.recovery.recovery import ATTEMPTS, CHECK_SECONDS
 from pentad.orchestrator.run import driver
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import Start
+from pentad.workers.checkpoint.checkpoint import Start, set_aside
 from pentad.workers.checkpoint.checksums import Damaged
 
 SMALL = ("model.layers=4", "batch.global_batch_size=8", "schedule.name=1f1b", "cluster.start_timeout_seconds=100")
@@ -104,6 +104,18 @@ def test_nor_does_one_whose_checkpoints_are_gone(start: StartRun) -> None:
     run.bus.record("checkpoint", generation=1, step=3)
     Path(str(run.folder.checkpoints)).rename(run.folder.path / "away")
     with pytest.raises(PentadError, match=r"has no checkpoint, but the run has committed that of 3 steps: expected"):
+        run.recovery.recover(run.lose(1), 7)
+
+
+def test_nor_does_one_whose_damaged_checkpoints_were_renamed_before(start: StartRun) -> None:
+    """While copies in memory were there to go back to, for example."""
+    run = start(*LINE)
+    run.save(3)
+    run.bus.record("checkpoint", generation=1, step=3)
+    set_aside(run.folder.checkpoint(3))
+    with pytest.raises(
+        PentadError, match=r"^no checkpoint in .* is intact, and the damaged ones are renamed: expected"
+    ):
         run.recovery.recover(run.lose(1), 7)
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 import pytest
 from fake_ray import FakeRun
 
 from pentad.orchestrator.config.config import load
 from pentad.orchestrator.records.json_lines import read_lines
+from pentad.orchestrator.recovery import spikes
 from pentad.orchestrator.recovery.retention import pinned_checkpoints
 from pentad.orchestrator.recovery.spikes import skipped_batches
 from pentad.orchestrator.run import driver
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.spec.batch import batch_of
 from pentad.workers.checkpoint.checkpoint import Start
+from pentad.workers.checkpoint.retention import delete_checkpoint
 
 STEPS = 40
 SQUARE = ("mesh.dp=2", "mesh.pp=2", "schedule.microbatches=4")  # replicas hold identical state
@@ -59,8 +62,8 @@ def test_a_rollback_depends_on_the_spikes_alone_whatever_dies(
     """Spikes on random batches, of which some follow each other, while ranks die."""
     rng = random.Random(seed)
     run = start(*mesh, "checkpoint.every=5", "spikes.policy=rollback")
-    spikes = set(rng.sample(range(2, 50), 5))
-    run.fake.spikes = spikes | {min(spikes) + 1}
+    found = set(rng.sample(range(2, 50), 5))
+    run.fake.spikes = found | {min(found) + 1}
     run.fake.faults = {step: (rng.randrange(4),) for step in rng.sample(range(8, 40), 3)} if seed else {}
     assert drive(run) == STEPS
     batches, skipped = expected(run.fake.spikes, 5)
@@ -89,6 +92,42 @@ def test_checkpoints_of_steps_that_no_longer_count_are_deleted(start: StartRun) 
     drive(run)
     assert seen[-1] == [0, 10]
     assert run.folder.saved() == [0, 10, 20, 30, 40]  # the fake deletes none
+
+
+def test_a_checkpoint_after_a_spike_is_not_committed_and_a_driver_that_dies_meets_the_spike_again(
+    start: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the run resumes from is of a step before the spike, or already of the steps that replace it."""
+    run = start(*SQUARE, "checkpoint.every=10", "spikes.policy=rollback", "eval.every=0")
+    run.fake.spikes = {19}
+    run.save(13)
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(driver, "roll_back", dies)
+    with pytest.raises(KeyboardInterrupt):
+        drive(run)
+    assert run.rows()[-1]["skipped"] and run.folder.saved() == [0, 10, 13]
+
+
+def test_a_rollback_that_is_cut_short_leaves_no_checkpoint_after_the_one_it_has_deleted(
+    start: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, deleted = start(*SQUARE, "checkpoint.every=10", "spikes.policy=rollback"), list[int]()
+
+    def dies_at_the_second(folder: Path) -> None:
+        if deleted:
+            raise KeyboardInterrupt
+        deleted.append(int(folder.name[5:]))
+        delete_checkpoint(folder)
+
+    for step in (10, 13, 16, 18):
+        run.save(step)
+    monkeypatch.setattr(spikes, "delete_checkpoint", dies_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        spikes.roll_back(run.config, run.group, run.bus, 18)
+    assert deleted == [18] and run.folder.saved() == [10, 13, 16]
 
 
 def test_the_checkpoint_to_go_back_to_outlives_newer_ones(start: StartRun) -> None:

@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from fake_rank import STEP_SECONDS, Rank
 from fake_ray import FakeRun
 from listed_calls import HELD_OUT, Clock, Ranks, Run, loop_runner
 
@@ -12,10 +13,10 @@ from pentad.orchestrator.cluster.faults import WorkerError
 from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS, RunFolder
 from pentad.orchestrator.records.json_lines import read_lines
-from pentad.orchestrator.run import driver, step_loop
+from pentad.orchestrator.run import driver, saving
 from pentad.orchestrator.run.step_loop import StepLoop
 from pentad.schedules.ir.errors import PentadError
-from pentad.workers.checkpoint.checkpoint import Start
+from pentad.workers.checkpoint.checkpoint import Start, fingerprint
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_waits_with_the_next_
 
 def test_a_checkpoint_by_time_is_not_due_while_one_is_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(step_loop, "time", clock)
+    clock.patch(monkeypatch)
 
     def prepare(ranks: Ranks) -> None:
         clock.ranks = ranks
@@ -85,7 +86,7 @@ def test_the_checkpoint_of_the_last_step_is_tried_again_when_the_run_stops_there
 
     ranks, calls = run("run.steps=50", "checkpoint.every=4", "eval.every=0", seconds=3.0, prepare=prepare)
     assert [call[1] for call in ranks.log if call[0] == "save"] == [4, 8, 8]
-    assert (calls.done, calls.durable) == (8, 8)
+    assert (calls.done, calls.saving.durable) == (8, 8)
 
 
 @pytest.mark.parametrize("what", ["save", "commit"])
@@ -103,7 +104,7 @@ def test_checkpoints_that_cannot_be_read_do_not_end_training(run: Run, monkeypat
             raise PentadError("Stale file handle")
         return ()
 
-    monkeypatch.setattr(step_loop, "pinned_checkpoints", unreadable)
+    monkeypatch.setattr(saving, "pinned_checkpoints", unreadable)
     ranks, calls = run("run.steps=12", "checkpoint.every=4")
     assert calls.done == 12
     assert [call[1] for call in ranks.log if call[0] == "commit"] == [4, 12]
@@ -129,7 +130,7 @@ def test_checkpoints_are_saved_by_steps_and_by_time(
 ) -> None:
     """Steps of a second, of which two are in flight when the driver looks at the clock."""
     clock = Clock()
-    monkeypatch.setattr(step_loop, "time", clock)
+    clock.patch(monkeypatch)
     options = f"checkpoint.every={every}", f"checkpoint.every_seconds={every_seconds}"
     ranks, calls = run(
         "run.steps=40", *options, seconds=1.0, saved_at=0.0, prepare=lambda ranks: setattr(clock, "ranks", ranks)
@@ -141,7 +142,7 @@ def test_checkpoints_are_saved_by_steps_and_by_time(
         assert len(saves) <= 40 // 10 + (40 // every if every else 0)
     else:
         assert len(saves) == (3 if every else 1)
-    assert calls.durable == 40
+    assert calls.saving.durable == 40
 
 
 def test_commits_keep_the_best_checkpoint(run: Run) -> None:
@@ -207,3 +208,121 @@ def test_a_full_disk_at_the_end_ends_the_run_with_an_error(start: Callable[..., 
     with pytest.raises(PentadError, match="No space left"):
         drive(run)
     assert run.folder.saved() == [4, 8, 12]
+
+
+HANGS = (*START, "checkpoint.hang_seconds=5")
+
+
+def test_a_write_that_never_returns_costs_checkpoints_and_no_step(start: Callable[..., FakeRun]) -> None:
+    """Training waits for it once, with the next checkpoint by steps, and the end of the run not again."""
+    run = start(*HANGS, "run.steps=24")
+    run.fake.writing, began = (8, 2), run.fake.now
+    with pytest.raises(PentadError, match=r"^the last state, after step 24, was not saved: .* has taken nothing for"):
+        drive(run)
+    assert [row["step"] for row in run.rows()] == list(range(24))
+    assert run.fake.now - began < 24 * STEP_SECONDS + 5 + 5
+    failed = {row["step"]: row["error"] for row in run.events("checkpoint failed")}
+    assert [*failed] == [8, 12, 16, 20] and run.folder.saved() == [4]
+    assert "has taken nothing for checkpoint.hang_seconds = 5" in failed[8] and run.fake.given_up == {8}
+    assert {failed[step] for step in (12, 16, 20)} == {"that of step 8 still hangs"}
+
+
+def test_a_write_that_returns_late_commits_nothing_and_the_next_checkpoint_is_saved(
+    start: Callable[..., FakeRun],
+) -> None:
+    run = start(*HANGS, "run.steps=24")
+    run.fake.writing = (8, 2)
+
+    def on_call(rank: object, method: str) -> None:
+        if run.fake.trained.get(13) is not None:
+            run.fake.writing = (-1, -1)
+
+    run.fake.on_call = on_call
+    events = drive(run)
+    assert events[:3] == [("checkpoint", 4), ("checkpoint failed", 8), ("checkpoint failed", 12)]
+    assert events[3:] == [("checkpoint", step) for step in (16, 20, 24)] and 8 not in run.folder.saved()
+
+
+def test_a_commit_that_hangs_after_its_manifest_is_recorded_once_it_has_ended(start: Callable[..., FakeRun]) -> None:
+    run = start(*HANGS, "run.steps=20")
+    run.fake.committing = {8}
+
+    def on_call(rank: object, method: str) -> None:
+        if run.fake.trained.get(13) is not None:
+            run.fake.committing.clear()
+
+    run.fake.on_call = on_call
+    expected = [("checkpoint", 4), ("checkpoint failed", 8), ("checkpoint failed", 12)]
+    assert drive(run) == [*expected, ("checkpoint", 8), ("checkpoint", 16), ("checkpoint", 20)]
+    assert run.fake.given_up == {8} and run.folder.saved() == [4, 8, 16, 20]
+
+
+def test_a_write_that_hangs_while_the_run_goes_back_commits_nothing_and_its_memory_is_left_alone(
+    start: Callable[..., FakeRun],
+) -> None:
+    """A spike in step 17 takes the run back in the same generation."""
+    run = start(*HANGS, "checkpoint.every=5", "spikes.policy=rollback", "run.steps=30", "eval.every=0")
+    run.fake.spikes, run.fake.writing = {17}, (15, 2)
+
+    def on_call(rank: object, method: str) -> None:
+        if run.fake.trained.get(21) is not None:
+            run.fake.writing = (-1, -1)
+
+    run.fake.on_call = on_call
+    assert [event for event in drive(run) if event[0] == "checkpoint"] == [
+        ("checkpoint", step) for step in (0, 5, 10, 25, 30)
+    ]
+    assert [event["step"] for event in run.events("checkpoint failed")] == [15, 15, 20]
+    assert run.events("rollback")[0]["to"] == 15 and not run.fake.overwritten
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_checkpoint_that_is_committed_when_a_rank_is_lost_is_in_the_journal(
+    start: Callable[..., FakeRun], lost: int
+) -> None:
+    """Rank 0 commits: it may have done so although nobody has heard of it."""
+    run = start(*START, "checkpoint.every=8", "run.steps=24")
+    run.fake.committing, run.fake.faults = {8}, {14: (lost,)}
+
+    def on_call(rank: object, method: str) -> None:
+        if run.group.generation > 1:
+            run.fake.committing.clear()
+
+    run.fake.on_call = on_call
+    assert drive(run) == [("recovered", 8), ("checkpoint", 8), ("checkpoint", 16), ("checkpoint", 24)]
+    manifests = {event["step"]: event["manifest"] for event in run.events("checkpoint")}
+    assert manifests == {step: fingerprint(run.folder.checkpoint(step)) for step in run.folder.saved()}
+
+
+def test_a_checkpoint_that_a_driver_has_committed_when_it_died_is_in_the_journal_of_the_next_one(
+    start: Callable[..., FakeRun],
+) -> None:
+    run = start(*START, "run.steps=12")
+    run.save(8)
+    begin = Start(run.folder.checkpoint(8), 8)
+    for _ in range(2):
+        run.group.restore(begin)
+        driver._run_generations(run.config, run.group, run.bus, run.requests, begin)
+    assert [event["step"] for event in run.events("checkpoint")].count(8) == 1
+
+
+def test_checkpoints_by_time_that_a_hang_prevents_are_reported(
+    start: Callable[..., FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = ("checkpoint.every=0", "checkpoint.every_seconds=2", "checkpoint.at_end=false")
+    run = start(*HANGS, *seconds, "run.steps=60")
+    monkeypatch.setattr(driver, "time", saving.time)
+
+    def on_call(rank: Rank, method: str) -> None:
+        if method == "snapshot" and run.fake.writing == (-1, -1):
+            run.fake.writing = rank.version, 1
+
+    run.fake.on_call = on_call
+    events = drive(run)
+    assert [name for name, _ in events] == ["checkpoint failed"] * len(events) and len(events) >= 4
+
+
+def test_a_run_that_ends_without_a_checkpoint_does_not_wait_for_one_that_hangs(start: Callable[..., FakeRun]) -> None:
+    run = start(*HANGS, "checkpoint.at_end=false", "run.steps=10")
+    run.fake.writing = (8, 1)
+    assert drive(run) == [("checkpoint", 4), ("checkpoint failed", 8)]

@@ -11,7 +11,7 @@ from listed_calls import HELD_OUT, Ranks, Run, loop_runner
 
 from pentad.orchestrator.monitoring import event_bus
 from pentad.orchestrator.monitoring.run_state import EvalView
-from pentad.orchestrator.monitoring.runfolder import METRICS
+from pentad.orchestrator.monitoring.runfolder import JOURNAL, METRICS
 from pentad.orchestrator.records.json_lines import read_lines
 from pentad.orchestrator.records.profiles import StepProfile, load_profile
 from pentad.orchestrator.run.step_loop import CALLS_IN_FLIGHT, StepLoop
@@ -85,7 +85,21 @@ def test_a_regroup_starts_with_every_step_done_and_saved_if_a_rank_leaves_with_i
     assert 20 < calls.done == calls.submitted < 40
     saved = [("save", calls.done), ("commit", calls.done)] if leaving else []
     last = [("run", calls.done, 0, False), *saved]
-    assert ranks.log[-len(last) :] == last and calls.durable == (calls.done if leaving else 0)
+    assert ranks.log[-len(last) :] == last and calls.saving.durable == (calls.done if leaving else 0)
+
+
+@pytest.mark.parametrize("what", ["save", "commit"])
+def test_a_regroup_without_a_checkpoint_is_one_all_the_same(run: Run, what: str) -> None:
+    def change(calls: StepLoop) -> None:
+        calls.leaving = (1,)
+
+    def prepare(ranks: Ranks) -> None:
+        ranks.at[20] = change
+        ranks.broken |= {(what, step): PentadError("disk full") for step in range(20, 40)}
+
+    _, calls = run("run.steps=1000", prepare=prepare)
+    assert 20 < calls.done < 40 and calls.saving.durable == 0
+    assert "disk full" in read_lines(calls.bus.folder.path / JOURNAL)[-1]["error"]
 
 
 @pytest.mark.parametrize("at", [{}, {8: lambda loop: loop.requests.stop()}])

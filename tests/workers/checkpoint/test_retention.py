@@ -14,6 +14,7 @@ from pentad.workers.checkpoint.local_storage import Local
 from pentad.workers.checkpoint.retention import (
     CheckpointEntry,
     delete_checkpoint,
+    delete_older,
     discard,
     listed,
     superseded,
@@ -90,6 +91,23 @@ def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
     assert listed(tmp_path / "none") == [] == superseded(tmp_path, 1, nothing)
     shutil.copytree(save(tmp_path / "other", 5), tmp_path / "step-5")
     assert listed(tmp_path) == []
+
+
+def test_what_saves_that_were_cut_short_have_left_in_a_checkpoint_is_deleted(tmp_path: Path) -> None:
+    """A rank died in a write, and another mesh saved the step again. What a live save writes has no manifest yet."""
+    left = {".stage-0.safetensors.0123.partial", ".manifest.json.0123.partial", "stage-0-part-1.safetensors"}
+    first, second, live = (folder_of(tmp_path, step) for step in (10, 20, 30))
+    for folder in (first, second, live):
+        folder.mkdir()
+        for name in left | {"notes.txt"}:
+            (folder / name).write_bytes(b"x")
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    expected = {MANIFEST, "notes.txt", "stage-0.safetensors", "stage-1.safetensors"}
+    assert delete_older(tmp_path, 2) == ()
+    assert [{path.name for path in folder.iterdir()} for folder in (first, second)] == [expected, expected]
+    assert {path.name for path in live.iterdir()} == left | {"notes.txt"}
+    assert recover(tmp_path).checkpoint is not None
 
 
 @pytest.mark.parametrize("delete", [delete_checkpoint, discard])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +25,8 @@ from pentad.schedules.spec.optimizer import SpikeSpec
 from pentad.schedules.spec.plan import Plan
 from pentad.schedules.spec.schedule_spec import MemoryOptions
 from pentad.workers.abort import Aborted
-from pentad.workers.checkpoint import checkpoint
+from pentad.workers.checkpoint import atomic_io, checkpoint
+from pentad.workers.checkpoint.shards import write_shard
 from pentad.workers.checkpoint.snapshot import Snapshots
 
 pytestmark = pytest.mark.timeout(150)
@@ -180,6 +183,51 @@ def test_state_on_the_host_is_written_in_place_before_the_next_update():
     is_over.set()
     with pytest.raises(Aborted):
         it.step()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_write_that_hangs_and_is_given_up_stops_no_update_and_leaves_no_file(tmp_path, monkeypatch, in_place):
+    """Its memory is not used for another snapshot before the write has returned."""
+    it, found = Fixture(in_place=in_place), list[str]()
+    hangs, answers = threading.Event(), threading.Event()
+    sync = atomic_io._DirectFile.sync
+
+    def late(file: atomic_io._DirectFile) -> None:
+        hangs.set()
+        answers.wait(60)
+        sync(file)
+
+    def write() -> None:
+        files, _ = it.snapshots.take(1, lambda: None)
+        publishing = partial(it.snapshots.publishing, 1, nullcontext)
+        try:
+            write_shard(folder, "a.safetensors", files["a"], publishing)
+        except PentadError as error:
+            found.append(str(error))
+        finally:
+            it.snapshots.release()
+
+    monkeypatch.setattr(atomic_io._DirectFile, "sync", late)
+    folder = checkpoint.folder_of(tmp_path, 1)
+    it.snapshots.request(1, it.files, it.version)
+    it.step()
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert hangs.wait(60)
+    it.snapshots.give_up(1)
+    it.step()
+    assert it.snapshots._copy is not None
+    answers.set()
+    thread.join(60)
+    assert found == ["the snapshot of step 1 was given up before it had been written"]
+    assert not [*folder.iterdir()]
+    it.snapshots.request(2, it.files, it.version)
+    assert it.take(2) == [2.0] * 4
+    it.snapshots.give_up(2)
+    it.snapshots.release()
+    it.snapshots.request(2, it.files, it.version)
+    with it.snapshots.publishing(2, nullcontext):
+        assert it.take(2) == [2.0] * 4, "a later attempt counts"
 
 
 def test_a_second_snapshot_at_once_and_one_of_the_past_are_refused():
