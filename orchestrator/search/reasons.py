@@ -15,6 +15,7 @@ from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.placement_bounds import even_seconds
 from pentad.orchestrator.search.planned import Planned, plan_setting
 from pentad.orchestrator.search.search import SearchResult, search
+from pentad.orchestrator.search.space import AXES
 from pentad.orchestrator.search.time_bounds import Timed, compute_order, update_seconds
 from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.simulate.rates import Rates
@@ -152,6 +153,8 @@ def nearest_fits(
             yield f"with {format_bytes(choices[0].bytes)} of memory a GPU", choices[0]
             break
         room *= GROWTH
+    if held.issuperset(f"mesh.{axis}" for axis in AXES):
+        return
     for more in (2 * gpus, 4 * gpus, 8 * gpus):
         if choices := search(config, more, found.device, held, listed=1).choices:
             yield f"on {more} GPUs", choices[0]

@@ -151,14 +151,18 @@ class _Search:
         except PentadError as error:
             self._refuse(mesh, error)
             return
-        slices = sorted({self.work.slices(order) for order in self.space.orders_on(mesh)})
-        for shape in (Shape(mesh, *each) for each in product(counts, slices)):
+        for shape in self._shapes(mesh, counts):
             try:
                 bound = shape_bound(self.work, *shape)
                 self.work.stages(tuple((rank,) for rank in range(mesh.pp)))  # no order has fewer of them
                 self._push(bound, shape)
             except PentadError as error:
                 self._refuse(mesh, error)
+
+    def _shapes(self, mesh: Mesh, counts: Sequence[int]) -> Iterator[Shape]:
+        for microbatches in counts:
+            slices = set(map(self.work.slices, self.space.orders_on(mesh, microbatches)))
+            yield from (Shape(mesh, microbatches, each) for each in sorted(slices))
 
     def _divide(self, branch: Branch) -> None:
         match branch:
@@ -172,7 +176,7 @@ class _Search:
                 self._step(branch)
 
     def _orders(self, shape: Shape) -> None:
-        for order in self.space.orders_on(shape.mesh):
+        for order in self.space.orders_on(shape.mesh, shape.microbatches):
             if self.work.slices(order) != shape.slices:
                 continue
             try:
