@@ -19,7 +19,6 @@ from pentad.orchestrator.planning.estimate import mfu
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import rates_for
-from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.planned import Planned
 from pentad.orchestrator.search.reasons import Flip, describe, flips, nearest_fits, reason, shares_of
 from pentad.orchestrator.search.search import SearchResult, search
@@ -45,7 +44,7 @@ def show_search(command: Command, gpus: int, device: DeviceMemory, console: Cons
     """Prints it. Returns the exit status: 1 if nothing fits."""
     config = command.config
     found = search(config, gpus, device, command.held)
-    shares = [shares_of(Work(each.config), each) for each in found.choices]
+    shares = [shares_of(each) for each in found.choices]
     reasons = [reason(each, shares[0] if number else None) for number, each in enumerate(shares)]
     changes = list(flips(config, found)) if found.choices else []
     nearest = [] if found.choices else list(nearest_fits(config, gpus, found, command.held))

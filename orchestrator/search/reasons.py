@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.planning.estimate import flops_per_token, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
@@ -47,8 +48,9 @@ NAMES = (
 )
 
 
-def shares_of(work: Work, planned: Planned) -> Shares:
+def shares_of(planned: Planned) -> Shares:
     setting, plan = planned.setting, planned.plan
+    work = Work(planned.config if plan.cuda_graphs else with_words(planned.config, ("cluster.cuda_graphs=false",)))
     layout = work.layout_of(setting)
     timed = Timed(layout, compute_order(layout, setting.order, setting.microbatches))
     flops = flops_per_token(plan.model, plan.batch.sequence_length, frozen=plan.lora is not None)

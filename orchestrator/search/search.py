@@ -45,6 +45,7 @@ from pentad.schedules.spec.mesh import Mesh
 
 LISTED = 5
 ROUNDING = 1e-9
+IMPOSSIBLE = 2**62  # bytes that a setting is said to need which no plan has
 
 
 def search(
@@ -271,7 +272,7 @@ class _Search:
             if seconds is not None and not rooms:
                 self._push_group(group, seconds)
                 return
-            if seconds is None and self.found.missed is None:
+            if seconds is None and self.found.missed is None and needed < IMPOSSIBLE and self._is_possible(setting):
                 self.found.missed = Missed(setting, timed.bound(setting.zero, setting.max_gathered))
         self._push_group(group)
         if is_saving:
@@ -368,7 +369,13 @@ class _Search:
             return needed - GRAPHS_BYTES * (plan.cuda_graphs and self.config.cluster.cuda_graphs is None), seconds
         except (PentadError, ScheduleError) as error:  # the simulation finds a deadlock, since nothing is proven yet
             self._refuse(setting.mesh, PentadError(str(error)))
-            return 2**62, None
+            return IMPOSSIBLE, None
+
+    def _is_possible(self, setting: Setting) -> bool:
+        """What takes too much memory is not planned, so that nothing has said whether its keys go together."""
+        with suppress(PentadError):
+            return with_setting(self.config, setting, self.held) is not None
+        return False
 
     def _proved(self, timed: Fitting) -> Planned | None:
         """As the whole configuration plans it, evaluation included, which may leave no room for CUDA graphs; None if
