@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from pentad.orchestrator.api.comparison import Comparison, compare
@@ -80,10 +81,17 @@ class Explanation:
         ]
         yield fitted_table(heads, rows, width, drop=("share",), wrapped=heads[2:])
 
-    def _parts_table(self, width: int) -> RenderableType:
+    def _parts_table(self, width: int) -> Table:
+        """With a column for each rank, or where these do not fit with the rank that has most of a part."""
+        if len(self.ranks) <= MOST_COLUMNS:
+            table = self._table_of_parts(width, by_rank=True)
+            if len(table.columns) >= 2 + len(self.ranks):
+                return table
+        return self._table_of_parts(width, by_rank=False)
+
+    def _table_of_parts(self, width: int, *, by_rank: bool) -> Table:
         means = mean_parts(self.ranks)
         shown = [part for part in PARTS if any(step.parts[part] for step in self.ranks)]
-        by_rank = len(self.ranks) <= MOST_COLUMNS
         last = [f"r{step.rank}>" for step in self.ranks] if by_rank else ["most>", "on>"]
         heads = ["part", "mean>", "share>", *last]
         rows: list[tuple[str, ...]] = []
@@ -96,8 +104,8 @@ class Explanation:
         longest = max(range(len(totals)), key=totals.__getitem__)
         cells = map(_ms, totals) if by_rank else (_ms(totals[longest]), f"rank {self.ranks[longest].rank}")
         rows.append(("step", _ms(self.seconds), "", *cells))
-        drop = [head.rstrip(">") for head in reversed(last)]
-        return fitted_table(heads, rows, width, drop=(*drop, "share"))
+        drop = ["share", *(head.rstrip(">") for head in reversed(last))]
+        return fitted_table(heads, rows, width, drop=drop)
 
     __repr__ = as_text
 

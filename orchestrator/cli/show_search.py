@@ -15,16 +15,14 @@ from rich.console import Console
 from rich.text import Text
 
 from pentad.orchestrator.api.starting_config import StartingConfig
-from pentad.orchestrator.config.config import RunConfig
 from pentad.orchestrator.planning.estimate import mfu
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
 from pentad.orchestrator.planning.hardware import rates_for
-from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.planned import Planned
 from pentad.orchestrator.search.reasons import Flip, describe, flips, nearest_fits, reason, shares_of
 from pentad.orchestrator.search.search import SearchResult, search
-from pentad.orchestrator.search.space import KEYS, given_and_changed
+from pentad.orchestrator.search.space import KEYS, given_and_changed, load_for_search
 from pentad.schedules.ir.errors import PentadError
 from pentad.workers.checkpoint.atomic_io import write_file
 
@@ -32,13 +30,10 @@ from pentad.workers.checkpoint.atomic_io import write_file
 class Command:
     """The command line that trains with a plan, from the one that searched."""
 
-    def __init__(self, file: Path | None, words: Sequence[str], config: RunConfig) -> None:
-        self.file, self.words, self.config = file, list(words), config
-
-    @property
-    def held(self) -> frozenset[str]:
-        """Keys that the command line gives, which the search leaves as they are."""
-        return frozenset(word.partition("=")[0] for word in self.words)
+    def __init__(self, file: Path | None, given: Sequence[str]) -> None:
+        self.file = file
+        self.config, self.words = load_for_search(file, given)
+        self.held = frozenset(word.partition("=")[0] for word in given)  # keys that the search leaves as they are
 
     def of(self, planned: Planned) -> str:
         given, changed = given_and_changed(self.words, self.config, planned.config)
@@ -49,7 +44,7 @@ def show_search(command: Command, gpus: int, device: DeviceMemory, console: Cons
     """Prints it. Returns the exit status: 1 if nothing fits."""
     config = command.config
     found = search(config, gpus, device, command.held)
-    shares = [shares_of(Work(each.config), each) for each in found.choices]
+    shares = [shares_of(each) for each in found.choices]
     reasons = [reason(each, shares[0] if number else None) for number, each in enumerate(shares)]
     changes = list(flips(config, found)) if found.choices else []
     nearest = [] if found.choices else list(nearest_fits(config, gpus, found, command.held))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.memory.first_microbatches import with_words
 from pentad.orchestrator.planning.estimate import flops_per_token, simulated_seconds
 from pentad.orchestrator.planning.fit import DeviceMemory
 from pentad.orchestrator.planning.formatting import format_bytes, format_duration, format_percent
@@ -15,6 +16,7 @@ from pentad.orchestrator.search.layout import Work
 from pentad.orchestrator.search.placement_bounds import even_seconds
 from pentad.orchestrator.search.planned import Planned, plan_setting
 from pentad.orchestrator.search.search import SearchResult, search
+from pentad.orchestrator.search.space import AXES
 from pentad.orchestrator.search.time_bounds import Timed, compute_order, update_seconds
 from pentad.schedules.simulate.events import Events, acyclic_events
 from pentad.schedules.simulate.rates import Rates
@@ -46,8 +48,9 @@ NAMES = (
 )
 
 
-def shares_of(work: Work, planned: Planned) -> Shares:
+def shares_of(planned: Planned) -> Shares:
     setting, plan = planned.setting, planned.plan
+    work = Work(planned.config if plan.cuda_graphs else with_words(planned.config, ("cluster.cuda_graphs=false",)))
     layout = work.layout_of(setting)
     timed = Timed(layout, compute_order(layout, setting.order, setting.microbatches))
     flops = flops_per_token(plan.model, plan.batch.sequence_length, frozen=plan.lora is not None)
@@ -152,6 +155,8 @@ def nearest_fits(
             yield f"with {format_bytes(choices[0].bytes)} of memory a GPU", choices[0]
             break
         room *= GROWTH
+    if held.issuperset(f"mesh.{axis}" for axis in AXES):
+        return
     for more in (2 * gpus, 4 * gpus, 8 * gpus):
         if choices := search(config, more, found.device, held, listed=1).choices:
             yield f"on {more} GPUs", choices[0]

@@ -45,6 +45,7 @@ from pentad.schedules.spec.mesh import Mesh
 
 LISTED = 5
 ROUNDING = 1e-9
+IMPOSSIBLE = 2**62  # bytes that a setting is said to need which no plan has
 
 
 def search(
@@ -151,14 +152,18 @@ class _Search:
         except PentadError as error:
             self._refuse(mesh, error)
             return
-        slices = sorted({self.work.slices(order) for order in self.space.orders_on(mesh)})
-        for shape in (Shape(mesh, *each) for each in product(counts, slices)):
+        for shape in self._shapes(mesh, counts):
             try:
                 bound = shape_bound(self.work, *shape)
                 self.work.stages(tuple((rank,) for rank in range(mesh.pp)))  # no order has fewer of them
                 self._push(bound, shape)
             except PentadError as error:
                 self._refuse(mesh, error)
+
+    def _shapes(self, mesh: Mesh, counts: Sequence[int]) -> Iterator[Shape]:
+        for microbatches in counts:
+            slices = set(map(self.work.slices, self.space.orders_on(mesh, microbatches)))
+            yield from (Shape(mesh, microbatches, each) for each in sorted(slices))
 
     def _divide(self, branch: Branch) -> None:
         match branch:
@@ -172,7 +177,7 @@ class _Search:
                 self._step(branch)
 
     def _orders(self, shape: Shape) -> None:
-        for order in self.space.orders_on(shape.mesh):
+        for order in self.space.orders_on(shape.mesh, shape.microbatches):
             if self.work.slices(order) != shape.slices:
                 continue
             try:
@@ -267,7 +272,7 @@ class _Search:
             if seconds is not None and not rooms:
                 self._push_group(group, seconds)
                 return
-            if seconds is None and self.found.missed is None:
+            if seconds is None and self.found.missed is None and needed < IMPOSSIBLE and self._is_possible(setting):
                 self.found.missed = Missed(setting, timed.bound(setting.zero, setting.max_gathered))
         self._push_group(group)
         if is_saving:
@@ -364,7 +369,13 @@ class _Search:
             return needed - GRAPHS_BYTES * (plan.cuda_graphs and self.config.cluster.cuda_graphs is None), seconds
         except (PentadError, ScheduleError) as error:  # the simulation finds a deadlock, since nothing is proven yet
             self._refuse(setting.mesh, PentadError(str(error)))
-            return 2**62, None
+            return IMPOSSIBLE, None
+
+    def _is_possible(self, setting: Setting) -> bool:
+        """What takes too much memory is not planned, so that nothing has said whether its keys go together."""
+        with suppress(PentadError):
+            return with_setting(self.config, setting, self.held) is not None
+        return False
 
     def _proved(self, timed: Fitting) -> Planned | None:
         """As the whole configuration plans it, evaluation included, which may leave no room for CUDA graphs; None if

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from pentad.orchestrator.config.config import RunConfig, load
+from pentad.orchestrator.config.config import RunConfig, load, unchecked
 from pentad.schedules.catalogue import CATALOGUE, generate
 from pentad.schedules.ir.columns import op_mask
+from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.ir.instruction import Op
 from pentad.schedules.ir.program import Program
 from pentad.schedules.passes.recompute import RECOMPUTE_MODES
@@ -35,6 +39,7 @@ RESET: dict[str, Any] = {
     "zero.prefetch": 1,
     "zero.reduce": None,
 }
+PLAIN = {"name": "1f1b", "microbatches": 1, "chunks": None}  # a schedule that goes with every mesh
 TRANSPORT = "cluster.transport"  # tried only where nothing else makes a mesh fit
 Sharding = tuple[int, int | None]  # a stage of ZeRO, gathered units
 _W = op_mask({Op.W})
@@ -115,18 +120,19 @@ class Space:
                 counts.append(count)
         return counts
 
-    def orders_on(self, mesh: Mesh) -> Iterator[Order]:
-        """The orders that differ on this many pipeline ranks."""
-        named = {order.name for order in self.orders}
-        for order in self.orders:
-            if mesh.pp > 1 or order.name in UNSPLIT or not named.intersection(UNSPLIT):
-                yield order
+    def orders_on(self, mesh: Mesh, microbatches: int) -> Sequence[Order]:
+        """The orders that differ on this many pipeline ranks, with this many microbatches."""
+        unsplit = [order for order in self.orders if order.name in UNSPLIT]
+        if mesh.pp > 1 or not unsplit:
+            return self.orders
+        return unsplit[:1] if microbatches == 1 else unsplit
 
     def settings(self, config: RunConfig) -> Iterator[Setting]:
         """All of them, whether they are possible or not: many."""
         for mesh in self.meshes:
-            for count, order in product(self.microbatch_counts(config, mesh), self.orders_on(mesh)):
-                for zero, gathered, unit in product(self.zero, self.max_gathered, self.unit_layers):
+            for count in self.microbatch_counts(config, mesh):
+                orders = self.orders_on(mesh, count)
+                for order, zero, gathered, unit in product(orders, self.zero, self.max_gathered, self.unit_layers):
                     if zero < 3 and gathered is not None:
                         continue
                     base = Setting(mesh, count, order, zero, gathered, unit)
@@ -141,8 +147,27 @@ class Space:
                         )
 
 
+def load_for_search(file: Path | None, words: Sequence[str]) -> tuple[RunConfig, list[str]]:
+    """The configuration and the words that lead to it: with a plain schedule as well where the file's does not go with
+    the `words` of the command line, as the search chooses another anyway. Raises PentadError as `load` does."""
+    try:
+        return load(file, words), [*words]
+    except PentadError:
+        given = {word.partition("=")[0] for word in words}
+        schedule = unchecked(file, words).get("schedule") or {}
+        plain = [
+            f"schedule.{key}={value if isinstance(value, str) else json.dumps(value)}"
+            for key, value in PLAIN.items()
+            if f"schedule.{key}" not in given and schedule.get(key, value) != value
+        ]
+        with suppress(PentadError):
+            return load(file, [*words, *plain]), [*words, *plain]
+        raise
+
+
 def space_of(config: RunConfig, gpus: int, held: Collection[str] = ()) -> Space:
-    """All settings of this many GPUs in which the keys `held` are as in the configuration; `auto` holds nothing."""
+    """All settings of this many GPUs in which the keys `held` are as in the configuration; `auto` holds nothing. Raises
+    PentadError if no mesh has this many GPUs."""
     free = {key for key in KEYS if key not in held or value_of(config, key) == "auto"}
     model = config.model_spec("bfloat16")
 
@@ -154,6 +179,10 @@ def space_of(config: RunConfig, gpus: int, held: Collection[str] = ()) -> Space:
         for mesh in all_meshes(gpus)
         if all(f"mesh.{axis}" in free or getattr(mesh, axis) == value_of(config, f"mesh.{axis}") for axis in AXES)
     ]
+    if not meshes:
+        axes = [f"mesh.{axis}" for axis in AXES if f"mesh.{axis}" not in free]
+        size, wanted = prod(value_of(config, axis) for axis in axes), "a divisor of " * (len(axes) < len(AXES))
+        raise PentadError(f"{' x '.join(axes)} is {size}: expected {wanted}the number of GPUs, {gpus}")
     names = values("schedule.name", tuple(CATALOGUE))
     orders = list[Order]()
     for name in names:

@@ -64,7 +64,7 @@ class RunningTrial:
             self.sessions |= sessions_below(self.process.pid)
             if time.monotonic() - self.began < self.deadline:
                 return None
-            cause = f"over its deadline of {format_duration(self.deadline)}: {self._standing()}"
+            cause = f"after {format_duration(self.deadline)}: {self._standing()}"
             self.end()
             return self._row("deadline", cause)
         self.end()

@@ -17,7 +17,7 @@ from pentad.orchestrator.planning.formatting import format_count, format_percent
 from pentad.orchestrator.planning.hardware import gpu_of
 from pentad.orchestrator.search.planned import without_evaluation
 from pentad.orchestrator.search.search import search
-from pentad.orchestrator.search.space import given_and_changed
+from pentad.orchestrator.search.space import given_and_changed, load_for_search
 from pentad.orchestrator.sweep.free_devices import FreeDevices
 from pentad.orchestrator.sweep.grid import MOST_TRIALS, Point
 from pentad.orchestrator.sweep.results import TrialRow
@@ -65,12 +65,13 @@ def trials_of(request: SweepRequest, free: FreeDevices, folder: Path) -> list[Tr
     return list(found.values())
 
 
-def first_valid(file: Path | None, points: Sequence[Point]) -> RunConfig:
-    """The configuration of the first point that has a valid one. Raises the error of the first point if none has."""
+def first_valid(file: Path | None, points: Sequence[Point], *, searched: bool = False) -> RunConfig:
+    """The configuration of the first point that has a valid one, or has one to search with if it is to be `searched`.
+    Raises the error of the first point if none has."""
     errors = list[PentadError]()
     for point in points:
         try:
-            return load(file, point.words)
+            return load_for_search(file, point.words)[0] if searched else load(file, point.words)
         except PentadError as error:
             errors.append(error)
     raise errors[0]
@@ -79,16 +80,20 @@ def first_valid(file: Path | None, points: Sequence[Point]) -> RunConfig:
 def _candidates(request: SweepRequest, point: Point) -> Iterator[Point | Trial]:
     """The search's best meshes at a point, as points; or why there are none."""
     try:
-        config = load(request.file, point.words)
+        config, words = load_for_search(request.file, point.words)
     except PentadError as error:
         yield _pruned(request, point, str(error))
         return
     held = frozenset(word.partition("=")[0] for word in point.words)
     device = device_memory("cuda", gpu=gpu_of(config.cluster))
     for gpus in request.gpus or (config.mesh.size,):
-        found = search(config, gpus, device, held, listed=request.search)
+        try:
+            found = search(config, gpus, device, held, listed=request.search)
+        except PentadError as error:
+            yield _pruned(request, point, str(error), gpus)
+            continue
         for each in found.choices:
-            given, changed = given_and_changed(point.words, config, each.config)
+            given, changed = given_and_changed(words, config, each.config)
             yield Point((*given, *changed), (*point.varied, *changed))
         if not found.choices:
             least = min(found.refusals.values(), key=lambda each: each.least_bytes, default=None)

@@ -27,12 +27,13 @@ from record import stamp, write
 from scatter import svg_scatter
 
 from pentad.orchestrator.config.config import RunConfig
+from pentad.orchestrator.gpus.table import GPUS
 from pentad.orchestrator.planning.estimate import flops_per_token, memories, simulated_seconds
 from pentad.orchestrator.planning.hardware import GROUPED_EFFICIENCY, rates_of
 from pentad.orchestrator.planning.planning import make_plan
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.events import Events, acyclic_events
-from pentad.schedules.simulate.rates import AttentionRates, ExpertRates, Links, Rates
+from pentad.schedules.simulate.rates import AttentionRates, ExpertRates, Link, Links, Rates
 from pentad.schedules.spec.plan import Plan
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -42,6 +43,7 @@ FAMILIES = (
     *("megatron-h100", "torchtitan-bf16", "torchtitan-fp8", "megatron-bridge", "llama-3", "nanotron", "moe"),
 )
 ATTAINED_NETWORK = 0.8  # of its bits, as for the planner's own figure
+FULL_WATTS = 700  # of an H100 and an H200 on SXM
 HOST_ORDER = ("pp", "dp", "ep", "cp", "tp")  # of these programs
 STEPS = (1.3, 1.14, 1.07, 1.03)  # by which a fit changes a constant
 AXES = ("dp", "pp", "cp", "tp", "ep")
@@ -194,11 +196,29 @@ def constants() -> dict[str, Any]:
 
 
 def _on(rates: Rates, facts: Facts) -> Rates:
-    """On the hosts of these programs, with links between them by data sheet. Where products are cut into as many parts
-    as there are tp ranks, all but the first part's bytes move beside another part's product."""
+    """On the hosts and cards of these programs, with links between hosts by data sheet. Where products are cut into as
+    many parts as there are tp ranks, all but the first part's bytes move beside another part's product."""
     hidden = 1 - 1 / facts.get("tp", 1) if facts.get("tp_overlap") else 0.0
     links = Links.uniform(rates.inter_host.send.latency, ATTAINED_NETWORK * facts["gbit"] * 1e9 / 8)
-    return replace(rates, inter_host=links, host_order=HOST_ORDER, tp_hidden=hidden)
+    rates = replace(_on_card(rates, facts), inter_host=links, host_order=HOST_ORDER, tp_hidden=hidden)
+    if facts.get("gradients") != "float16":
+        return rates
+    # Only gradients are reduced to all, and the planner counts 4 bytes of each.
+    sides = {name: getattr(rates, name) for name in ("intra_host", "peer", "inter_host")}
+    return replace(rates, **{name: replace(each, all_reduce=_twice(each.all_reduce)) for name, each in sides.items()})
+
+
+def _on_card(rates: Rates, facts: Facts) -> Rates:
+    """With memory of another bandwidth, and less power than the GPU's: dynamic power is that of the clock times the
+    square of a voltage that follows it, so the clock follows the cube root (Brooks et al., IEEE Micro 20(6), 2000)."""
+    usual = GPUS[facts["gpu"]].bandwidth
+    faster = facts.get("bandwidth", usual) / usual
+    memory = {name: faster * getattr(rates, name) for name in ("memory", "elementwise", "update")}
+    return replace(rates.scaled("flops", (facts.get("watts", FULL_WATTS) / FULL_WATTS) ** (1 / 3)), **memory)
+
+
+def _twice(link: Link) -> Link:
+    return replace(link, bandwidth=2 * link.bandwidth)
 
 
 def rates_with(gpu: str, given: dict[str, Any]) -> Rates:

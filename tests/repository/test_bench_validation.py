@@ -54,6 +54,21 @@ def test_the_page_has_the_committed_figures() -> None:
     assert table(committed()["families"]) in (ROOT / "docs" / "validation.md").read_text("utf-8")
 
 
+def test_the_page_has_the_committed_errors_on_h100s() -> None:
+    page = " ".join((ROOT / "docs" / "validation.md").read_text("utf-8").split())
+    dense = ("megatron-h100", "torchtitan-bf16", "torchtitan-fp8", "megatron-bridge", "llama-3")
+    pairs = [
+        (row.facts["length"], (predicted, row.seconds or 0.0))
+        for name in dense
+        for row, predicted in zip(family(name).rows, committed()["families"][name]["predicted"], strict=True)
+        if not row.is_training
+    ]
+    every = errors([pair for _, pair in pairs])
+    short = errors([pair for length, pair in pairs if length <= 8192])
+    assert f"p90 is {every['p90']:.1%}; the target".replace("%", " %") in page
+    assert f"tokens it is {short['p90']:.1%}, median {short['median']:.1%}.".replace("%", " %") in page
+
+
 def test_seconds_follow_from_the_mfu_of_the_source() -> None:
     """By its count of FLOPs."""
     row = family("nanotron").rows[2]

@@ -93,6 +93,8 @@ class HostWaits:
     delay_clock: Callable[[], float] = staticmethod(lambda: 0.0)
 
     def wait(self, works: Sequence[LayerWork]) -> None:
+        if not works:
+            return
         began, delayed = time.monotonic(), self.delay_clock()
         for work, group in works:
             if work is None:

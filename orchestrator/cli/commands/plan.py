@@ -39,10 +39,7 @@ def plan(
     as_json: Json = False,
 ) -> int:
     """Show what would run: mesh, memory, traffic and predicted time; status 1 if it does not fit or has no data."""
-    from pentad.orchestrator.config.config import load
-
     file, overrides = split_words(words)
-    config = load(file, overrides)
     if search or gpus is not None:
         alone = {"--pool": pool and pool[0], "--draws": draws, "--html": html, "--trace": trace}
         for name, given in alone.items():
@@ -52,10 +49,12 @@ def plan(
         from pentad.orchestrator.planning.fit import device_memory
         from pentad.orchestrator.planning.hardware import gpu_of
 
-        command, room = Command(file, overrides, config), device_memory("cuda", memory, gpu=gpu_of(config.cluster))
-        return show_search(command, gpus or config.mesh.size, room, Console(), as_json=as_json)
+        command = Command(file, overrides)
+        room = device_memory("cuda", memory, gpu=gpu_of(command.config.cluster))
+        return show_search(command, gpus or command.config.mesh.size, room, Console(), as_json=as_json)
     from pentad.orchestrator.api.plans import planned
     from pentad.orchestrator.cli.show_plan import show_plan
+    from pentad.orchestrator.config.config import load
 
-    found = planned(config, device, memory, pool or (), draws or 0)
+    found = planned(load(file, overrides), device, memory, pool or (), draws or 0)
     return show_plan(found, Console(), html=html, trace=trace, as_json=as_json)

@@ -43,7 +43,7 @@ def sweep(
         raise PentadError(f"--gpus is {gpus[0]}: expected it with --search; a grid says its meshes")
     file, overrides = split_words(words)
     points = grid(overrides)
-    config = first_valid(file, points)
+    config = first_valid(file, points, searched=search > 0)
     folder = out or Path("sweeps") / config.run.name
     free = find_free_devices(config.cluster)
     with Console(stderr=True).status("planning"):

@@ -100,6 +100,12 @@ def test_the_searchs_best_meshes_are_trials_on_each_number_of_gpus() -> None:
         assert load(None, trial.row.command.split()[2:]).mesh.size == trial.row.ranks
 
 
+def test_axes_that_no_mesh_of_the_gpus_has_are_a_pruned_row() -> None:
+    (fits, other) = trials("mesh.dp=2,4", "zero.stage=0", "batch.global_batch_size=4", search=1, gpus=(2,))
+    assert (fits.row.cause, fits.row.ranks) == ("", 2)
+    assert other.row.cause == "mesh.dp is 4: expected a divisor of the number of GPUs, 2"
+
+
 def test_a_trial_is_a_few_steps_of_the_run_and_nothing_beside_them() -> None:
     words = ["data.holdout=0.1", "eval.every=5", "checkpoint.every=5", "checkpoint.keep_best=true", "loggers.use=[csv]"]
     words += ["optimizer.warmup_steps=50", "run.steps=60", "spikes.policy=rollback", "elastic.driver_lease=60"]
@@ -119,3 +125,6 @@ def test_a_sweep_in_which_nothing_is_valid_is_a_mistake() -> None:
     assert first_valid(None, grid(["mesh.pp=3,4", "schedule.name=dualpipe"])).mesh.pp == 4
     with pytest.raises(PentadError, match=r"mesh\.pq is unknown"):
         first_valid(None, grid(["mesh.pq=3,4"]))
+    with pytest.raises(PentadError, match=r"batch\.global_batch_size is 16"):
+        first_valid(None, grid(["mesh.dp=4"]))
+    assert first_valid(None, grid(["mesh.dp=4"]), searched=True).mesh.dp == 4
