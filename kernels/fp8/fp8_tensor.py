@@ -87,7 +87,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
 
 
 def quantize(x: Tensor, recipe: Recipe, role: Role, amax: Tensor | None = None) -> Fp8Tensor:
-    """Casts a matrix x [M, K] for products over K: to the nearest number, ties to even.
+    """Casts a matrix x [M, K] for products over K: to the nearest number, ties to even. bfloat16 is scaled in float32.
 
     `amax`, of the shape of the scales, are the maxima to scale by instead of those of x; what exceeds them saturates.
     """
@@ -97,7 +97,8 @@ def quantize(x: Tensor, recipe: Recipe, role: Role, amax: Tensor | None = None) 
     found = tiles.abs().amax((1, 3)) if amax is None else amax
     scales = scale_of(found, dtype, power_of_two=recipe.power_of_two)
     largest = torch.finfo(dtype).max
-    scaled = tiles * (1 / scales).to(x.dtype)[:, None, :, None]
+    wide = accumulation_dtype(x.dtype)
+    scaled = tiles.to(wide) * (1 / scales).to(wide)[:, None, :, None]
     values = scaled.clamp(-largest, largest).to(dtype).view(m, k)
     return Fp8Tensor(values.contiguous(), scales.t().contiguous().t())
 
