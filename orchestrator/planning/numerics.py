@@ -87,6 +87,9 @@ def require_fp8(plan: Plan, gpu: str) -> None:
         raise PentadError(f"{matmul} on {gpu}, which multiplies no 8-bit numbers: expected precision.matmul = compute")
     if plan.device == "cuda" and gpu and plan.fp8.scaling == "block" and not WITH_BLOCKS.search(gpu):
         raise PentadError(f"{matmul} on {gpu}: expected a Hopper GPU, or fp8-tensor, fp8-row or compute")
+    if plan.device == "cuda" and plan.dtype == "float64":
+        expected = "expected precision.compute = bfloat16 or float32, or precision.matmul = compute"
+        raise PentadError(f"{matmul} with precision.compute = float64 on GPUs: {expected}")
     for what, size in _sizes(plan, plan.fp8).items():
         if size % FP8_TILE:
             dense = plan.model.dense_layers  # before those with experts

@@ -184,6 +184,14 @@ def test_a_gpu_without_8_bit_products_is_refused() -> None:
             require_fp8(plan, gpu)
 
 
+@pytest.mark.parametrize("name", ["tensor", "row", "block"])
+def test_products_in_float64_are_refused_on_gpus(name: str) -> None:
+    plan = plan_with({"matmul": f"fp8-{name}", "compute": "float64"})
+    require_fp8(plan, "")  # emulated
+    with pytest.raises(PentadError, match=f"fp8-{name} with precision.compute = float64 on GPUs: expected .* float32"):
+        require_fp8(replace(plan, device="cuda"), "NVIDIA H200")
+
+
 @pytest.mark.parametrize("gpu", ["NVIDIA B200", "NVIDIA L40S", "NVIDIA RTX 4000 Ada Generation"])
 def test_blocks_need_a_hopper_gpu(gpu: str) -> None:
     tensor, block = (replace(plan_with({"matmul": f"fp8-{name}"}), device="cuda") for name in ("tensor", "block"))
