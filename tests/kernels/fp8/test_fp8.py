@@ -37,6 +37,23 @@ def test_a_cast_is_off_by_at_most_half_a_step_of_its_tile(scaling: Scaling, role
         assert torch.equal(torch.frexp(found.scales)[0], torch.full_like(found.scales, 0.5))
 
 
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("role", ["activation", "gradient", "weight"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_a_part_are_those_of_the_whole(parts: int, role: Role, dtype: torch.dtype) -> None:
+    """Rows as context and sequence parallelism cut them, columns as row-parallel products do."""
+    recipe, x = Recipe("block", "e5m2"), (torch.randn(512, 512) * torch.logspace(-3, 3, 512)).to(dtype)
+    rows, columns = forms_of(x, recipe, role)
+    assert rows is not None and columns is not None
+    for dim in (0, 1):
+        for number, part in enumerate(x.chunk(parts, dim)):
+            found = forms_of(part.contiguous(), recipe, role)
+            for form, whole, along in ((found.rows, rows, dim), (found.columns, columns, 1 - dim)):
+                assert form is not None
+                for each, all_parts in zip(form, whole, strict=True):
+                    assert torch.equal(each.float(), all_parts.chunk(parts, along)[number].float())
+
+
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_zeros_stay_zeros_and_what_is_not_finite_is_seen(scaling: Scaling) -> None:
     x = torch.zeros(128, 256)
