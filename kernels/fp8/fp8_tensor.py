@@ -82,7 +82,8 @@ def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
     """The scales, float32, that map absolute maxima `amax` to the largest number of an 8-bit dtype."""
     scale = amax.float().clamp(min=TINY) * (1 / torch.finfo(dtype).max)
     if power_of_two:
-        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        rounded = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+        scale = torch.where(scale.isnan(), scale, rounded)
     return scale
 
 

@@ -55,12 +55,14 @@ def test_blocks_of_a_part_are_those_of_the_whole(parts: int, role: Role, dtype: 
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_zeros_stay_zeros_and_what_is_not_finite_is_seen(scaling: Scaling) -> None:
-    x = torch.zeros(128, 256)
-    assert torch.equal(quantize(x, Recipe(scaling), "activation").dequantize(torch.float32), x)
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_zeros_stay_zeros_and_what_is_not_finite_is_seen(scaling: Scaling, power_of_two: bool) -> None:
+    x, recipe = torch.zeros(128, 256), Recipe(scaling, power_of_two=power_of_two)
+    assert torch.equal(quantize(x, recipe, "activation").dequantize(torch.float32), x)
     for bad in (torch.nan, torch.inf):
         x[3, 5] = bad
-        assert not quantize(x, Recipe(scaling), "activation").dequantize(torch.float32)[3, 5].isfinite()
+        found = quantize(x, recipe, "activation")
+        assert not found.dequantize(torch.float32)[3, 5].isfinite() and not found.scales.isfinite().all()
 
 
 def test_what_exceeds_a_given_maximum_saturates() -> None:

@@ -38,7 +38,7 @@ def test_casts_have_the_bits_of_the_reference(recipe: Recipe, role: Role, dtype:
         assert torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8)) and torch.equal(a.scales, b.scales)
 
 
-@pytest.mark.parametrize("recipe", [Recipe("tensor"), Recipe("row")])
+@pytest.mark.parametrize("recipe", [Recipe("tensor"), Recipe("row"), Recipe("tensor", power_of_two=True)])
 def test_a_given_maximum_that_is_not_a_number_is_seen(recipe: Recipe) -> None:
     """That of a tensor may be one that another rank has."""
     x = torch.randn(128, 256)
