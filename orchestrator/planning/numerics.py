@@ -107,7 +107,7 @@ def _sizes(plan: Plan, fp8: Fp8Spec) -> dict[str, int]:
     found = {
         "model.hidden": model.hidden,
         f"queries' width (model.heads x head_dim){rank}": model.heads * model.qk_head_dim // tp,
-        "tokens of a microbatch that a rank holds at once": plan.slice_tokens,
+        "tokens that a rank holds at once (batch.sequence_length x sequences / mesh.cp / slices)": plan.slice_tokens,
     }
     if mla is None:
         found[f"keys' width (model.kv_heads x head_dim){rank}"] = max(1, model.kv_heads // tp) * model.qk_head_dim

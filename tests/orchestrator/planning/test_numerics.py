@@ -100,7 +100,7 @@ def test_weights_gathered_in_8_bits_have_half_the_bytes() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"batch": {"sequence_length": 96}}, "tokens of a microbatch that a rank holds at once is 96"),
+        ({"batch": {"sequence_length": 96}}, r"at once \(batch.sequence_length x sequences / mesh.cp / slices\) is 96"),
         ({"model": {"ffn": 320}}, "model.ffn is 320: expected a multiple of 128"),
         ({"model": {"heads": 4, "kv_heads": 1}}, r"keys' width \(model.kv_heads x head_dim\) is 64"),
         (
@@ -125,6 +125,10 @@ def test_weights_gathered_in_8_bits_have_half_the_bytes() -> None:
             r"model.vocab on each of 2 tensor ranks \(mesh.tp\) is 192",
         ),
         ({"precision": {"matmul": "compute", "fp8_head": True}}, "fp8_head is true with precision.matmul = compute"),
+        (
+            {"precision": {"matmul": "compute", "fp8_experts": "always"}},
+            "fp8_experts is always with precision.matmul = compute: expected auto or never, or matmul = fp8-block",
+        ),
         (LATENT, r"model\.mla\.kv_lora_rank is 64"),
         (
             {"precision": {"fp8_skip_first_layers": 3, "fp8_skip_last_layers": 1}},
