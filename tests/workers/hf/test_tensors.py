@@ -143,6 +143,13 @@ def test_what_is_written_in_8_bits_is_read_back(saved, tmp_path: Path, name: str
         assert (theirs[each] - tensor).abs().max() <= tensor.abs().max() / 16, each
 
 
+def test_experts_with_biases_are_not_written_in_8_bits(saved, tmp_path: Path) -> None:
+    done = take(saved("gpt-oss"), tmp_path / "checkpoint")
+    with pytest.raises(PentadError, match=r"fp8 for experts with biases, .*: expected bfloat16 or float32"):
+        give(done.folder, tmp_path / "eight", done.family, done.model, dtype="fp8")
+    assert not (tmp_path / "eight").exists()
+
+
 def test_mtp_layers_that_transformers_did_not_save_are_left_out(saved, tmp_path: Path) -> None:
     kept = load_file(saved("deepseek-v3-mtp") / SINGLE)
     main = {name: kept[name] for name in kept if not name.startswith(("model.layers.3", "model.layers.4"))}
