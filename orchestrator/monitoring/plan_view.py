@@ -101,6 +101,7 @@ def facts_table(plan: Plan, costs: Costs) -> Table:
         scales = {"tensor": "a scale per tensor", "row": "a scale per row", "block": "scales per 1 x 128 and 128 x 128"}
         layers += " and the head" * plan.fp8.head
         scale = scales[plan.fp8.scaling] + " by the step before" * plan.fp8.delayed
+        scale += ", a power of two" * plan.fp8.power_of_two
         facts["matmul"] = f"FP8 in {layers}, {scale}, gradients {plan.fp8.gradients}"
         if model.experts is not None:
             tokens = batch.micro_batch_size * batch.sequence_length // plan.mesh.cp

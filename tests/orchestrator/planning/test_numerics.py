@@ -259,6 +259,8 @@ def test_the_plan_says_what_is_scaled_how() -> None:
     precision = {"matmul": "fp8-tensor", "fp8_scaling": "delayed", "fp8_head": True}
     found = facts_of(plan_with(precision, model={"vocab": 512}), "matmul")
     assert "FP8 in all layers and the head, a scale per tensor by the step before, gradients e4m3" in found
+    found = facts_of(plan_with({"matmul": "fp8-row", "fp8_power_of_two_scales": True}), "matmul")
+    assert "FP8 in all layers, a scale per row, a power of two, gradients e4m3" in found
 
 
 def facts_of(plan: Plan, row: str = "experts") -> str:
