@@ -72,7 +72,7 @@ class Fp8Forms(NamedTuple):
 
 class Amax(NamedTuple):
     """Absolute maxima of a matrix [T, K] to scale its forms by: of each row [T, 1] and each column [K, 1], or of all of
-    it [1, 1], twice."""
+    it [1, 1], twice. Those of a form that is not cast may be empty."""
 
     rows: Tensor
     columns: Tensor

@@ -16,7 +16,7 @@ from pentad.orchestrator.monitoring.terminal_timeline import bars, is_coloured, 
 from pentad.orchestrator.planning.comm_volume import transports
 from pentad.orchestrator.planning.estimate import ON_HOST, copy_slots_bytes, memories
 from pentad.orchestrator.planning.formatting import format_bytes, format_count, format_duration, format_percent
-from pentad.orchestrator.planning.fp8_experts import why_not, why_not_shared
+from pentad.orchestrator.planning.fp8_costs import why_not, why_not_shared
 from pentad.orchestrator.planning.numerics import why_gathered_wide
 from pentad.schedules.ir.errors import enumerated
 from pentad.schedules.passes.offload_arena import arena

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pentad.orchestrator.activations.allocations import FP8_TILE
 from pentad.orchestrator.config.config import RunConfig
-from pentad.orchestrator.planning.fp8_experts import in_8_bits, shared_in_8_bits
+from pentad.orchestrator.planning.fp8_costs import in_8_bits, shared_in_8_bits
 from pentad.schedules.ir.errors import PentadError
 from pentad.schedules.simulate.rates import Rates
 from pentad.schedules.spec.model import Fp8Spec, ModelSpec, Scaling

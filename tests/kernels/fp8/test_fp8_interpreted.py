@@ -38,6 +38,18 @@ def test_casts_have_the_bits_of_the_reference(recipe: Recipe, role: Role, dtype:
         assert torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8)) and torch.equal(a.scales, b.scales)
 
 
+@pytest.mark.parametrize("rows", [True, False])
+def test_one_form_is_cast_by_its_own_maxima(rows: bool) -> None:
+    x, recipe = torch.randn(128, 256), Recipe("row")
+    both = amax_for(recipe, x)
+    assert both is not None
+    amax = both._replace(**{"columns" if rows else "rows": torch.empty(0, 1)})
+    found = fp8_cast_triton.fp8_cast(x, recipe, "activation", amax, rows=rows, columns=not rows)
+    want = fp8_cast(x, recipe, "activation", both)
+    assert (found.rows is not None, found.columns is not None) == (rows, not rows)
+    assert_nearly_equal(found[not rows], want[not rows], differing=0.0)
+
+
 @pytest.mark.parametrize("recipe", [Recipe("tensor"), Recipe("row"), Recipe("tensor", power_of_two=True)])
 def test_a_given_maximum_that_is_not_a_number_is_seen(recipe: Recipe) -> None:
     """That of a tensor may be one that another rank has."""

@@ -158,6 +158,20 @@ def test_delayed_scaling_is_the_plans_and_takes_less_time_on_a_gpu() -> None:
     assert before.weight == after.weight
 
 
+def test_casts_of_rows_are_kernels_of_their_own_on_a_gpu() -> None:
+    """Of a layer of 256, 512 in the middle: F moves 2 x 2 x 256 (norms) + 512 values a token more, B 2 x 3 x 256 + 8 x
+    512, and reads the gradients of qkv (768), out and down once more."""
+    rates = replace(rates_of("cuda", "NVIDIA H200"), layer_issue=(0.0, 0.0, 0.0))
+    plan = replace(plan_with({"matmul": "fp8-row"}), device="cuda", rates=rates)
+    assert plan.fp8 is not None
+    found, tensor = (costs_of(replace(plan, fp8=replace(plan.fp8, scaling=each))) for each in ("row", "tensor"))
+    products = found.weight[0] - tensor.weight[0]  # each of F, B and W has as many FLOPs
+    layers, second = 2, 128 * 4 / rates.elementwise
+    assert found.forward[0] - tensor.forward[0] == pytest.approx(products + layers * (4 * 256 + 512) * second)
+    more = layers * (6 * 256 + 8 * 512 + 768 + 2 * 256) * second
+    assert found.backward[0] - tensor.backward[0] == pytest.approx(products + more)
+
+
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
 def test_a_head_in_8_bits_is_the_plans_with_its_weights_and_time(scaling: str) -> None:
     given = {"model": {"vocab": 512}}
